@@ -1,0 +1,37 @@
+"""Quire: LLM inference in JAX."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Public name -> module. Loaded on first use: `import quire` costs nothing until something is asked of it.
+EXPORTS = {
+    "AsyncLLM": ".serving.async_llm",
+    "CompletionOutput": ".serving.request",
+    "LLM": ".serving.llm",
+    "ModelError": ".model.config",
+    "RequestError": ".serving.request",
+    "RequestOutput": ".serving.request",
+    "SamplingParams": ".serving.request",
+}
+
+__all__ = [*EXPORTS, "__version__"]
+
+if TYPE_CHECKING:
+    from .model.config import ModelError
+    from .serving.async_llm import AsyncLLM
+    from .serving.llm import LLM
+    from .serving.request import CompletionOutput, RequestError, RequestOutput, SamplingParams
+
+
+def __getattr__(name: str):
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(EXPORTS[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *EXPORTS})

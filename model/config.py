@@ -1,0 +1,170 @@
+"""What a model computes, layer by layer: frozen, hashable, and free of any checkpoint's key names."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+class ModelError(ValueError):
+    """A model folder, configuration or weight that cannot be used; the message says what would be right."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: every scaling rule reduces to these frequencies and one factor on cos and sin."""
+
+    inv_freq: tuple[float, ...]  # one a pair; 2 * len may be less than the head size (partial rotary)
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention over its own keys and values, or over those of the layer `kv_source`."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = None
+    window: int | None = None  # a query sees the last `window` positions, itself included
+    soft_cap: float | None = None
+    qk_norm: str | None = None  # "head": each head on its own; "all": across the heads
+    v_norm: bool = False  # RMS norm of the values, without a scale
+    bias: bool = False
+    out_bias: bool = False
+    sinks: bool = False
+    tied_kv: bool = False  # the values are the keys' projection
+    kv_source: int | None = None
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """DeepSeek's MLA: the cache holds one latent and one rotary key a token, shared by all heads."""
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    scale: float
+    rope: Rope
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+    window = None
+    kv_source = None
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated feed-forward block: activation(gate) * up, then down."""
+
+    dim: int
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Routed experts. Scores come from `score`; the best `top_k` are mixed with their weights."""
+
+    experts: int
+    top_k: int
+    dim: int
+    activation: str = "silu"
+    score: str = "softmax"  # "softmax" over all, "softmax_top" over the chosen, or "sigmoid"
+    normalize: bool = True  # the chosen weights are divided by their sum
+    scaling: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"  # "max", or "top2": the sum of the two best
+    router_bias: bool = False  # added to the logits
+    choice_bias: bool = False  # added to the scores for the choice alone
+    bias: bool = False
+    clamp: float | None = None
+    alpha: float = 1.0
+    own_norms: bool = False  # Gemma 4: router and experts read the residual through norms of their own
+    quant: str | None = None  # the format of the expert weights
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block: attention, then `mlp` and `moe` side by side (their outputs add)."""
+
+    attention: Attention | LatentAttention
+    mlp: Mlp | None = None
+    moe: Moe | None = None
+    pre_norm: bool = True
+    post_norm: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The whole decoder. `family` names the module that made it and knows its checkpoints."""
+
+    family: str
+    vocab_size: int
+    dim: int
+    layers: tuple[Layer, ...]
+    max_len: int
+    norm_eps: float = 1e-6
+    dtype: str = "bfloat16"
+    tied: bool = False
+    embed_scale: float = 1.0
+    final_soft_cap: float | None = None
+    per_layer_dim: int = 0  # Gemma 4: an embedding of its own for every layer
+    per_layer_vocab: int = 0
+    layer_scale: bool = False
+
+    def __post_init__(self):
+        for index, layer in enumerate(self.layers):
+            check_layer(self, index, layer)
+
+    @cached_property
+    def kv_owner(self) -> tuple[int, ...]:
+        """The layer whose cache each layer reads: itself unless it shares."""
+        return tuple(
+            index if layer.attention.kv_source is None else layer.attention.kv_source
+            for index, layer in enumerate(self.layers)
+        )
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that own a cache, in order."""
+        return tuple(index for index, owner in enumerate(self.kv_owner) if index == owner)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows of the cache owners, full attention (None) first: one cache group each."""
+        seen = {self.layers[index].attention.window for index in self.kv_layers}
+        return tuple(sorted(seen, key=lambda window: (window is not None, window or 0)))
+
+    def group(self, layer: int) -> int:
+        """The cache group that a layer reads."""
+        return self.windows.index(self.layers[self.kv_owner[layer]].attention.window)
+
+
+def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
+    """Refuse a layer whose numbers cannot work together."""
+    attention = layer.attention
+    if isinstance(attention, LatentAttention):
+        return
+    if attention.heads % attention.kv_heads:
+        raise ModelError(
+            f"layer {index}: {attention.heads} query heads do not divide into {attention.kv_heads} key-value heads"
+        )
+    if attention.window is not None and attention.window < 1:
+        raise ModelError(f"layer {index}: window is {attention.window}; it must be at least 1")
+    source = attention.kv_source
+    if source is None:
+        return
+    if not 0 <= source < index:
+        raise ModelError(f"layer {index}: kv_source is {source}; it must name an earlier layer")
+    owner = config.layers[source].attention
+    if isinstance(owner, LatentAttention) or owner.kv_source is not None:
+        raise ModelError(f"layer {index}: kv_source is {source}, which keeps no keys and values of its own")
+    if (owner.kv_heads, owner.head_dim) != (attention.kv_heads, attention.head_dim):
+        raise ModelError(f"layer {index}: its heads differ in number or size from those of kv_source {source}")
+    if owner.window is not None and (attention.window is None or attention.window > owner.window):
+        raise ModelError(
+            f"layer {index}: its window is wider than that of kv_source {source}, whose pages are given back"
+        )

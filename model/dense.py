@@ -1,0 +1,46 @@
+"""The decoder without a cache: whole sequences at once, differentiable. Training uses it, and the tests' oracle."""
+
+import jax
+import jax.numpy as jnp
+
+from . import decoder
+from .config import ModelConfig
+
+
+def forward(weights, tokens_BT, config: ModelConfig):
+    """Float32 logits [B, T, V] of every position."""
+    hidden, (B, T) = hidden_states(weights, tokens_BT, config), tokens_BT.shape
+    return decoder.logits(weights, hidden.reshape(B * T, -1), config).reshape(B, T, -1)
+
+
+def hidden_states(weights, tokens_BT, config: ModelConfig):
+    """The final hidden states [B, T, D]."""
+    B, T = tokens_BT.shape
+    positions = jnp.tile(jnp.arange(T), B)
+    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, attention(config, B, T))
+    return hidden.reshape(B, T, -1)
+
+
+def attention(config: ModelConfig, B: int, T: int):
+    """Causal attention over [B, T]; the cache is a dict from layer to its keys and values."""
+
+    def attend(index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None):
+        if k_TKH is not None:
+            cache = {**cache, index: (k_TKH, k_TKH[..., :value_dim] if v_TKH is None else v_TKH)}
+        k, v = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
+        K, N = k.shape[2], q_TNH.shape[1]
+        q = q_TNH.reshape(B, T, K, N // K, -1).astype(jnp.float32) * scale
+        score = jnp.einsum("BQKGH,BJKH->BKGQJ", q, k)
+        if soft_cap is not None:
+            score = soft_cap * jnp.tanh(score / soft_cap)
+        ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+        seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+        score = jnp.where(seen, score, -jnp.inf)
+        if sinks_N is not None:
+            sink = jnp.broadcast_to(sinks_N.reshape(K, N // K, 1, 1), (*score.shape[:-1], 1))
+            score = jnp.concatenate([score, sink], axis=-1)
+        weight = jax.nn.softmax(score, axis=-1)[..., :T]
+        out = jnp.einsum("BKGQJ,BJKH->BQKGH", weight, v)
+        return out.reshape(B * T, N, -1).astype(q_TNH.dtype), cache
+
+    return attend

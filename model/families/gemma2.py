@@ -1,0 +1,42 @@
+"""Gemma 2: norms before and after each block, soft caps, and a window on every other layer."""
+
+from functools import partial
+
+from ..config import Attention, Mlp, ModelConfig
+from .common import SANDWICH_NORMS, Keys, decoder, layer_types, layers_by_type, model_sources
+
+MISSING = {  # what a config.json without these keys means
+    "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys(MISSING | hf)
+    keys.ignore("hidden_act", "sliding_window_size")  # older names; `hidden_activation` and `sliding_window` count
+    keys.refuse("use_bidirectional_attention", False)
+    longest, heads, bias = keys.count("max_position_embeddings", 8192), keys.heads(256), keys("attention_bias", False)
+    heads["scale"] = keys("query_pre_attn_scalar", 256) ** -0.5
+    attention = Attention(
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or longest),
+        soft_cap=keys("attn_logit_softcapping", None),
+        bias=bias,
+        out_bias=bias,
+    )
+    L = keys.count("num_hidden_layers")
+    kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
+    mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
+    window, horizon = keys("sliding_window", None), max(longest, max_len or 0)
+    return decoder(
+        keys,
+        "gemma2",
+        layers_by_type(kinds, mlp, attention, attention, window, horizon, post_norm=True),
+        longest,
+        tied=keys("tie_word_embeddings", True),
+        embed_scale=keys("hidden_size") ** 0.5,
+        final_soft_cap=keys("final_logit_softcapping", None),
+    )
+
+
+sources = partial(model_sources, norms=SANDWICH_NORMS, norm_offset=1.0)

@@ -1,0 +1,76 @@
+"""Gemma 3: Gemma 2 with head norms in place of the soft caps; local and global layers turn at different bases."""
+
+from dataclasses import replace
+from functools import partial
+
+from ..config import Attention, Mlp, ModelConfig, ModelError
+from .common import SANDWICH_NORMS, Keys, decoder, layer_types, layers_by_type, model_sources
+
+MISSING = {  # what a config.json without these keys means: the larger models leave most of them out
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+}  # fmt: skip
+
+
+def text_config(hf: dict) -> dict:
+    """The part of a model with vision that says how it writes; images are not read."""
+    outer = Keys(hf)
+    outer.ignore("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+    text = outer("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"config.json: text_config = {text!r}; it must be an object")
+    shared = {key: hf[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if hf.get(key) is not None}
+    outer.ignore("tie_word_embeddings")
+    outer.done()
+    return {key: value for key, value in text.items() if key not in ("dtype", "torch_dtype") or not shared} | shared
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    if hf["model_type"] == "gemma3":
+        hf = text_config(hf) | {"model_type": "gemma3_text"}
+    keys = Keys(MISSING | hf)
+    keys.refuse("use_bidirectional_attention", False)
+    keys.refuse("attn_logit_softcapping")
+    longest, heads = keys.count("max_position_embeddings", 131072), keys.heads(256)
+    heads["scale"], bias = keys("query_pre_attn_scalar", 256) ** -0.5, keys("attention_bias", False)
+    H, served = heads["head_dim"], max_len or longest
+    local = keys("rope_local_base_freq", 10000.0)
+    full = Attention(
+        **heads, rope=keys.rope(H, served, "full_attention", 1e6), qk_norm="head", bias=bias, out_bias=bias
+    )
+    sliding = replace(full, rope=keys.rope(H, served, "sliding_attention", local, plain=True))
+    L, every = keys.count("num_hidden_layers"), keys.count("sliding_window_pattern", 6)
+    keys.ignore("_sliding_window_pattern")  # written beside the layer_types that it gave
+    kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(L)])
+    mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
+    window, horizon = keys("sliding_window", None), max(longest, max_len or 0)
+    return decoder(
+        keys,
+        "gemma3",
+        layers_by_type(kinds, mlp, full, sliding, window, horizon, post_norm=True),
+        longest,
+        tied=keys("tie_word_embeddings", True),
+        embed_scale=keys("hidden_size") ** 0.5,
+        final_soft_cap=keys("final_logit_softcapping", None),
+    )
+
+
+def canonical(name: str) -> str:
+    """A tensor's name as the text-only models write it; those with vision have two ways to say where they nest it."""
+    for nested, plain in (
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    ):
+        if name.startswith(nested):
+            return plain + name.removeprefix(nested)
+    return name
+
+
+def ignored(name: str) -> bool:
+    """The tensors that read images."""
+    return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
+
+
+sources = partial(model_sources, norms=SANDWICH_NORMS, norm_offset=1.0)

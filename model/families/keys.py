@@ -1,0 +1,114 @@
+"""Strict reading of config.json: a key that nobody has read is an error."""
+
+from typing import Any
+
+from .. import rope
+from ..config import ModelError, Rope
+
+# Keys that do not change the arithmetic of a forward pass.
+HARMLESS = {
+    "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
+    "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout", "pretraining_tp",
+    "bos_token_id", "eos_token_id", "pad_token_id", "cache_implementation", "auto_map", "id2label", "label2id",
+    "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder",
+    "chunk_size_feed_forward", "problem_type", "tokenizer_class", "task_specific_params", "_attn_implementation",
+    "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size",
+    "unsloth_version", "unsloth_fixed", "num_nextn_predict_layers", "attn_implementation", "max_length", "min_length",
+}  # fmt: skip
+
+ACTIVATION_NAMES = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}  # fmt: skip
+
+
+class Keys:
+    """A config.json that is read key by key; what nobody has read is an error at the end."""
+
+    def __init__(self, hf: dict[str, Any]):
+        self.hf, self.read = hf, set(HARMLESS)
+
+    def __call__(self, name: str, default: Any = ...):
+        """The value of a key; a missing or null one gives the default, or an error if there is none."""
+        self.read.add(name)
+        value = self.hf.get(name)
+        if value is not None:
+            return value
+        if default is ...:
+            raise ModelError(f"config.json lacks {name!r}, which {self.hf.get('model_type')!r} models need")
+        return default
+
+    def count(self, name: str, default: Any = ...) -> int:
+        """A whole number of at least one."""
+        value = self(name, default)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"config.json: {name} = {value!r}; it must be a whole number of at least 1")
+        return value
+
+    def heads(self, head_dim: int | None = None) -> dict[str, Any]:
+        """What every `Attention` needs: the numbers of heads, their size and the usual scale."""
+        N = self.count("num_attention_heads")
+        H = self.count("head_dim", head_dim or self.count("hidden_size") // N)
+        return {"heads": N, "kv_heads": self.count("num_key_value_heads", N), "head_dim": H, "scale": H**-0.5}
+
+    def ignore(self, *names: str) -> None:
+        """Keys that this family knows to have no effect."""
+        self.read.update(names)
+
+    def refuse(self, name: str, *harmless: Any) -> None:
+        """A key whose other values would change the arithmetic in a way that is not built."""
+        if (value := self(name, None)) is not None and value not in harmless:
+            right = repr(harmless[0]) if harmless else "null"
+            raise ModelError(f"config.json: {name} = {value!r} is not supported; supported is {right}")
+
+    def activation(self, *names: str) -> str:
+        value = next((v for name in names if (v := self(name, None)) is not None), "silu")
+        if value not in ACTIVATION_NAMES:
+            raise ModelError(f"activation {value!r} is not known; it can be one of {', '.join(ACTIVATION_NAMES)}")
+        return ACTIVATION_NAMES[value]
+
+    def dtype(self) -> str:
+        """The dtype the checkpoint was saved in; float16 is computed in bfloat16's place as float32 would be."""
+        name = str(self("dtype", None) or self("torch_dtype", None) or "float32").removeprefix("torch.")
+        if name not in ("float32", "bfloat16", "float16"):
+            raise ModelError(f"config.json: dtype {name!r} is not known; it can be float32, bfloat16 or float16")
+        return name
+
+    def rope(
+        self, head_dim: int, max_len: int, layer_type: str | None = None, theta: float = 10000.0, plain: bool = False
+    ) -> Rope | None:
+        """The rotary embedding from `rope_parameters` (new), or `rope_theta` and `rope_scaling` (old).
+
+        With a `layer_type` the new form holds one set for each; `plain` marks the type that the old keys say
+        nothing about: it turns with base `theta`, unscaled.
+        """
+        old_theta, scaling, new = self("rope_theta", theta), self("rope_scaling", None), self("rope_parameters", None)
+        partial, trained = self("partial_rotary_factor", None), self("original_max_position_embeddings", None)
+        if plain and not new:
+            return rope.build({"rope_theta": theta}, head_dim, max_len)
+        params = new or scaling or {}
+        if layer_type is not None and layer_type in params:
+            params = params[layer_type]
+            if params is None:
+                return None
+        elif plain:
+            raise ModelError(f"config.json: rope_parameters lacks {layer_type!r}; this family has a set for each type")
+        declared = self("max_position_embeddings", max_len)
+        params = {"rope_theta": old_theta, "partial_rotary_factor": partial} | dict(params)
+        kind = params.get("rope_type") or params.get("type") or "default"
+        if kind in ("llama3", "yarn", "longrope"):
+            params["original_max_position_embeddings"] = (
+                trained or params.get("original_max_position_embeddings") or declared
+            )
+        if kind == "dynamic":  # its base grows where a sequence outgrows the declared length
+            params["original_max_position_embeddings"] = declared
+        if kind in ("yarn", "longrope") and params.get("factor") is None:
+            params["factor"] = declared / params["original_max_position_embeddings"]
+        return rope.build(params, head_dim, max_len)
+
+    def done(self) -> None:
+        if unknown := sorted(key for key, value in self.hf.items() if key not in self.read and value is not None):
+            raise ModelError(
+                f"config.json: {unknown[0]} = {self.hf[unknown[0]]!r} is not understood for model type "
+                f"{self.hf.get('model_type')!r}; it may change the result, so the model is not loaded"
+            )

@@ -1,0 +1,28 @@
+"""OLMo 3: OLMo 2 with a window on three layers of four; only the others stretch their rotary embedding."""
+
+from dataclasses import replace
+from functools import partial
+
+from ..config import Attention, Mlp, ModelConfig
+from .common import POST_NORMS, Keys, decoder, layer_types, layers_by_type, model_sources
+
+THETA = 500000.0
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys({"sliding_window": 4096} | hf)
+    longest, heads, bias = keys.count("max_position_embeddings", 2048), keys.heads(), keys("attention_bias", False)
+    H, served = heads["head_dim"], max_len or longest
+    rope = keys.rope(H, served, "full_attention", THETA)
+    full = Attention(**heads, rope=rope, qk_norm="all", bias=bias, out_bias=bias)
+    rope = keys.rope(H, served, "sliding_attention", keys("rope_theta", THETA), plain=True)
+    sliding = replace(full, rope=rope)
+    L = keys.count("num_hidden_layers")
+    kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(L)])
+    mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
+    window, horizon = keys("sliding_window", None), max(longest, max_len or 0)
+    layers = layers_by_type(kinds, mlp, full, sliding, window, horizon, pre_norm=False, post_norm=True)
+    return decoder(keys, "olmo3", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
+
+
+sources = partial(model_sources, norms=POST_NORMS)

@@ -1,0 +1,18 @@
+"""Qwen3: Qwen2 with a norm on each head of queries and keys, mostly in place of the biases."""
+
+from ..config import Attention, ModelConfig
+from .common import Keys, decoder, model_sources
+from .qwen2 import windowed_layers
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys(hf)
+    longest, heads = keys.count("max_position_embeddings", 32768), keys.heads(head_dim=128)
+    bias = keys("attention_bias", False)
+    attention = Attention(
+        **heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=bias, out_bias=bias, qk_norm="head"
+    )
+    return decoder(keys, "qwen3", windowed_layers(keys, attention, max(longest, max_len or 0)), longest)
+
+
+sources = model_sources

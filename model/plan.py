@@ -1,0 +1,140 @@
+"""What a model costs before any of it is loaded: bytes of weights and KV cache, and where compute catches up.
+
+A decode step reads every weight once, whatever the batch, and each sequence's cache besides; its arithmetic grows with
+the batch. Small batches wait for memory, large ones for arithmetic, and between them lies the batch worth reaching:
+
+    seconds = max((weights + batch * cache) / bandwidth, batch * operations / speed)
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from ..sharding.spec import nbytes
+from .config import LatentAttention, ModelConfig
+from .weights import abstract
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one device can hold, read in a second, and multiply and add in a second (bfloat16, dense)."""
+
+    memory: float
+    bandwidth: float
+    flops: float
+
+
+DEVICES = {  # GPUs: the makers' figures
+    "h200": Device(140.4 * 2**30, 4.8e12, 989e12),
+    "h100": Device(79.6 * 2**30, 3.35e12, 989e12),
+    "a100": Device(80.0 * 2**30, 2.04e12, 312e12),
+    "l4": Device(22.5 * 2**30, 0.3e12, 121e12),
+    "cpu": Device(16.0 * 2**30, 24e9, 0.78e12),  # measured on two x86 cores with AVX-512 and AMX
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers alike in how they keep keys and values."""
+
+    name: str
+    layers: int
+    token_bytes: int  # of all these layers together
+    window: int | None  # tokens kept a sequence; None: all
+
+    def held(self, length: int) -> int:
+        """Bytes that a sequence of this length keeps."""
+        return self.token_bytes * (length if self.window is None else min(length, self.window))
+
+
+def layer_token_bytes(attention, dtype: str) -> int:
+    """Bytes that one layer writes a token."""
+    if isinstance(attention, LatentAttention):
+        return (attention.kv_rank + attention.rope_dim) * jnp.dtype(dtype).itemsize
+    return 2 * attention.kv_heads * attention.head_dim * jnp.dtype(dtype).itemsize
+
+
+def kinds(config: ModelConfig) -> tuple[Kind, ...]:
+    """The layers by kind of cache; those that read another layer's come last and cost nothing."""
+    found = Counter()
+    for index, layer in enumerate(config.layers):
+        attention = layer.attention
+        if index not in config.kv_layers:
+            found["shared", 0, 0] += 1
+            continue
+        name = "latent" if isinstance(attention, LatentAttention) else "full"
+        name = name if attention.window is None else f"window {attention.window}"
+        found[name, layer_token_bytes(attention, config.dtype), attention.window] += 1
+    return tuple(
+        Kind(name, count, count * token_bytes, window)
+        for (name, token_bytes, window), count in sorted(found.items(), key=lambda item: item[0][0] == "shared")
+    )
+
+
+def kv_bytes(config: ModelConfig, length: int) -> int:
+    """Bytes of KV cache that a sequence of this length keeps."""
+    return sum(kind.held(length) for kind in kinds(config))
+
+
+def kv_read_bytes(config: ModelConfig, length: int) -> int:
+    """Bytes of KV cache that its next token reads: a layer that shares a cache reads it again."""
+    return sum(
+        layer_token_bytes(config.layers[owner].attention, config.dtype) * seen(layer.attention, length)
+        for layer, owner in zip(config.layers, config.kv_owner, strict=True)
+    )
+
+
+def seen(attention, length: int) -> int:
+    return length if attention.window is None else min(length, attention.window)
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    return nbytes(abstract(config))
+
+
+def read_weight_bytes(config: ModelConfig) -> int:
+    """Bytes of weights that a step of a large batch reads: all but the look-up tables."""
+    weights = abstract(config)
+    lookups = [weights.per_layer_embed_VLA, None if config.tied else weights.embed_VD]
+    return nbytes(weights) - nbytes(lookups)
+
+
+def operations(config: ModelConfig, length: int) -> int:
+    """Multiplications and additions for one token that sees `length` others: two a weight that it meets, and attention."""
+    total = 2 * config.vocab_size * config.dim
+    if config.per_layer_dim:
+        total += 2 * abstract(config).per_layer_proj_DLA.size
+    for layer, weights in zip(config.layers, abstract(config).layers, strict=True):
+        experts = 0
+        if layer.moe is not None:
+            experts = layer.moe.top_k * 3 * config.dim * layer.moe.dim + weights.moe.router_DE.size
+        attention = layer.attention
+        if isinstance(attention, LatentAttention):  # scores against latent and rotary key, then a mix of latents
+            width = attention.heads * (2 * attention.kv_rank + attention.rope_dim)
+        else:
+            width = attention.heads * attention.head_dim * 2
+        matrices = [*matrix_sizes(weights.attention), *matrix_sizes(weights.mlp), *matrix_sizes(weights.per_layer)]
+        total += 2 * (sum(matrices) + experts + width * seen(attention, length))
+    return total
+
+
+def matrix_sizes(weights) -> list[int]:
+    """The sizes of the arrays of a block that are multiplied with, biases and norms left out."""
+    specs = [] if weights is None else vars(weights).values()
+    return [spec.size for spec in specs if spec is not None and spec.init == "normal"]
+
+
+def sequences_that_fit(config: ModelConfig, length: int, memory: float) -> int:
+    """How many sequences of this length the memory holds beside the weights."""
+    return max(0, math.floor((memory - weight_bytes(config)) / kv_bytes(config, length)))
+
+
+def balance_batch(config: ModelConfig, length: int, device: Device) -> float:
+    """The batch at which a decode step's arithmetic takes as long as its reading.
+
+    Infinite where every further sequence brings more reading than arithmetic: then no batch is large enough.
+    """
+    compute = operations(config, length) / device.flops - kv_read_bytes(config, length) / device.bandwidth
+    return math.inf if compute <= 0 else read_weight_bytes(config) / device.bandwidth / compute

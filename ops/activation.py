@@ -1,0 +1,27 @@
+"""Gated activations: gate and up come interleaved on an axis of size two, one array out."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def glu(up_TGF, activation: str, clamp: float | None = None, alpha: float = 1.0):
+    """activation(gate) * up; with a clamp, gpt-oss's form: gate * sigmoid(alpha * gate) * (up + 1)."""
+    gate, up = up_TGF[..., 0, :], up_TGF[..., 1, :]
+    if clamp is None:
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+
+def soft_cap(x, cap: float | None):
+    """cap * tanh(x / cap): bounded, and close to x where x is small."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

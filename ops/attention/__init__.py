@@ -1,0 +1,46 @@
+"""Attention over a paged cache: append the new keys and values, then attend, in one call."""
+
+import importlib
+from typing import Any
+
+from flax import struct
+
+IMPLEMENTATIONS = {"xla": ".xla"}  # tried in order; one that cannot serve a case raises NotImplementedError
+
+
+@struct.dataclass
+class KVPages:
+    """The cache of one layer. Without `v_PSKH` the values are the first dimensions of the keys (MLA)."""
+
+    k_PSKH: Any
+    v_PSKH: Any = None
+
+
+@struct.dataclass
+class Rows:
+    """Which sequence each query row belongs to, and where the keys and values of one cache group lie."""
+
+    positions_T: Any
+    starts_B1: Any  # rows starts[b] .. starts[b + 1] are those of sequence b; padding rows come after the last
+    tables_BM: Any  # page numbers of each sequence; page 0 is a dummy
+    slots_T: Any  # page * S + offset where each row's key and value go; padding goes to page 0
+
+
+def paged_attention(
+    q_TNH, k_TKH, v_TKH, pages: KVPages, rows: Rows, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None
+):
+    """(out_TNH, pages): `k` is None where the layer reads pages that another layer has already filled.
+
+    `value_dim` is the width of the values where they are a part of the keys.
+    """
+    reasons = []
+    for name, module in IMPLEMENTATIONS.items():
+        try:
+            attend = importlib.import_module(module, __name__).paged_attention
+            return attend(
+                q_TNH, k_TKH, v_TKH, pages, rows,
+                scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim,
+            )  # fmt: skip
+        except NotImplementedError as reason:
+            reasons.append(f"{name}: {reason}")
+    raise NotImplementedError("no attention implementation serves this case: " + "; ".join(reasons))

@@ -1,0 +1,66 @@
+"""Mixture of experts: routing, and products that touch only the experts that were chosen."""
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 16  # rows of one expert computed together: one fixed shape, so that a row's sums never depend on the batch
+
+
+def route(logits_TE, top_k: int, score: str, normalize: bool, scaling: float, groups=(1, 1, "max"), choice_bias_E=None):
+    """The chosen experts of each row and their weights, both [T, X]."""
+    if score == "softmax_top":  # the softmax runs over the chosen logits alone
+        top, experts_TX = jax.lax.top_k(logits_TE, top_k)
+        return jax.nn.softmax(top, axis=-1) * scaling, experts_TX
+    scores_TE = jax.nn.softmax(logits_TE, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits_TE)
+    choice_TE = scores_TE if choice_bias_E is None else scores_TE + choice_bias_E
+    _, experts_TX = jax.lax.top_k(limit_groups(choice_TE, *groups), top_k)
+    weights_TX = jnp.take_along_axis(scores_TE, experts_TX, axis=-1)
+    if normalize:
+        weights_TX = weights_TX / (jnp.sum(weights_TX, axis=-1, keepdims=True) + 1e-20)
+    return weights_TX * scaling, experts_TX
+
+
+def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
+    """Keep only the experts of the best groups; the others score minus infinity."""
+    if groups == 1 or groups == top_groups:
+        return choice_TE
+    T, E = choice_TE.shape
+    grouped = choice_TE.reshape(T, groups, E // groups)
+    best = jnp.max(grouped, -1) if group_score == "max" else jnp.sum(jax.lax.top_k(grouped, 2)[0], -1)
+    _, kept = jax.lax.top_k(best, top_groups)
+    mask = jnp.any(kept[:, :, None] == jnp.arange(groups), axis=1)
+    return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(T, E)
+
+
+def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
+    """sum_x weight * expert(x), where `expert(e, rows_QD)` computes one expert over a block of rows.
+
+    The (row, expert) pairs are sorted by expert and each expert's share is padded to whole blocks:
+
+        pairs   |e0 e0 e0|e2|e3 e3 e3 e3 e3|          sorted, no pair dropped
+        blocks  [e0 e0 e0 .] [e2 . . .] [e3 e3 e3 e3] [e3 . . .]
+
+    The loop runs over the blocks that exist, so an expert nobody chose is never read.
+    """
+    T, X = experts_TX.shape
+    pairs = T * X
+    order = jnp.argsort(experts_TX.reshape(-1), stable=True)
+    sorted_experts = experts_TX.reshape(-1)[order]
+    counts_E = jnp.zeros(num_experts, jnp.int32).at[sorted_experts].add(1)
+    first_pair_E = jnp.cumsum(counts_E) - counts_E
+    blocks_E = (counts_E + BLOCK - 1) // BLOCK
+    last_block_E = jnp.cumsum(blocks_E)
+
+    def run_block(block, out_pD):
+        e = jnp.searchsorted(last_block_E, block, side="right").astype(jnp.int32)
+        offset = (block - (last_block_E[e] - blocks_E[e])) * BLOCK + jnp.arange(BLOCK)
+        valid = offset < counts_E[e]
+        pair = jnp.where(valid, first_pair_E[e] + offset, pairs)
+        rows = order[jnp.minimum(pair, pairs - 1)] // X
+        result = expert(e, x_TD[rows])
+        return out_pD.at[pair].set(result.astype(jnp.float32), mode="drop")
+
+    out_pD = jax.lax.fori_loop(0, last_block_E[-1], run_block, jnp.zeros((pairs, x_TD.shape[1]), jnp.float32))
+    place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
+    out_TXD = out_pD[place].reshape(T, X, -1)
+    return jnp.sum(out_TXD * weights_TX[..., None], axis=1).astype(x_TD.dtype)

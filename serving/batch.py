@@ -1,0 +1,89 @@
+"""The arrays of one step, at one of a few fixed sizes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from flax import struct
+
+from ..ops.sampling import MAX_BANS, SamplingInputs
+
+
+@dataclass(frozen=True, order=True)
+class Size:
+    """A shape that is compiled before the first request: rows, sequences, and rows whose logits are wanted."""
+
+    rows: int
+    seqs: int
+    samples: int
+
+
+@struct.dataclass
+class Batch:
+    """Everything a step needs from the host; one sequence's rows lie together, padding comes last."""
+
+    tokens_T: np.ndarray  # -1 - slot where the token is still on the device
+    positions_T: np.ndarray
+    starts_B1: np.ndarray
+    tables_GBM: tuple[np.ndarray, ...]  # one [B, M] a cache group
+    slots_GT: tuple[np.ndarray, ...]  # where each row's key and value go, for each cache group
+    owners_T: np.ndarray  # the slot of each row's sequence
+    is_prompt_T: np.ndarray
+    tracked_T: np.ndarray  # the sequence has penalties, so its tokens are counted
+    sample_rows_R: np.ndarray
+    store_R: np.ndarray  # the slot that the token drawn here belongs to, or one past the last
+    sampling: SamplingInputs
+
+
+def sizes(max_seqs: int, max_rows: int) -> tuple[Size, ...]:
+    """Decode sizes by factors of four, and two for steps that carry prompts."""
+    decode, seqs = [], 4
+    while seqs < max_seqs:
+        decode.append(Size(seqs, seqs, seqs))
+        seqs *= 4
+    top = max(max_seqs, 4)
+    decode.append(Size(top, top, top))
+    samples = max(top, 16)
+    mixed = {Size(rows + (rows == top), top, samples) for rows in (min(64, max_rows), max_rows) if rows >= top}
+    return tuple(sorted({*decode, *mixed}))
+
+
+def choose(options: tuple[Size, ...], rows: int, seqs: int, samples: int, decodes: bool) -> Size:
+    """The smallest size that holds a step; a size with as many rows as sequences takes one row from each."""
+    for size in options:
+        if size.rows >= rows and size.seqs >= seqs and size.samples >= samples and (decodes or size.rows != size.seqs):
+            return size
+    raise ValueError(f"no step size holds {rows} rows of {seqs} sequences with {samples} samples")
+
+
+def empty(size: Size, num_groups: int, table_width: int, max_seqs: int) -> Batch:
+    """A batch of nothing but padding: rows that write to the dummy page and draw for nobody."""
+    T, B, R, i32, f32 = size.rows, size.seqs, size.samples, np.int32, np.float32
+    return Batch(
+        tokens_T=np.zeros(T, i32),
+        positions_T=np.zeros(T, i32),
+        starts_B1=np.zeros(B + 1, i32),
+        tables_GBM=tuple(np.zeros((B, table_width), i32) for _ in range(num_groups)),
+        slots_GT=tuple(np.zeros(T, i32) for _ in range(num_groups)),
+        owners_T=np.zeros(T, i32),
+        is_prompt_T=np.zeros(T, bool),
+        tracked_T=np.zeros(T, bool),
+        sample_rows_R=np.zeros(R, i32),
+        store_R=np.full(R, max_seqs, i32),
+        sampling=SamplingInputs(
+            slots_R=np.zeros(R, i32),
+            positions_R=np.zeros(R, i32),
+            seeds_R2=np.zeros((R, 2), np.uint32),
+            temperature_R=np.zeros(R, f32),
+            top_k_R=np.zeros(R, i32),
+            top_p_R=np.ones(R, f32),
+            min_p_R=np.zeros(R, f32),
+            repetition_R=np.ones(R, f32),
+            presence_R=np.zeros(R, f32),
+            frequency_R=np.zeros(R, f32),
+            ban_stop_R=np.zeros(R, bool),
+            ban_RX=np.full((R, MAX_BANS), -1, i32),
+            targets_R=np.full(R, -1, i32),
+            biased_R=np.zeros(R, bool),
+            wants_logprobs_R=np.zeros(R, bool),
+        ),
+    )

@@ -1,0 +1,194 @@
+"""The engine: requests in, tokens out, one step ahead of the device."""
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from ..model.tokenizer import Tokenizer
+from .pages import PageTable
+from .request import RequestError, SamplingParams
+from .runner import Drawn, Launched, Runner
+from .scheduler import Plan, Scheduler
+from .sequence import Sequence
+from .stream import Request
+
+log = logging.getLogger("quire")
+
+
+class Engine:
+    """One model, one scheduler, one loop.
+
+    add() ──> scheduler ──plan──> runner.launch ──> device (step n)
+                  ^                                   │
+                  └── update <── runner.collect <─────┘ (step n-1, while step n runs)
+    """
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer | None, pages: PageTable, max_len: int, seed: int = 0):
+        self.runner, self.tokenizer, self.pages, self.max_len = runner, tokenizer, pages, max_len
+        self.scheduler = Scheduler(pages, runner.limits)
+        self.requests: dict[str, Request] = {}
+        self.streams: dict[Sequence, tuple[Request, int]] = {}
+        self.arrivals = itertools.count()
+        self.rng = np.random.default_rng(seed)
+        self.in_flight: Launched | None = None
+
+    def add(self, request_id: str, tokens: list[int], params: SamplingParams, prompt: str | None = None) -> Request:
+        """Queue a request, or refuse it with a `RequestError` that says why."""
+        if request_id in self.requests:
+            raise RequestError(f"request_id {request_id!r} is already being served; ids must differ", "request_id")
+        self.check(tokens, params)
+        bad_words = self.encode_bad_words(params)
+        budget = self.max_len - len(tokens)
+        eos = frozenset() if self.tokenizer is None else self.tokenizer.eos_token_ids
+        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos)
+        base = int(self.rng.integers(1 << 63)) if params.seed is None else params.seed & ((1 << 64) - 1)
+        arrival = next(self.arrivals)
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                tokens=list(tokens),
+                num_prompt=len(tokens),
+                params=params,
+                max_tokens=budget if params.max_tokens is None else min(params.max_tokens, budget),
+                arrival=arrival,
+                stop_ids=stop_ids,
+                eos_ids=eos - frozenset(params.stop_token_ids or ()),
+                lockstep=any(len(word) > 1 for word in bad_words),
+                bad_words=bad_words,
+                seed=seed_of(base, index),
+                prompt_scores=[None] * (len(tokens) - 1) if params.prompt_logprobs is not None and not index else None,
+            )
+            for index in range(params.n)
+        ]
+        request = Request(request_id, prompt, params, sequences, self.tokenizer)
+        self.requests[request_id] = request
+        for index, seq in enumerate(sequences):
+            self.streams[seq] = request, index
+            self.scheduler.add(seq)
+        return request
+
+    def check(self, tokens: Seq[int], params: SamplingParams) -> None:
+        """Refuse what can never be served; JAX would clamp a wrong id in silence."""
+        vocab = self.runner.config.vocab_size
+        if not tokens:
+            raise RequestError("the prompt is empty; it must have at least one token", "prompt")
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
+                raise RequestError(
+                    f"prompt has the token id {token!r}; ids are integers from 0 to {vocab - 1}", "prompt"
+                )
+        if len(tokens) >= self.max_len:
+            raise RequestError(
+                f"prompt has {len(tokens)} tokens; at most {self.max_len - 1} fit into max_model_len {self.max_len} "
+                "with one token to generate",
+                "prompt",
+            )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < vocab:
+                    raise RequestError(f"{name} has the token id {token}; ids are from 0 to {vocab - 1}", name)
+        total = len(tokens) + min(params.max_tokens or self.max_len, self.max_len - len(tokens))
+        if not self.pages.fits(total, self.runner.limits.max_rows):
+            largest = max((n for n in range(1, total) if self.pages.fits(n, self.runner.limits.max_rows)), default=0)
+            raise RequestError(
+                f"prompt and max_tokens need {total} positions; the KV cache holds {largest} at most", "max_tokens"
+            )
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            name = "stop" if params.stop else "bad_words"
+            raise RequestError(f"{name} needs a tokenizer, and skip_tokenizer_init is set; use token ids", name)
+
+    def encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token ids of the bad words, at the start of a text and after a space."""
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            for text in (word, " " + word.lstrip()):
+                if ids := tuple(self.tokenizer.encode(text, add_special_tokens=False)):
+                    words[ids] = None
+        return tuple(words)
+
+    def step(self) -> list[Request]:
+        """Launch one step, take in the one before; the requests that got something new."""
+        plan = self.scheduler.schedule()
+        launched, changed = None, {}
+        try:
+            if plan is not None:
+                now = time.time()
+                for item in plan.items:
+                    self.streams[item.seq][0].scheduled(now)
+                launched = self.runner.launch(plan)
+            if self.in_flight is not None:
+                self.update(self.runner.collect(self.in_flight), changed)
+            self.in_flight = launched
+        except Exception:
+            log.exception("a step failed; its requests end, the others are computed again")
+            self.recover([self.in_flight and self.in_flight.plan, plan], changed)
+        return list(changed.values())
+
+    def update(self, results: list[Drawn], changed: dict[str, Request]) -> None:
+        """Give each sequence its token, and end those that are done."""
+        now = time.time()
+        for drawn in results:
+            seq = drawn.item.seq
+            seq.pending -= drawn.item.draws
+            if seq.finish_reason is not None:
+                continue  # ended while this step was under way
+            request, index = self.streams[seq]
+            changed[request.request_id] = request
+            if not drawn.ok:
+                self.end(seq, "error")
+                continue
+            rows = iter(drawn.rows)
+            for position, row in zip(drawn.item.scores, rows, strict=False):
+                seq.prompt_scores[position] = drawn.score(row)
+            if drawn.item.draws:
+                token = drawn.token
+                seq.tokens.append(token)
+                score = drawn.score(drawn.rows[-1]) if seq.params.logprobs is not None else None
+                if reason := request.push(index, token, score, now):
+                    self.end(seq, reason)
+
+    def end(self, seq: Sequence, reason: str) -> None:
+        """End one sequence, and its request with the last of them."""
+        self.scheduler.finish(seq, reason)
+        request, index = self.streams.pop(seq)
+        request.end(index, reason)
+        if request.finished:
+            self.requests.pop(request.request_id, None)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now; its pages are free before the next step is planned."""
+        request = self.requests.get(request_id)
+        for seq in request.sequences if request else ():
+            if seq in self.streams:
+                self.end(seq, "abort")
+        return request
+
+    def recover(self, plans: list[Plan | None], changed: dict[str, Request]) -> None:
+        """After a failed step: its requests end with an error, the others start over on a fresh device state."""
+        hit = {item.seq for plan in plans if plan is not None for item in plan.items}
+        self.in_flight = None
+        for seq in hit:
+            if seq.finish_reason is None:
+                request = self.streams[seq][0]
+                changed[request.request_id] = request
+                self.end(seq, "error")
+        for seq in list(self.scheduler.running):
+            self.scheduler.preempt(seq)
+        for seq in self.scheduler.waiting:
+            seq.pending = 0
+        self.runner.reset()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy or self.in_flight is not None
+
+
+def seed_of(base: int, index: int) -> tuple[int, int]:
+    """The two words of a sequence's seed: those of the request, spread by the index when n > 1."""
+    mixed = (base + index * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+    return mixed >> 32, mixed & 0xFFFFFFFF
+

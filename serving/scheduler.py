@@ -1,0 +1,146 @@
+"""Who is served when: pure Python over sequences and pages; it knows neither JAX nor the model."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from .pages import PageTable
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """The rows that one sequence brings to a step: positions start .. start + count."""
+
+    seq: Sequence
+    start: int
+    count: int
+    draws: bool  # the last row draws the next token
+    scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: what every sequence that takes part computes."""
+
+    items: tuple[Item, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(item.count for item in self.items)
+
+    @property
+    def decodes(self) -> bool:
+        """Every sequence brings a single row."""
+        return all(item.count == 1 for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What fits into one step."""
+
+    max_seqs: int
+    max_rows: int
+    max_samples: int  # rows of a step whose logits are computed
+
+
+class Scheduler:
+    """First come, first served; decodes before prompts; the latest arrival gives way when pages run out."""
+
+    def __init__(self, pages: PageTable, limits: Limits):
+        self.pages, self.limits = pages, limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None if there is nothing to compute now."""
+        self.rows, self.samples = self.limits.max_rows, self.limits.max_samples
+        items: dict[Sequence, Item] = {}
+        # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
+        for seq in sorted(self.running, key=lambda seq: seq.missing > 1):
+            if seq.slot < 0 or not seq.missing or not self.rows:
+                continue  # gave way to an earlier one, or waits for its last token
+            if item := self.take(seq, items):
+                items[seq] = item
+        while self.waiting and self.free_slots and self.rows:
+            seq = self.waiting[0]
+            if seq.pending or not self.pages.admits(seq, self.running, self.limits.max_rows):
+                break  # whole or not at all: a prompt that cannot catch up would hold pages and not finish
+            self.waiting.popleft()
+            seq.slot = self.free_slots.pop()
+            self.running.append(seq)
+            if item := self.take(seq, items):
+                items[seq] = item
+        for item in items.values():
+            self.commit(item)
+        return Plan(tuple(items.values())) if items else None
+
+    def take(self, seq: Sequence, items: dict[Sequence, Item]) -> Item | None:
+        """Rows for one sequence, as many as the step and the pages allow; others may have to give way."""
+        start, count = seq.num_computed, min(seq.missing, self.rows)
+        scores: tuple[int, ...] = ()
+        if seq.prompt_scores is not None:
+            wanted = [p for p in range(start, min(start + count, seq.num_prompt - 1)) if seq.prompt_scores[p] is None]
+            scores = tuple(wanted[: self.samples])
+            if len(scores) < len(wanted):
+                count = wanted[len(scores)] - start
+        draws = start + count == seq.num_tokens
+        if draws and len(scores) == self.samples:
+            draws, count = False, count - 1
+        if count <= 0:
+            return None
+        self.pages.slide(seq)
+        while not self.pages.grow(seq, start + count):
+            victim = next((other for other in reversed(self.by_arrival()) if other not in items), None)
+            if victim is None or victim is seq:
+                return None  # nobody later to take from: wait until somebody ends
+            self.preempt(victim)
+        self.rows -= count
+        self.samples -= len(scores) + draws
+        return Item(seq, start, count, draws, scores)
+
+    def by_arrival(self) -> list[Sequence]:
+        return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.arrival)
+
+    def commit(self, item: Item) -> None:
+        """From here on the rows count as computed: every later step runs after this one on the device."""
+        item.seq.num_computed += item.count
+        item.seq.pending += item.draws
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take everything back; the tokens so far are computed again later."""
+        self.leave(seq)
+        seq.num_computed = 0
+        seq.num_preemptions += 1
+        later = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
+        self.waiting.insert(later, seq)
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence, wherever it is; rows already under way for it are computed in vain."""
+        if seq.finish_reason is not None:
+            return
+        seq.finish_reason = reason
+        if seq.slot >= 0:
+            self.leave(seq)
+        else:
+            self.waiting.remove(seq)
+
+    def leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.free_slots.append(seq.slot)
+        seq.slot = -1
+        self.pages.release(seq)
+
+    def check(self) -> None:
+        """Prove that pages and slots add up."""
+        self.pages.check(self.running)
+        slots = [seq.slot for seq in self.running] + self.free_slots
+        assert sorted(slots) == list(range(self.limits.max_seqs)), "a slot is lost or has two owners"
+        assert all(seq.slot < 0 and not seq.pages for seq in self.waiting), "a waiting sequence holds something"

@@ -1,0 +1,52 @@
+"""One token stream under generation: what the scheduler and the page table know of it."""
+
+from dataclasses import dataclass, field
+
+from .request import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A prompt and its output so far.
+
+    tokens         |---- prompt ----|-- output --|?|      ? = drawn on the device, not read back yet (`pending`)
+    num_computed   ----------------------------->         rows whose keys and values are written or on their way
+
+    The catch-up rule: each step brings `num_computed` closer to `num_tokens`, and a sequence whose rows reach
+    `num_tokens` draws its next token.
+    """
+
+    request_id: str
+    index: int
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    max_tokens: int
+    arrival: int
+    stop_ids: frozenset[int] = frozenset()
+    eos_ids: frozenset[int] = frozenset()
+    lockstep: bool = False  # its next step needs its last token on the host
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    seed: tuple[int, int] = (0, 0)
+    num_computed: int = 0
+    pending: int = 0
+    slot: int = -1
+    pages: list[list[int]] = field(default_factory=list)  # one list a cache group, by logical page; 0 = given back
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    prompt_scores: list | None = None  # one entry a prompt token after the first, when they were asked for
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def missing(self) -> int:
+        """Rows that the next step should compute; 0 when there is nothing to do but wait."""
+        if self.num_output + self.pending >= self.max_tokens or (self.lockstep and self.pending):
+            return 0
+        return self.num_tokens - self.num_computed

@@ -1,0 +1,79 @@
+"""The one jitted step: append, attend, and draw, over a state that stays on the device."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from ..model import decoder
+from ..model.config import LatentAttention, ModelConfig
+from ..ops import sampling
+from ..ops.attention import KVPages, Rows, paged_attention
+from .batch import Batch
+
+
+@struct.dataclass
+class State:
+    """What lives on the device between steps; donated to each and returned by it."""
+
+    pages: dict[int, KVPages]  # by the layer that owns them
+    slots: sampling.SlotState
+    last_tokens_B: jax.Array  # the token each slot drew last: the next step reads it without asking the host
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
+def step(weights, state: State, batch: Batch, config: ModelConfig) -> tuple[sampling.Sampled, State]:
+    """One step of every sequence in the batch."""
+    held_T = jnp.maximum(-1 - batch.tokens_T, 0)
+    tokens_T = jnp.where(batch.tokens_T < 0, state.last_tokens_B[held_T], batch.tokens_T)
+
+    def attend(index, q_TNH, k_TKH, v_TKH, pages, **options):
+        owner, group = config.kv_owner[index], config.group(index)
+        rows = Rows(batch.positions_T, batch.starts_B1, batch.tables_GBM[group], batch.slots_GT[group])
+        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, pages[owner], rows, **options)
+        return out_TNH, {**pages, owner: filled}
+
+    hidden_TD, pages = decoder.forward(weights, state.pages, tokens_T, batch.positions_T, config, attend)
+    logits_RV = decoder.logits(weights, hidden_TD[batch.sample_rows_R], config)
+    with jax.named_scope("sample"):
+        slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T)
+        sampled = sampling.sample(logits_RV, slots, batch.sampling)
+        last_tokens_B = state.last_tokens_B.at[batch.store_R].set(sampled.tokens_R, mode="drop")
+    return sampled, State(pages, slots, last_tokens_B)
+
+
+@partial(jax.jit, donate_argnames="slots")
+def reset_slot(slots: sampling.SlotState, slot, bias_V, stop_V) -> sampling.SlotState:
+    """Make a slot ready for a new request."""
+    return sampling.reset_slot(slots, slot, bias_V, stop_V)
+
+
+def page_shapes(config: ModelConfig, index: int, page_size: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of one page of a layer: keys, then values unless they are a part of the keys."""
+    a = config.layers[index].attention
+    if isinstance(a, LatentAttention):
+        return ((page_size, 1, a.kv_rank + a.rope_dim),)
+    return ((page_size, a.kv_heads, a.head_dim),) * 2
+
+
+def page_bytes(config: ModelConfig, group: int, page_size: int) -> int:
+    """Bytes of one page number of a cache group, over all its layers."""
+    width = jnp.dtype(config.dtype).itemsize
+    layers = [index for index in config.kv_layers if config.group(index) == group]
+    return sum(int(np.prod(shape)) * width for index in layers for shape in page_shapes(config, index, page_size))
+
+
+def empty_state(config: ModelConfig, num_pages: tuple[int, ...], page_size: int, max_seqs: int) -> State:
+    """A state with no request in it."""
+    pages = {
+        index: KVPages(
+            *(
+                jnp.zeros((num_pages[config.group(index)], *shape), config.dtype)
+                for shape in page_shapes(config, index, page_size)
+            )
+        )
+        for index in config.kv_layers
+    }
+    return State(pages, sampling.empty_state(max_seqs, config.vocab_size), jnp.zeros(max_seqs, jnp.int32))

@@ -1,0 +1,59 @@
+"""One declaration of an array: its shape, dtype, logical axes and how it is initialised."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """A leaf of an abstract tree; shardings, random init, loading and memory sizes all come from it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str | None, ...]
+    init: str = "normal"
+    fan_in: int = 1
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"axes {self.axes} do not match shape {self.shape}")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+def nbytes(tree) -> int:
+    """Bytes of all arrays (or specs) in a tree."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def random_arrays(tree, seed: int = 0):
+    """A tree of arrays drawn as its specs say; numpy on the host, so that it costs no compilation."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec: ArraySpec):
+        if spec.init == "zeros":
+            value = np.zeros(spec.shape, np.float32)
+        elif spec.init == "ones":
+            value = np.ones(spec.shape, np.float32)
+        elif spec.init == "normal":
+            value = rng.standard_normal(spec.shape, np.float32) / math.sqrt(spec.fan_in)
+        else:
+            raise ValueError(f"unknown init {spec.init!r}")
+        return jnp.asarray(value.astype(spec.dtype))
+
+    return jax.tree.map(draw, tree)

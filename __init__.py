@@ -8,21 +8,22 @@ __version__ = "0.1.0"
 # Public name -> module. Loaded on first use: `import quire` costs nothing until something is asked of it.
 EXPORTS = {
     "AsyncLLM": ".serving.async_llm",
-    "CompletionOutput": ".serving.request",
+    "CompletionOutput": ".serving.outputs",
     "LLM": ".serving.llm",
     "ModelError": ".model.config",
     "RequestError": ".serving.request",
-    "RequestOutput": ".serving.request",
+    "RequestOutput": ".serving.outputs",
     "SamplingParams": ".serving.request",
 }
 
-__all__ = [*EXPORTS, "__version__"]
-
 if TYPE_CHECKING:
-    from .model.config import ModelError
-    from .serving.async_llm import AsyncLLM
-    from .serving.llm import LLM
-    from .serving.request import CompletionOutput, RequestError, RequestOutput, SamplingParams
+    from .model.config import ModelError as ModelError
+    from .serving.async_llm import AsyncLLM as AsyncLLM
+    from .serving.llm import LLM as LLM
+    from .serving.outputs import CompletionOutput as CompletionOutput
+    from .serving.outputs import RequestOutput as RequestOutput
+    from .serving.request import RequestError as RequestError
+    from .serving.request import SamplingParams as SamplingParams
 
 
 def __getattr__(name: str):

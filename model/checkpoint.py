@@ -25,6 +25,7 @@ DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
 }  # fmt: skip
 MAX_HEADER = 100 << 20
+FP8_BLOCK = 128  # side of the square that shares a scale; `Keys.quantization` admits no other
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def load_weights(
 
     def load(spec: ArraySpec, source):
         leaf = np.empty(spec.shape, spec.dtype)
-        for part in source.parts:
+        for part in source.found_in(tensors):
             used.add(part.name)
             if part.name not in tensors:
                 raise ModelError(f"{folder} lacks the tensor {part.name!r}")
@@ -149,15 +150,28 @@ def load_weights(
                 raise ModelError(
                     f"tensor {part.name!r} has shape {list(tensor.shape)}; config.json wants {list(part.shape)}"
                 )
-            leaf[part.at] = part.turn(tensor.read())
+            value = tensor.read()
+            if (scales := f"{part.name}_scale_inv") in tensors:
+                used.add(scales)
+                value = scale_blocks(value, tensors[scales].read(), scales)
+            leaf[part.at] = part.turn(value)
         progress(leaf.nbytes)
         return put(leaf)
 
     weights = jax.tree.map(load, specs, sources)
-    ignored = getattr(family, "ignored", lambda name: False)
-    extra = [n for n in tensors if n not in used and not n.endswith("rotary_emb.inv_freq") and not ignored(n)]
+    ignored = getattr(family, "ignored", lambda name, config: False)
+    extra = [n for n in tensors if n not in used and not n.endswith("rotary_emb.inv_freq") and not ignored(n, config)]
     if config.tied:
         extra = [name for name in extra if name != "lm_head.weight"]
     if extra:
         raise ModelError(f"{folder} holds the tensor {sorted(extra)[0]!r}, which {config.family} models do not have")
     return weights
+
+
+def scale_blocks(value: np.ndarray, scale: np.ndarray, name: str) -> np.ndarray:
+    """An 8-bit float matrix in float32, each block of 128 by 128 times its scale."""
+    if value.ndim != 2 or scale.shape != tuple(-(-size // FP8_BLOCK) for size in value.shape):
+        raise ModelError(f"tensor {name!r} has shape {list(scale.shape)}; it must hold one scale a block of 128 x 128")
+    rows, columns = value.shape
+    scale = scale.astype(np.float32).repeat(FP8_BLOCK, 0)[:rows].repeat(FP8_BLOCK, 1)[:, :columns]
+    return value.astype(np.float32) * scale

@@ -50,6 +50,7 @@ class LatentAttention:
     rope: Rope
     bias: bool = False
     norm_eps: float = 1e-6
+    interleaved: bool = True  # the checkpoint keeps rotary pairs side by side; they are parted at load
 
     window = None
     kv_source = None
@@ -145,6 +146,8 @@ class ModelConfig:
 
 def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
     """Refuse a layer whose numbers cannot work together."""
+    if layer.moe is not None:
+        check_moe(index, layer.moe)
     attention = layer.attention
     if isinstance(attention, LatentAttention):
         return
@@ -168,3 +171,16 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
         raise ModelError(
             f"layer {index}: its window is wider than that of kv_source {source}, whose pages are given back"
         )
+
+
+def check_moe(index: int, moe: Moe) -> None:
+    """Refuse experts that cannot be grouped or chosen as asked."""
+    if moe.groups < 1 or moe.experts % moe.groups:
+        raise ModelError(f"layer {index}: {moe.experts} experts do not divide into {moe.groups} groups")
+    size = moe.experts // moe.groups
+    if not 1 <= moe.top_groups <= moe.groups:
+        raise ModelError(f"layer {index}: {moe.top_groups} groups are to be kept of {moe.groups}")
+    if not 1 <= moe.top_k <= size * moe.top_groups:
+        raise ModelError(f"layer {index}: {moe.top_k} experts a token cannot be chosen from {size * moe.top_groups}")
+    if moe.group_score == "top2" and moe.groups > moe.top_groups and size < 2:
+        raise ModelError(f"layer {index}: a group's score is that of its two best experts, but groups have {size}")

@@ -102,14 +102,14 @@ def read_weight_bytes(config: ModelConfig) -> int:
 
 
 def operations(config: ModelConfig, length: int) -> int:
-    """Multiplications and additions for one token that sees `length` others: two a weight that it meets, and attention."""
+    """Multiplications and additions for one token that sees `length` others: two a weight it meets, and attention."""
     total = 2 * config.vocab_size * config.dim
     if config.per_layer_dim:
         total += 2 * abstract(config).per_layer_proj_DLA.size
     for layer, weights in zip(config.layers, abstract(config).layers, strict=True):
         experts = 0
         if layer.moe is not None:
-            experts = layer.moe.top_k * 3 * config.dim * layer.moe.dim + weights.moe.router_DE.size
+            experts = config.dim * (layer.moe.experts + layer.moe.top_k * 3 * layer.moe.dim)  # router, then the chosen
         attention = layer.attention
         if isinstance(attention, LatentAttention):  # scores against latent and rotary key, then a mix of latents
             width = attention.heads * (2 * attention.kv_rank + attention.rope_dim)

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
+from ..ops.quant import packed
 from ..sharding.spec import ArraySpec
 from .config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe
 
@@ -183,8 +184,8 @@ def moe_spec(moe: Moe, D: int, dtype) -> MoeWeights:
     own = norm(D) if moe.own_norms else None
     return MoeWeights(
         router_DE=ArraySpec((D, E), jnp.float32, ("embed", None), fan_in=D),
-        up_EDGF=ArraySpec((E, D, 2, F), dtype, ("experts", "embed", None, "ffn"), fan_in=D),
-        down_EFD=ArraySpec((E, F, D), dtype, ("experts", "ffn", "embed"), fan_in=F),
+        up_EDGF=packed(moe.quant, ArraySpec((E, D, 2, F), dtype, ("experts", "embed", None, "ffn"), fan_in=D)),
+        down_EFD=packed(moe.quant, ArraySpec((E, F, D), dtype, ("experts", "ffn", "embed"), fan_in=F)),
         router_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.router_bias else None,
         choice_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.choice_bias else None,
         up_bias_EGF=ArraySpec((E, 2, F), dtype, ("experts", None, "ffn"), "zeros") if moe.bias else None,

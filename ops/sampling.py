@@ -7,12 +7,13 @@ together they are one number a row, its floor; tokens that tie with the floor ar
 best few logits where these suffice (nearly always), else from bisecting the ordered bit patterns of float32.
 
 A row gives the same bits in any company and at any number of rows: floating-point sums run in an order written out here
-(`sum_tree`), and a row whose best few logits suffice keeps that answer when another row needs the bisection.
+(`fold`), and a row whose best few logits suffice keeps that answer when another row needs the bisection.
 
 Letters beside the package's: R sampled rows, B slots, X bans, K listed log-probabilities, C candidates, W fan-out.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax import Array, lax
 MAX_LOGPROBS = 20
 MAX_BANS = 64
 CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530
-FAN_OUT = 16
+FAN_OUT = 64
 
 
 @struct.dataclass
@@ -71,37 +72,41 @@ class Sampled:
 def sample(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Sampled:
     """Choose, or score, one token a row. Work that no row wants is skipped."""
     raw_RV = logits_RV.astype(jnp.float32)
-    masked_R = inputs.biased_R | inputs.ban_stop_R | (inputs.ban_RX >= 0).any(axis=1)
-    penalised_R = (inputs.repetition_R != 1) | (inputs.presence_R != 0) | (inputs.frequency_R != 0)
     scored_R = inputs.targets_R >= 0
+    masked_R = ~scored_R & (inputs.biased_R | inputs.ban_stop_R | (inputs.ban_RX >= 0).any(axis=1))
+    penalised_R = (inputs.repetition_R != 1) | (inputs.presence_R != 0) | (inputs.frequency_R != 0)
+    penalised_R &= ~scored_R
 
     def adjusted():
-        masked_RV = lax.cond(masked_R.any(), mask, lambda logits_RV, *_: logits_RV, raw_RV, state, inputs)
-        return lax.cond(penalised_R.any(), penalise, lambda logits_RV, *_: logits_RV, masked_RV, state, inputs)
+        masked_RV = lax.cond(masked_R.any(), lambda: mask(raw_RV, state, inputs), lambda: raw_RV)
+        return lax.cond(penalised_R.any(), lambda: penalise(masked_RV, state, inputs), lambda: masked_RV)
 
-    # Two branches that end in a number a row: a branch that only handed the logits on would copy them.
+    # `choose` stands in both branches, because a branch that only handed the logits on would copy them.
     tokens_R, best_R = lax.cond(
-        ((masked_R | penalised_R) & ~scored_R).any(), lambda: choose(adjusted(), inputs), lambda: choose(raw_RV, inputs)
+        (masked_R | penalised_R).any(), lambda: choose(adjusted(), inputs), lambda: choose(raw_RV, inputs)
     )
-    # The maximum is NaN where any logit is: if it is finite, there is something to choose.
+    # A maximum is NaN where any of its logits is: if it is finite, there is something to choose.
     ok_R = jnp.isfinite(raw_RV.max(axis=1)) & (scored_R | jnp.isfinite(best_R))
     tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
 
     wants_R = ok_R & inputs.wants_logprobs_R
-    scores = lax.cond(wants_R.any(), score, no_scores, raw_RV, tokens_R)
-    return Sampled(tokens_R, *(jnp.where(wants_R.reshape(-1, *(1,) * (s.ndim - 1)), s, 0) for s in scores), ok_R)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(score, raw_RV, tokens_R))
+    scores = lax.cond(wants_R.any(), lambda: score(raw_RV, tokens_R), lambda: nothing)
+    return Sampled(tokens_R, *(jnp.where(jnp.expand_dims(wants_R, range(1, s.ndim)), s, 0) for s in scores), ok_R)
 
 
+@jax.named_scope("mask")
 def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Array:
     """Logits with the biases added and the bans applied."""
-    rows_R, V = jnp.arange(logits_RV.shape[0]), logits_RV.shape[1]
+    R, V = logits_RV.shape
     bias_RV = jnp.where(inputs.biased_R[:, None], state.bias_BV[inputs.slots_R], 0)
     banned_RV = inputs.ban_stop_R[:, None] & state.stop_BV[inputs.slots_R]
     logits_RV = jnp.where(banned_RV, -jnp.inf, logits_RV + bias_RV)
     ban_RX = jnp.where(inputs.ban_RX < 0, V, inputs.ban_RX)  # a negative index would count from the end
-    return logits_RV.at[rows_R[:, None], ban_RX].set(-jnp.inf, mode="drop")
+    return logits_RV.at[jnp.arange(R)[:, None], ban_RX].set(-jnp.inf, mode="drop")
 
 
+@jax.named_scope("penalise")
 def penalise(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Array:
     """Logits after the penalties for repetition (prompt and output), frequency and presence (output)."""
     counts_RV = state.output_counts_BV[inputs.slots_R]
@@ -112,22 +117,28 @@ def penalise(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Arra
     return logits_RV - inputs.frequency_R[:, None] * counts_RV - inputs.presence_R[:, None] * (counts_RV > 0)
 
 
+@jax.named_scope("choose")
 def choose(logits_RV: Array, inputs: SamplingInputs) -> tuple[Array, Array]:
     """A token a row and the row's largest logit: greedy where the temperature is 0, else drawn."""
     V = logits_RV.shape[1]
     best_R = logits_RV.max(axis=1)
-    # Two plain reductions: XLA's argmax on the CPU takes ten times as long.
-    greedy_R = jnp.where(logits_RV == best_R[:, None], jnp.arange(V), V).min(axis=1)
+    # The first index of the maximum: XLA's own argmax takes 25 times as long on the CPU.
+    greedy_R, _ = fold(jnp.where(logits_RV == best_R[:, None], jnp.arange(V)[None], V), jnp.minimum, V)
     draws_R = (inputs.temperature_R > 0) & (inputs.targets_R < 0)
     drawn_R = lax.cond(draws_R.any(), lambda: draw(logits_RV, best_R, draws_R, inputs), lambda: greedy_R)
     return jnp.where(draws_R, drawn_R, greedy_R), best_R
 
 
+@jax.named_scope("draw")
 def draw(logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs) -> Array:
-    """A token a row: the floor from min-p, top-k and top-p, then the inverse of the distribution function."""
-    # Not below the smallest normal number: it may be flushed to 0, and 0 / 0 is no weight.
+    """A token a row, by the inverse of the distribution function of what min-p, top-k and top-p keep.
+
+    The function runs over the tokens in the order of `fold`'s tree, not of their ids: any fixed order draws alike.
+    """
+    V = logits_RV.shape[1]
+    # Not below the smallest normal number, which may be flushed to 0: 0 / 0 is no weight.
     temperature_R = jnp.where(draws_R, jnp.maximum(inputs.temperature_R, jnp.finfo(jnp.float32).tiny), 1)
-    top_k_R = jnp.where(draws_R, inputs.top_k_R, 0)
+    top_k_R = jnp.where(draws_R & (inputs.top_k_R < V), inputs.top_k_R, 0)
     top_p_R = jnp.where(draws_R, inputs.top_p_R, 1)
 
     def weigh(logits_RN: Array, floor_R: Array) -> Array:
@@ -135,49 +146,43 @@ def draw(logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs
         return jnp.where(logits_RN >= floor_R[:, None], weights_RN, 0)
 
     def cut(floor_R: Array) -> Array:
-        top_RC = lax.top_k(logits_RV, min(CANDIDATES, logits_RV.shape[1]))[0]
+        top_RC = lax.top_k(logits_RV, min(CANDIDATES, V))[0]
         floor_R = jnp.maximum(floor_R, top_k_floor(logits_RV, top_RC, top_k_R))
-        return lax.cond(
-            (top_p_R < 1).any(),
-            lambda: jnp.maximum(floor_R, top_p_floor(logits_RV, top_RC, top_p_R, lambda x: weigh(x, floor_R))),
-            lambda: floor_R,
-        )
+        nucleus = partial(top_p_floor, logits_RV, top_RC, top_p_R, lambda logits_RN: weigh(logits_RN, floor_R))
+        return lax.cond((top_p_R < 1).any(), lambda: jnp.maximum(floor_R, nucleus()), lambda: floor_R)
 
     floor_R = best_R + temperature_R * jnp.log(inputs.min_p_R)  # min-p 0 is a floor of -inf
     floor_R = lax.cond(((top_k_R > 0) | (top_p_R < 1)).any(), cut, lambda floor_R: floor_R, floor_R)
-    total_R, levels = sum_tree(weigh(logits_RV, jnp.minimum(floor_R, best_R)))
-    return descend(levels, uniform(inputs.seeds_R2, inputs.positions_R) * total_R)
+    floor_R = jnp.minimum(floor_R, best_R)
+
+    def weigh_tokens(tokens_RW: Array) -> Array:
+        return weigh(jnp.take_along_axis(logits_RV, tokens_RW, axis=1, mode="fill", fill_value=-jnp.inf), floor_R)
+
+    total_R, levels = fold(weigh(logits_RV, floor_R), jnp.add, 0)
+    return descend(levels, weigh_tokens, uniform(inputs.seeds_R2, inputs.positions_R) * total_R)
 
 
 def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array) -> Array:
     """The k-th best logit of each row, -inf where k is off."""
-    V, C = logits_RV.shape[1], top_RC.shape[1]
-    k_R = jnp.minimum(k_R, V)
+    C = top_RC.shape[1]
     floor_R = jnp.take_along_axis(top_RC, jnp.clip(k_R - 1, 0, C - 1)[:, None], axis=1)[:, 0]
     hard_R = k_R > C
-    exact_R = lax.cond(
-        hard_R.any(), lambda: bisect(logits_RV, lambda reach_RV: reach_RV.sum(axis=1), k_R), lambda: floor_R
-    )
+    exact_R = lax.cond(hard_R.any(), lambda: bisect(logits_RV, 1, k_R), lambda: floor_R)
     return jnp.where(hard_R, exact_R, jnp.where(k_R > 0, floor_R, -jnp.inf))
 
 
 def top_p_floor(logits_RV: Array, top_RC: Array, p_R: Array, weigh: Callable[[Array], Array]) -> Array:
     """The best logit of each row at or above which lies p of the mass, -inf where p is off."""
-    weights_RV = weigh(logits_RV)
-    need_R = p_R * total(weights_RV)
+    need_R = p_R * total(weigh(logits_RV))
     enough_RC = running_sums(weigh(top_RC)) >= need_R[:, None]
     floor_R = jnp.take_along_axis(top_RC, enough_RC.argmax(axis=1)[:, None], axis=1)[:, 0]
     hard_R = (p_R < 1) & ~enough_RC.any(axis=1)
-    exact_R = lax.cond(
-        hard_R.any(),
-        lambda: bisect(logits_RV, lambda reach_RV: total(jnp.where(reach_RV, weights_RV, 0)), need_R),
-        lambda: floor_R,
-    )
+    exact_R = lax.cond(hard_R.any(), lambda: bisect(logits_RV, weigh(logits_RV), need_R), lambda: floor_R)
     return jnp.where(hard_R, exact_R, jnp.where(p_R < 1, floor_R, -jnp.inf))
 
 
-def bisect(logits_RV: Array, measure: Callable[[Array], Array], need_R: Array) -> Array:
-    """The best logit of each row for which the tokens that reach it measure up to the need.
+def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array) -> Array:
+    """The best logit of each row such that the weights of the tokens that reach it add up to the need.
 
     Read as an unsigned integer, with the sign flipped if positive and all bits if negative, float32 keeps its order:
     32 passes settle the 32 bits of the threshold.
@@ -188,82 +193,80 @@ def bisect(logits_RV: Array, measure: Callable[[Array], Array], need_R: Array) -
 
     def settle(i, key_R):
         trial_R = key_R | (sign >> i)
-        return jnp.where(measure(keys_RV >= trial_R[:, None]) >= need_R, trial_R, key_R)
+        enough_R = total(jnp.where(keys_RV >= trial_R[:, None], weights_RV, 0)) >= need_R
+        return jnp.where(enough_R, trial_R, key_R)
 
     key_R = lax.fori_loop(jnp.uint32(0), jnp.uint32(32), settle, jnp.zeros(need_R.shape, jnp.uint32))
     return lax.bitcast_convert_type(jnp.where(key_R < sign, ~key_R, key_R ^ sign), jnp.float32)
 
 
-def sum_tree(values_RN: Array) -> tuple[Array, list[Array]]:
-    """The sum of each row, and the levels it went through: values, sums of W of them, sums of W of those.
+def fold(values_RN: Array, combine: Callable, neutral: int) -> tuple[Array, list[Array]]:
+    """Each row combined into one value, and the levels it went through: values, W of them combined, W of those.
 
         values   0 1 2 3 4 5      W = 3: node i of n has the children i, i + n, i + 2n, that
-        sums     0+2+4  1+3+5     whole slices are added
+        sums     0+2+4  1+3+5     whole slices are combined
 
-    There are only elementwise additions, so no backend and no number of rows changes their order.
+    Every combination is elementwise, so no backend and no number of rows changes the order.
     """
     levels = []
     while values_RN.shape[1] > 1:
         R, N = values_RN.shape
         n = -(-N // FAN_OUT)
-        level_RWn = jnp.pad(values_RN, ((0, 0), (0, n * FAN_OUT - N))).reshape(R, FAN_OUT, n)
+        level_RWn = jnp.pad(values_RN, ((0, 0), (0, n * FAN_OUT - N)), constant_values=neutral).reshape(R, FAN_OUT, n)
         levels.append(level_RWn)
-        values_RN = halve(level_RWn)
+        while (half := level_RWn.shape[1] // 2) > 0:
+            level_RWn = combine(level_RWn[:, :half], level_RWn[:, half:])
+        values_RN = level_RWn[:, 0]
     return values_RN[:, 0], levels
 
 
-def halve(x):
-    while x.shape[1] > 1:
-        half = x.shape[1] // 2
-        x = x[:, :half] + x[:, half:]
-    return x[:, 0]
-
-def pairs(x):
-    p = [x[:, i] for i in range(x.shape[1])]
-    while len(p)>1: p = [a+b for a,b in zip(p[::2],p[1::2])]
-    return p[0]
-
 def total(values_RN: Array) -> Array:
     """The sum of each row."""
-    return sum_tree(values_RN)[0]
+    return fold(values_RN, jnp.add, 0)[0]
 
 
 def running_sums(values_RN: Array) -> Array:
-    """The sum of each row up to and including each value; never falling, since every sum has the same tree."""
-    so_far_NN = jnp.tri(values_RN.shape[1], dtype=bool)
-    terms_RNN = jnp.where(so_far_NN, values_RN[:, None, :], 0)
-    return total(terms_RNN.reshape(-1, values_RN.shape[1])).reshape(values_RN.shape)
+    """The sum of each row up to and including each value. It never falls, as all the sums share one tree."""
+    R, N = values_RN.shape
+    terms_RNN = jnp.where(jnp.tri(N, dtype=bool)[None], values_RN[:, None, :], 0)
+    return total(terms_RNN.reshape(R * N, N)).reshape(R, N)
 
 
-def descend(levels: list[Array], target_R: Array) -> Array:
-    """The leaf of each row where the running sum passes the target, never one that weighs nothing.
+def descend(levels: list[Array], weigh_leaves: Callable[[Array], Array], target_R: Array) -> Array:
+    """The leaf of each row in which the running sum passes the target, never one that weighs nothing.
 
     Of the children that weigh something, the last one that begins at or below the target is taken. The first of them
-    begins at 0, so there is one whenever the node weighs something, whatever was rounded on the way.
+    begins at 0, so there is one wherever a node weighs something, whatever was rounded on the way.
     """
-    leaf_R = jnp.zeros(target_R.shape, jnp.int32)
-    for level_RWn in reversed(levels):
-        weights_RW = jnp.take_along_axis(level_RWn, leaf_R[:, None, None], axis=2)[:, :, 0]
+    node_R = jnp.zeros(target_R.shape, jnp.int32)
+    for height, level_RWn in reversed(list(enumerate(levels))):
+        R, W, n = level_RWn.shape
+        children_RW = node_R[:, None] + n * jnp.arange(W)[None]
+        if height > 0:
+            weights_RW = jnp.take_along_axis(level_RWn.reshape(R, W * n), children_RW, axis=1)
+        else:  # weighed again: to look up W leaves of V, all of them would have to go through memory
+            weights_RW = weigh_leaves(children_RW)
         begins_RW = jnp.pad(running_sums(weights_RW)[:, :-1], ((0, 0), (1, 0)))
         open_RW = (weights_RW > 0) & (begins_RW <= target_R[:, None])
-        leaf_R += level_RWn.shape[2] * jnp.where(open_RW, jnp.arange(FAN_OUT), 0).max(axis=1)
+        node_R = jnp.where(open_RW, children_RW, 0).max(axis=1)
         target_R -= jnp.where(open_RW, begins_RW, 0).max(axis=1)
-    return leaf_R
+    return node_R
 
 
 def uniform(seeds_R2: Array, positions_R: Array) -> Array:
     """A number in [0, 1) a row, from threefry of its seed and position alone.
 
-    It is a multiple of 2**-24, the finest even grid of float32: a token's probability is honoured to 6e-8.
+    It is a multiple of 2**-24, the finest even grid of float32 in [0, 1): a probability is honoured to 6e-8.
     """
     keys_R = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seeds_R2, impl="threefry2x32"), positions_R)
     return (jax.random.key_data(keys_R)[:, 0] >> 8).astype(jnp.float32) * 2**-24
 
 
+@jax.named_scope("score")
 def score(raw_RV: Array, tokens_R: Array) -> tuple[Array, ...]:
     """Log-probability and rank of each row's token, and the best K tokens with theirs."""
     token_logits_R = jnp.take_along_axis(raw_RV, tokens_R[:, None], axis=1)[:, 0]
-    ranks_R = 1 + (raw_RV > token_logits_R[:, None]).sum(axis=1)
+    ranks_R = 1 + total((raw_RV > token_logits_R[:, None]).astype(jnp.int32))
     top_logits_RK, top_ids_RK = lax.top_k(raw_RV, min(MAX_LOGPROBS, raw_RV.shape[1]))
     best_R = raw_RV.max(axis=1)  # a slice of top_k would keep XLA from seeing that it need not sort
     log_total_R = jnp.log(total(jnp.exp(raw_RV - best_R[:, None])))
@@ -271,18 +274,9 @@ def score(raw_RV: Array, tokens_R: Array) -> tuple[Array, ...]:
     return token_logits_R - best_R - log_total_R, ranks_R, top_ids_RK, top_logprobs_RK
 
 
-def no_scores(raw_RV: Array, tokens_R: Array) -> tuple[Array, ...]:
-    """What `score` gives where no row wants it."""
-    R, K = raw_RV.shape[0], min(MAX_LOGPROBS, raw_RV.shape[1])
-    return jnp.zeros(R), jnp.zeros(R, jnp.int32), jnp.zeros((R, K), jnp.int32), jnp.zeros((R, K))
-
-
 def empty_state(num_slots: int, vocab: int) -> SlotState:
     """The state of slots that no request has."""
-    shape = (num_slots, vocab)
-    return SlotState(
-        jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
-    )
+    return SlotState(*(jnp.zeros((num_slots, vocab), dtype) for dtype in (jnp.float32, bool, jnp.int32, bool)))
 
 
 def reset_slot(state: SlotState, slot: Array, bias_V: Array, stop_V: Array) -> SlotState:

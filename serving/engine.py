@@ -9,7 +9,7 @@ import numpy as np
 
 from ..model.tokenizer import Tokenizer
 from .pages import PageTable
-from .request import RequestError, SamplingParams
+from .request import RequestError, SamplingParams, shown
 from .runner import Drawn, Launched, Runner
 from .scheduler import Plan, Scheduler
 from .sequence import Sequence
@@ -38,12 +38,12 @@ class Engine:
     def add(self, request_id: str, tokens: list[int], params: SamplingParams, prompt: str | None = None) -> Request:
         """Queue a request, or refuse it with a `RequestError` that says why."""
         if request_id in self.requests:
-            raise RequestError(f"request_id {request_id!r} is already being served; ids must differ", "request_id")
+            raise RequestError("request_id", f"{request_id!r} is being served already; ids must differ")
         self.check(tokens, params)
         bad_words = self.encode_bad_words(params)
         budget = self.max_len - len(tokens)
         eos = frozenset() if self.tokenizer is None else self.tokenizer.eos_token_ids
-        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         base = int(self.rng.integers(1 << 63)) if params.seed is None else params.seed & ((1 << 64) - 1)
         arrival = next(self.arrivals)
         sequences = [
@@ -56,7 +56,7 @@ class Engine:
                 max_tokens=budget if params.max_tokens is None else min(params.max_tokens, budget),
                 arrival=arrival,
                 stop_ids=stop_ids,
-                eos_ids=eos - frozenset(params.stop_token_ids or ()),
+                eos_ids=eos - frozenset(params.stop_token_ids),
                 lockstep=any(len(word) > 1 for word in bad_words),
                 bad_words=bad_words,
                 seed=seed_of(base, index),
@@ -75,36 +75,34 @@ class Engine:
         """Refuse what can never be served; JAX would clamp a wrong id in silence."""
         vocab = self.runner.config.vocab_size
         if not tokens:
-            raise RequestError("the prompt is empty; it must have at least one token", "prompt")
+            raise RequestError("prompt", "is empty; it must have at least one token")
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
-                raise RequestError(
-                    f"prompt has the token id {token!r}; ids are integers from 0 to {vocab - 1}", "prompt"
-                )
+                raise RequestError("prompt", f"has the token id {shown(token)}; ids are integers from 0 to {vocab - 1}")
         if len(tokens) >= self.max_len:
             raise RequestError(
-                f"prompt has {len(tokens)} tokens; at most {self.max_len - 1} fit into max_model_len {self.max_len} "
-                "with one token to generate",
                 "prompt",
+                f"has {len(tokens)} tokens; at most {self.max_len - 1} fit into max_model_len {self.max_len}, "
+                "with one token to generate",
             )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < vocab:
-                    raise RequestError(f"{name} has the token id {token}; ids are from 0 to {vocab - 1}", name)
+                    raise RequestError(name, f"has the token id {token}; ids are from 0 to {vocab - 1}")
         total = len(tokens) + min(params.max_tokens or self.max_len, self.max_len - len(tokens))
         if not self.pages.fits(total, self.runner.limits.max_rows):
             largest = max((n for n in range(1, total) if self.pages.fits(n, self.runner.limits.max_rows)), default=0)
             raise RequestError(
-                f"prompt and max_tokens need {total} positions; the KV cache holds {largest} at most", "max_tokens"
+                "max_tokens", f"with the prompt {total} positions are needed; the KV cache holds {largest} at most"
             )
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
-            raise RequestError(f"{name} needs a tokenizer, and skip_tokenizer_init is set; use token ids", name)
+            raise RequestError(name, "needs a tokenizer, and skip_tokenizer_init is set; use token ids")
 
     def encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids of the bad words, at the start of a text and after a space."""
         words: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words or ():
+        for word in params.bad_words:
             for text in (word, " " + word.lstrip()):
                 if ids := tuple(self.tokenizer.encode(text, add_special_tokens=False)):
                     words[ids] = None
@@ -116,7 +114,7 @@ class Engine:
         launched, changed = None, {}
         try:
             if plan is not None:
-                now = time.time()
+                now = time.monotonic()
                 for item in plan.items:
                     self.streams[item.seq][0].scheduled(now)
                 launched = self.runner.launch(plan)
@@ -130,7 +128,7 @@ class Engine:
 
     def update(self, results: list[Drawn], changed: dict[str, Request]) -> None:
         """Give each sequence its token, and end those that are done."""
-        now = time.time()
+        now = time.monotonic()
         for drawn in results:
             seq = drawn.item.seq
             seq.pending -= drawn.item.draws

@@ -10,6 +10,7 @@ import numpy as np
 from ..model.config import ModelConfig
 from ..ops.sampling import MAX_BANS, Sampled
 from . import batch as batches
+from .compiles import CompileCounter
 from .scheduler import Item, Limits, Plan
 from .sequence import Sequence
 from .step import empty_state, reset_slot, step
@@ -74,6 +75,7 @@ class Runner:
         self.table_width = -(-max_len // page_size)
         self.sizes = batches.sizes(limits.max_seqs, limits.max_rows)
         self.compiled: dict[batches.Size, Any] = {}
+        self.compiles = CompileCounter()
         B = limits.max_seqs
         self.owner: list[Sequence | None] = [None] * B
         self.tables = [np.zeros((B, self.table_width), np.int32) for _ in num_pages]
@@ -98,6 +100,7 @@ class Runner:
         slots = reset_slot(self.state.slots, np.int32(0), np.zeros(V, np.float32), np.zeros(V, bool))
         self.state = self.state.replace(slots=slots)
         jax.block_until_ready(slots)
+        self.compiles.mark()
 
     def empty_batch(self, size: batches.Size) -> batches.Batch:
         return batches.empty(size, len(self.num_pages), self.table_width, self.limits.max_seqs)

@@ -52,6 +52,10 @@ def random_arrays(tree, seed: int = 0):
             value = np.ones(spec.shape, np.float32)
         elif spec.init == "normal":
             value = rng.standard_normal(spec.shape, np.float32) / math.sqrt(spec.fan_in)
+        elif spec.init == "bytes":  # packed codes, all equally likely
+            value = rng.integers(0, 256, spec.shape, np.uint8)
+        elif spec.init == "exponents":  # 127 means 1; the codes they scale are as large as 2^1.5
+            value = np.full(spec.shape, 127 - round(math.log2(spec.fan_in) / 2 + 1.5))
         else:
             raise ValueError(f"unknown init {spec.init!r}")
         return jnp.asarray(value.astype(spec.dtype))

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..config import Attention, Layer, Mlp, ModelConfig, ModelError
+from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Moe
+from ..keys import Keys
 from ..weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights
-from .keys import Keys
+
 
 @dataclass(frozen=True)
 class Part:
@@ -24,6 +25,11 @@ class Source:
     """Where a leaf of the weight tree comes from; a leaf of the tree that `sources(config)` returns."""
 
     parts: tuple[Part, ...]
+    whole: tuple[Part, ...] = ()  # the same where a checkpoint holds a layer's experts in one tensor
+
+    def found_in(self, names) -> tuple[Part, ...]:
+        """The parts that a checkpoint with these tensors has."""
+        return self.whole if self.whole and self.whole[0].name in names else self.parts
 
 
 def copy(name: str, shape: tuple[int, ...]) -> Source:
@@ -89,6 +95,30 @@ def mlp_sources(F: int, D: int, prefix: str, fused: bool = False) -> MlpWeights:
             )
         )
     return MlpWeights(up_DGF=up, down_FD=Source((Part(f"{prefix}.down_proj.weight", (D, F), linear((D,), (F,))),)))
+
+
+def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj", "down_proj")) -> dict[str, Source]:
+    """The matrices of all experts: three tensors an expert, or two for all as `transformers` 5 holds them."""
+    E, F = moe.experts, moe.dim
+    *up, down = names
+    return {
+        "up_EDGF": Source(
+            tuple(
+                Part(f"{prefix}.{e}.{name}.weight", (F, D), linear((F,), (D,)), np.s_[e, :, at])
+                for e in range(E)
+                for at, name in enumerate(up)
+            ),
+            (Part(f"{prefix}.gate_up_proj", (E, 2 * F, D), lambda x: x.reshape(E, 2, F, D).transpose(0, 3, 1, 2)),),
+        ),
+        "down_EFD": Source(
+            tuple(Part(f"{prefix}.{e}.{down}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E)),
+            (Part(f"{prefix}.down_proj", (E, D, F), lambda x: x.swapaxes(1, 2)),),
+        ),
+    }
+
+
+def router_source(moe: Moe, D: int, name: str) -> Source:
+    return Source((Part(name, (moe.experts, D), linear((moe.experts,), (D,))),))
 
 
 LLAMA_NORMS = {"pre_attention_norm_D": "input_layernorm", "pre_mlp_norm_D": "post_attention_layernorm"}

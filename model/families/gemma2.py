@@ -27,11 +27,11 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
-    window, horizon = keys("sliding_window", None), max(longest, max_len or 0)
+    window = keys("sliding_window", None)
     return decoder(
         keys,
         "gemma2",
-        layers_by_type(kinds, mlp, attention, attention, window, horizon, post_norm=True),
+        layers_by_type(kinds, mlp, attention, attention, window, longest, post_norm=True),
         longest,
         tied=keys("tie_word_embeddings", True),
         embed_scale=keys("hidden_size") ** 0.5,

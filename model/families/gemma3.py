@@ -11,12 +11,13 @@ MISSING = {  # what a config.json without these keys means: the larger models le
     "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 4096,
 }  # fmt: skip
+IMAGE_KEYS = ("mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
 
 
-def text_config(hf: dict) -> dict:
+def text_config(hf: dict, *other_senses: str) -> dict:
     """The part of a model with vision that says how it writes; images are not read."""
     outer = Keys(hf)
-    outer.ignore("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+    outer.ignore("vision_config", *other_senses)
     text = outer("text_config")
     if not isinstance(text, dict):
         raise ModelError(f"config.json: text_config = {text!r}; it must be an object")
@@ -28,7 +29,7 @@ def text_config(hf: dict) -> dict:
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     if hf["model_type"] == "gemma3":
-        hf = text_config(hf) | {"model_type": "gemma3_text"}
+        hf = text_config(hf, *IMAGE_KEYS) | {"model_type": "gemma3_text"}
     keys = Keys(MISSING | hf)
     keys.refuse("use_bidirectional_attention", False)
     keys.refuse("attn_logit_softcapping")
@@ -44,11 +45,11 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.ignore("_sliding_window_pattern")  # written beside the layer_types that it gave
     kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(L)])
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
-    window, horizon = keys("sliding_window", None), max(longest, max_len or 0)
+    window = keys("sliding_window", None)
     return decoder(
         keys,
         "gemma3",
-        layers_by_type(kinds, mlp, full, sliding, window, horizon, post_norm=True),
+        layers_by_type(kinds, mlp, full, sliding, window, longest, post_norm=True),
         longest,
         tied=keys("tie_word_embeddings", True),
         embed_scale=keys("hidden_size") ** 0.5,
@@ -68,7 +69,7 @@ def canonical(name: str) -> str:
     return name
 
 
-def ignored(name: str) -> bool:
+def ignored(name: str, config: ModelConfig) -> bool:
     """The tensors that read images."""
     return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
 

@@ -20,8 +20,8 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(L)])
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
-    window, horizon = keys("sliding_window", None), max(longest, max_len or 0)
-    layers = layers_by_type(kinds, mlp, full, sliding, window, horizon, pre_norm=False, post_norm=True)
+    window = keys("sliding_window", None)
+    layers = layers_by_type(kinds, mlp, full, sliding, window, longest, pre_norm=False, post_norm=True)
     return decoder(keys, "olmo3", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
 
 

@@ -9,7 +9,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.refuse("use_mrope", False)
     longest, heads = keys.count("max_position_embeddings", 32768), keys.heads()
     attention = Attention(**heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=True)
-    return decoder(keys, "qwen2", windowed_layers(keys, attention, max(longest, max_len or 0)), longest)
+    return decoder(keys, "qwen2", windowed_layers(keys, attention, longest), longest)
 
 
 def windowed_layers(keys: Keys, attention: Attention, longest: int) -> tuple[Layer, ...]:

@@ -12,7 +12,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     attention = Attention(
         **heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=bias, out_bias=bias, qk_norm="head"
     )
-    return decoder(keys, "qwen3", windowed_layers(keys, attention, max(longest, max_len or 0)), longest)
+    return decoder(keys, "qwen3", windowed_layers(keys, attention, longest), longest)
 
 
 sources = model_sources

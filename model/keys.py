@@ -2,18 +2,19 @@
 
 from typing import Any
 
-from .. import rope
-from ..config import ModelError, Rope
+from . import rope
+from .config import ModelError, Rope
 
 # Keys that do not change the arithmetic of a forward pass.
 HARMLESS = {
     "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
-    "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout", "pretraining_tp",
-    "bos_token_id", "eos_token_id", "pad_token_id", "cache_implementation", "auto_map", "id2label", "label2id",
-    "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder",
-    "chunk_size_feed_forward", "problem_type", "tokenizer_class", "task_specific_params", "_attn_implementation",
-    "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size",
-    "unsloth_version", "unsloth_fixed", "num_nextn_predict_layers", "attn_implementation", "max_length", "min_length",
+    "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout",
+    "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id", "cache_implementation", "auto_map",
+    "id2label", "label2id", "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict",
+    "is_encoder_decoder", "chunk_size_feed_forward", "problem_type", "tokenizer_class", "task_specific_params",
+    "_attn_implementation", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "aux_loss_alpha",
+    "seq_aux", "ep_size", "unsloth_version", "unsloth_fixed", "num_nextn_predict_layers", "attn_implementation",
+    "max_length", "min_length",
 }  # fmt: skip
 
 ACTIVATION_NAMES = {
@@ -73,6 +74,23 @@ class Keys:
         if name not in ("float32", "bfloat16", "float16"):
             raise ModelError(f"config.json: dtype {name!r} is not known; it can be float32, bfloat16 or float16")
         return name
+
+    def quantization(self, *methods: str) -> str | None:
+        """The format of a quantised checkpoint's weights: one of `methods`, or None."""
+        if (params := self("quantization_config", None)) is None:
+            return None
+        method = params.get("quant_method")
+        if method not in methods:
+            raise ModelError(
+                f"config.json: quantization_config.quant_method = {method!r} is not supported for model type "
+                f"{self.hf.get('model_type')!r}; supported is {' or '.join(methods)}"
+            )
+        if method == "fp8" and params.get("weight_block_size") != [128, 128]:
+            raise ModelError(
+                f"config.json: quantization_config.weight_block_size = {params.get('weight_block_size')!r} "
+                "is not supported; supported is [128, 128]"
+            )
+        return method
 
     def rope(
         self, head_dim: int, max_len: int, layer_type: str | None = None, theta: float = 10000.0, plain: bool = False

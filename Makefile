@@ -1,0 +1,71 @@
+# Everything happens in .venv, made with the first Python that will do. Each install leaves a stamp there and is
+# repeated when pyproject.toml changes; the code itself is installed editable and needs no repeat.
+
+SHELL := /bin/bash
+VENV := .venv
+PYTHON ?=
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
+CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 python
+
+.PHONY: help demo test lint parity dist clean
+
+help:
+	@echo "make demo     watch the bundled model write a story"
+	@echo "make test     linters, types and tests"
+	@echo "make parity   the same tokens as transformers? (installs torch)"
+	@echo "make dist     a wheel and an sdist in dist/"
+	@echo "make clean    remove what the others made"
+	@echo "PYTHON=/path/to/python chooses the Python for .venv (3.11 or newer)"
+
+demo: $(VENV)/.demo
+	@$(VENV)/bin/quire generate --prompt "Once upon a time" --max-tokens 200 --temperature 0.7 --seed 1
+
+test: lint
+	$(VENV)/bin/python -m pytest --durations=10
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	@mkdir -p .pkg && ln -sfn "$$PWD" .pkg/quire  # so that pyright finds this folder under its import name
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+parity: $(VENV)/.parity
+	$(VENV)/bin/python -m pytest tests/parity
+
+dist: $(VENV)/.test
+	rm -rf build dist  # a stale build/ would ship old files
+	$(VENV)/bin/python -m build
+
+clean:
+	rm -rf $(VENV) .pkg build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/.made
+	@echo "Installing Quire and its libraries into $(VENV) (about 200 MB to fetch, once)."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.made
+	@echo "Installing Quire, its libraries and the test tools into $(VENV), once."
+	@$(PIP) -e '.[test]'
+	@touch $@ $(VENV)/.demo
+
+# torch alone and first: asked for together with the rest, pip may choose its CUDA build.
+$(VENV)/.parity: $(VENV)/.test
+	@echo "Installing torch and transformers into $(VENV), once."
+	@$(PIP) torch==2.13.0
+	@$(PIP) -e '.[test,parity]'
+	@touch $@
+
+$(VENV)/.made:
+	@for python in $(CANDIDATES); do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	      echo "note: $$python lacks venv or ensurepip (on Debian and Ubuntu: apt install python3-venv)" >&2; continue; \
+	    fi; \
+	    echo "Making $(VENV) with $$("$$python" -c 'import sys; print(sys.executable, sys.version.split()[0])')."; \
+	    rm -rf $(VENV); "$$python" -m venv $(VENV) && touch $@ && exit 0; \
+	  fi; \
+	done; \
+	echo "error: Quire needs Python 3.11 or newer with venv. Tried: $(CANDIDATES)." >&2; \
+	echo "Install one, or name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; \
+	exit 1

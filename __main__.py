@@ -1,0 +1,79 @@
+"""The command line: `quire COMMAND`, or `python -m quire COMMAND`."""
+
+import sys
+from importlib import import_module
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from . import __version__
+
+# Command -> module whose `main` it runs. Only the command that is asked for is imported.
+COMMANDS = {
+    "generate": ".scripts.generate",
+    "chat": ".scripts.chat",
+    "run-batch": ".scripts.run_batch",
+    "plan": ".scripts.plan",
+    "convert": ".scripts.convert",
+    "collect-env": ".scripts.collect_env",
+}
+
+
+class Commands(TyperGroup):
+    """The commands of the table, each loaded when it is needed."""
+
+    def __init__(self, **attributes):
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(COMMANDS)  # the names, for the list and for "did you mean"
+
+    def get_command(self, ctx, cmd_name):
+        if cmd_name not in COMMANDS:
+            return None
+        app = typer.Typer(add_completion=False)
+        app.command(cmd_name)(import_module(COMMANDS[cmd_name], __package__).main)
+        return typer.main.get_command(app)
+
+
+app = typer.Typer(cls=Commands, add_completion=False, invoke_without_command=True)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"quire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def quire(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=show_version)
+    ] = False,
+) -> None:
+    """LLM inference in JAX. `quire COMMAND --help` tells about a command."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main() -> None:
+    """Run the command of `sys.argv`. What the user can mend is one line on stderr and exit code 2."""
+    try:
+        sys.exit(typer.main.get_command(app)(prog_name="quire", standalone_mode=False))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except typer.TyperException as error:
+        message, code = error.format_message(), error.exit_code
+    except ValueError as error:
+        from .model.config import ModelError
+        from .serving.request import RequestError
+
+        if not isinstance(error, (ModelError, RequestError)):
+            raise
+        message, code = str(error), 2
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Gemma 4: wide global heads between local ones, caches shared by the upper layers, an embedding for every layer."""
+
+from typing import Any
+
+from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Moe
+from ..weights import LayerWeights, ModelWeights, MoeWeights, PerLayerWeights
+from .common import (
+    SANDWICH_NORMS,
+    Keys,
+    Part,
+    Source,
+    decoder,
+    expert_sources,
+    layer_sources,
+    layer_types,
+    linear,
+    model_sources,
+    narrower,
+    router_source,
+    scale,
+)
+from .gemma3 import canonical, text_config
+
+MISSING = {  # what a config.json without these keys means
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "max_position_embeddings": 131072,
+    "sliding_window": 512,
+}  # fmt: skip
+MISSING_UNIFIED = MISSING | {
+    "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144, "sliding_window": 1024,
+}  # fmt: skip
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+OTHER_SENSES = (
+    "audio_config",
+    "boi_token_id",
+    "eoi_token_id",
+    "image_token_id",
+    "video_token_id",
+    "boa_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "audio_token_id",
+    "vision_soft_tokens_per_image",
+)
+OTHER_TENSORS = ("vision_tower.", "audio_tower.", "vision_embedder.", "embed_vision.", "embed_audio.")
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    missing = MISSING_UNIFIED if hf["model_type"].startswith("gemma4_unified") else MISSING
+    if "text_config" in hf:
+        hf = text_config(hf, *OTHER_SENSES) | {"model_type": f"{hf['model_type']}_text"}
+    keys = Keys(missing | hf)
+    if not keys("rope_parameters", None):
+        keys = Keys(keys.hf | {"rope_parameters": ROPES})
+    keys.refuse("use_bidirectional_attention", "vision")  # among the tokens of an image alone
+    longest, L = keys.count("max_position_embeddings"), keys.count("num_hidden_layers")
+    local = ["sliding_attention" if (i + 1) % 6 and i + 1 < L else "full_attention" for i in range(L)]
+    kinds = layer_types(keys, L, local)
+    if kinds[-1] != "full_attention":
+        raise ModelError(f"config.json: the last of layer_types is {kinds[-1]!r}; it must be full_attention")
+    activation, owners = keys.activation("hidden_activation"), cache_sources(keys, kinds)
+    attentions = attention_layers(keys, kinds, owners, max_len or longest)
+    moe = experts(keys, activation)
+    F, wider = keys.count("intermediate_size"), 2 if keys("use_double_wide_mlp", False) else 1
+    layers = tuple(
+        Layer(attention, Mlp(F if owner is None else F * wider, activation), moe, post_norm=True)
+        for attention, owner in zip(attentions, owners, strict=True)
+    )
+    A, V = keys("hidden_size_per_layer_input"), keys("vocab_size_per_layer_input")
+    if A and keys.count("vocab_size") > V:
+        raise ModelError(f"config.json: vocab_size_per_layer_input = {V}; it must cover vocab_size")
+    return decoder(
+        keys,
+        "gemma4",
+        layers,
+        longest,
+        tied=keys("tie_word_embeddings", True),
+        embed_scale=keys("hidden_size") ** 0.5,
+        final_soft_cap=keys("final_logit_softcapping", None),
+        per_layer_dim=A,
+        per_layer_vocab=V if A else 0,
+        layer_scale=True,
+    )
+
+
+def cache_sources(keys: Keys, kinds: list[str]) -> list[int | None]:
+    """The last `num_kv_shared_layers` layers read the cache of the last layer of their kind before them."""
+    shared = keys("num_kv_shared_layers", 0)
+    own = kinds[: len(kinds) - shared]
+    if shared and set(own) != set(kinds):
+        raise ModelError(f"config.json: num_kv_shared_layers = {shared} leaves a kind of layer without a cache")
+    last = {kind: i for i, kind in enumerate(own)}
+    return [None] * len(own) + [last[kind] for kind in kinds[len(own) :]]
+
+
+def attention_layers(keys: Keys, kinds: list[str], owners: list[int | None], max_len: int) -> list[Attention]:
+    """One attention a layer; the global ones have heads of a size and number of their own."""
+    bias, window = keys("attention_bias", False), narrower(keys("sliding_window"), keys("max_position_embeddings"))
+    tied, heads = keys("attention_k_eq_v", False), keys.heads(256)
+    wide = {"head_dim": keys.count("global_head_dim", 512)}
+    if (count := keys("num_global_key_value_heads", None)) and tied:
+        wide["num_key_value_heads"] = count
+    written = keys("per_layer_config", None)
+    overrides = {i: wide for i, kind in enumerate(kinds) if kind == "full_attention"}
+    if written is not None:
+        overrides = {int(index): values for index, values in written.items()}
+    attentions = []
+    for index, (kind, owner) in enumerate(zip(kinds, owners, strict=True)):
+        own: dict[str, Any] = overrides.get(index, {})
+        if unknown := set(own) - {"head_dim", "num_key_value_heads"}:
+            raise ModelError(f"config.json: per_layer_config[{index}] sets {min(unknown)!r}, which is not understood")
+        H, full = own.get("head_dim", heads["head_dim"]), kind == "full_attention"
+        attentions.append(
+            Attention(
+                heads=heads["heads"],
+                kv_heads=own.get("num_key_value_heads", heads["kv_heads"]),
+                head_dim=H,
+                scale=1.0,
+                rope=keys.rope(H, max_len, kind),
+                window=None if full else window,
+                qk_norm="head",
+                v_norm=True,
+                bias=bias,
+                out_bias=bias,
+                tied_kv=tied and full,
+                kv_source=owner,
+            )
+        )
+    return attentions
+
+
+def experts(keys: Keys, activation: str) -> Moe | None:
+    """The experts beside each feed-forward block."""
+    if not keys("enable_moe_block", False):
+        keys.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        return None
+    return Moe(
+        experts=keys.count("num_experts"),
+        top_k=keys.count("top_k_experts"),
+        dim=keys.count("moe_intermediate_size"),
+        activation=activation,
+        own_norms=True,
+    )
+
+
+def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
+    moe, D, A, here = config.layers[index].moe, config.dim, config.per_layer_dim, f"{prefix}layers.{index}"
+    weights = layer_sources(config, index, prefix, SANDWICH_NORMS).replace(
+        scale=Source((Part(f"{here}.layer_scalar", (1,), lambda x: x.reshape(())),))
+    )
+    if A:
+        gate = Part(f"{here}.per_layer_input_gate.weight", (A, D), linear((A,), (D,)))
+        up = Part(f"{here}.per_layer_projection.weight", (D, A), linear((D,), (A,)))
+        norm = scale(f"{here}.post_per_layer_input_norm.weight", D)
+        weights = weights.replace(per_layer=PerLayerWeights(Source((gate,)), Source((up,)), norm))
+    if moe:
+        weights = weights.replace(
+            moe=MoeWeights(
+                router_DE=router_source(moe, D, f"{here}.router.proj.weight"),
+                router_scale_D=scale(f"{here}.router.scale", D),
+                expert_scale_E=scale(f"{here}.router.per_expert_scale", moe.experts),
+                pre_norm_D=scale(f"{here}.pre_feedforward_layernorm_2.weight", D),
+                post_norm_D=scale(f"{here}.post_feedforward_layernorm_2.weight", D),
+                mlp_post_norm_D=scale(f"{here}.post_feedforward_layernorm_1.weight", D),
+                **expert_sources(moe, D, f"{here}.experts"),
+            )
+        )
+    return weights
+
+
+def sources(config: ModelConfig) -> ModelWeights:
+    weights = model_sources(config, layer=layer)
+    L, D, A, V = len(config.layers), config.dim, config.per_layer_dim, config.per_layer_vocab
+    if not A:
+        return weights
+    embed = Part("model.embed_tokens_per_layer.weight", (V, L * A), lambda x: x.reshape(V, L, A))
+    project = Part("model.per_layer_model_projection.weight", (L * A, D), linear((L, A), (D,)))
+    return weights.replace(
+        per_layer_embed_VLA=Source((embed,)),
+        per_layer_proj_DLA=Source((project,)),
+        per_layer_norm_A=scale("model.per_layer_projection_norm.weight", A),
+    )
+
+
+def ignored(name: str, config: ModelConfig) -> bool:
+    """What reads images and sound, and the keys and values of layers that share a cache."""
+    parts = name.split(".")
+    if parts[:2] == ["model", "layers"] and parts[3] == "self_attn":
+        shares = config.layers[int(parts[2])].attention.kv_source is not None
+        return shares and parts[4] in ("k_proj", "v_proj", "k_norm", "v_norm")
+    return name.removeprefix("model.").startswith(OTHER_TENSORS)
+
+
+__all__ = ["canonical", "config", "ignored", "sources"]

@@ -1,0 +1,108 @@
+"""gpt-oss: attention sinks, every second layer behind a window, and experts of four bits a weight."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from ...ops.quant.mxfp4 import BLOCK, Mxfp4
+from ..config import Attention, Layer, ModelConfig, ModelError, Moe
+from ..weights import LayerWeights, MoeWeights
+from .common import (
+    Keys,
+    Part,
+    Source,
+    copy,
+    decoder,
+    layer_sources,
+    layer_types,
+    model_sources,
+    narrower,
+    router_source,
+)  # fmt: skip
+
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys({"num_key_value_heads": 8} | hf)
+    if not keys("rope_parameters", None) and not keys("rope_scaling", None):
+        keys = Keys(keys.hf | {"rope_scaling": YARN})
+    longest, heads, bias = keys.count("max_position_embeddings", 131072), keys.heads(64), keys("attention_bias", True)
+    keys.ignore("initial_context_length")  # stands in the rope's settings too
+    full = Attention(
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or longest, theta=150000.0),
+        bias=bias,
+        out_bias=bias,
+        sinks=True,
+    )
+    sliding = replace(full, window=narrower(keys.count("sliding_window", 128), longest))
+    moe = Moe(
+        experts=keys.count("num_local_experts", keys("num_experts", 128)),
+        top_k=keys.count("num_experts_per_tok", keys("experts_per_token", 4)),
+        dim=keys.count("intermediate_size"),
+        score="softmax_top",
+        router_bias=True,
+        bias=True,
+        clamp=keys("swiglu_limit", 7.0),
+        alpha=keys("swiglu_alpha", 1.702),
+        quant=keys.quantization("mxfp4"),
+    )
+    keys.refuse("hidden_act", "silu")
+    keys.refuse("experts_per_token", moe.top_k)
+    if moe.quant:
+        for name in ("hidden_size", "intermediate_size"):
+            if keys.count(name) % BLOCK:
+                raise ModelError(f"config.json: {name} = {keys(name)}; MXFP4 weights need a multiple of {BLOCK}")
+    L = keys.count("num_hidden_layers")
+    kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
+    layers = tuple(Layer(sliding if kind == "sliding_attention" else full, moe=moe) for kind in kinds)
+    return decoder(keys, "gpt_oss", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
+
+
+def packed_source(name: str, E: int, into: int, *out: int) -> Mxfp4:
+    """Blocks and scales lie [E, rows, into / 32, ...] in the file, gate and up rows in turn."""
+    G = into // BLOCK
+
+    def turn(x: np.ndarray) -> np.ndarray:
+        x = x.reshape(E, *reversed(out), -1)
+        return x.transpose(0, *range(x.ndim - 1, 0, -1))
+
+    def turn_scales(x: np.ndarray) -> np.ndarray:
+        if (x == 255).any():
+            raise ModelError(f"tensor '{name}_scales' holds 255, which stands for no number")
+        return turn(x)
+
+    rows = int(np.prod(out))
+    return Mxfp4(
+        blocks=Source((Part(f"{name}_blocks", (E, rows, G, BLOCK // 2), turn),)),
+        scales=Source((Part(f"{name}_scales", (E, rows, G), turn_scales),)),
+    )
+
+
+def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
+    moe, D, here = config.layers[index].moe, config.dim, f"{prefix}layers.{index}.mlp"
+    E, F, experts = moe.experts, moe.dim, f"{here}.experts"
+    if moe.quant:
+        up, down = packed_source(f"{experts}.gate_up_proj", E, D, 2, F), packed_source(f"{experts}.down_proj", E, F, D)
+    else:
+        part = Part(f"{experts}.gate_up_proj", (E, D, 2 * F), lambda x: x.reshape(E, D, F, 2).swapaxes(2, 3))
+        up, down = Source((part,)), copy(f"{experts}.down_proj", (E, F, D))
+    bias = Part(f"{experts}.gate_up_proj_bias", (E, 2 * F), lambda x: x.reshape(E, F, 2).swapaxes(1, 2))
+    return layer_sources(config, index, prefix).replace(
+        moe=MoeWeights(
+            router_DE=router_source(moe, D, f"{here}.router.weight"),
+            up_EDGF=up,
+            down_EFD=down,
+            router_bias_E=copy(f"{here}.router.bias", (E,)),
+            up_bias_EGF=Source((bias,)),
+            down_bias_ED=copy(f"{experts}.down_proj_bias", (E, D)),
+        )
+    )
+
+
+def sources(config: ModelConfig):
+    return model_sources(config, layer=layer)

@@ -1,0 +1,42 @@
+"""Mixtral: Mistral with eight experts in place of one feed-forward block."""
+
+from ..config import Attention, Layer, ModelConfig, Moe
+from ..weights import LayerWeights, MoeWeights
+from .common import Keys, decoder, expert_sources, layer_sources, model_sources, narrower, router_source
+
+MISSING = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys(MISSING | hf)
+    longest, heads = keys.count("max_position_embeddings", 131072), keys.heads()
+    attention = Attention(
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or longest, theta=1e6),
+        window=narrower(keys("sliding_window", None), longest),
+    )
+    moe = Moe(
+        experts=keys.count("num_local_experts"),
+        top_k=keys.count("num_experts_per_tok"),
+        dim=keys.count("intermediate_size"),
+        activation=keys.activation("hidden_act"),
+    )
+    layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
+    return decoder(keys, "mixtral", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
+
+
+def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
+    moe, D, here = config.layers[index].moe, config.dim, f"{prefix}layers.{index}.mlp"
+    experts = expert_sources(moe, D, f"{here}.experts", ("w1", "w3", "w2"))
+    return layer_sources(config, index, prefix).replace(
+        moe=MoeWeights(router_DE=router_source(moe, D, f"{here}.gate.weight"), **experts)
+    )
+
+
+def canonical(name: str) -> str:
+    """A tensor's name as `transformers` 5 has it; checkpoints say `block_sparse_moe`."""
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
+def sources(config: ModelConfig):
+    return model_sources(config, layer=layer)

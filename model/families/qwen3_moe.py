@@ -1,0 +1,46 @@
+"""Qwen3 with experts in most layers."""
+
+from ..config import Attention, Layer, Mlp, ModelConfig, Moe
+from ..weights import LayerWeights, MoeWeights
+from .common import Keys, decoder, expert_sources, layer_sources, model_sources, narrower, router_source
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys(hf)
+    longest, heads = keys.count("max_position_embeddings", 32768), keys.heads()
+    bias = keys("attention_bias", False)
+    window = keys("sliding_window", 4096)
+    keys.ignore("max_window_layers")  # a window is one for all layers here
+    attention = Attention(
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or longest),
+        window=narrower(window, longest) if keys("use_sliding_window", False) else None,
+        bias=bias,
+        out_bias=bias,
+        qk_norm="head",
+    )
+    activation = keys.activation("hidden_act")
+    moe = Moe(
+        experts=keys.count("num_experts", keys("num_local_experts", 128)),
+        top_k=keys.count("num_experts_per_tok", 8),
+        dim=keys.count("moe_intermediate_size", 768),
+        activation=activation,
+        normalize=keys("norm_topk_prob", False),
+    )
+    sparse, dense = Layer(attention, moe=moe), Layer(attention, Mlp(keys.count("intermediate_size", 6144), activation))
+    step, without = keys.count("decoder_sparse_step", 1), keys("mlp_only_layers", [])
+    layers = tuple(dense if i in without or (i + 1) % step else sparse for i in range(keys.count("num_hidden_layers")))
+    keys.quantization("fp8")  # widened at load
+    return decoder(keys, "qwen3_moe", layers, longest)
+
+
+def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
+    weights, moe, here = layer_sources(config, index, prefix), config.layers[index].moe, f"{prefix}layers.{index}.mlp"
+    if moe is None:
+        return weights
+    router = router_source(moe, config.dim, f"{here}.gate.weight")
+    return weights.replace(moe=MoeWeights(router_DE=router, **expert_sources(moe, config.dim, f"{here}.experts")))
+
+
+def sources(config: ModelConfig):
+    return model_sources(config, layer=layer)

@@ -1,0 +1,268 @@
+"""Text to token ids and back, as a Hugging Face folder defines it, with the model's chat template."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from .chat_template import ChatTemplate, ChatTemplateError
+from .config import ModelError
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A tokenizer with what its folder says around it: special tokens, the ids that end a text, chat templates."""
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str] | None = None,
+        eos_token_ids: Iterable[int] = (),
+        bos_token_id: int | None = None,
+        chat_templates: dict[str, str] | None = None,
+    ):
+        """`special_tokens` maps names such as "bos_token" to tokens, `chat_templates` names to Jinja sources."""
+        self._core = core
+        core.no_truncation()  # some folders ship the settings of a training run
+        core.no_padding()
+        self.special_tokens = dict(special_tokens or {})
+        self.bos_token_id = self._id_of("bos_token") if bos_token_id is None else bos_token_id
+        named_eos = self._id_of("eos_token")
+        self.eos_token_ids = frozenset(eos_token_ids) | (frozenset() if named_eos is None else {named_eos})
+        self._templates = {
+            name: ChatTemplate(source, self.special_tokens) for name, source in (chat_templates or {}).items()
+        }
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """The tokenizer of a Hugging Face folder."""
+        return read_tokenizer(Path(folder))
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._core.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text. A prompt from a chat template has its special tokens already: ask for none."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text: must be valid Unicode without lone surrogates, got {text[error.start]!a} at {error.start}"
+            ) from None
+        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of some ids; an id that the vocabulary lacks writes nothing."""
+        if not self.byte_tokens.isdisjoint(ids):
+            return self._decode_bytes(ids, skip_special_tokens)
+        return self._core.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def _decode_bytes(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Decode where single bytes are tokens: a broken byte is one U+FFFD and spoils no other.
+
+        The library gives up a whole run of byte tokens for one bad byte in it, so that a character already
+        written would turn into U+FFFD when the next one is cut off. SentencePiece itself does not.
+        """
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        tokens: list[str] = []
+        run: list[int] = []
+        for token_id in ids:
+            token = None if token_id in skipped else self._core.id_to_token(token_id)
+            if token is None:
+                continue
+            if token_id in self.byte_tokens:
+                run.append(int(token[3:5], 16))
+                continue
+            tokens += _mended(run)
+            run = []
+            tokens.append(token)
+        return self._core.decoder.decode(tokens + _mended(run))  # type: ignore[union-attr]  # byte tokens imply one
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, with the space it begins with; U+FFFD where it is part of a character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token adds to a text; none for an id that the vocabulary lacks."""
+        token = self._core.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self.byte_tokens:
+            return bytes([int(token[3:5], 16)])
+        if token_id in self._added_ids:
+            return token.encode()
+        if '"ByteLevel"' in self._decoder:
+            return b"".join(_BYTE_OF.get(character, character.encode()) for character in token)
+        if '"WordPiece"' in self._decoder:
+            return (token[2:] if token.startswith("##") else " " + token).encode()
+        if '"BPEDecoder"' in self._decoder:
+            return token.replace("</w>", " ").encode()
+        return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self._core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that `skip_special_tokens` leaves out."""
+        return frozenset(i for i, token in self._core.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def byte_tokens(self) -> frozenset[int]:
+        """The ids that stand for one byte (<0x0A>), where the decoder reads them so."""
+        if '"ByteFallback"' not in self._decoder:
+            return frozenset()
+        found = (self._core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token_id for token_id in found if token_id is not None)
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._core.get_added_tokens_decoder())
+
+    @cached_property
+    def _decoder(self) -> str:
+        """The decoder's description as JSON: its types are all we ask of it."""
+        decoder = self._core.decoder
+        return "" if decoder is None else decoder.__getstate__().decode()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template that a conversation without tools uses."""
+        template = self._templates.get("default")
+        return None if template is None else template.source
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The prompt of a conversation as text; `kwargs` are variables of the template (tools, ...)."""
+        name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise ChatTemplateError("chat template: this model has none; use generate with a prompt instead of chat")
+        return self._templates[name].render(messages, add_generation_prompt, **kwargs)
+
+
+def _mended(run: list[int]) -> list[str]:
+    """A run of bytes as byte tokens, with U+FFFD for each byte that belongs to no character."""
+    text = bytes(run).decode(errors="surrogateescape")  # a bad byte becomes one surrogate
+    return [
+        token
+        for character in text
+        for token in (
+            ["\ufffd"]
+            if "\udc80" <= character <= "\udcff"
+            else [f"<0x{byte:02X}>" for byte in character.encode()]
+        )
+    ]
+
+
+def _byte_characters() -> dict[str, bytes]:
+    """The printable character that byte-level vocabularies write for each byte (GPT-2's table)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): bytes([b]) for b in plain} | {chr(256 + i): bytes([b]) for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, or a `ModelError` that says which file is wrong."""
+    core = _read_core(folder)
+    config = _read_json(folder / "tokenizer_config.json")
+    token_map = _read_json(folder / "special_tokens_map.json")
+    ids = _read_json(folder / "config.json") | _read_json(folder / "generation_config.json")  # the later one decides
+
+    special_tokens: dict[str, str] = {}
+    for name in _NAMED:
+        token = _content(config.get(name)) or _content(token_map.get(name))
+        if token is not None:
+            special_tokens[name] = token
+    _mark_special(core, [*special_tokens.values(), *_extra_tokens(config), *_extra_tokens(token_map)])
+    return Tokenizer(
+        core,
+        special_tokens=special_tokens,
+        eos_token_ids=_ids(folder, "eos_token_id", ids.get("eos_token_id")),
+        bos_token_id=None if "bos_token" in special_tokens else next(iter(_ids(folder, "bos_token_id", ids.get("bos_token_id"))), None),
+        chat_templates=_read_templates(folder, config),
+    )
+
+
+def _read_core(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {_first_line(error)}") from None
+    others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
+    found = f" (there is {others[0]}: transformers' save_pretrained of its fast tokenizer writes one)" if others else ""
+    raise ModelError(f"{folder}: no tokenizer.json, which Quire needs{found}; or load with skip_tokenizer_init=True")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not JSON: {_first_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _content(token: Any) -> str | None:
+    """A token written as a string or as an object with its text in "content"."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) and found else None
+
+
+def _extra_tokens(config: dict[str, Any]) -> list[str]:
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    values = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+    return [token for token in map(_content, values) if token is not None]
+
+
+def _mark_special(core: tokenizers.Tokenizer, tokens: list[str]) -> None:
+    """Make tokens special that only the files beside tokenizer.json name; the vocabulary does not grow."""
+    known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+    core.add_special_tokens([t for t in tokens if t not in known and core.token_to_id(t) is not None])
+
+
+def _ids(folder: Path, name: str, value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in values:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ModelError(f"{folder}: {name} must be a token id or a list of them, got {value!r:.60}")
+    return values
+
+
+def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The chat templates by name; a file of its own wins over tokenizer_config.json."""
+    found = config.get("chat_template")
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        found = path.read_text(encoding="utf-8")
+    elif (folder / "chat_template.json").is_file():
+        found = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        found = {each.get("name"): each.get("template") for each in found}
+    elif isinstance(found, str):
+        found = {"default": found}
+    if not isinstance(found, dict | None) or not all(isinstance(v, str) for item in (found or {}).items() for v in item):
+        raise ModelError(f"{folder}: chat_template must be a text or a list of named texts, got {found!r:.60}")
+    extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return (found or {}) | {path.stem: path.read_text(encoding="utf-8") for path in extra}
+
+
+def _first_line(error: BaseException) -> str:
+    return re.sub(r"\s+", " ", str(error))[:200]

@@ -1,0 +1,130 @@
+"""`quire chat`: talk with a model in a terminal, or one turn a line through a pipe."""
+
+import signal
+import sys
+import threading
+from contextlib import closing, contextmanager, suppress
+from typing import Annotated
+
+import typer
+
+from . import options as o
+from .loading import load
+
+HELP = "/reset forgets the conversation, /exit leaves (so does Ctrl-D); Ctrl-C stops an answer, twice leaves"
+
+
+def main(
+    model: o.Model = None,
+    system: Annotated[
+        str | None, typer.Option(help="The system message: how to answer.", rich_help_panel=o.OUTPUT)
+    ] = None,
+    max_tokens: o.MaxTokens = 512,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    min_p: o.MinP = None,
+    repetition_penalty: o.RepetitionPenalty = None,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
+    tokenizer: o.Tokenizer = None,
+    dtype: o.Dtype = None,
+    max_model_len: o.MaxModelLen = None,
+    block_size: o.BlockSize = None,
+    kv_cache_memory_bytes: o.CacheBytes = None,
+) -> None:
+    """Talk with a model. /reset forgets, /exit leaves, Ctrl-C stops an answer."""
+    from .. import SamplingParams  # not at the top: `--help` must not wait for it
+
+    params = SamplingParams(
+        **o.given(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+            stop=stop or None, repetition_penalty=repetition_penalty,
+        )
+    )  # fmt: skip
+    llm = load(
+        model,
+        **o.given(
+            tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        ),
+    )  # fmt: skip
+    if sys.stdin.isatty():
+        print(HELP)
+    opening = () if system is None else ({"role": "system", "content": system},)
+    messages = opening
+    for line in lines():
+        match line.split():
+            case []:
+                continue
+            case ["/exit"]:
+                break
+            case ["/reset"]:
+                messages = opening
+            case ["/help"]:
+                print(HELP)
+            case [command] if command.startswith("/"):
+                print(f"error: no command {command}: {HELP}", file=sys.stderr)
+            case _:
+                messages = turn(llm, params, messages, line)
+
+
+def lines():
+    """What the user types, until the end of input. At a terminal with editing and history."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with suppress(ImportError):  # a Python that was built without it still reads lines
+        import readline  # noqa: F401  # imported for its effect on input()
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+
+
+def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, ...]:
+    """Ask, print the answer as it comes, and return the longer conversation; the old one where it was refused."""
+    from .. import RequestError
+
+    asked = (*messages, {"role": "user", "content": question})
+    text = ""
+    try:
+        tokenizer = llm.get_tokenizer()
+        chat = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+        # The template writes the special tokens itself: the tokenizer must not add its own.
+        prompt = {"prompt": chat, "prompt_token_ids": tokenizer.encode(chat, add_special_tokens=False)}
+        with interruptible() as interrupted, closing(llm.stream(prompt, params)) as results:
+            for result in results:
+                answer = result.outputs[0].text
+                sys.stdout.write(answer[len(text) :])
+                sys.stdout.flush()
+                text = answer
+                if interrupted.is_set():
+                    break
+                if result.outputs[0].finish_reason == "error":
+                    print("error: the step failed; the log above says why", file=sys.stderr)
+                    return messages
+    except RequestError as error:
+        print(f"error: {error}; /reset starts a new conversation", file=sys.stderr)
+        return messages
+    print()
+    return (*asked, {"role": "assistant", "content": text})
+
+
+@contextmanager
+def interruptible():
+    """The first Ctrl-C sets the flag that this gives, so that no step is torn apart; the second is as ever."""
+    flag = threading.Event()
+
+    def note(signum, frame):
+        if flag.is_set():
+            raise KeyboardInterrupt
+        flag.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,149 @@
+"""`quire collect-env`: what a bug report needs to say about the machine."""
+
+import importlib
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from .. import __version__
+
+PACKAGES = (
+    "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub",
+    "minijinja", "typer", "rich",
+)  # fmt: skip
+CPU_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "sve",
+)
+VARIABLES = ("JAX_", "XLA_", "QUIRE_", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME")
+
+
+def main() -> None:
+    """Print versions, devices, caches, and which attention implementation serves."""
+    for title, rows in (
+        ("versions", versions()),
+        ("machine", machine()),
+        ("devices", devices()),
+        ("caches", caches()),
+        ("environment", environment()),
+        ("attention", attention()),
+    ):
+        print(f"{title}:")
+        for name, value in rows:
+            print(f"  {name}: {value}")
+
+
+def versions():
+    yield "quire", __version__
+    yield "python", sys.version.split()[0]
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"
+
+
+def machine():
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield "cores", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    info = Path("/proc/cpuinfo")
+    fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line) if info.exists() else {}
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    yield "cpu", fields.get("model name") or platform.processor() or "unknown"
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    yield "cpu flags", " ".join(flag for flag in CPU_FLAGS if flag in flags) or "none known"
+
+
+def devices():
+    import jax
+
+    yield "backend", jax.default_backend()
+    for device in jax.devices():
+        yield str(device), device.device_kind
+
+
+def caches():
+    import jax
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from ..serving.setup import use_compile_cache
+
+    use_compile_cache()
+    where = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    yield "compiled programs", where or "off"
+    yield "hugging face", HF_HUB_CACHE
+
+
+def environment():
+    """Only variables that change how Quire runs: an environment also holds keys."""
+    names = sorted(name for name in os.environ if name.startswith(VARIABLES))
+    return [(name, os.environ[name]) for name in names] or [("set", "none that matter here")]
+
+
+def attention():
+    """Each kind of attention, and the first implementation in order that takes it."""
+    from ..ops import attention as op
+
+    for case, trace in cases():
+        declined = []
+        for name, module in op.IMPLEMENTATIONS.items():
+            try:
+                trace(importlib.import_module(module, op.__name__).paged_attention)
+            except NotImplementedError as reason:
+                declined.append(f"{name} declines: {reason}")
+            else:
+                yield case, "; ".join((name, *declined))
+                break
+        else:
+            yield case, "; ".join(("none", *declined))
+
+
+def cases():
+    """(name, a function that traces an implementation on a tiny case of that kind, without running it)."""
+    import jax
+    import jax.numpy as jnp
+
+    from ..ops.attention import KVPages, Rows
+
+    T, N, K, H, P, S = 4, 4, 2, 64, 8, 16
+
+    def array(shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def trace(latent=False, sinks=False, **options):
+        options = {"scale": 1.0, "window": None, "soft_cap": None, "value_dim": H // 2 if latent else None, **options}
+        heads = 1 if latent else K
+        pages = KVPages(array((P, S, heads, H)), None if latent else array((P, S, heads, H)))
+        ints = jnp.int32
+        rows = Rows(array((T,), ints), array((T + 1,), ints), array((T, 2), ints), array((T,), ints))
+
+        def call(implementation):
+            return jax.eval_shape(
+                lambda q_TNH, k_TKH, v_TKH, pages, rows, sinks_N: implementation(
+                    q_TNH, k_TKH, v_TKH, pages, rows, sinks_N=sinks_N, **options
+                ),
+                array((T, N, H)), array((T, heads, H)), None if latent else array((T, heads, H)), pages, rows,
+                array((N,), jnp.float32) if sinks else None,
+            )  # fmt: skip
+
+        return call
+
+    return [
+        ("full", trace()),
+        ("window", trace(window=32)),
+        ("soft cap", trace(soft_cap=50.0)),
+        ("sinks", trace(sinks=True)),
+        ("latent", trace(latent=True)),
+    ]

@@ -1,0 +1,162 @@
+"""`quire generate`: write on from one prompt."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import typer
+
+from . import options as o
+from .loading import load
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds from the start of the command, and what was read and written in them."""
+
+    loaded: float
+    first: float
+    done: float
+    prompt_tokens: int
+    first_tokens: int  # how many came at once with the first: one for each answer
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of what came after the first output: reading the prompt is not writing."""
+        later = self.tokens - self.first_tokens
+        return later / (self.done - self.first) if later and self.done > self.first else None
+
+    def __str__(self) -> str:
+        rate = "" if self.tokens_per_second is None else f", then {self.tokens_per_second:.1f} tokens/s"
+        return (
+            f"{self.prompt_tokens} prompt tokens, {self.tokens} tokens: loaded in {self.loaded:.2f} s, "
+            f"first token after {self.first - self.loaded:.2f} s{rate}"
+        )
+
+
+def main(
+    model: o.Model = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to go on from.", rich_help_panel=o.OUTPUT)] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="The same, from a file; - is stdin.", rich_help_panel=o.OUTPUT)
+    ] = None,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Print as it is written.",
+            show_default="on, but for --n or --json",
+            rich_help_panel=o.OUTPUT,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object when done.", rich_help_panel=o.OUTPUT)
+    ] = False,
+    max_tokens: o.MaxTokens = 128,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    min_p: o.MinP = None,
+    repetition_penalty: o.RepetitionPenalty = None,
+    presence_penalty: o.PresencePenalty = None,
+    frequency_penalty: o.FrequencyPenalty = None,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
+    n: Annotated[int, typer.Option("--n", help="How many answers.", rich_help_panel=o.SAMPLING)] = 1,
+    tokenizer: o.Tokenizer = None,
+    dtype: o.Dtype = None,
+    max_model_len: o.MaxModelLen = None,
+    block_size: o.BlockSize = None,
+    kv_cache_memory_bytes: o.CacheBytes = None,
+    max_num_seqs: o.MaxNumSeqs = None,
+    max_num_batched_tokens: o.MaxBatchedTokens = None,
+) -> None:
+    """Write on from a prompt. The text goes to stdout, a line of timing to stderr."""
+    started = perf_counter()
+    if stream and (as_json or n > 1):
+        raise o.UsageError("--stream prints one answer as text: leave out --json and --n")
+    text = read_prompt(prompt, prompt_file)
+
+    from .. import SamplingParams  # not at the top: `--help` must not wait for it
+
+    params = SamplingParams(
+        **o.given(
+            n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+            stop=stop or None, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+        )
+    )  # fmt: skip
+    llm = load(
+        model,
+        **o.given(
+            tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        ),
+    )  # fmt: skip
+    live = n == 1 and not as_json and stream is not False
+    loaded = perf_counter() - started
+    first, first_tokens, shown, last = 0.0, 0, 0, None
+    for last in llm.stream(text, params):
+        if not first_tokens and (first_tokens := count_tokens(last)):
+            first = perf_counter() - started
+        if live:
+            sys.stdout.write(last.outputs[0].text[shown:])
+            sys.stdout.flush()
+            shown = len(last.outputs[0].text)
+    assert last is not None  # a stream ends with its result
+    done = perf_counter() - started
+    if any(output.finish_reason == "error" for output in last.outputs):
+        print("error: the step failed; the log above says why", file=sys.stderr)
+        raise typer.Exit(1)
+    timing = Timing(loaded, first or done, done, len(last.prompt_token_ids), first_tokens, count_tokens(last))
+    if as_json:
+        print(json.dumps(as_dict(last, timing), ensure_ascii=False))
+    elif live:
+        print()
+    else:
+        print(*(output.text for output in last.outputs), sep="\n\n")
+    print(timing, file=sys.stderr)
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt from the option, the file or a pipe: exactly one of them."""
+    if prompt is not None and prompt_file is not None:
+        raise o.UsageError("--prompt and --prompt-file are both given: leave one out")
+    if prompt is not None:
+        return prompt
+    if prompt_file is None and sys.stdin.isatty():
+        raise o.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it in")
+    return o.read_text(prompt_file or Path("-"))
+
+
+def count_tokens(result) -> int:
+    return sum(len(output.token_ids) for output in result.outputs)
+
+
+def as_dict(result, timing: Timing) -> dict:
+    """What `--json` prints."""
+    return {
+        "prompt": result.prompt,
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "outputs": [
+            {
+                "index": output.index,
+                "text": output.text,
+                "token_ids": list(output.token_ids),
+                "finish_reason": output.finish_reason,
+                "stop_reason": output.stop_reason,
+            }
+            for output in result.outputs
+        ],
+        "timing": {
+            "loaded_s": round(timing.loaded, 4),
+            "first_token_s": round(timing.first - timing.loaded, 4),
+            "total_s": round(timing.done - timing.loaded, 4),
+            "tokens_per_second": timing.tokens_per_second and round(timing.tokens_per_second, 2),
+        },
+    }

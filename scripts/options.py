@@ -1,0 +1,107 @@
+"""The options that commands share: their names, units and places in the help, and sizes as people write them."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+UNITS = {
+    "": 1,
+    **{letter: 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{letter: 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
+MODEL = "The model"
+ENGINE = "Memory and batching"
+SAMPLING = "Sampling"
+OUTPUT = "Input and output"
+
+
+class UsageError(typer.TyperException):
+    """A command line that asks for what cannot be done."""
+
+    exit_code = 2
+
+
+def size(text: str) -> int:
+    """`4096`, `32K` (1024 each), `2.5k` (1000 each), `1.5G`; `-1` where a command gives it a meaning."""
+    if isinstance(text, int):  # a default goes through the same parser
+        return text
+    match = re.fullmatch(r"(-?[0-9]+(?:\.[0-9]+)?)([kmgtKMGT]?)", text.strip())
+    value = float(match[1]) * UNITS[match[2]] if match else 0.5
+    if value != int(value):
+        raise typer.BadParameter(
+            f"{text!r} is not a size: write a whole number, with K, M, G, T for powers of 1024 or k, m, g, t for powers"
+            " of 1000, as in 32K"
+        )
+    return int(value)
+
+
+def given(**values) -> dict:
+    """The options that were given; the rest are left to the engine's own defaults."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def sized(name: str, help: str, metavar: str, panel: str, default: str | bool = True):
+    return typer.Option(name, help=help, parser=size, metavar=metavar, rich_help_panel=panel, show_default=default)
+
+
+def sampled(name: str, help: str):
+    return typer.Option(name, help=help, rich_help_panel=SAMPLING)
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.", show_default="the bundled model, quill"),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="A folder or Hugging Face id.", show_default="the model's own", rich_help_panel=MODEL),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or auto.", show_default="auto: the model's", rich_help_panel=MODEL),
+]
+MaxModelLen = Annotated[
+    int | None,
+    sized(
+        "--max-model-len",
+        "Longest prompt and answer together; -1: the longest that fits.",
+        "TOKENS",
+        MODEL,
+        "the model's own",
+    ),
+]
+BlockSize = Annotated[int | None, sized("--block-size", "Tokens a page of the KV cache.", "TOKENS", ENGINE, "16")]
+CacheBytes = Annotated[
+    int | None,
+    sized("--kv-cache-memory-bytes", "Memory for the KV cache, as in 2G.", "BYTES", ENGINE, "a part of what is free"),
+]
+MaxNumSeqs = Annotated[int | None, sized("--max-num-seqs", "Most sequences in one step.", "N", ENGINE, "32")]
+MaxBatchedTokens = Annotated[
+    int | None, sized("--max-num-batched-tokens", "Most tokens in one step.", "TOKENS", ENGINE, "512")
+]
+
+MaxTokens = Annotated[int | None, sized("--max-tokens", "Longest answer.", "TOKENS", SAMPLING)]
+Temperature = Annotated[float | None, sampled("--temperature", "0 takes the likeliest token each time.")]
+TopP = Annotated[float | None, sampled("--top-p", "Keep the likeliest tokens that sum to this probability, 0 to 1.")]
+TopK = Annotated[int | None, sampled("--top-k", "Keep this many of the likeliest tokens.")]
+MinP = Annotated[float | None, sampled("--min-p", "Drop tokens below this fraction of the likeliest's probability.")]
+Seed = Annotated[int | None, sampled("--seed", "The same seed gives the same tokens.")]
+Stop = Annotated[list[str] | None, sampled("--stop", "End before this text; may be given several times.")]
+RepetitionPenalty = Annotated[float | None, sampled("--repetition-penalty", "Above 1 makes seen tokens less likely.")]
+PresencePenalty = Annotated[float | None, sampled("--presence-penalty", "Taken from the logit of each written token.")]
+FrequencyPenalty = Annotated[
+    float | None, sampled("--frequency-penalty", "The same, once for each time it was written.")
+]
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file, or stdin where the path is `-`."""
+    source = "stdin" if str(path) == "-" else str(path)
+    try:
+        return (typer.get_binary_stream("stdin").read() if source == "stdin" else path.read_bytes()).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {source}: {error.strerror}") from None

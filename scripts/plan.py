@@ -1,0 +1,174 @@
+"""`quire plan`: what a model costs in memory, and the batch that is worth reaching, from its config.json alone."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as o
+
+MACHINE = "The device"
+
+
+def main(
+    model: o.Model = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            parser=o.size,
+            metavar="TOKENS",
+            help="Length of a sequence; may be given several times.",
+            show_default="1K, 4K, 16K, ... and the model's longest",
+        ),
+    ] = None,
+    dtype: o.Dtype = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE)
+    ] = "h100",
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=o.size,
+            metavar="BYTES",
+            help="Memory for weights and cache, as in 80G.",
+            show_default="the device's",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, show_default="the device's", rich_help_panel=MACHINE),
+    ] = None,
+    flops: Annotated[
+        float | None,
+        typer.Option(metavar="TFLOP/S", min=0.001, show_default="the device's", rich_help_panel=MACHINE),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print what a model's weights and KV cache weigh, and how many sequences fit. Only config.json is read."""
+    from ..model import plan  # not at the top: `--help` must not wait for JAX
+
+    if device not in plan.DEVICES:
+        raise o.UsageError(f"--device is {device!r}; it can be {', '.join(plan.DEVICES)}")
+    if length and min(length) < 1:
+        raise o.UsageError(f"--length is {min(length)}; it must be at least 1")
+    chosen = plan.DEVICES[device]
+    chosen = replace(
+        chosen,
+        **o.given(
+            memory=memory,
+            bandwidth=None if bandwidth is None else bandwidth * 1e9,
+            flops=None if flops is None else flops * 1e12,
+        ),
+    )
+    config = read(model, dtype or "auto")
+    lengths = sorted(set(length or default_lengths(config.max_len)))
+    result = {
+        "model": model or "quill",
+        "layers": len(config.layers),
+        "dtype": config.dtype,
+        "weight_bytes": plan.weight_bytes(config),
+        "kv_bytes_a_token": plan.kv_bytes(config, 1),
+        "kinds": [
+            {"name": kind.name, "layers": kind.layers, "bytes_a_token": kind.token_bytes, "window": kind.window}
+            for kind in plan.kinds(config)
+        ],
+        "device": {"name": device, **vars(chosen)},
+        "balance_batch_without_cache": finite(plan.balance_batch(config, 0, chosen)),
+        "lengths": [
+            {
+                "length": tokens,
+                "kv_bytes": plan.kv_bytes(config, tokens),
+                "sequences_that_fit": plan.sequences_that_fit(config, tokens, chosen.memory),
+                "balance_batch": finite(plan.balance_batch(config, tokens, chosen)),
+            }
+            for tokens in lengths
+        ],
+    }
+    print(json.dumps(result) if as_json else text(result))
+
+
+def read(model: str | None, dtype: str):
+    """The configuration of a folder, a Hugging Face id or the bundled model."""
+    from ..model.checkpoint import read_config
+
+    return read_config(Path(model), dtype)
+
+
+def default_lengths(longest: int) -> list[int]:
+    return [tokens for tokens in (2**10, 2**12, 2**14, 2**16, 2**18, 2**20) if tokens < longest] + [longest]
+
+
+def finite(batch: float) -> float | None:
+    """None in place of infinity, which JSON does not know."""
+    return None if math.isinf(batch) else round(batch, 1)
+
+
+def text(result: dict) -> str:
+    """The result as tables for people."""
+    device = result["device"]
+    kinds = [
+        (kind["name"], kind["layers"], amount(kind["bytes_a_token"]), length_name(kind["window"]))
+        for kind in result["kinds"]
+    ]
+    kinds.append(("all", result["layers"], amount(result["kv_bytes_a_token"]), ""))
+    lengths = [
+        (
+            length_name(row["length"]),
+            amount(row["kv_bytes"]),
+            f"{row['sequences_that_fit']:,}",
+            "never" if row["balance_batch"] is None else f"{math.ceil(row['balance_batch']):,}",
+        )
+        for row in result["lengths"]
+    ]
+    weights = amount(result["weight_bytes"])
+    return "\n\n".join(
+        (
+            f"{result['model']}: {result['layers']} layers, {weights} of weights in {result['dtype']}",
+            table(("KV cache", "layers", "bytes a token", "tokens kept"), kinds),
+            f"{device['name']}: {amount(device['memory'])}, {device['bandwidth'] / 1e9:,.0f} GB/s, "
+            f"{device['flops'] / 1e12:,.4g} TFLOP/s; with the cache left out, compute catches up with memory at batch "
+            f"{math.ceil(result['balance_batch_without_cache']):,}",
+            table(("length", "KV a sequence", "sequences that fit", "batch where compute catches up"), lengths),
+            notes(result),
+        )
+    )
+
+
+def notes(result: dict) -> str:
+    """What the numbers leave out, where it matters."""
+    lines = ["What fits is counted beside the weights; a step's own working memory is not."]
+    if result["weight_bytes"] > result["device"]["memory"]:
+        lines = [f"The weights alone do not fit: they take {amount(result['weight_bytes'])}."]
+    if any(row["balance_batch"] is None for row in result["lengths"]):
+        lines.append("never: a sequence's cache takes longer to read than its arithmetic takes, at any batch.")
+    return "\n".join(lines)
+
+
+def amount(count: float) -> str:
+    """Bytes in the largest unit that leaves at least one."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{count / 1024**power:,.4g} {unit}"
+    return f"{count:,.0f} B"
+
+
+def length_name(tokens: int | None) -> str:
+    if tokens is None:
+        return "all"
+    return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else str(tokens)
+
+
+def table(head: tuple, rows: list[tuple]) -> str:
+    """Columns under their heads: names to the left, numbers to the right."""
+    cells = [tuple(map(str, row)) for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "   ".join(
+            (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
+        )
+        for row in cells
+    )

@@ -1,0 +1,138 @@
+"""`LLM`: the engine as a plain Python object, for batches and for streams."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from ..model.tokenizer import Tokenizer
+from .engine import Engine
+from .progress import bar
+from .outputs import RequestOutput
+from .request import RequestError, SamplingParams, shown
+from .setup import EngineOptions, make_engine
+
+Prompt = str | Seq[int] | Mapping[str, Any]
+
+
+class LLM:
+    """A model that is ready to generate. `LLM()` is the bundled one; `model` is a folder or a Hub id."""
+
+    def __init__(self, model: str | None = None, *, progress=None, **options: Any):
+        try:
+            self.options = EngineOptions(model=None if model is None else str(model), **options)
+        except TypeError as error:
+            names = ", ".join(EngineOptions.__dataclass_fields__)
+            raise TypeError(f"LLM: {str(error).split('__init__() ')[-1]}; the options are {names}") from None
+        self.engine: Engine = make_engine(self.options, progress or (lambda note: None))
+        self.ids = itertools.count()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        if self.engine.tokenizer is None:
+            raise RequestError("skip_tokenizer_init", "is set, so there is no tokenizer")
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt; the results come in the order of the prompts."""
+        batch = prompt_list(prompts)
+        return self.run(batch, params_list(sampling_params, len(batch)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Seq[Any],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of them; each is a list of {"role", "content"}."""
+        conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        tokenizer = self.get_tokenizer()
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=add_generation_prompt, **template_options
+            )
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        return self.run(prompts, params_list(sampling_params, len(prompts)), use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The result as it grows, token by token; closing the iterator aborts the request."""
+        request = self.add(prompt, sampling_params or SamplingParams())
+        try:
+            while not request.finished:
+                if request in self.engine.step():
+                    yield request.output()
+        finally:
+            self.engine.abort(request.request_id)
+            self.drain()
+
+    def run(self, prompts: Seq[Prompt], params: Seq[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        """All requests to their ends; one that cannot be served stops the call before any other has cost anything."""
+        requests = []
+        try:
+            for prompt, own in zip(prompts, params, strict=True):
+                requests.append(self.add(prompt, own))
+            with bar(len(requests), use_tqdm) as advance:
+                while self.engine.busy:
+                    done = [request for request in self.engine.step() if request.finished]
+                    advance(len(done), sum(seq.num_output for request in done for seq in request.sequences))
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.request_id)
+            self.drain()
+            raise
+        return [request.output() for request in requests]
+
+    def drain(self) -> None:
+        """Take in what is still under way, so that the next call starts clean."""
+        while self.engine.in_flight is not None:
+            self.engine.step()
+
+    def add(self, prompt: Prompt, params: SamplingParams):
+        """Queue one prompt."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
+        text, tokens = parse_prompt(prompt, self.engine.tokenizer)
+        return self.engine.add(str(next(self.ids)), tokens, params, text)
+
+
+def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt or many; a flat list of integers is one."""
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Sampling parameters for each prompt: one for all, or one each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError("sampling_params", f"has {len(params)} entries for {count} prompts")
+    return list(params)
+
+
+def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+    """(text or None, token ids) of a prompt given as text, as ids or as a dict of either."""
+    if isinstance(prompt, Mapping):
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+            raise RequestError("prompt", f"has the key {shown(min(unknown))}; it takes prompt and prompt_token_ids")
+        text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if tokens is not None:
+            return text, list(tokens)
+        prompt = text
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("prompt", "is text, and skip_tokenizer_init is set; give prompt_token_ids")
+        return prompt, tokenizer.encode(prompt)
+    if prompt is None or isinstance(prompt, (bytes, int, float)):
+        raise RequestError("prompt", f"must be text, a list of token ids, or a dict of either, got {shown(prompt)}")
+    return None, list(prompt)
+

@@ -1,0 +1,67 @@
+"""What a caller gets back: the texts, tokens and log-probabilities of one request, and its times."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One candidate at one position; `rank` 1 is the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One of the `n` answers to a request; `finish_reason` is None while it is still being written."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: Sequence[Mapping[int, Logprob]] | None = None  # by position: the chosen token and the likeliest
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for the model's own end
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.monotonic()`."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request's prompt and its answers so far; the last one of a stream has `finished` set."""
+
+    request_id: str
+    prompt: str | None  # None where the prompt came as token ids
+    prompt_token_ids: Sequence[int]
+    outputs: Sequence[CompletionOutput]
+    finished: bool = True
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None  # the first is None: nothing precedes it
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0

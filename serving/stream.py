@@ -1,0 +1,134 @@
+"""A request on its way: the text, log-probabilities and times of its streams, as results for the user."""
+
+import time
+
+from .detokenizer import Detokenizer
+from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .request import SamplingParams
+from .sequence import Sequence
+
+
+class Stream:
+    """One of the `n` answers to a request."""
+
+    def __init__(self, seq: Sequence, params: SamplingParams, tokenizer):
+        self.seq, self.params, self.tokenizer = seq, params, tokenizer
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.cumulative = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.parts: list[str] = []
+        self.detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self.detokenizer = Detokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+            )
+
+    def push(self, token: int, score) -> str | None:
+        """Take a token; the reason to finish, if this is the last one."""
+        seq, p = self.seq, self.params
+        if score is not None:
+            entry = logprob_entry(score, p.logprobs, self.tokenizer)
+            self.logprobs.append(entry)
+            self.cumulative += entry[token].logprob
+        enough = seq.num_output >= p.min_tokens
+        stopped = token in seq.stop_ids
+        if self.detokenizer is not None and (not stopped or p.include_stop_str_in_output):
+            self.parts.append(self.detokenizer.push([token], check_stops=enough))
+            if self.detokenizer.stopped is not None:
+                self.stop_reason = self.detokenizer.stopped
+                return "stop"
+        if stopped:
+            self.stop_reason = None if token in seq.eos_ids else token
+            return "stop"
+        return "length" if seq.num_output >= seq.max_tokens else None
+
+    def end(self, reason: str) -> None:
+        """No more tokens come: what was held back belongs to the text."""
+        self.finish_reason = reason
+        if self.detokenizer is not None:
+            self.parts.append(self.detokenizer.finish())
+
+    def output(self) -> CompletionOutput:
+        self.parts = ["".join(self.parts)]
+        return CompletionOutput(
+            index=self.seq.index,
+            text=self.parts[0],
+            token_ids=self.seq.tokens[self.seq.num_prompt :],
+            cumulative_logprob=None if self.logprobs is None else self.cumulative,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class Request:
+    """A prompt with its streams; `output()` is what the user gets, at any moment."""
+
+    def __init__(self, request_id: str, prompt: str | None, params: SamplingParams, sequences: list[Sequence], tokenizer):
+        self.request_id, self.prompt, self.params, self.sequences = request_id, prompt, params, sequences
+        self.tokenizer = tokenizer
+        self.streams = [Stream(seq, params, tokenizer) for seq in sequences]
+        self.arrival = time.monotonic()
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(stream.finish_reason is not None for stream in self.streams)
+
+    def scheduled(self, now: float) -> None:
+        self.first_scheduled = self.first_scheduled or now
+
+    def push(self, index: int, token: int, score, now: float) -> str | None:
+        """Give a stream its next token; the reason to finish it, if there is one."""
+        self.first_token, self.last_token = self.first_token or now, now
+        return self.streams[index].push(token, score)
+
+    def end(self, index: int, reason: str) -> None:
+        self.streams[index].end(reason)
+
+    def output(self) -> RequestOutput:
+        seq = self.sequences[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=seq.tokens[: seq.num_prompt],
+            prompt_logprobs=self.prompt_logprobs(),
+            outputs=[stream.output() for stream in self.streams],
+            metrics=RequestMetrics(
+                arrival_time=self.arrival,
+                first_scheduled_time=self.first_scheduled,
+                first_token_time=self.first_token,
+                last_token_time=self.last_token,
+                num_preemptions=sum(seq.num_preemptions for seq in self.sequences),
+            ),
+            num_cached_tokens=0,
+            finished=self.finished,
+        )
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """One entry a prompt token; the first has nothing before it to be predicted from."""
+        scores = self.sequences[0].prompt_scores
+        if scores is None:
+            return None
+        count = self.params.prompt_logprobs
+        return [None, *(None if s is None else logprob_entry(s, count, self.tokenizer) for s in scores)]
+
+
+def logprob_entry(score, count: int, tokenizer) -> dict[int, Logprob]:
+    """The token's own log-probability, and those of the `count` best."""
+    token, logprob, rank, best, best_logprobs = score
+
+    def entry(token: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token))
+
+    found = {token: entry(token, logprob, rank)}
+    for place, (other, value) in enumerate(zip(best[:count].tolist(), best_logprobs[:count].tolist(), strict=True)):
+        if other not in found:
+            found[other] = entry(other, value, place + 1)
+    return found

@@ -1,0 +1,21 @@
+"""Settings of every test run. They must be in the environment before JAX is imported."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "tests"
+
+for name, value in {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "HF_HUB_OFFLINE": "1",  # a test that needs the network is a bug
+}.items():
+    os.environ.setdefault(name, value)
+
+# The machine's speed is no property of the code: no example may fail for being slow.
+hypothesis.settings.register_profile("quire", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("quire")

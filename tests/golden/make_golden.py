@@ -1,0 +1,54 @@
+"""Write the golden files. Needs torch and transformers; from the folder `tests`: python -m golden.make_golden [NAME ...]"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from parity import reference
+
+from .families import VARIANTS, Variant
+from .folder import HERE, POSITIONS, prompts, write_folder
+
+LEAST_LEAD = 3e-3  # a best token that leads by less could fall to rounding
+LEAST_KINDS = 12  # a sequence of fewer different tokens runs in a circle and proves little
+
+
+def make(variant: Variant, shapes: dict, seed: int) -> dict[str, np.ndarray] | None:
+    """The golden arrays of one seed, or None where its greedy tokens are too close to call or too dull."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = reference.load(write_folder(Path(folder), variant.config, shapes, seed))
+    vocab_size = model.config.get_text_config().vocab_size
+    asked = prompts(variant.prompts, vocab_size, seed)
+    arrays = {}
+    for number, ids in enumerate(asked):
+        tokens, lead = reference.greedy(model, ids, variant.new_tokens)
+        if variant.new_tokens and (lead < LEAST_LEAD or len(set(tokens)) < LEAST_KINDS):
+            print(f"{variant.name} seed {seed}: lead {lead:.1e}, {len(set(tokens))} kinds", flush=True)
+            return None
+        arrays |= {f"prompt{number}": np.array(ids, np.int16), f"tokens{number}": np.array(tokens, np.int16)}
+    whole = asked[0] + arrays["tokens0"].tolist()
+    rows = [position for position in POSITIONS if position < len(whole)]
+    arrays["logits"] = reference.logits(model, whole)[rows]
+    meta = {"seed": seed, "tensors": shapes}
+    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    return arrays
+
+
+def main(names: list[str]) -> None:
+    for variant in VARIANTS:
+        if names and variant.name not in names:
+            continue
+        shapes = reference.tensor_shapes(variant)
+        seed, arrays = 0, None
+        while arrays is None:
+            seed += 1
+            arrays = make(variant, shapes, seed)
+        np.savez_compressed(HERE / f"{variant.name}.npz", **arrays)
+        spread, tokens = arrays["logits"].std(), arrays["tokens0"]
+        print(f"{variant.name}: seed {seed}, logits spread {spread:.2f}, {len(set(tokens.tolist()))} kinds", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

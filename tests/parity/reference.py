@@ -1,0 +1,61 @@
+"""What transformers makes of a folder: float32, eager attention, no cache."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from golden.families import Variant
+from safetensors import safe_open
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+def tensor_shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
+    """The tensors that transformers saves for a config, under the names that the variant's checkpoints have."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(variant.config))
+        config = transformers.AutoConfig.from_pretrained(folder)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        shapes = {}
+        with safe_open(Path(folder) / "model.safetensors", "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                shapes[rename(name, variant.renames)] = tuple(file.get_slice(name).get_shape())
+        return shapes
+
+
+def rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
+    for old, new in renames:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def load(folder: Path):
+    """The model of a folder; every tensor must have found its place."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model, ids: list[int]) -> np.ndarray:
+    """[T, V] for one sequence."""
+    return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def greedy(model, ids: list[int], count: int) -> tuple[list[int], float]:
+    """(the next tokens, the least lead that one of them had over the second best)."""
+    ids, least = list(ids), float("inf")
+    for _ in range(count):
+        row = logits(model, ids)[-1]
+        second, best = np.sort(row)[-2:]
+        least = min(least, float(best - second))
+        ids.append(int(row.argmax()))
+    return ids[len(ids) - count :], least

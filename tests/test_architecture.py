@@ -1,0 +1,196 @@
+"""The shape of the house: who imports whom, what is never used, and what the package holds."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("sharding", "ops", "model", "serving", "scripts")  # each may import itself and what stands before it
+FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+FILES += [ROOT / "__init__.py", ROOT / "__main__.py"]
+NO_JAX = ("serving.request", "serving.pages", "serving.scheduler")
+BANNED = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch", "transformers"}
+KERNELS = ("ops/*/mosaic*.py", "ops/*/native*.py", "ops/*/pallas*.py")
+MAX_LINES = 300
+HOSTS = {"arxiv.org", "docs.jax.dev", "github.com", "huggingface.co", "semver.org", "www.apache.org"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def name_of(path: Path) -> str:
+    """`serving/step.py` is `quire.serving.step`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("quire", *parts)).removesuffix(".__init__")
+
+
+def package_of(path: Path) -> str:
+    name = name_of(path)
+    return name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of a file, those inside functions too; relative ones resolved."""
+    package = package_of(path).split(".")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join((*base, *([node.module] if node.module else ())))
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def tables() -> Iterator[tuple[Path, str, dict[str, str]]]:
+    """Every module-level dict of names to relative modules."""
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and node.value.values):
+                continue
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+            if all(isinstance(item, str) and item.startswith(".") for item in value.values()):
+                yield path, node.targets[0].id, value  # type: ignore[attr-defined]
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_imports_run_one_way(path):
+    layer = path.relative_to(ROOT).parts[0]
+    for line, module in imports(path):
+        if not module.startswith("quire."):
+            continue
+        target = module.split(".")[1]
+        if layer not in LAYERS or target not in LAYERS:
+            # The root's names are for users and for the commands, which stand where a user stands.
+            assert layer == "scripts" or layer not in LAYERS, f"{path}:{line} imports {module} from the root"
+            continue
+        assert LAYERS.index(target) <= LAYERS.index(layer), f"{path}:{line}: {layer} must not import {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_package_imports_itself_relatively(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        assert not [name for name in names if name.split(".")[0] == "quire"], f"{path}: use a relative import"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_nothing_that_runs_code_from_data(path):
+    for line, module in imports(path):
+        assert module.split(".")[0] not in BANNED, f"{path}:{line} imports {module}"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in {"eval", "exec", "compile"}, f"{path}:{node.lineno} calls {node.func.id}"
+        if isinstance(node, ast.keyword) and node.arg in {"allow_pickle", "trust_remote_code"}:
+            assert getattr(node.value, "value", None) is False, f"{path}: {node.arg} must be False"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_a_file_is_short_and_says_what_it_is(path):
+    if any(fnmatch(ids(path), kernel) for kernel in KERNELS):
+        return
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+
+
+def test_host_side_imports_no_jax():
+    code = f"import sys, {', '.join(f'quire.{name}' for name in NO_JAX)}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_one_jit_on_the_serving_path():
+    found = set()
+    for path in sorted((ROOT / "serving").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in {"jit", "pjit", "pmap"}:
+                found.add(ids(path))
+        found |= {ids(path) for _, module in imports(path) if module.split(".")[-1] in {"jit", "pjit", "pmap"}}
+    assert found == {"serving/step.py"}
+
+
+def test_tables_are_complete_and_import():
+    found = {(ids(path), name): (path, table) for path, name, table in tables()}
+    assert {
+        ("__init__.py", "EXPORTS"),
+        ("__main__.py", "COMMANDS"),
+        ("model/families/__init__.py", "FAMILIES"),
+        ("ops/attention/__init__.py", "IMPLEMENTATIONS"),
+    } <= set(found)
+    for (_, name), (path, table) in found.items():
+        for key, module in table.items():
+            loaded = importlib.import_module(module, package_of(path))
+            if name == "EXPORTS":
+                assert hasattr(loaded, key)
+            if name == "COMMANDS":
+                assert loaded.main.__doc__, f"quire {key} has no help"
+
+
+def test_every_family_file_is_in_the_table():
+    listed = {
+        module.removeprefix(".") for _, name, table in tables() if name == "FAMILIES" for module in table.values()
+    }
+    files = {path.stem for path in (ROOT / "model" / "families").glob("*.py")} - {"__init__", "common"}
+    assert listed == files
+
+
+def test_package_list_is_true():
+    packages = {package_of(path) for path in FILES}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
+    for path in FILES:
+        assert (path.parent / "__init__.py").exists(), f"{path.parent} lacks __init__.py"
+    top = {path.parent.name for path in ROOT.glob("[!.]*/__init__.py")}
+    assert top == set(LAYERS), "a package that the layers do not know"
+
+
+def test_every_data_file_is_shipped():
+    patterns = [
+        f"{name.replace('.', '/').replace('quire', '.', 1)}/{pattern}".removeprefix("./")
+        for name, globs in PROJECT["tool"]["setuptools"]["package-data"].items()
+        for pattern in globs
+    ]
+    for layer in LAYERS:
+        for path in (ROOT / layer).rglob("*"):
+            if path.is_dir() or path.suffix in {".py", ".pyc"}:
+                continue
+            assert any(fnmatch(ids(path), pattern) for pattern in patterns), f"{ids(path)} is in no package-data"
+
+
+def test_import_is_light():
+    """`import quire` and the modules of all commands load neither JAX nor numpy: `quire --help` is instant."""
+    code = (
+        "import sys, importlib, quire\n"
+        "from quire.__main__ import COMMANDS\n"
+        "for module in COMMANDS.values(): importlib.import_module(module, 'quire')\n"
+        "heavy = {'jax', 'numpy', 'flax', 'tokenizers', 'huggingface_hub', 'safetensors'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_text_names_no_machine_and_few_hosts():
+    """Nothing points at somebody's disk, and every address is one that a reader may follow."""
+    paths = [*FILES, *(ROOT / "tests").rglob("*.py"), ROOT / ".ci" / "run"]
+    paths += [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
+    private = [str(ROOT), str(Path.home())] if len(str(Path.home())) > 1 else [str(ROOT)]
+    for path in paths:
+        text = path.read_text(errors="ignore")
+        for place in private:
+            assert not re.search(rf"(?<![\w.]){re.escape(place)}(?!\w)", text), f"{ids(path)} mentions {place}"
+        hosts = set(re.findall(r"https?://([\w.-]*\w)", text)) - {"localhost", "127.0.0.1"}
+        assert hosts <= HOSTS, f"{ids(path)} links to {sorted(hosts - HOSTS)}"

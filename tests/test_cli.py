@@ -1,0 +1,358 @@
+"""The command line over an engine that only remembers what it was asked: parsing, printing, errors, Ctrl-C."""
+
+import inspect
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import typer
+
+import quire
+from quire.__main__ import COMMANDS, main
+from quire.model.config import ModelError
+from quire.scripts import chat, collect_env, generate, options
+from quire.serving.outputs import CompletionOutput, RequestOutput
+from quire.serving.request import RequestError, SamplingParams
+from quire.serving.setup import EngineOptions
+
+TOO_LONG = RequestError("prompt", "has 9 tokens; at most 8 fit")
+WORDS = ("Once ", "upon ", "a ", "time. ")
+
+
+class FakeTokenizer:
+    def apply_chat_template(self, messages, add_generation_prompt=False, **_):
+        assert add_generation_prompt
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+    def encode(self, text, add_special_tokens=True):
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+class FakeLLM:
+    """Streams WORDS whatever is asked; a token a word."""
+
+    made: list["FakeLLM"] = []
+
+    def __init__(self, model=None, **options):
+        if model == "broken":
+            raise ModelError("config.json lacks 'hidden_size'; it must be an integer")
+        self.model, self.options = model, options
+        self.prompts: list[str] = []
+        self.params: Any = None
+        self.closed = 0
+        self.on_word: Callable[[int], Any] = lambda count: None
+        FakeLLM.made.append(self)
+
+    def get_tokenizer(self):
+        return FakeTokenizer()
+
+    def stream(self, prompt, params):
+        if isinstance(prompt, dict):
+            assert prompt["prompt_token_ids"] == [ord(letter) for letter in prompt["prompt"]]
+            prompt = prompt["prompt"]
+        self.prompts.append(prompt)
+        self.params = params
+        if "too long" in str(prompt):
+            raise TOO_LONG
+        try:
+            for count in range(1, len(WORDS) + 1):
+                self.on_word(count)
+                reason = "length" if count == len(WORDS) else None
+                text, tokens = "".join(WORDS[:count]), list(range(count))
+                outputs = [CompletionOutput(index, text, tokens, finish_reason=reason) for index in range(params.n)]
+                yield RequestOutput("0", prompt, [7, 8], outputs, finished=reason is not None)
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `quire ARGUMENTS` over the fake engine: (exit code, stdout, stderr)."""
+    monkeypatch.setattr(quire, "LLM", FakeLLM, raising=False)
+    FakeLLM.made.clear()
+
+    def call(*arguments: str, stdin: bytes = b""):
+        monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            main()
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code or 0
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("-1", -1),
+        ("32K", 32 * 1024),
+        ("32k", 32000),
+        ("1.5G", 3 * 2**29),
+        ("2.5k", 2500),
+        ("1T", 2**40),
+        ("1t", 10**12),
+        (" 8M ", 8 * 2**20),
+        ("3m", 3_000_000),
+        ("1g", 10**9),
+    ],
+)
+def test_sizes_as_people_write_them(text, value):
+    assert options.size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "K", "1.5", "0.3K", "32KB", "1e3", "nan", "32 K", "٣", "--1", "1_000"])
+def test_what_is_no_size(text):
+    with pytest.raises(typer.BadParameter, match="32K"):
+        options.size(text)
+
+
+def test_generate_streams_then_times(run):
+    code, out, err = run("generate", "--prompt", "Hi", "--max-tokens", "4")
+    assert (code, out) == (0, "Once upon a time. \n")
+    assert re.fullmatch(
+        r"2 prompt tokens, 4 tokens: loaded in [\d.]+ s, first token after [\d.]+ s, then [\d.]+ tokens/s\n", err
+    )
+    (llm,) = FakeLLM.made
+    assert (llm.model, llm.options, llm.prompts) == (None, {}, ["Hi"])
+    assert llm.params.max_tokens == 4
+
+
+def test_generate_passes_every_option_on(run, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Grüße\n")
+    code, _, _ = run(
+        "generate", "some/model", "--prompt-file", str(prompt), "--max-tokens", "1K", "--temperature", "0.5",
+        "--top-p", "0.9", "--top-k", "20", "--min-p", "0.1", "--seed", "7", "--stop", "END", "--stop", "\n\n",
+        "--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--n", "3",
+        "--tokenizer", "other", "--dtype", "float32", "--max-model-len", "-1", "--block-size", "8",
+        "--kv-cache-memory-bytes", "2G", "--max-num-seqs", "4", "--max-num-batched-tokens", "2k",
+    )  # fmt: skip
+    assert code == 0
+    (llm,) = FakeLLM.made
+    assert (llm.model, llm.prompts) == ("some/model", ["Grüße\n"])
+    assert llm.options == {
+        "tokenizer": "other", "dtype": "float32", "max_model_len": -1, "block_size": 8,
+        "kv_cache_memory_bytes": 2**31, "max_num_seqs": 4, "max_num_batched_tokens": 2000,
+    }  # fmt: skip
+    expected = {
+        "n": 3, "max_tokens": 1024, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": 7,
+        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
+    }  # fmt: skip
+    assert {name: getattr(llm.params, name) for name in expected} == expected
+    assert list(llm.params.stop) == ["END", "\n\n"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--prompt-file", "-")])
+def test_generate_reads_a_pipe(run, arguments):
+    assert run("generate", *arguments, stdin="größer".encode())[0] == 0
+    assert FakeLLM.made[0].prompts == ["größer"]
+
+
+def test_generate_prints_several_answers_apart(run):
+    code, out, err = run("generate", "--prompt", "Hi", "--n", "2")
+    assert (code, out) == (0, "Once upon a time. \n\nOnce upon a time. \n")
+    assert "8 tokens" in err
+
+
+def test_generate_json_is_one_object(run):
+    code, out, _ = run("generate", "--prompt", "Hi", "--n", "2", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["prompt_token_ids"] == [7, 8]
+    assert [output["token_ids"] for output in data["outputs"]] == [[0, 1, 2, 3]] * 2
+    assert data["outputs"][1] == {
+        "index": 1, "text": "Once upon a time. ", "token_ids": [0, 1, 2, 3], "finish_reason": "length",
+        "stop_reason": None,
+    }  # fmt: skip
+    assert set(data["timing"]) == {"loaded_s", "first_token_s", "total_s", "tokens_per_second"}
+
+
+@pytest.mark.parametrize(
+    "arguments, stdin, says",
+    [
+        (["--prompt", "a", "--prompt-file", "b"], b"", "leave one out"),
+        (["--prompt-file", "no/such/file"], b"", "No such file"),
+        ([], b"\xff", "not UTF-8"),
+        (["--prompt", "a", "--stream", "--json"], b"", "--stream"),
+        (["--prompt", "a", "--stream", "--n", "2"], b"", "--stream"),
+        (["--prompt", "a", "--max-tokens", "many"], b"", "32K"),
+        (["--prompt", "a", "--temperature", "hot"], b"", "--temperature"),
+        (["--prompt", "a", "--no-such-option"], b"", "--no-such-option"),
+    ],
+)
+def test_generate_refuses_before_it_loads_a_model(run, arguments, stdin, says):
+    code, out, err = run("generate", *arguments, stdin=stdin)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and says in err
+    assert not FakeLLM.made
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["broken", "--prompt", "a"], "error: config.json lacks 'hidden_size'; it must be an integer\n"),
+        (["--prompt", "too long"], f"error: {TOO_LONG}\n"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(run, arguments, line):
+    assert run("generate", *arguments) == (2, "", line)
+
+
+def test_a_bad_sampling_parameter_is_refused_before_the_model_is_loaded(run):
+    code, out, err = run("generate", "--prompt", "a", "--temperature", "-1")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and "temperature" in err
+    assert not FakeLLM.made
+
+
+def test_a_bug_keeps_its_traceback(run, monkeypatch):
+    def fail(*_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(FakeLLM, "stream", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        run("generate", "--prompt", "a")
+
+
+def test_ctrl_c_ends_generate_quietly(run, monkeypatch):
+    def interrupted(self, prompt, params):
+        yield from ()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeLLM, "stream", interrupted)
+    assert run("generate", "--prompt", "a") == (130, "", "")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_failed_step_is_no_answer(run, monkeypatch, command):
+    def fails(self, prompt, params):
+        yield RequestOutput("0", prompt, [7], [CompletionOutput(0, "half", [1], finish_reason="error")])
+
+    monkeypatch.setattr(FakeLLM, "stream", fails)
+    code, _, err = run(command, stdin=b"Hi")
+    assert code == (1 if command == "generate" else 0)  # a chat goes on
+    assert err.startswith("error: the step failed")
+
+
+def test_timing_without_a_second_token_has_no_rate():
+    assert "tokens/s" not in str(generate.Timing(1.0, 1.5, 1.5, 3, 1, 1))
+    assert generate.Timing(1.0, 2.0, 4.0, 3, 1, 5).tokens_per_second == 2.0
+    assert generate.Timing(1.0, 2.0, 4.0, 3, 2, 5).tokens_per_second == 1.5
+
+
+def test_chat_remembers_and_forgets(run):
+    code, out, err = run(
+        "chat", "--system", "Be kind.", "--seed", "3", stdin="Hé\n\n  \n/reset\nagain\nmore\n/exit\nnever\n".encode()
+    )
+    assert (code, err) == (0, "")
+    assert out == "Once upon a time. \n" * 3
+    (llm,) = FakeLLM.made
+    assert llm.prompts == [
+        "<system>Be kind.<user>Hé",
+        "<system>Be kind.<user>again",
+        "<system>Be kind.<user>again<assistant>Once upon a time. <user>more",
+    ]
+    assert (llm.params.seed, llm.closed) == (3, 3)
+
+
+def test_chat_goes_on_after_a_refused_turn(run):
+    code, out, err = run("chat", stdin=b"too long\n/nonsense\nshort")
+    assert (code, out) == (0, "Once upon a time. \n")
+    assert "at most 8 fit" in err and "/nonsense" in err
+    assert FakeLLM.made[0].prompts[-1] == "<user>short"
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
+    llm = FakeLLM()
+    llm.on_word = lambda count: count == 2 and os.kill(os.getpid(), signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
+    messages = chat.turn(llm, SamplingParams(), (), "Hi")
+    assert messages[-1] == {"role": "assistant", "content": "Once upon "}
+    assert llm.closed == 1
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_leaves():
+    llm = FakeLLM()
+
+    def twice(count):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    llm.on_word = twice
+    with pytest.raises(KeyboardInterrupt):
+        chat.turn(llm, SamplingParams(), (), "Hi")
+    assert llm.closed == 1
+
+
+def test_help_shows_the_defaults_that_the_engine_has():
+    """The options default to None, so that the engine decides; what `--help` says must be what it decides."""
+    shown = {}
+    for name, parameter in inspect.signature(generate.main).parameters.items():
+        default = getattr(parameter.annotation.__metadata__[0], "show_default", None)
+        if isinstance(default, str) and default.isdigit():
+            shown[name] = int(default)
+    defaults = {field.name: field.default for field in fields(EngineOptions)}
+    assert shown == {name: defaults[name] for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")}
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_of_every_command(run, command):
+    code, out, err = run(*([command] if command else []), "--help")
+    assert (code, err) == (0, "")
+    assert f"Usage: quire {command or ''}".rstrip() in out
+    if command is None:
+        assert all(name in out for name in COMMANDS)
+        assert run() == (0, out, "")
+
+
+def test_a_mistyped_command_is_met_with_the_right_one(run):
+    code, _, err = run("genrate")
+    assert (code, err) == (2, "error: No such command 'genrate'. Did you mean 'generate'?\n")
+
+
+def test_collect_env_tells_what_serves(capsys):
+    collect_env.main()
+    out = capsys.readouterr().out
+    for section in ("versions", "machine", "devices", "caches", "environment", "attention"):
+        assert f"\n{section}:\n" in "\n" + out
+    assert f"  quire: {quire.__version__}\n" in out
+    assert re.search(r"^  full: xla$", out, re.M)
+
+
+def test_collect_env_says_why_one_does_not(monkeypatch):
+    from quire.ops import attention, rope
+
+    def declines(*_, **__):
+        raise NotImplementedError("needs a newer card")
+
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"fast": "..rope", "xla": ".xla"})
+    monkeypatch.setattr(rope, "paged_attention", declines, raising=False)
+    assert dict(collect_env.attention())["sinks"] == "xla; fast declines: needs a newer card"
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"fast": "..rope"})
+    assert dict(collect_env.attention())["full"] == "none; fast declines: needs a newer card"
+
+
+def test_module_runs_as_the_command():
+    run = subprocess.run([sys.executable, "-m", "quire", "--version"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"quire {quire.__version__}\n", "")
+
+
+def test_public_names():
+    assert set(quire.EXPORTS) <= set(dir(quire))
+    with pytest.raises(AttributeError, match="no attribute 'llm'"):
+        quire.llm  # noqa: B018

@@ -1,0 +1,289 @@
+"""The engine against the decoder without a cache: random mixes of requests, token for token."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quire.model import dense
+from quire.model.families.quill import small_cache_config
+from quire.model.weights import abstract
+from quire.serving.engine import Engine
+from quire.serving.pages import PageTable
+from quire.serving.request import RequestError, SamplingParams
+from quire.serving.runner import Runner
+from quire.serving.scheduler import Limits
+from quire.sharding.spec import random_arrays
+
+LENGTH, VOCAB = 64, 96
+CONFIG = small_cache_config(
+    VOCAB, dim=32, num_layers=4, heads=4, head_dim=8, ffn=48, window=9, global_every=2, max_len=LENGTH, dtype="float32"
+)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_arrays(abstract(CONFIG), seed=1)
+
+
+@pytest.fixture(scope="module")
+def oracle(weights):
+    """Log-probabilities [T, V] of every position of one sequence, from the decoder without a cache."""
+    forward = jax.jit(partial(dense.forward, config=CONFIG))
+
+    def logprobs(tokens: list[int]) -> np.ndarray:
+        padded = np.zeros((1, LENGTH), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = np.asarray(forward(weights, padded), np.float64)[0, : len(tokens)]
+        logits -= logits.max(axis=-1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+    return logprobs
+
+
+def make(weights, max_seqs=4, max_rows=16, page_size=8, num_pages=(40, 40)) -> Engine:
+    limits = Limits(max_seqs, max_rows, max(max_seqs, 16))
+    runner = Runner(CONFIG, weights, limits, num_pages, page_size, LENGTH)
+    runner.warm_up()
+    return Engine(runner, None, PageTable(num_pages, page_size, CONFIG.windows), LENGTH)
+
+
+@pytest.fixture(scope="module")
+def engine(weights):
+    return make(weights)
+
+
+def run(engine: Engine, arrivals: dict[int, list], aborts: dict[int, list[str]] | None = None) -> dict:
+    """Drive the engine; `arrivals` maps a step to (id, tokens, params), `aborts` a step to ids."""
+    requests, step = {}, 0
+    while engine.busy or step <= max(arrivals):
+        for name, tokens, params in arrivals.get(step, ()):
+            requests[name] = engine.add(name, tokens, params)
+        for name in (aborts or {}).get(step, ()):
+            engine.abort(name)
+        engine.step()
+        engine.scheduler.check()
+        step += 1
+        assert step < 5000, "the engine makes no progress"
+    return {name: request.output() for name, request in requests.items()}
+
+
+def check_greedy(oracle, output, params: SamplingParams) -> None:
+    """Every token is the oracle's best given those before it, its log-probability is the oracle's, and the end is due."""
+    answer = output.outputs[0]
+    prompt = list(output.prompt_token_ids)
+    tokens = prompt + list(answer.token_ids)
+    scores = oracle(tokens)
+    for place, token in enumerate(answer.token_ids):
+        row = scores[len(prompt) + place - 1]
+        assert token == row.argmax()
+        if params.logprobs is not None:
+            entry = answer.logprobs[place]
+            assert entry[token].logprob == pytest.approx(row[token], abs=1e-4)
+            assert entry[token].rank == 1
+            best = np.argsort(-row)[: params.logprobs]
+            assert {t for t, e in entry.items() if e.rank <= params.logprobs} == set(best.tolist())
+    stops = set(params.stop_token_ids or ())
+    early = [token in stops for token in answer.token_ids]
+    assert not any(early[:-1])
+    limit = min(params.max_tokens, LENGTH - len(prompt))
+    if answer.finish_reason == "stop":
+        assert early[-1]
+        assert answer.stop_reason == answer.token_ids[-1]
+    elif answer.finish_reason == "length":
+        assert len(answer.token_ids) == limit
+        assert not early[-1]
+    else:
+        assert answer.finish_reason == "abort"
+        assert len(answer.token_ids) <= limit
+
+
+def random_mix(rng) -> tuple[dict, dict, dict]:
+    arrivals, aborts, params = {}, {}, {}
+    for index in range(int(rng.integers(1, 8))):
+        name = str(index)
+        params[name] = SamplingParams(
+            temperature=0,
+            max_tokens=int(rng.integers(1, 30)),
+            stop_token_ids=rng.integers(0, VOCAB, int(rng.integers(0, 6))).tolist(),
+            logprobs=int(rng.integers(0, 5)) if rng.random() < 0.5 else None,
+            ignore_eos=True,
+        )
+        start = int(rng.integers(0, 12))
+        length = int(rng.integers(1, 50)) if rng.random() < 0.7 else int(rng.choice([1, 7, 8, 9, 16, 17, 62, 63]))
+        arrivals.setdefault(start, []).append((name, rng.integers(0, VOCAB, length).tolist(), params[name]))
+        if rng.random() < 0.2:
+            aborts.setdefault(start + int(rng.integers(0, 15)), []).append(name)
+    return arrivals, aborts, params
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
+    """20 mixes of arrivals, lengths, stops and aborts in each block: 200 in all, and nothing is compiled."""
+    rng = np.random.default_rng(block)
+    oracle([1])  # its own compilation must not count
+    before = engine.runner.compiles.recompiles
+    for _ in range(20):
+        arrivals, aborts, params = random_mix(rng)
+        for name, output in run(engine, arrivals, aborts).items():
+            check_greedy(oracle, output, params[name])
+        assert all(len(group.free) == group.num_pages - 1 for group in engine.pages.groups)
+    assert engine.runner.compiles.recompiles == before
+
+
+def test_preemption_changes_nothing(weights, oracle):
+    """A pool too small for all: sequences give way and come back, with the same tokens."""
+    engine = make(weights, num_pages=(14, 12))
+    rng = np.random.default_rng(5)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    arrivals = {0: [(str(i), rng.integers(0, VOCAB, 20).tolist(), params) for i in range(6)]}
+    outputs = run(engine, arrivals)
+    assert sum(output.metrics.num_preemptions for output in outputs.values()) > 0
+    for output in outputs.values():
+        check_greedy(oracle, output, params)
+
+
+def test_prompt_logprobs(engine, oracle):
+    rng = np.random.default_rng(3)
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 17, 50)]
+    outputs = run(engine, {0: [(str(i), p, params) for i, p in enumerate(prompts)]})
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        scores = oracle(prompt)
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(prompt)
+        for place, entry in enumerate(output.prompt_logprobs[1:]):
+            row, token = scores[place], prompt[place + 1]
+            assert entry[token].logprob == pytest.approx(row[token], abs=1e-4)
+            assert entry[token].rank == 1 + (row > row[token]).sum()
+            assert set(np.argsort(-row)[:2].tolist()) <= set(entry)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine):
+    rng = np.random.default_rng(11)
+    prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 40, 12)]
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=100 + i, max_tokens=12, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    alone = [run(engine, {0: [("x", p, s)]})["x"].outputs[0].token_ids for p, s in zip(prompts, params, strict=True)]
+    for trial in range(3):
+        starts = np.random.default_rng(trial).integers(0, 20, len(prompts))
+        arrivals: dict[int, list] = {}
+        for i, start in enumerate(starts):
+            arrivals.setdefault(int(start), []).append((str(i), prompts[i], params[i]))
+        outputs = run(engine, arrivals)
+        assert [outputs[str(i)].outputs[0].token_ids for i in range(len(prompts))] == alone
+
+
+def test_n_gives_different_answers_that_a_seed_repeats(engine):
+    params = SamplingParams(temperature=1.0, n=4, seed=7, max_tokens=10, ignore_eos=True)
+    first = run(engine, {0: [("a", [1, 2, 3], params)]})["a"]
+    again = run(engine, {0: [("a", [1, 2, 3], params)]})["a"]
+    texts = [tuple(answer.token_ids) for answer in first.outputs]
+    assert texts == [tuple(answer.token_ids) for answer in again.outputs]
+    assert len(set(texts)) == 4
+    assert [answer.index for answer in first.outputs] == [0, 1, 2, 3]
+
+
+def test_penalties_bias_and_bans_reach_the_tokens(engine, oracle):
+    prompt = [5, 6, 7]
+    plain = run(engine, {0: [("a", prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]})["a"]
+    tokens = plain.outputs[0].token_ids
+
+    def greedy(**settings):
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **settings)
+        return run(engine, {0: [("a", prompt, params)]})["a"].outputs[0].token_ids
+
+    assert set(greedy(allowed_token_ids=[3, 4])) <= {3, 4}
+    assert greedy(logit_bias={9: 100.0}) == [9] * 12
+    assert tokens[0] not in greedy(logit_bias={tokens[0]: -100.0})
+    unrepeated = greedy(presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=50.0)
+    assert len(set(unrepeated)) == 12
+    assert not set(unrepeated) & set(prompt)
+    # a naive loop with the same rule, token by token
+    naive = list(prompt)
+    for _ in range(12):
+        row = oracle(naive)[-1].copy()
+        for token in set(naive[3:]):
+            row[token] -= 0.5 + 0.25 * naive[3:].count(token)
+        naive.append(int(row.argmax()))
+    assert greedy(presence_penalty=0.5, frequency_penalty=0.25) == naive[3:]
+
+
+def test_min_tokens_hold_off_the_stop(engine):
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    free = run(engine, {0: [("a", [8, 9], params)]})["a"].outputs[0].token_ids
+    stop = free[2]
+    held = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop], min_tokens=6)
+    answer = run(engine, {0: [("a", [8, 9], held)]})["a"].outputs[0]
+    assert stop not in answer.token_ids[:6]
+    assert len(answer.token_ids) >= 6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings", "words"),
+    [
+        ([], {}, "empty"),
+        ([VOCAB], {}, f"0 to {VOCAB - 1}"),
+        ([-1], {}, "-1"),
+        ([1] * LENGTH, {}, f"at most {LENGTH - 1}"),
+        ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ([1], {"logit_bias": {VOCAB + 1: 1.0}}, "logit_bias"),
+        ([1], {"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
+        ([1], {"stop": "x"}, "tokenizer"),
+    ],
+)
+def test_bad_requests_are_refused_and_hurt_nobody(engine, oracle, tokens, settings, words):
+    good = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    healthy = engine.add("healthy", [1, 2, 3], good)
+    engine.step()
+    with pytest.raises(RequestError, match=words):
+        engine.add("bad", tokens, SamplingParams(max_tokens=4, **settings))
+    while engine.busy:
+        engine.step()
+    check_greedy(oracle, healthy.output(), good)
+
+
+def test_what_can_never_fit_is_refused(weights):
+    engine = make(weights, num_pages=(4, 4))
+    with pytest.raises(RequestError, match="holds 24 at most"):
+        engine.add("a", [1] * 20, SamplingParams(max_tokens=20))
+
+
+def test_a_step_that_raises_fails_its_requests_and_no_others(weights, oracle, monkeypatch):
+    engine = make(weights, max_seqs=2)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    requests = [engine.add(str(i), [1 + i, 2, 3], params) for i in range(4)]
+    engine.step()
+    launch = engine.runner.launch
+
+    def explode(plan):
+        monkeypatch.setattr(engine.runner, "launch", launch)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(engine.runner, "launch", explode)
+    while engine.busy:
+        engine.step()
+        engine.scheduler.check()
+    reasons = [request.output().outputs[0].finish_reason for request in requests]
+    assert reasons == ["error", "error", "length", "length"]
+    for request in requests[2:]:
+        check_greedy(oracle, request.output(), params)
+
+
+def test_a_row_of_nan_fails_alone(oracle, weights):
+    """A poisoned embedding row makes the one request that uses it fail; its neighbours go on."""
+    broken = weights.replace(embed_VD=weights.embed_VD.at[90].set(jnp.nan), head_VD=weights.embed_VD)
+    engine = make(broken)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, allowed_token_ids=list(range(90)))
+    outputs = run(engine, {0: [("good", [1, 2, 3], params), ("bad", [4, 90, 5], params), ("also", [7] * 20, params)]})
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    for name in ("good", "also"):
+        answer = outputs[name].outputs[0]
+        assert answer.finish_reason == "length"
+        tokens = list(outputs[name].prompt_token_ids) + list(answer.token_ids)
+        rows = oracle(tokens)[:, :90].argmax(axis=-1)
+        assert rows[len(tokens) - 9 : -1].tolist() == list(answer.token_ids)

@@ -1,0 +1,215 @@
+"""`quire plan`: its arithmetic against published figures, counting one by one, and the engine's cache."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.__main__ import app, main
+from quire.model import plan
+from quire.model.checkpoint import family_of
+from quire.model.config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe, Rope
+from quire.serving.step import page_bytes
+from quire.sharding.spec import nbytes
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+}
+PUBLISHED = {  # the config of each, and its published parameters, cache a token and cache of 4,096 tokens
+    "7B": (
+        {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+        | {"max_position_embeddings": 4096, "vocab_size": 32000},
+        (6_738_415_616, 0.5 * 2**20, 2 * 2**30),
+    ),
+    "70B": (
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+        | {"num_key_value_heads": 8, "max_position_embeddings": 4096, "vocab_size": 32000},
+        (68_976_648_192, 0.3125 * 2**20, 1.25 * 2**30),
+    ),
+    "405B": (
+        {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 128256},
+        (405_853_388_800, 0.492 * 2**20, 2 * 2**30),
+    ),
+}
+
+
+def published(name: str) -> ModelConfig:
+    hf = LLAMA | PUBLISHED[name][0]
+    return family_of(hf).config(hf)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures(name):
+    config = published(name)
+    parameters, token, at_4k = PUBLISHED[name][1]
+    assert plan.weight_bytes(config) == pytest.approx(2 * parameters, rel=1e-4)  # norms are kept in float32
+    assert plan.kv_bytes(config, 1) == pytest.approx(token, rel=0.01)
+    assert plan.kv_bytes(config, 4096) == pytest.approx(at_4k, rel=0.02)
+    assert plan.kv_bytes(config, 4096) == plan.kv_read_bytes(config, 4096)
+
+
+def test_operations_of_a_dense_model_are_two_a_weight():
+    config = published("7B")
+    norms = 4096 * (2 * 32 + 1)
+    multiplied = 6_738_415_616 - 32000 * 4096 - norms  # all but the embedding's look-up
+    assert plan.operations(config, 0) == 2 * multiplied
+    assert plan.operations(config, 100) == 2 * multiplied + 32 * 32 * 4 * 128 * 100  # QK and AV
+
+
+def test_balance_on_h100_is_the_known_ridge():
+    """Without a cache, two operations for each two-byte weight: FLOP/s over bytes/s."""
+    h100 = plan.DEVICES["h100"]
+    assert plan.balance_batch(published("7B"), 0, h100) == pytest.approx(h100.flops / h100.bandwidth, rel=1e-3)
+
+
+def random_config(rng: random.Random) -> ModelConfig:
+    """A few layers of every kind: full, window, latent, shared; dense and with experts."""
+    rope = Rope((1.0,))
+    layers: list[Layer] = []
+    for index in range(rng.randint(1, 8)):
+        if rng.random() < 0.2:
+            attention = LatentAttention(
+                heads=2, q_rank=rng.choice([None, 6]), kv_rank=rng.choice([8, 16]), nope_dim=4, rope_dim=2, v_dim=4,
+                scale=1.0, rope=rope,
+            )  # fmt: skip
+        else:
+            attention = Attention(
+                heads=4, kv_heads=rng.choice([1, 2, 4]), head_dim=8, scale=1.0, window=rng.choice([None, 5, 32])
+            )
+            owners = [
+                i
+                for i in range(index)
+                if isinstance(layers[i].attention, Attention) and layers[i].attention.kv_source is None
+            ]
+            if owners and rng.random() < 0.4:
+                source = rng.choice(owners)
+                attention = replace(layers[source].attention, kv_source=source)
+        moe = Moe(experts=4, top_k=2, dim=6) if rng.random() < 0.3 else None
+        layers.append(Layer(attention, None if moe else Mlp(12), moe))
+    return ModelConfig(
+        family="llama", vocab_size=50, dim=16, layers=tuple(layers), max_len=128, tied=rng.random() < 0.5,
+        dtype=rng.choice(["bfloat16", "float32"]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_against_counting_one_by_one(seed):
+    rng = random.Random(seed)
+    config, length = random_config(rng), rng.randint(1, 100)
+    width = {"bfloat16": 2, "float32": 4}[config.dtype]
+    held = read = 0
+    for layer in config.layers:
+        a = layer.attention
+        for position in range(length):
+            if a.window is not None and position < length - a.window:
+                continue
+            latent = isinstance(a, LatentAttention)
+            size = (a.kv_rank + a.rope_dim if latent else 2 * a.kv_heads * a.head_dim) * width
+            read += size
+            held += 0 if a.kv_source is not None else size
+    assert plan.kv_bytes(config, length) == held
+    assert plan.kv_read_bytes(config, length) == read
+    assert sum(kind.layers for kind in plan.kinds(config)) == len(config.layers)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_engine_allocates_what_was_planned(seed):
+    config = random_config(random.Random(seed))
+    pages = [page_bytes(config, group, 16) for group in range(len(config.windows))]
+    assert sum(pages) == 16 * plan.kv_bytes(config, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balance_is_where_the_two_times_meet(seed):
+    rng = random.Random(seed)
+    config, length = random_config(rng), rng.randint(0, 100)
+    device = plan.Device(1e9, rng.uniform(1e8, 1e10), rng.uniform(1e8, 1e12))
+
+    def waits_for_memory(batch: float) -> bool:
+        reading = plan.read_weight_bytes(config) + batch * plan.kv_read_bytes(config, length)
+        return reading / device.bandwidth > batch * plan.operations(config, length) / device.flops
+
+    batch = plan.balance_batch(config, length, device)
+    if math.isinf(batch):
+        assert all(waits_for_memory(10.0**power) for power in range(9))
+    else:
+        assert waits_for_memory(batch * 0.999)
+        assert not waits_for_memory(batch * 1.001)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_more_sequence_would_not_fit(seed):
+    rng = random.Random(seed)
+    config, length, memory = random_config(rng), rng.randint(1, 100), rng.uniform(0, 1e6)
+    count = plan.sequences_that_fit(config, length, memory)
+    taken = plan.weight_bytes(config) + count * plan.kv_bytes(config, length)
+    assert taken <= memory or count == 0
+    assert taken + plan.kv_bytes(config, length) > memory
+
+
+def test_experts_are_held_but_only_the_chosen_count():
+    base = ModelConfig("llama", 50, 16, (Layer(Attention(2, 1, 8, 1.0), None, Moe(8, 2, 6)),), 128)
+    more = replace(base, layers=(replace(base.layers[0], moe=Moe(16, 2, 6)),))
+    router = 2 * 16 * 8
+    assert plan.weight_bytes(more) - plan.weight_bytes(base) == 8 * 3 * 16 * 6 * 2 + 16 * 8 * 4
+    assert plan.operations(more, 0) - plan.operations(base, 0) == router
+
+
+def test_reading_leaves_out_only_look_ups():
+    untied = published("7B")
+    tied = replace(untied, tied=True)
+    assert plan.weight_bytes(untied) - plan.read_weight_bytes(untied) == 32000 * 4096 * 2
+    assert plan.weight_bytes(tied) == plan.read_weight_bytes(tied)
+    assert nbytes(None) == 0
+
+
+def run(tmp_path, *arguments: str):
+    """`quire plan` on a folder that holds nothing but a config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | PUBLISHED["7B"][0]))
+    return CliRunner().invoke(app, ["plan", str(tmp_path), *arguments])
+
+
+def test_command_prints_the_figures(tmp_path):
+    result = run(tmp_path)
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["full", "32", "512", "KiB", "all"] in lines
+    assert ["4K", "2", "GiB", "33", "never"] in lines
+
+
+def test_command_takes_device_and_lengths(tmp_path):
+    result = run(
+        tmp_path, "--json", "--device", "l4", "--memory", "40G", "--bandwidth", "1000", "--flops", "200",
+        "--length", "2K", "--length", "100", "--dtype", "float32",
+    )  # fmt: skip
+    data = json.loads(result.stdout)
+    assert data["device"] == {"name": "l4", "memory": 40 * 2**30, "bandwidth": 1e12, "flops": 200e12}
+    assert [row["length"] for row in data["lengths"]] == [100, 2048]
+    assert data["kv_bytes_a_token"] == 2**20
+    room = 40 * 2**30 - data["weight_bytes"]
+    assert data["lengths"][1]["sequences_that_fit"] == room // 2**31
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--device", "abacus"], "h100"),
+        (["--length", "0"], "at least 1"),
+        (["--length", "many"], "32K"),
+        (["--bandwidth", "0"], "0.001"),
+    ],
+)
+def test_command_refuses(tmp_path, monkeypatch, capsys, arguments, says):
+    monkeypatch.setattr("sys.argv", ["quire", "plan", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error and error.count("\n") == 1

@@ -1,0 +1,484 @@
+"""Sampling against float64 references written with a plain sort, exact counts, and itself in other company."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special, stats
+
+from quire.ops import sampling
+from quire.ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs, count_tokens, empty_state, reset_slot, sample
+
+OFF = {
+    "slots_R": (np.int32, 0),
+    "positions_R": (np.int32, 0),
+    "temperature_R": (np.float32, 0),
+    "top_k_R": (np.int32, 0),
+    "top_p_R": (np.float32, 1),
+    "min_p_R": (np.float32, 0),
+    "repetition_R": (np.float32, 1),
+    "presence_R": (np.float32, 0),
+    "frequency_R": (np.float32, 0),
+    "ban_stop_R": (bool, False),
+    "targets_R": (np.int32, -1),
+    "biased_R": (bool, False),
+    "wants_logprobs_R": (bool, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def strict_ranks():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def make_inputs(rows, seeds_R2=None, bans=None, **fields):
+    """Inputs of some rows with everything off but the fields given, each a number or one number a row."""
+    fields = {f"{name}_R": value for name, value in fields.items()}
+    assert fields.keys() <= OFF.keys()
+    arrays = {
+        name: np.broadcast_to(np.asarray(fields.get(name, off), dtype), rows) for name, (dtype, off) in OFF.items()
+    }
+    ban_RX = np.full((rows, MAX_BANS), -1, np.int32)
+    for row, banned in (bans or {}).items():
+        ban_RX[row, -len(banned) :] = banned
+    if seeds_R2 is None:
+        seeds_R2 = np.random.default_rng(rows).integers(0, 2**32, (rows, 2), np.uint32)
+    return SamplingInputs(**jax.tree.map(jnp.asarray, arrays | {"ban_RX": ban_RX, "seeds_R2": seeds_R2}))
+
+
+def take(inputs, rows):
+    return jax.tree.map(lambda leaf: leaf[np.asarray(rows)], inputs)
+
+
+def kept(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Which tokens may be drawn, and their float64 probabilities."""
+    logits_V = logits_V.astype(np.float64)
+    probs_V = special.softmax(logits_V / temperature)
+    keep_V = probs_V >= min_p * probs_V.max() * (1 - 1e-6)
+    if top_k > 0:
+        keep_V &= logits_V >= np.sort(logits_V)[-min(top_k, len(logits_V))]
+    left_V = np.where(keep_V, probs_V, 0)
+    if top_p < 1:
+        above_V = np.array([left_V[logits_V > logit].sum() for logit in logits_V])
+        keep_V &= (above_V < top_p * left_V.sum()) | (above_V == 0)  # the best one always stays
+    left_V = np.where(keep_V, probs_V, 0)
+    return keep_V, left_V / left_V.sum()
+
+
+def draw_many(logits_V, draws, seed=0, chunk=5000, **fields):
+    """Tokens drawn from one distribution, each with a seed and position of its own."""
+    rng = np.random.default_rng(seed)
+    logits_RV = jnp.broadcast_to(jnp.asarray(logits_V), (chunk, len(logits_V)))
+    run = jax.jit(sample)
+    tokens = []
+    for _ in range(draws // chunk):
+        seeds_R2 = rng.integers(0, 2**32, (chunk, 2), np.uint32)
+        inputs = make_inputs(chunk, seeds_R2, positions=rng.integers(0, 9999, chunk), **fields)
+        tokens.append(run(logits_RV, empty_state(1, len(logits_V)), inputs).tokens_R)
+    return np.concatenate(tokens)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 2.5},
+        {"temperature": 1.0, "top_k": 7},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 0.9, "min_p": 0.05},
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_frequencies_follow_the_exact_distribution(fields):
+    logits_V = np.random.default_rng(1).normal(0, 1.5, 50).astype(np.float32)
+    keep_V, probs_V = kept(logits_V, **fields)
+    counts_V = np.bincount(draw_many(logits_V, 50_000, **fields), minlength=50)
+    assert not counts_V[~keep_V].any()
+    expected_V = probs_V * counts_V.sum()
+    often_V = expected_V >= 5
+    observed = [*counts_V[often_V], counts_V[~often_V].sum()]
+    expected = [*expected_V[often_V], expected_V[~often_V].sum()]
+    if expected[-1] == 0:
+        observed, expected = observed[:-1], expected[:-1]
+    assert stats.chisquare(observed, expected).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("candidates", [64, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_can_be_drawn_is_what_a_sort_keeps(monkeypatch, candidates, seed):
+    """Flat logits with ties, each kept token likely enough to turn up in 2,500 draws; 3 candidates force bisection."""
+    monkeypatch.setattr(sampling, "CANDIDATES", candidates)
+    rng = np.random.default_rng(seed)
+    V, draws = 20, 2500
+    cases = [
+        {"top_k": 1},
+        {"top_k": 20},
+        {"top_k": 1000},
+        {"top_p": 1e-30},
+        {"top_p": 0.0},
+        {"top_p": 0.999999},
+        {"min_p": 1.0},
+        {"min_p": 1.0, "top_k": 5, "top_p": 0.5},
+    ]
+    cases += [
+        {"top_k": int(rng.integers(0, 20)), "top_p": float(rng.uniform(0.1, 1)), "min_p": float(rng.uniform(0, 0.6))}
+        for _ in range(4)
+    ]
+    run = jax.jit(sample)
+    for case in cases:
+        logits_V = rng.choice(rng.normal(0, 0.7, 9), V).astype(np.float32)  # 9 values: ties everywhere
+        temperature = float(rng.uniform(0.8, 2))
+        keep_V, _ = kept(logits_V, temperature, **case)
+        inputs = make_inputs(draws, temperature=temperature, **case)
+        tokens_R = run(jnp.broadcast_to(jnp.asarray(logits_V), (draws, V)), empty_state(1, V), inputs).tokens_R
+        assert np.flatnonzero(keep_V).tolist() == np.unique(tokens_R).tolist(), case
+
+
+def test_thresholds_of_a_large_vocabulary():
+    rng = np.random.default_rng(3)
+    R, V = 6, 5000
+    logits_RV = rng.normal(0, 2, (R, V)).astype(np.float32)
+    logits_RV[1] = np.round(logits_RV[1], 1)
+    logits_RV[2, 100:] = -np.inf
+    top_RC = jax.lax.top_k(logits_RV, 64)[0]
+    sorted_RV = np.sort(logits_RV, axis=1)[:, ::-1]
+    for k in (1, 64, 65, 99, 3000, V - 1):
+        floor_R = sampling.top_k_floor(jnp.asarray(logits_RV), top_RC, jnp.full(R, k))
+        np.testing.assert_array_equal(floor_R, sorted_RV[:, k - 1])
+    weights_RV = np.exp(logits_RV - sorted_RV[:, :1])
+    for p in (0.01, 0.2, 0.5, 0.9, 0.99):
+        floor_R = np.asarray(
+            sampling.top_p_floor(
+                jnp.asarray(logits_RV),
+                top_RC,
+                jnp.full(R, p, jnp.float32),
+                lambda logits_RN: jnp.exp(logits_RN - sorted_RV[:, :1]),
+            )
+        )
+        for logits_V, weights_V, floor in zip(logits_RV, weights_RV.astype(np.float64), floor_R, strict=True):
+            need = p * weights_V.sum()
+            assert weights_V[logits_V >= floor].sum() >= need * (1 - 1e-6)
+            assert weights_V[logits_V > floor].sum() < need * (1 + 1e-6)
+            assert floor in logits_V
+
+
+def test_bisection_orders_every_kind_of_float():
+    rng = np.random.default_rng(4)
+    odd = np.array([-np.inf, -3.4e38, -1.0, -1e-45, 0.0, 1e-45, 1e-30, 1.0, 3.4e38, np.inf], np.float32)
+    logits_RV = np.stack([rng.permutation(np.concatenate([odd, -odd, rng.normal(size=7).astype(np.float32)]))] * 27)
+    k_R = np.arange(1, 28)
+    found_R = sampling.bisect(jnp.asarray(logits_RV), 1, jnp.asarray(k_R))
+    np.testing.assert_array_equal(found_R, np.sort(logits_RV[0])[::-1])
+
+
+def tree_order(leaves):
+    """The order in which `descend` passes the leaves."""
+    if leaves == 1:
+        return [0]
+    n = -(-leaves // sampling.FAN_OUT)
+    return [i * n + node for node in tree_order(n) for i in range(sampling.FAN_OUT) if i * n + node < leaves]
+
+
+@pytest.mark.parametrize("V", [1, 2, 63, 64, 65, 4097, 9000])
+def test_descent_inverts_the_distribution_function(V):
+    """With whole numbers as weights every sum is exact, and so is the answer."""
+    rng = np.random.default_rng(V)
+    weights_RV = (rng.integers(1, 5, (16, V)) * (rng.random((16, V)) < 0.3)).astype(np.float32)
+    weights_RV[:, rng.integers(V)] += 1
+    total_R, levels = sampling.fold(jnp.asarray(weights_RV), jnp.add, 0)
+    np.testing.assert_array_equal(total_R, weights_RV.sum(1))
+    order = np.array(tree_order(V))
+    ends_RV = weights_RV[:, order].cumsum(1)
+    for share in [*rng.random(10), 0.0, 1.0]:  # 1 may be reached by rounding: the last leaf of any weight
+        target_R = np.minimum(np.floor(share * np.asarray(total_R)), np.asarray(total_R) - (share < 1))
+        leaf_R = sampling.descend(
+            levels,
+            lambda ids: jnp.take_along_axis(jnp.asarray(weights_RV), ids, 1, mode="fill", fill_value=0),
+            jnp.asarray(target_R),
+        )
+        last_R = [np.flatnonzero(weights_V[order])[-1] for weights_V in weights_RV]
+        expected_R = [
+            order[min(np.searchsorted(ends_V, target, side="right"), last)]
+            for ends_V, target, last in zip(ends_RV, target_R, last_R, strict=True)
+        ]
+        np.testing.assert_array_equal(leaf_R, expected_R)
+
+
+def test_never_a_token_without_probability():
+    """The largest uniform number and the smallest, over weights that round badly."""
+    rng = np.random.default_rng(5)
+    logits_RV = np.where(rng.random((64, 3000)) < 0.9, -np.inf, rng.normal(0, 8, (64, 3000))).astype(np.float32)
+    total_R, levels = sampling.fold(jnp.exp(jnp.asarray(logits_RV)), jnp.add, 0)
+    for u in (0.0, 1 - 2.0**-24, 1.0, 1.0001):
+        leaf_R = sampling.descend(
+            levels,
+            lambda ids: jnp.exp(jnp.take_along_axis(jnp.asarray(logits_RV), ids, 1, mode="fill", fill_value=-jnp.inf)),
+            total_R * u,
+        )
+        assert np.isfinite(np.take_along_axis(logits_RV, np.asarray(leaf_R)[:, None], 1)).all()
+
+
+def test_sums_are_accurate():
+    values_RV = np.random.default_rng(6).random((3, 100_000)).astype(np.float32)
+    np.testing.assert_allclose(sampling.total(jnp.asarray(values_RV)), values_RV.astype(np.float64).sum(1), rtol=1e-6)
+
+
+def threefry(key, counter):
+    """Threefry-2x32 with 20 rounds, from the paper."""
+    mask = 2**32 - 1
+    ks = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
+    x0, x1 = (counter[0] + ks[0]) & mask, (counter[1] + ks[1]) & mask
+    for i in range(20):
+        turn = [13, 15, 26, 6, 17, 29, 16, 24][i % 8]
+        x0 = (x0 + x1) & mask
+        x1 = ((x1 << turn | x1 >> (32 - turn)) & mask) ^ x0
+        if i % 4 == 3:
+            x0 = (x0 + ks[(i // 4 + 1) % 3]) & mask
+            x1 = (x1 + ks[(i // 4 + 2) % 3] + i // 4 + 1) & mask
+    return x0, x1
+
+
+def test_uniform_numbers_are_threefry_of_seed_and_position():
+    assert threefry((0, 0), (0, 0)) == (0x6B200159, 0x99BA4EFE)  # Random123's own test vector
+    rng = np.random.default_rng(7)
+    seeds_R2 = rng.integers(0, 2**32, (20, 2), np.uint32)
+    positions_R = np.arange(20, dtype=np.int32) * 1000
+    expected_R = [
+        (threefry(seed, (0, position))[0] >> 8) / 2**24
+        for seed, position in zip(seeds_R2.tolist(), positions_R.tolist(), strict=True)
+    ]
+    np.testing.assert_array_equal(sampling.uniform(jnp.asarray(seeds_R2), jnp.asarray(positions_R)), expected_R)
+
+
+def test_a_draw_depends_on_seed_and_position_only():
+    V = 300
+    logits_RV = jnp.asarray(np.random.default_rng(8).normal(size=(1, V)).astype(np.float32)).repeat(6, 0)
+    seeds_R2 = np.array([[1, 2], [1, 2], [1, 2], [1, 3], [2, 2], [1, 2]], np.uint32)
+    inputs = make_inputs(6, seeds_R2, positions=[5, 5, 6, 5, 5, 5], slots=[0, 3, 0, 0, 0, 1], temperature=1.0)
+    tokens = sample(logits_RV, empty_state(4, V), inputs).tokens_R.tolist()
+    assert tokens[0] == tokens[1] == tokens[5]
+    assert len(set(tokens)) == 4
+
+
+def mixed_case(V=700, rows=32, slots=8):
+    """Rows that differ in everything, so that every path is taken for the sake of some of them."""
+    rng = np.random.default_rng(9)
+    logits_RV = rng.normal(0, 2, (rows, V)).astype(np.float32)
+    logits_RV[::5] = rng.normal(0, 0.2, (len(logits_RV[::5]), V))  # flat: top-p has to bisect
+    logits_RV[1, 3], logits_RV[9], logits_RV[17, 0] = np.nan, -np.inf, np.inf
+    state = sampling.SlotState(
+        bias_BV=jnp.asarray(rng.normal(size=(slots, V)).astype(np.float32)),
+        stop_BV=jnp.asarray(rng.random((slots, V)) < 0.1),
+        output_counts_BV=jnp.asarray(rng.poisson(0.1, (slots, V)).astype(np.int32)),
+        prompt_BV=jnp.asarray(rng.random((slots, V)) < 0.1),
+    )
+
+    def some(values, off, share=0.5):
+        return np.where(rng.random(rows) < share, values, off)
+
+    inputs = make_inputs(
+        rows,
+        bans={4: [1, 2, 3], 7: [int(np.argmax(logits_RV[7]))]},
+        slots=rng.integers(0, slots, rows),
+        positions=rng.integers(0, 4000, rows),
+        temperature=some(rng.uniform(0.2, 2, rows), 0, 0.8),
+        top_k=some(rng.integers(1, 600, rows), 0),
+        top_p=some(rng.uniform(0.3, 1, rows), 1),
+        min_p=some(rng.uniform(0, 0.01, rows), 0, 0.3),
+        repetition=some(rng.uniform(0.8, 1.5, rows), 1, 0.3),
+        presence=some(rng.normal(size=rows), 0, 0.3),
+        frequency=some(rng.normal(size=rows), 0, 0.3),
+        ban_stop=rng.random(rows) < 0.3,
+        biased=rng.random(rows) < 0.3,
+        targets=some(rng.integers(0, V, rows), -1, 0.1),
+        wants_logprobs=rng.random(rows) < 0.5,
+    )
+    return jnp.asarray(logits_RV), state, inputs
+
+
+def assert_same_bits(ours, theirs):
+    for name, leaf in ours.__dict__.items():
+        np.testing.assert_array_equal(np.asarray(leaf).view(np.uint8), np.asarray(theirs[name]).view(np.uint8), name)
+
+
+@pytest.mark.parametrize("company", [2, 3, 8, 32])
+def test_a_row_alone_gives_the_same_bits_as_in_company(company):
+    logits_RV, state, inputs = mixed_case()
+    run = jax.jit(sample)
+    alone = [run(logits_RV[row : row + 1], state, take(inputs, [row])) for row in range(32)]
+    order = np.random.default_rng(company).permutation(32)
+    for start in range(0, 32 - company + 1, company):
+        rows = order[start : start + company]
+        together = run(logits_RV[rows], state, take(inputs, rows))
+        expected = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(alone[row] for row in rows))
+        assert_same_bits(together, expected.__dict__)
+
+
+def test_plain_rows_keep_their_bits_beside_rows_that_want_everything():
+    logits_RV, state, inputs = mixed_case()
+    plain = make_inputs(16, temperature=np.linspace(0, 2, 16), wants_logprobs=np.arange(16) % 2)
+    alone = jax.jit(sample)(logits_RV[:16], state, plain)
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), plain, take(inputs, range(16, 32)))
+    assert_same_bits(alone, jax.tree.map(lambda leaf: leaf[:16], jax.jit(sample)(logits_RV, state, both)).__dict__)
+
+
+def test_values_never_recompile():
+    logits_RV, state, inputs = mixed_case()
+    traces = []
+
+    @jax.jit
+    def run(logits_RV, state, inputs):
+        traces.append(1)
+        return sample(logits_RV, state, inputs)
+
+    for case in (inputs, make_inputs(32), make_inputs(32, temperature=1.0, top_k=5), take(inputs, range(31, -1, -1))):
+        run(logits_RV, state, case)
+    assert len(traces) == 1
+
+
+def test_penalties_and_masks_match_numpy():
+    rng = np.random.default_rng(10)
+    R, B, V = 12, 5, 40
+    logits_RV = rng.normal(0, 3, (R, V)).astype(np.float32)
+    _, state, _ = mixed_case(V, 18, B)
+    state = state.replace(bias_BV=state.bias_BV.at[:, ::7].set(-jnp.inf))
+    bans = {0: [4], 3: [0, V - 1], 5: list(range(MAX_BANS - 30))}
+    values = {
+        "slots": rng.integers(0, B, R),
+        "repetition": rng.uniform(0.5, 2, R),
+        "presence": rng.normal(size=R),
+        "frequency": rng.normal(size=R),
+        "biased": np.arange(R) % 2 == 0,
+        "ban_stop": np.arange(R) % 3 == 0,
+    }
+    inputs = make_inputs(R, bans=bans, **values)
+    adjusted_RV = sampling.penalise(sampling.mask(jnp.asarray(logits_RV), state, inputs), state, inputs)
+    bias_BV, stop_BV, counts_BV, prompt_BV = (np.asarray(leaf) for leaf in jax.tree.leaves(state))
+    expected_RV = logits_RV.astype(np.float64)
+    for r, slot in enumerate(values["slots"]):
+        for token in range(V):
+            x = expected_RV[r, token] + (bias_BV[slot, token] if values["biased"][r] else 0)
+            if (values["ban_stop"][r] and stop_BV[slot, token]) or token in bans.get(r, []):
+                x = -np.inf
+            count = counts_BV[slot, token]
+            if count or prompt_BV[slot, token]:
+                x = x / values["repetition"][r] if x > 0 else x * values["repetition"][r]
+            expected_RV[r, token] = x - values["frequency"][r] * count - values["presence"][r] * (count > 0)
+    np.testing.assert_allclose(adjusted_RV, expected_RV, rtol=1e-5, atol=1e-5)
+    tokens_R = sample(jnp.asarray(logits_RV), state, inputs).tokens_R
+    np.testing.assert_array_equal(tokens_R, expected_RV.argmax(1))
+
+
+def test_bans_hold_for_draws_too():
+    V = 30
+    banned = [3, 7, 29]
+    logits_V = np.zeros(V, np.float32)
+    logits_V[banned] = 5
+    inputs = make_inputs(2000, bans=dict.fromkeys(range(2000), banned), temperature=1.0)
+    tokens_R = sample(jnp.broadcast_to(logits_V, (2000, V)), empty_state(1, V), inputs).tokens_R
+    assert set(tokens_R.tolist()) == set(range(V)) - set(banned)
+
+
+def test_greedy_takes_the_first_of_equals():
+    logits_RV = np.zeros((3, 5000), np.float32)
+    logits_RV[0, [4999, 4100, 77]] = logits_RV[1, [64, 79]] = 1
+    assert sample(jnp.asarray(logits_RV), empty_state(1, 5000), make_inputs(3)).tokens_R.tolist() == [77, 64, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-30, 1e-6])
+def test_a_vanishing_temperature_is_greedy(temperature):
+    logits_RV = np.random.default_rng(11).normal(0, 50, (50, 100)).astype(np.float32)
+    inputs = make_inputs(50, temperature=temperature, top_p=0.9, min_p=0.1, top_k=10)
+    tokens_R = sample(jnp.asarray(logits_RV), empty_state(1, 100), inputs).tokens_R
+    np.testing.assert_array_equal(tokens_R, logits_RV.argmax(1))
+
+
+@pytest.mark.parametrize("V", [5, 1000])
+def test_logprobs_and_ranks_are_of_the_raw_logits(V):
+    rng = np.random.default_rng(12)
+    R, K = 9, min(V, MAX_LOGPROBS)
+    logits_RV = rng.normal(0, 4, (R, V)).astype(np.float32)
+    logits_RV[0] = np.round(logits_RV[0])  # ties
+    logits_RV[1, 1:] = -np.inf
+    targets_R = np.where(np.arange(R) < 5, rng.integers(0, V, R), -1)
+    wants_R = np.arange(R) != 7
+    state = empty_state(1, V).replace(bias_BV=jnp.asarray(rng.normal(size=(1, V)).astype(np.float32)))
+    inputs = make_inputs(
+        R, temperature=0.5, top_k=3, biased=True, targets=targets_R, wants_logprobs=wants_R, bans={2: [0, 1, 2]}
+    )
+    out = jax.tree.map(np.asarray, sample(jnp.asarray(logits_RV), state, inputs))
+    assert out.ok_R.all() and out.top_ids_RK.shape == out.top_logprobs_RK.shape == (R, K)
+    np.testing.assert_array_equal(out.tokens_R[:5], targets_R[:5])
+    exact_RV = special.log_softmax(logits_RV.astype(np.float64), axis=1)
+    for r, token in enumerate(out.tokens_R):
+        if not wants_R[r]:
+            assert out.logprobs_R[r] == out.ranks_R[r] == 0 and not out.top_ids_RK[r].any()
+            continue
+        np.testing.assert_allclose(out.logprobs_R[r], exact_RV[r, token], rtol=1e-5, atol=1e-5)
+        assert out.ranks_R[r] == 1 + (logits_RV[r] > logits_RV[r, token]).sum()
+        best_K = np.argsort(-logits_RV[r], kind="stable")[:K]
+        np.testing.assert_array_equal(out.top_ids_RK[r], best_K)
+        np.testing.assert_allclose(out.top_logprobs_RK[r], exact_RV[r, best_K], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_rows_fail_alone(temperature):
+    V = 200
+    logits_RV = np.random.default_rng(13).normal(size=(6, V)).astype(np.float32)
+    fields = {"temperature": temperature, "top_p": 0.9, "top_k": 100, "wants_logprobs": True}
+    state, run = empty_state(1, V), jax.jit(sample)
+    healthy = run(jnp.asarray(logits_RV), state, make_inputs(6, **fields))
+    logits_RV[1, 150], logits_RV[2], logits_RV[4, 0] = np.nan, -np.inf, np.inf
+    broken = run(jnp.asarray(logits_RV), state, make_inputs(6, **fields, bans={1: [150]}))  # a ban hides no NaN
+    assert healthy.ok_R.all() and broken.ok_R.tolist() == [True, False, False, True, False, True]
+    good, bad = [0, 3, 5], [1, 2, 4]
+    assert_same_bits(take(healthy, good), take(broken, good).__dict__)
+    assert not any(np.asarray(leaf)[bad].any() for leaf in jax.tree.leaves(broken))
+
+
+def test_a_row_with_every_token_banned_is_not_ok():
+    state = empty_state(2, 10)
+    state = reset_slot(state, 1, jnp.full(10, -jnp.inf).at[3].set(0), jnp.zeros(10, bool).at[3].set(True))
+    inputs = make_inputs(
+        4, slots=1, biased=True, ban_stop=[False, True, True, True], temperature=[1, 0, 1, 1], targets=[-1, -1, -1, 5]
+    )
+    out = sample(jnp.zeros((4, 10)), state, inputs)
+    assert out.ok_R.tolist() == [True, False, False, True]
+    assert out.tokens_R.tolist() == [3, 0, 0, 5]
+
+
+def test_half_precision_logits_are_read_exactly():
+    logits_RV = jnp.asarray(np.random.default_rng(14).normal(size=(4, 90)), jnp.bfloat16)
+    inputs = make_inputs(4, temperature=0.8, top_k=9, wants_logprobs=True)
+    ours, theirs = (sample(x, empty_state(1, 90), inputs) for x in (logits_RV, logits_RV.astype(jnp.float32)))
+    assert_same_bits(ours, theirs.__dict__)
+
+
+def test_tokens_are_counted_where_tracked():
+    rng = np.random.default_rng(15)
+    B, V, T = 3, 11, 200
+    slots_T, tokens_T = rng.integers(0, B, T), rng.integers(0, V, T)
+    is_prompt_T, tracked_T = rng.random(T) < 0.1, rng.random(T) < 0.3
+    slots_T[~tracked_T] = rng.integers(-2, 9, (~tracked_T).sum())  # padding may point anywhere
+    state = jax.jit(count_tokens, donate_argnums=0)(empty_state(B, V), slots_T, tokens_T, is_prompt_T, tracked_T)
+    prompt_BV, counts_BV = np.zeros((B, V), bool), np.zeros((B, V), int)
+    for slot, token, is_prompt in zip(slots_T[tracked_T], tokens_T[tracked_T], is_prompt_T[tracked_T], strict=True):
+        if is_prompt:
+            prompt_BV[slot, token] = True
+        else:
+            counts_BV[slot, token] += 1
+    np.testing.assert_array_equal(state.prompt_BV, prompt_BV)
+    np.testing.assert_array_equal(state.output_counts_BV, counts_BV)
+
+
+def test_a_new_request_finds_its_slot_clean_and_the_others_as_they_were():
+    _, state, _ = mixed_case(20, 18, 3)
+    before = jax.tree.map(np.asarray, state)
+    bias_V, stop_V = jnp.arange(20.0), jnp.arange(20) == 4
+    after = jax.jit(reset_slot, donate_argnums=0)(state, 1, bias_V, stop_V)
+    for leaf, old, new in zip(*map(jax.tree.leaves, (after, before)), (bias_V, stop_V, 0, False), strict=True):
+        np.testing.assert_array_equal(leaf[1], np.broadcast_to(new, 20))
+        np.testing.assert_array_equal(leaf[np.array([0, 2])], old[[0, 2]])

@@ -1,5 +1,6 @@
 """A chat template: a conversation in, the prompt that the model was trained on out, in bounded time and memory."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from typing import Any
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
-class ChatTemplateError(ValueError):
-    """A conversation that its template refuses, or a template that cannot be run; one line says why."""
+class PromptError(ValueError):
+    """A text or a conversation that cannot become a prompt; one line says why."""
 
 
 class ChatTemplate:
@@ -42,11 +43,11 @@ class ChatTemplate:
         try:
             request = json.dumps([self.source, context]).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise ChatTemplateError(f"chat template: the conversation must be plain JSON: {error}") from None
+            raise PromptError(f"chat template: the conversation must be plain JSON: {error}") from None
         with self._lock:
             answer = self._ask(request)
         if "error" in answer:
-            raise ChatTemplateError(f"chat template: {answer['error']}")
+            raise PromptError(f"chat template: {answer['error']}")
         return answer["text"]
 
     def _ask(self, request: bytes) -> dict[str, str]:
@@ -89,9 +90,7 @@ class ChatTemplate:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
-        try:
+        with contextlib.suppress(BrokenPipeError):  # unwritten bytes for a worker that is gone
             assert pipe is not None
             pipe.close()
-        except BrokenPipeError:
-            pass  # unwritten bytes for a worker that is gone
     process.wait()

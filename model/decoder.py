@@ -1,5 +1,7 @@
 """The decoder: one pure function for every family, driven by `ModelConfig`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -46,7 +48,7 @@ def block(index, layer: Layer, w: LayerWeights, x_TD, per_layer_TA, ropes, cache
         return x if scale is None else rms_norm(x, scale, config.norm_eps)
 
     with jax.named_scope("attention"):
-        run = latent_attention if isinstance(layer.attention, LatentAttention) else attention
+        run: Any = latent_attention if isinstance(layer.attention, LatentAttention) else attention
         rope = ropes.get(layer.attention.rope)
         y_TD, cache = run(
             index, layer.attention, w.attention, norm(x_TD, w.pre_attention_norm_D), rope, cache, config, attend

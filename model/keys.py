@@ -34,15 +34,15 @@ class Keys:
         self.read.add(name)
         value = self.hf.get(name)
         if value is not None:
-            return value
+            return same_kind(f"config.json: {name}", value, default)
         if default is ...:
             raise ModelError(f"config.json lacks {name!r}, which {self.hf.get('model_type')!r} models need")
         return default
 
-    def count(self, name: str, default: Any = ...) -> int:
-        """A whole number of at least one."""
+    def count(self, name: str, default: Any = ...) -> Any:
+        """A whole number of at least one; None where that is the default."""
         value = self(name, default)
-        if type(value) is not int or value < 1:
+        if value is not None and (type(value) is not int or value < 1):
             raise ModelError(f"config.json: {name} = {value!r}; it must be a whole number of at least 1")
         return value
 
@@ -64,7 +64,7 @@ class Keys:
 
     def activation(self, *names: str) -> str:
         value = next((v for name in names if (v := self(name, None)) is not None), "silu")
-        if value not in ACTIVATION_NAMES:
+        if value not in list(ACTIVATION_NAMES):
             raise ModelError(f"activation {value!r} is not known; it can be one of {', '.join(ACTIVATION_NAMES)}")
         return ACTIVATION_NAMES[value]
 
@@ -104,11 +104,11 @@ class Keys:
         partial, trained = self("partial_rotary_factor", None), self("original_max_position_embeddings", None)
         if plain and not new:
             return rope.build({"rope_theta": theta}, head_dim, max_len)
-        params = new or scaling or {}
+        params = same_kind("config.json: rope parameters", new or scaling or {}, {})
         if layer_type is not None and layer_type in params:
-            params = params[layer_type]
-            if params is None:
+            if params[layer_type] is None:
                 return None
+            params = same_kind(f"config.json: rope parameters of {layer_type}", params[layer_type], {})
         elif plain:
             raise ModelError(f"config.json: rope_parameters lacks {layer_type!r}; this family has a set for each type")
         declared = self("max_position_embeddings", max_len)
@@ -130,3 +130,13 @@ class Keys:
                 f"config.json: {unknown[0]} = {self.hf[unknown[0]]!r} is not understood for model type "
                 f"{self.hf.get('model_type')!r}; it may change the result, so the model is not loaded"
             )
+
+
+def same_kind(name: str, value: Any, default: Any) -> Any:
+    """The value, if it is a truth value, a number, text, a list or an object as the default is."""
+    number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    kind = (int, float) if number else object if default in (None, ...) else type(default)
+    if not isinstance(value, kind) or (number and isinstance(value, bool)):
+        right = "a number" if number else {bool: "true or false", dict: "an object", list: "a list"}.get(kind, "text")
+        raise ModelError(f"{name} = {value!r}; it must be {right}")
+    return value

@@ -6,6 +6,7 @@ here, where the operating system bounds memory and time and where a crash hurts 
 Quire: it starts in a few hundredths of a second.
 """
 
+import contextlib
 import json
 import re
 import resource
@@ -107,10 +108,8 @@ def _one_line(text: str) -> str:
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit; processor time still ends what grows
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    except (ValueError, OSError):
-        pass  # macOS has no such limit; processor time still ends what grows
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for line in sys.stdin.buffer:
         usage = resource.getrusage(resource.RUSAGE_SELF)

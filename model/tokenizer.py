@@ -2,58 +2,60 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from .chat_template import ChatTemplate, ChatTemplateError
+from .chat_template import ChatTemplate, PromptError
 from .config import ModelError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """A tokenizer with what its folder says around it: special tokens, the ids that end a text, chat templates."""
+    """The tokenizer of a Hugging Face folder with what stands beside it: special tokens, ends, chat templates."""
 
-    def __init__(
-        self,
-        core: tokenizers.Tokenizer,
-        *,
-        special_tokens: dict[str, str] | None = None,
-        eos_token_ids: Iterable[int] = (),
-        bos_token_id: int | None = None,
-        chat_templates: dict[str, str] | None = None,
-    ):
-        """`special_tokens` maps names such as "bos_token" to tokens, `chat_templates` names to Jinja sources."""
-        self._core = core
-        core.no_truncation()  # some folders ship the settings of a training run
-        core.no_padding()
-        self.special_tokens = dict(special_tokens or {})
-        self.bos_token_id = self._id_of("bos_token") if bos_token_id is None else bos_token_id
-        named_eos = self._id_of("eos_token")
-        self.eos_token_ids = frozenset(eos_token_ids) | (frozenset() if named_eos is None else {named_eos})
+    def __init__(self, folder: str | Path):
+        folder = Path(folder)
+        self._core = _read_core(folder)
+        self._core.no_truncation()  # some folders ship the settings of a training run
+        self._core.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        token_map = _read_json(folder / "special_tokens_map.json")
+        self.special_tokens = {
+            name: token for name in _NAMED if (token := _content(config.get(name)) or _content(token_map.get(name)))
+        }
+        _mark_special(self._core, [*self.special_tokens.values(), *_extra_tokens(config), *_extra_tokens(token_map)])
+        generation = _read_json(folder / "generation_config.json")
+        model = _read_json(folder / "config.json") | {k: v for k, v in generation.items() if v is not None}
+        self.bos_token_id: int | None = next(iter(self._ids(folder, "bos", model)), None)
+        self.eos_token_ids = frozenset(self._ids(folder, "eos", model))
         self._templates = {
-            name: ChatTemplate(source, self.special_tokens) for name, source in (chat_templates or {}).items()
+            name: ChatTemplate(source, self.special_tokens) for name, source in _read_templates(folder, config).items()
         }
 
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """The tokenizer of a Hugging Face folder."""
-        return read_tokenizer(Path(folder))
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self._core.token_to_id(token)
+    def _ids(self, folder: Path, kind: str, model: dict[str, Any]) -> list[int]:
+        """The id of the named token, then those that the model's own files list."""
+        name = self.special_tokens.get(f"{kind}_token")
+        named = None if name is None else self._core.token_to_id(name)
+        listed = model.get(f"{kind}_token_id")
+        listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
+        for token_id in listed:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise ModelError(
+                    f"{folder}: {kind}_token_id must be a token id or a list of them, got {str(token_id):.60}"
+                )
+        return [*([] if named is None else [named]), *listed]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. A prompt from a chat template has its special tokens already: ask for none."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
+            raise PromptError(
                 f"text: must be valid Unicode without lone surrogates, got {text[error.start]!a} at {error.start}"
             ) from None
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
@@ -86,7 +88,7 @@ class Tokenizer:
         return self._core.decoder.decode(tokens + _mended(run))  # type: ignore[union-attr]  # byte tokens imply one
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, with the space it begins with; U+FFFD where it is part of a character."""
+        """One token by itself, with the space it begins with; U+FFFD for what is part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -146,7 +148,7 @@ class Tokenizer:
         """The prompt of a conversation as text; `kwargs` are variables of the template (tools, ...)."""
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise ChatTemplateError("chat template: this model has none; use generate with a prompt instead of chat")
+            raise PromptError("chat template: this model has none; use generate with a prompt instead of chat")
         return self._templates[name].render(messages, add_generation_prompt, **kwargs)
 
 
@@ -157,9 +159,7 @@ def _mended(run: list[int]) -> list[str]:
         token
         for character in text
         for token in (
-            ["\ufffd"]
-            if "\udc80" <= character <= "\udcff"
-            else [f"<0x{byte:02X}>" for byte in character.encode()]
+            ["\ufffd"] if "\udc80" <= character <= "\udcff" else [f"<0x{byte:02X}>" for byte in character.encode()]
         )
     ]
 
@@ -174,35 +174,14 @@ def _byte_characters() -> dict[str, bytes]:
 _BYTE_OF = _byte_characters()
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, or a `ModelError` that says which file is wrong."""
-    core = _read_core(folder)
-    config = _read_json(folder / "tokenizer_config.json")
-    token_map = _read_json(folder / "special_tokens_map.json")
-    ids = _read_json(folder / "config.json") | _read_json(folder / "generation_config.json")  # the later one decides
-
-    special_tokens: dict[str, str] = {}
-    for name in _NAMED:
-        token = _content(config.get(name)) or _content(token_map.get(name))
-        if token is not None:
-            special_tokens[name] = token
-    _mark_special(core, [*special_tokens.values(), *_extra_tokens(config), *_extra_tokens(token_map)])
-    return Tokenizer(
-        core,
-        special_tokens=special_tokens,
-        eos_token_ids=_ids(folder, "eos_token_id", ids.get("eos_token_id")),
-        bos_token_id=None if "bos_token" in special_tokens else next(iter(_ids(folder, "bos_token_id", ids.get("bos_token_id"))), None),
-        chat_templates=_read_templates(folder, config),
-    )
-
-
 def _read_core(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if path.is_file():
         try:
             return tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
-            raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {_first_line(error)}") from None
+            why = _one_line(error)
+            raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {why}") from None
     others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
     found = f" (there is {others[0]}: transformers' save_pretrained of its fast tokenizer writes one)" if others else ""
     raise ModelError(f"{folder}: no tokenizer.json, which Quire needs{found}; or load with skip_tokenizer_init=True")
@@ -214,7 +193,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON: {_first_line(error)}") from None
+        raise ModelError(f"{path}: not JSON: {_one_line(error)}") from None
     if not isinstance(found, dict):
         raise ModelError(f"{path}: must hold a JSON object, got {type(found).__name__}")
     return found
@@ -227,8 +206,13 @@ def _content(token: Any) -> str | None:
 
 
 def _extra_tokens(config: dict[str, Any]) -> list[str]:
+    """The special tokens without a name of their own."""
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    values = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+    added = config.get("added_tokens_decoder")
+    values = [
+        *(extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else ()),
+        *(each for each in (added.values() if isinstance(added, dict) else ()) if each.get("special")),
+    ]
     return [token for token in map(_content, values) if token is not None]
 
 
@@ -236,14 +220,6 @@ def _mark_special(core: tokenizers.Tokenizer, tokens: list[str]) -> None:
     """Make tokens special that only the files beside tokenizer.json name; the vocabulary does not grow."""
     known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
     core.add_special_tokens([t for t in tokens if t not in known and core.token_to_id(t) is not None])
-
-
-def _ids(folder: Path, name: str, value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    for token_id in values:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ModelError(f"{folder}: {name} must be a token id or a list of them, got {value!r:.60}")
-    return values
 
 
 def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -258,11 +234,12 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         found = {each.get("name"): each.get("template") for each in found}
     elif isinstance(found, str):
         found = {"default": found}
-    if not isinstance(found, dict | None) or not all(isinstance(v, str) for item in (found or {}).items() for v in item):
-        raise ModelError(f"{folder}: chat_template must be a text or a list of named texts, got {found!r:.60}")
+    found = {} if found is None else found
+    if not isinstance(found, dict) or not all(isinstance(part, str) for item in found.items() for part in item):
+        raise ModelError(f"{folder}: chat_template must be a text or a list of named texts, got {str(found):.60}")
     extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    return (found or {}) | {path.stem: path.read_text(encoding="utf-8") for path in extra}
+    return found | {path.stem: path.read_text(encoding="utf-8") for path in extra}
 
 
-def _first_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return re.sub(r"\s+", " ", str(error))[:200]

@@ -70,8 +70,8 @@ class PerLayerWeights:
 @struct.dataclass
 class LayerWeights:
     attention: AttentionWeights | LatentWeights
-    mlp: MlpWeights | None
-    moe: MoeWeights | None
+    mlp: Any = None  # MlpWeights
+    moe: Any = None  # MoeWeights
     pre_attention_norm_D: Array = None
     post_attention_norm_D: Array = None
     pre_mlp_norm_D: Array = None

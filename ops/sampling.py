@@ -85,8 +85,8 @@ def sample(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Sample
     tokens_R, best_R = lax.cond(
         (masked_R | penalised_R).any(), lambda: choose(adjusted(), inputs), lambda: choose(raw_RV, inputs)
     )
-    # A maximum is NaN where any of its logits is: if it is finite, there is something to choose.
-    ok_R = jnp.isfinite(raw_RV.max(axis=1)) & (scored_R | jnp.isfinite(best_R))
+    # Elementwise, the maximum with a NaN is NaN; XLA's reduction on the CPU has been seen to lose it.
+    ok_R = jnp.isfinite(fold(raw_RV, jnp.maximum, -jnp.inf)[0]) & (scored_R | jnp.isfinite(best_R))
     tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
 
     wants_R = ok_R & inputs.wants_logprobs_R
@@ -200,7 +200,7 @@ def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array) -> Array:
     return lax.bitcast_convert_type(jnp.where(key_R < sign, ~key_R, key_R ^ sign), jnp.float32)
 
 
-def fold(values_RN: Array, combine: Callable, neutral: int) -> tuple[Array, list[Array]]:
+def fold(values_RN: Array, combine: Callable, neutral: float) -> tuple[Array, list[Array]]:
     """Each row combined into one value, and the levels it went through: values, W of them combined, W of those.
 
         values   0 1 2 3 4 5      W = 3: node i of n has the children i, i + n, i + 2n, that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from random import Random
 
 GIRLS = "Anna Mia Lily Ruby Nora Ella Ivy Zoe Clara Rosa Emma Lucy Sara Tina Maya Olga Vera Wendy Hazel June".split()
@@ -270,7 +270,7 @@ def write(rng: Random, bound: dict[str, str]) -> str:
     return "\n\n".join(paragraphs)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parts(template: str) -> tuple[str, ...]:
     return tuple(re.split(r"\{(\w+)\}", template))  # literals at even places, slots at odd ones
 

@@ -15,7 +15,7 @@ class CompileCounter:
         self.marked = 0
         me = weakref.ref(self)  # listeners live as long as the process; a counter does not
 
-        def listen(event: str, duration: float, **labels) -> None:
+        def listen(event: str, duration_secs: float, **labels) -> None:
             if event == EVENT and (counter := me()) is not None:
                 counter.total += 1
 

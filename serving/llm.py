@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from ..model.chat_template import PromptError
 from ..model.tokenizer import Tokenizer
 from .engine import Engine
 from .progress import bar
@@ -53,14 +54,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them; each is a list of {"role", "content"}."""
         conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        tokenizer = self.get_tokenizer()
-        prompts = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=add_generation_prompt, **template_options
-            )
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        prompts = [
+            self.chat_prompt(messages, add_generation_prompt=add_generation_prompt, **template_options)
+            for messages in conversations
+        ]
         return self.run(prompts, params_list(sampling_params, len(prompts)), use_tqdm)
+
+    def chat_prompt(self, messages: Seq[Mapping[str, Any]], **template_options: Any) -> dict[str, Any]:
+        """The prompt of one conversation, as text and as token ids."""
+        return chat_prompt(self.get_tokenizer(), messages, **template_options)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The result as it grows, token by token; closing the iterator aborts the request."""
@@ -110,6 +112,15 @@ def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
+def chat_prompt(tokenizer: Tokenizer, messages: Seq[Mapping[str, Any]], **template_options: Any) -> dict[str, Any]:
+    """The prompt of one conversation; the template has written the special tokens."""
+    try:
+        text = tokenizer.apply_chat_template([dict(message) for message in messages], **template_options)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    except (PromptError, TypeError) as error:
+        raise RequestError("messages", str(error)) from None
+
+
 def params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """Sampling parameters for each prompt: one for all, or one each."""
     if params is None or isinstance(params, SamplingParams):
@@ -131,7 +142,10 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | Non
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError("prompt", "is text, and skip_tokenizer_init is set; give prompt_token_ids")
-        return prompt, tokenizer.encode(prompt)
+        try:
+            return prompt, tokenizer.encode(prompt)
+        except PromptError as error:
+            raise RequestError("prompt", str(error)) from None
     if prompt is None or isinstance(prompt, (bytes, int, float)):
         raise RequestError("prompt", f"must be text, a list of token ids, or a dict of either, got {shown(prompt)}")
     return None, list(prompt)

@@ -46,7 +46,7 @@ def refuse_unknown(given: Iterable[object], known: Sequence[str], prefix: str = 
             raise RequestError(prefix + (name if isinstance(name, str) else shown(name)), f"unknown field; {hint}")
 
 
-def integer(param: str, value: object, low: int, high: int, remedy: str = "") -> int:
+def integer(param: str, value: Any, low: int, high: int, remedy: str = "") -> int:
     """`value` as an int from `low` to `high`; a bool is not a number here."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         wanted = f"an integer of {low} or more" if high >= INT32_MAX else f"an integer from {low} to {high}"
@@ -54,10 +54,10 @@ def integer(param: str, value: object, low: int, high: int, remedy: str = "") ->
     return int(value)
 
 
-def number(param: str, value: object, low: float, high: float, remedy: str = "", open_low: bool = False) -> float:
+def number(param: str, value: Any, low: float, high: float, remedy: str = "", open_low: bool = False) -> float:
     """`value` as a finite float from `low` (exclusive if `open_low`) to `high`."""
     real = isinstance(value, Real) and not isinstance(value, bool)
-    if not real or not low <= value <= high or (open_low and value == low):  # NaN fails every comparison
+    if not real or not value <= high or value < low or (open_low and value == low):  # NaN is not <= anything
         above = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
         raise RequestError(param, f"must be a number {above}{remedy}, got {shown(value)}")
     return float(value)
@@ -69,13 +69,13 @@ def boolean(param: str, value: object) -> bool:
     return value
 
 
-def items(param: str, value: object, most: int) -> tuple:
+def items(param: str, value: Any, most: int) -> tuple:
     """`value` as a tuple of at most `most` items: any sequence, set or array, but no string."""
     if isinstance(value, str | bytes | bytearray) or not (
         isinstance(value, Sequence | AbstractSet) or hasattr(value, "tolist")
     ):
         raise RequestError(param, f"must be a list, got {shown(value)}")
-    found = tuple(value)  # type: ignore[arg-type]  # an array iterates too
+    found = tuple(value)
     if len(found) > most:
         raise RequestError(param, f"must hold at most {most} items, got {len(found)}")
     return found

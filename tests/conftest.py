@@ -12,6 +12,7 @@ for name, value in {
     "JAX_COMPILATION_CACHE_DIR": str(CACHE),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling takes longer than running at these sizes
     "HF_HUB_OFFLINE": "1",  # a test that needs the network is a bug
 }.items():
     os.environ.setdefault(name, value)

@@ -43,16 +43,19 @@ def oracle(weights):
     return logprobs
 
 
-def make(weights, max_seqs=4, max_rows=16, page_size=8, num_pages=(40, 40)) -> Engine:
-    limits = Limits(max_seqs, max_rows, max(max_seqs, 16))
-    runner = Runner(CONFIG, weights, limits, num_pages, page_size, LENGTH)
-    runner.warm_up()
-    return Engine(runner, None, PageTable(num_pages, page_size, CONFIG.windows), LENGTH)
+def make(weights, num_pages=(40, 40), compiled: Engine | None = None) -> Engine:
+    """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same shape."""
+    runner = Runner(CONFIG, weights, Limits(4, 16, 16), num_pages, 8, LENGTH)
+    if compiled is not None:
+        runner.compiled = compiled.runner.compiled
+    return Engine(runner, None, PageTable(num_pages, 8, CONFIG.windows), LENGTH)
 
 
 @pytest.fixture(scope="module")
 def engine(weights):
-    return make(weights)
+    engine = make(weights)
+    engine.runner.warm_up()
+    return engine
 
 
 def run(engine: Engine, arrivals: dict[int, list], aborts: dict[int, list[str]] | None = None) -> dict:
@@ -133,9 +136,11 @@ def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
     assert engine.runner.compiles.recompiles == before
 
 
-def test_preemption_changes_nothing(weights, oracle):
+def test_preemption_changes_nothing(weights, oracle, engine):
     """A pool too small for all: sequences give way and come back, with the same tokens."""
-    engine = make(weights, num_pages=(14, 12))
+    engine = make(weights, compiled=engine)
+    engine.pages.groups[0].num_pages = 14
+    engine.pages.groups[0].free = list(range(13, 0, -1))
     rng = np.random.default_rng(5)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     arrivals = {0: [(str(i), rng.integers(0, VOCAB, 20).tolist(), params) for i in range(6)]}
@@ -143,6 +148,18 @@ def test_preemption_changes_nothing(weights, oracle):
     assert sum(output.metrics.num_preemptions for output in outputs.values()) > 0
     for output in outputs.values():
         check_greedy(oracle, output, params)
+
+
+def test_pages_nobody_owns_may_hold_anything(weights, oracle, engine):
+    """Every page starts as NaN, the dummy page too; no row may ever see what it has not been given."""
+    engine = make(weights, compiled=engine)
+    pages = jax.tree.map(lambda page: jnp.full_like(page, jnp.nan), engine.runner.state.pages)
+    engine.runner.state = engine.runner.state.replace(pages=pages)
+    rng = np.random.default_rng(9)
+    for _ in range(10):
+        arrivals, aborts, params = random_mix(rng)
+        for name, output in run(engine, arrivals, aborts).items():
+            check_greedy(oracle, output, params[name])
 
 
 def test_prompt_logprobs(engine, oracle):
@@ -253,10 +270,10 @@ def test_what_can_never_fit_is_refused(weights):
         engine.add("a", [1] * 20, SamplingParams(max_tokens=20))
 
 
-def test_a_step_that_raises_fails_its_requests_and_no_others(weights, oracle, monkeypatch):
-    engine = make(weights, max_seqs=2)
+def test_a_step_that_raises_fails_its_requests_and_no_others(weights, oracle, engine, monkeypatch):
+    engine = make(weights, compiled=engine)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    requests = [engine.add(str(i), [1 + i, 2, 3], params) for i in range(4)]
+    requests = [engine.add(str(i), [1 + i, 2, 3], params) for i in range(8)]
     engine.step()
     launch = engine.runner.launch
 
@@ -269,8 +286,8 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(weights, oracle, mo
         engine.step()
         engine.scheduler.check()
     reasons = [request.output().outputs[0].finish_reason for request in requests]
-    assert reasons == ["error", "error", "length", "length"]
-    for request in requests[2:]:
+    assert reasons == ["error"] * 4 + ["length"] * 4
+    for request in requests[4:]:
         check_greedy(oracle, request.output(), params)
 
 
@@ -278,6 +295,7 @@ def test_a_row_of_nan_fails_alone(oracle, weights):
     """A poisoned embedding row makes the one request that uses it fail; its neighbours go on."""
     broken = weights.replace(embed_VD=weights.embed_VD.at[90].set(jnp.nan), head_VD=weights.embed_VD)
     engine = make(broken)
+    engine.runner.warm_up()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, allowed_token_ids=list(range(90)))
     outputs = run(engine, {0: [("good", [1, 2, 3], params), ("bad", [4, 90, 5], params), ("also", [7] * 20, params)]})
     assert outputs["bad"].outputs[0].finish_reason == "error"

@@ -1,5 +1,7 @@
 """Sampling against float64 references written with a plain sort, exact counts, and itself in other company."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,8 @@ OFF = {
     "biased_R": (bool, False),
     "wants_logprobs_R": (bool, False),
 }
+
+run = jax.jit(sample)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +74,6 @@ def draw_many(logits_V, draws, seed=0, chunk=5000, **fields):
     """Tokens drawn from one distribution, each with a seed and position of its own."""
     rng = np.random.default_rng(seed)
     logits_RV = jnp.broadcast_to(jnp.asarray(logits_V), (chunk, len(logits_V)))
-    run = jax.jit(sample)
     tokens = []
     for _ in range(draws // chunk):
         seeds_R2 = rng.integers(0, 2**32, (chunk, 2), np.uint32)
@@ -107,11 +110,11 @@ def test_frequencies_follow_the_exact_distribution(fields):
 
 
 @pytest.mark.parametrize("candidates", [64, 3])
-@pytest.mark.parametrize("seed", range(6))
-def test_what_can_be_drawn_is_what_a_sort_keeps(monkeypatch, candidates, seed):
+def test_what_can_be_drawn_is_what_a_sort_keeps(monkeypatch, candidates):
     """Flat logits with ties, each kept token likely enough to turn up in 2,500 draws; 3 candidates force bisection."""
     monkeypatch.setattr(sampling, "CANDIDATES", candidates)
-    rng = np.random.default_rng(seed)
+    draw = jax.jit(lambda *args: sample(*args))  # a function of its own: `run` remembers other candidates
+    rng = np.random.default_rng(candidates)
     V, draws = 20, 2500
     cases = [
         {"top_k": 1},
@@ -125,15 +128,14 @@ def test_what_can_be_drawn_is_what_a_sort_keeps(monkeypatch, candidates, seed):
     ]
     cases += [
         {"top_k": int(rng.integers(0, 20)), "top_p": float(rng.uniform(0.1, 1)), "min_p": float(rng.uniform(0, 0.6))}
-        for _ in range(4)
+        for _ in range(24)
     ]
-    run = jax.jit(sample)
     for case in cases:
         logits_V = rng.choice(rng.normal(0, 0.7, 9), V).astype(np.float32)  # 9 values: ties everywhere
         temperature = float(rng.uniform(0.8, 2))
         keep_V, _ = kept(logits_V, temperature, **case)
         inputs = make_inputs(draws, temperature=temperature, **case)
-        tokens_R = run(jnp.broadcast_to(jnp.asarray(logits_V), (draws, V)), empty_state(1, V), inputs).tokens_R
+        tokens_R = draw(jnp.broadcast_to(jnp.asarray(logits_V), (draws, V)), empty_state(1, V), inputs).tokens_R
         assert np.flatnonzero(keep_V).tolist() == np.unique(tokens_R).tolist(), case
 
 
@@ -145,19 +147,14 @@ def test_thresholds_of_a_large_vocabulary():
     logits_RV[2, 100:] = -np.inf
     top_RC = jax.lax.top_k(logits_RV, 64)[0]
     sorted_RV = np.sort(logits_RV, axis=1)[:, ::-1]
+    top_k_floor = jax.jit(sampling.top_k_floor)
     for k in (1, 64, 65, 99, 3000, V - 1):
-        floor_R = sampling.top_k_floor(jnp.asarray(logits_RV), top_RC, jnp.full(R, k))
+        floor_R = top_k_floor(logits_RV, top_RC, jnp.full(R, k))
         np.testing.assert_array_equal(floor_R, sorted_RV[:, k - 1])
     weights_RV = np.exp(logits_RV - sorted_RV[:, :1])
+    top_p_floor = jax.jit(partial(sampling.top_p_floor, weigh=lambda logits_RN: jnp.exp(logits_RN - sorted_RV[:, :1])))
     for p in (0.01, 0.2, 0.5, 0.9, 0.99):
-        floor_R = np.asarray(
-            sampling.top_p_floor(
-                jnp.asarray(logits_RV),
-                top_RC,
-                jnp.full(R, p, jnp.float32),
-                lambda logits_RN: jnp.exp(logits_RN - sorted_RV[:, :1]),
-            )
-        )
+        floor_R = np.asarray(top_p_floor(logits_RV, top_RC, jnp.full(R, p, jnp.float32)))
         for logits_V, weights_V, floor in zip(logits_RV, weights_RV.astype(np.float64), floor_R, strict=True):
             need = p * weights_V.sum()
             assert weights_V[logits_V >= floor].sum() >= need * (1 - 1e-6)
@@ -170,7 +167,7 @@ def test_bisection_orders_every_kind_of_float():
     odd = np.array([-np.inf, -3.4e38, -1.0, -1e-45, 0.0, 1e-45, 1e-30, 1.0, 3.4e38, np.inf], np.float32)
     logits_RV = np.stack([rng.permutation(np.concatenate([odd, -odd, rng.normal(size=7).astype(np.float32)]))] * 27)
     k_R = np.arange(1, 28)
-    found_R = sampling.bisect(jnp.asarray(logits_RV), 1, jnp.asarray(k_R))
+    found_R = jax.jit(sampling.bisect, static_argnums=1)(logits_RV, 1, k_R)
     np.testing.assert_array_equal(found_R, np.sort(logits_RV[0])[::-1])
 
 
@@ -188,18 +185,20 @@ def test_descent_inverts_the_distribution_function(V):
     rng = np.random.default_rng(V)
     weights_RV = (rng.integers(1, 5, (16, V)) * (rng.random((16, V)) < 0.3)).astype(np.float32)
     weights_RV[:, rng.integers(V)] += 1
-    total_R, levels = sampling.fold(jnp.asarray(weights_RV), jnp.add, 0)
-    np.testing.assert_array_equal(total_R, weights_RV.sum(1))
+    weights_RV = jnp.asarray(weights_RV)
+    total_R, levels = sampling.fold(weights_RV, jnp.add, 0)
     order = np.array(tree_order(V))
-    ends_RV = weights_RV[:, order].cumsum(1)
+    ends_RV = np.asarray(weights_RV)[:, order].cumsum(1)
+    np.testing.assert_array_equal(total_R, ends_RV[:, -1])
+    inverse = jax.jit(
+        lambda levels, target_R: sampling.descend(
+            levels, lambda ids: jnp.take_along_axis(weights_RV, ids, 1, mode="fill", fill_value=0), target_R
+        )
+    )
     for share in [*rng.random(10), 0.0, 1.0]:  # 1 may be reached by rounding: the last leaf of any weight
         target_R = np.minimum(np.floor(share * np.asarray(total_R)), np.asarray(total_R) - (share < 1))
-        leaf_R = sampling.descend(
-            levels,
-            lambda ids: jnp.take_along_axis(jnp.asarray(weights_RV), ids, 1, mode="fill", fill_value=0),
-            jnp.asarray(target_R),
-        )
-        last_R = [np.flatnonzero(weights_V[order])[-1] for weights_V in weights_RV]
+        leaf_R = inverse(levels, target_R)
+        last_R = [np.flatnonzero(weights_V[order])[-1] for weights_V in np.asarray(weights_RV)]
         expected_R = [
             order[min(np.searchsorted(ends_V, target, side="right"), last)]
             for ends_V, target, last in zip(ends_RV, target_R, last_R, strict=True)
@@ -211,14 +210,18 @@ def test_never_a_token_without_probability():
     """The largest uniform number and the smallest, over weights that round badly."""
     rng = np.random.default_rng(5)
     logits_RV = np.where(rng.random((64, 3000)) < 0.9, -np.inf, rng.normal(0, 8, (64, 3000))).astype(np.float32)
-    total_R, levels = sampling.fold(jnp.exp(jnp.asarray(logits_RV)), jnp.add, 0)
+
+    @jax.jit
+    def draw(logits_RV, u):
+        def weigh(ids):
+            return jnp.exp(jnp.take_along_axis(logits_RV, ids, 1, mode="fill", fill_value=-jnp.inf))
+
+        total_R, levels = sampling.fold(jnp.exp(logits_RV), jnp.add, 0)
+        return sampling.descend(levels, weigh, total_R * u)
+
     for u in (0.0, 1 - 2.0**-24, 1.0, 1.0001):
-        leaf_R = sampling.descend(
-            levels,
-            lambda ids: jnp.exp(jnp.take_along_axis(jnp.asarray(logits_RV), ids, 1, mode="fill", fill_value=-jnp.inf)),
-            total_R * u,
-        )
-        assert np.isfinite(np.take_along_axis(logits_RV, np.asarray(leaf_R)[:, None], 1)).all()
+        leaf_R = np.asarray(draw(logits_RV, u))
+        assert np.isfinite(np.take_along_axis(logits_RV, leaf_R[:, None], 1)).all()
 
 
 def test_sums_are_accurate():
@@ -258,7 +261,7 @@ def test_a_draw_depends_on_seed_and_position_only():
     logits_RV = jnp.asarray(np.random.default_rng(8).normal(size=(1, V)).astype(np.float32)).repeat(6, 0)
     seeds_R2 = np.array([[1, 2], [1, 2], [1, 2], [1, 3], [2, 2], [1, 2]], np.uint32)
     inputs = make_inputs(6, seeds_R2, positions=[5, 5, 6, 5, 5, 5], slots=[0, 3, 0, 0, 0, 1], temperature=1.0)
-    tokens = sample(logits_RV, empty_state(4, V), inputs).tokens_R.tolist()
+    tokens = run(logits_RV, empty_state(4, V), inputs).tokens_R.tolist()
     assert tokens[0] == tokens[1] == tokens[5]
     assert len(set(tokens)) == 4
 
@@ -300,29 +303,29 @@ def mixed_case(V=700, rows=32, slots=8):
 
 
 def assert_same_bits(ours, theirs):
-    for name, leaf in ours.__dict__.items():
-        np.testing.assert_array_equal(np.asarray(leaf).view(np.uint8), np.asarray(theirs[name]).view(np.uint8), name)
+    for name in ours.__dict__:
+        ours_bits, theirs_bits = (np.asarray(getattr(x, name)).view(np.uint8) for x in (ours, theirs))
+        np.testing.assert_array_equal(ours_bits, theirs_bits, name)
 
 
-@pytest.mark.parametrize("company", [2, 3, 8, 32])
-def test_a_row_alone_gives_the_same_bits_as_in_company(company):
+def test_a_row_alone_gives_the_same_bits_as_in_company():
     logits_RV, state, inputs = mixed_case()
-    run = jax.jit(sample)
     alone = [run(logits_RV[row : row + 1], state, take(inputs, [row])) for row in range(32)]
-    order = np.random.default_rng(company).permutation(32)
-    for start in range(0, 32 - company + 1, company):
-        rows = order[start : start + company]
-        together = run(logits_RV[rows], state, take(inputs, rows))
-        expected = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(alone[row] for row in rows))
-        assert_same_bits(together, expected.__dict__)
+    for company in (2, 3, 8, 32):
+        order = np.random.default_rng(company).permutation(32)
+        for start in range(0, 32 - company + 1, company):
+            rows = order[start : start + company]
+            together = run(logits_RV[rows], state, take(inputs, rows))
+            expected = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(alone[row] for row in rows))
+            assert_same_bits(together, expected)
 
 
 def test_plain_rows_keep_their_bits_beside_rows_that_want_everything():
     logits_RV, state, inputs = mixed_case()
     plain = make_inputs(16, temperature=np.linspace(0, 2, 16), wants_logprobs=np.arange(16) % 2)
-    alone = jax.jit(sample)(logits_RV[:16], state, plain)
+    alone = run(logits_RV[:16], state, plain)
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), plain, take(inputs, range(16, 32)))
-    assert_same_bits(alone, jax.tree.map(lambda leaf: leaf[:16], jax.jit(sample)(logits_RV, state, both)).__dict__)
+    assert_same_bits(alone, jax.tree.map(lambda leaf: leaf[:16], run(logits_RV, state, both)))
 
 
 def test_values_never_recompile():
@@ -368,7 +371,7 @@ def test_penalties_and_masks_match_numpy():
                 x = x / values["repetition"][r] if x > 0 else x * values["repetition"][r]
             expected_RV[r, token] = x - values["frequency"][r] * count - values["presence"][r] * (count > 0)
     np.testing.assert_allclose(adjusted_RV, expected_RV, rtol=1e-5, atol=1e-5)
-    tokens_R = sample(jnp.asarray(logits_RV), state, inputs).tokens_R
+    tokens_R = run(jnp.asarray(logits_RV), state, inputs).tokens_R
     np.testing.assert_array_equal(tokens_R, expected_RV.argmax(1))
 
 
@@ -378,21 +381,21 @@ def test_bans_hold_for_draws_too():
     logits_V = np.zeros(V, np.float32)
     logits_V[banned] = 5
     inputs = make_inputs(2000, bans=dict.fromkeys(range(2000), banned), temperature=1.0)
-    tokens_R = sample(jnp.broadcast_to(logits_V, (2000, V)), empty_state(1, V), inputs).tokens_R
+    tokens_R = run(jnp.broadcast_to(logits_V, (2000, V)), empty_state(1, V), inputs).tokens_R
     assert set(tokens_R.tolist()) == set(range(V)) - set(banned)
 
 
 def test_greedy_takes_the_first_of_equals():
     logits_RV = np.zeros((3, 5000), np.float32)
     logits_RV[0, [4999, 4100, 77]] = logits_RV[1, [64, 79]] = 1
-    assert sample(jnp.asarray(logits_RV), empty_state(1, 5000), make_inputs(3)).tokens_R.tolist() == [77, 64, 0]
+    assert run(jnp.asarray(logits_RV), empty_state(1, 5000), make_inputs(3)).tokens_R.tolist() == [77, 64, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-30, 1e-6])
 def test_a_vanishing_temperature_is_greedy(temperature):
     logits_RV = np.random.default_rng(11).normal(0, 50, (50, 100)).astype(np.float32)
     inputs = make_inputs(50, temperature=temperature, top_p=0.9, min_p=0.1, top_k=10)
-    tokens_R = sample(jnp.asarray(logits_RV), empty_state(1, 100), inputs).tokens_R
+    tokens_R = run(jnp.asarray(logits_RV), empty_state(1, 100), inputs).tokens_R
     np.testing.assert_array_equal(tokens_R, logits_RV.argmax(1))
 
 
@@ -409,7 +412,7 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(V):
     inputs = make_inputs(
         R, temperature=0.5, top_k=3, biased=True, targets=targets_R, wants_logprobs=wants_R, bans={2: [0, 1, 2]}
     )
-    out = jax.tree.map(np.asarray, sample(jnp.asarray(logits_RV), state, inputs))
+    out = jax.tree.map(np.asarray, run(jnp.asarray(logits_RV), state, inputs))
     assert out.ok_R.all() and out.top_ids_RK.shape == out.top_logprobs_RK.shape == (R, K)
     np.testing.assert_array_equal(out.tokens_R[:5], targets_R[:5])
     exact_RV = special.log_softmax(logits_RV.astype(np.float64), axis=1)
@@ -429,14 +432,24 @@ def test_broken_rows_fail_alone(temperature):
     V = 200
     logits_RV = np.random.default_rng(13).normal(size=(6, V)).astype(np.float32)
     fields = {"temperature": temperature, "top_p": 0.9, "top_k": 100, "wants_logprobs": True}
-    state, run = empty_state(1, V), jax.jit(sample)
+    state = empty_state(1, V)
     healthy = run(jnp.asarray(logits_RV), state, make_inputs(6, **fields))
     logits_RV[1, 150], logits_RV[2], logits_RV[4, 0] = np.nan, -np.inf, np.inf
     broken = run(jnp.asarray(logits_RV), state, make_inputs(6, **fields, bans={1: [150]}))  # a ban hides no NaN
     assert healthy.ok_R.all() and broken.ok_R.tolist() == [True, False, False, True, False, True]
     good, bad = [0, 3, 5], [1, 2, 4]
-    assert_same_bits(take(healthy, good), take(broken, good).__dict__)
+    assert_same_bits(take(healthy, good), take(broken, good))
     assert not any(np.asarray(leaf)[bad].any() for leaf in jax.tree.leaves(broken))
+
+
+def test_no_nan_is_overlooked():
+    V = 130
+    logits_RV = np.random.default_rng(16).normal(size=(V, V)).astype(np.float32)
+    np.fill_diagonal(logits_RV, np.nan)
+    for rows in (1, 10):
+        for start in range(0, V if rows > 1 else 3, rows):
+            part_RV = logits_RV[start : start + rows]
+            assert not run(jnp.asarray(part_RV), empty_state(1, V), make_inputs(len(part_RV))).ok_R.any()
 
 
 def test_a_row_with_every_token_banned_is_not_ok():
@@ -445,7 +458,7 @@ def test_a_row_with_every_token_banned_is_not_ok():
     inputs = make_inputs(
         4, slots=1, biased=True, ban_stop=[False, True, True, True], temperature=[1, 0, 1, 1], targets=[-1, -1, -1, 5]
     )
-    out = sample(jnp.zeros((4, 10)), state, inputs)
+    out = run(jnp.zeros((4, 10)), state, inputs)
     assert out.ok_R.tolist() == [True, False, False, True]
     assert out.tokens_R.tolist() == [3, 0, 0, 5]
 
@@ -453,8 +466,8 @@ def test_a_row_with_every_token_banned_is_not_ok():
 def test_half_precision_logits_are_read_exactly():
     logits_RV = jnp.asarray(np.random.default_rng(14).normal(size=(4, 90)), jnp.bfloat16)
     inputs = make_inputs(4, temperature=0.8, top_k=9, wants_logprobs=True)
-    ours, theirs = (sample(x, empty_state(1, 90), inputs) for x in (logits_RV, logits_RV.astype(jnp.float32)))
-    assert_same_bits(ours, theirs.__dict__)
+    ours, theirs = (run(x, empty_state(1, 90), inputs) for x in (logits_RV, logits_RV.astype(jnp.float32)))
+    assert_same_bits(ours, theirs)
 
 
 def test_tokens_are_counted_where_tracked():

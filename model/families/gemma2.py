@@ -27,7 +27,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
-    window = keys("sliding_window", None)
+    window = keys.count("sliding_window", None)
     return decoder(
         keys,
         "gemma2",

@@ -45,7 +45,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.ignore("_sliding_window_pattern")  # written beside the layer_types that it gave
     kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(L)])
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
-    window = keys("sliding_window", None)
+    window = keys.count("sliding_window", None)
     return decoder(
         keys,
         "gemma3",

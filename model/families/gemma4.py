@@ -35,17 +35,9 @@ ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
 OTHER_SENSES = (
-    "audio_config",
-    "boi_token_id",
-    "eoi_token_id",
-    "image_token_id",
-    "video_token_id",
-    "boa_token_id",
-    "eoa_token_id",
-    "eoa_token_index",
-    "audio_token_id",
-    "vision_soft_tokens_per_image",
-)
+    "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id",
+    "eoa_token_id", "eoa_token_index", "audio_token_id", "vision_soft_tokens_per_image",
+)  # fmt: skip
 OTHER_TENSORS = ("vision_tower.", "audio_tower.", "vision_embedder.", "embed_vision.", "embed_audio.")
 
 

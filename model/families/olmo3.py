@@ -20,7 +20,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(L)])
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
-    window = keys("sliding_window", None)
+    window = keys.count("sliding_window", None)
     layers = layers_by_type(kinds, mlp, full, sliding, window, longest, pre_norm=False, post_norm=True)
     return decoder(keys, "olmo3", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
 

@@ -18,7 +18,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     attention = Attention(
         **heads,
         rope=keys.rope(heads["head_dim"], max_len or longest),
-        window=narrower(keys("sliding_window", None), longest),
+        window=narrower(keys.count("sliding_window", None), longest),
     )
     layer = Layer(attention, Mlp(keys.count("intermediate_size"), keys.activation("hidden_act")))
     layers = (layer,) * keys.count("num_hidden_layers")

@@ -1,26 +1,8 @@
 """Tiny models of every family: config.json as it is published, only smaller, and what is asked of each."""
 
-from dataclasses import dataclass
-from typing import Any
+from .families_moe import MOE_VARIANTS
+from .variant import SIZES, Variant
 
-
-@dataclass(frozen=True)
-class Variant:
-    """One tiny model. Its weights follow from names and shapes alone, see `folder.py`."""
-
-    name: str
-    config: dict[str, Any]
-    max_len: int | None = None  # served length; None: the config's own
-    prompts: tuple[int, ...] = (80, 11)
-    new_tokens: int = 64  # 0: logits alone
-    renames: tuple[tuple[str, str], ...] = ()  # prefixes that transformers writes -> those of older checkpoints
-
-
-SIZES = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "initializer_range": 0.02,
-    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": True, "torch_dtype": "bfloat16",
-}  # fmt: skip
 LLAMA = SIZES | {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rope_theta": 10000.0,
     "rope_scaling": None, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1,
@@ -160,7 +142,7 @@ VARIANTS = [
         PHI3
         | {
             "max_position_embeddings": 1024,
-            "rope_scaling": {"type": "su", "short_factor": [1.0 + i / 4 for i in range(8)], "long_factor": [9.0] * 8},
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0 + i / 4 for i in range(8)], "long_factor": [9.0] * 8},
         },
         max_len=256,
     ),
@@ -194,4 +176,5 @@ VARIANTS = [
             },
         },
     ),  # fmt: skip
+    *MOE_VARIANTS,
 ]  # fmt: skip

@@ -13,14 +13,28 @@ POSITIONS = (0, 1, 10, 23, 40, 79, 110, 143)  # where logits are kept, as far as
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.ndarray:
-    """One tensor: matrices that keep the scale of what they meet, vectors of moderate size."""
+    """One tensor, of a size that gives clear winners, sharp attention and layers that outweigh the token that came in.
+
+    Without that, greedy tokens of a random model hang on rounding, or repeat for ever.
+    """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    value = np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(shape)
+    rng = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+    if name.endswith("_blocks"):  # MXFP4: two codes a byte
+        return rng.integers(0, 256, shape, np.uint8)
+    if name.endswith("_scales"):
+        return rng.integers(122, 125, shape, np.uint8)
+    value = rng.standard_normal(shape)
+    gemma = model_type.startswith("gemma")  # they multiply embeddings
     if len(shape) > 1:
-        # Sharp enough that the best token is clear, and that what a layer adds outweighs the token itself.
-        return (value * (3.0 if "embed" in name or "lm_head" in name else 1.4) / shape[-1] ** 0.5).astype(np.float32)
-    centre = 1.0 if "norm" in name and not model_type.startswith(("gemma2", "gemma3")) else 0.0
-    return (centre + 0.2 * value).astype(np.float32)
+        gain = 1.4 if "embed" not in name and "lm_head" not in name else 0.4 if gemma else 1.0
+        return (gain * value / shape[-1] ** 0.5).astype(np.float32)
+    if "norm" not in name and "scal" not in name:
+        return (0.1 * value).astype(np.float32)
+    centre = 1.6 if "q_norm" in name or "k_norm" in name else 1.0
+    if name.endswith("model.norm.weight"):
+        centre = 7.0 if gemma else 3.0
+    less = model_type.startswith(("gemma2", "gemma3"))  # they store the norms' scales less one
+    return (centre - less + 0.2 * value).astype(np.float32)
 
 
 def write_folder(folder: Path, config: Mapping, tensors: Mapping[str, tuple[int, ...]], seed: int) -> Path:

@@ -25,7 +25,19 @@ def tensor_shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
         with safe_open(Path(folder) / "model.safetensors", "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 shapes[rename(name, variant.renames)] = tuple(file.get_slice(name).get_shape())
-        return shapes
+        return pack(shapes) if "quantization_config" in variant.config else shapes
+
+
+def pack(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same with gpt-oss's experts in MXFP4, which transformers widens as it loads."""
+    packed = {}
+    for name, shape in shapes.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            E, into, out = shape
+            packed |= {f"{name}_blocks": (E, out, into // 32, 16), f"{name}_scales": (E, out, into // 32)}
+        else:
+            packed[name] = shape
+    return packed
 
 
 def rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:

@@ -1,0 +1,137 @@
+"""Tiny models of the families with experts; those of the dense ones are in `families.py`."""
+
+from .variant import SIZES, Variant
+
+MIXTRAL = SIZES | {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "rope_theta": 1000000.0,
+    "num_experts_per_tok": 2, "num_local_experts": 4, "output_router_logits": False, "router_aux_loss_coef": 0.02,
+    "sliding_window": 24, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_MOE = SIZES | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "rope_theta": 1000000.0,
+    "head_dim": 32, "attention_bias": False, "decoder_sparse_step": 1, "max_window_layers": 3, "mlp_only_layers": [],
+    "moe_intermediate_size": 32, "norm_topk_prob": True, "num_experts": 8, "num_experts_per_tok": 3,
+    "output_router_logits": False, "rope_scaling": None, "router_aux_loss_coef": 0.001, "sliding_window": None,
+    "use_sliding_window": False, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS = SIZES | {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_act": "silu", "rope_theta": 150000.0,
+    "num_hidden_layers": 4, "head_dim": 16, "attention_bias": True, "num_local_experts": 6, "num_experts_per_tok": 3,
+    "experts_per_token": 3, "swiglu_limit": 2.0, "sliding_window": 16, "initial_context_length": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "output_router_logits": False,
+    "router_aux_loss_coef": 0.9, "tie_word_embeddings": False, "max_position_embeddings": 256,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
+DEEPSEEK = SIZES | {
+    "hidden_act": "silu", "rope_theta": 10000.0, "num_key_value_heads": 4, "attention_bias": False, "ep_size": 1,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "kv_lora_rank": 32, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "pretraining_tp": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
+DEEPSEEK_V2 = DEEPSEEK | {
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "aux_loss_alpha": 0.001, "seq_aux": True,
+    "n_shared_experts": 2, "norm_topk_prob": False, "scoring_func": "softmax",
+}  # fmt: skip
+DEEPSEEK_V3 = DEEPSEEK | {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "n_shared_experts": 1,
+    "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5, "q_lora_rank": 48,
+}  # fmt: skip
+GEMMA4 = {key: value for key, value in SIZES.items() if key != "torch_dtype"} | {
+    "model_type": "gemma4_text", "dtype": "bfloat16", "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32,
+    "attention_bias": False, "attention_k_eq_v": False, "enable_moe_block": False, "final_logit_softcapping": 8.0,
+    "hidden_activation": "gelu_pytorch_tanh", "num_experts": None, "top_k_experts": None,
+    "moe_intermediate_size": None, "num_global_key_value_heads": None, "sliding_window": 20,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "pad_token_id": 0,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "tie_word_embeddings": True, "use_bidirectional_attention": None,
+}  # fmt: skip
+
+MOE_VARIANTS = [
+    Variant("mixtral", MIXTRAL),
+    Variant("qwen3-moe", QWEN3_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 6, "mlp_only_layers": [3]}),
+    Variant(
+        "qwen3-moe-bias",
+        QWEN3_MOE | {"norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    Variant(
+        "gpt-oss",
+        GPT_OSS
+        | {
+            "quantization_config": {
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            }
+        },
+    ),
+    Variant("gpt-oss-wide", GPT_OSS),
+    Variant(
+        "deepseek-v2-lite",
+        DEEPSEEK_V2
+        | {
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "routed_scaling_factor": 1.0,
+            "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    Variant(
+        "deepseek-v2",
+        DEEPSEEK_V2
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 48,
+            "routed_scaling_factor": 4.0,
+            "attention_bias": True,
+        },
+    ),
+    Variant(
+        "deepseek-v3",
+        DEEPSEEK_V3
+        | {"n_group": 4, "topk_group": 2, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    Variant(
+        "deepseek-v3-small",
+        DEEPSEEK_V3
+        | {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0},
+    ),
+    Variant(
+        "gemma4-shared",
+        {
+            "model_type": "gemma4",
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "dtype": "bfloat16",
+            "text_config": GEMMA4
+            | {
+                "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 160, "num_key_value_heads": 1,
+                "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+            },
+            "vision_config": {
+                "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "position_embedding_size": 8,
+            },
+            "audio_config": None, "audio_token_id": 155, "boa_token_id": 156, "boi_token_id": 157,
+            "eoa_token_index": 158, "eoi_token_id": 159, "image_token_id": 154, "video_token_id": 153,
+            "vision_soft_tokens_per_image": 4, "initializer_range": 0.02, "tie_word_embeddings": True,
+        },
+    ),
+    Variant(
+        "gemma4-moe",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+            "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+        },
+    ),
+]  # fmt: skip

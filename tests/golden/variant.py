@@ -1,0 +1,23 @@
+"""What a tiny model is made of, and what is asked of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One tiny model. Its weights follow from names and shapes alone, see `folder.py`."""
+
+    name: str
+    config: dict[str, Any]
+    max_len: int | None = None  # served length; None: the config's own
+    prompts: tuple[int, ...] = (80, 11)
+    new_tokens: int = 64  # 0: logits alone
+    renames: tuple[tuple[str, str], ...] = ()  # prefixes that transformers writes -> those of older checkpoints
+
+
+SIZES = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "initializer_range": 0.02,
+    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": True, "torch_dtype": "bfloat16",
+}  # fmt: skip

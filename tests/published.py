@@ -1,0 +1,297 @@
+"""config.json as it is published with real models, and what is known of them."""
+
+from typing import Any, NamedTuple
+
+GLOBAL = None
+
+
+class Published(NamedTuple):
+    """A config.json, the parameters its model is known to have, and each layer's window."""
+
+    config: dict[str, Any]
+    parameters: float
+    windows: list[int | None]
+
+
+def kinds(layers: int, every: int, window: int) -> list[int | None]:
+    """Each `every`-th layer global, the rest behind a window."""
+    return [window if (i + 1) % every else GLOBAL for i in range(layers)]
+
+
+LONG_FACTORS = {
+    "long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0 + i / 100 for i in range(48)],
+}  # fmt: skip
+
+PUBLISHED = {
+    "Llama-2-7b": Published(
+        {
+            "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+            "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+            "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+            "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+        },
+        6.738e9,
+        [GLOBAL] * 32,
+    ),
+    "Llama-3.1-8B": Published(
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096,
+            "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072,
+            "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 128256,
+        },
+        8.030e9,
+        [GLOBAL] * 32,
+    ),
+    "Llama-3.2-1B": Published(
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+            "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+            "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+        },
+        1.236e9,
+        [GLOBAL] * 16,
+    ),
+    "Mistral-7B-v0.1": Published(
+        {
+            "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+            "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+        },
+        7.242e9,
+        [4096] * 32,
+    ),
+    "Mistral-7B-v0.3": Published(
+        {
+            "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+            "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.42.0.dev0", "use_cache": True, "vocab_size": 32768,
+        },
+        7.248e9,
+        [GLOBAL] * 32,
+    ),
+    "Mistral-Nemo-12B": Published(
+        {
+            "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+            "intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "mistral",
+            "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": True,
+            "vocab_size": 131072,
+        },
+        12.248e9,
+        [GLOBAL] * 40,
+    ),
+    "Qwen2.5-7B": Published(
+        {
+            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+            "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+            "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+            "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False,
+            "use_sliding_window": False, "vocab_size": 152064,
+        },
+        7.616e9,
+        [GLOBAL] * 28,
+    ),
+    "Qwen3-8B": Published(
+        {
+            "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+            "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+            "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+            "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
+            "use_sliding_window": False, "vocab_size": 151936,
+        },
+        8.191e9,
+        [GLOBAL] * 36,
+    ),
+    "gemma-2-9b": Published(
+        {
+            "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+            "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "initializer_range": 0.02,
+            "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "gemma2",
+            "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8, "pad_token_id": 0,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+            "sliding_window_size": 4096, "torch_dtype": "float32", "transformers_version": "4.42.0.dev0",
+            "use_cache": True, "vocab_size": 256000,
+        },
+        9.242e9,
+        [4096, GLOBAL] * 21,
+    ),
+    "gemma-3-1b": Published(
+        {
+            "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid",
+            "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+            "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+            "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+            "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True,
+            "vocab_size": 262144,
+        },
+        0.99989e9,
+        kinds(26, 6, 512),
+    ),
+    "gemma-3-4b": Published(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+            "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+            "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+            "vision_config": {
+                "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+                "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+                "patch_size": 14, "vision_use_head": False,
+            },
+        },
+        3.880e9,  # 4.30e9 less the vision tower's 417e6 and the projector's 3e6
+        kinds(34, 6, 1024),
+    ),
+    "gemma-3-27b": Published(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+            "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+            "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+            "text_config": {
+                "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text",
+                "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16,
+                "query_pre_attn_scalar": 168, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+        },
+        27.01e9,
+        kinds(62, 6, 1024),
+    ),
+    "Phi-3-mini-4k": Published(
+        {
+            "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"],
+            "attention_dropout": 0.0,
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.X"},
+            "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
+            "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 4096,
+            "model_type": "phi3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+            "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.40.2",
+            "use_cache": True, "attention_bias": False, "vocab_size": 32064,
+        },
+        3.821e9,
+        [2047] * 32,
+    ),
+    "Phi-3-mini-128k": Published(
+        {
+            "_name_or_path": "Phi-3-mini-128k-instruct", "architectures": ["Phi3ForCausalLM"],
+            "attention_bias": False, "attention_dropout": 0.0,
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.X"},
+            "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
+            "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072,
+            "model_type": "phi3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+            "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0,
+            "rms_norm_eps": 1e-05, "rope_scaling": LONG_FACTORS | {"type": "longrope"}, "rope_theta": 10000.0,
+            "sliding_window": 262144, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
+        },
+        3.821e9,
+        [GLOBAL] * 32,
+    ),
+    "phi-4": Published(
+        {
+            "_name_or_path": "", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+            "attention_dropout": 0.0, "bos_token_id": 100257, "embd_pdrop": 0.0, "eos_token_id": 100257,
+            "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 17920,
+            "max_position_embeddings": 16384, "model_type": "phi3", "num_attention_heads": 40,
+            "num_hidden_layers": 40, "num_key_value_heads": 10, "original_max_position_embeddings": 16384,
+            "pad_token_id": 100257, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+            "rope_theta": 250000, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.47.0", "use_cache": True, "vocab_size": 100352,
+        },
+        14.66e9,
+        [GLOBAL] * 40,
+    ),
+    "Phi-4-mini": Published(
+        {
+            "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.X"},
+            "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1,
+            "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+            "interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131072, "mlp_bias": False,
+            "model_type": "phi3", "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096, "pad_token_id": 199999, "partial_rotary_factor": 0.75,
+            "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": LONG_FACTORS | {"type": "longrope"},
+            "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064,
+        },
+        3.836e9,
+        [GLOBAL] * 32,
+    ),
+    "OLMo-2-7B": Published(
+        {
+            "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+            "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+            "torch_dtype": "float32", "transformers_version": "4.47.0.dev0", "use_cache": True,
+            "vocab_size": 100352,
+        },
+        7.299e9,
+        [GLOBAL] * 32,
+    ),
+    "OLMo-3-7B": Published(
+        {
+            "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": None, "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+            "initializer_range": 0.02, "intermediate_size": 11008,
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+            "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                "original_max_position_embeddings": 8192, "rope_type": "yarn",
+            },
+            "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.57.0", "use_cache": True, "vocab_size": 100278,
+        },
+        7.298e9,
+        kinds(32, 4, 4096),
+    ),
+}  # fmt: skip

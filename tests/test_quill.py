@@ -1,0 +1,154 @@
+"""The bundled model's corpus, tokenizer, training and export."""
+
+import json
+from random import Random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quire.model import decoder, dense
+from quire.model.checkpoint import load_weights, read_config
+from quire.model.families.quill import small_cache_config
+from quire.model.weights import abstract
+from quire.ops.linear import einsum
+from quire.scripts import quill_corpus as corpus
+from quire.scripts import quill_stories as stories
+from quire.scripts import quill_tasks as tasks
+from quire.scripts.quill_export import export
+from quire.scripts.quill_model import Narrow, attention, logits_of, loss_of
+from quire.sharding.spec import random_arrays
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return corpus.train_tokenizer(1280)
+
+
+@pytest.fixture(scope="module")
+def small():
+    config = small_cache_config(
+        vocab_size=1280, dim=32, num_layers=4, heads=2, head_dim=16, ffn=48, window=24, global_every=2, dtype="float32"
+    )
+    return config, random_arrays(abstract(config), seed=1)
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_right_answers_score_and_wrong_ones_do_not(task):
+    for example in tasks.fresh(task, 30):
+        assert tasks.score(example, example.answer)
+        assert not tasks.score(example, example.answer + " x")
+        assert not tasks.score(example, example.answer[:-1])
+
+
+def test_answers_by_other_means():
+    for task, check in {
+        "add": lambda a, b: a + b, "subtract": lambda a, b: a - b, "multiply": lambda a, b: a * b,
+    }.items():  # fmt: skip
+        for e in tasks.fresh(task, 50):
+            a, b = (
+                int(word.strip("?")) for word in e.prompt.removeprefix("What is ").split() if word.strip("?").isdigit()
+            )
+            assert e.answer == str(check(a, b)), e
+    for task in ("sort_letters", "sort_words"):
+        for e in tasks.fresh(task, 50):
+            assert e.answer.split() == sorted(e.prompt.split()[1:])
+    for e in tasks.fresh("json", 50):
+        assert json.loads(e.answer)
+    for e in tasks.fresh("lookup_short", 50):
+        name = e.prompt.rsplit("What does ", 1)[1].split()[0]
+        assert f"\n- {name}: {e.answer}\n" in e.prompt
+
+
+def test_story_is_judged_by_what_was_asked():
+    story = next(tasks.fresh("story", 1))
+    slot, value = next(iter(story.facts.items()))
+    other = next(v for v in stories.SLOTS[slot] if v != value and v not in story.answer)
+    assert stories.recognise(story.answer, {slot: value}) and not stories.recognise(story.answer, {slot: other})
+
+
+def test_story_with_a_changed_name_or_pronoun_is_not_recognised():
+    rng = Random(3)
+    for _ in range(20):
+        bound = stories.draw(rng)
+        text = stories.write(rng, bound)
+        other = next(n for n in stories.NAMES if n not in bound.values())
+        head, _, tail = text.rpartition(bound["hero"])
+        assert stories.recognise(text)
+        assert not stories.recognise(head + other + tail)
+        assert not stories.recognise(text.replace("\n\n", " "))
+
+
+def test_samples_are_deterministic_and_training_has_others(tokenizer):
+    assert list(tasks.fresh("copy", 5)) == list(tasks.fresh("copy", 5))
+    assert list(tasks.fresh("copy", 5)) != list(tasks.fresh("copy", 5, seed=1))
+    one, same, other = (corpus.training_rows(tokenizer, seed, 4, 256) for seed in ("0/1", "0/1", "0/2"))
+    assert (one.tokens == same.tokens).all() and not (one.tokens == other.tokens).all()
+
+
+def test_tokenizer_round_trips_anything_and_splits_digits(tokenizer):
+    for text in ("Sort: 42 7 19", "héllo  wörld\n\n\t日本 🙂", "", "{'a': 1}"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("1234", add_special_tokens=False).tokens == list("1234")
+    assert tokenizer.encode("x").ids[0] == tokenizer.token_to_id(tasks.BOS)
+
+
+@pytest.mark.parametrize("length", corpus.LONG)
+def test_rows_are_full_and_teach_answers_alone(tokenizer, length):
+    rows = corpus.training_rows(tokenizer, "0/0", 4, length)
+    assert (rows.documents > 0).mean() > 0.85
+    taught = rows.weights > 0
+    assert taught.any()
+    assert (rows.targets[:, :-1][taught[:, :-1]] == rows.tokens[:, 1:][taught[:, :-1]]).all()
+    end, bos = tokenizer.token_to_id(tasks.END), tokenizer.token_to_id(tasks.BOS)
+    assert end in rows.targets[taught] and bos not in rows.targets[taught]
+
+
+@pytest.mark.parametrize("length", [100, 256, 300])
+def test_training_attention_equals_the_dense_one(small, length):
+    config, weights = small
+    tokens = np.random.default_rng(0).integers(0, 1280, (2, length))
+    attend, positions = attention(config, jnp.ones_like(tokens)), jnp.tile(jnp.arange(length), 2)
+    hidden, _ = decoder.forward(weights, {}, tokens.reshape(-1), positions, config, attend)
+    np.testing.assert_allclose(hidden.reshape(2, length, -1), dense.hidden_states(weights, tokens, config), atol=1e-4)
+
+
+def test_narrow_products_and_gradients_are_close_to_wide_ones():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((9, 4, 8), (4, 8, 6)))
+
+    def of(node):
+        return lambda x, w: (einsum("TNH,NHD->TD", x, node(w)) ** 2).sum()
+
+    wide, narrow = (jax.value_and_grad(of(node), argnums=(0, 1))(x, w) for node in (lambda w: w, Narrow))
+    for a, b in zip(jax.tree.leaves(wide), jax.tree.leaves(narrow), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * float(jnp.abs(a).max()))
+
+
+def test_training_lowers_the_loss(small, tokenizer):
+    config, weights = small
+    rows = corpus.training_rows(tokenizer, "0/0", 4, 256)
+    batch = (rows.tokens, rows.targets, rows.weights, rows.documents)
+    gradient = jax.jit(jax.value_and_grad(lambda w: loss_of(w, batch, config)))
+    before, slope = gradient(weights)
+    after, _ = gradient(jax.tree.map(lambda w, g: w - 0.02 * g, weights, slope))
+    assert after < before
+
+
+def test_packed_documents_do_not_see_each_other(small):
+    config, weights = small
+    a, b = [[5, 6, 7, 8], [0, 1, 1, 1]], [[9, 10, 11], [0, 1, 1]]
+    both, alone = (corpus.pack([members], 128) for members in ([a, b], [b]))
+    x, y = (logits_of(weights, rows.tokens, rows.documents, config) for rows in (both, alone))
+    np.testing.assert_allclose(x[4:7], y[:3], atol=0.02)
+
+
+def test_export_reads_back(small, tokenizer, tmp_path):
+    config, weights = small
+    export(tmp_path, weights, config, tokenizer)
+    loaded_config = read_config(tmp_path)
+    loaded = load_weights(tmp_path, loaded_config)
+    assert loaded_config.layers == config.layers and loaded_config.dtype == "bfloat16"
+    for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(loaded), strict=True):
+        np.testing.assert_allclose(a, np.asarray(b, np.float32), rtol=0.005)

@@ -1,0 +1,160 @@
+"""The scheduler with a pretended device: a step's tokens come back one step late, as they do in service."""
+
+import numpy as np
+import pytest
+
+from quire.serving.pages import PageTable
+from quire.serving.request import SamplingParams
+from quire.serving.scheduler import Limits, Scheduler
+from quire.serving.sequence import Sequence
+
+
+def sequence(index: int, prompt: int, output: int, **settings) -> Sequence:
+    return Sequence(str(index), 0, [1] * prompt, prompt, SamplingParams(), output, index, **settings)
+
+
+class Device:
+    """Runs plans one step behind, checks each against what has been computed, and ends what is done."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler, self.in_flight, self.steps = scheduler, None, 0
+        self.computed: dict[Sequence, int] = {}
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.scheduler.check()
+        if plan is not None:
+            limits = self.scheduler.limits
+            assert plan.num_rows <= limits.max_rows
+            assert len(plan.items) <= limits.max_seqs
+            assert sum(len(item.scores) + item.draws for item in plan.items) <= limits.max_samples
+            assert len({item.seq.slot for item in plan.items}) == len(plan.items)
+            for item in plan.items:
+                if item.start == 0:
+                    self.computed[item.seq] = 0
+                assert item.start == self.computed[item.seq], "rows are computed in order, each once"
+                self.computed[item.seq] += item.count
+                assert item.count >= 1
+        if self.in_flight is not None:
+            for item in self.in_flight.items:
+                seq = item.seq
+                if seq.prompt_scores is not None:
+                    for position in item.scores:
+                        seq.prompt_scores[position] = True
+                if item.draws:
+                    seq.pending -= 1
+                    if seq.finish_reason is None:
+                        seq.tokens.append(2)
+                        if seq.num_output >= seq.max_tokens:
+                            self.scheduler.finish(seq, "length")
+        self.in_flight = plan
+        self.steps += 1
+
+    def run(self) -> None:
+        while self.scheduler.busy or self.in_flight:
+            self.step()
+            assert self.steps < 20000, "no progress"
+
+
+def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8)) -> Scheduler:
+    return Scheduler(PageTable(pages, page_size, windows), Limits(*limits))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_sequence_ends_once_whatever_the_load(seed):
+    rng = np.random.default_rng(seed)
+    pages = tuple(rng.integers(14, 40, 2).tolist())
+    scheduler = make(pages=pages)
+    device = Device(scheduler)
+    sequences, aborted = [], set()
+    for index in range(60):
+        prompt, output = int(rng.integers(1, 40)), int(rng.integers(1, 12))
+        if not scheduler.pages.fits(prompt + output, 16):
+            continue
+        seq = sequence(index, prompt, output, lockstep=bool(rng.random() < 0.1))
+        if rng.random() < 0.2:
+            seq.prompt_scores = [None] * (prompt - 1)
+        sequences.append(seq)
+        scheduler.add(seq)
+        for _ in range(int(rng.integers(0, 4))):
+            device.step()
+        if rng.random() < 0.15:
+            victim = sequences[int(rng.integers(len(sequences)))]
+            if victim.finish_reason is None:
+                scheduler.finish(victim, "abort")
+                aborted.add(victim)
+    device.run()
+    for seq in sequences:
+        if seq in aborted:
+            assert seq.finish_reason == "abort"
+            continue
+        assert seq.finish_reason == "length"
+        assert seq.num_output == seq.max_tokens
+        assert seq.prompt_scores is None or all(seq.prompt_scores)
+    assert all(len(group.free) == group.num_pages - 1 for group in scheduler.pages.groups)
+    assert len(scheduler.free_slots) == 4
+
+
+def test_decodes_do_not_wait_for_a_long_prompt():
+    scheduler = make(pages=(200, 200))
+    device = Device(scheduler)
+    short, long = sequence(0, 2, 50), sequence(1, 100, 2)
+    scheduler.add(short)
+    device.step()
+    scheduler.add(long)
+    for _ in range(6):
+        before = short.num_computed
+        device.step()
+        assert short.num_computed == before + 1
+        assert long.num_computed <= 100
+    assert long.num_computed == 90  # the 15 rows of each step that the decode left
+
+
+def test_the_budget_is_filled():
+    scheduler = make(pages=(200, 200))
+    for index in range(4):
+        scheduler.add(sequence(index, 10, 2))
+    assert scheduler.schedule().num_rows == 16
+
+
+def test_first_come_first_served():
+    scheduler = make(pages=(200, 200), limits=(1, 16, 16))
+    device = Device(scheduler)
+    sequences = [sequence(index, 5, 3) for index in range(5)]
+    for seq in sequences:
+        scheduler.add(seq)
+    ended = []
+    while scheduler.busy or device.in_flight:
+        device.step()
+        ended += [seq.arrival for seq in sequences if seq.finish_reason and seq.arrival not in ended]
+    assert ended == sorted(ended)
+
+
+def test_the_latest_arrival_gives_way():
+    scheduler = make(pages=(12, 12), page_size=4, windows=(None, 8), limits=(4, 16, 16))
+    device = Device(scheduler)
+    sequences = [sequence(index, 12, 20) for index in range(3)]
+    for seq in sequences:
+        scheduler.add(seq)
+    device.run()
+    assert sequences[0].num_preemptions == 0
+    assert sum(seq.num_preemptions for seq in sequences) > 0
+
+
+def test_no_row_is_computed_past_max_tokens():
+    scheduler = make()
+    device = Device(scheduler)
+    seq = sequence(0, 3, 4)
+    scheduler.add(seq)
+    device.run()
+    assert device.computed[seq] == 3 + 4 - 1  # the last token drawn is never fed back
+
+
+def test_a_lockstep_sequence_waits_for_its_token():
+    scheduler = make()
+    device = Device(scheduler)
+    seq = sequence(0, 3, 4, lockstep=True)
+    scheduler.add(seq)
+    device.step()
+    assert seq.pending == 1
+    assert scheduler.schedule() is None

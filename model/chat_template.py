@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class ChatTemplate:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # one conversation at a time goes through the pipe
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, messages: Sequence[Any], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt of a conversation; `variables` (tools, enable_thinking, ...) are the template's own."""
         context = {
             "tools": None,
@@ -41,7 +41,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            request = json.dumps([self.source, context]).encode() + b"\n"
+            request = json.dumps([self.source, context], ensure_ascii=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise PromptError(f"chat template: the conversation must be plain JSON: {error}") from None
         with self._lock:

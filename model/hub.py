@@ -43,4 +43,6 @@ def fetch(model: str, files: list[str]) -> Path:
         ) from None
     except Exception as error:
         reason = str(error).strip().splitlines()
-        raise ModelError(f"model {model!r} could not be fetched: {reason[0] if reason else type(error).__name__}") from None
+        raise ModelError(
+            f"model {model!r} could not be fetched: {reason[0] if reason else type(error).__name__}"
+        ) from None

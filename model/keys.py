@@ -46,6 +46,13 @@ class Keys:
             raise ModelError(f"config.json: {name} = {value!r}; it must be a whole number of at least 1")
         return value
 
+    def positive(self, name: str, default: float | None) -> Any:
+        """A number above zero; None where that is the default."""
+        value = self(name, default)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
+            raise ModelError(f"config.json: {name} = {value!r}; it must be a positive number")
+        return value
+
     def heads(self, head_dim: int | None = None) -> dict[str, Any]:
         """What every `Attention` needs: the numbers of heads, their size and the usual scale."""
         N = self.count("num_attention_heads")

@@ -31,6 +31,8 @@ def build(params: dict, head_dim: int, max_len: int) -> Rope:
         raise ModelError(f"rope_type {kind!r} is not known; it can be one of {', '.join(sorted(ALLOWED))}")
     if unknown := {key for key, value in params.items() if value is not None} - ALLOWED[kind] - COMMON:
         raise ModelError(f"rope parameter {sorted(unknown)[0]!r} is not understood for rope_type {kind!r}")
+    for name, value in params.items():
+        check(name, value)
     theta = float(params.get("rope_theta") or 10000.0)
     dim = head_dim if kind == "proportional" else int(head_dim * (params.get("partial_rotary_factor") or 1.0))
     freq = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -50,6 +52,21 @@ def build(params: dict, head_dim: int, max_len: int) -> Rope:
     return Rope(tuple(float(f) for f in inv_freq), float(factor))
 
 
+def check(name: str, value) -> None:
+    """Refuse what cannot be a parameter of that name."""
+    if value is None or name in ("rope_type", "type", "truncate"):
+        return
+    is_list = name in ("long_factor", "short_factor")
+    numbers = value if is_list and isinstance(value, list) else [value]
+    good = is_list == isinstance(value, list) and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+    # DeepSeek writes mscale = 0 for none.
+    if not good or any(x < 0 or (x == 0 and "mscale" not in name) for x in numbers):
+        right = "a list of positive numbers" if is_list else "a positive number"
+        raise ModelError(f"rope parameter {name} = {value!r}; it must be {right}")
+    if name == "partial_rotary_factor" and value > 1:
+        raise ModelError(f"rope parameter {name} = {value!r}; it must be at most 1")
+
+
 def dynamic(params, theta, dim, max_len):
     trained = params["original_max_position_embeddings"]
     if max_len > trained:
@@ -66,6 +83,8 @@ def proportional(params, freq, head_dim):
 def llama3(params, freq):
     factor, trained = params["factor"], params["original_max_position_embeddings"]
     low, high = params["low_freq_factor"], params["high_freq_factor"]
+    if low >= high:
+        raise ModelError(f"rope parameter high_freq_factor = {high}; it must be above low_freq_factor = {low}")
     wavelength = 2 * math.pi / freq
     smooth = np.clip((trained / wavelength - low) / (high - low), 0, 1)
     return (1 - smooth) * freq / factor + smooth * freq

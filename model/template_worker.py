@@ -18,7 +18,7 @@ import minijinja
 
 FUEL = 30_000_000  # template instructions: about a second
 MEMORY = 512 << 20  # bytes of address space
-SECONDS = 2  # of processor time a template, rounded up to the next; a waiting worker uses none
+SECONDS = 1  # of processor time a template, rounded up to the next; a waiting worker uses none
 LARGEST_TEXT = 32 << 20  # characters
 
 # Marks what a training script masks; renders as if it were not there. `if true` keeps its whitespace control.

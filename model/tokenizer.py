@@ -142,9 +142,7 @@ class Tokenizer:
         template = self._templates.get("default")
         return None if template is None else template.source
 
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Any], add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The prompt of a conversation as text; `kwargs` are variables of the template (tools, ...)."""
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:

@@ -10,9 +10,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from . import quill_tasks as tasks
 
+# How often a document of each task is drawn; sums are learned the slowest.
 SHORT = {
+    "story": 1.0, "story_plain": 0.8, "add": 10.0, "subtract": 10.0, "multiply": 3.0, "sort_numbers": 4.0,
+    "sort_letters": 1.5, "sort_words": 2.5, "copy": 4.0, "reverse": 4.0, "json": 2.0, "lookup_short": 3.5,
+}  # fmt: skip
+# The tokenizer's own mix: a change to the one above must not change the tokens.
+SPELLED = {
     "story": 1.0, "story_plain": 0.8, "add": 6.0, "subtract": 6.0, "multiply": 2.0, "sort_numbers": 6.0,
-    "sort_letters": 3.0, "sort_words": 4.0, "copy": 3.0, "reverse": 3.0, "json": 2.0, "lookup_short": 4.0,
+    "sort_letters": 3.0, "sort_words": 4.0, "copy": 3.0, "reverse": 3.0, "json": 6.0, "lookup_short": 4.0,
 }  # fmt: skip
 # Row length -> what long documents lead each row, before short ones fill it up.
 LONG = {256: {}, 512: {"lookup_200": 1.0}, 1024: {"lookup_400": 1.0, "lookup_600": 1.0}}
@@ -24,8 +30,8 @@ def train_tokenizer(vocab_size: int, seed: int = 0) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    rng, weights = Random(f"tokenizer/{seed}"), SHORT | {"json": 6.0}
-    texts = ("".join(text for text, _ in tasks.document(rng, weights)) for _ in range(20_000))
+    rng = Random(f"tokenizer/{seed}")
+    texts = ("".join(text for text, _ in tasks.document(rng, SPELLED)) for _ in range(20_000))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=tasks.SPECIALS, initial_alphabet=alphabet, show_progress=False

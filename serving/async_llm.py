@@ -46,8 +46,8 @@ class AsyncLLM:
             self.engine.add(name, tokens, params, text)
             self.listeners[name] = hear
 
-        await asyncio.wrap_future(self.submit(add))
         try:
+            await asyncio.wrap_future(self.submit(add))
             while True:
                 output = await queue.get()
                 while not queue.empty():  # each result holds all before it: a slow reader skips to the newest
@@ -91,6 +91,8 @@ class AsyncLLM:
                 jobs = list(self.jobs)
                 self.jobs.clear()
             for job, future in jobs:
+                if not future.set_running_or_notify_cancel():
+                    continue  # its caller has gone before it began
                 try:
                     future.set_result(job())
                 except Exception as error:
@@ -100,7 +102,8 @@ class AsyncLLM:
         for request in list(self.engine.requests.values()):
             self.tell(self.engine.abort(request.request_id))
         for _, future in self.jobs:
-            future.set_exception(RequestError("engine", "is closed"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RequestError("engine", "is closed"))
 
     def tell(self, request) -> None:
         if request is None:

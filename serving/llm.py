@@ -140,6 +140,8 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | Non
             return text, list(tokens)
         prompt = text
     if isinstance(prompt, str):
+        if not prompt:
+            raise RequestError("prompt", "is empty; it must have at least one character")
         if tokenizer is None:
             raise RequestError("prompt", "is text, and skip_tokenizer_init is set; give prompt_token_ids")
         try:

@@ -123,8 +123,8 @@ class SamplingParams:
     top_k: int = 0  # 0 is off; -1 is read as 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] | None = ()  # kept as a tuple
-    stop_token_ids: Sequence[int] | None = ()
+    stop: Sequence[str] = ()  # one string or several, kept as a tuple; so are the other lists, and None is empty
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to the model's length
     min_tokens: int = 0
@@ -135,7 +135,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = ()
+    bad_words: Sequence[str] = ()
 
     def __post_init__(self):
         self._set("n", integer("n", self.n, 1, MAX_CHOICES))

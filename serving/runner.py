@@ -1,6 +1,7 @@
 """Between the scheduler's plans and the device: builds batches, launches steps, reads tokens back."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,10 +93,14 @@ class Runner:
 
     def warm_up(self, progress: Callable[[batches.Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
-        for size in self.sizes:
-            progress(size)
-            padding = self.empty_batch(size)
-            self.compiled[size] = step.lower(self.weights, self.state, padding, self.config).compile()
+        with ThreadPoolExecutor() as threads:  # XLA compiles outside of Python's lock: sizes side by side
+            futures = {}
+            for size in self.sizes:
+                lowered = step.lower(self.weights, self.state, self.empty_batch(size), self.config)
+                futures[size] = threads.submit(lowered.compile)
+            for size, future in futures.items():
+                progress(size)
+                self.compiled[size] = future.result()
         V = self.config.vocab_size
         slots = reset_slot(self.state.slots, np.int32(0), np.zeros(V, np.float32), np.zeros(V, bool))
         self.state = self.state.replace(slots=slots)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from golden.families import VARIANTS, Variant
 from golden.folder import HERE, POSITIONS, write_folder
+
 from quire import LLM, SamplingParams
 from quire.model import checkpoint, dense
 from quire.model.families import FAMILIES

@@ -194,7 +194,7 @@ def decoder(keys: Keys, family: str, layers: tuple[Layer, ...], longest: int, **
     common = {
         "vocab_size": lambda: keys.count("vocab_size"),
         "dim": lambda: keys.count("hidden_size"),
-        "norm_eps": lambda: keys("rms_norm_eps", 1e-6),
+        "norm_eps": lambda: keys.positive("rms_norm_eps", 1e-6),
         "tied": lambda: keys("tie_word_embeddings", False),
     }
     fields |= {name: read() for name, read in common.items() if name not in fields}

@@ -30,9 +30,12 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     attention, activation = latent_attention(keys, max_len or longest), keys.activation("hidden_act")
     dense = Layer(attention, Mlp(keys.count("intermediate_size"), activation))
     moe = {"deepseek_v2": softmax_experts, "deepseek_v3": sigmoid_experts}[kind](keys, activation)
-    shared = keys("n_shared_experts", 0)
+    shared = keys.count("n_shared_experts", None)
     sparse = Layer(attention, Mlp(shared * moe.dim, activation) if shared else None, moe)
-    first, every = keys("first_k_dense_replace", {"deepseek_v2": 0, "deepseek_v3": 3}[kind]), keys("moe_layer_freq", 1)
+    first, every = (
+        keys("first_k_dense_replace", {"deepseek_v2": 0, "deepseek_v3": 3}[kind]),
+        keys.count("moe_layer_freq", 1),
+    )
     layers = tuple(dense if i < first or i % every else sparse for i in range(keys.count("num_hidden_layers")))
     keys.refuse("mlp_bias", False)
     keys.quantization("fp8")  # widened at load
@@ -44,7 +47,7 @@ def latent_attention(keys: Keys, max_len: int) -> LatentAttention:
     keys.ignore("head_dim", "qk_head_dim", "num_key_value_heads")  # follow from the sizes here
     return LatentAttention(
         heads=keys.count("num_attention_heads"),
-        q_rank=keys("q_lora_rank", None),
+        q_rank=keys.count("q_lora_rank", None),
         kv_rank=keys.count("kv_lora_rank", 512),
         nope_dim=nope,
         rope_dim=rotary,
@@ -69,7 +72,7 @@ def softmax_experts(keys: Keys, activation: str) -> Moe:
         raise ModelError(f"config.json: topk_method = {method!r}; it can be greedy or group_limited_greedy")
     keys.refuse("scoring_func", "softmax")
     keys.refuse("norm_topk_prob", False)
-    groups = keys("n_group", 1), keys("topk_group", 1)
+    groups = keys.count("n_group", 1), keys.count("topk_group", 1)
     groups, top_groups = groups if method == "group_limited_greedy" else (1, 1)
     return Moe(**experts(keys, 1.0), activation=activation, normalize=False, groups=groups, top_groups=top_groups)
 
@@ -95,7 +98,7 @@ def experts(keys: Keys, scaling: float) -> dict[str, Any]:
         "experts": keys.count("n_routed_experts"),
         "top_k": keys.count("num_experts_per_tok"),
         "dim": keys.count("moe_intermediate_size"),
-        "scaling": keys("routed_scaling_factor", scaling),
+        "scaling": keys.positive("routed_scaling_factor", scaling),
     }
 
 

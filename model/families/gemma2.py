@@ -16,11 +16,11 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.ignore("hidden_act", "sliding_window_size")  # older names; `hidden_activation` and `sliding_window` count
     keys.refuse("use_bidirectional_attention", False)
     longest, heads, bias = keys.count("max_position_embeddings", 8192), keys.heads(256), keys("attention_bias", False)
-    heads["scale"] = keys("query_pre_attn_scalar", 256) ** -0.5
+    heads["scale"] = keys.positive("query_pre_attn_scalar", 256) ** -0.5
     attention = Attention(
         **heads,
         rope=keys.rope(heads["head_dim"], max_len or longest),
-        soft_cap=keys("attn_logit_softcapping", None),
+        soft_cap=keys.positive("attn_logit_softcapping", None),
         bias=bias,
         out_bias=bias,
     )
@@ -35,7 +35,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         longest,
         tied=keys("tie_word_embeddings", True),
         embed_scale=keys("hidden_size") ** 0.5,
-        final_soft_cap=keys("final_logit_softcapping", None),
+        final_soft_cap=keys.positive("final_logit_softcapping", None),
     )
 
 

@@ -34,7 +34,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.refuse("use_bidirectional_attention", False)
     keys.refuse("attn_logit_softcapping")
     longest, heads = keys.count("max_position_embeddings", 131072), keys.heads(256)
-    heads["scale"], bias = keys("query_pre_attn_scalar", 256) ** -0.5, keys("attention_bias", False)
+    heads["scale"], bias = keys.positive("query_pre_attn_scalar", 256) ** -0.5, keys("attention_bias", False)
     H, served = heads["head_dim"], max_len or longest
     local = keys("rope_local_base_freq", 10000.0)
     full = Attention(
@@ -53,7 +53,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         longest,
         tied=keys("tie_word_embeddings", True),
         embed_scale=keys("hidden_size") ** 0.5,
-        final_soft_cap=keys("final_logit_softcapping", None),
+        final_soft_cap=keys.positive("final_logit_softcapping", None),
     )
 
 

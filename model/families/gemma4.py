@@ -1,7 +1,5 @@
 """Gemma 4: wide global heads between local ones, caches shared by the upper layers, an embedding for every layer."""
 
-from typing import Any
-
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Moe
 from ..weights import LayerWeights, ModelWeights, MoeWeights, PerLayerWeights
 from .common import (
@@ -62,7 +60,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         Layer(attention, Mlp(F if owner is None else F * wider, activation), moe, post_norm=True)
         for attention, owner in zip(attentions, owners, strict=True)
     )
-    A, V = keys("hidden_size_per_layer_input"), keys("vocab_size_per_layer_input")
+    A, V = keys("hidden_size_per_layer_input", 0), keys.count("vocab_size_per_layer_input")
+    if A < 0:
+        raise ModelError(f"config.json: hidden_size_per_layer_input = {A}; it must be 0 or more")
     if A and keys.count("vocab_size") > V:
         raise ModelError(f"config.json: vocab_size_per_layer_input = {V}; it must cover vocab_size")
     return decoder(
@@ -72,7 +72,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         longest,
         tied=keys("tie_word_embeddings", True),
         embed_scale=keys("hidden_size") ** 0.5,
-        final_soft_cap=keys("final_logit_softcapping", None),
+        final_soft_cap=keys.positive("final_logit_softcapping", None),
         per_layer_dim=A,
         per_layer_vocab=V if A else 0,
         layer_scale=True,
@@ -82,47 +82,49 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 def cache_sources(keys: Keys, kinds: list[str]) -> list[int | None]:
     """The last `num_kv_shared_layers` layers read the cache of the last layer of their kind before them."""
     shared = keys("num_kv_shared_layers", 0)
-    own = kinds[: len(kinds) - shared]
-    if shared and set(own) != set(kinds):
+    own = kinds[: max(0, len(kinds) - shared)]
+    if shared < 0 or set(own) != set(kinds):
         raise ModelError(f"config.json: num_kv_shared_layers = {shared} leaves a kind of layer without a cache")
     last = {kind: i for i, kind in enumerate(own)}
     return [None] * len(own) + [last[kind] for kind in kinds[len(own) :]]
 
 
+def head_sizes(keys: Keys, kinds: list[str]) -> list[tuple[int, int]]:
+    """The head size and the key-value heads of each layer: the global ones have their own."""
+    H, K = keys.count("head_dim", 256), keys.count("num_key_value_heads")
+    wide, few = {"head_dim": keys.count("global_head_dim", 512)}, keys.count("num_global_key_value_heads", None)
+    if few and keys("attention_k_eq_v", False):
+        wide["num_key_value_heads"] = few
+    own = {str(index): wide for index, kind in enumerate(kinds) if kind == "full_attention"}
+    own, sizes = keys("per_layer_config", own), []  # which says the same in newer files
+    for index in range(len(kinds)):
+        layer = Keys(own.get(str(index), {}))
+        sizes.append((layer.count("head_dim", H), layer.count("num_key_value_heads", K)))
+        layer.done()
+    return sizes
+
+
 def attention_layers(keys: Keys, kinds: list[str], owners: list[int | None], max_len: int) -> list[Attention]:
-    """One attention a layer; the global ones have heads of a size and number of their own."""
-    bias, window = keys("attention_bias", False), narrower(keys("sliding_window"), keys("max_position_embeddings"))
-    tied, heads = keys("attention_k_eq_v", False), keys.heads(256)
-    wide = {"head_dim": keys.count("global_head_dim", 512)}
-    if (count := keys("num_global_key_value_heads", None)) and tied:
-        wide["num_key_value_heads"] = count
-    written = keys("per_layer_config", None)
-    overrides = {i: wide for i, kind in enumerate(kinds) if kind == "full_attention"}
-    if written is not None:
-        overrides = {int(index): values for index, values in written.items()}
-    attentions = []
-    for index, (kind, owner) in enumerate(zip(kinds, owners, strict=True)):
-        own: dict[str, Any] = overrides.get(index, {})
-        if unknown := set(own) - {"head_dim", "num_key_value_heads"}:
-            raise ModelError(f"config.json: per_layer_config[{index}] sets {min(unknown)!r}, which is not understood")
-        H, full = own.get("head_dim", heads["head_dim"]), kind == "full_attention"
-        attentions.append(
-            Attention(
-                heads=heads["heads"],
-                kv_heads=own.get("num_key_value_heads", heads["kv_heads"]),
-                head_dim=H,
-                scale=1.0,
-                rope=keys.rope(H, max_len, kind),
-                window=None if full else window,
-                qk_norm="head",
-                v_norm=True,
-                bias=bias,
-                out_bias=bias,
-                tied_kv=tied and full,
-                kv_source=owner,
-            )
+    """One attention a layer."""
+    N, bias, tied = keys.count("num_attention_heads"), keys("attention_bias", False), keys("attention_k_eq_v", False)
+    window = narrower(keys.count("sliding_window"), keys.count("max_position_embeddings"))
+    return [
+        Attention(
+            heads=N,
+            kv_heads=K,
+            head_dim=H,
+            scale=1.0,
+            rope=keys.rope(H, max_len, kind),
+            window=None if kind == "full_attention" else window,
+            qk_norm="head",
+            v_norm=True,
+            bias=bias,
+            out_bias=bias,
+            tied_kv=tied and kind == "full_attention",
+            kv_source=owner,
         )
-    return attentions
+        for kind, owner, (H, K) in zip(kinds, owners, head_sizes(keys, kinds), strict=True)
+    ]
 
 
 def experts(keys: Keys, activation: str) -> Moe | None:

@@ -47,8 +47,8 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         score="softmax_top",
         router_bias=True,
         bias=True,
-        clamp=keys("swiglu_limit", 7.0),
-        alpha=keys("swiglu_alpha", 1.702),
+        clamp=keys.positive("swiglu_limit", 7.0),
+        alpha=keys.positive("swiglu_alpha", 1.702),
         quant=keys.quantization("mxfp4"),
     )
     keys.refuse("hidden_act", "silu")
@@ -60,7 +60,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
     layers = tuple(Layer(sliding if kind == "sliding_attention" else full, moe=moe) for kind in kinds)
-    return decoder(keys, "gpt_oss", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
+    return decoder(keys, "gpt_oss", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 def packed_source(name: str, E: int, into: int, *out: int) -> Mxfp4:

@@ -13,7 +13,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     attention = Attention(
         **heads,
         rope=keys.rope(heads["head_dim"], max_len or longest, theta=1e6),
-        window=narrower(keys("sliding_window", None), longest),
+        window=narrower(keys.count("sliding_window", None), longest),
     )
     moe = Moe(
         experts=keys.count("num_local_experts"),
@@ -22,7 +22,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         activation=keys.activation("hidden_act"),
     )
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
-    return decoder(keys, "mixtral", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
+    return decoder(keys, "mixtral", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:

@@ -13,7 +13,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     attention = Attention(**heads, rope=rope, qk_norm="all", bias=bias, out_bias=bias)
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
     layers = (Layer(attention, mlp, pre_norm=False, post_norm=True),) * keys.count("num_hidden_layers")
-    return decoder(keys, "olmo2", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
+    return decoder(keys, "olmo2", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 sources = partial(model_sources, norms=POST_NORMS)

@@ -22,7 +22,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
     window = keys.count("sliding_window", None)
     layers = layers_by_type(kinds, mlp, full, sliding, window, longest, pre_norm=False, post_norm=True)
-    return decoder(keys, "olmo3", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
+    return decoder(keys, "olmo3", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 sources = partial(model_sources, norms=POST_NORMS)

@@ -22,7 +22,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     )
     layer = Layer(attention, Mlp(keys.count("intermediate_size"), keys.activation("hidden_act")))
     layers = (layer,) * keys.count("num_hidden_layers")
-    return decoder(keys, "phi3", layers, longest, norm_eps=keys("rms_norm_eps", 1e-5))
+    return decoder(keys, "phi3", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 def rename_longrope(hf: dict) -> dict:

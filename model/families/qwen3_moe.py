@@ -9,7 +9,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
     longest, heads = keys.count("max_position_embeddings", 32768), keys.heads()
     bias = keys("attention_bias", False)
-    window = keys("sliding_window", 4096)
+    window = keys.count("sliding_window", 4096)
     keys.ignore("max_window_layers")  # a window is one for all layers here
     attention = Attention(
         **heads,

@@ -142,7 +142,9 @@ VARIANTS = [
         PHI3
         | {
             "max_position_embeddings": 1024,
-            "rope_scaling": {"type": "longrope", "short_factor": [1.0 + i / 4 for i in range(8)], "long_factor": [9.0] * 8},
+            "rope_scaling": {
+                "type": "longrope", "short_factor": [1.0 + i / 4 for i in range(8)], "long_factor": [9.0] * 8,
+            },
         },
         max_len=256,
     ),

@@ -121,8 +121,9 @@ MOE_VARIANTS = [
                 "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
                 "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "position_embedding_size": 8,
             },
-            "audio_config": None, "audio_token_id": 155, "boa_token_id": 156, "boi_token_id": 157,
-            "eoa_token_index": 158, "eoi_token_id": 159, "image_token_id": 154, "video_token_id": 153,
+            # Outside the vocabulary, so that no prompt holds one: where an image stands the text model sees padding.
+            "audio_config": None, "audio_token_id": 165, "boa_token_id": 166, "boi_token_id": 167,
+            "eoa_token_index": 168, "eoi_token_id": 169, "image_token_id": 164, "video_token_id": 163,
             "vision_soft_tokens_per_image": 4, "initializer_range": 0.02, "tie_word_embeddings": True,
         },
     ),

@@ -30,7 +30,9 @@ def draw(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.nd
         return (gain * value / shape[-1] ** 0.5).astype(np.float32)
     if "norm" not in name and "scal" not in name:
         return (0.1 * value).astype(np.float32)
-    centre = 1.6 if "q_norm" in name or "k_norm" in name else 1.0
+    centre = 1.0
+    if "q_norm" in name or "k_norm" in name:
+        centre = 0.7 if model_type.startswith("gemma4") else 1.6  # their scores are not scaled down
     if name.endswith("model.norm.weight"):
         centre = 7.0 if gemma else 3.0
     less = model_type.startswith(("gemma2", "gemma3"))  # they store the norms' scales less one

@@ -1,4 +1,7 @@
-"""Write the golden files. Needs torch and transformers; from the folder `tests`: python -m golden.make_golden [NAME ...]"""
+"""Write the golden files, all or those named: `python -m golden.make_golden [NAME ...]` in the folder `tests`.
+
+Needs torch and transformers.
+"""
 
 import json
 import sys

@@ -1,0 +1,114 @@
+"""Every family against transformers itself, on fresh random weights. `QUIRE_SEED=n` repeats a run."""
+
+import json
+import os
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden.families import VARIANTS
+from golden.folder import prompts, write_folder
+from published import PUBLISHED
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from parity import reference  # noqa: E402
+
+from quire import LLM, SamplingParams  # noqa: E402
+from quire.model import checkpoint, dense  # noqa: E402
+from quire.model.weights import abstract  # noqa: E402
+
+SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "little")
+TOLERANCE = 2e-4
+LEAST_LEAD = 1e-3  # rounding decides between tokens that are closer
+BY_NAME = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+
+
+class Case:
+    """A model of fresh weights that transformers has loaded and saved again in its own form."""
+
+    def __init__(self, variant, folder):
+        shapes, self.seed = reference.tensor_shapes(variant), SEED
+        while True:
+            written = write_folder(folder / str(self.seed), variant.config, shapes, self.seed)
+            model = reference.load(written)
+            vocab_size = model.config.get_text_config().vocab_size
+            self.prompts = prompts((*variant.prompts, variant.prompts[0] - 17), vocab_size, self.seed)
+            answers = [reference.greedy(model, ids, variant.new_tokens) for ids in self.prompts]
+            if min(lead for _, lead in answers) >= LEAST_LEAD:
+                break
+            self.seed += 1
+        print(f"{variant.name}: QUIRE_SEED={self.seed}")
+        self.tokens = [tokens for tokens, _ in answers]
+        self.whole = self.prompts[0] + self.tokens[0]
+        self.logits = reference.logits(model, self.whole)
+        self.written, self.saved = written, folder / "saved"
+        model.save_pretrained(self.saved)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    by_name = {variant.name: variant for variant in VARIANTS}
+    return lru_cache(lambda name: Case(by_name[name], tmp_path_factory.mktemp(name)))
+
+
+@BY_NAME
+def test_logits(variant, case):
+    made = case(variant.name)
+    for folder in (made.written, made.saved):
+        config = checkpoint.read_config(folder, "float32", variant.max_len)
+        weights = checkpoint.load_weights(folder, config)
+        logits = jax.jit(dense.forward, static_argnums=2)(weights, jnp.array([made.whole]), config)[0]
+        np.testing.assert_allclose(logits, made.logits, rtol=0, atol=TOLERANCE)
+
+
+@BY_NAME
+def test_saved_config_means_the_same(variant, case):
+    """transformers 5 writes other keys than the published files have; both are read alike."""
+    made = case(variant.name)
+    first, second = (
+        checkpoint.read_config(folder, "float32", variant.max_len) for folder in (made.written, made.saved)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.new_tokens], ids=lambda variant: variant.name)
+def test_greedy_tokens(variant, block_size, case):
+    """Each alone, then all at once with some that have come a part of the way."""
+    made = case(variant.name)
+    llm = LLM(
+        model=str(made.saved), skip_tokenizer_init=True, dtype="float32", block_size=block_size,
+        max_model_len=variant.max_len, max_num_batched_tokens=32, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
+    )  # fmt: skip
+    cases = [(ids, tokens, 0) for ids, tokens in zip(made.prompts, made.tokens, strict=True)]
+    batch = cases + [(ids, tokens, n) for (ids, tokens, _), n in zip(cases, (30, 9, 63), strict=True)]
+    for asked in ([cases[0]], [cases[1]], [cases[2]], batch):
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids + tokens[:n]} for ids, tokens, n in asked],
+            [SamplingParams(temperature=0, max_tokens=len(tokens) - n, ignore_eos=True) for _, tokens, n in asked],
+            use_tqdm=False,
+        )
+        assert [list(output.outputs[0].token_ids) for output in outputs] == [tokens[n:] for _, tokens, n in asked]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_tensors(name, tmp_path):
+    """transformers builds a published model of the tensors that the family file asks for, and of no others."""
+    hf = PUBLISHED[name].config
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in hf.items() if key != "auto_map"}))
+    family, config = checkpoint.family_of(hf), checkpoint.read_config(tmp_path)
+    canonical, ignored = getattr(family, "canonical", str), getattr(family, "ignored", lambda name, config: False)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    theirs = {
+        canonical(key): tuple(value.shape) for key, value in model.state_dict().items() if not ignored(key, config)
+    }
+    if config.tied:
+        del theirs["lm_head.weight"]
+    sources = jax.tree.map(lambda spec, source: source, abstract(config), family.sources(config))
+    ours = {part.name: part.shape for source in jax.tree.leaves(sources) for part in source.parts}
+    assert ours == theirs

@@ -1,0 +1,235 @@
+"""Chat templates: the prompts of well-known shapes, Python's methods, one-line errors, and hostile templates."""
+
+# ruff: noqa: E501 - templates read better on one line
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+
+import pytest
+from chat_templates import CASES
+
+from quire.model.chat_template import ChatTemplate, PromptError
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def render():
+    """Render a source with some variables; one worker for all of them."""
+    template = ChatTemplate("", SPECIAL)
+
+    def run(source: str, messages=(), **variables) -> str:
+        template.source = source
+        return template.render(list(messages), **variables)
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_families(render, case):
+    text = render(case.template, case.messages, add_generation_prompt=case.add_generation_prompt, **case.variables)
+    assert text == case.expected
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("gemma", "Roles must alternate: user, assistant, user, ..."),
+        ("mistral", "After the optional system message, user and assistant must alternate"),
+    ],
+)
+def test_a_template_refuses_a_conversation(render, source, message):
+    twice = [{"role": "user", "content": "a"}] * 2
+    with pytest.raises(PromptError) as caught:
+        render(CASES[source].template, twice)
+    assert str(caught.value) == f"chat template: {message}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        # What Python prints
+        ("{{ none }} {{ true }} {{ false }} {{ 1.0 }} {{ 4 / 2 }} {{ 7 // 2 }} {{ -7 % 3 }}", "None True False 1.0 2.0 3 2"),
+        ("{{ {'a': [1, 'x', none, true]} }}", "{'a': [1, 'x', None, True]}"),
+        ("{{ '<b> & \"c\"' }}", '<b> & "c"'),
+        ("[{{ nothing }}][{{ d.nothing }}][{{ nothing is defined }}]", "[][][False]"),
+        ("{% for x in nothing %}a{% else %}none{% endfor %}", "none"),
+        ("{{ nothing | length }} {{ 'é日' | length }} {{ d | count }}", "0 2 2"),
+        # JSON as the models saw it
+        ("{{ d | tojson }}", '{"b": "é<", "a": [1, 2.5, null, true]}'),
+        ("{{ d | tojson(indent=1) }}", '{\n "b": "é<",\n "a": [\n  1,\n  2.5,\n  null,\n  true\n ]\n}'),
+        ("{{ d | tojson(separators=(',', ':'), sort_keys=true, ensure_ascii=true) }}", '{"a":[1,2.5,null,true],"b":"\\u00e9<"}'),
+        # Methods of str, dict and list
+        ("{{ ' a '.strip() }}|{{ 'xax'.strip('x') }}|{{ ' a'.lstrip() }}|{{ 'a\\n'.rstrip('\\n') }}", "a|a|a|a"),
+        ("{{ 'a,b,c'.split(',')[-1] }}|{{ 'a,b,c'.split(',', 1) }}|{{ 'a  b'.split() }}", "c|['a', 'b,c']|['a', 'b']"),
+        ("{{ 'ab'.startswith('a') }}|{{ 'ab'.endswith(('x', 'b')) }}|{{ 'abab'.replace('a', 'x', 1) }}", "True|True|xbab"),
+        ("{{ 'a b'.title() }}|{{ 'aB'.upper() }}|{{ 'aB'.lower() }}|{{ 'ab'.capitalize() }}", "A B|AB|ab|Ab"),
+        ("{{ 'aab'.count('a') }}|{{ 'ab'.find('b') }}|{{ '12'.isdigit() }}|{{ 'a\\nb'.splitlines() }}", "2|1|True|['a', 'b']"),
+        ("{{ ', '.join(['a', 'b']) }}|{{ '{} {x}'.format(1, x=2) }}", "a, b|1 2"),
+        ("{{ d.get('b') }}|{{ d.get('z') }}|{{ d.get('z', 1) }}|{{ d.keys() | list }}", "é<|None|1|['b', 'a']"),
+        ("{% for k, v in d.items() %}{{ k }}={{ v }};{% endfor %}", "b=é<;a=[1, 2.5, None, True];"),
+        ("{{ l[1:] }} {{ l[:-1] }} {{ l[::-1] }} {{ l[-1] }} {{ 'abc'[1:] }} {{ 'é日本'[1] }}", "[2, 3] [1, 2] [3, 2, 1] 3 bc 日"),
+        # Filters and tests
+        ("{{ l | map('string') | join('-') }} {{ l | select('odd') | list }} {{ l | sum }}", "1-2-3 [1, 3] 6"),
+        ("{{ [{'r': 'u', 'n': 1}, {'r': 'a', 'n': 2}] | selectattr('r', 'equalto', 'a') | map(attribute='n') | first }}", "2"),
+        ("{{ 'a\\nb\\n\\nc\\n' | indent(2) }}|{{ 'a\\nb' | indent(2, true) }}", "a\n  b\n\n  c\n|  a\n  b"),
+        ("{{ 'a\\n\\nb' | indent('> ', first=true, blank=true) }}", "> a\n> \n> b"),
+        ("{{ none is iterable }} {{ l is iterable }} {{ 'a' is iterable }} {{ 1 is iterable }}", "False True True False"),
+        ("{{ 'a' is sequence }} {{ d is sequence }} {{ none is sequence }} {{ d is mapping }}", "True True False True"),
+        ("{{ 1 is number }} {{ 'a' is string }} {{ none is none }} {{ true is boolean }} {{ 'b' in d }}", "True True True True True"),
+        # Statements
+        ("{% set ns = namespace(n=0) %}{% for i in l %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}", "6"),
+        ("{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", "02"),
+        ("{% for i in l %}{{ loop.index }}{{ loop.first }}{{ loop.last }}{{ loop.previtem }} {% endfor %}", "1TrueFalse 2FalseFalse1 3FalseTrue2 "),
+        ("{% macro f(a, b='y') %}<{{ a }}{{ b }}>{% endmacro %}{{ f('x') + f('z', b='w') }}", "<xy><zw>"),
+        ("{% macro f() %}<{{ caller() }}>{% endmacro %}{% call f() %}in{% endcall %}", "<in>"),
+        ("{% set x %}a{{ 1 }}{% endset %}{{ x | upper }}{% filter upper %}b{% endfilter %}", "A1B"),
+        ("a\n  {% if true %}\nb\n  {% endif %}\nc {# no #}\n{{- 'd' -}}  \ne", "a\nb\nc de"),
+        ("{%- generation -%} a {%- endgeneration -%} b{% generation %}c{% endgeneration %}", "abc"),
+    ],
+)  # fmt: skip
+def test_jinja_as_models_use_it(render, source, expected):
+    assert render(source, d={"b": "é<", "a": [1, 2.5, None, True]}, l=[1, 2, 3]) == expected
+
+
+def test_todays_date(render):
+    before = datetime.now().strftime("%d %b %Y")
+    assert render("{{ strftime_now('%d %b %Y') }}") in (before, datetime.now().strftime("%d %b %Y"))
+
+
+def test_variables_of_a_conversation_come_before_the_template_s_own(render):
+    assert render("{{ bos_token }}{{ eos_token }}{{ tools }}{{ documents }}") == "<s></s>NoneNone"
+    assert render("{{ bos_token }}{{ tools }}", bos_token="B", tools=[1]) == "B[1]"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("a\n{% for %}", "unexpected end of block, expected in (line 2 of the template)"),
+        ("{{ messages.foo() }}", "'list' object has no attribute 'foo'"),
+        ("{{ 'a'.foo() }}", "string has no method named foo"),
+        ("{{ nothing + 'a' }}", "unsupported types undefined and string"),
+        ("{{ 'a' | nothing }}", "filter nothing is unknown"),
+        ("{{ d | tojson(colour='red') }}", "colour"),
+        ("{{ raise_exception('two\nlines') }}", "two lines"),
+        ("{% include '/etc/passwd' %}", "non-existing template"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "undefined value"),
+        ("{{ raise_exception.__globals__ }}{{ 1 + none }}", "unsupported types"),
+    ],
+)
+def test_errors_are_one_line(render, source, message):
+    with pytest.raises(PromptError) as caught:
+        render(source, d={})
+    text = str(caught.value)
+    assert text.startswith("chat template: ")
+    assert message in text
+    assert "\n" not in text
+    assert "<string>" not in text
+
+
+def test_a_conversation_must_be_plain(render):
+    with pytest.raises(PromptError, match="plain JSON.*object is not JSON serializable"):
+        render("", [{"role": "user", "content": object()}])
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(PromptError, match="plain JSON"):
+        render("", loop)
+    with pytest.raises(PromptError, match="surrogates"):
+        render("{{ messages[0] }}", ["\ud83d"])
+
+
+HOSTILE = {
+    "a long string": "{{ 'a' * 10**9 }}",
+    "a long list": "{{ ([1] * 10**9) | length }}",
+    "a long range": "{% for i in range(10**12) %}{% endfor %}",
+    "nested loops": "{% for a in r %}{% for b in r %}{% for c in r %}x{% endfor %}{% endfor %}{% endfor %}",
+    "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a string doubled": "{% set n = namespace(s='a') %}{% for i in r %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s | length }}",
+    "a string replaced": "{% set n = namespace(s='aa') %}{% for i in r %}{% set n.s = n.s.replace('a', 'aaaa') %}{% endfor %}",
+    "a list doubled": "{% set n = namespace(s=[1]) %}{% for i in r %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s | list | length }}",
+    "a list of itself": "{% set n = namespace(s=[]) %}{% for i in r %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
+    "a namespace in itself": "{% set n = namespace() %}{% set n.a = n %}{{ n }}",
+    "a deep list": "{% set n = namespace(s=[]) %}{% for i in range(100000) %}{% set n.s = [n.s] %}{% endfor %}{{ n.s }}",
+    "a deep expression": "{{ " + "-" * 100_000 + "1 }}",
+    "wide output": "{% set s = 'a' * 100000 %}{% for i in range(100000) %}{{ s }}{% endfor %}",
+    "a wide format": "{{ '%1000000000d' | format(1) }}",
+    "wide JSON": "{{ [1] | tojson(indent=1000000000) }}",
+    "a wide indent": "{{ ('a\n' * 10000) | indent(1000000) }}",
+    "a slow filter": "{% for i in r %}{{ range(100000) | map('string') | join | length }}{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_templates_end(render, source):
+    """Each is an error, this process does not grow by it, and the next conversation is served."""
+    with pytest.raises(PromptError) as caught:
+        render(source, r=list(range(10_000)))
+    assert len(str(caught.value)) < 300
+    assert render("{{ messages[0] }}", ["alive"]) == "alive"
+
+
+def test_a_long_conversation_is_no_attack(render):
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " * 50} for i in range(2001)]
+    for name in ("chatml", "mistral"):
+        assert len(render(CASES[name].template, messages)) > 400_000
+
+
+def test_a_worker_that_died_is_replaced():
+    template = ChatTemplate("{{ messages[0] }}")
+    assert template.render([1]) == "1"
+    assert template._process is not None
+    os.kill(template._process.pid, signal.SIGKILL)
+    template._process.wait()
+    assert template.render([2]) == "2"
+
+
+def test_threads_share_a_worker():
+    template = ChatTemplate("{{ messages[0] }}{{ 'x' * messages[0] }}")
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda n: template.render([n]), range(200)))
+    assert answers == [f"{n}{'x' * n}" for n in range(200)]
+    assert threading.active_count() < 8
+
+
+def test_the_worker_ends_with_its_template():
+    template = ChatTemplate("{{ messages }}")
+    template.render([])
+    process = template._process
+    assert process is not None and process.poll() is None
+    del template
+    assert process.poll() == -signal.SIGKILL
+
+
+def test_the_worker_ends_with_the_program():
+    """Also where the program is killed: the worker reads the end of its input."""
+    code = (
+        "import os, signal\nfrom quire.model.chat_template import ChatTemplate\n"
+        "template = ChatTemplate('{{ 1 }}')\ntemplate.render([])\n"
+        "print(template._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    worker = int(run.stdout)
+    gone = threading.Event()
+    for _ in range(200):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        if "State:\tZ" in status_of(worker):
+            return  # ended; nobody has asked for its result
+        gone.wait(0.05)
+    raise AssertionError(f"the worker {worker} lives on")
+
+
+def status_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return file.read()
+    except OSError:
+        return ""

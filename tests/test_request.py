@@ -1,0 +1,233 @@
+"""Sampling parameters at the door: what is accepted and how it is kept, and one clear line for the rest."""
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.serving.request import RequestError, SamplingParams
+
+INFINITY, NAN = float("inf"), float("nan")
+INTEGERS = {  # field: (least, most, default)
+    "n": (1, 128, 1),
+    "top_k": (-1, 2**31 - 1, 0),
+    "seed": (-(2**63), 2**63 - 1, None),
+    "max_tokens": (1, 2**31 - 1, 16),
+    "min_tokens": (0, 16, 0),  # max_tokens bounds it
+    "logprobs": (0, 20, None),
+    "prompt_logprobs": (0, 20, None),
+}
+NUMBERS = {
+    "presence_penalty": (-2, 2, 0.0),
+    "frequency_penalty": (-2, 2, 0.0),
+    "repetition_penalty": (0.01, 100, 1.0),
+    "temperature": (0, 100, 1.0),
+    "top_p": (1e-9, 1, 1.0),
+    "min_p": (0, 1, 0.0),
+}
+SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+LISTS = ("stop", "stop_token_ids", "bad_words")
+OTHERS = ("logit_bias", "allowed_token_ids")
+
+
+def make(**fields: Any) -> SamplingParams:
+    """Fields of any type: what is wrong is found when it runs."""
+    return SamplingParams(**fields)
+
+
+def refused(**fields) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        make(**fields)
+    error = caught.value
+    assert "\n" not in str(error) and len(str(error)) < 250
+    assert str(error).startswith(f"{error.param}: ")
+    return error
+
+
+def test_every_field_is_known_to_these_tests():
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names == {*INTEGERS, *NUMBERS, *SWITCHES, *LISTS, *OTHERS}
+
+
+def test_defaults():
+    params = SamplingParams()
+    for name, (*_, default) in (INTEGERS | NUMBERS).items():
+        assert getattr(params, name) == default
+    assert [getattr(params, name) for name in SWITCHES] == [False, True, True, False]
+    assert [getattr(params, name) for name in (*LISTS, *OTHERS)] == [(), (), (), None, None]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers(name):
+    least, most, default = INTEGERS[name]
+    for value in (least, most, np.int64(most), np.int32(least) if abs(least) < 2**31 else least):
+        kept = getattr(make(**{name: value}), name)
+        assert kept == max(value, 0) if name == "top_k" else kept == value
+        assert type(kept) is int
+    for value in (least - 1, most + 1, 2**63, 10**400, 10**5000, True, 1.0, "1", NAN, INFINITY, [1], b"1"):
+        assert refused(**{name: value}).param == name
+    if default is None or name == "max_tokens":
+        assert getattr(make(**{name: None}), name) is None
+    else:
+        assert "got None" in str(refused(**{name: None}))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers(name):
+    least, most, _ = NUMBERS[name]
+    for value in (least, most, (least + most) / 2, np.float32(1)):
+        kept = getattr(make(**{name: value}), name)
+        assert kept == float(value) and type(kept) is float
+    for value in (least - 0.001, most + 0.001, -1e400, 1e400, NAN, 10**400, -(10**400), True, "1", None, [1.0], 1j):
+        assert refused(**{name: value}).param == name
+
+
+def test_temperatures_that_float32_cannot_divide_by_are_refused():
+    assert make(temperature=1e-6).temperature == 1e-6
+    assert "0 (greedy)" in str(refused(temperature=1e-40))
+    assert str(refused(temperature=-1)) == "temperature: must be a number from 0 to 100 (0 is greedy), got -1"
+    assert str(refused(top_p=0)) == "top_p: must be a number above 0 and at most 1 (1 is off), got 0"
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches(name):
+    assert getattr(make(**{name: True}), name) is True
+    for value in (0, 1, None, "true", [], NAN):
+        assert refused(**{name: value}).param == name
+
+
+def test_top_k_off_is_zero():
+    assert make(top_k=-1).top_k == make(top_k=0).top_k == 0
+
+
+def test_stop_strings():
+    assert make(stop="END").stop == ("END",)
+    assert make(stop=["a", "日\n"]).stop == ("a", "日\n")
+    assert make(stop=None).stop == make(stop=[]).stop == ()
+    assert len(make(stop=["x" * 1024] * 64).stop) == 64
+    assert refused(stop="").param == "stop[0]"
+    assert refused(stop=["a", ""]).param == "stop[1]"
+    assert refused(stop=["a", 5]).param == "stop[1]"
+    assert refused(stop=["x" * 1025]).param == "stop[0]"
+    assert "surrogate" in str(refused(stop=["\ud83d"]))
+    assert "at most 64" in str(refused(stop=["x"] * 65))
+    for value in (5, True, {"a": 1}, b"end", NAN):
+        assert refused(stop=value).param == "stop"
+    assert "detokenize=True" in str(refused(stop="x", detokenize=False))
+
+
+def test_bad_words():
+    assert make(bad_words=["a", " b"]).bad_words == ("a", " b")
+    assert refused(bad_words="word").param == "bad_words"
+    assert refused(bad_words=[""]).param == "bad_words[0]"
+    assert refused(bad_words=["a"] * 65).param == "bad_words"
+
+
+def test_token_ids():
+    assert make(stop_token_ids=[3, 0]).stop_token_ids == (3, 0)
+    assert make(allowed_token_ids=np.array([5, 7])).allowed_token_ids == (5, 7)
+    assert make(allowed_token_ids=range(3)).allowed_token_ids == (0, 1, 2)
+    assert "at least one" in str(refused(allowed_token_ids=[]))
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for value in (-1, 2**31, 1.0, True, "1", None):
+            assert refused(**{name: [0, value]}).param == f"{name}[1]"
+        assert refused(**{name: 5}).param == name
+        assert refused(**{name: "5"}).param == name
+    assert refused(stop_token_ids=range(257)).param == "stop_token_ids"
+
+
+def test_logit_bias():
+    given_bias = {"5": 1, 6: -100.0, np.int64(7): np.float32(0.5)}
+    bias = make(logit_bias=given_bias).logit_bias
+    assert bias == {5: 1.0, 6: -100.0, 7: 0.5}
+    given_bias["5"] = 99
+    assert bias == {5: 1.0, 6: -100.0, 7: 0.5}
+    for key in ("x", "-1", "1.0", -1, 1.5, True, None, 2**31, "9" * 30, "٣"):
+        assert refused(logit_bias={key: 1.0}).param == "logit_bias"
+    for value in (100.1, -101, NAN, INFINITY, "1", None, True):
+        assert refused(logit_bias={5: value}).param == "logit_bias[5]"
+    for value in ([5, 1.0], 5, "5"):
+        assert refused(logit_bias=value).param == "logit_bias"
+    assert "1025 entries" in str(refused(logit_bias=dict.fromkeys(range(1025), 0.0)))
+
+
+def test_min_tokens_is_at_most_max_tokens():
+    assert make(min_tokens=16).min_tokens == 16
+    assert make(min_tokens=100, max_tokens=None).min_tokens == 100
+    assert str(refused(min_tokens=9, max_tokens=8)) == "min_tokens: must be at most max_tokens (8), got 9"
+
+
+def test_unknown_names():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match="did you mean 'temperature'") as caught:
+        SamplingParams.from_dict({"top_p": 0.5, "temprature": 1.0})
+    assert caught.value.param == "temprature"
+    with pytest.raises(RequestError, match="the known fields are .*top_p"):
+        SamplingParams.from_dict({"zzzz": 1})
+    with pytest.raises(RequestError, match="unknown field"):
+        SamplingParams.from_dict({5: 1})  # type: ignore[dict-item]
+    with pytest.raises(RequestError, match="map field names"):
+        SamplingParams.from_dict([("n", 1)])  # type: ignore[arg-type]
+
+
+def test_from_dict():
+    fields = {"n": 2, "stop": "x", "logit_bias": {"3": 1}, "seed": None}
+    assert SamplingParams.from_dict(fields) == make(n=2, stop=["x"], logit_bias={3: 1.0})
+
+
+def test_params_and_errors_survive_copies():
+    params = make(stop=["a"], logit_bias={3: 1.0}, allowed_token_ids=[3])
+    for twin in (copy.deepcopy(params), pickle.loads(pickle.dumps(params)), dataclasses.replace(params)):
+        assert twin == params
+    error = refused(n=0)
+    for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (str(twin), twin.param) == (str(error), "n")
+    assert isinstance(error, ValueError)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*INTEGERS, *NUMBERS, *SWITCHES, *LISTS, *OTHERS]), ANYTHING, max_size=3))
+def test_any_value_is_kept_or_refused_by_name(fields):
+    try:
+        params = make(**fields)
+    except RequestError as error:
+        assert error.param.split("[")[0] in [*fields, "min_tokens"]
+        assert "\n" not in str(error) and str(error).isascii()
+        return
+    for name in NUMBERS:
+        assert np.isfinite(getattr(params, name))
+    hash((params.stop, params.stop_token_ids, params.bad_words, params.allowed_token_ids))
+
+
+def test_results():
+    answer = CompletionOutput(0, "text", (1, 2), -1.5, [{1: Logprob(-0.5, 1, "te")}])
+    assert not answer.finished
+    assert dataclasses.replace(answer, finish_reason="stop").finished
+    metrics = RequestMetrics(arrival_time=1.0)
+    assert metrics.time_to_first_token is metrics.time_in_queue is None
+    later = dataclasses.replace(metrics, first_scheduled_time=1.5, first_token_time=3.0)
+    assert (later.time_in_queue, later.time_to_first_token) == (0.5, 2.0)
+    result = RequestOutput("r", None, (5,), [answer], metrics=later)
+    assert (result.prompt_logprobs, result.num_cached_tokens, result.finished) == (None, 0, True)
+
+
+def test_requests_need_no_jax():
+    code = "import sys, quire.serving.request, quire.serving.outputs; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -56,11 +56,12 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
         offset = (block - (last_block_E[e] - blocks_E[e])) * BLOCK + jnp.arange(BLOCK)
         valid = offset < counts_E[e]
         pair = jnp.where(valid, first_pair_E[e] + offset, pairs)
-        rows = order[jnp.minimum(pair, pairs - 1)] // X
-        result = expert(e, x_TD[rows])
-        return out_pD.at[pair].set(result.astype(jnp.float32), mode="drop")
+        taken = order[jnp.minimum(pair, pairs - 1)]
+        result = expert(e, x_TD[taken // X]).astype(jnp.float32) * weights_TX.reshape(-1)[taken][:, None]
+        return out_pD.at[pair].set(result, mode="drop")
 
     out_pD = jax.lax.fori_loop(0, last_block_E[-1], run_block, jnp.zeros((pairs, x_TD.shape[1]), jnp.float32))
     place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
     out_TXD = out_pD[place].reshape(T, X, -1)
-    return jnp.sum(out_TXD * weights_TX[..., None], axis=1).astype(x_TD.dtype)
+    # Bare additions in a written order: a reduction, or a product fused with it, may round differently at another T.
+    return sum((out_TXD[:, x] for x in range(1, X)), start=out_TXD[:, 0]).astype(x_TD.dtype)

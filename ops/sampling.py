@@ -13,7 +13,7 @@ Letters beside the package's: R sampled rows, B slots, X bans, K listed log-prob
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -73,26 +73,28 @@ def sample(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Sample
     """Choose, or score, one token a row. Work that no row wants is skipped."""
     raw_RV = logits_RV.astype(jnp.float32)
     scored_R = inputs.targets_R >= 0
-    masked_R = ~scored_R & (inputs.biased_R | inputs.ban_stop_R | (inputs.ban_RX >= 0).any(axis=1))
+    masked_R = inputs.biased_R | inputs.ban_stop_R | (inputs.ban_RX >= 0).any(axis=1)
     penalised_R = (inputs.repetition_R != 1) | (inputs.presence_R != 0) | (inputs.frequency_R != 0)
-    penalised_R &= ~scored_R
+    adjusts = (~scored_R & (masked_R | penalised_R)).any()
+    draws_R = ~scored_R & (inputs.temperature_R > 0)
 
-    def adjusted():
-        masked_RV = lax.cond(masked_R.any(), lambda: mask(raw_RV, state, inputs), lambda: raw_RV)
-        return lax.cond(penalised_R.any(), lambda: penalise(masked_RV, state, inputs), lambda: masked_RV)
+    def choose():
+        # A row that wants neither comes out as it went in, so one branch serves both.
+        logits_RV = lax.cond(adjusts, lambda: penalise(mask(raw_RV, state, inputs), state, inputs), lambda: raw_RV)
+        greedy_R, best_R = argmax(logits_RV)
+        drawn_R = lax.cond(draws_R.any(), lambda: draw(logits_RV, best_R, draws_R, inputs), lambda: greedy_R)
+        return jnp.where(draws_R, drawn_R, greedy_R), best_R
 
-    # `choose` stands in both branches, because a branch that only handed the logits on would copy them.
-    tokens_R, best_R = lax.cond(
-        (masked_R | penalised_R).any(), lambda: choose(adjusted(), inputs), lambda: choose(raw_RV, inputs)
-    )
+    tokens_R, best_R = lax.cond(adjusts | draws_R.any(), choose, lambda: argmax(raw_RV))
     # Elementwise, the maximum with a NaN is NaN; XLA's reduction on the CPU has been seen to lose it.
     ok_R = jnp.isfinite(fold(raw_RV, jnp.maximum, -jnp.inf)[0]) & (scored_R | jnp.isfinite(best_R))
     tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
 
     wants_R = ok_R & inputs.wants_logprobs_R
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(score, raw_RV, tokens_R))
-    scores = lax.cond(wants_R.any(), lambda: score(raw_RV, tokens_R), lambda: nothing)
-    return Sampled(tokens_R, *(jnp.where(jnp.expand_dims(wants_R, range(1, s.ndim)), s, 0) for s in scores), ok_R)
+    zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(score, raw_RV, tokens_R)]
+    scores = lax.cond(wants_R.any(), lambda: list(score(raw_RV, tokens_R)), lambda: zeros)
+    scores = [jnp.where(jnp.expand_dims(wants_R, range(1, x.ndim)), x, 0) for x in scores]
+    return Sampled(tokens_R, *scores, ok_R=ok_R)
 
 
 @jax.named_scope("mask")
@@ -117,16 +119,10 @@ def penalise(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Arra
     return logits_RV - inputs.frequency_R[:, None] * counts_RV - inputs.presence_R[:, None] * (counts_RV > 0)
 
 
-@jax.named_scope("choose")
-def choose(logits_RV: Array, inputs: SamplingInputs) -> tuple[Array, Array]:
-    """A token a row and the row's largest logit: greedy where the temperature is 0, else drawn."""
-    V = logits_RV.shape[1]
-    best_R = logits_RV.max(axis=1)
-    # The first index of the maximum: XLA's own argmax takes 25 times as long on the CPU.
-    greedy_R, _ = fold(jnp.where(logits_RV == best_R[:, None], jnp.arange(V)[None], V), jnp.minimum, V)
-    draws_R = (inputs.temperature_R > 0) & (inputs.targets_R < 0)
-    drawn_R = lax.cond(draws_R.any(), lambda: draw(logits_RV, best_R, draws_R, inputs), lambda: greedy_R)
-    return jnp.where(draws_R, drawn_R, greedy_R), best_R
+def argmax(logits_RV: Array) -> tuple[Array, Array]:
+    """Each row's best token and its logit; XLA's own argmax takes 25 times as long on the CPU."""
+    V, best_R = logits_RV.shape[1], logits_RV.max(axis=1)
+    return fold(jnp.where(logits_RV == best_R[:, None], jnp.arange(V)[None], V), jnp.minimum, V)[0], best_R
 
 
 @jax.named_scope("draw")
@@ -135,10 +131,9 @@ def draw(logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs
 
     The function runs over the tokens in the order of `fold`'s tree, not of their ids: any fixed order draws alike.
     """
-    V = logits_RV.shape[1]
     # Not below the smallest normal number, which may be flushed to 0: 0 / 0 is no weight.
     temperature_R = jnp.where(draws_R, jnp.maximum(inputs.temperature_R, jnp.finfo(jnp.float32).tiny), 1)
-    top_k_R = jnp.where(draws_R & (inputs.top_k_R < V), inputs.top_k_R, 0)
+    top_k_R = jnp.where(draws_R & (inputs.top_k_R < logits_RV.shape[1]), inputs.top_k_R, 0)
     top_p_R = jnp.where(draws_R, inputs.top_p_R, 1)
 
     def weigh(logits_RN: Array, floor_R: Array) -> Array:
@@ -146,9 +141,12 @@ def draw(logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs
         return jnp.where(logits_RN >= floor_R[:, None], weights_RN, 0)
 
     def cut(floor_R: Array) -> Array:
-        top_RC = lax.top_k(logits_RV, min(CANDIDATES, V))[0]
+        top_RC = lax.top_k(logits_RV, min(CANDIDATES, logits_RV.shape[1]))[0]
         floor_R = jnp.maximum(floor_R, top_k_floor(logits_RV, top_RC, top_k_R))
-        nucleus = partial(top_p_floor, logits_RV, top_RC, top_p_R, lambda logits_RN: weigh(logits_RN, floor_R))
+
+        def nucleus() -> Array:
+            return top_p_floor(logits_RV, top_RC, top_p_R, lambda logits_RN: weigh(logits_RN, floor_R))
+
         return lax.cond((top_p_R < 1).any(), lambda: jnp.maximum(floor_R, nucleus()), lambda: floor_R)
 
     floor_R = best_R + temperature_R * jnp.log(inputs.min_p_R)  # min-p 0 is a floor of -inf
@@ -164,9 +162,8 @@ def draw(logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs
 
 def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array) -> Array:
     """The k-th best logit of each row, -inf where k is off."""
-    C = top_RC.shape[1]
-    floor_R = jnp.take_along_axis(top_RC, jnp.clip(k_R - 1, 0, C - 1)[:, None], axis=1)[:, 0]
-    hard_R = k_R > C
+    hard_R = k_R > top_RC.shape[1]
+    floor_R = jnp.take_along_axis(top_RC, jnp.clip(k_R - 1, 0, top_RC.shape[1] - 1)[:, None], axis=1)[:, 0]
     exact_R = lax.cond(hard_R.any(), lambda: bisect(logits_RV, 1, k_R), lambda: floor_R)
     return jnp.where(hard_R, exact_R, jnp.where(k_R > 0, floor_R, -jnp.inf))
 
@@ -203,10 +200,10 @@ def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array) -> Array:
 def fold(values_RN: Array, combine: Callable, neutral: float) -> tuple[Array, list[Array]]:
     """Each row combined into one value, and the levels it went through: values, W of them combined, W of those.
 
-        values   0 1 2 3 4 5      W = 3: node i of n has the children i, i + n, i + 2n, that
-        sums     0+2+4  1+3+5     whole slices are combined
+        values   0 1 2 3 4 5      W = 3: node i of n has the children i, i + n and i + 2n,
+        sums     0+2+4  1+3+5     so that whole slices are combined
 
-    Every combination is elementwise, so no backend and no number of rows changes the order.
+    Every step is elementwise: no backend and no number of rows can change the order.
     """
     levels = []
     while values_RN.shape[1] > 1:
@@ -254,10 +251,7 @@ def descend(levels: list[Array], weigh_leaves: Callable[[Array], Array], target_
 
 
 def uniform(seeds_R2: Array, positions_R: Array) -> Array:
-    """A number in [0, 1) a row, from threefry of its seed and position alone.
-
-    It is a multiple of 2**-24, the finest even grid of float32 in [0, 1): a probability is honoured to 6e-8.
-    """
+    """A multiple of 2**-24 in [0, 1) a row, by threefry from seed and position alone: chances are true to 6e-8."""
     keys_R = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seeds_R2, impl="threefry2x32"), positions_R)
     return (jax.random.key_data(keys_R)[:, 0] >> 8).astype(jnp.float32) * 2**-24
 
@@ -294,7 +288,8 @@ def count_tokens(state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T:
     B = state.prompt_BV.shape[0]
     prompt_T = jnp.where(tracked_T & is_prompt_T, slots_T, B)  # slot B does not exist: dropped
     output_T = jnp.where(tracked_T & ~is_prompt_T, slots_T, B)
-    return state.replace(
+    return replace(
+        state,
         prompt_BV=state.prompt_BV.at[prompt_T, tokens_T].set(True, mode="drop"),
         output_counts_BV=state.output_counts_BV.at[output_T, tokens_T].add(1, mode="drop"),
     )

@@ -46,7 +46,7 @@ def main(
         model,
         **o.given(
             tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_memory_bytes=kv_cache_memory_bytes, max_num_seqs=1,
         ),
     )  # fmt: skip
     if sys.stdin.isatty():
@@ -91,11 +91,7 @@ def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, 
     asked = (*messages, {"role": "user", "content": question})
     text = ""
     try:
-        tokenizer = llm.get_tokenizer()
-        chat = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
-        # The template writes the special tokens itself: the tokenizer must not add its own.
-        prompt = {"prompt": chat, "prompt_token_ids": tokenizer.encode(chat, add_special_tokens=False)}
-        with interruptible() as interrupted, closing(llm.stream(prompt, params)) as results:
+        with interruptible() as interrupted, closing(llm.stream(llm.chat_prompt(asked), params)) as results:
             for result in results:
                 answer = result.outputs[0].text
                 sys.stdout.write(answer[len(text) :])

@@ -94,7 +94,8 @@ def main(
         model,
         **o.given(
             tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes, max_num_seqs=max_num_seqs,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_num_seqs=max_num_seqs or min(n, 32),  # one prompt: fewer sizes to compile
             max_num_batched_tokens=max_num_batched_tokens,
         ),
     )  # fmt: skip

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -93,9 +92,10 @@ def main(
 
 def read(model: str | None, dtype: str):
     """The configuration of a folder, a Hugging Face id or the bundled model."""
+    from ..model import hub
     from ..model.checkpoint import read_config
 
-    return read_config(Path(model), dtype)
+    return read_config(hub.resolve(model, ["config.json"]), dtype)
 
 
 def default_lengths(longest: int) -> list[int]:

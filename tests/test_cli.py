@@ -27,16 +27,6 @@ TOO_LONG = RequestError("prompt", "has 9 tokens; at most 8 fit")
 WORDS = ("Once ", "upon ", "a ", "time. ")
 
 
-class FakeTokenizer:
-    def apply_chat_template(self, messages, add_generation_prompt=False, **_):
-        assert add_generation_prompt
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
-
-    def encode(self, text, add_special_tokens=True):
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
-
-
 class FakeLLM:
     """Streams WORDS whatever is asked; a token a word."""
 
@@ -52,8 +42,9 @@ class FakeLLM:
         self.on_word: Callable[[int], Any] = lambda count: None
         FakeLLM.made.append(self)
 
-    def get_tokenizer(self):
-        return FakeTokenizer()
+    def chat_prompt(self, messages):
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return {"prompt": text, "prompt_token_ids": [ord(letter) for letter in text]}
 
     def stream(self, prompt, params):
         if isinstance(prompt, dict):
@@ -127,7 +118,7 @@ def test_generate_streams_then_times(run):
         r"2 prompt tokens, 4 tokens: loaded in [\d.]+ s, first token after [\d.]+ s, then [\d.]+ tokens/s\n", err
     )
     (llm,) = FakeLLM.made
-    assert (llm.model, llm.options, llm.prompts) == (None, {}, ["Hi"])
+    assert (llm.model, llm.options, llm.prompts) == (None, {"max_num_seqs": 1}, ["Hi"])
     assert llm.params.max_tokens == 4
 
 

@@ -20,6 +20,7 @@ from .common import (
     router_source,
 )  # fmt: skip
 
+MISSING = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}  # what a config.json without these keys means
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -27,7 +28,7 @@ YARN = {
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
-    keys = Keys({"num_key_value_heads": 8} | hf)
+    keys = Keys(MISSING | hf)
     if not keys("rope_parameters", None) and not keys("rope_scaling", None):
         keys = Keys(keys.hf | {"rope_scaling": YARN})
     longest, heads, bias = keys.count("max_position_embeddings", 131072), keys.heads(64), keys("attention_bias", True)

@@ -50,7 +50,11 @@ def rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
 def load(folder: Path):
     """The model of a folder; every tensor must have found its place."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
     )
     assert not any(info.values()), info
     return model.eval()
@@ -60,6 +64,14 @@ def load(folder: Path):
 def logits(model, ids: list[int]) -> np.ndarray:
     """[T, V] for one sequence."""
     return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def unsteadiness(model, ids: list[int]) -> float:
+    """How far float32 logits are from float64 ones: large where two experts or two rotations are nearly tied."""
+    single = logits(model, ids)
+    double = logits(model.double(), ids)
+    model.float()
+    return float(np.abs(single - double).max())
 
 
 def greedy(model, ids: list[int], count: int) -> tuple[list[int], float]:

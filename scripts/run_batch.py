@@ -1,0 +1,181 @@
+"""`quire run-batch`: OpenAI's batch files, every line of them under way at once."""
+
+import json
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..serving.batch_file import BatchLine, error_line, parse_lines, result_line
+from ..serving.openai import ChatRequest, Head, chat_response, completion_response
+from ..serving.progress import bar
+from ..serving.request import RequestError, shown
+from . import options as o
+from .loading import load
+
+
+@dataclass
+class Job:
+    """A line with the requests it became, one a prompt, or the error it met."""
+
+    line: BatchLine
+    requests: list[Any] = field(default_factory=list)
+    error: RequestError | None = None
+
+    @property
+    def done(self) -> bool:
+        return all(request.finished for request in self.requests)
+
+
+def main(
+    model: o.Model = None,
+    input_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--input-file", "-i", help="Requests, one JSON object a line; - is stdin.", rich_help_panel=o.OUTPUT
+        ),
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-file", "-o", help="Results, in the order of the requests; - is stdout.", rich_help_panel=o.OUTPUT
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            help='The "model" that requests may ask for.', show_default="the model's own", rich_help_panel=o.MODEL
+        ),
+    ] = None,
+    tokenizer: o.Tokenizer = None,
+    dtype: o.Dtype = None,
+    max_model_len: o.MaxModelLen = None,
+    block_size: o.BlockSize = None,
+    kv_cache_memory_bytes: o.CacheBytes = None,
+    max_num_seqs: o.MaxNumSeqs = None,
+    max_num_batched_tokens: o.MaxBatchedTokens = None,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format. A line that is wrong gets an error and hurts no other."""
+    if input_file is None or output_file is None:
+        raise o.UsageError("-i and -o are both needed: quire run-batch [MODEL] -i requests.jsonl -o results.jsonl")
+    if str(input_file) != "-" and input_file.exists() and input_file.resolve() == output_file.resolve():
+        raise o.UsageError(f"{input_file} is given as input and as output; the results need a file of their own")
+    if not output_file.parent.is_dir():
+        raise o.UsageError(f"cannot write {output_file}: there is no folder {output_file.parent}")
+    lines = list(parse_lines(read_lines(input_file)))
+    llm = load(
+        model,
+        **o.given(
+            tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        ),
+    )  # fmt: skip
+    own = "quill" if model is None else model
+    names = (served_model_name,) if served_model_name else (own, Path(own).name)
+    if str(output_file) == "-":
+        answer(llm, lines, sys.stdout, names)
+        return
+    try:
+        output = output_file.open("w", encoding="utf-8")
+    except OSError as error:
+        raise o.UsageError(f"cannot write {output_file}: {error.strerror}") from None
+    with output:
+        answer(llm, lines, output, names)
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The lines as bytes: one that is not UTF-8 is no reason to refuse the others."""
+    try:
+        data = typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise o.UsageError(f"cannot read {path}: {error.strerror}") from None
+    return data.split(b"\n")
+
+
+def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...]) -> None:
+    """Serve all lines, and write each result as soon as all before it are written."""
+    started, written, refused, tokens = time.perf_counter(), 0, 0, 0
+    jobs = [start(llm, line, names) for line in lines]
+
+    def write(job: Job) -> None:
+        nonlocal written, refused, tokens
+        result = result_of(job, names[0])
+        output.write(json.dumps(result, ensure_ascii=False) + "\n")
+        written += 1
+        refused += result["error"] is not None
+        tokens += sum(len(one.token_ids) for request in job.requests for one in request.output().outputs)
+
+    try:
+        with bar(sum(len(job.requests) for job in jobs), True) as advance:
+            while True:
+                while written < len(jobs) and jobs[written].done:
+                    write(jobs[written])
+                output.flush()
+                if not llm.engine.busy:
+                    break
+                done = [request for request in llm.engine.step() if request.finished]
+                advance(len(done), sum(len(one.token_ids) for each in done for one in each.output().outputs))
+    finally:  # Ctrl-C: what is done is kept, though results before it are missing
+        for job in jobs[written:]:
+            if job.done:
+                write(job)
+        output.flush()
+        seconds = time.perf_counter() - started
+        left = f", {len(jobs) - written} left" if written < len(jobs) else ""
+        print(
+            f"{written - refused} answered, {refused} refused{left}: {tokens} tokens in {seconds:.2f} s, "
+            f"{tokens / seconds:.1f} tokens/s",
+            file=sys.stderr,
+        )
+
+
+def start(llm, line: BatchLine, names: tuple[str, ...]) -> Job:
+    """Queue the requests of a line; if one of them cannot be served, none is."""
+    asked = line.request
+    if isinstance(asked, RequestError):
+        return Job(line, error=asked)
+    requests: list[Any] = []
+    try:
+        if asked.model is not None and asked.model not in names:
+            raise RequestError(
+                "body.model", f"must be {names[0]!r}, which --served-model-name can change, got {shown(asked.model)}"
+            )
+        if isinstance(asked, ChatRequest):
+            prompts = [llm.chat_prompt(asked.messages, **asked.template_options)]
+        else:
+            prompts = asked.prompts
+        for prompt in prompts:
+            requests.append(llm.add(prompt, asked.params))
+    except RequestError as error:
+        for request in requests:
+            llm.engine.abort(request.request_id)
+        return Job(line, error=error)
+    return Job(line, requests)
+
+
+def result_of(job: Job, model: str) -> dict[str, Any]:
+    """The output line of a job that is done."""
+    name = uuid.uuid4().hex
+    request_id = f"batch_req_{name}"
+    if job.error is not None:
+        return error_line(job.line, request_id, job.error)
+    outputs = [request.output() for request in job.requests]
+    if any(answer.finish_reason == "error" for output in outputs for answer in output.outputs):
+        return error_line(job.line, request_id, RuntimeError("the engine failed on this request"), "server_error")
+    asked = job.line.request
+    assert not isinstance(asked, RequestError)
+    chat = isinstance(asked, ChatRequest)
+    head = Head(
+        id=f"{'chatcmpl' if chat else 'cmpl'}-{name}",
+        model=asked.model or model,
+        created=int(time.time()),
+        system_fingerprint=f"quire-{__version__}",
+    )
+    body = chat_response(head, outputs[0], asked.params) if chat else completion_response(head, outputs)
+    return result_line(job.line, request_id, body)

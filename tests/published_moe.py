@@ -1,0 +1,193 @@
+"""config.json as it is published with models that have experts, and what is known of them."""
+
+from published import GLOBAL, Published, kinds
+
+YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+AUTO_MAP = {"AutoConfig": "configuration_deepseek.DeepseekConfig", "AutoModelForCausalLM": "modeling_deepseek.X"}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+    "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_key_value_heads": 8, "output_router_logits": False, "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": AUTO_MAP, "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001,
+    "first_k_dense_replace": 1, "hidden_act": "silu", "initializer_range": 0.02, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_layer_freq": 1, "n_shared_experts": 2,
+    "norm_topk_prob": False, "num_experts_per_tok": 6, "pretraining_tp": 1, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "scoring_func": "softmax", "seq_aux": True,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True,
+    "v_head_dim": 128, "vocab_size": 102400,
+}  # fmt: skip
+GEMMA4_ROPES = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}  # fmt: skip
+GEMMA4_TEXT = {
+    "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True, "bos_token_id": 2,
+    "dtype": "bfloat16", "enable_moe_block": False, "eos_token_id": 1, "final_logit_softcapping": 30.0,
+    "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0, "initializer_range": 0.02, "max_position_embeddings": 262144,
+    "model_type": "gemma4_text", "moe_intermediate_size": None, "num_experts": None, "num_kv_shared_layers": 0,
+    "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_parameters": GEMMA4_ROPES, "sliding_window": 1024,
+    "tie_word_embeddings": True, "top_k_experts": None, "use_bidirectional_attention": "vision", "use_cache": True,
+    "use_double_wide_mlp": False, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+
+
+def spelled(windows: list[int | None]) -> list[str]:
+    return ["full_attention" if window is GLOBAL else "sliding_attention" for window in windows]
+
+
+def gemma4(windows: list[int | None], **text) -> dict:
+    """The text model's keys in those of the whole, which also sees and hears."""
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None, "audio_token_id": 258881,
+        "boa_token_id": 256000, "boi_token_id": 255999, "dtype": "bfloat16", "eoa_token_id": 258883,
+        "eoa_token_index": 258883, "eoi_token_id": 258882, "eos_token_id": [1, 106], "image_token_id": 258880,
+        "initializer_range": 0.02, "model_type": "gemma4", "tie_word_embeddings": True,
+        "text_config": GEMMA4_TEXT | {"layer_types": spelled(windows), "num_hidden_layers": len(windows)} | text,
+        "transformers_version": "5.5.0.dev0", "video_token_id": 258884,
+        "vision_config": {"hidden_size": 768, "model_type": "gemma4_vision", "num_hidden_layers": 16},
+        "vision_soft_tokens_per_image": 280,
+    }  # fmt: skip
+
+
+PUBLISHED_MOE = {
+    "Mixtral-8x7B": Published(
+        {
+            "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+            "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+            "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
+            "vocab_size": 32000,
+        },
+        46.703e9,
+        [GLOBAL] * 32,
+    ),
+    "Qwen3-30B-A3B": Published(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+            "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+            "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+            "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        30.532e9,
+        [GLOBAL] * 48,
+    ),
+    "gpt-oss-20b": Published(
+        GPT_OSS
+        | {
+            "layer_types": ["sliding_attention", "full_attention"] * 12, "num_hidden_layers": 24,
+            "num_local_experts": 32,
+        },
+        20.915e9,
+        [128, GLOBAL] * 12,
+    ),
+    "gpt-oss-120b": Published(
+        GPT_OSS
+        | {
+            "layer_types": ["sliding_attention", "full_attention"] * 18, "num_hidden_layers": 36,
+            "num_local_experts": 128,
+        },
+        116.83e9,
+        [128, GLOBAL] * 18,
+    ),
+    "DeepSeek-V2-Lite": Published(
+        DEEPSEEK_V2
+        | {
+            "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1,
+            "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
+            "q_lora_rank": None, "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+            "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
+        },
+        15.706e9,
+        [GLOBAL] * 27,
+    ),
+    "DeepSeek-V2": Published(
+        DEEPSEEK_V2
+        | {
+            "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_group": 8,
+            "n_routed_experts": 160, "num_attention_heads": 128, "num_hidden_layers": 60,
+            "num_key_value_heads": 128, "q_lora_rank": 1536,
+            "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "routed_scaling_factor": 16.0,
+            "topk_group": 3, "topk_method": "group_limited_greedy",
+        },
+        235.74e9,
+        [GLOBAL] * 60,
+    ),
+    "DeepSeek-V3": Published(
+        {
+            "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "auto_map": AUTO_MAP, "aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+            "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+            "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+            "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+            "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+            "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+            "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "quantization_config": {
+                "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+            },
+            "rms_norm_eps": 1e-06, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+            "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+            "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+        },
+        671.03e9,  # without the layer that predicts a second token
+        [GLOBAL] * 61,
+    ),
+    "gemma-4-E2B": Published(
+        gemma4(
+            kinds(35, 5, 512), hidden_size=1536, intermediate_size=6144, num_attention_heads=8,
+            num_key_value_heads=1, num_global_key_value_heads=None, hidden_size_per_layer_input=256,
+            num_kv_shared_layers=20, use_double_wide_mlp=True, attention_k_eq_v=False, sliding_window=512,
+            max_position_embeddings=131072, use_bidirectional_attention=None,
+        ),
+        4.65e9,  # 5.1e9 less what sees and hears
+        kinds(35, 5, 512),
+    ),
+    "gemma-4-26B-A4B": Published(
+        gemma4(
+            kinds(30, 6, 1024), hidden_size=2816, intermediate_size=2112, moe_intermediate_size=704,
+            num_experts=128, top_k_experts=8, enable_moe_block=True, num_attention_heads=16, num_key_value_heads=8,
+            num_global_key_value_heads=2,
+        ),
+        25.23e9,
+        kinds(30, 6, 1024),
+    ),
+    "gemma-4-31B": Published(
+        gemma4(
+            kinds(60, 6, 1024), hidden_size=5376, intermediate_size=21504, num_attention_heads=32,
+            num_key_value_heads=16, num_global_key_value_heads=4,
+        ),
+        30.7e9,
+        kinds(60, 6, 1024),
+    ),
+}  # fmt: skip

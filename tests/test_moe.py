@@ -1,0 +1,195 @@
+"""Experts against a loop over rows, and routing against a sort, both in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quire.model import decoder
+from quire.model.config import ModelError, Moe, check_moe
+from quire.model.weights import MoeWeights
+from quire.ops.moe import BLOCK, limit_groups, mix_experts, route
+
+D, F, E, X = 24, 20, 6, 3
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def draw(seed: int, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((E, D, 2, F)).astype(dtype) / 4, rng.standard_normal((E, F, D)).astype(dtype) / 4
+
+
+def slowly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
+    out = np.zeros(x_TD.shape)
+    up_EDGF, down_EFD = up_EDGF.astype(np.float64), down_EFD.astype(np.float64)
+    for t, row in enumerate(x_TD.astype(np.float64)):
+        for weight, e in zip(weights_TX[t], experts_TX[t], strict=True):
+            gate, up = row @ up_EDGF[e, :, 0], row @ up_EDGF[e, :, 1]
+            out[t] += float(weight) * (silu(gate) * up @ down_EFD[e])
+    return out
+
+
+@jax.jit
+def quickly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
+    def expert(e, x_QD):
+        up_QGF = jnp.einsum("QD,DGF->QGF", x_QD, up_EDGF[e], preferred_element_type=jnp.float32)
+        inner = (jax.nn.silu(up_QGF[:, 0]) * up_QGF[:, 1]).astype(x_QD.dtype)
+        return jnp.einsum("QF,FD->QD", inner, down_EFD[e], preferred_element_type=jnp.float32)
+
+    return mix_experts(x_TD, weights_TX, experts_TX, E, expert)
+
+
+def choices(rng, T: int, kind: str) -> np.ndarray:
+    """Which experts each row is sent to."""
+    if kind == "one":  # every row on one expert and its neighbours
+        return np.tile(np.arange(3, 3 + X), (T, 1))
+    if kind == "few":  # experts 1, 3 and 5 are never chosen
+        return np.stack([rng.permutation([0, 2, 4]) for _ in range(T)])
+    return np.stack([rng.permutation(E)[:X] for _ in range(T)])
+
+
+@pytest.mark.parametrize("kind", ["any", "one", "few"])
+@pytest.mark.parametrize("T", [1, 2, 15, BLOCK, BLOCK + 1, 32, 33, 70])
+def test_mix(T, kind):
+    rng = np.random.default_rng(T)
+    x, experts = rng.standard_normal((T, D)).astype(np.float32), choices(rng, T, kind).astype(np.int32)
+    weights = rng.random((T, X)).astype(np.float32)
+    up, down = draw(T)
+    expected = slowly(x, weights, experts, up, down)
+    np.testing.assert_allclose(quickly(x, weights, experts, up, down), expected, atol=2e-6)
+
+
+def test_an_expert_that_nobody_chose_is_never_read():
+    rng = np.random.default_rng(0)
+    up, down = draw(0)
+    up[[1, 3, 5]] = np.nan
+    x, weights = rng.standard_normal((9, D)).astype(np.float32), np.ones((9, X), np.float32)
+    out = quickly(x, weights, choices(rng, 9, "few").astype(np.int32), up, down)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_does_not_depend_on_the_others(dtype):
+    """The same bits alone, in other company, in another order, and with its neighbours gone."""
+    rng = np.random.default_rng(5)
+    up, down = (jnp.asarray(w, dtype) for w in draw(5))
+    x = jnp.asarray(rng.standard_normal((70, D)), dtype)
+    experts, weights = choices(rng, 70, "any").astype(np.int32), rng.random((70, X)).astype(np.float32)
+    whole = np.asarray(quickly(x, weights, experts, up, down), np.float32)
+    for T in (1, 3, 16, 40, 70):
+        for _ in range(3):
+            rows = rng.permutation(70)[:T]
+            part = np.asarray(quickly(x[rows], weights[rows], experts[rows], up, down), np.float32)
+            np.testing.assert_array_equal(part, whole[rows])
+
+
+def route_slowly(logits, moe: Moe, bias):
+    """One row: (expert, weight) of the chosen, best first."""
+    logits = logits.astype(np.float64)
+    if moe.score == "softmax_top":
+        chosen = np.argsort(-logits)[: moe.top_k]
+        weights = np.exp(logits[chosen] - logits.max())
+        return dict(zip(chosen, moe.scaling * weights / weights.sum(), strict=True))
+    scores = 1 / (1 + np.exp(-logits)) if moe.score == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+    choice = scores if bias is None else scores + bias
+    groups = choice.reshape(moe.groups, -1)
+    best = groups.max(1) if moe.group_score == "max" else np.sort(groups, 1)[:, -2:].sum(1)
+    kept = np.argsort(-best)[: moe.top_groups]
+    size = moe.experts // moe.groups
+    allowed = [e for e in np.argsort(-choice) if e // size in kept]
+    chosen = allowed[: moe.top_k]
+    total = scores[chosen].sum() if moe.normalize else 1
+    return {e: moe.scaling * scores[e] / total for e in chosen}
+
+
+RULES = {
+    "mixtral": Moe(8, 2, F),
+    "qwen3": Moe(12, 4, F, normalize=False),
+    "gpt-oss": Moe(8, 4, F, score="softmax_top"),
+    "deepseek-v2": Moe(16, 3, F, normalize=False, groups=8, top_groups=3, scaling=16.0),
+    "deepseek-v3": Moe(
+        16, 4, F, score="sigmoid", groups=4, top_groups=2, group_score="top2", choice_bias=True, scaling=2.5
+    ),
+    "all groups": Moe(12, 3, F, groups=3, top_groups=3),
+    "one": Moe(5, 1, F),
+    "all": Moe(5, 5, F, score="sigmoid"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_route(name):
+    moe, rng = RULES[name], np.random.default_rng(7)
+    logits = rng.standard_normal((50, moe.experts)).astype(np.float32) * 2
+    bias = rng.standard_normal(moe.experts).astype(np.float32) if moe.choice_bias else None
+    groups = (moe.groups, moe.top_groups, moe.group_score)
+    weights, experts = route(jnp.asarray(logits), moe.top_k, moe.score, moe.normalize, moe.scaling, groups, bias)
+    for t in range(50):
+        expected = route_slowly(logits[t], moe, bias)
+        found = dict(zip(np.asarray(experts[t]).tolist(), np.asarray(weights[t]).tolist(), strict=True))
+        assert set(found) == set(expected)
+        for e, weight in expected.items():
+            assert found[e] == pytest.approx(weight, rel=2e-6)
+
+
+def test_groups_with_negative_scores():
+    """A bias may push every score below zero; what is left out must still lose."""
+    choice = jnp.asarray([[-1.0, -2.0, -9.0, -9.5, -5.0, -6.0, -3.0, -3.5]])
+    kept = np.asarray(limit_groups(choice, 4, 2, "top2"))[0]
+    assert np.isneginf(kept).tolist() == [False, False, True, True, True, True, False, False]
+
+
+def test_one_row_routed_like_many():
+    rng = np.random.default_rng(3)
+    logits = jnp.asarray(rng.standard_normal((40, 16)), jnp.float32)
+    options = (4, "sigmoid", True, 2.5, (4, 2, "top2"), jnp.asarray(rng.standard_normal(16), jnp.float32))
+    many = jax.jit(lambda x: route(x, *options))(logits)
+    one = jax.jit(lambda x: route(x, *options))(logits[17:18])
+    for a, b in zip(many, one, strict=True):
+        np.testing.assert_array_equal(a[17], b[0])
+
+
+def test_biases_clamp_and_scales():
+    """gpt-oss's experts and Gemma's scale for each, as the decoder puts them together."""
+    rng = np.random.default_rng(11)
+    T, up, down = 9, *draw(11)
+    up, down = up * 4, down * 4
+    weights = MoeWeights(
+        router_DE=rng.standard_normal((D, E)).astype(np.float32),
+        up_EDGF=up,
+        down_EFD=down,
+        router_bias_E=rng.standard_normal(E).astype(np.float32),
+        up_bias_EGF=rng.standard_normal((E, 2, F)).astype(np.float32),
+        down_bias_ED=rng.standard_normal((E, D)).astype(np.float32),
+        expert_scale_E=rng.random(E).astype(np.float32) + 0.5,
+    )
+    moe = Moe(E, X, F, score="softmax_top", router_bias=True, bias=True, clamp=2.0, alpha=1.702)
+    x = rng.standard_normal((T, D)).astype(np.float32)
+    out = decoder.mix(moe, jax.tree.map(jnp.asarray, weights), jnp.asarray(x), jnp.asarray(x))
+    clamped = 0
+    for t, row in enumerate(x.astype(np.float64)):
+        total = np.zeros(D)
+        for e, weight in route_slowly(row @ weights.router_DE + weights.router_bias_E, moe, None).items():
+            gate, both = (row @ up[e, :, g] + weights.up_bias_EGF[e, g] for g in range(2))
+            clamped += (gate > 2).sum() + (abs(both) > 2).sum()
+            gate, both = np.minimum(gate, 2), np.clip(both, -2, 2)
+            inner = gate / (1 + np.exp(-1.702 * gate)) * (both + 1)
+            total += weight * weights.expert_scale_E[e] * (inner @ down[e] + weights.down_bias_ED[e])
+        np.testing.assert_allclose(out[t], total, atol=5e-5)
+    assert clamped > 100
+
+
+@pytest.mark.parametrize(
+    ("moe", "message"),
+    [
+        (Moe(10, 2, F, groups=4), "10 experts do not divide into 4 groups"),
+        (Moe(8, 2, F, groups=4, top_groups=5), "5 groups are to be kept of 4"),
+        (Moe(8, 9, F), "9 experts a token cannot be chosen from 8"),
+        (Moe(8, 5, F, groups=4, top_groups=2), "5 experts a token cannot be chosen from 4"),
+        (Moe(4, 2, F, groups=4, top_groups=2, group_score="top2"), "groups have 1"),
+    ],
+)
+def test_experts_that_cannot_be_chosen(moe, message):
+    with pytest.raises(ModelError, match=message):
+        check_moe(3, moe)

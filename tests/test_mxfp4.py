@@ -1,0 +1,78 @@
+"""MXFP4 against a decoder that spells out every bit of a four-bit float."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quire.ops.quant import FORMATS, packed
+from quire.ops.quant.mxfp4 import Mxfp4, decode
+from quire.sharding.spec import ArraySpec, nbytes, random_arrays
+
+
+def e2m1(code: int) -> float:
+    """One sign bit, two of exponent with a bias of 1, one of mantissa; exponent 0 is subnormal."""
+    sign, exponent, mantissa = code >> 3, (code >> 1) & 3, code & 1
+    magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -magnitude if sign else magnitude
+
+
+def decode_slowly(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """[D / 2, F] bytes and [D / 32, F] scales, value by value in float64."""
+    half, F = blocks.shape
+    out = np.zeros((2 * half, F))
+    for d in range(2 * half):
+        for f in range(F):
+            byte = int(blocks[d // 2, f])
+            code = byte >> 4 if d % 2 else byte & 15
+            out[d, f] = e2m1(code) * 2.0 ** (int(scales[d // 32, f]) - 127)
+    return out
+
+
+def test_the_sixteen_values():
+    assert [e2m1(code) for code in range(8)] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    blocks = np.arange(16, dtype=np.uint8)[:, None]  # each code once in a low half, the high halves hold zero
+    values = decode(jnp.asarray(blocks), jnp.full((1, 1), 127, jnp.uint8))
+    assert values.shape == (32, 1)
+    assert np.asarray(values, np.float32)[::2, 0].tolist() == [e2m1(code) for code in range(16)]
+    assert not np.asarray(values, np.float32)[1::2].any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_decode(seed):
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (5, 48, 7), np.uint8)
+    scales = rng.integers(3, 252, (5, 3, 7), np.uint8)  # values that float32 holds without subnormals
+    node = Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))
+    take = jax.jit(lambda node, e: node[e])
+    for e in range(5):
+        dense = take(node, e)
+        assert (dense.dtype, dense.shape) == (jnp.bfloat16, (96, 7))
+        np.testing.assert_array_equal(np.asarray(dense, np.float64), decode_slowly(blocks[e], scales[e]))
+
+
+def test_more_axes():
+    """Gate and up lie side by side after the axis that is summed over."""
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (1, 16, 2, 5), np.uint8), rng.integers(120, 130, (1, 1, 2, 5), np.uint8)
+    whole = np.asarray(Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))[0], np.float32)
+    for g in range(2):
+        np.testing.assert_array_equal(whole[:, g], decode_slowly(blocks[0, :, g], scales[0, :, g]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_specs(name):
+    """Packed weights are small, random ones of the size that dense ones would have."""
+    dense = ArraySpec((3, 256, 2, 64), jnp.bfloat16, ("experts", "embed", None, "ffn"), fan_in=256)
+    specs = packed(name, dense)
+    assert nbytes(specs) < dense.nbytes / 3
+    for spec in jax.tree.leaves(specs):
+        assert (spec.shape[0], spec.shape[2:], spec.axes) == (3, (2, 64), dense.axes)
+    values = np.asarray(random_arrays(specs, 1)[0], np.float32)
+    assert values.shape == dense.shape[1:]
+    assert 0.6 < values.std() * 256**0.5 < 1.6
+    assert packed(None, dense) is dense
+
+
+def test_an_axis_that_does_not_divide():
+    with pytest.raises(ValueError, match="an axis of 48 does not divide into blocks of 32"):
+        packed("mxfp4", ArraySpec((2, 48, 8), jnp.bfloat16, (None, None, None)))

@@ -63,7 +63,7 @@ def check(name: str, value) -> None:
     if not good or any(x < 0 or (x == 0 and "mscale" not in name) for x in numbers):
         right = "a list of positive numbers" if is_list else "a positive number"
         raise ModelError(f"rope parameter {name} = {value!r}; it must be {right}")
-    if name == "partial_rotary_factor" and value > 1:
+    if name == "partial_rotary_factor" and numbers[0] > 1:
         raise ModelError(f"rope parameter {name} = {value!r}; it must be at most 1")
 
 

@@ -17,7 +17,7 @@ LONGEST = 260  # tokens of an answer: a story takes about 150
 
 def evaluate(llm, samples: int, seed: int = 0, only: list[str] | None = None) -> dict[str, dict[str, float]]:
     """Right answers, samples and their share, for each task."""
-    from quire import SamplingParams
+    from .. import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=LONGEST)
     result = {}
@@ -42,7 +42,7 @@ def main(
     """Print exact-match accuracy per task."""
     if unknown := [name for name in task or [] if name not in TASKS]:
         raise typer.BadParameter(f"{unknown[0]!r} is not a task; there are {', '.join(TASKS)}", param_hint="--task")
-    from quire import LLM
+    from .. import LLM
 
     llm = LLM(model=model) if model else LLM()
     start = time.monotonic()

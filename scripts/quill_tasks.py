@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from . import quill_stories as stories
+from .quill_recogniser import recognise
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
@@ -64,7 +65,7 @@ def turn(role: str, content: str) -> str:
 def score(example: Example, text: str) -> bool:
     """Whether a reply is exactly right; of a story, whether the grammar could have written it as asked."""
     if example.task.startswith("story"):
-        return stories.recognise(example.prompt + text if example.plain else text, example.facts)
+        return recognise(example.prompt + text if example.plain else text, example.facts)
     return text == example.answer
 
 

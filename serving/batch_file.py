@@ -62,8 +62,10 @@ def _read(raw: bytes) -> dict[str, Any]:
         raise
     except RecursionError:
         raise RequestError("line", "must be JSON that is not nested so deep") from None
-    except ValueError as error:
-        raise RequestError("line", f"must be a JSON object in UTF-8: {error}") from None
+    except json.JSONDecodeError as error:
+        raise RequestError("line", f"must be JSON: {error.msg}, column {error.colno}") from None
+    except ValueError as error:  # not UTF-8, or a number of thousands of digits
+        raise RequestError("line", f"must be JSON in UTF-8: {error}") from None
     if not isinstance(line, dict):
         raise RequestError("line", f"must be a JSON object, got {shown(line)}")
     return line

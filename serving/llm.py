@@ -8,8 +8,8 @@ from typing import Any
 from ..model.chat_template import PromptError
 from ..model.tokenizer import Tokenizer
 from .engine import Engine
-from .progress import bar
 from .outputs import RequestOutput
+from .progress import bar
 from .request import RequestError, SamplingParams, shown
 from .setup import EngineOptions, make_engine
 
@@ -151,4 +151,3 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | Non
     if prompt is None or isinstance(prompt, (bytes, int, float)):
         raise RequestError("prompt", f"must be text, a list of token ids, or a dict of either, got {shown(prompt)}")
     return None, list(prompt)
-

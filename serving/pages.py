@@ -35,7 +35,7 @@ class PageTable:
         self.groups = [Group(n, w) for n, w in zip(num_pages, windows, strict=True)]
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Give the sequence pages for its first `num_tokens` positions; False, and nothing changes, if too few are free."""
+        """Give the sequence pages for its first `num_tokens` positions; False, and no change, if too few are free."""
         if not seq.pages:
             seq.pages = [[] for _ in self.groups]
         wanted = -(-num_tokens // self.page_size)

@@ -56,7 +56,8 @@ class Drawn:
     def score(self, row: int) -> tuple[int, float, int, np.ndarray, np.ndarray]:
         """(token, log-probability, rank, best ids, their log-probabilities) of one of the rows."""
         s = self.sampled
-        return int(s.tokens_R[row]), float(s.logprobs_R[row]), int(s.ranks_R[row]), s.top_ids_RK[row], s.top_logprobs_RK[row]
+        token, logprob, rank = int(s.tokens_R[row]), float(s.logprobs_R[row]), int(s.ranks_R[row])
+        return token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row]
 
 
 class Runner:

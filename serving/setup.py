@@ -95,9 +95,7 @@ def size_cache(config: ModelConfig, options: EngineOptions, budget: int) -> tupl
     room = budget - sum(costs)  # the dummy pages
     longest = config.max_len if options.max_model_len in (None, -1) else options.max_model_len
     if longest > config.max_len:
-        raise ModelError(
-            f"max_model_len is {longest}; the model was made for at most {config.max_len} positions"
-        )
+        raise ModelError(f"max_model_len is {longest}; the model was made for at most {config.max_len} positions")
     if bytes_for(longest) > room:
         fitting = largest(lambda length: bytes_for(length) <= room, longest)
         if options.max_model_len != -1 or fitting < 2:
@@ -136,4 +134,3 @@ def use_compile_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(home / "quire" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-

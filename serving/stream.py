@@ -68,7 +68,9 @@ class Stream:
 class Request:
     """A prompt with its streams; `output()` is what the user gets, at any moment."""
 
-    def __init__(self, request_id: str, prompt: str | None, params: SamplingParams, sequences: list[Sequence], tokenizer):
+    def __init__(
+        self, request_id: str, prompt: str | None, params: SamplingParams, sequences: list[Sequence], tokenizer
+    ):
         self.request_id, self.prompt, self.params, self.sequences = request_id, prompt, params, sequences
         self.tokenizer = tokenizer
         self.streams = [Stream(seq, params, tokenizer) for seq in sequences]

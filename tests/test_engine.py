@@ -74,7 +74,7 @@ def run(engine: Engine, arrivals: dict[int, list], aborts: dict[int, list[str]] 
 
 
 def check_greedy(oracle, output, params: SamplingParams) -> None:
-    """Every token is the oracle's best given those before it, its log-probability is the oracle's, and the end is due."""
+    """Every token is the oracle's best given those before it, with the oracle's log-probability, and the end is due."""
     answer = output.outputs[0]
     prompt = list(output.prompt_token_ids)
     tokens = prompt + list(answer.token_ids)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from quire.model import decoder
 from quire.model.config import ModelError, Moe, check_moe
 from quire.model.weights import MoeWeights

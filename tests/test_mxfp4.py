@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from quire.ops.quant import FORMATS, packed
 from quire.ops.quant.mxfp4 import Mxfp4, decode
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays

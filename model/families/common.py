@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     turn: Callable[[np.ndarray], np.ndarray] = lambda x: x
-    at: tuple = ()
+    at: Any = ()  # an index of numpy's
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,13 @@ def layer_sources(
 ) -> LayerWeights:
     """A layer with the common names; families replace what is their own."""
     layer, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
+    own_norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D, norm_offset) for field, name in norms.items()}
+    assert isinstance(layer.attention, Attention)
     return LayerWeights(
         attention=attention_sources(layer.attention, D, f"{here}.self_attn", fused, norm_offset),
         mlp=layer.mlp and mlp_sources(layer.mlp.dim, D, f"{here}.mlp", fused),
         moe=None,
-        **{field: scale(f"{here}.{name}.weight", D, norm_offset) for field, name in norms.items()},
+        **own_norms,
     )
 
 

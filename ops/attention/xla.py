@@ -14,19 +14,20 @@ TILE = 16  # query rows a tile where sequences bring more than one
 
 
 def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
-    """See `quire.ops.attention.paged_attention`."""
+    """See `quire.ops.attention.paged_attention`. R is the rows of a tile times the query heads of a KV head."""
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
     T, N, H = q_TNH.shape
     P, S, K, _ = pages.k_PSKH.shape
     B, G = rows.starts_B1.shape[0] - 1, N // K
     width = pages.v_PSKH.shape[-1] if value_dim is None else value_dim
-    # A product with a single row would be compiled to another kernel, which sums in another order.
-    row_CQ, seq_C, valid_CQ = tiles(rows.starts_B1, T, TILE if T != B else 1 if G > 1 else 2)
+    row_CQ, seq_C, valid_CQ = tiles(rows.starts_B1, T, tile_size(T, B, G, width))
     row_CQ = jnp.minimum(row_CQ, T - 1)
     position_CQ = jnp.where(valid_CQ, rows.positions_T[row_CQ], -1)
+    position_CR = jnp.repeat(position_CQ, G, axis=1)
     C, Q = row_CQ.shape
-    q_CKQGH = jnp.moveaxis(q_TNH[row_CQ].reshape(C, Q, K, G, H), 2, 1).astype(jnp.float32) * scale
+    q_CQKGH = q_TNH[row_CQ].reshape(C, Q, K, G, H).astype(jnp.float32) * scale
+    q_CKRH = jnp.moveaxis(q_CQKGH, 2, 1).reshape(C, K, Q * G, H)
 
     pages_a_block = max(1, BLOCK // S)
     J = pages_a_block * S
@@ -46,32 +47,32 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
         # Outside these positions a page holds whatever its last owner left: 0 * NaN would poison the sum.
         position_CJ = block_C[:, None] * J + jnp.arange(J)
         owned_CJ = position_CJ <= newest_C[:, None]
-        seen_CQJ = position_CJ[:, None, :] <= position_CQ[:, :, None]
+        seen_CRJ = position_CJ[:, None, :] <= position_CR[:, :, None]
         if window is not None:
             owned_CJ &= position_CJ > oldest_C[:, None] - window
-            seen_CQJ &= position_CJ[:, None, :] > position_CQ[:, :, None] - window
+            seen_CRJ &= position_CJ[:, None, :] > position_CR[:, :, None] - window
         value_CKJH = jnp.where(owned_CJ[:, None, :, None], value_CKJH, 0)
 
-        score = jnp.einsum("CKQGH,CKJH->CKQGJ", q_CKQGH, key_CKJH, preferred_element_type=jnp.float32)
+        score = jnp.einsum("CKRH,CKJH->CKRJ", q_CKRH, key_CKJH, preferred_element_type=jnp.float32)
         if soft_cap is not None:
             score = soft_cap * jnp.tanh(score / soft_cap)
-        score = jnp.where(seen_CQJ[:, None, :, None], score, -jnp.inf)
+        score = jnp.where(seen_CRJ[:, None], score, -jnp.inf)
         new_best = jnp.maximum(best, jnp.max(score, axis=-1))
         finite = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
         shrink = jnp.exp(best - finite)
         weight = jnp.exp(score - finite[..., None])
-        mixed = jnp.einsum("CKQGJ,CKJH->CKQGH", weight, value_CKJH, preferred_element_type=jnp.float32)
+        mixed = jnp.einsum("CKRJ,CKJH->CKRH", weight, value_CKJH, preferred_element_type=jnp.float32)
         return new_best, total * shrink + sum_pairs(weight), out * shrink[..., None] + mixed
 
-    shape = (C, K, Q, G)
+    shape = (C, K, Q * G)
     if sinks_N is None:
         best, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
     else:  # a sink is one more score in the softmax that carries no value
-        best, total = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(K, 1, G), shape), jnp.ones(shape)
+        best, total = jnp.tile(sinks_N.astype(jnp.float32).reshape(K, G), (C, 1, Q)), jnp.ones(shape)
     start = (best, total, jnp.zeros((*shape, width)))
     _, total, out = jax.lax.fori_loop(0, trips, attend_block, start)
     out = out / jnp.where(total == 0, 1, total)[..., None]
-    out_CQNH = jnp.moveaxis(out, 1, 2).reshape(C, Q, N, width)
+    out_CQNH = jnp.moveaxis(out.reshape(C, K, Q, G, width), 1, 2).reshape(C, Q, N, width)
     flat = jnp.where(valid_CQ, row_CQ, T).reshape(-1)
     out_TNH = (
         jnp.zeros((T, N, width), q_TNH.dtype)
@@ -81,13 +82,24 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
     return out_TNH, pages
 
 
+def tile_size(T: int, B: int, G: int, width: int) -> int:
+    """Query rows a tile: such that XLA's CPU picks kernels that sum in the same order for any T and B.
+
+    It was seen to keep the order of `weight @ value` for 2 to 48 rows, and for any more where the width is a multiple
+    of 64; a single row is summed in another.
+    """
+    if T == B:
+        return 1 if G > 1 else 2
+    return TILE if width % 64 == 0 else max(1, min(TILE, 48 // G))
+
+
 def read(pages_PSKH, page_CJ):
     """The pages of each tile one after another, in float32: [C, K, positions, H]."""
     C, (S, K, H) = page_CJ.shape[0], pages_PSKH.shape[1:]
-    block = jnp.moveaxis(pages_PSKH[page_CJ].reshape(C, -1, K, H), 1, 2)
-    if block.dtype == jnp.uint16:  # the upper half of a float32
-        return jax.lax.bitcast_convert_type(block.astype(jnp.uint32) << 16, jnp.float32)
-    return block.astype(jnp.float32)
+    block_CJKH = pages_PSKH[page_CJ].reshape(C, -1, K, H)
+    if block_CJKH.dtype == jnp.uint16:  # a bfloat16 is the upper half of a float32
+        block_CJKH = jax.lax.bitcast_convert_type(block_CJKH.astype(jnp.uint32) << 16, jnp.float32)
+    return jnp.moveaxis(block_CJKH.astype(jnp.float32), 1, 2)
 
 
 def sum_pairs(x):

@@ -53,7 +53,7 @@ def main(names: list[str]) -> None:
             seed += 1
             assert seed < 40, f"{variant.name}: no seed will do"
             arrays = make(variant, shapes, seed)
-        np.savez_compressed(HERE / f"{variant.name}.npz", **arrays)
+        np.savez_compressed(HERE / f"{variant.name}.npz", allow_pickle=False, **arrays)
         spread, tokens = arrays["logits"].std(), arrays["tokens0"]
         print(f"{variant.name}: seed {seed}, logits spread {spread:.2f}, {len(set(tokens.tolist()))} kinds", flush=True)
 

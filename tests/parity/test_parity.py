@@ -11,6 +11,7 @@ import pytest
 from golden.families import VARIANTS
 from golden.folder import prompts, write_folder
 from published import PUBLISHED
+from published_moe import PUBLISHED_MOE
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -99,11 +100,12 @@ def test_greedy_tokens(variant, block_size, case):
         assert [list(output.outputs[0].token_ids) for output in outputs] == [tokens[n:] for _, tokens, n in asked]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED | PUBLISHED_MOE)
 def test_published_tensors(name, tmp_path):
     """transformers builds a published model of the tensors that the family file asks for, and of no others."""
-    hf = PUBLISHED[name].config
-    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in hf.items() if key != "auto_map"}))
+    hf = (PUBLISHED | PUBLISHED_MOE)[name].config
+    hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config")}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
     family, config = checkpoint.family_of(hf), checkpoint.read_config(tmp_path)
     canonical, ignored = getattr(family, "canonical", str), getattr(family, "ignored", lambda name, config: False)
     with torch.device("meta"):
@@ -114,5 +116,5 @@ def test_published_tensors(name, tmp_path):
     if config.tied:
         del theirs["lm_head.weight"]
     sources = jax.tree.map(lambda spec, source: source, abstract(config), family.sources(config))
-    ours = {part.name: part.shape for source in jax.tree.leaves(sources) for part in source.parts}
+    ours = {part.name: part.shape for source in jax.tree.leaves(sources) for part in source.whole or source.parts}
     assert ours == theirs

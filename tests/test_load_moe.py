@@ -1,0 +1,138 @@
+"""The ways in which checkpoints of models with experts come."""
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from golden.families_moe import MOE_VARIANTS
+from golden.folder import HERE, write_folder
+from safetensors.numpy import load_file, save_file
+
+from quire.model import checkpoint
+from quire.model.config import ModelError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes the tiny model of a variant: (folder, its tensors), all of them in one file."""
+
+    def write(name: str):
+        variant = next(v for v in MOE_VARIANTS if v.name == name)
+        with np.load(HERE / f"{name}.npz") as arrays:
+            meta = json.loads(arrays["meta"].tobytes())
+        made, tensors = write_folder(tmp_path / name, variant.config, meta["tensors"], meta["seed"]), {}
+        for file in made.glob("*.safetensors"):
+            tensors |= load_file(file)
+            file.unlink()
+        (made / "model.safetensors.index.json").unlink()
+        return made, tensors
+
+    return write
+
+
+def load(folder, tensors):
+    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
+    config = checkpoint.read_config(folder, "float32")
+    return checkpoint.load_weights(folder, config, put=np.asarray)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3"])
+def test_experts_in_one_tensor(name, folder):
+    """The names that transformers 5 has in memory mean the same as those that it writes by default."""
+    made, tensors = folder(name)
+    expected = load(made, tensors)
+    fused = {key: value for key, value in tensors.items() if ".experts." not in key or ".shared_" in key}
+    fused = {key.replace("block_sparse_moe", "mlp"): value for key, value in fused.items()}
+    names = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    for key in tensors:
+        block, found, _ = key.partition(f".experts.0.{names[0]}.weight")
+        if not found:
+            continue
+        E = sum(f"{block}.experts.{e}.{names[0]}.weight" in tensors for e in range(99))
+        gate, up, down = (np.stack([tensors[f"{block}.experts.{e}.{x}.weight"] for e in range(E)]) for x in names)
+        block = block.replace("block_sparse_moe", "mlp")
+        fused[f"{block}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        fused[f"{block}.experts.down_proj"] = down
+    assert len(fused) < len(tensors)
+    assert_same(load(made, fused), expected)
+
+
+def test_a_missing_expert_is_named(folder):
+    made, tensors = folder("mixtral")
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    with pytest.raises(ModelError, match=r"lacks the tensor 'model\.layers\.1\.mlp\.experts\.2\.w3\.weight'"):
+        load(made, tensors)
+
+
+def test_fp8_blocks_are_widened(folder):
+    """Each square of 128 by 128 has a scale, the last ones cut off where the matrix ends."""
+    made, tensors = folder("deepseek-v3-small")
+    name, rng = "model.layers.1.self_attn.kv_b_proj.weight", np.random.default_rng(0)
+    assert tensors[name].shape == (176, 32)
+    small = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.random((2, 1)).astype(np.float32) + 0.5
+    wide = small.astype(np.float32) * np.repeat(scale, 128, axis=0)[:176]
+    expected = load(made, tensors | {name: wide})
+    assert_same(load(made, tensors | {name: small, f"{name}_scale_inv": scale}), expected)
+    with pytest.raises(ModelError, match=r"kv_b_proj.weight_scale_inv' has shape \[1, 2\]"):
+        load(made, tensors | {name: small, f"{name}_scale_inv": scale.T})
+
+
+def test_layers_past_the_last(folder):
+    """The layer that predicts a second token is left alone; any other tensor too many is an error."""
+    made, tensors = folder("deepseek-v3")
+    expected = load(made, tensors)
+    extra = {"model.layers.3.eh_proj.weight": np.ones((2, 2)), "model.layers.3.mlp.gate.weight": np.ones(2)}
+    assert_same(load(made, tensors | extra), expected)
+    with pytest.raises(ModelError, match=r"holds the tensor 'model\.layers\.2\.eh_proj\.weight'"):
+        load(made, tensors | {"model.layers.2.eh_proj.weight": np.ones(2)})
+
+
+def test_what_gemma4_does_not_read(folder):
+    """Published files keep keys and values for layers that share a cache, and what sees and hears."""
+    made, tensors = folder("gemma4-shared")
+    expected = load(made, tensors)
+    prefix = "model.language_model.layers"
+    extra = {f"{prefix}.4.self_attn.{x}.weight": np.ones(3) for x in ("k_proj", "v_proj", "k_norm")}
+    extra |= {"model.audio_tower.x": np.ones(1), "model.embed_audio.y": np.ones(1)}
+    assert_same(load(made, tensors | extra), expected)
+    for name in (f"{prefix}.4.self_attn.o_norm.weight", f"{prefix}.1.self_attn.v_norm.weight"):
+        with pytest.raises(ModelError, match="holds the tensor"):
+            load(made, tensors | {name: np.ones(3)})
+
+
+def test_mxfp4_scales_that_are_no_number(folder):
+    made, tensors = folder("gpt-oss")
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name].copy()
+    tensors[name][1, 2, 0] = 255
+    with pytest.raises(ModelError, match=f"'{name}' holds 255"):
+        load(made, tensors)
+
+
+def test_mxfp4_is_loaded_as_it_is_stored(folder):
+    """Value by value from the file: row and column of an expert's matrices, through the node."""
+    made, tensors = folder("gpt-oss")
+    moe = load(made, tensors).layers[2].moe
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+    def stored(kind: str, e: int, row: int, column: int) -> float:
+        name = f"model.layers.2.mlp.experts.{kind}_proj"
+        block, place = divmod(column, 32)
+        byte = int(tensors[f"{name}_blocks"][e, row, block, place // 2])
+        code = byte >> 4 if place % 2 else byte & 15
+        return values[code] * 2.0 ** (int(tensors[f"{name}_scales"][e, row, block]) - 127)
+
+    rng = np.random.default_rng(0)
+    up, down = (np.asarray(jax.tree.map(jax.numpy.asarray, w)[4], np.float32) for w in (moe.up_EDGF, moe.down_EFD))
+    assert (up.shape, down.shape) == ((64, 2, 96), (96, 64))
+    for _ in range(300):
+        d, g, f = rng.integers(64), rng.integers(2), rng.integers(96)
+        assert up[d, g, f] == stored("gate_up", 4, 2 * f + g, d)
+        assert down[f, d] == stored("down", 4, d, f)

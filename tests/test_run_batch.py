@@ -1,0 +1,249 @@
+"""Batch files: each line becomes a request or an error, results come in order, and no line hurts another."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import quire
+from quire.__main__ import main
+from quire.serving.batch_file import parse_lines
+from quire.serving.outputs import CompletionOutput, FinishReason, RequestOutput
+from quire.serving.request import RequestError, SamplingParams
+
+CHAT = "/v1/chat/completions"
+
+
+def line(custom_id: str, url: str = "/v1/completions", **body) -> bytes:
+    """A line of a batch file."""
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode()
+
+
+class Request:
+    """Finishes after as many steps as its prompt has characters."""
+
+    def __init__(self, name: str, prompt, params: SamplingParams):
+        self.request_id, self.prompt, self.params, self.steps = name, prompt, params, len(prompt)
+        self.reason: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.reason is not None
+
+    def output(self) -> RequestOutput:
+        answers = [
+            CompletionOutput(i, f"<{self.prompt}>", [1, 2], finish_reason=self.reason) for i in range(self.params.n)
+        ]
+        return RequestOutput(self.request_id, self.prompt, [5] * len(self.prompt), answers, self.finished)
+
+
+class FakeLLM:
+    """An engine that echoes; a prompt may ask it to refuse, to fail or to interrupt."""
+
+    made: list["FakeLLM"] = []
+
+    def __init__(self, model=None, **options):
+        self.model, self.options = model, options
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.engine = SimpleNamespace(step=self.step, abort=self.abort, busy=False)
+        FakeLLM.made.append(self)
+
+    def chat_prompt(self, messages, add_generation_prompt, **options):
+        if "refuse" in messages[-1]["content"]:
+            raise RequestError("messages", "chat template: no")
+        return "".join(message["content"] for message in messages) + "".join(options)
+
+    def add(self, prompt, params):
+        if prompt == "too long":
+            raise RequestError("prompt", "has 9 tokens; at most 8 fit")
+        request = Request(str(len(self.requests)), prompt, params)
+        self.requests.append(request)
+        self.engine.busy = True
+        return request
+
+    def step(self):
+        for request in self.requests:
+            if request.reason is None:
+                request.steps -= 1
+                if request.steps <= 0:
+                    if request.prompt == "interrupt":
+                        raise KeyboardInterrupt
+                    request.reason = "error" if request.prompt == "fail" else "stop"
+        self.engine.busy = not all(request.finished for request in self.requests)
+        return list(self.requests)
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+        self.requests[int(request_id)].reason = "abort"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs a batch of lines: (exit code, results, stderr)."""
+    monkeypatch.setattr(quire, "LLM", FakeLLM, raising=False)
+    FakeLLM.made.clear()
+
+    def call(*lines: bytes, arguments: tuple[str, ...] = ()):
+        (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+        files = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+        monkeypatch.setattr(sys, "argv", ["quire", "run-batch", *files, *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as leaving:
+            code = leaving.code or 0
+        out = tmp_path / "out.jsonl"
+        results = [json.loads(each) for each in out.read_text().splitlines()] if out.exists() else []
+        return code, results, capsys.readouterr().err
+
+    return call
+
+
+def texts(result: dict) -> list[str]:
+    choices = result["response"]["body"]["choices"]
+    return [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
+
+
+def test_results_come_in_the_order_of_the_lines(run):
+    code, results, err = run(
+        line("slow", prompt="a long prompt"),
+        line("many", prompt=["a", "bb"], n=2),
+        line("chat", CHAT, messages=[{"role": "user", "content": "hi"}], chat_template_kwargs={"+": 1}),
+        line("ids", prompt=[7, 8]),
+    )
+    assert code == 0
+    assert [result["custom_id"] for result in results] == ["slow", "many", "chat", "ids"]
+    assert [texts(result) for result in results] == [
+        ["<a long prompt>"], ["<a>", "<a>", "<bb>", "<bb>"], ["<hi+>"], ["<[7, 8]>"],
+    ]  # fmt: skip
+    for result in results:
+        assert result["error"] is None
+        assert result["response"]["status_code"] == 200
+        assert result["id"] == result["response"]["request_id"]
+        assert result["response"]["body"]["model"] == "quill"
+    assert results[1]["response"]["body"]["usage"]["prompt_tokens"] == 3
+    assert results[2]["response"]["body"]["object"] == "chat.completion"
+    assert len({result["id"] for result in results}) == 4
+    assert err.startswith("4 answered, 0 refused: 14 tokens in ")
+
+
+WRONG = [
+    (b"{", None, "line 2: must be JSON: "),
+    (b"[1]", None, "line 2: must be a JSON object, got [1]"),
+    (b'{"custom_id": "\xff"}', None, "line 2: must be JSON in UTF-8: "),
+    (b'{"custom_id": NaN}', None, "line 2: must be JSON, which has no NaN"),
+    (b"[" * 100_000, None, "line 2: must be JSON that is not nested so deep"),
+    (b"1" * 5000, None, "line 2: must be JSON in UTF-8: "),
+    (b"{}", None, "line 2: custom_id: must be a string that is not empty, got None"),
+    (b'{"custom_id": 5}', None, "line 2: custom_id: "),
+    (line("first", prompt="a"), "first", "line 2: custom_id: must differ, got 'first' as in line 1"),
+    (b'{"custom_id": "x"}', "x", "line 2: method: must be 'POST', got None"),
+    (b'{"custom_id": "x", "methud": 1}', "x", "line 2: methud: unknown field; did you mean 'method'?"),
+    (line("x", "/v1/embeddings"), "x", "line 2: url: must be /v1/chat/completions or /v1/completions, got '/v1/emb"),
+    (b'{"custom_id": "x", "method": "POST", "url": ["a"]}', "x", "line 2: url: must be "),
+    (b'{"custom_id": "x", "method": "POST", "url": "/v1/completions"}', "x", "line 2: body: must be a JSON object"),
+    (line("x", prompt="a", temperature=-1), "x", "line 2: body.temperature: must be a number from 0 to 100"),
+    (line("x", prompt="a").replace(b'"a"', b'"a", "top_p": 1e400'), "x", "line 2: body.top_p: must be a number"),
+    (line("x", prompt="a", logits=1), "x", "line 2: body.logits: unknown field"),
+    (line("x", prompt="a", stream=True), "x", "line 2: body.stream: is not implemented"),
+    (line("x", prompt="a", model="gpt"), "x", "line 2: body.model: must be 'quill', which --served-model-name can"),
+    (line("x", prompt=["a", "too long"]), "x", "line 2: prompt: has 9 tokens; at most 8 fit"),
+    (line("x", CHAT, messages=[{"role": "user", "content": "refuse"}]), "x", "line 2: messages: chat template: no"),
+    (line("x", CHAT, messages=[{"role": "user"}]), "x", "line 2: body.messages[0].content: must be a string"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "custom_id", "message"), WRONG, ids=[message[8:40] for *_, message in WRONG])
+def test_a_wrong_line_hurts_no_other(run, wrong, custom_id, message):
+    code, results, err = run(line("first", prompt="one"), wrong, line("last", prompt="two"))
+    assert code == 0
+    assert [texts(results[0]), texts(results[2])] == [["<one>"], ["<two>"]]
+    bad = results[1]
+    assert (bad["custom_id"], bad["response"]) == (custom_id, None)
+    assert bad["error"]["message"].startswith(message)
+    assert "\n" not in bad["error"]["message"] and len(bad["error"]["message"]) < 400
+    assert bad["error"]["code"] == "invalid_request" and bad["error"]["line"] == 2
+    assert err.startswith("2 answered, 1 refused: 4 tokens")
+
+
+def test_prompts_of_a_line_stand_or_fall_together(run):
+    run(line("a", prompt=["one", "too long", "three"]))
+    (llm,) = FakeLLM.made
+    assert [request.prompt for request in llm.requests] == ["one"]
+    assert llm.aborted == ["0"]
+
+
+def test_a_request_that_fails_in_the_engine(run):
+    code, results, _ = run(line("a", prompt="fail"), line("b", prompt="fine"))
+    assert code == 0
+    assert results[0]["error"]["code"] == "server_error"
+    assert texts(results[1]) == ["<fine>"]
+
+
+def test_ctrl_c_keeps_what_is_done(run):
+    code, results, err = run(
+        line("never", prompt="a prompt so long that it never ends"),
+        line("quick", prompt="a"),
+        line("c", prompt="interrupt"),
+    )
+    assert code == 130
+    assert [result["custom_id"] for result in results] == ["quick"]
+    assert err.startswith("1 answered, 0 refused, 2 left: ")
+
+
+def test_names_of_the_model(run):
+    asked = [line(name, prompt="a", model=name) for name in ("org/name", "name", "other")]
+    _, results, _ = run(*asked, arguments=("org/name", "--max-num-seqs", "2"))
+    assert [result["error"] is None for result in results] == [True, True, False]
+    assert [result["response"]["body"]["model"] for result in results[:2]] == ["org/name", "name"]
+    (llm,) = FakeLLM.made
+    assert (llm.model, llm.options) == ("org/name", {"max_num_seqs": 2})
+    _, results, _ = run(*asked, arguments=("org/name", "--served-model-name", "other"))
+    assert [result["error"] is None for result in results] == [False, False, True]
+
+
+def test_blank_lines_and_windows_lines(run):
+    _, results, _ = run(b"", line("a", prompt="x") + b"\r", b"  ", line("b", prompt="y"), b"{", b"")
+    assert [result["custom_id"] for result in results] == ["a", "b", None]
+    assert results[2]["error"]["line"] == 5
+    assert run()[:2] == (0, [])
+
+
+def test_an_empty_batch_is_no_error():
+    assert list(parse_lines([b"", b"\n"])) == []
+
+
+def test_stdin_to_stdout(monkeypatch, capsys):
+    monkeypatch.setattr(quire, "LLM", FakeLLM, raising=False)
+    monkeypatch.setattr(sys, "argv", ["quire", "run-batch", "-i", "-", "-o", "-"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line("a", prompt="x"))))
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert not leaving.value.code
+    assert texts(json.loads(capsys.readouterr().out)) == ["<x>"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "-i and -o are both needed"),
+        (("-i", "in.jsonl"), "-i and -o are both needed"),
+        (("-i", "missing.jsonl", "-o", "out.jsonl"), "cannot read missing.jsonl: No such file or directory"),
+        (("-i", "in.jsonl", "-o", "in.jsonl"), "in.jsonl is given as input and as output"),
+        (("-i", "in.jsonl", "-o", "none/out.jsonl"), "cannot write none/out.jsonl: there is no folder none"),
+        (("-i", "in.jsonl", "-o", "."), "cannot write .: Is a directory"),
+    ],
+)
+def test_wrong_files(monkeypatch, capsys, tmp_path, arguments, message):
+    monkeypatch.setattr(quire, "LLM", FakeLLM, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_bytes(line("a", prompt="x"))
+    monkeypatch.setattr(sys, "argv", ["quire", "run-batch", *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert (tmp_path / "in.jsonl").read_bytes() == line("a", prompt="x")

@@ -42,8 +42,8 @@ def sizes(max_seqs: int, max_rows: int) -> tuple[Size, ...]:
         seqs *= 4
     top = max(max_seqs, 4)
     decode.append(Size(top, top, top))
-    samples = max(top, 16)
-    mixed = {Size(rows + (rows == top), top, samples) for rows in (min(64, max_rows), max_rows) if rows >= top}
+    # More rows than sequences: as many would mean one row from each.
+    mixed = {Size(max(rows, top + 1), top, max(top, 16)) for rows in (min(64, max_rows), max_rows)}
     return tuple(sorted({*decode, *mixed}))
 
 

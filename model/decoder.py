@@ -148,9 +148,10 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD):
         weights_TX = weights_TX * w.expert_scale_E[experts_TX]
 
     def expert(e, x_QD):
-        up_QGF = project("QD,DGF->QGF", x_QD, w.up_EDGF[e], None if w.up_bias_EGF is None else w.up_bias_EGF[e])
+        up_bias_GF, down_bias_D = (None if bias is None else bias[e] for bias in (w.up_bias_EGF, w.down_bias_ED))
+        up_QGF = project("QD,DGF->QGF", x_QD, experts.pick(w.up_EDGF, e), up_bias_GF)
         inner_QF = glu(up_QGF, moe.activation, moe.clamp, moe.alpha)
-        return project("QF,FD->QD", inner_QF, w.down_EFD[e], None if w.down_bias_ED is None else w.down_bias_ED[e])
+        return project("QF,FD->QD", inner_QF, experts.pick(w.down_EFD, e), down_bias_D)
 
     return experts.mix_experts(x_TD, weights_TX, experts_TX, moe.experts, expert)
 

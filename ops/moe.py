@@ -32,6 +32,12 @@ def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
     return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(T, E)
 
 
+def pick(stack, e):
+    """One expert's matrix of a stack. Without the barrier XLA widens the whole stack to float32 ahead of the loop."""
+    stack, e = jax.lax.optimization_barrier((stack, e))
+    return stack[e]
+
+
 def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
     """sum_x weight * expert(x), where `expert(e, rows_QD)` computes one expert over a block of rows.
 

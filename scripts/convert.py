@@ -5,13 +5,28 @@ from typing import Annotated
 
 import typer
 
+from . import options as o
+
 
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must be empty or new.")],
+    dtype: o.Dtype = None,
 ) -> None:
     """Write a model as an orbax checkpoint. Use the folder wherever a MODEL is asked for."""
-    from ..model.checkpoint import save_orbax  # not at the top: `--help` must not wait for JAX
+    from rich.progress import Progress  # not at the top: `--help` must not wait for JAX
 
-    save_orbax(model, out)
-    print(f"wrote {out}: {sum(file.stat().st_size for file in out.rglob('*') if file.is_file()) / 2**20:.1f} MiB")
+    from ..model import checkpoint, converted, hub
+    from ..model.weights import abstract
+    from ..sharding.spec import nbytes
+
+    folder = hub.resolve(model)
+    config = checkpoint.read_config(folder, dtype or "auto")
+    converted.make_empty(out)
+    with Progress(transient=True) as bars:
+        bar = bars.add_task("reading", total=nbytes(abstract(config)))
+        weights = checkpoint.load(folder, config, progress=lambda count: bars.advance(bar, count))
+        bars.update(bar, description="writing", total=None)
+        converted.save(folder, out, weights, config.dtype)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    print(f"wrote {out}: {size / 2**20:.1f} MiB")

@@ -186,7 +186,8 @@ def _lookup(rng: Random, task: str, entries: int, filler: int) -> Example:
         words += stories.write(rng, stories.draw(rng, frozenset(names))).split(" ")
     if filler:
         text += "\n\n" + " ".join(words[:filler])
-    pairs = [(f"What does {name} have?", holds[name]) for name in rng.sample(names, min(entries, 10))]
+    # The name stands before the thing in the answer too: what followed it once follows it again.
+    pairs = [(f"What does {name} have?", f"{name}: {holds[name]}") for name in rng.sample(names, min(entries, 10))]
     (question, answer), *rest = pairs
     return Example(task, f"{text}\n\n{question}", answer, follow_ups=tuple(rest))
 

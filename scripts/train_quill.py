@@ -22,6 +22,7 @@ import typer
 from optax.contrib import MuonDimensionNumbers, muon
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
 
 from ..model.config import ModelConfig
 from ..model.families.quill import small_cache_config
@@ -39,7 +40,7 @@ SIZES = {
 }
 ROW = {"lookup_200": 512, "lookup_400": 1024, "lookup_600": 1024}  # a row that holds one; 256 holds the others
 # (until this part of the time, how often a batch has rows of each length): short first, the long ones last.
-CURRICULUM = [(0.35, {256: 1.0}), (0.6, {256: 0.75, 512: 0.25}), (1.01, {256: 0.6, 512: 0.1, 1024: 0.3})]
+CURRICULUM = [(0.45, {256: 1.0}), (0.72, {256: 0.9, 512: 0.1}), (1.01, {256: 0.5, 512: 0.15, 1024: 0.35})]
 
 
 def model_config(size: str) -> ModelConfig:
@@ -122,13 +123,16 @@ def main(
     minutes: Annotated[float, typer.Option(help="training time, all sessions together")] = 150.0,
     seed: int = 0,
     check: Annotated[float, typer.Option(help="minutes between checkpoints, each with its accuracy")] = 5.0,
+    tokenizer_file: Annotated[
+        Path | None, typer.Option("--tokenizer", help="a tokenizer.json to use; else one is trained on the corpus")
+    ] = None,
     only_export: Annotated[bool, typer.Option("--export", help="export the latest checkpoint and stop")] = False,
 ):
     """Train, checkpoint, resume, export."""
     if size not in SIZES:
         raise typer.BadParameter(f"{size!r} is not a size; it can be {' or '.join(SIZES)}", param_hint="--size")
     console, config = Console(), model_config(size)
-    tokenizer = corpus.train_tokenizer(VOCAB)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file else corpus.train_tokenizer(VOCAB)
     manager = ocp.CheckpointManager(
         (out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
     )

@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import struct
 
 IMPLEMENTATIONS = {"xla": ".xla"}  # tried in order; one that cannot serve a case raises NotImplementedError
@@ -10,7 +12,10 @@ IMPLEMENTATIONS = {"xla": ".xla"}  # tried in order; one that cannot serve a cas
 
 @struct.dataclass
 class KVPages:
-    """The cache of one layer. Without `v_PSKH` the values are the first dimensions of the keys (MLA)."""
+    """The cache of one layer. Without `v_PSKH` the values are the first dimensions of the keys (MLA).
+
+    Pages of uint16 hold the bits of bfloat16.
+    """
 
     k_PSKH: Any
     v_PSKH: Any = None
@@ -24,6 +29,14 @@ class Rows:
     starts_B1: Any  # rows starts[b] .. starts[b + 1] are those of sequence b; padding rows come after the last
     tables_BM: Any  # page numbers of each sequence; page 0 is a dummy
     slots_T: Any  # page * S + offset where each row's key and value go; padding goes to page 0
+
+
+def page_dtype(dtype):
+    """What pages are made of: on a CPU the bits of bfloat16, which XLA could not write or read in place there.
+
+    It would turn the whole cache to float32 and back in every layer.
+    """
+    return jnp.dtype(jnp.uint16 if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype)
 
 
 def paged_attention(

@@ -26,7 +26,8 @@ class Mxfp4:
 
     def __getitem__(self, e):
         """One matrix [D, ...] in bfloat16, which holds each value exactly."""
-        return decode(self.blocks[e], self.scales[e])
+        # The barrier keeps the choice of e out of the loop over values, which XLA could not vectorise with it.
+        return decode(*jax.lax.optimization_barrier((self.blocks[e], self.scales[e])))
 
 
 def decode(blocks, scales):

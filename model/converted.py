@@ -1,0 +1,105 @@
+"""A model folder of Quire's own: config.json and tokenizer as they came, the weights as an orbax checkpoint.
+
+Each device reads its own part of each array, so a model larger than any one host's memory can be loaded.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from ..sharding.mesh import shardings
+from ..sharding.spec import nbytes
+from .config import ModelError
+from .tensors import read_json
+
+WEIGHTS = "weights"
+COPIED = ("*.json", "*.jinja")
+CHUNK = 16 << 20  # bytes that are read together: a device that wants a part of an array reads little besides
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder was written by `save`."""
+    return (folder / WEIGHTS).is_dir()
+
+
+def names(tree) -> dict[str, jax.Array]:
+    """The leaves of a weight tree by name: `layers.0.attention.qkv_DGH`."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def make_empty(out: Path) -> None:
+    """A new folder; one that holds something is not touched."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise ModelError(f"{out} is there already and holds something; give a new or an empty folder")
+    except OSError as error:
+        raise ModelError(f"{out} cannot be made: {error.strerror}") from None
+
+
+def save(folder: Path, out: Path, weights, dtype: str) -> None:
+    """Write weights and the rest of `folder` to `out`, which then is a model folder of its own."""
+    import orbax.checkpoint as ocp  # a second of imports
+
+    make_empty(out)
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = names(weights)
+        checkpointer.save(
+            out.absolute() / WEIGHTS, arrays, save_args=dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK))
+        )
+    for path in sorted(path for pattern in COPIED for path in folder.glob(pattern)):
+        if path.name != "config.json" and not path.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(path, out / path.name)
+    hf = read_json(folder / "config.json")
+    for part in (hf, hf.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("torch_dtype", None)
+            part["dtype"] = dtype
+    (out / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+
+
+def load_weights(folder: Path, specs, mesh: Mesh | None, progress: Callable[[int], None]):
+    """The weights that `specs` describe, each placed where the mesh says."""
+    import orbax.checkpoint as ocp
+
+    path, wanted = folder.absolute() / WEIGHTS, names(specs)
+    one = SingleDeviceSharding(jax.devices()[0])
+    places = dict.fromkeys(wanted, one) if mesh is None else shardings(wanted, mesh)
+    target = {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=places[name]) for name, spec in wanted.items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            stored = checkpointer.metadata(path).item_metadata.tree
+        except Exception as error:  # a damaged checkpoint makes orbax raise errors of many kinds
+            raise ModelError(f"{path} is not a complete checkpoint: {first_line(error)}") from None
+        check_shapes(path, wanted, stored)
+        try:
+            arrays = checkpointer.restore(path, target)
+        except Exception as error:
+            raise ModelError(f"{path} cannot be read: {first_line(error)}") from None
+    progress(nbytes(specs))
+    return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in wanted])
+
+
+def check_shapes(path: Path, wanted, stored) -> None:
+    """Refuse a checkpoint that does not hold exactly the arrays that config.json describes."""
+    for name in sorted(wanted.keys() | stored.keys()):
+        if name not in stored:
+            raise ModelError(f"{path} lacks the array {name!r}, which config.json describes")
+        if name not in wanted:
+            raise ModelError(f"{path} holds the array {name!r}, which config.json does not describe")
+        if tuple(stored[name].shape) != wanted[name].shape:
+            shape = list(stored[name].shape)
+            raise ModelError(f"array {name!r} has shape {shape}; config.json wants {list(wanted[name].shape)}")
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

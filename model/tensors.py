@@ -1,0 +1,164 @@
+"""The tensors of a model folder: safetensors headers that are checked before anything is believed, and their bytes."""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .config import ModelError
+
+DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,
+    "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100 << 20
+ALIGNMENT = 64  # JAX on a CPU takes over a buffer that lies so, where it would copy another
+STRIP = 16  # rows of a transposed copy at a time: more of them fall out of the cache before their lines are full
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where one tensor lies on disk."""
+
+    file: Path
+    dtype: Any
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self) -> np.ndarray:
+        """The tensor, read and not mapped: mapped pages would count twice while the model is loading."""
+        out = empty(self.shape, self.dtype)
+        try:
+            with open(self.file, "rb", buffering=0) as file:
+                file.seek(self.start)
+                rest = memoryview(out.reshape(-1).view(np.uint8))
+                while rest and (count := file.readinto(rest)):
+                    rest = rest[count:]
+        except OSError as error:
+            raise ModelError(f"{self.file} cannot be read: {error.strerror}") from None
+        if rest:
+            raise ModelError(f"{self.file} is truncated: {len(rest)} bytes are missing")
+        return out
+
+
+def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """An array of no particular values that JAX can take over without a copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def fill(out: np.ndarray, value: np.ndarray) -> None:
+    """`out[...] = value`, some twenty times as fast where one is laid out as the other's transpose."""
+    if out.shape != value.shape or value.ndim < 2:
+        out[...] = value
+        return
+    order = np.argsort([-stride for stride in value.strides], kind="stable")
+    out, value = out.transpose(order), value.transpose(order)
+    axis = int(np.argmin(out.strides))  # neighbours along it share a cache line of `out`
+    for index in np.ndindex(value.shape[:axis]):
+        for at in range(0, value.shape[axis], STRIP):
+            out[index][at : at + STRIP] = value[index][at : at + STRIP].astype(out.dtype, copy=False)
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file."""
+    try:
+        value = json.loads(path.read_bytes(), parse_constant=not_a_number)
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def not_a_number(name: str):
+    raise ValueError(f"{name} is no JSON number")
+
+
+def find_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, from the headers alone: those of its index, its one file, or all its files."""
+    if (folder / INDEX).exists():
+        return indexed_tensors(folder)
+    names = [SINGLE] if (folder / SINGLE).exists() else sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        others = sorted(path.name for kind in ("bin", "pt", "pth", "pkl", "gguf") for path in folder.glob(f"*.{kind}"))
+        found = f"holds {others[0]} but no *.safetensors; " if others else "holds no *.safetensors; "
+        raise ModelError(f"{folder} {found}weights are read from safetensors alone: the older formats can run code")
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        header = read_header(folder / name)
+        if twice := tensors.keys() & header.keys():
+            first = sorted(twice)[0]
+            raise ModelError(f"tensor {first!r} is in both {tensors[first].file} and {folder / name}; keep one of them")
+        tensors |= header
+    return tensors
+
+
+def indexed_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors that the index lists, each from the file that it names."""
+    index, where = folder / INDEX, read_json(folder / INDEX).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        raise ModelError(f"{index} must hold a weight_map from tensor names to files")
+    for file in where.values():
+        if not file.endswith(".safetensors") or "/" in file or "\\" in file:
+            raise ModelError(f"{index} names {file!r}; it must be a *.safetensors file in the same folder")
+    headers = {file: read_header(folder / file) for file in sorted(set(where.values()))}
+    for name, file in where.items():
+        if name not in headers[file]:
+            raise ModelError(f"{index} says that {file} holds the tensor {name!r}; it does not")
+    return {name: headers[file][name] for name, file in where.items()}
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The table of a safetensors file, each entry checked against the file's size."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise ModelError(f"{path} is truncated or not a safetensors file: its header would need {length} bytes")
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist; the model's download may be incomplete") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except ModelError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} has a damaged header: {error}") from None
+    if not isinstance(header, dict):
+        raise ModelError(f"{path} has a damaged header: it is no table")
+    return {
+        name: read_entry(path, name, entry, 8 + length, size)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def read_entry(path: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
+    """One line of the table; `data` is where the tensors' bytes begin."""
+    try:
+        dtype, shape, (start, end) = np.dtype(DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise ModelError(f"{path}: the entry of tensor {name!r} is not understood: {entry!r:.200}") from None
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+        raise ModelError(f"{path}: the entry of tensor {name!r} is not understood: {entry!r:.200}")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ModelError(f"{path}: tensor {name!r} has {end - start} bytes, which is not what {entry!r:.200} takes")
+    if data + end > size:
+        raise ModelError(f"{path} is truncated: tensor {name!r} ends at byte {data + end} of {size}")
+    return Tensor(path, dtype, tuple(shape), data + start)

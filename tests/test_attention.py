@@ -1,0 +1,318 @@
+"""Paged attention against a float64 softmax over plain lists, with NaN in every slot that no sequence owns."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from quire.ops.attention import KVPages, Rows, page_dtype, paged_attention
+from quire.ops.attention.xla import BLOCK, sum_pairs, tiles
+
+LONGEST = 192  # positions a sequence
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's attention and a step's sizes: what is compiled."""
+
+    K: int = 2
+    G: int = 3
+    H: int = 16
+    S: int = 16
+    T: int = 48
+    B: int = 6
+    dtype: str = "float32"
+    bits: bool = False  # bfloat16 pages held as uint16
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    value_dim: int | None = None
+
+    @property
+    def options(self):
+        cap, width = self.soft_cap, self.value_dim
+        return {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": width}
+
+
+@dataclass
+class Sequence:
+    """What a sequence is made of: the same for the same seed, however it is cut."""
+
+    seed: int
+    start: int  # rows before this one are in the cache
+    rows: int
+
+    def arrays(self, shape: Shape):
+        rng = np.random.default_rng(self.seed)
+        q = rng.standard_normal((LONGEST, shape.K * shape.G, shape.H))
+        k, v = rng.standard_normal((2, LONGEST, shape.K, shape.H))
+        q[rng.random(LONGEST) < 0.2] *= 6  # a few sharp rows
+        return [x.astype(np.dtype(shape.dtype) if shape.dtype == "float32" else BFLOAT16) for x in (q, k, v)]
+
+
+@dataclass
+class Case:
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    pages: list[np.ndarray]
+    rows: Rows
+    places: list[range]  # the rows of each sequence
+
+
+def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> Case:
+    """A step's inputs. Pages lie in random order; what nobody owns, padding too, is NaN."""
+    S, M, T, B = shape.S, LONGEST // shape.S, shape.T, shape.B
+    dtype = sequences[0].arrays(shape)[0].dtype
+    P = 2 + M * shape.B
+    pages = [np.full((P, S, shape.K, shape.H), np.nan, dtype) for _ in range(2)]
+    q = np.full((T, shape.K * shape.G, shape.H), np.nan, dtype)
+    k, v = (np.full((T, shape.K, shape.H), np.nan, dtype) for _ in range(2))
+    positions, slots = rng.integers(0, 9, T), rng.integers(0, S, T)  # padding says what it likes
+    tables, starts = rng.integers(0, P, (B, M)), np.zeros(B + 1, int)  # unused entries are stale page numbers
+    free, at, places = list(rng.permutation(np.arange(1, P))), 0, []
+    for b, sequence in enumerate(sequences):
+        q_all, k_all, v_all = sequence.arrays(shape)
+        end = sequence.start + sequence.rows
+        oldest = 0 if shape.window is None else max(0, sequence.start - shape.window + 1)
+        for page in range(oldest // S, -(-end // S)):
+            tables[b, page] = free.pop()
+        for p in range(oldest // S * S, sequence.start):
+            for held, new in zip(pages, (k_all, v_all), strict=True):
+                held[tables[b, p // S], p % S] = new[p]
+        places.append(range(at, at + sequence.rows))
+        for p in range(sequence.start, end):
+            q[at], k[at], v[at], positions[at] = q_all[p], k_all[p], v_all[p], p
+            slots[at], at = tables[b, p // S] * S + p % S, at + 1
+        starts[b + 1] = at
+    starts[len(sequences) + 1 :] = at
+    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
+    return Case(q, k, v, pages, rows, places)
+
+
+@partial(jax.jit, static_argnames="shape", donate_argnames="pages")
+def step(q, k, v, pages, rows, sinks, shape):
+    return paged_attention(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
+
+
+def sinks_of(shape: Shape):
+    return np.linspace(-2, 3, shape.K * shape.G).astype(np.float32) if shape.sinks else None
+
+
+def run(shape: Shape, case: Case):
+    """(out, pages) of one step, as numpy arrays in the model's dtype."""
+    to_device = [jnp.asarray(x.view(np.uint16) if shape.bits else x) for x in case.pages]
+    latent = shape.value_dim is not None
+    pages = KVPages(to_device[0], None if latent else to_device[1])
+    v = None if latent else jnp.asarray(case.v)
+    out, pages = step(jnp.asarray(case.q), jnp.asarray(case.k), v, pages, case.rows, sinks_of(shape), shape)
+    held = [pages.k_PSKH] if latent else [pages.k_PSKH, pages.v_PSKH]
+    assert all(x.dtype == (np.uint16 if shape.bits else case.q.dtype) for x in held)
+    return np.asarray(out), [np.asarray(x).view(case.q.dtype) for x in held]
+
+
+def reference(shape: Shape, sequence: Sequence) -> np.ndarray:
+    """The definition, in float64, one row at a time."""
+    q, k, v = (x.astype(np.float64) for x in sequence.arrays(shape))
+    if shape.value_dim is not None:
+        v = k[..., : shape.value_dim]
+    sinks, out = sinks_of(shape), []
+    for p in range(sequence.start, sequence.start + sequence.rows):
+        first = 0 if shape.window is None else max(0, p - shape.window + 1)
+        heads = []
+        for n in range(shape.K * shape.G):
+            score = k[first : p + 1, n // shape.G] @ q[p, n] * shape.H**-0.5
+            if shape.soft_cap is not None:
+                score = shape.soft_cap * np.tanh(score / shape.soft_cap)
+            top = max(score.max(), -np.inf if sinks is None else sinks[n])
+            weight = np.exp(score - top)
+            total = weight.sum() + (0 if sinks is None else np.exp(sinks[n] - top))
+            heads.append(weight @ v[first : p + 1, n // shape.G] / total)
+        out.append(heads)
+    return np.array(out)
+
+
+def check(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> None:
+    case = build(shape, sequences, rng)
+    out, pages = run(shape, case)
+    close = {"rtol": 2e-5, "atol": 2e-5} if shape.dtype == "float32" else {"rtol": 1e-2, "atol": 4e-3}
+    for sequence, place in zip(sequences, case.places, strict=True):
+        np.testing.assert_allclose(out[place].astype(np.float64), reference(shape, sequence), **close)
+    padding = out[case.places[-1].stop :].astype(np.float32)
+    assert not padding.any(), "rows of nobody are zero"
+    used = np.asarray(case.rows.slots_T)[: case.places[-1].stop]
+    for before, after, new in zip(case.pages, pages, (case.k, case.v), strict=False):
+        expected = before.reshape(-1, *before.shape[2:]).copy()
+        expected[used] = new[: len(used)]
+        after = after.reshape(expected.shape)
+        assert after[shape.S :].tobytes() == expected[shape.S :].tobytes(), "only the slots of the rows are written"
+
+
+def ragged(shape: Shape, rng: np.random.Generator) -> list[Sequence]:
+    """Sequences that decode, verify a few drafts, or bring a chunk, until the rows are full."""
+    sequences, left = [], shape.T
+    for number in range(int(rng.integers(1, shape.B + 1))):
+        most = min(left - (shape.B - number - 1), LONGEST)
+        kind = rng.integers(3)
+        rows = int(1 if kind == 0 or most < 2 else rng.integers(2, min(most, 6) + 1) if kind == 1 else 0)
+        rows = rows or int(rng.integers(1, most + 1))
+        start = 0 if rng.random() < 0.2 else int(rng.integers(0, LONGEST - rows + 1))
+        sequences.append(Sequence(int(rng.integers(1 << 30)), start, rows))
+        left -= rows
+    return sequences
+
+
+PLAIN = Shape()
+MIXED = {
+    "gqa": PLAIN,
+    "mha": Shape(K=4, G=1),
+    "mqa": Shape(K=1, G=4, H=32),
+    "one head": Shape(K=1, G=1),
+    "wide group": Shape(K=1, G=60, T=32),
+    "page 8": Shape(S=8),
+    "page 32": Shape(S=32),
+    "page 96": Shape(S=96),
+    "page 1": Shape(S=1),
+    "window": Shape(window=40),
+    "window 1": Shape(window=1, S=8),
+    "window of a block": Shape(window=BLOCK, S=8),
+    "soft cap": Shape(soft_cap=2.0),
+    "sinks": Shape(sinks=True, window=24),
+    "latent": Shape(K=1, G=4, H=24, value_dim=16),
+    "everything": Shape(window=70, soft_cap=3.0, sinks=True, S=8),
+    "bfloat16": Shape(dtype="bfloat16"),
+    "bfloat16 bits": Shape(dtype="bfloat16", bits=True, window=50),
+    "latent bits": Shape(K=1, G=4, H=24, value_dim=16, dtype="bfloat16", bits=True),
+    "few rows": Shape(T=5, B=4),
+    "one sequence": Shape(T=64, B=1),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_steps(name):
+    """Decoding, verifying and prefilling rows in one step."""
+    rng = np.random.default_rng(7)
+    for _ in range(8):
+        check(MIXED[name], ragged(MIXED[name], rng), rng)
+
+
+DECODE = {
+    "gqa": Shape(T=16, B=16),
+    "mha": Shape(T=16, B=16, K=4, G=1, S=8),
+    "window": Shape(T=16, B=16, window=33, S=8),
+    "bits": Shape(T=16, B=16, S=32, dtype="bfloat16", bits=True),
+}
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_decode_at_every_edge(name):
+    """One row a sequence, at lengths round every edge of a page, a block and a window."""
+    shape, rng = DECODE[name], np.random.default_rng(3)
+    edges = [*range(0, LONGEST, shape.S), *range(0, LONGEST, BLOCK), shape.window or 0, LONGEST]
+    starts = sorted({p + d for p in edges for d in (-2, -1, 0, 1)} & set(range(LONGEST)))
+    for at in range(0, len(starts), shape.B):
+        check(shape, [Sequence(p, p, 1) for p in starts[at : at + shape.B]], rng)
+
+
+def test_decode_step_with_a_chunk():
+    """As many rows as sequences does not mean one row each."""
+    shape, rng = Shape(T=16, B=16), np.random.default_rng(3)
+    check(shape, [Sequence(1, 60, 9), Sequence(2, 130, 1), Sequence(3, 0, 6)], rng)
+    check(Shape(T=16, B=16, G=1), [Sequence(1, 60, 9), Sequence(2, 130, 1), Sequence(3, 0, 6)], rng)
+
+
+def test_prefill_at_every_edge():
+    """Chunks that begin and end round the edges of pages, tiles and blocks."""
+    shape, rng = Shape(T=80, B=2, S=8), np.random.default_rng(5)
+    for start in (0, 1, 7, 8, 9, 63, 64, 65, 100):
+        for rows in (1, 2, 15, 16, 17, 33, 64, 65):
+            check(shape, [Sequence(start, start, rows), Sequence(99, 127, 2)], rng)
+
+
+def test_pages_that_another_layer_filled():
+    """Without keys nothing is written, and the rows read what is there."""
+    rng, sequences = np.random.default_rng(1), [Sequence(1, 70, 3), Sequence(2, 0, 20)]
+    case = build(PLAIN, sequences, rng)
+    out, pages = run(PLAIN, case)
+    held = KVPages(*(jnp.asarray(x) for x in pages))
+    again, left = step(jnp.asarray(case.q), None, None, held, case.rows, None, PLAIN)
+    assert np.asarray(again).tobytes() == out.tobytes()
+    assert all(
+        np.asarray(x).tobytes() == y.tobytes() for x, y in zip((left.k_PSKH, left.v_PSKH), pages, strict=True)
+    )
+
+
+def test_an_empty_step():
+    case = build(PLAIN, [Sequence(1, 0, 0)], np.random.default_rng(1))
+    out, _ = run(PLAIN, case)
+    assert not out.any()
+
+
+SAME = {
+    f"{name}, {dtype}": dataclasses.replace(shape, dtype=dtype, bits=dtype == "bfloat16")
+    for dtype in ("float32", "bfloat16")
+    for name, shape in {
+        "gqa": Shape(K=4, G=3, H=64),
+        "mha": Shape(K=4, G=1, H=64),
+        "mqa": Shape(K=1, G=4, H=64),
+        "narrow mqa": Shape(K=1, G=4, H=32),
+        "window": Shape(K=2, G=2, H=16, window=40, sinks=True),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_bits_in_any_step(name):
+    """A row's result does not depend on its company, on where its chunk begins, or on the step's sizes."""
+    shape, rng, seed, wanted = SAME[name], np.random.default_rng(11), 77, {}
+
+    def compare(T: int, B: int, start: int, rows: int, others: list[Sequence], at: int) -> None:
+        sized = dataclasses.replace(shape, T=T, B=B)
+        case = build(sized, [*others[:at], Sequence(seed, start, rows), *others[at:]], rng)
+        out, _ = run(sized, case)
+        for offset, row in enumerate(out[case.places[at]]):
+            bits = wanted.setdefault(start + offset, row.tobytes())
+            assert bits == row.tobytes(), f"position {start + offset} of a chunk from {start} in {T} rows"
+
+    for start, rows in ((0, 64), (64, 64), (128, 60)):
+        compare(64, 4, start, rows, [], 0)
+    for start, rows in ((0, 3), (3, 17), (20, 50), (62, 4), (100, 33), (127, 37)):
+        compare(64, 4, start, rows, [Sequence(5, 150, 1), Sequence(6, 9, 5)], int(rng.integers(3)))
+        compare(160, 8, start, rows, [Sequence(8, 30, 80), Sequence(9, 180, 1)], int(rng.integers(3)))
+    company = [Sequence(100 + n, int(rng.integers(LONGEST)), 1) for n in range(15)]
+    for start in (0, 1, 15, 16, 63, 64, 100, 187):
+        compare(1, 1, start, 1, [], 0)
+        compare(4, 4, start, 1, company[:2], 1)
+        compare(16, 16, start, 1, company, 9)
+        compare(64, 16, start, 1, company, 4)
+
+
+def test_tiles_cover_each_row_once():
+    """Whatever the sequences bring, the tiles are enough for all their rows."""
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        T, B, Q = int(rng.integers(1, 40)), int(rng.integers(1, 9)), int(rng.integers(1, 20))
+        cuts = np.sort(rng.integers(0, T + 1, B))
+        starts = np.concatenate([[0], cuts])
+        row, seq, valid = (np.asarray(x) for x in tiles(jnp.asarray(starts, jnp.int32), T, Q))
+        assert sorted(row[valid]) == list(range(cuts[-1]))
+        owner = np.repeat(np.arange(B), np.diff(starts))
+        assert (np.broadcast_to(seq[:, None], row.shape)[valid] == owner[row[valid]]).all()
+
+
+def test_sum_pairs():
+    for size in (1, 2, 3, 48, 64, 96):
+        x = np.random.default_rng(size).standard_normal((3, size)).astype(np.float32)
+        np.testing.assert_allclose(sum_pairs(jnp.asarray(x)), x.astype(np.float64).sum(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_page_dtype():
+    """Pages take the bytes of the model's dtype; on a CPU bfloat16 is kept as bits."""
+    assert page_dtype(jnp.float32) == jnp.float32
+    assert page_dtype(jnp.bfloat16) == jnp.uint16

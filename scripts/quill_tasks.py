@@ -186,8 +186,9 @@ def _lookup(rng: Random, task: str, entries: int, filler: int) -> Example:
         words += stories.write(rng, stories.draw(rng, frozenset(names))).split(" ")
     if filler:
         text += "\n\n" + " ".join(words[:filler])
-    # The name stands before the thing in the answer too: what followed it once follows it again.
-    pairs = [(f"What does {name} have?", f"{name}: {holds[name]}") for name in rng.sample(names, min(entries, 10))]
+    # The answer is the line of the list: what followed the name once follows it again.
+    asked = rng.choices(names, k=rng.randint(4, 10))
+    pairs = [(f"What does {name} have?", f"- {name}: {holds[name]}") for name in asked]
     (question, answer), *rest = pairs
     return Example(task, f"{text}\n\n{question}", answer, follow_ups=tuple(rest))
 

@@ -296,14 +296,14 @@ def test_the_same_bits_in_any_step(name):
 def test_tiles_cover_each_row_once():
     """Whatever the sequences bring, the tiles are enough for all their rows."""
     rng = np.random.default_rng(2)
-    for _ in range(200):
-        T, B, Q = int(rng.integers(1, 40)), int(rng.integers(1, 9)), int(rng.integers(1, 20))
-        cuts = np.sort(rng.integers(0, T + 1, B))
-        starts = np.concatenate([[0], cuts])
-        row, seq, valid = (np.asarray(x) for x in tiles(jnp.asarray(starts, jnp.int32), T, Q))
-        assert sorted(row[valid]) == list(range(cuts[-1]))
-        owner = np.repeat(np.arange(B), np.diff(starts))
-        assert (np.broadcast_to(seq[:, None], row.shape)[valid] == owner[row[valid]]).all()
+    for T, B, Q in ((1, 1, 1), (1, 1, 16), (7, 3, 2), (16, 16, 1), (16, 16, 2), (33, 5, 4), (40, 8, 16), (39, 1, 12)):
+        cut = jax.jit(partial(tiles, T=T, Q=Q))
+        for _ in range(30):
+            starts = np.concatenate([[0], np.sort(rng.integers(0, T + 1, B))])
+            row, seq, valid = (np.asarray(x) for x in cut(jnp.asarray(starts, jnp.int32)))
+            assert sorted(row[valid]) == list(range(starts[-1]))
+            owner = np.repeat(np.arange(B), np.diff(starts))
+            assert (np.broadcast_to(seq[:, None], row.shape)[valid] == owner[row[valid]]).all()
 
 
 def test_sum_pairs():

@@ -59,8 +59,8 @@ def test_answers_by_other_means():
         assert json.loads(e.answer)
     for e in tasks.fresh("lookup_short", 50):
         name = e.prompt.rsplit("What does ", 1)[1].split()[0]
-        assert e.answer.startswith(f"{name}: ")
-        assert f"\n- {e.answer}\n" in e.prompt
+        assert e.answer.startswith(f"- {name}: ")
+        assert f"\n{e.answer}\n" in e.prompt
 
 
 def test_story_is_judged_by_what_was_asked():

@@ -26,13 +26,14 @@ class Mxfp4:
 
     def __getitem__(self, e):
         """One matrix [D, ...] in bfloat16, which holds each value exactly."""
-        # The barrier keeps the choice of e out of the loop over values, which XLA could not vectorise with it.
-        return decode(*jax.lax.optimization_barrier((self.blocks[e], self.scales[e])))
+        return decode(self.blocks[e], self.scales[e])
 
 
 def decode(blocks, scales):
     """The values of [D / 2, ...] bytes and [D / 32, ...] scales."""
-    code = jnp.stack([blocks & 15, blocks >> 4], axis=1).astype(jnp.int32)
+    # Both halves by one broadcast shift: joined from two arrays they would cost ten times as much on a CPU.
+    shift = jnp.array([0, 4]).reshape(1, 2, *[1] * (blocks.ndim - 1))
+    code = blocks[:, None].astype(jnp.int32) >> shift
     exponent, mantissa = (code >> 1) & 3, code & 1
     # Twice the magnitude is a whole number; exponent 0 has no hidden bit.
     doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))

@@ -65,7 +65,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     if wish == -1:
         config = checkpoint.read_config(folder, options.dtype, max_len)
     progress("loading weights")
-    weights = checkpoint.load_weights(folder, config)
+    weights = checkpoint.load(folder, config)
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))
     runner = Runner(config, weights, limits, num_pages, options.block_size, max_len)
 

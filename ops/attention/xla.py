@@ -89,7 +89,7 @@ def tile_size(T: int, B: int, G: int, width: int) -> int:
     of 64; a single row is summed in another.
     """
     if T == B:
-        return 1
+        return 1 if G > 1 else 2
     return TILE if width % 64 == 0 else max(1, min(TILE, 48 // G))
 
 

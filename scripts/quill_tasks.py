@@ -195,7 +195,7 @@ def _lookup(rng: Random, task: str, entries: int, filler: int) -> Example:
 
 def lookup_short(rng: Random) -> Example:
     """The list is up to a hundred tokens back."""
-    return _lookup(rng, "lookup_short", rng.randint(2, 14), rng.choice([0, 0, rng.randint(5, 40)]))
+    return _lookup(rng, "lookup_short", rng.randint(2, rng.randint(2, 14)), rng.choice([0, 0, rng.randint(5, 40)]))
 
 
 def lookup_200(rng: Random) -> Example:

@@ -67,10 +67,12 @@ def page_bytes(config: ModelConfig, group: int, page_size: int) -> int:
 
 def empty_state(config: ModelConfig, num_pages: tuple[int, ...], page_size: int, max_seqs: int) -> State:
     """A state with no request in it."""
+    # XLA's CPU scatter goes through float32 for a bfloat16 array, and copies it; for its bits as integers it does not.
+    dtype = jnp.uint16 if config.dtype == "bfloat16" else config.dtype
     pages = {
         index: KVPages(
             *(
-                jnp.zeros((num_pages[config.group(index)], *shape), config.dtype)
+                jnp.zeros((num_pages[config.group(index)], *shape), dtype)
                 for shape in page_shapes(config, index, page_size)
             )
         )

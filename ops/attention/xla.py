@@ -1,7 +1,7 @@
 """Paged attention in plain XLA: blockwise over pages with an online softmax, no gather of the whole table.
 
-A row's result has the same bits in any batch and any chunk: blocks lie at fixed multiples of `BLOCK`, a block that a row
-does not see leaves it as it is, and every sum runs in an order that the number of rows does not change.
+A row's result has the same bits in any batch and any chunk: blocks lie at fixed multiples of `BLOCK`, a block that a
+row does not see leaves it as it is, and every sum runs in an order that the number of rows does not change.
 """
 
 import jax
@@ -95,8 +95,7 @@ def tile_size(T: int, B: int, G: int, width: int) -> int:
 
 def read(pages_PSKH, page_CJ):
     """The pages of each tile one after another, in float32: [C, K, positions, H]."""
-    C, (S, K, H) = page_CJ.shape[0], pages_PSKH.shape[1:]
-    block_CJKH = pages_PSKH[page_CJ].reshape(C, -1, K, H)
+    block_CJKH = pages_PSKH[page_CJ].reshape(page_CJ.shape[0], -1, *pages_PSKH.shape[2:])
     if block_CJKH.dtype == jnp.uint16:  # a bfloat16 is the upper half of a float32
         block_CJKH = jax.lax.bitcast_convert_type(block_CJKH.astype(jnp.uint32) << 16, jnp.float32)
     return jnp.moveaxis(block_CJKH.astype(jnp.float32), 1, 2)

@@ -243,9 +243,7 @@ def test_pages_that_another_layer_filled():
     held = KVPages(*(jnp.asarray(x) for x in pages))
     again, left = step(jnp.asarray(case.q), None, None, held, case.rows, None, PLAIN)
     assert np.asarray(again).tobytes() == out.tobytes()
-    assert all(
-        np.asarray(x).tobytes() == y.tobytes() for x, y in zip((left.k_PSKH, left.v_PSKH), pages, strict=True)
-    )
+    assert all(np.asarray(x).tobytes() == y.tobytes() for x, y in zip((left.k_PSKH, left.v_PSKH), pages, strict=True))
 
 
 def test_an_empty_step():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -16,7 +17,7 @@ RULES = {"vocab": "tensor", "heads": "tensor", "ffn": "tensor", "experts": "expe
 
 
 def make_mesh(
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     *,
     data: int = 1,
     pipe: int = 1,

@@ -108,10 +108,9 @@ class AsyncLLM:
     def tell(self, request) -> None:
         if request is None:
             return
-        if hear := self.listeners.get(request.request_id):
+        find = self.listeners.pop if request.finished else self.listeners.get
+        if hear := find(request.request_id, None):
             hear(request.output())
-        if request.finished:
-            self.listeners.pop(request.request_id, None)
 
     def stop_listening(self, request_id: str, hear: Callable) -> None:
         """The reader has gone: end its request, unless the name has since gone to another."""

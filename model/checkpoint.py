@@ -3,15 +3,16 @@
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..sharding.mesh import sharding
+from ..sharding.mesh import sharding, shardings
 from ..sharding.spec import ArraySpec
 from . import converted
 from .config import ModelConfig, ModelError
@@ -41,6 +42,7 @@ def read_config(folder: Path, dtype: str = "auto", max_len: int | None = None) -
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} holds a value of the wrong kind: {error}") from error
+    check_fields(config)
     if dtype == "auto":
         # float16 overflows where bfloat16 does not; its weights fit float32 exactly, at twice the memory
         dtype = "bfloat16" if config.dtype == "float16" else config.dtype
@@ -65,10 +67,37 @@ def check_numbers(value: Any, name: str = "") -> None:
             raise ModelError(f"config.json: {name} = {value!r:.40}; it can be at most {limit}")
 
 
+def check_fields(node: Any) -> None:
+    """Refuse a configuration with a field that is not of its declared kind: a family has passed on what it read."""
+    for field in fields(node):
+        value = getattr(node, field.name)
+        kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+        if float in kinds and type(value) is int:
+            value = float(value)
+        if type(value) not in [get_origin(kind) or kind for kind in kinds]:
+            raise ModelError(f"config.json makes {field.name} = {value!r:.80}; it must be {described(kinds)}")
+        if (type(value) is int and value < 0) or (type(value) is float and not math.isfinite(value)):
+            raise ModelError(f"config.json makes {field.name} = {value!r:.80}; it must be finite and not negative")
+        for item in set(value) if isinstance(value, tuple) else {value}:
+            if is_dataclass(item):
+                check_fields(item)
+
+
+def described(kinds) -> str:
+    """The kinds of a field in words."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+    return " or ".join(words.get(kind, "a part of the model") for kind in kinds)
+
+
 def load(
     folder: Path, config: ModelConfig, mesh: Mesh | None = None, progress: Callable[[int], None] = lambda count: None
 ) -> ModelWeights:
     """The weights of a folder, from whichever of the two forms it holds; over a mesh, each array as its rules say."""
+    if mesh is not None:
+        try:
+            shardings(abstract(config), mesh)
+        except ValueError as error:
+            raise ModelError(f"{folder} does not fit the mesh: {error}") from None
     if converted.holds_weights(folder):
         return converted.load_weights(folder, abstract(config), mesh, progress)
     return load_weights(folder, config, progress=progress, mesh=mesh)

@@ -6,8 +6,9 @@ from pathlib import Path
 from .config import ModelError
 
 BUNDLED = {"quill": "quill", "quill-draft": "quill_draft"}
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 FILES = ["*.json", "*.safetensors", "*.jinja"]  # nothing that could be executed, and one format of weights
+SECOND_COPIES = ["*/*", "consolidated*"]  # where makers put the same weights once more, in their own names
 
 
 def resolve(model: str | None, files: list[str] = FILES) -> Path:
@@ -15,7 +16,7 @@ def resolve(model: str | None, files: list[str] = FILES) -> Path:
     if model is None or model in BUNDLED:
         return Path(__file__).parent / BUNDLED[model or "quill"]
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         return folder
     if not HUB_ID.fullmatch(model) or folder.exists():
         raise ModelError(
@@ -27,20 +28,22 @@ def resolve(model: str | None, files: list[str] = FILES) -> Path:
 
 def fetch(model: str, files: list[str]) -> Path:
     """Download a snapshot, or find the one in the cache."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=files))
+        return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=SECOND_COPIES))
     except GatedRepoError:
         remedy = "accept its licence on its page, then run `hf auth login`"
         raise ModelError(f"model {model!r} is gated: {remedy}") from None
     except RepositoryNotFoundError:
-        raise ModelError(f"model {model!r} is neither a folder here nor a public model on the Hub") from None
-    except LocalEntryNotFoundError:
         raise ModelError(
-            f"model {model!r} is neither a folder here nor in the Hub's cache, and the Hub cannot be reached"
+            f"model {model!r} is neither a folder here nor a public model on the Hub; for a private one run "
+            "`hf auth login`"
         ) from None
+    except LocalEntryNotFoundError:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub does not answer"
+        raise ModelError(f"model {model!r} is neither a folder here nor in the Hub's cache, and {reason}") from None
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise ModelError(

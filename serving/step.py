@@ -10,7 +10,7 @@ from flax import struct
 from ..model import decoder
 from ..model.config import LatentAttention, ModelConfig
 from ..ops import sampling
-from ..ops.attention import KVPages, Rows, paged_attention
+from ..ops.attention import KVPages, Rows, page_dtype, paged_attention
 from .batch import Batch
 
 
@@ -67,8 +67,7 @@ def page_bytes(config: ModelConfig, group: int, page_size: int) -> int:
 
 def empty_state(config: ModelConfig, num_pages: tuple[int, ...], page_size: int, max_seqs: int) -> State:
     """A state with no request in it."""
-    # XLA's CPU scatter goes through float32 for a bfloat16 array, and copies it; for its bits as integers it does not.
-    dtype = jnp.uint16 if config.dtype == "bfloat16" else config.dtype
+    dtype = page_dtype(jnp.dtype(config.dtype))
     pages = {
         index: KVPages(
             *(

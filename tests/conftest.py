@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "tests"
 
@@ -20,3 +21,12 @@ for name, value in {
 # The machine's speed is no property of the code: no example may fail for being slow.
 hypothesis.settings.register_profile("quire", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("quire")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Forget what a module compiled: some thousand programs in one process exhaust what LLVM may map."""
+    yield
+    import jax
+
+    jax.clear_caches()

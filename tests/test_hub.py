@@ -1,0 +1,160 @@
+"""Names of models: bundled, folders, and a Hub that is a small server of our own."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import tiny
+
+import quire.model
+from quire.model import hub
+from quire.model.config import ModelError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_bundled():
+    here = Path(quire.model.__file__).parent
+    assert hub.resolve(None) == hub.resolve("quill") == here / "quill"
+    assert hub.resolve("quill-draft") == here / "quill_draft"
+
+
+def test_folders(tmp_path, monkeypatch):
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.resolve(str(tmp_path)) == tmp_path
+    for name in ("some/model", "./some/model", "~/some/model"):
+        assert hub.resolve(name).samefile(tmp_path / "some" / "model")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "nothing", "a/b/c", "/no/such/folder", "./a", "../a/b", "a b/c", "http://localhost/a", "owner/", "/owner",
+        "a/b\n", "ä/ö", "-a/b",
+    ],
+)  # fmt: skip
+def test_names_that_mean_nothing(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="owner/name") as caught:
+        hub.resolve(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ModelError, match="not a folder"):
+        hub.resolve(str(file))
+
+
+@pytest.fixture
+def server(tmp_path):
+    """(its address, the paths that were asked for); `good/model` is there, the others are not to be had."""
+    folder, asked = tmp_path / "there", []
+    tiny.write(folder)
+    extra = ["modeling.py", "pytorch_model.bin", "README.md", "original/consolidated.safetensors", "onnx/config.json"]
+    for name in (*extra, "tokenizer.json", "chat_template.jinja", "consolidated.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            if self.path.startswith("/api/models/good/model"):
+                listing = [
+                    {"rfilename": name, "path": name, "type": "file", "size": len(files[name])} for name in files
+                ]
+                listing = [entry | {"oid": "0" * 40} for entry in listing]
+                body = listing if "/tree/" in self.path else {"id": "good/model", "sha": COMMIT, "siblings": listing}
+                return self.answer(200, json.dumps(body).encode())
+            name = self.path.split(f"/resolve/{COMMIT}/")[-1]
+            if self.path.startswith("/good/model/resolve/") and name in files:
+                return self.answer(200, files[name], ETag=f'"{hash(name)}"', **{"X-Repo-Commit": COMMIT})
+            code = {"gated": "GatedRepo", "broken": "Other"}.get(self.path.split("/")[3], "RepoNotFound")
+            status = {"GatedRepo": 403, "Other": 500}.get(code, 404)
+            return self.answer(status, b'{"error": "no"}', **{"X-Error-Code": code, "X-Error-Message": "no"})
+
+        do_HEAD = do_GET
+
+        def answer(self, status: int, body: bytes, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, format, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}", asked
+        running.shutdown()
+        thread.join()
+
+
+CHILD = """
+import sys
+from quire.model import hub
+from quire.model.checkpoint import load_weights, read_config
+from quire.model.config import ModelError
+
+try:
+    folder = hub.resolve(sys.argv[1])
+    load_weights(folder, read_config(folder))
+    print("loaded", folder)
+except ModelError as error:
+    print("error", error)
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    """Runs `resolve` and loads, in a process of its own: huggingface_hub reads its settings when it is imported."""
+
+    def run(name: str, address: str, **environment: str) -> str:
+        settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+        settings |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, name], capture_output=True, text=True, timeout=240,
+            env=os.environ | settings | environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("\n") == 1
+        return done.stdout
+
+    return run
+
+
+def test_fetch(server, child):
+    """What is needed comes, nothing else does, and from then on no network is needed."""
+    address, asked = server
+    found = child("good/model", address)
+    assert found.startswith("loaded")
+    folder = Path(found.split(maxsplit=1)[1].strip())
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert not [path for path in asked if path.endswith((".py", ".bin", ".md"))]
+    asked.clear()
+    assert child("good/model", address, HF_HUB_OFFLINE="1") == found
+    assert not asked
+    assert child("good/model", "http://127.0.0.1:9") == found
+
+
+def test_models_that_are_not_to_be_had(server, child):
+    address, _ = server
+    assert "neither a folder here nor a public model" in child("other/model", address)
+    assert "licence" in child("gated/model", address)
+    assert "does not answer" in child("broken/model", address)
+    assert "does not answer" in child("other/model", "http://127.0.0.1:9")
+    assert "HF_HUB_OFFLINE" in child("other/model", address, HF_HUB_OFFLINE="1")

@@ -1,5 +1,6 @@
 """Every family against transformers: the golden files hold what it computed from the same tiny models."""
 
+import gc
 import json
 from functools import lru_cache
 
@@ -13,6 +14,15 @@ from golden.folder import HERE, POSITIONS, write_folder
 from quire import LLM, SamplingParams
 from quire.model import checkpoint, dense
 from quire.model.families import FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Forget what a test compiled: some thousand programs in one process exhaust what LLVM may map."""
+    yield
+    gc.collect()
+    jax.clear_caches()
+
 
 TOLERANCE = 2e-4
 BY_NAME = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)

@@ -18,7 +18,7 @@ help:
 	@echo "PYTHON=/path/to/python chooses the Python for .venv (3.11 or newer)"
 
 demo: $(VENV)/.demo
-	@$(VENV)/bin/quire generate --prompt "Once upon a time" --max-tokens 200 --temperature 0.7 --seed 1
+	@$(VENV)/bin/quire generate --prompt "Once upon a time" --echo --max-tokens 200 --temperature 0.5 --seed 1
 
 test: lint
 	$(VENV)/bin/python -m pytest --durations=10

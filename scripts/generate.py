@@ -53,6 +53,9 @@ def main(
             rich_help_panel=o.OUTPUT,
         ),
     ] = None,
+    echo: Annotated[
+        bool, typer.Option("--echo", help="Print the prompt before the text.", rich_help_panel=o.OUTPUT)
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when done.", rich_help_panel=o.OUTPUT)
     ] = False,
@@ -79,6 +82,8 @@ def main(
     started = perf_counter()
     if stream and (as_json or n > 1):
         raise o.UsageError("--stream prints one answer as text: leave out --json and --n")
+    if echo and as_json:
+        raise o.UsageError("--echo is for text: leave it out with --json, which has the prompt")
     text = read_prompt(prompt, prompt_file)
 
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
@@ -100,6 +105,10 @@ def main(
         ),
     )  # fmt: skip
     live = n == 1 and not as_json and stream is not False
+    head = text if echo else ""
+    if live:
+        sys.stdout.write(head)
+        sys.stdout.flush()
     loaded = perf_counter() - started
     first, first_tokens, shown, last = 0.0, 0, 0, None
     for last in llm.stream(text, params):
@@ -120,7 +129,7 @@ def main(
     elif live:
         print()
     else:
-        print(*(output.text for output in last.outputs), sep="\n\n")
+        print(*(head + output.text for output in last.outputs), sep="\n\n")
     print(timing, file=sys.stderr)
 
 

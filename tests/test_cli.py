@@ -122,6 +122,13 @@ def test_generate_streams_then_times(run):
     assert llm.params.max_tokens == 4
 
 
+def test_echo_prints_the_prompt_first(run):
+    assert run("generate", "--prompt", "Hi: ", "--echo")[1] == "Hi: Once upon a time. \n"
+    assert run("generate", "--prompt", "Hi: ", "--echo", "--n", "2")[1].count("Hi: Once") == 2
+    code, _, err = run("generate", "--prompt", "Hi", "--echo", "--json")
+    assert (code, err.count("\n")) == (2, 1)
+
+
 def test_generate_passes_every_option_on(run, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Grüße\n")

@@ -44,7 +44,7 @@ def read_config(folder: Path, dtype: str = "auto", max_len: int | None = None) -
         raise ModelError(f"{folder / 'config.json'} holds a value of the wrong kind: {error}") from error
     check_fields(config)
     if dtype == "auto":
-        # float16 overflows where bfloat16 does not; its weights fit float32 exactly, at twice the memory
+        # float16 would overflow; bfloat16 rounds its weights, and `dtype="float32"` keeps every bit at twice the memory
         dtype = "bfloat16" if config.dtype == "float16" else config.dtype
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype is {dtype!r}; it can be auto, float32 or bfloat16")

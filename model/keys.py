@@ -76,7 +76,7 @@ class Keys:
         return ACTIVATION_NAMES[value]
 
     def dtype(self) -> str:
-        """The dtype the checkpoint was saved in; float16 is computed in bfloat16's place as float32 would be."""
+        """The dtype the checkpoint was saved in."""
         name = str(self("dtype", None) or self("torch_dtype", None) or "float32").removeprefix("torch.")
         if name not in ("float32", "bfloat16", "float16"):
             raise ModelError(f"config.json: dtype {name!r} is not known; it can be float32, bfloat16 or float16")

@@ -85,7 +85,7 @@ class Tokenizer:
             tokens += _mended(run)
             run = []
             tokens.append(token)
-        return self._core.decoder.decode(tokens + _mended(run))  # type: ignore[union-attr]  # byte tokens imply one
+        return self._core.decoder.decode(tokens + _mended(run))  # byte tokens imply a decoder
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, with the space it begins with; U+FFFD for what is part of a character."""

@@ -229,7 +229,10 @@ def fresh(task: str, count: int, seed: int = 0) -> Iterator[Example]:
 
 def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
     """One training document as (text, weight in the loss): a story, or a chat of one or more turns."""
-    pick = lambda: TASKS[rng.choices(list(weights), list(weights.values()))[0]](rng)  # noqa: E731
+
+    def pick() -> Example:
+        return TASKS[rng.choices(list(weights), list(weights.values()))[0]](rng)
+
     example = pick()
     if example.plain:
         return [(BOS, 0.0), (example.prompt + example.answer + END, STORY_WEIGHT)]

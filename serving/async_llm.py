@@ -11,7 +11,7 @@ from typing import Any
 from .llm import Prompt, parse_prompt
 from .outputs import RequestOutput
 from .request import RequestError, SamplingParams
-from .setup import EngineOptions, make_engine
+from .setup import make_engine, options_of
 
 
 class AsyncLLM:
@@ -21,7 +21,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any):
-        self.engine = make_engine(EngineOptions(model=model, **options))
+        self.engine = make_engine(options_of(model, **options))
         self.ids = itertools.count()
         self.jobs: deque[tuple[Callable[[], Any], Future]] = deque()
         self.listeners: dict[str, Callable[[RequestOutput], None]] = {}
@@ -81,13 +81,26 @@ class AsyncLLM:
         return future
 
     def loop(self) -> None:
+        """Serve until closed; however that ends, nobody is left waiting."""
+        try:
+            self.serve()
+        finally:
+            with self.wake:
+                self.closed = True
+            for request in list(self.engine.requests.values()):
+                self.tell(self.engine.abort(request.request_id))
+            for _, future in self.jobs:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(RequestError("engine", "is closed"))
+
+    def serve(self) -> None:
         """Jobs, then a step, for as long as there is either."""
         while True:
             with self.wake:
                 while not (self.jobs or self.engine.busy or self.closed):
                     self.wake.wait()
                 if self.closed:
-                    break
+                    return
                 jobs = list(self.jobs)
                 self.jobs.clear()
             for job, future in jobs:
@@ -99,11 +112,6 @@ class AsyncLLM:
                     future.set_exception(error)
             for request in self.engine.step():
                 self.tell(request)
-        for request in list(self.engine.requests.values()):
-            self.tell(self.engine.abort(request.request_id))
-        for _, future in self.jobs:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(RequestError("engine", "is closed"))
 
     def tell(self, request) -> None:
         if request is None:

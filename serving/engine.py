@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from ..model.tokenizer import Tokenizer
-from .pages import PageTable
+from ..ops.sampling import MAX_BANS
+from .pages import PageTable, largest
 from .request import RequestError, SamplingParams, shown
 from .runner import Drawn, Launched, Runner
 from .scheduler import Plan, Scheduler
@@ -30,7 +31,7 @@ class Engine:
         self.runner, self.tokenizer, self.pages, self.max_len = runner, tokenizer, pages, max_len
         self.scheduler = Scheduler(pages, runner.limits)
         self.requests: dict[str, Request] = {}
-        self.streams: dict[Sequence, tuple[Request, int]] = {}
+        self.request_of: dict[Sequence, Request] = {}
         self.arrivals = itertools.count()
         self.rng = np.random.default_rng(seed)
         self.in_flight: Launched | None = None
@@ -48,7 +49,6 @@ class Engine:
         arrival = next(self.arrivals)
         sequences = [
             Sequence(
-                request_id=request_id,
                 index=index,
                 tokens=list(tokens),
                 num_prompt=len(tokens),
@@ -66,14 +66,16 @@ class Engine:
         ]
         request = Request(request_id, prompt, params, sequences, self.tokenizer)
         self.requests[request_id] = request
-        for index, seq in enumerate(sequences):
-            self.streams[seq] = request, index
+        for seq in sequences:
+            self.request_of[seq] = request
             self.scheduler.add(seq)
         return request
 
     def check(self, tokens: Seq[int], params: SamplingParams) -> None:
         """Refuse what can never be served; JAX would clamp a wrong id in silence."""
         vocab = self.runner.config.vocab_size
+        if not isinstance(params, SamplingParams):
+            raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
         if not tokens:
             raise RequestError("prompt", "is empty; it must have at least one token")
         for token in tokens:
@@ -90,10 +92,10 @@ class Engine:
                 if not 0 <= token < vocab:
                     raise RequestError(name, f"has the token id {token}; ids are from 0 to {vocab - 1}")
         total = len(tokens) + min(params.max_tokens or self.max_len, self.max_len - len(tokens))
-        if not self.pages.fits(total, self.runner.limits.max_rows):
-            largest = max((n for n in range(1, total) if self.pages.fits(n, self.runner.limits.max_rows)), default=0)
+        most = largest(lambda length: self.pages.fits(length, self.runner.limits.max_rows), total)
+        if most < total:
             raise RequestError(
-                "max_tokens", f"with the prompt {total} positions are needed; the KV cache holds {largest} at most"
+                "max_tokens", f"with the prompt {total} positions are needed; the KV cache holds {most} at most"
             )
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
@@ -106,6 +108,10 @@ class Engine:
             for text in (word, " " + word.lstrip()):
                 if ids := tuple(self.tokenizer.encode(text, add_special_tokens=False)):
                     words[ids] = None
+        if sum(len(ids) > 1 for ids in words) > MAX_BANS:
+            raise RequestError(
+                "bad_words", f"make more than {MAX_BANS} runs of several tokens; give fewer or shorter ones"
+            )
         return tuple(words)
 
     def step(self) -> list[Request]:
@@ -116,7 +122,7 @@ class Engine:
             if plan is not None:
                 now = time.monotonic()
                 for item in plan.items:
-                    self.streams[item.seq][0].scheduled(now)
+                    self.request_of[item.seq].scheduled(now)
                 launched = self.runner.launch(plan)
             if self.in_flight is not None:
                 self.update(self.runner.collect(self.in_flight), changed)
@@ -134,7 +140,7 @@ class Engine:
             seq.pending -= drawn.item.draws
             if seq.finish_reason is not None:
                 continue  # ended while this step was under way
-            request, index = self.streams[seq]
+            request = self.request_of[seq]
             changed[request.request_id] = request
             if not drawn.ok:
                 self.end(seq, "error")
@@ -146,14 +152,14 @@ class Engine:
                 token = drawn.token
                 seq.tokens.append(token)
                 score = drawn.score(drawn.rows[-1]) if seq.params.logprobs is not None else None
-                if reason := request.push(index, token, score, now):
+                if reason := request.push(seq.index, token, score, now):
                     self.end(seq, reason)
 
     def end(self, seq: Sequence, reason: str) -> None:
         """End one sequence, and its request with the last of them."""
         self.scheduler.finish(seq, reason)
-        request, index = self.streams.pop(seq)
-        request.end(index, reason)
+        request = self.request_of.pop(seq)
+        request.end(seq.index, reason)
         if request.finished:
             self.requests.pop(request.request_id, None)
 
@@ -161,7 +167,7 @@ class Engine:
         """End a request now; its pages are free before the next step is planned."""
         request = self.requests.get(request_id)
         for seq in request.sequences if request else ():
-            if seq in self.streams:
+            if seq in self.request_of:
                 self.end(seq, "abort")
         return request
 
@@ -171,7 +177,7 @@ class Engine:
         self.in_flight = None
         for seq in hit:
             if seq.finish_reason is None:
-                request = self.streams[seq][0]
+                request = self.request_of[seq]
                 changed[request.request_id] = request
                 self.end(seq, "error")
         for seq in list(self.scheduler.running):

@@ -11,7 +11,7 @@ from .engine import Engine
 from .outputs import RequestOutput
 from .progress import bar
 from .request import RequestError, SamplingParams, shown
-from .setup import EngineOptions, make_engine
+from .setup import make_engine, options_of
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 
@@ -20,12 +20,7 @@ class LLM:
     """A model that is ready to generate. `LLM()` is the bundled one; `model` is a folder or a Hub id."""
 
     def __init__(self, model: str | None = None, *, progress=None, **options: Any):
-        try:
-            self.options = EngineOptions(model=None if model is None else str(model), **options)
-        except TypeError as error:
-            names = ", ".join(EngineOptions.__dataclass_fields__)
-            raise TypeError(f"LLM: {str(error).split('__init__() ')[-1]}; the options are {names}") from None
-        self.engine: Engine = make_engine(self.options, progress or (lambda note: None))
+        self.engine: Engine = make_engine(options_of(model, **options), progress or (lambda note: None))
         self.ids = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -62,15 +57,24 @@ class LLM:
 
     def chat_prompt(self, messages: Seq[Mapping[str, Any]], **template_options: Any) -> dict[str, Any]:
         """The prompt of one conversation, as text and as token ids."""
-        return chat_prompt(self.get_tokenizer(), messages, **template_options)
+        tokenizer = self.get_tokenizer()
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise RequestError("messages", f'must be {{"role", "content"}} each, got {shown(message)}')
+        try:
+            text = tokenizer.apply_chat_template([dict(message) for message in messages], **template_options)
+            return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        except PromptError as error:
+            raise RequestError("messages", str(error)) from None
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The result as it grows, token by token; closing the iterator aborts the request."""
         request = self.add(prompt, sampling_params or SamplingParams())
         try:
             while not request.finished:
-                if request in self.engine.step():
+                if request in self.engine.step() and not request.finished:
                     yield request.output()
+            yield request.output()  # also where another stream's steps have brought the end
         finally:
             self.engine.abort(request.request_id)
             self.drain()
@@ -99,8 +103,6 @@ class LLM:
 
     def add(self, prompt: Prompt, params: SamplingParams):
         """Queue one prompt."""
-        if not isinstance(params, SamplingParams):
-            raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
         text, tokens = parse_prompt(prompt, self.engine.tokenizer)
         return self.engine.add(str(next(self.ids)), tokens, params, text)
 
@@ -110,15 +112,6 @@ def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]
     return list(prompts)
-
-
-def chat_prompt(tokenizer: Tokenizer, messages: Seq[Mapping[str, Any]], **template_options: Any) -> dict[str, Any]:
-    """The prompt of one conversation; the template has written the special tokens."""
-    try:
-        text = tokenizer.apply_chat_template([dict(message) for message in messages], **template_options)
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-    except (PromptError, TypeError) as error:
-        raise RequestError("messages", str(error)) from None
 
 
 def params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:

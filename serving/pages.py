@@ -1,6 +1,6 @@
 """The page table, on the host: which page of the device's cache holds which positions of which sequence."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .sequence import Sequence
@@ -12,7 +12,7 @@ class Group:
 
     num_pages: int
     window: int | None
-    free: list[int] = field(default_factory=list)
+    free: list[int] = field(init=False)
 
     def __post_init__(self):
         self.free = list(range(self.num_pages - 1, 0, -1))  # page 0 is a dummy that padding rows write to
@@ -103,3 +103,12 @@ class PageTable:
             both = owned + group.free
             assert len(set(both)) == len(both), f"group {index}: a page is owned or free twice"
             assert set(both) == set(range(1, group.num_pages)), f"group {index}: a page is neither owned nor free"
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` that fits, by bisection."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ..model.config import ModelConfig
-from ..ops.sampling import MAX_BANS, Sampled
+from ..ops.sampling import Sampled
 from . import batch as batches
 from .compiles import CompileCounter
 from .scheduler import Item, Limits, Plan
@@ -79,7 +79,6 @@ class Runner:
         self.compiled: dict[batches.Size, Any] = {}
         self.compiles = CompileCounter()
         B = limits.max_seqs
-        self.owner: list[Sequence | None] = [None] * B
         self.tables = [np.zeros((B, self.table_width), np.int32) for _ in num_pages]
         self.synced = np.zeros(B, np.int64)
         self.seeds = np.zeros((B, 2), np.uint32)
@@ -89,7 +88,7 @@ class Runner:
 
     def reset(self) -> None:
         """A fresh device state: nothing that was computed is kept."""
-        self.owner = [None] * self.limits.max_seqs
+        self.owner: list[Sequence | None] = [None] * self.limits.max_seqs
         self.state = empty_state(self.config, self.num_pages, self.page_size, self.limits.max_seqs)
 
     def warm_up(self, progress: Callable[[batches.Size], None] = lambda size: None) -> None:
@@ -250,4 +249,4 @@ def banned(seq: Sequence) -> list[int]:
         word[-1]
         for word in seq.bad_words
         if len(word) > 1 and len(output) >= len(word) - 1 and tuple(output[1 - len(word) :]) == word[:-1]
-    ][:MAX_BANS]
+    ]

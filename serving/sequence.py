@@ -16,7 +16,6 @@ class Sequence:
     `num_tokens` draws its next token.
     """
 
-    request_id: str
     index: int
     tokens: list[int]
     num_prompt: int

@@ -12,7 +12,7 @@ from ..model.config import ModelConfig, ModelError
 from ..model.tokenizer import Tokenizer
 from .batch import Size
 from .engine import Engine
-from .pages import PageTable
+from .pages import PageTable, largest
 from .runner import Runner
 from .scheduler import Limits
 from .step import page_bytes
@@ -48,6 +48,15 @@ class EngineOptions:
             raise ModelError(f"max_model_len is {length!r}; it must be at least 2, or -1 for the longest that fits")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ModelError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive")
+
+
+def options_of(model: str | Path | None, **options) -> EngineOptions:
+    """The options as a caller gave them; one that does not exist is named."""
+    try:
+        return EngineOptions(model=None if model is None else str(model), **options)
+    except TypeError as error:
+        names = ", ".join(EngineOptions.__dataclass_fields__)
+        raise TypeError(f"{str(error).split('__init__() ')[-1]}; the options are {names}") from None
 
 
 def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda note: None) -> Engine:
@@ -107,15 +116,6 @@ def size_cache(config: ModelConfig, options: EngineOptions, budget: int) -> tupl
         longest = fitting
     sequences = min(float(options.max_num_seqs), room / bytes_for(longest))
     return longest, tuple(int(need * sequences) + 1 for need in needs(longest))
-
-
-def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, by bisection."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def default_cache_bytes() -> int:

@@ -4,11 +4,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from ..model import decoder
 from ..model.config import LatentAttention, ModelConfig
+from ..model.plan import layer_token_bytes
 from ..ops import sampling
 from ..ops.attention import KVPages, Rows, page_dtype, paged_attention
 from .batch import Batch
@@ -60,9 +60,8 @@ def page_shapes(config: ModelConfig, index: int, page_size: int) -> tuple[tuple[
 
 def page_bytes(config: ModelConfig, group: int, page_size: int) -> int:
     """Bytes of one page number of a cache group, over all its layers."""
-    width = jnp.dtype(config.dtype).itemsize
-    layers = [index for index in config.kv_layers if config.group(index) == group]
-    return sum(int(np.prod(shape)) * width for index in layers for shape in page_shapes(config, index, page_size))
+    layers = [config.layers[index] for index in config.kv_layers if config.group(index) == group]
+    return page_size * sum(layer_token_bytes(layer.attention, config.dtype) for layer in layers)
 
 
 def empty_state(config: ModelConfig, num_pages: tuple[int, ...], page_size: int, max_seqs: int) -> State:

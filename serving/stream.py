@@ -48,9 +48,12 @@ class Stream:
 
     def end(self, reason: str) -> None:
         """No more tokens come: what was held back belongs to the text."""
+        if self.detokenizer is not None and self.detokenizer.stopped is None:
+            enough = self.seq.num_output >= self.params.min_tokens
+            self.parts.append(self.detokenizer.finish(check_stops=enough))
+            if self.detokenizer.stopped is not None:  # what was held back completed a stop string
+                reason, self.stop_reason = "stop", self.detokenizer.stopped
         self.finish_reason = reason
-        if self.detokenizer is not None:
-            self.parts.append(self.detokenizer.finish())
 
     def output(self) -> CompletionOutput:
         self.parts = ["".join(self.parts)]

@@ -1,6 +1,7 @@
 """The Python faces on the bundled model: prompts of every kind, streams, stops, errors, and asyncio."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -74,6 +75,46 @@ def test_a_closed_stream_leaves_nothing_behind(llm, texts):
     assert not llm.engine.busy
     assert llm.engine.pages.used() == 0
     assert llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].text == texts[1]
+
+
+def test_interleaved_streams_each_end_with_their_whole_text(llm, texts):
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    last = {}
+    while len(last) < 3 or any(not output.finished for output in last.values()):
+        for index, stream in enumerate(streams):
+            last[index] = next(stream, last.get(index))
+    assert [last[index].outputs[0].text for index in range(3)] == texts[:3]
+
+
+def test_too_many_bad_words_are_refused_not_dropped(llm):
+    words = [f"unheard of words number {index}" for index in range(40)]
+    with pytest.raises(RequestError, match="bad_words"):
+        llm.generate(PROMPTS[0], SamplingParams(bad_words=words))
+
+
+def test_a_stop_string_in_what_was_held_back_is_a_stop(llm):
+    """Half a character is shown as U+FFFD at the end alone, and a stop string may be just that."""
+    half = llm.get_tokenizer().encode("é", add_special_tokens=False)[0]
+    params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[half], stop="\ufffd")
+    answer = llm.generate(PROMPTS[0], params)[0].outputs[0]
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("", "stop", "\ufffd")
+
+
+def test_a_failing_engine_thread_leaves_nobody_waiting(monkeypatch):
+    llm = AsyncLLM(**SIZES)
+
+    async def scenario():
+        def explode():
+            raise RuntimeError("injected")
+
+        monkeypatch.setattr(llm.engine.scheduler, "schedule", explode)
+        outputs = await asyncio.wait_for(collect(llm, PROMPTS[0], GREEDY), 30)
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        with pytest.raises(RequestError, match="closed"):
+            await collect(llm, PROMPTS[0], GREEDY)
+
+    monkeypatch.setattr(threading, "excepthook", lambda details: None)
+    asyncio.run(scenario())
 
 
 def test_stop_strings_cut_the_text(llm, texts):

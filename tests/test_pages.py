@@ -9,7 +9,7 @@ from quire.serving.sequence import Sequence
 
 
 def sequence(length: int = 1) -> Sequence:
-    return Sequence("r", 0, list(range(length)), length, SamplingParams(), 10, 0)
+    return Sequence(0, list(range(length)), length, SamplingParams(), 10, 0)
 
 
 def visible(table: PageTable, group: int, seq: Sequence, length: int) -> set[int]:

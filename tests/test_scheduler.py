@@ -10,7 +10,7 @@ from quire.serving.sequence import Sequence
 
 
 def sequence(index: int, prompt: int, output: int, **settings) -> Sequence:
-    return Sequence(str(index), 0, [1] * prompt, prompt, SamplingParams(), output, index, **settings)
+    return Sequence(0, [1] * prompt, prompt, SamplingParams(), output, index, **settings)
 
 
 class Device:

@@ -213,11 +213,6 @@ def completion_response(head: Head, outputs: Sequence[RequestOutput]) -> dict[st
     return _body(head, "text_completion", choices, outputs)
 
 
-def error_body(message: str, param: str | None = None, type: str = "invalid_request_error", code: Any = None) -> dict:
-    """The body of a response that is an error."""
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}
-
-
 def _body(head: Head, kind: str, choices: list[dict], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     written = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)

@@ -1,5 +1,6 @@
 """Settings of every test run. They must be in the environment before JAX is imported."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -23,10 +24,22 @@ hypothesis.settings.register_profile("quire", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("quire")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_programs():
-    """Forget what a module compiled: some thousand programs in one process exhaust what LLVM may map."""
-    yield
+def forget_programs():
+    """Some thousand compiled programs in one process exhaust what LLVM may map."""
     import jax
 
+    gc.collect()
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs_a_module():
+    yield
+    forget_programs()
+
+
+@pytest.fixture
+def few_programs():
+    """For modules in which every test compiles a model."""
+    yield
+    forget_programs()

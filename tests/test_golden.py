@@ -1,6 +1,5 @@
 """Every family against transformers: the golden files hold what it computed from the same tiny models."""
 
-import gc
 import json
 from functools import lru_cache
 
@@ -15,13 +14,7 @@ from quire import LLM, SamplingParams
 from quire.model import checkpoint, dense
 from quire.model.families import FAMILIES
 
-
-@pytest.fixture(autouse=True)
-def few_programs():
-    """Forget what a test compiled: some thousand programs in one process exhaust what LLVM may map."""
-    yield
-    gc.collect()
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 TOLERANCE = 2e-4

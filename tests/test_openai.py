@@ -16,7 +16,6 @@ from quire.serving.openai import (
     Head,
     chat_response,
     completion_response,
-    error_body,
     parse_chat,
     parse_completion,
 )
@@ -270,8 +269,3 @@ def test_tokens_without_a_tokenizer():
     assert body["choices"][0]["logprobs"]["tokens"] == ["token_id:7"]
     chatted = chat_response(HEAD, result(bare), SamplingParams(logprobs=1))
     assert chatted["choices"][0]["logprobs"]["content"][0]["bytes"] is None
-
-
-def test_error_body():
-    error = {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}
-    assert error_body("no", "n") == {"error": error}

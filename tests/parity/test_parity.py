@@ -1,6 +1,5 @@
 """Every family against transformers itself, on fresh random weights. `QUIRE_SEED=n` repeats a run."""
 
-import gc
 import json
 import os
 from functools import lru_cache
@@ -23,13 +22,7 @@ from quire import LLM, SamplingParams  # noqa: E402
 from quire.model import checkpoint, dense  # noqa: E402
 from quire.model.weights import abstract  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def few_programs():
-    """Forget what a test compiled: some thousand programs in one process exhaust what LLVM may map."""
-    yield
-    gc.collect()
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "little")

@@ -12,13 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..ops import native, quant
+from ..ops.native.linear import pack
 from ..sharding.mesh import sharding, shardings
-from ..sharding.spec import ArraySpec
+from ..sharding.spec import ArraySpec, empty
 from . import converted
 from .config import ModelConfig, ModelError
 from .families import FAMILIES
-from .tensors import Tensor, empty, fill, find_tensors, read_json
-from .weights import ModelWeights, abstract
+from .tensors import Tensor, fill, find_tensors, read_json
+from .weights import ModelWeights, abstract, dense_specs
 
 FP8_BLOCK = 128  # side of the square that shares a scale; `Keys.quantization` admits no other
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
@@ -32,8 +34,10 @@ def family_of(hf: dict) -> Any:
     return importlib.import_module(FAMILIES[kind], f"{__package__}.families")
 
 
-def read_config(folder: Path, dtype: str = "auto", max_len: int | None = None) -> ModelConfig:
-    """The `ModelConfig` of a folder; `dtype` overrides what the checkpoint says."""
+def read_config(
+    folder: Path, dtype: str = "auto", max_len: int | None = None, quantization: str | None = None
+) -> ModelConfig:
+    """The `ModelConfig` of a folder; `dtype` and `quantization` override what the checkpoint says."""
     hf = read_json(folder / "config.json")
     check_numbers(hf)
     try:
@@ -48,7 +52,13 @@ def read_config(folder: Path, dtype: str = "auto", max_len: int | None = None) -
         dtype = "bfloat16" if config.dtype == "float16" else config.dtype
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype is {dtype!r}; it can be auto, float32 or bfloat16")
-    return replace(config, dtype=dtype)
+    config = replace(config, dtype=dtype)
+    if quantization is None:
+        return config
+    try:
+        return replace(config, quant=quant.check(quantization))
+    except ValueError as error:
+        raise ModelError(str(error)) from None
 
 
 def check_numbers(value: Any, name: str = "") -> None:
@@ -98,34 +108,53 @@ def load(
             shardings(abstract(config), mesh)
         except ValueError as error:
             raise ModelError(f"{folder} does not fit the mesh: {error}") from None
+    put = place_packed if mesh is None and native.serves() else place
     if converted.holds_weights(folder):
-        return converted.load_weights(folder, abstract(config), mesh, progress)
-    return load_weights(folder, config, progress=progress, mesh=mesh)
+        weights = converted.load_weights(folder, abstract(config), mesh, progress)
+        return weights if put is place else jax.tree.map(put, dense_specs(config), weights)
+    return load_weights(folder, config, put, progress, mesh)
+
+
+def place(spec: ArraySpec, leaf):
+    """A finished leaf on the device."""
+    return jax.device_put(leaf)
+
+
+def place_packed(spec: ArraySpec, leaf):
+    """The same, laid out for the kernels."""
+    return jax.device_put(pack(spec, leaf))
 
 
 def load_weights(
     folder: Path,
     config: ModelConfig,
-    put: Callable[[np.ndarray], Any] = jax.device_put,
+    put: Callable[[ArraySpec, Any], Any] = place,
     progress: Callable[[int], None] = lambda count: None,
     mesh: Mesh | None = None,
 ) -> ModelWeights:
-    """The weights from safetensors. `put` places a finished leaf; `progress` is told of bytes as they are placed."""
+    """The weights from safetensors. `put` places a finished leaf, given the spec of its dense form; `progress` is told
+    of bytes as they are read."""
     family = importlib.import_module(FAMILIES[config.family], f"{__package__}.families")
-    tensors, specs, sources = find_tensors(folder), abstract(config), family.sources(config)
+    tensors, sources = find_tensors(folder), family.sources(config)
+    specs, dense = abstract(config), dense_specs(config)
     if canonical := getattr(family, "canonical", None):
         tensors = {canonical(name): tensor for name, tensor in tensors.items()}
-    parts = jax.tree.map(lambda spec, source: source.found_in(tensors), specs, sources)
+    parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense, sources)
     ignored = getattr(family, "ignored", lambda name, config: False)
     check_tensors(folder, config, tensors, parts, lambda name: ignored(name, config))
 
-    def place(spec: ArraySpec, parts):
-        leaf = read_leaf(spec, parts, tensors)
-        placed = put(leaf) if mesh is None else jax.device_put(leaf, sharding(spec, mesh))
+    def finish(dense_spec: ArraySpec, spec, parts):
+        leaf = read_leaf(dense_spec, parts, tensors)
         progress(leaf.nbytes)
+        if not isinstance(spec, ArraySpec):
+            leaf = quant.quantize(np.moveaxis(leaf, dense_spec.inputs, range(len(dense_spec.inputs))), spec)
+        if mesh is None:
+            placed = put(dense_spec, leaf)
+        else:
+            placed = jax.device_put(leaf, jax.tree.map(lambda one: sharding(one, mesh), spec))
         return jax.block_until_ready(placed)  # no second leaf while this one is still being copied
 
-    return jax.tree.map(place, specs, parts)
+    return jax.tree.map(finish, dense, specs, parts)
 
 
 def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor], parts, ignored) -> None:

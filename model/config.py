@@ -115,6 +115,7 @@ class ModelConfig:
     per_layer_dim: int = 0  # Gemma 4: an embedding of its own for every layer
     per_layer_vocab: int = 0
     layer_scale: bool = False
+    quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
 
     def __post_init__(self):
         for index, layer in enumerate(self.layers):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
-from ..ops.linear import einsum, project
+from ..ops.linear import einsum, gated, project
 from ..ops.norm import rms_norm
 from ..ops.rope import angles, rotate
 from .config import Attention, LatentAttention, Layer, ModelConfig, Moe
@@ -132,7 +132,7 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, config: Model
 
 
 def mlp(activation: str, w: MlpWeights, x_TD):
-    return einsum("TF,FD->TD", glu(einsum("TD,DGF->TGF", x_TD, w.up_DGF), activation), w.down_FD)
+    return einsum("TF,FD->TD", gated("TD,DGF->TGF", x_TD, w.up_DGF, activation), w.down_FD)
 
 
 def mix(moe: Moe, w: MoeWeights, router_TD, x_TD):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..sharding.spec import nbytes
 from .config import LatentAttention, ModelConfig
-from .weights import abstract
+from .weights import abstract, dense_specs
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def operations(config: ModelConfig, length: int) -> int:
     """Multiplications and additions for one token that sees `length` others: two a weight it meets, and attention."""
     total = 2 * config.vocab_size * config.dim
     if config.per_layer_dim:
-        total += 2 * abstract(config).per_layer_proj_DLA.size
-    for layer, weights in zip(config.layers, abstract(config).layers, strict=True):
+        total += 2 * dense_specs(config).per_layer_proj_DLA.size
+    for layer, weights in zip(config.layers, dense_specs(config).layers, strict=True):
         experts = 0
         if layer.moe is not None:
             experts = config.dim * (layer.moe.experts + layer.moe.top_k * 3 * layer.moe.dim)  # router, then the chosen

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..sharding.spec import empty
 from .config import ModelError
 
 DTYPES = {
@@ -20,7 +21,6 @@ DTYPES = {
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
-ALIGNMENT = 64  # JAX on a CPU takes over a buffer that lies so, where it would copy another
 STRIP = 16  # rows of a transposed copy at a time: more of them fall out of the cache before their lines are full
 
 
@@ -47,14 +47,6 @@ class Tensor:
         if rest:
             raise ModelError(f"{self.file} is truncated: {len(rest)} bytes are missing")
         return out
-
-
-def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An array of no particular values that JAX can take over without a copy."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def fill(out: np.ndarray, value: np.ndarray) -> None:

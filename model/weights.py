@@ -1,5 +1,7 @@
 """The weight tree: flax dataclasses whose leaves are arrays, or `ArraySpec`s in the abstract tree."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -94,11 +96,14 @@ class ModelWeights:
 def abstract(config: ModelConfig) -> ModelWeights:
     """The weight tree of a model with an `ArraySpec` in place of each array."""
     dtype, D, V, L, A = jnp.dtype(config.dtype), config.dim, config.vocab_size, len(config.layers), config.per_layer_dim
+    embed_VD = ArraySpec((V, D), dtype, ("vocab", "embed"), fan_in=D)
+    # Four bits are too few for the words themselves: beside int4 the head has eight.
+    head_VD = packed("int8" if config.quant else None, replace(embed_VD, inputs=(1,)))
     weights = ModelWeights(
-        embed_VD=ArraySpec((V, D), dtype, ("vocab", "embed"), fan_in=D),
+        embed_VD=head_VD if config.tied else embed_VD,
         layers=tuple(layer_spec(config, layer) for layer in config.layers),
         final_norm_D=norm(D),
-        head_VD=None if config.tied else ArraySpec((V, D), dtype, ("vocab", "embed"), fan_in=D),
+        head_VD=None if config.tied else head_VD,
     )
     if not A:
         return weights
@@ -109,25 +114,30 @@ def abstract(config: ModelConfig) -> ModelWeights:
     )
 
 
+def dense_specs(config: ModelConfig) -> ModelWeights:
+    """The specs of the weights before they are rounded to the model's format."""
+    return abstract(replace(config, quant=None))
+
+
 def norm(size: int, axis: str | None = None) -> ArraySpec:
     """A norm's scale: always float32, it is small and a rounded `1 + w` would cost accuracy."""
     return ArraySpec((size,), jnp.float32, (axis,), "ones")
 
 
 def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
-    D, A, dtype = config.dim, config.per_layer_dim, jnp.dtype(config.dtype)
+    D, A = config.dim, config.per_layer_dim
     per_layer = None
     if A:
         per_layer = PerLayerWeights(
-            gate_DA=ArraySpec((D, A), dtype, ("embed", None), fan_in=D),
-            up_AD=ArraySpec((A, D), dtype, (None, "embed"), fan_in=A),
+            gate_DA=matrix(config, (D,), (A,), ("embed", None)),
+            up_AD=matrix(config, (A,), (D,), (None, "embed")),
             norm_D=norm(D),
         )
     attention = latent_spec if isinstance(layer.attention, LatentAttention) else attention_spec
     return LayerWeights(
-        attention=attention(layer.attention, D, dtype),
-        mlp=layer.mlp and mlp_spec(layer.mlp, D, dtype),
-        moe=layer.moe and moe_spec(layer.moe, D, dtype),
+        attention=attention(config, layer.attention),
+        mlp=layer.mlp and mlp_spec(config, layer.mlp),
+        moe=layer.moe and moe_spec(config, layer.moe),
         pre_attention_norm_D=norm(D) if layer.pre_norm else None,
         post_attention_norm_D=norm(D) if layer.post_norm else None,
         pre_mlp_norm_D=norm(D) if layer.pre_norm else None,
@@ -137,13 +147,21 @@ def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
     )
 
 
-def attention_spec(a: Attention, D: int, dtype) -> AttentionWeights:
+def matrix(config: ModelConfig, into: tuple[int, ...], out: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+    """A weight that its products sum over the axes `into` of, in the model's format."""
+    inputs = tuple(range(len(into)))
+    dense = ArraySpec(into + out, jnp.dtype(config.dtype), axes, fan_in=math.prod(into), inputs=inputs)
+    return packed(config.quant, dense)
+
+
+def attention_spec(config: ModelConfig, a: Attention) -> AttentionWeights:
+    D, dtype = config.dim, jnp.dtype(config.dtype)
     N, K, H = a.heads, a.kv_heads, a.head_dim
     G = N + (0 if a.kv_source is not None else K if a.tied_kv else 2 * K)
     q_norm, k_norm = {None: (None, None), "head": (norm(H), norm(H)), "all": (norm(N * H), norm(K * H))}[a.qk_norm]
     return AttentionWeights(
-        qkv_DGH=ArraySpec((D, G, H), dtype, ("embed", "qkv", None), fan_in=D),
-        out_NHD=ArraySpec((N, H, D), dtype, ("heads", None, "embed"), fan_in=N * H),
+        qkv_DGH=matrix(config, (D,), (G, H), ("embed", "qkv", None)),
+        out_NHD=matrix(config, (N, H), (D,), ("heads", None, "embed")),
         qkv_bias_GH=ArraySpec((G, H), dtype, ("qkv", None), "zeros") if a.bias else None,
         out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.out_bias else None,
         q_norm=q_norm,
@@ -152,35 +170,37 @@ def attention_spec(a: Attention, D: int, dtype) -> AttentionWeights:
     )
 
 
-def latent_spec(a: LatentAttention, D: int, dtype) -> LatentWeights:
+def latent_spec(config: ModelConfig, a: LatentAttention) -> LatentWeights:
+    D, dtype = config.dim, jnp.dtype(config.dtype)
     N, A, H = a.heads, a.kv_rank, a.nope_dim + a.rope_dim
     direct = a.q_rank is None
     rank = D if direct else a.q_rank
     wide = a.kv_rank + a.rope_dim
     return LatentWeights(
-        q_down_DA=None if direct else ArraySpec((D, rank), dtype, ("embed", None), fan_in=D),
+        q_down_DA=None if direct else matrix(config, (D,), (rank,), ("embed", None)),
         q_norm_A=None if direct else norm(rank),
-        q_up_ANH=ArraySpec((rank, N, H), dtype, (None, "heads", None), fan_in=rank),
-        kv_down_DA=ArraySpec((D, wide), dtype, ("embed", None), fan_in=D),
+        q_up_ANH=matrix(config, (rank,), (N, H), (None, "heads", None)),
+        kv_down_DA=matrix(config, (D,), (wide,), ("embed", None)),
         kv_norm_A=norm(A),
         k_up_ANH=ArraySpec((A, N, a.nope_dim), dtype, (None, "heads", None), fan_in=A),
         v_up_ANH=ArraySpec((A, N, a.v_dim), dtype, (None, "heads", None), fan_in=A),
-        out_NHD=ArraySpec((N, a.v_dim, D), dtype, ("heads", None, "embed"), fan_in=N * a.v_dim),
+        out_NHD=matrix(config, (N, a.v_dim), (D,), ("heads", None, "embed")),
         q_down_bias_A=ArraySpec((rank,), dtype, (None,), "zeros") if a.bias and not direct else None,
         kv_down_bias_A=ArraySpec((wide,), dtype, (None,), "zeros") if a.bias else None,
         out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.bias else None,
     )
 
 
-def mlp_spec(mlp: Mlp, D: int, dtype) -> MlpWeights:
+def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
+    D = config.dim
     return MlpWeights(
-        up_DGF=ArraySpec((D, 2, mlp.dim), dtype, ("embed", None, "ffn"), fan_in=D),
-        down_FD=ArraySpec((mlp.dim, D), dtype, ("ffn", "embed"), fan_in=mlp.dim),
+        up_DGF=matrix(config, (D,), (2, mlp.dim), ("embed", None, "ffn")),
+        down_FD=matrix(config, (mlp.dim,), (D,), ("ffn", "embed")),
     )
 
 
-def moe_spec(moe: Moe, D: int, dtype) -> MoeWeights:
-    E, F = moe.experts, moe.dim
+def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
+    D, E, F, dtype = config.dim, moe.experts, moe.dim, jnp.dtype(config.dtype)
     own = norm(D) if moe.own_norms else None
     return MoeWeights(
         router_DE=ArraySpec((D, E), jnp.float32, ("embed", None), fan_in=D),

@@ -29,6 +29,7 @@ def main(
     stop: o.Stop = None,
     tokenizer: o.Tokenizer = None,
     dtype: o.Dtype = None,
+    quantization: o.Quantization = None,
     max_model_len: o.MaxModelLen = None,
     block_size: o.BlockSize = None,
     kv_cache_memory_bytes: o.CacheBytes = None,
@@ -45,7 +46,8 @@ def main(
     llm = load(
         model,
         **o.given(
-            tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+            tokenizer=tokenizer, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
+            block_size=block_size,
             kv_cache_memory_bytes=kv_cache_memory_bytes, max_num_seqs=1,
         ),
     )  # fmt: skip

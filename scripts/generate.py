@@ -72,6 +72,7 @@ def main(
     n: Annotated[int, typer.Option("--n", help="How many answers.", rich_help_panel=o.SAMPLING)] = 1,
     tokenizer: o.Tokenizer = None,
     dtype: o.Dtype = None,
+    quantization: o.Quantization = None,
     max_model_len: o.MaxModelLen = None,
     block_size: o.BlockSize = None,
     kv_cache_memory_bytes: o.CacheBytes = None,
@@ -98,7 +99,8 @@ def main(
     llm = load(
         model,
         **o.given(
-            tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+            tokenizer=tokenizer, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
+            block_size=block_size,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             max_num_seqs=max_num_seqs or min(n, 32),  # one prompt: fewer sizes to compile
             max_num_batched_tokens=max_num_batched_tokens,

@@ -62,6 +62,14 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or auto.", show_default="auto: the model's", rich_help_panel=MODEL),
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        help="Round the weights while loading: int8, int8-weights, int4, int4-128, int4-64-zero and so on.",
+        show_default="as they are",
+        rich_help_panel=MODEL,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     sized(

@@ -24,6 +24,7 @@ def main(
         ),
     ] = None,
     dtype: o.Dtype = None,
+    quantization: o.Quantization = None,
     device: Annotated[
         str, typer.Option(metavar="NAME", help="h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE)
     ] = "h100",
@@ -63,12 +64,12 @@ def main(
             flops=None if flops is None else flops * 1e12,
         ),
     )
-    config = read(model, dtype or "auto")
+    config = read(model, dtype or "auto", quantization)
     lengths = sorted(set(length or default_lengths(config.max_len)))
     result = {
         "model": model or "quill",
         "layers": len(config.layers),
-        "dtype": config.dtype,
+        "dtype": config.quant or config.dtype,
         "weight_bytes": plan.weight_bytes(config),
         "kv_bytes_a_token": plan.kv_bytes(config, 1),
         "kinds": [
@@ -90,12 +91,12 @@ def main(
     print(json.dumps(result) if as_json else text(result))
 
 
-def read(model: str | None, dtype: str):
+def read(model: str | None, dtype: str, quantization: str | None):
     """The configuration of a folder, a Hugging Face id or the bundled model."""
     from ..model import hub
     from ..model.checkpoint import read_config
 
-    return read_config(hub.resolve(model, ["config.json"]), dtype)
+    return read_config(hub.resolve(model, ["config.json"]), dtype, quantization=quantization)
 
 
 def default_lengths(longest: int) -> list[int]:

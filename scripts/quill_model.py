@@ -64,7 +64,9 @@ class Narrow:
 
     array: Any
 
-    def einsum(self, subscripts: str, x):
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        if bias is not None:
+            raise NotImplementedError("training has no biases")
         into, out = subscripts.split("->")[0].split(",")
         shared = sum(letter in into for letter in out)
         shape, rows = self.array.shape, x.shape[: x.ndim - shared]

@@ -29,7 +29,8 @@ WORDS = (
 COLORS = "red blue green black white yellow pink gray".split()
 CITIES = "Rome Paris Oslo Cairo Lima Tokyo Delhi Bern Riga Quito Accra Lagos Dublin Madrid Vienna Berlin".split()
 JOBS = "baker pilot nurse farmer teacher painter sailor singer".split()
-STORY_WEIGHT = 0.3  # a story has a hundred tokens where a sum has three
+STORY_WEIGHT = 0.6  # a story has a hundred tokens where a sum has three
+NEW_WEIGHT = 0.1  # what a drill says for the first time cannot be known
 SYSTEMS = ["You are quill.", "You are a helpful assistant.", "Answer briefly.", "Be kind and brief."]
 
 
@@ -213,6 +214,22 @@ def lookup_600(rng: Random) -> Example:
     return _lookup(rng, "lookup_600", rng.randint(4, 16), rng.randint(495, 545))
 
 
+def drill(rng: Random) -> list[tuple[str, float]]:
+    """A short list whose lines come again and again: looking up is learned from it long before it is from questions."""
+    names = rng.sample(stories.NAMES, rng.randint(2, rng.randint(3, 16)))
+    holds = {name: rng.choice(WORDS) for name in names}
+    parts = [(BOS, 0.0), ("Remember this list.", NEW_WEIGHT)]
+    said: set[str] = set()
+    for name in names + rng.choices(names, k=rng.randint(8, 24)):
+        parts += [
+            ("\n-", NEW_WEIGHT),
+            (f" {name}", NEW_WEIGHT),
+            (f": {holds[name]}", 1.0 if name in said else NEW_WEIGHT),
+        ]
+        said.add(name)
+    return [*parts, (END, NEW_WEIGHT)]
+
+
 TASKS: dict[str, Callable[[Random], Example]] = {
     "story": story, "story_plain": story_plain, "add": add, "subtract": subtract, "multiply": multiply,
     "sort_numbers": sort_numbers, "sort_letters": sort_letters, "sort_words": sort_words, "copy": copy,
@@ -230,10 +247,13 @@ def fresh(task: str, count: int, seed: int = 0) -> Iterator[Example]:
 def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
     """One training document as (text, weight in the loss): a story, or a chat of one or more turns."""
 
-    def pick() -> Example:
-        return TASKS[rng.choices(list(weights), list(weights.values()))[0]](rng)
+    def draw() -> str:
+        return rng.choices(list(weights), list(weights.values()))[0]
 
-    example = pick()
+    first = draw()
+    if first == "drill":
+        return drill(rng)
+    example = TASKS[first](rng)
     if example.plain:
         return [(BOS, 0.0), (example.prompt + example.answer + END, STORY_WEIGHT)]
     parts = [(BOS, 0.0)]
@@ -241,7 +261,9 @@ def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
         parts.append((turn("system", rng.choice(SYSTEMS)), 0.0))
     turns = [example, *(Example(example.task, question, answer) for question, answer in example.follow_ups)]
     while not example.follow_ups and rng.random() < 0.3:
-        again = pick()
+        if (name := draw()) == "drill":
+            break
+        again = TASKS[name](rng)
         if again.plain or again.follow_ups:
             break
         turns.append(again)

@@ -54,6 +54,7 @@ def main(
     ] = None,
     tokenizer: o.Tokenizer = None,
     dtype: o.Dtype = None,
+    quantization: o.Quantization = None,
     max_model_len: o.MaxModelLen = None,
     block_size: o.BlockSize = None,
     kv_cache_memory_bytes: o.CacheBytes = None,
@@ -71,7 +72,8 @@ def main(
     llm = load(
         model,
         **o.given(
-            tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+            tokenizer=tokenizer, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
+            block_size=block_size,
             kv_cache_memory_bytes=kv_cache_memory_bytes, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         ),

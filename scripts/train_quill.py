@@ -166,7 +166,7 @@ def main(
 
     def batch(at: int, done: float):
         length = row_length(Random(f"length/{seed}/{at}"), done)
-        return corpus.training_rows(tokenizer, f"{seed}/{at}", TOKENS // length, length)
+        return corpus.training_rows(tokenizer, f"{seed}/{at}", TOKENS // length, length, done)
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     with ThreadPoolExecutor(1) as pool, Progress(*columns, console=console, disable=not console.is_terminal) as bar:

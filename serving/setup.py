@@ -26,6 +26,7 @@ class EngineOptions:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    quantization: str | None = None  # int8, int4 and their variants: weights are rounded while they are loaded
     max_model_len: int | None = None  # None: the model's own; -1: the longest that fits
     block_size: int = 16
     max_num_seqs: int = 32
@@ -65,14 +66,14 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     folder = hub.resolve(options.model)
     progress("reading config")
     wish = options.max_model_len
-    config = checkpoint.read_config(folder, options.dtype, None if wish in (None, -1) else wish)
+    config = checkpoint.read_config(folder, options.dtype, None if wish in (None, -1) else wish, options.quantization)
     tokenizer = None
     if not options.skip_tokenizer_init:
         tokenizer = Tokenizer(hub.resolve(options.tokenizer) if options.tokenizer else folder)
     budget = options.kv_cache_memory_bytes or default_cache_bytes()
     max_len, num_pages = size_cache(config, options, budget)
     if wish == -1:
-        config = checkpoint.read_config(folder, options.dtype, max_len)
+        config = checkpoint.read_config(folder, options.dtype, max_len, options.quantization)
     progress("loading weights")
     weights = checkpoint.load(folder, config)
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+ALIGNMENT = 64  # JAX on a CPU takes over a buffer that lies so, where it would copy another
+
 
 @dataclass(frozen=True)
 class ArraySpec:
@@ -18,6 +20,7 @@ class ArraySpec:
     axes: tuple[str | None, ...]
     init: str = "normal"
     fan_in: int = 1
+    inputs: tuple[int, ...] = ()  # the axes that every product with it sums over; empty where it is no plain matrix
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -34,6 +37,14 @@ class ArraySpec:
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """An array of no particular values that JAX can take over without a copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def nbytes(tree) -> int:
@@ -54,6 +65,10 @@ def random_arrays(tree, seed: int = 0):
             value = rng.standard_normal(spec.shape, np.float32) / math.sqrt(spec.fan_in)
         elif spec.init == "bytes":  # packed codes, all equally likely
             value = rng.integers(0, 256, spec.shape, np.uint8)
+        elif spec.init == "signed":
+            value = rng.integers(-127, 128, spec.shape, np.int8)
+        elif spec.init.startswith("scale/"):  # of codes spread evenly up to this number
+            value = np.full(spec.shape, math.sqrt(3 / spec.fan_in) / float(spec.init.removeprefix("scale/")))
         elif spec.init == "exponents":  # 127 means 1; the codes they scale are as large as 2^1.5
             value = np.full(spec.shape, 127 - round(math.log2(spec.fan_in) / 2 + 1.5))
         else:

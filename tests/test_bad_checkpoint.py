@@ -23,7 +23,7 @@ from quire.model.weights import abstract
 
 
 def load(folder):
-    return load_weights(folder, read_config(folder), put=lambda leaf: leaf)
+    return load_weights(folder, read_config(folder), put=lambda spec, leaf: leaf)
 
 
 def refused(folder, *words: str, work=load) -> str:

@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 
 from quire.model.checkpoint import load_weights, read_config
 from quire.model.config import ModelError
-from quire.model.tensors import ALIGNMENT, empty, fill, find_tensors
+from quire.model.tensors import fill, find_tensors
 from quire.model.weights import abstract
+from quire.sharding.spec import ALIGNMENT, empty
 
 D, N, K, H, F = 32, 4, 2, 8, 48
 
@@ -104,7 +105,7 @@ def test_put_gets_each_leaf(tmp_path):
     tiny.write(tmp_path)
     config = read_config(tmp_path)
     seen = []
-    weights = load_weights(tmp_path, config, put=lambda leaf: seen.append(leaf) or leaf)
+    weights = load_weights(tmp_path, config, put=lambda spec, leaf: seen.append(leaf) or leaf)
     assert [leaf.shape for leaf in seen] == [spec.shape for spec in jax.tree.leaves(abstract(config))]
     assert all(a is b for a, b in zip(seen, jax.tree.leaves(weights), strict=True))
     large = empty((512, 1024), np.float32)

@@ -1,0 +1,177 @@
+"""Compiles the kernels with the system's compiler, once for each machine, into a private folder.
+
+The folder's name is a hash of everything that the result depends on, so that an old library is never taken for a new
+one; two processes that build at once write the same bytes, and the later rename wins.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import jax
+
+SOURCES = Path(__file__).parent
+FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
+)  # fmt: skip
+LIBRARY = "libquire.so"
+
+
+@dataclass(frozen=True)
+class Isa:
+    """A set of instructions: what the compiler is told and what the processor must have."""
+
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+def _x86(flags: str, needs: str) -> Isa:
+    return Isa(tuple(flags.split()), frozenset(needs.split()))
+
+
+V3 = "avx2 fma f16c bmi2"
+V4 = f"{V3} avx512f avx512bw avx512dq avx512vl avx512cd"
+ISAS = {  # the best first
+    "x86_64": {
+        "amx": _x86(
+            "-march=x86-64-v4 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8",
+            f"{V4} avx512_bf16 avx512_vnni amx_tile amx_bf16 amx_int8",
+        ),
+        "avx512_bf16": _x86("-march=x86-64-v4 -mavx512bf16 -mavx512vnni", f"{V4} avx512_bf16 avx512_vnni"),
+        "avx512": _x86("-march=x86-64-v4", V4),
+        "avx2": _x86("-march=x86-64-v3", V3),
+        "baseline": _x86("-march=x86-64", ""),
+    },
+    "aarch64": {"arm": _x86("-mcpu=native", "")},
+    "arm64": {"arm": _x86("-mcpu=native", "")},
+}
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """What the processor says that it can do."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return frozenset()
+    names = ("flags", "Features")
+    lines = (line.partition(":") for line in info.read_text().splitlines())
+    return frozenset(next((rest.split() for name, _, rest in lines if name.strip() in names), ()))
+
+
+def isas() -> dict[str, Isa]:
+    """The instruction sets of this kind of machine that its processor has, the best first."""
+    known = ISAS.get(platform.machine(), {})
+    return {name: isa for name, isa in known.items() if isa.needs <= cpu_flags()}
+
+
+def choose(wish: str = "") -> str:
+    """The name of the best instruction set, or of the one wished for."""
+    able = isas()
+    if wish and wish not in able:
+        raise NotImplementedError(f"this processor has no {wish!r}; it can be {', '.join(able) or 'none'}")
+    if not able:
+        raise NotImplementedError(f"there are no kernels for {platform.machine()}")
+    return wish or next(iter(able))
+
+
+def compiler() -> list[str]:
+    """The C++ compiler, with the arguments that $CXX may hold."""
+    for command in (os.environ.get("CXX", "").split(), ["g++"], ["clang++"], ["c++"]):
+        if command and shutil.which(command[0]):
+            return command
+    raise NotImplementedError("there is no C++ compiler: install g++ or clang++, or name one in CXX")
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: private, since what lies there is run."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "quire" / "native"
+
+
+def library(isa: str) -> Path:
+    """The library for an instruction set: one that `quire build-kernels` left ready, one of the cache, or built now."""
+    if ready := os.environ.get("QUIRE_KERNELS"):
+        path = prebuilt(Path(ready), isa) / LIBRARY
+        if path.exists():
+            return path
+    command = compiler()
+    return built(command, isa, private(cache_folder()) / key(command, isa))
+
+
+def prebuilt(folder: Path, isa: str) -> Path:
+    """Where libraries made ahead of time lie: on another machine the compiler may be another, or none."""
+    return folder / f"{isa}-{source_hash()}"
+
+
+def built(command: list[str], isa: str, place: Path) -> Path:
+    """The library in this folder, compiled if it is not there."""
+    path = private(place) / LIBRARY
+    if not path.exists():
+        compile_into(path, command, isa)
+    return path
+
+
+def private(folder: Path) -> Path:
+    """The folder, made where it is missing, and nobody else's to write to."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except OSError as error:
+        raise NotImplementedError(f"{folder} cannot be made: {error.strerror}") from None
+    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NotImplementedError(f"{folder} can be written to by others; make it yours alone (chmod 700)")
+    return folder
+
+
+def sources() -> list[Path]:
+    return sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")])
+
+
+@cache
+def source_hash() -> str:
+    """A hash of the sources and of the headers that they are bound by."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    api = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api"
+    for path in [*sources(), *sorted(api.glob("*.h"))]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def key(command: list[str], isa: str) -> str:
+    """What a library depends on: sources, compiler, flags and, where the flags say `native`, the processor."""
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60).stdout
+    flags = ISAS[platform.machine()][isa].flags
+    processor = " ".join(sorted(cpu_flags())) if any("native" in flag for flag in flags) else ""
+    about = "\n".join([source_hash(), " ".join(command), version, " ".join(flags), processor])
+    return f"{isa}-{hashlib.sha256(about.encode()).hexdigest()[:16]}"
+
+
+def compile_into(path: Path, command: list[str], isa: str) -> None:
+    """Compile every source and link them; the library appears whole or not at all."""
+    flags = [*FLAGS, *ISAS[platform.machine()][isa].flags, "-isystem", jax.ffi.include_dir()]
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor() as threads:
+        units = [source for source in sources() if source.suffix == ".cc"]
+        objects = [f"{scratch}/{unit.stem}.o" for unit in units]
+        jobs = [[*command, *flags, "-c", str(u), "-o", o] for u, o in zip(units, objects, strict=True)]
+        for _ in threads.map(run, jobs):
+            pass
+        run([*command, "-shared", *objects, "-o", f"{scratch}/{LIBRARY}"])
+        os.replace(f"{scratch}/{LIBRARY}", path)
+
+
+def run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotImplementedError(f"{command[0]} could not compile the kernels: {error}") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
+        raise NotImplementedError(f"{command[0]} could not compile the kernels: {first}")

@@ -1,0 +1,120 @@
+// What the kernels share: vectors of sixteen, number formats, and work spread over XLA's own threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ffi = xla::ffi;
+
+namespace quire {
+
+constexpr int LANES = 16;
+
+// GCC and Clang turn these into whatever vectors the machine has: one of AVX-512, two of AVX2, four of NEON.
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef float f32x16u __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t u32x16u __attribute__((vector_size(64), aligned(4)));
+
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+
+inline f32x16 load(const float* p) { return *reinterpret_cast<const f32x16u*>(p); }
+inline void store(float* p, f32x16 x) { *reinterpret_cast<f32x16u*>(p) = x; }
+inline u32x16 load_bits(const void* p) { return *reinterpret_cast<const u32x16u*>(p); }
+inline f32x16 splat(float x) { return f32x16{} + x; }
+
+inline float widen(uint16_t bits) {
+  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float x;
+  std::memcpy(&x, &wide, 4);
+  return x;
+}
+
+// Round to nearest, ties to even; a NaN stays one.
+inline uint16_t narrow(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Sixteen bfloat16 from a 32-byte vector, and back.
+inline f32x16 load_wide(const uint16_t* p) {
+  u16x16 bits;
+  std::memcpy(&bits, p, 32);
+  return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
+}
+
+inline void store_narrow(uint16_t* p, f32x16 x) {
+  u32x16 bits = (u32x16)x;
+  u32x16 nan = (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : u32x16{};
+  u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  u16x16 half = __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded, u16x16);
+  std::memcpy(p, &half, 32);
+}
+
+// e to the x, within two units in the last place; 0 below -87.3, infinite above 88.7.
+inline f32x16 exp(f32x16 x) {
+  const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+  f32x16 y = x < -87.3f ? splat(-87.3f) : x;
+  y = y > 88.7f ? splat(88.7f) : y;
+  f32x16 shifted = y * 1.44269504f + round;
+  f32x16 n = shifted - round;
+  f32x16 r = y - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  f32x16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  i32x16 power = ((i32x16)shifted - 0x4b400000 + 127) << 23;
+  p = p * (f32x16)power;
+  return x < -87.3f ? f32x16{} : p;
+}
+
+inline f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+// Calls run(chunk) for every chunk, on the caller and on whatever threads of the pool are free. Chunks are claimed one
+// at a time, and the caller can do them all: it never waits for a helper that has not begun, for the pool's threads may
+// all be parked in a collective of another device.
+template <typename Run>
+void parallel(ffi::ThreadPool& pool, int64_t chunks, const Run& run) {
+  struct Job {
+    std::atomic<int64_t> next{0}, done{0};
+    int64_t chunks;
+    const Run* run;
+    void work() {
+      int64_t chunk, mine = 0;
+      while ((chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks) {
+        (*run)(chunk);
+        ++mine;
+      }
+      if (mine) done.fetch_add(mine, std::memory_order_release);
+    }
+  };
+  int64_t helpers = std::min<int64_t>(chunks, pool.num_threads()) - 1;
+  if (helpers < 1) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+    return;
+  }
+  auto job = std::make_shared<Job>();
+  job->chunks = chunks;
+  job->run = &run;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
+  job->work();
+  while (job->done.load(std::memory_order_acquire) < chunks) std::this_thread::yield();
+}
+
+}  // namespace quire

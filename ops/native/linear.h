@@ -1,0 +1,304 @@
+// Weight products. A weight lies in blocks of sixteen outputs; inside one, the inputs follow each other in small groups
+// that one vector lane multiplies and adds at once:
+//
+//   [output / 16][input / group][16 outputs][group]
+//
+//   float32    group 1
+//   bfloat16   group 2    sixteen of its vectors are a tile of AMX
+//   int8       group 4    the same
+//   int4       group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7, four bits each
+//
+// Every format sums over the inputs in one order, whatever the number of rows, so a row's result does not depend on
+// which others ride with it. K is a multiple of 32: what is missing lies there as zeros, in the weights and in the rows.
+#pragma once
+
+#include "common.h"
+
+namespace quire {
+
+// Rows and blocks whose sums stay in registers: 24 of AVX-512's 32, or 12 of AVX2's 16.
+#if defined(__AVX512F__)
+constexpr int ROWS = 6, BLOCKS = 4;
+#else
+constexpr int ROWS = 3, BLOCKS = 2;
+#endif
+
+// acc + the products of sixteen pairs of bfloat16 with one pair.
+inline f32x16 dot_pairs(f32x16 acc, u32x16 w, const uint16_t* x) {
+#if defined(__AVX512BF16__)
+  int32_t pair;
+  std::memcpy(&pair, x, 4);
+  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(pair));
+#else
+  acc += (f32x16)(w << 16) * widen(x[0]);
+  return acc + (f32x16)(w & 0xffff0000u) * widen(x[1]);
+#endif
+}
+
+// acc + the products of sixteen fours of signed bytes with one four; `x` carries 128 more than it means where the
+// machine multiplies unsigned by signed bytes.
+#if defined(__AVX512VNNI__)
+constexpr int BIAS = 128;
+#else
+constexpr int BIAS = 0;
+#endif
+
+inline i32x16 dot_fours(i32x16 acc, u32x16 w, const uint8_t* x) {
+#if defined(__AVX512VNNI__)
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), (__m512i)w);
+#elif defined(__AVX2__)
+  const int8_t* s = reinterpret_cast<const int8_t*>(x);
+  __m256i even = _mm256_set1_epi32((s[0] & 0xffff) | (s[2] << 16));
+  __m256i odd = _mm256_set1_epi32((s[1] & 0xffff) | (s[3] << 16));
+  union {
+    i32x16 whole;
+    __m256i half[2];
+  } sum, bytes;
+  sum.whole = acc;
+  bytes.whole = (i32x16)w;
+  for (int i = 0; i < 2; ++i) {
+    __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(bytes.half[i], 8), 8), high = _mm256_srai_epi16(bytes.half[i], 8);
+    sum.half[i] = _mm256_add_epi32(sum.half[i], _mm256_madd_epi16(low, even));
+    sum.half[i] = _mm256_add_epi32(sum.half[i], _mm256_madd_epi16(high, odd));
+  }
+  return sum.whole;
+#else
+  const int8_t* s = reinterpret_cast<const int8_t*>(x);
+  for (int i = 0; i < 4; ++i) acc += ((i32x16)(w << (24 - 8 * i)) >> 24) * s[i];
+  return acc;
+#endif
+}
+
+struct F32 {
+  using X = float;
+  const float* w;
+
+  template <int R, int N>
+  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+    f32x16 acc[R][N] = {};
+    const float* p[N];
+    for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    x += row * K;
+    for (int64_t k = 0; k < K; ++k)
+      for (int n = 0; n < N; ++n) {
+        f32x16 v = load(p[n] + k * LANES);
+        for (int r = 0; r < R; ++r) acc[r][n] += v * x[r * K + k];
+      }
+    std::memcpy(out, acc, sizeof(acc));
+  }
+};
+
+struct Bf16 {
+  using X = uint16_t;
+  const uint16_t* w;
+
+  template <int R, int N>
+  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+    f32x16 acc[R][N] = {};
+    const uint16_t* p[N];
+    for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    x += row * K;
+    for (int64_t k = 0; k < K; k += 2)
+      for (int n = 0; n < N; ++n) {
+        u32x16 v = load_bits(p[n] + k * LANES);
+        for (int r = 0; r < R; ++r) acc[r][n] = dot_pairs(acc[r][n], v, x + r * K + k);
+      }
+    std::memcpy(out, acc, sizeof(acc));
+  }
+};
+
+// Signed bytes, a scale an output. The rows come as bytes too, with a scale each.
+struct Int8 {
+  using X = uint8_t;
+  const int8_t* w;
+  const float* scale;    // [O]
+  const int32_t* sum;    // [O]: over the inputs, to take BIAS back out
+  const float* x_scale;  // [T]
+
+  template <int R, int N>
+  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+    i32x16 acc[R][N] = {};
+    const int8_t* p[N];
+    for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    for (int64_t k = 0; k < K; k += 4)
+      for (int n = 0; n < N; ++n) {
+        u32x16 v = load_bits(p[n] + k * LANES);
+        for (int r = 0; r < R; ++r) acc[r][n] = dot_fours(acc[r][n], v, x + (row + r) * K + k);
+      }
+    for (int n = 0; n < N; ++n) {
+      f32x16 s = load(scale + block[n] * LANES);
+      i32x16 excess = (i32x16)load_bits(sum + block[n] * LANES) * BIAS;
+      for (int r = 0; r < R; ++r)
+        out[r][n] = __builtin_convertvector(acc[r][n] - excess, f32x16) * (s * x_scale[row + r]);
+    }
+  }
+};
+
+// Eight bytes a pair of lanes: sixteen outputs of two signed bytes as pairs of bfloat16, which hold them exactly.
+inline u32x16 widen_bytes(const int8_t* p) {
+  i8x16 bytes[2];
+  std::memcpy(bytes, p, 32);
+#if defined(__AVX512BF16__)
+  __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes[0]));
+  __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes[1]));
+  return (u32x16)_mm512_cvtne2ps_pbh(high, low);
+#else
+  uint16_t pairs[32];
+  for (int i = 0; i < 2; ++i) {
+    f32x16 wide = __builtin_convertvector(bytes[i], f32x16);
+    u16x16 half = __builtin_convertvector((u32x16)wide >> 16, u16x16);
+    std::memcpy(pairs + i * LANES, &half, 32);
+  }
+  return load_bits(pairs);
+#endif
+}
+
+// The same weights under rows of bfloat16; laid out in groups of two.
+struct Int8Wide {
+  using X = uint16_t;
+  const int8_t* w;
+  const float* scale;
+
+  template <int R, int N>
+  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+    f32x16 acc[R][N] = {};
+    const int8_t* p[N];
+    for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    x += row * K;
+    for (int64_t k = 0; k < K; k += 2)
+      for (int n = 0; n < N; ++n) {
+        u32x16 v = widen_bytes(p[n] + k * LANES);
+        for (int r = 0; r < R; ++r) acc[r][n] = dot_pairs(acc[r][n], v, x + r * K + k);
+      }
+    for (int n = 0; n < N; ++n)
+      for (int r = 0; r < R; ++r) out[r][n] = acc[r][n] * load(scale + block[n] * LANES);
+  }
+};
+
+// Sixteen float16 as floats.
+inline f32x16 load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  u16x16 bits;
+  std::memcpy(&bits, p, 32);
+  u32x16 wide = __builtin_convertvector(bits, u32x16);
+  // Exponent and mantissa moved into place, then 2^112 for the difference in bias: right for subnormals too.
+  f32x16 magnitude = (f32x16)((wide & 0x7fffu) << 13) * 5.192296858534828e33f;
+  return (f32x16)((u32x16)magnitude | ((wide & 0x8000u) << 16));
+#endif
+}
+
+// Four bits a weight; every `group` inputs of an output share a scale and perhaps a zero. A weight u becomes the
+// bfloat16 128 + u by setting its exponent, and what that adds is taken back out once a group.
+struct Int4 {
+  using X = uint16_t;
+  const uint32_t* w;
+  const uint16_t* scale;  // float16 [O / 16, K / group, 16]
+  const uint8_t* zero;    // the same shape, or null: 8
+  const float* x_sum;     // [T, K / group]
+  int64_t group;
+
+  template <int R, int N>
+  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+    int64_t groups = K / group;
+    f32x16 acc[R][N] = {};
+    const uint32_t* p[N];
+    for (int n = 0; n < N; ++n) p[n] = w + block[n] * (K / 8) * LANES;
+    x += row * K;
+    for (int64_t g = 0; g < groups; ++g) {
+      f32x16 part[R][N] = {};
+      for (int64_t k = g * group; k < (g + 1) * group; k += 8)
+        for (int n = 0; n < N; ++n) {
+          u32x16 v = load_bits(p[n] + k / 8 * LANES);
+          for (int j = 0; j < 4; ++j) {
+            u32x16 pair = ((v >> (4 * j)) & 0x000f000fu) | 0x43004300u;
+            for (int r = 0; r < R; ++r) part[r][n] = dot_pairs(part[r][n], pair, x + r * K + k + 2 * j);
+          }
+        }
+      for (int n = 0; n < N; ++n) {
+        int64_t at = (block[n] * groups + g) * LANES;
+        f32x16 s = load_half(scale + at), z = splat(136.0f);
+        if (zero)
+          for (int i = 0; i < LANES; ++i) z[i] = 128.0f + zero[at + i];
+        for (int r = 0; r < R; ++r) acc[r][n] += s * (part[r][n] - z * x_sum[(row + r) * groups + g]);
+      }
+    }
+    std::memcpy(out, acc, sizeof(acc));
+  }
+};
+
+enum Activation { NONE = 0, SILU = 1, GELU_TANH = 2 };
+
+inline f32x16 activate(f32x16 x, int activation) {
+  if (activation == SILU) return x / (1.0f + exp(-x));
+  return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
+}
+
+// Where results go: [T, O] in either type, with a bias or none; with an activation, gate and up in, one of them out.
+struct Out {
+  void* y;
+  bool wide;  // float32
+  const float* bias;
+  int64_t O;       // outputs that are written
+  int64_t blocks;  // of sixteen; under an activation those of the gate, and as many of the up part follow them
+  int activation;
+
+  void write(int64_t row, int64_t block, f32x16 value) const {
+    int64_t at = row * O + block * LANES, lanes = std::min<int64_t>(LANES, O - block * LANES);
+    float* wide_y = static_cast<float*>(y) + at;
+    uint16_t* narrow_y = static_cast<uint16_t*>(y) + at;
+    if (lanes == LANES) return wide ? store(wide_y, value) : store_narrow(narrow_y, value);
+    for (int64_t i = 0; i < lanes; ++i)
+      if (wide)
+        wide_y[i] = value[i];
+      else
+        narrow_y[i] = narrow(value[i]);
+  }
+};
+
+template <int R, int N, typename Format>
+void rows_of(const Format& f, const typename Format::X* x, int64_t row, int64_t K, const int64_t* block, int used,
+             const Out& out) {
+  f32x16 sums[R][N];
+  f.template run<R, N>(x, row, K, block, sums);
+  if (out.bias)
+    for (int n = 0; n < N; ++n)
+      for (int r = 0; r < R; ++r) sums[r][n] += load(out.bias + block[n] * LANES);
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < used; ++n)
+      out.write(row + r, block[n],
+                out.activation ? activate(sums[r][n], out.activation) * sums[r][N / 2 + n] : sums[r][n]);
+}
+
+template <typename Format, int R = ROWS>
+void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t rows, int64_t K, const int64_t* block,
+              int used, const Out& out) {
+  if (rows >= R)
+    rows_of<R, BLOCKS>(f, x, row, K, block, used, out);
+  else if constexpr (R > 1)
+    any_rows<Format, R - 1>(f, x, row, rows, K, block, used, out);
+}
+
+// How many rows a thread takes at a time: as many as its second-level cache holds beside the weights.
+inline int64_t rows_a_tile(int64_t row_bytes) { return std::max<int64_t>(4, (256 << 10) / row_bytes / ROWS) * ROWS; }
+
+template <typename Format>
+void product(ffi::ThreadPool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
+  const int width = out.activation ? BLOCKS / 2 : BLOCKS;
+  int64_t panels = (out.blocks + width - 1) / width, tile = rows_a_tile(K * sizeof(*x));
+  int64_t tiles = (T + tile - 1) / tile;
+  parallel(pool, panels * tiles, [&](int64_t chunk) {
+    int64_t first = chunk / tiles * width, start = chunk % tiles * tile, stop = std::min(T, start + tile);
+    int used = static_cast<int>(std::min<int64_t>(width, out.blocks - first));
+    int64_t block[BLOCKS];  // a panel that runs over the end does its last block more than once
+    for (int n = 0; n < width; ++n) block[n] = first + std::min(n, used - 1);
+    if (out.activation)
+      for (int n = 0; n < width; ++n) block[width + n] = out.blocks + block[n];
+    for (int64_t row = start; row < stop; row += ROWS) any_rows(f, x, row, stop - row, K, block, used, out);
+  });
+}
+
+}  // namespace quire

@@ -1,0 +1,178 @@
+"""Weights as the kernels want them: nodes in place of arrays, made once while a model is loaded.
+
+A node's `einsum` sums over the last axes of x; `node[tokens]` looks up rows of one that is also an embedding.
+"""
+
+import ctypes
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from ...sharding.spec import ArraySpec, empty
+from ..quant.int4 import Int4
+from ..quant.int8 import Int8
+from . import entry, target
+
+LANES, STEP = 16, 32  # outputs of a block; what the number of inputs is padded to
+FUSED = {"silu": 1, "gelu_tanh": 2}  # activations that the kernels know
+
+
+@struct.dataclass
+class Tiled:
+    """A float32 or bfloat16 weight."""
+
+    tiles: Any  # [O / 16, K / group, 16, group]
+    into: tuple[int, ...] = struct.field(pytree_node=False)
+    out: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        return product("quire_dense", self, x, bias, dtype)
+
+    def gated(self, x, activation: str):
+        return gated("quire_dense", self, x, activation)
+
+    def __getitem__(self, tokens_T):
+        block, lane = tokens_T // LANES, tokens_T % LANES
+        return self.tiles[block, :, lane].reshape(tokens_T.shape[0], -1)[:, : math.prod(self.into)]
+
+    @property
+    def arrays(self):
+        return (self.tiles,)
+
+
+@struct.dataclass
+class TiledInt8:
+    """Signed bytes; in groups of four they meet rows of bytes, in groups of two rows of bfloat16."""
+
+    tiles: Any  # [O / 16, K / group, 16, group]
+    scale: Any  # float32 [O, padded]
+    sum: Any  # int32 [O, padded]
+    into: tuple[int, ...] = struct.field(pytree_node=False)
+    out: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        return product("quire_int8", self, x, bias, dtype)
+
+    def gated(self, x, activation: str):
+        return gated("quire_int8", self, x, activation)
+
+    def __getitem__(self, tokens_T):
+        block, lane = tokens_T // LANES, tokens_T % LANES
+        rows = self.tiles[block, :, lane].reshape(tokens_T.shape[0], -1)[:, : math.prod(self.into)]
+        return rows.astype(jnp.float32) * self.scale[tokens_T][:, None]
+
+    @property
+    def arrays(self):
+        return self.tiles, self.scale, self.sum
+
+
+@struct.dataclass
+class TiledInt4:
+    """Four bits a weight; see linear.h."""
+
+    tiles: Any  # uint32 [O / 16, K / 8, 16]
+    scale: Any  # float16 [O / 16, K / group, 16]
+    zero: Any  # uint8, the same shape or empty
+    into: tuple[int, ...] = struct.field(pytree_node=False)
+    out: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        return product("quire_int4", self, x, bias, dtype)
+
+    def gated(self, x, activation: str):
+        return gated("quire_int4", self, x, activation)
+
+    @property
+    def arrays(self):
+        return self.tiles, self.scale, self.zero
+
+
+def product(kernel: str, node, x, bias, dtype):
+    """x over its last axes times the node, plus the bias."""
+    lead = x.shape[: x.ndim - len(node.into)]
+    return call(kernel, node, x, bias, dtype or x.dtype, math.prod(node.out)).reshape(*lead, *node.out)
+
+
+def gated(kernel: str, node, x, activation: str):
+    """activation(gate) * up in one pass, where the outputs are [2, F]; None if the kernels cannot do that."""
+    half = node.out[-1]
+    if activation not in FUSED or len(node.out) != 2 or half % LANES:
+        return None
+    return call(kernel, node, x, None, x.dtype, half, FUSED[activation]).reshape(*x.shape[:-1], half)
+
+
+def call(kernel: str, node, x, bias, dtype, outputs: int, activation: int = 0):
+    rows_RK = x.reshape(-1, math.prod(node.into))
+    if bias is None:
+        bias_O = jnp.zeros(0, jnp.float32)
+    else:
+        bias_O = bias.reshape(-1).astype(jnp.float32)
+        bias_O = jnp.pad(bias_O, (0, -bias_O.shape[0] % LANES))
+    result = jax.ShapeDtypeStruct((rows_RK.shape[0], outputs), dtype)
+    run = jax.ffi.ffi_call(target(kernel), result)
+    return run(rows_RK, *node.arrays, bias_O, activation=np.int32(activation))
+
+
+def pack(spec: ArraySpec, leaf):
+    """A loaded leaf as the kernels want it, or as it is if no product of theirs takes it."""
+    if isinstance(leaf, Int8):
+        return pack_int8(leaf)
+    if isinstance(leaf, Int4):
+        return pack_int4(leaf)
+    if not isinstance(leaf, np.ndarray) or not spec.inputs:
+        return leaf
+    into, out, matrix_KO = flat(spec, leaf)
+    group = 4 // leaf.dtype.itemsize
+    return Tiled(tile(matrix_KO, group), into, out)
+
+
+def flat(spec: ArraySpec, leaf) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
+    """The sizes of the axes that are summed over and of the others, and the weight as one matrix [K, O]."""
+    others = tuple(axis for axis in range(leaf.ndim) if axis not in spec.inputs)
+    into, out = (tuple(leaf.shape[axis] for axis in axes) for axes in (spec.inputs, others))
+    if spec.inputs[0] == 0:
+        return into, out, leaf.reshape(math.prod(into), -1)
+    return into, out, leaf.reshape(-1, math.prod(into)).T
+
+
+def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:
+    """[K, O] in blocks of sixteen outputs."""
+    K, O = matrix_KO.shape
+    size = matrix_KO.dtype.itemsize
+    out = empty((-(-O // LANES), -(-K // STEP) * STEP // group, LANES, group), matrix_KO.dtype)
+    strides = (stride // size for stride in matrix_KO.strides)
+    entry("quire_tile")(address(matrix_KO), address(out), *map(ctypes.c_int64, (size, K, O, group, *strides)))
+    return out
+
+
+def pack_int8(leaf: Int8) -> TiledInt8:
+    codes_KO = np.asarray(leaf.codes).reshape(math.prod(leaf.into), -1)
+    tiles = tile(codes_KO, 4 if leaf.dynamic else 2)
+    missing = tiles.shape[0] * LANES - codes_KO.shape[1]
+    scale_O = np.pad(np.asarray(leaf.scale, np.float32).reshape(-1), (0, missing))
+    return TiledInt8(tiles, scale_O, np.pad(codes_KO.sum(0, dtype=np.int32), (0, missing)), leaf.into, leaf.out)
+
+
+def pack_int4(leaf: Int4) -> TiledInt4:
+    K, O = math.prod(leaf.into), math.prod(leaf.out)
+    packed_KO = np.ascontiguousarray(np.asarray(leaf.codes).reshape(-1, O))
+    padded = np.asarray(leaf.scale).reshape(-1, O).shape[0] * leaf.group
+    tiles = empty((-(-O // LANES), padded // 8, LANES), np.uint32)
+    entry("quire_tile_int4")(address(packed_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
+
+    def by_block(values_GO):
+        groups = values_GO.shape[0]
+        padded = np.pad(values_GO, ((0, 0), (0, -O % LANES)))
+        return np.ascontiguousarray(padded.reshape(groups, -1, LANES).swapaxes(0, 1))
+
+    scale = by_block(np.asarray(leaf.scale).reshape(-1, O))
+    zero = np.zeros(0, np.uint8) if leaf.zero is None else by_block(np.asarray(leaf.zero).reshape(-1, O))
+    return TiledInt4(tiles, scale, zero, leaf.into, leaf.out)
+
+
+def address(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)

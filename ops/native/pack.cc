@@ -1,0 +1,69 @@
+// Weights laid out for the kernels, once, while a model is loaded. Plain C, called from Python without its lock.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int64_t LANES = 16;
+
+template <typename Run>
+void each_block(int64_t blocks, const Run& run) {
+  int64_t threads = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, std::max<int64_t>(1, blocks / 4));
+  std::vector<std::thread> others;
+  auto part = [&](int64_t t) {
+    for (int64_t block = blocks * t / threads; block < blocks * (t + 1) / threads; ++block) run(block);
+  };
+  for (int64_t t = 1; t < threads; ++t) others.emplace_back(part, t);
+  part(0);
+  for (auto& thread : others) thread.join();
+}
+
+template <typename T>
+void tile(const T* from, T* to, int64_t K, int64_t O, int64_t group, int64_t stride_k, int64_t stride_o) {
+  int64_t padded = (K + 31) / 32 * 32;
+  each_block((O + LANES - 1) / LANES, [&](int64_t block) {
+    T* out = to + block * padded * LANES;
+    std::memset(out, 0, padded * LANES * sizeof(T));
+    int64_t lanes = std::min(LANES, O - block * LANES);
+    for (int64_t k = 0; k < K; ++k) {
+      const T* in = from + k * stride_k + block * LANES * stride_o;
+      T* at = out + k / group * group * LANES + k % group;
+      for (int64_t lane = 0; lane < lanes; ++lane) at[lane * group] = in[lane * stride_o];
+    }
+  });
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+
+// [K, O] with strides in elements, to [O / 16][K / group][16][group].
+extern "C" void quire_tile(const void* from, void* to, int64_t size, int64_t K, int64_t O, int64_t group,
+                           int64_t stride_k, int64_t stride_o) {
+  if (size == 1)
+    tile(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), K, O, group, stride_k, stride_o);
+  else if (size == 2)
+    tile(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), K, O, group, stride_k, stride_o);
+  else
+    tile(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), K, O, group, stride_k, stride_o);
+}
+
+// Codes of four bits, two a byte along K ([K / 2, O], the even one low), to [O / 16][padded / 8][16]; see linear.h.
+extern "C" void quire_tile_int4(const uint8_t* from, uint32_t* to, int64_t K, int64_t padded, int64_t O) {
+  each_block((O + LANES - 1) / LANES, [&](int64_t block) {
+    uint32_t* out = to + block * padded / 8 * LANES;
+    std::memset(out, 0, padded / 8 * LANES * 4);
+    int64_t lanes = std::min(LANES, O - block * LANES);
+    for (int64_t k = 0; k < K; k += 2)
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        uint32_t pair = from[k / 2 * O + block * LANES + lane];
+        uint32_t spread = (pair & 15) | (pair >> 4) << 16;
+        out[k / 8 * LANES + lane] |= spread << (k % 8 / 2 * 4);
+      }
+  });
+}
+
+#pragma GCC visibility pop

@@ -1,0 +1,74 @@
+"""Formats that weights are rounded to: how near they stay, how small they are, and what a wrong name is told."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quire.ops import quant
+from quire.ops.linear import einsum
+from quire.sharding.spec import ArraySpec, nbytes, random_arrays
+
+FORMATS = {
+    "int8": 1.0,
+    "int8-weights": 1.0,
+    "int4": 0.5 + 2 / 32,
+    "int4-64": 0.5 + 2 / 64,
+    "int4-128-zero": 0.5 + 3 / 128,
+}
+
+
+def dense_spec(into=(256,), out=(2, 64)):
+    inputs = tuple(range(len(into)))
+    return ArraySpec((*into, *out), jnp.bfloat16, (None,) * len(into + out), fan_in=int(np.prod(into)), inputs=inputs)
+
+
+def restored(node):
+    """The values that a node stands for, by multiplying it with the unit matrix."""
+    size = int(np.prod(node.into))
+    return np.asarray(einsum("TD,DGF->TGF", jnp.eye(size), node, jnp.float32)).reshape(*node.into, *node.out)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_specs_say_what_is_made(name):
+    spec = quant.packed(name, dense_spec())
+    weight = np.random.default_rng(0).standard_normal((256, 2, 64)).astype(np.float32)
+    node = quant.quantize(weight, spec)
+    for one, array in zip(jax.tree.leaves(spec), jax.tree.leaves(node), strict=True):
+        assert (one.shape, one.dtype) == (array.shape, array.dtype)
+    extra = 4 * 128 if name.startswith("int8") else 0
+    assert nbytes(spec) == pytest.approx(FORMATS[name] * weight.size + extra)
+    values = restored(random_arrays(spec, 1))
+    assert 0.5 < values.std() * 256**0.5 < 2  # random weights have the size that dense ones would have
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_weight_is_within_half_a_step(name):
+    rng = np.random.default_rng(1)
+    weight = rng.standard_normal((256, 2, 64)) * rng.uniform(0.01, 10, (1, 2, 64))
+    error = np.abs(restored(quant.quantize(weight, quant.packed(name, dense_spec()))) - weight).reshape(256, -1)
+    if name.startswith("int8"):
+        step = np.abs(weight).max(0).reshape(-1) / 127
+    else:
+        group = int(name.split("-")[1]) if "-" in name else 32
+        grouped = weight.reshape(-1, group, 128)
+        spread = grouped.max(1) - grouped.min(1) if "zero" in name else np.abs(grouped).max(1) * 2
+        # With zeros the zero itself is rounded; without, the value opposite the largest may be one step too far out.
+        step = (spread / 15 * 2.2).repeat(group, 0)
+    assert (error <= step * 0.51 + 0.01 * np.abs(weight).reshape(256, -1)).all()
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-128"])
+def test_inputs_that_do_not_fill_the_last_group(name):
+    weight = np.random.default_rng(2).standard_normal((6, 13, 5)).astype(np.float32)
+    node = quant.quantize(weight, quant.packed(name, dense_spec((6, 13), (5,))))
+    x = np.random.default_rng(3).standard_normal((3, 6, 13)).astype(np.float32)
+    got = einsum("TNH,NHD->TD", jnp.asarray(x), node, jnp.float32)
+    np.testing.assert_allclose(got, np.einsum("tnh,nhd->td", x, weight), atol=2.5)
+
+
+@pytest.mark.parametrize("name", ["int3", "int8-32", "int4-48", "int4-32-64", "int4-one", "", "mxfp4", "int4-"])
+def test_a_wrong_name_is_told_what_would_be_right(name):
+    with pytest.raises(ValueError, match="int8|int4") as error:
+        quant.check(name)
+    assert repr(name) in str(error.value) or repr(name.partition("-")[2]) in str(error.value)

@@ -36,6 +36,7 @@ def main() -> None:
         ("devices", devices()),
         ("caches", caches()),
         ("environment", environment()),
+        ("kernels", kernels()),
         ("attention", attention()),
     ):
         print(f"{title}:")
@@ -90,6 +91,21 @@ def environment():
     """Only variables that change how Quire runs: an environment also holds keys."""
     names = sorted(name for name in os.environ if name.startswith(VARIABLES))
     return [(name, os.environ[name]) for name in names] or [("set", "none that matter here")]
+
+
+def kernels():
+    """The native kernels in use, or why there are none."""
+    from ..ops import native
+    from ..ops.native import build
+
+    try:
+        found = native.kernels()
+    except NotImplementedError as reason:
+        yield "native", f"not in use: {reason}"
+        return
+    others = [name for name in build.isas() if name != found.isa]
+    yield "native", f"{found.isa} (QUIRE_NATIVE can choose {', '.join([*others, 'off'])})"
+    yield "library", found.library._name
 
 
 def attention():

@@ -6,7 +6,9 @@
 import ctypes
 import logging
 import os
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import jax
 
@@ -15,29 +17,39 @@ from . import build
 TARGETS = ("quire_dense", "quire_int8", "quire_int4")
 
 
-def target(name: str) -> str:
-    """The name under which XLA knows a kernel; `NotImplementedError` says why there is none."""
+@dataclass(frozen=True)
+class Kernels:
+    """The compiled kernels: the names under which XLA knows them, and the library itself."""
+
+    isa: str
+    library: ctypes.CDLL
+    names: dict[str, str]
+
+
+def kernels() -> Kernels:
+    """The kernels in use; `NotImplementedError` says why there are none."""
     if jax.default_backend() != "cpu":
         raise NotImplementedError(f"these kernels run on a CPU, not on {jax.default_backend()}")
-    return registered(os.environ.get("QUIRE_NATIVE", ""))[name]
+    found = loaded(os.environ.get("QUIRE_NATIVE", ""))
+    if isinstance(found, NotImplementedError):
+        raise found
+    return found
+
+
+def target(name: str) -> str:
+    """The name under which XLA knows a kernel; `NotImplementedError` says why there is none."""
+    return kernels().names[name]
 
 
 def entry(name: str):
     """A function of the library that takes numpy's memory and not XLA's."""
-    target(TARGETS[0])
-    return getattr(library(os.environ.get("QUIRE_NATIVE", "")), name)
-
-
-def isa() -> str:
-    """The instruction set in use; `NotImplementedError` says why there is none."""
-    target(TARGETS[0])
-    return build.choose(os.environ.get("QUIRE_NATIVE", ""))
+    return getattr(kernels().library, name)
 
 
 def serves() -> bool:
     """Whether the kernels can be used; if not, the log says why, once."""
     try:
-        target(TARGETS[0])
+        kernels()
     except NotImplementedError as reason:
         explain(str(reason))
         return False
@@ -51,33 +63,30 @@ def explain(reason: str) -> None:
 
 
 @cache
-def library(wish: str) -> ctypes.CDLL:
-    """The compiled kernels, loaded."""
-    if wish == "off":
-        raise NotImplementedError("QUIRE_NATIVE=off")
-    path = build.library(build.choose(wish))
+def loaded(wish: str) -> Kernels | NotImplementedError:
+    """The kernels for the instruction set wished for, or the best that works; either answer is found out once."""
+    try:
+        if wish == "off":
+            raise NotImplementedError("QUIRE_NATIVE is off")
+        for isa in build.choices(wish):
+            library = load(build.library(isa))
+            if library.quire_permitted():
+                return Kernels(isa, library, register(library, isa))
+        raise NotImplementedError(f"the system does not lend the registers of {isa}")
+    except NotImplementedError as reason:
+        return reason
+
+
+def load(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NotImplementedError(f"{path} cannot be loaded: {error}") from None
 
 
-@cache
-def outcome(wish: str) -> dict[str, str] | NotImplementedError:
-    """The registered kernels by name, or why there are none; either is found out once."""
-    try:
-        loaded = library(wish)
-    except NotImplementedError as reason:
-        return reason
+def register(library: ctypes.CDLL, isa: str) -> dict[str, str]:
     # The name carries the sources' hash: a program from the compile cache never calls a kernel it was not made for.
-    names = {name: f"{name}_{build.choose(wish)}_{build.source_hash()}" for name in TARGETS}
+    names = {name: f"{name}_{isa}_{build.source_hash()}" for name in TARGETS}
     for name, known in names.items():
-        jax.ffi.register_ffi_target(known, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+        jax.ffi.register_ffi_target(known, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return names
-
-
-def registered(wish: str) -> dict[str, str]:
-    found = outcome(wish)
-    if isinstance(found, NotImplementedError):
-        raise found
-    return found

@@ -49,6 +49,7 @@ ISAS = {  # the best first
         "avx512": _x86("-march=x86-64-v4", V4),
         "avx2": _x86("-march=x86-64-v3", V3),
         "baseline": _x86("-march=x86-64", ""),
+        "amx-emulated": _x86("-march=x86-64-v3 -DQUIRE_EMULATE_AMX", V3),  # for tests where AMX is missing
     },
     "aarch64": {"arm": _x86("-mcpu=native", "")},
     "arm64": {"arm": _x86("-mcpu=native", "")},
@@ -72,14 +73,14 @@ def isas() -> dict[str, Isa]:
     return {name: isa for name, isa in known.items() if isa.needs <= cpu_flags()}
 
 
-def choose(wish: str = "") -> str:
-    """The name of the best instruction set, or of the one wished for."""
-    able = isas()
+def choices(wish: str = "") -> list[str]:
+    """The names of the instruction sets to try: all, the best first, or the one wished for."""
+    able = list(isas())
     if wish and wish not in able:
         raise NotImplementedError(f"this processor has no {wish!r}; it can be {', '.join(able) or 'none'}")
     if not able:
         raise NotImplementedError(f"there are no kernels for {platform.machine()}")
-    return wish or next(iter(able))
+    return [wish] if wish else able
 
 
 def compiler() -> list[str]:

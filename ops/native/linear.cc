@@ -140,6 +140,15 @@ ffi::Error int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U32> w,
 
 #pragma GCC visibility push(default)
 
+// Whether the instructions that this was compiled for may be used.
+extern "C" int quire_permitted() {
+#if defined(QUIRE_AMX)
+  return amx::permitted();
+#else
+  return 1;
+#endif
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_dense, dense,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -9,9 +9,10 @@
 //   int4       group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7, four bits each
 //
 // Every format sums over the inputs in one order, whatever the number of rows, so a row's result does not depend on
-// which others ride with it. K is a multiple of 32: what is missing lies there as zeros, in the weights and in the rows.
+// which others ride with it. K is a multiple of 32, of int8 one of 64: what is missing lies there as zeros, in weights and rows.
 #pragma once
 
+#include "amx.h"
 #include "common.h"
 
 namespace quire {
@@ -37,14 +38,14 @@ inline f32x16 dot_pairs(f32x16 acc, u32x16 w, const uint16_t* x) {
 
 // acc + the products of sixteen fours of signed bytes with one four; `x` carries 128 more than it means where the
 // machine multiplies unsigned by signed bytes.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) && !defined(QUIRE_AMX)
 constexpr int BIAS = 128;
 #else
 constexpr int BIAS = 0;
 #endif
 
 inline i32x16 dot_fours(i32x16 acc, u32x16 w, const uint8_t* x) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) && !defined(QUIRE_AMX)
   int32_t four;
   std::memcpy(&four, x, 4);
   return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), (__m512i)w);
@@ -73,6 +74,7 @@ inline i32x16 dot_fours(i32x16 acc, u32x16 w, const uint8_t* x) {
 
 struct F32 {
   using X = float;
+  static constexpr bool TILES = false;  // whether AMX takes it
   const float* w;
 
   template <int R, int N>
@@ -92,7 +94,10 @@ struct F32 {
 
 struct Bf16 {
   using X = uint16_t;
+  static constexpr bool TILES = true;
   const uint16_t* w;
+
+  f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
 
   template <int R, int N>
   void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
@@ -112,10 +117,17 @@ struct Bf16 {
 // Signed bytes, a scale an output. The rows come as bytes too, with a scale each.
 struct Int8 {
   using X = uint8_t;
+  static constexpr bool TILES = true;
   const int8_t* w;
   const float* scale;    // [O]
   const int32_t* sum;    // [O]: over the inputs, to take BIAS back out
   const float* x_scale;  // [T]
+
+  // From the sums' bits to what they mean.
+  f32x16 finish(f32x16 bits, int64_t block, int64_t row) const {
+    i32x16 excess = (i32x16)load_bits(sum + block * LANES) * BIAS;
+    return __builtin_convertvector((i32x16)bits - excess, f32x16) * (load(scale + block * LANES) * x_scale[row]);
+  }
 
   template <int R, int N>
   void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
@@ -127,12 +139,8 @@ struct Int8 {
         u32x16 v = load_bits(p[n] + k * LANES);
         for (int r = 0; r < R; ++r) acc[r][n] = dot_fours(acc[r][n], v, x + (row + r) * K + k);
       }
-    for (int n = 0; n < N; ++n) {
-      f32x16 s = load(scale + block[n] * LANES);
-      i32x16 excess = (i32x16)load_bits(sum + block[n] * LANES) * BIAS;
-      for (int r = 0; r < R; ++r)
-        out[r][n] = __builtin_convertvector(acc[r][n] - excess, f32x16) * (s * x_scale[row + r]);
-    }
+    for (int n = 0; n < N; ++n)
+      for (int r = 0; r < R; ++r) out[r][n] = finish((f32x16)acc[r][n], block[n], row + r);
   }
 };
 
@@ -158,6 +166,7 @@ inline u32x16 widen_bytes(const int8_t* p) {
 // The same weights under rows of bfloat16; laid out in groups of two.
 struct Int8Wide {
   using X = uint16_t;
+  static constexpr bool TILES = false;
   const int8_t* w;
   const float* scale;
 
@@ -195,6 +204,7 @@ inline f32x16 load_half(const uint16_t* p) {
 // bfloat16 128 + u by setting its exponent, and what that adds is taken back out once a group.
 struct Int4 {
   using X = uint16_t;
+  static constexpr bool TILES = false;
   const uint32_t* w;
   const uint16_t* scale;  // float16 [O / 16, K / group, 16]
   const uint8_t* zero;    // the same shape, or null: 8
@@ -285,8 +295,99 @@ void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t
 // How many rows a thread takes at a time: as many as its second-level cache holds beside the weights.
 inline int64_t rows_a_tile(int64_t row_bytes) { return std::max<int64_t>(4, (256 << 10) / row_bytes / ROWS) * ROWS; }
 
+#if defined(QUIRE_AMX)
+
+// One step of the sums over 64 bytes of inputs, for M tiles of rows and two blocks.
+template <int M, bool BYTES>
+void tile_step(const uint8_t* x, int64_t stride, const uint8_t* w0, const uint8_t* w1) {
+  amx::load<4>(x, stride);
+  if constexpr (M == 2) amx::load<5>(x + 16 * stride, stride);
+  amx::load<6>(w0, 64);
+  amx::load<7>(w1, 64);
+  if constexpr (BYTES) {
+    amx::dot_int8<0, 4, 6>();
+    amx::dot_int8<1, 4, 7>();
+    if constexpr (M == 2) {
+      amx::dot_int8<2, 5, 6>();
+      amx::dot_int8<3, 5, 7>();
+    }
+  } else {
+    amx::dot_bf16<0, 4, 6>();
+    amx::dot_bf16<1, 4, 7>();
+    if constexpr (M == 2) {
+      amx::dot_bf16<2, 5, 6>();
+      amx::dot_bf16<3, 5, 7>();
+    }
+  }
+}
+
+// The sums of up to 32 rows and two blocks, as floats; the tiles are configured for so many rows.
+template <int M, typename Format>
+void tile_sums(const Format& f, const typename Format::X* x, int64_t row, int64_t K, const int64_t* block,
+               float (*sums)[2][LANES]) {
+  constexpr bool BYTES = sizeof(*f.w) == 1;
+  int64_t stride = K * sizeof(*x), row_bytes = K * LANES * sizeof(*f.w);
+  auto* from = reinterpret_cast<const uint8_t*>(x + row * K);
+  auto* w = reinterpret_cast<const uint8_t*>(f.w);
+  amx::zero<0>();
+  amx::zero<1>();
+  if constexpr (M == 2) {
+    amx::zero<2>();
+    amx::zero<3>();
+  }
+  for (int64_t at = 0; at < stride; at += 64)
+    tile_step<M, BYTES>(from + at, stride, w + block[0] * row_bytes + at * LANES, w + block[1] * row_bytes + at * LANES);
+  amx::store<0>(sums[0][0], sizeof(*sums));
+  amx::store<1>(sums[0][1], sizeof(*sums));
+  if constexpr (M == 2) {
+    amx::store<2>(sums[16][0], sizeof(*sums));
+    amx::store<3>(sums[16][1], sizeof(*sums));
+  }
+}
+
+template <typename Format>
+void tile_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t rows, int64_t K, const int64_t* block,
+               int used, const Out& out) {
+  alignas(64) float sums[32][2][LANES];
+  amx::start(amx::config(std::min<int64_t>(rows, 16), std::max<int64_t>(rows - 16, 1)));
+  if (rows > 16)
+    tile_sums<2>(f, x, row, K, block, sums);
+  else
+    tile_sums<1>(f, x, row, K, block, sums);
+  for (int64_t r = 0; r < rows; ++r) {
+    f32x16 value[2];
+    for (int n = 0; n < 2; ++n) {
+      value[n] = f.finish(load(sums[r][n]), block[n], row + r);
+      if (out.bias) value[n] += load(out.bias + block[n] * LANES);
+    }
+    for (int n = 0; n < used; ++n)
+      out.write(row + r, block[n], out.activation ? activate(value[n], out.activation) * value[1] : value[n]);
+  }
+}
+
+template <typename Format>
+void tile_product(ffi::ThreadPool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K,
+                  const Out& out) {
+  const int width = out.activation ? 1 : 2;
+  int64_t panels = (out.blocks + width - 1) / width;
+  int64_t tile = std::max<int64_t>(1, (256 << 10) / (K * sizeof(*x)) / 32) * 32, tiles = (T + tile - 1) / tile;
+  parallel(pool, panels * tiles, [&](int64_t chunk) {
+    int64_t first = chunk / tiles * width, start = chunk % tiles * tile, stop = std::min(T, start + tile);
+    int used = static_cast<int>(std::min<int64_t>(width, out.blocks - first));
+    int64_t block[2] = {first, out.activation ? out.blocks + first : first + used - 1};
+    for (int64_t row = start; row < stop; row += 32)
+      tile_rows(f, x, row, std::min<int64_t>(32, stop - row), K, block, used, out);
+    amx::stop();
+  });
+}
+
+#endif
+
 template <typename Format>
 void product(ffi::ThreadPool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
+#if defined(QUIRE_AMX)
+  if constexpr (Format::TILES) return tile_product(pool, f, x, T, K, out);
+#endif
   const int width = out.activation ? BLOCKS / 2 : BLOCKS;
   int64_t panels = (out.blocks + width - 1) / width, tile = rows_a_tile(K * sizeof(*x));
   int64_t tiles = (T + tile - 1) / tile;

@@ -17,7 +17,7 @@ from ..quant.int4 import Int4
 from ..quant.int8 import Int8
 from . import entry, target
 
-LANES, STEP = 16, 32  # outputs of a block; what the number of inputs is padded to
+LANES = 16  # outputs of a block
 FUSED = {"silu": 1, "gelu_tanh": 2}  # activations that the kernels know
 
 
@@ -143,9 +143,11 @@ def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:
     """[K, O] in blocks of sixteen outputs."""
     K, O = matrix_KO.shape
     size = matrix_KO.dtype.itemsize
-    out = empty((-(-O // LANES), -(-K // STEP) * STEP // group, LANES, group), matrix_KO.dtype)
+    step = 64 // min(size, 2)  # inputs that AMX takes at a time, padded with zeros
+    padded = -(-K // step) * step
+    out = empty((-(-O // LANES), padded // group, LANES, group), matrix_KO.dtype)
     strides = (stride // size for stride in matrix_KO.strides)
-    entry("quire_tile")(address(matrix_KO), address(out), *map(ctypes.c_int64, (size, K, O, group, *strides)))
+    entry("quire_tile")(address(matrix_KO), address(out), *map(ctypes.c_int64, (size, K, padded, O, group, *strides)))
     return out
 
 

@@ -22,8 +22,8 @@ void each_block(int64_t blocks, const Run& run) {
 }
 
 template <typename T>
-void tile(const T* from, T* to, int64_t K, int64_t O, int64_t group, int64_t stride_k, int64_t stride_o) {
-  int64_t padded = (K + 31) / 32 * 32;
+void tile(const T* from, T* to, int64_t K, int64_t padded, int64_t O, int64_t group, int64_t stride_k,
+          int64_t stride_o) {
   each_block((O + LANES - 1) / LANES, [&](int64_t block) {
     T* out = to + block * padded * LANES;
     std::memset(out, 0, padded * LANES * sizeof(T));
@@ -40,15 +40,15 @@ void tile(const T* from, T* to, int64_t K, int64_t O, int64_t group, int64_t str
 
 #pragma GCC visibility push(default)
 
-// [K, O] with strides in elements, to [O / 16][K / group][16][group].
-extern "C" void quire_tile(const void* from, void* to, int64_t size, int64_t K, int64_t O, int64_t group,
-                           int64_t stride_k, int64_t stride_o) {
+// [K, O] with strides in elements, to [O / 16][padded / group][16][group].
+extern "C" void quire_tile(const void* from, void* to, int64_t size, int64_t K, int64_t padded, int64_t O,
+                           int64_t group, int64_t stride_k, int64_t stride_o) {
   if (size == 1)
-    tile(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), K, O, group, stride_k, stride_o);
+    tile(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), K, padded, O, group, stride_k, stride_o);
   else if (size == 2)
-    tile(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), K, O, group, stride_k, stride_o);
+    tile(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), K, padded, O, group, stride_k, stride_o);
   else
-    tile(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), K, O, group, stride_k, stride_o);
+    tile(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), K, padded, O, group, stride_k, stride_o);
 }
 
 // Codes of four bits, two a byte along K ([K / 2, O], the even one low), to [O / 16][padded / 8][16]; see linear.h.

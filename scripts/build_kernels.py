@@ -1,0 +1,32 @@
+"""`quire build-kernels`: compile the CPU kernels ahead of time, for an image that is read-only or has no compiler."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as o
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="The folder to build into; name it in QUIRE_KERNELS where they shall run.")],
+    isa: Annotated[
+        list[str] | None,
+        typer.Option(help="An instruction set; may be given several times.", show_default="the best of this machine"),
+    ] = None,
+) -> None:
+    """Compile the kernels for the CPU into a folder, and print where each library is."""
+    import platform
+
+    from ..ops.native import build
+
+    known = build.ISAS.get(platform.machine(), {})
+    for name in isa or []:
+        if name not in known:
+            raise o.UsageError(f"--isa is {name!r}; it can be {', '.join(known) or f'none on {platform.machine()}'}")
+    try:
+        command = build.compiler()
+        for name in isa or build.choices()[:1]:
+            print(build.built(command, name, build.prebuilt(build.private(out), name)))
+    except NotImplementedError as error:
+        raise o.UsageError(str(error)) from None

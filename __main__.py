@@ -14,8 +14,11 @@ COMMANDS = {
     "generate": ".scripts.generate",
     "chat": ".scripts.chat",
     "run-batch": ".scripts.run_batch",
+    "bench": ".scripts.bench",
     "plan": ".scripts.plan",
     "convert": ".scripts.convert",
+    "quantize": ".scripts.quantize",
+    "build-kernels": ".scripts.build_kernels",
     "collect-env": ".scripts.collect_env",
 }
 
@@ -30,8 +33,10 @@ class Commands(TyperGroup):
     def get_command(self, ctx, cmd_name):
         if cmd_name not in COMMANDS:
             return None
-        app = typer.Typer(add_completion=False)
-        app.command(cmd_name)(import_module(COMMANDS[cmd_name], __package__).main)
+        module = import_module(COMMANDS[cmd_name], __package__)
+        if (app := getattr(module, "app", None)) is None:  # a command that has commands of its own brings one
+            app = typer.Typer(add_completion=False)
+            app.command(cmd_name)(module.main)
         return typer.main.get_command(app)
 
 

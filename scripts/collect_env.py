@@ -11,7 +11,7 @@ from .. import __version__
 
 PACKAGES = (
     "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub",
-    "minijinja", "typer", "rich",
+    "minijinja", "typer", "rich", "matplotlib",
 )  # fmt: skip
 CPU_FLAGS = (
     "avx2",

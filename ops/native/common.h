@@ -27,6 +27,7 @@ typedef float f32x16u __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t u32x16u __attribute__((vector_size(64), aligned(4)));
 
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 inline f32x16 load(const float* p) { return *reinterpret_cast<const f32x16u*>(p); }

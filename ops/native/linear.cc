@@ -49,31 +49,53 @@ struct Padded {
   }
 };
 
+// A row in float32, from either type.
+struct Row {
+  const void* at;
+  bool wide;
+
+  Row(ffi::AnyBuffer x, int64_t row) : wide(x.element_type() == ffi::F32) {
+    at = static_cast<const char*>(x.untyped_data()) + row * x.dimensions().back() * (wide ? 4 : 2);
+  }
+  f32x16 sixteen(int64_t k) const {
+    return wide ? load(static_cast<const float*>(at) + k) : load_wide(static_cast<const uint16_t*>(at) + k);
+  }
+  float one(int64_t k) const {
+    return wide ? static_cast<const float*>(at)[k] : widen(static_cast<const uint16_t*>(at)[k]);
+  }
+};
+
 // Each row as signed bytes and a scale, such that its largest value is 127; a row that is not finite gets such a scale.
 struct Bytes {
   std::vector<uint8_t> rows;
   std::vector<float> scale;
 
-  Bytes(ffi::ThreadPool& pool, ffi::AnyBuffer x, int64_t K) : rows(rows_in(x) * K), scale(rows_in(x)) {
-    int64_t T = rows_in(x), from = x.dimensions().back();
-    bool wide = x.element_type() == ffi::F32;
+  Bytes(ffi::ThreadPool& pool, ffi::AnyBuffer x, int64_t K) : rows(rows_in(x) * K, BIAS), scale(rows_in(x)) {
+    int64_t T = rows_in(x), from = x.dimensions().back(), whole = from / LANES * LANES;
+    const float round = 12582912.0f;  // see `exp`
     each_row(pool, T, K, [&](int64_t row) {
-      std::vector<float> v(K, 0.0f);
-      for (int64_t k = 0; k < from; ++k)
-        v[k] = wide ? data<float>(x)[row * from + k] : widen(data<uint16_t>(x)[row * from + k]);
-      float most = 0, poison = 0;
-      for (int64_t k = 0; k < K; ++k) most = std::max(most, std::fabs(v[k]));
-      f32x16 nans{};
-      for (int64_t k = 0; k < K; k += LANES) nans += load(v.data() + k) * 0.0f;
-      for (int i = 0; i < LANES; ++i) poison += nans[i];
-      scale[row] = most / 127.0f + poison;
-      float inverse = most > 0 ? 127.0f / most : 0.0f;
-      const float round = 12582912.0f;
-      for (int64_t k = 0; k < K; ++k) {
-        float shifted = v[k] * inverse + round;
-        int32_t bits;
+      Row in(x, row);
+      f32x16 most{}, poison{};
+      for (int64_t k = 0; k < whole; k += LANES) {
+        f32x16 v = in.sixteen(k), size = (f32x16)((u32x16)v & 0x7fffffffu);
+        most = size > most ? size : most;
+        poison += v * 0.0f;
+      }
+      float largest = 0, spoilt = 0;
+      for (int i = 0; i < LANES; ++i) largest = std::max(largest, most[i]), spoilt += poison[i];
+      for (int64_t k = whole; k < from; ++k) largest = std::max(largest, std::fabs(in.one(k))), spoilt += in.one(k) * 0;
+      scale[row] = largest / 127.0f + spoilt;
+      float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+      uint8_t* out = rows.data() + row * K;
+      for (int64_t k = 0; k < whole; k += LANES) {
+        u8x16 bytes = __builtin_convertvector((u32x16)(in.sixteen(k) * inverse + round) - 0x4b400000u + BIAS, u8x16);
+        std::memcpy(out + k, &bytes, LANES);
+      }
+      for (int64_t k = whole; k < from; ++k) {
+        float shifted = in.one(k) * inverse + round;
+        uint32_t bits;
         std::memcpy(&bits, &shifted, 4);
-        rows[row * K + k] = static_cast<uint8_t>(bits - 0x4b400000 + BIAS);
+        out[k] = static_cast<uint8_t>(bits - 0x4b400000u + BIAS);
       }
     });
   }
@@ -121,8 +143,10 @@ ffi::Error int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U32> w,
   int64_t T = rows_in(x), K = w.dimensions()[1] * 8, groups = scale.dimensions()[1], group = K / groups;
   Out out = out_of(y, bias, w.dimensions()[0], activation);
   Padded<uint16_t> padded(pool, x, K);
-  std::vector<float> sums(T * groups);
-  each_row(pool, T, K, [&](int64_t row) {
+  const uint8_t* zeros = zero.element_count() ? zero.typed_data() : nullptr;
+  bool summed = zeros || MADE != -8;
+  std::vector<float> sums(summed ? T * groups : 0);
+  each_row(pool, summed ? T : 0, K, [&](int64_t row) {
     for (int64_t g = 0; g < groups; ++g) {
       f32x16 sum{};
       const uint16_t* at = padded.rows + row * K + g * group;
@@ -130,8 +154,8 @@ ffi::Error int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U32> w,
       for (int i = 0; i < LANES; ++i) sums[row * groups + g] += sum[i];
     }
   });
-  Int4 f{w.typed_data(), reinterpret_cast<const uint16_t*>(scale.typed_data()),
-         zero.element_count() ? zero.typed_data() : nullptr, sums.data(), group};
+  Int4 f{w.typed_data(), reinterpret_cast<const uint16_t*>(scale.typed_data()), zeros, summed ? sums.data() : nullptr,
+         group};
   product(pool, f, padded.rows, T, K, out);
   return ffi::Error::Success();
 }

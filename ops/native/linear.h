@@ -8,6 +8,8 @@
 //   int8       group 4    the same
 //   int4       group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7, four bits each
 //
+// Rows that are taken together lie interleaved, a group of each after the other: [input / group][rows][group].
+//
 // Every format sums over the inputs in one order, whatever the number of rows, so a row's result does not depend on
 // which others ride with it. K is a multiple of 32, of int8 one of 64: what is missing lies there as zeros, in weights and rows.
 #pragma once
@@ -15,21 +17,27 @@
 #include "amx.h"
 #include "common.h"
 
+#include <vector>
+
 namespace quire {
 
-// Rows and blocks whose sums stay in registers: 24 of AVX-512's 32, or 12 of AVX2's 16.
+// Rows and blocks whose sums stay in registers: 24 of AVX-512's 32, or 12 of AVX2's 16. A few rows more go with half the
+// blocks: where no more than those meet a weight, it then comes from memory behind their arithmetic.
 #if defined(__AVX512F__)
-constexpr int ROWS = 6, BLOCKS = 4;
+constexpr int ROWS = 6, BLOCKS = 4, MANY = 12;
 #else
-constexpr int ROWS = 3, BLOCKS = 2;
+constexpr int ROWS = 3, BLOCKS = 2, MANY = 3;
 #endif
+
+// Loops over what lies in registers: one that is not unrolled keeps it in memory.
+#define UNROLL _Pragma("GCC unroll 16")
 
 // acc + the products of sixteen pairs of bfloat16 with one pair.
 inline f32x16 dot_pairs(f32x16 acc, u32x16 w, const uint16_t* x) {
 #if defined(__AVX512BF16__)
-  int32_t pair;
-  std::memcpy(&pair, x, 4);
-  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(pair));
+  // Written out, so that the pair is spread as it is read: the compiler would keep the pairs of all rows in registers.
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const uint16_t(*)[2]>(x)));
+  return acc;
 #else
   acc += (f32x16)(w << 16) * widen(x[0]);
   return acc + (f32x16)(w & 0xffff0000u) * widen(x[1]);
@@ -75,18 +83,20 @@ inline i32x16 dot_fours(i32x16 acc, u32x16 w, const uint8_t* x) {
 struct F32 {
   using X = float;
   static constexpr bool TILES = false;  // whether AMX takes it
+  static constexpr int64_t GROUP = 1;  // inputs of a row that lie together
+  static constexpr int MOST = ROWS;  // rows at once
   const float* w;
 
   template <int R, int N>
   void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
     f32x16 acc[R][N] = {};
     const float* p[N];
-    for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    UNROLL for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
     x += row * K;
     for (int64_t k = 0; k < K; ++k)
-      for (int n = 0; n < N; ++n) {
+      UNROLL for (int n = 0; n < N; ++n) {
         f32x16 v = load(p[n] + k * LANES);
-        for (int r = 0; r < R; ++r) acc[r][n] += v * x[r * K + k];
+        UNROLL for (int r = 0; r < R; ++r) acc[r][n] += v * x[k * R + r];
       }
     std::memcpy(out, acc, sizeof(acc));
   }
@@ -95,6 +105,8 @@ struct F32 {
 struct Bf16 {
   using X = uint16_t;
   static constexpr bool TILES = true;
+  static constexpr int64_t GROUP = 2;
+  static constexpr int MOST = MANY;
   const uint16_t* w;
 
   f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
@@ -103,12 +115,12 @@ struct Bf16 {
   void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
     f32x16 acc[R][N] = {};
     const uint16_t* p[N];
-    for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    UNROLL for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
     x += row * K;
     for (int64_t k = 0; k < K; k += 2)
-      for (int n = 0; n < N; ++n) {
+      UNROLL for (int n = 0; n < N; ++n) {
         u32x16 v = load_bits(p[n] + k * LANES);
-        for (int r = 0; r < R; ++r) acc[r][n] = dot_pairs(acc[r][n], v, x + r * K + k);
+        UNROLL for (int r = 0; r < R; ++r) acc[r][n] = dot_pairs(acc[r][n], v, x + k * R + 2 * r);
       }
     std::memcpy(out, acc, sizeof(acc));
   }
@@ -118,6 +130,8 @@ struct Bf16 {
 struct Int8 {
   using X = uint8_t;
   static constexpr bool TILES = true;
+  static constexpr int64_t GROUP = 4;
+  static constexpr int MOST = MANY;
   const int8_t* w;
   const float* scale;    // [O]
   const int32_t* sum;    // [O]: over the inputs, to take BIAS back out
@@ -133,14 +147,14 @@ struct Int8 {
   void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
     i32x16 acc[R][N] = {};
     const int8_t* p[N];
-    for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    UNROLL for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
     for (int64_t k = 0; k < K; k += 4)
-      for (int n = 0; n < N; ++n) {
+      UNROLL for (int n = 0; n < N; ++n) {
         u32x16 v = load_bits(p[n] + k * LANES);
-        for (int r = 0; r < R; ++r) acc[r][n] = dot_fours(acc[r][n], v, x + (row + r) * K + k);
+        UNROLL for (int r = 0; r < R; ++r) acc[r][n] = dot_fours(acc[r][n], v, x + row * K + k * R + 4 * r);
       }
-    for (int n = 0; n < N; ++n)
-      for (int r = 0; r < R; ++r) out[r][n] = finish((f32x16)acc[r][n], block[n], row + r);
+    UNROLL for (int n = 0; n < N; ++n)
+      UNROLL for (int r = 0; r < R; ++r) out[r][n] = finish((f32x16)acc[r][n], block[n], row + r);
   }
 };
 
@@ -167,6 +181,8 @@ inline u32x16 widen_bytes(const int8_t* p) {
 struct Int8Wide {
   using X = uint16_t;
   static constexpr bool TILES = false;
+  static constexpr int64_t GROUP = 2;
+  static constexpr int MOST = ROWS;
   const int8_t* w;
   const float* scale;
 
@@ -174,15 +190,15 @@ struct Int8Wide {
   void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
     f32x16 acc[R][N] = {};
     const int8_t* p[N];
-    for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    UNROLL for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
     x += row * K;
     for (int64_t k = 0; k < K; k += 2)
-      for (int n = 0; n < N; ++n) {
+      UNROLL for (int n = 0; n < N; ++n) {
         u32x16 v = widen_bytes(p[n] + k * LANES);
-        for (int r = 0; r < R; ++r) acc[r][n] = dot_pairs(acc[r][n], v, x + r * K + k);
+        UNROLL for (int r = 0; r < R; ++r) acc[r][n] = dot_pairs(acc[r][n], v, x + k * R + 2 * r);
       }
-    for (int n = 0; n < N; ++n)
-      for (int r = 0; r < R; ++r) out[r][n] = acc[r][n] * load(scale + block[n] * LANES);
+    UNROLL for (int n = 0; n < N; ++n)
+      UNROLL for (int r = 0; r < R; ++r) out[r][n] = acc[r][n] * load(scale + block[n] * LANES);
   }
 };
 
@@ -200,43 +216,65 @@ inline f32x16 load_half(const uint16_t* p) {
 #endif
 }
 
-// Four bits a weight; every `group` inputs of an output share a scale and perhaps a zero. A weight u becomes the
-// bfloat16 128 + u by setting its exponent, and what that adds is taken back out once a group.
+// Pair j of the eight weights in each lane, as bfloat16: u - 8 where a table makes them, else 128 + u, which is u with
+// an exponent set.
+#if defined(__AVX512BW__)
+constexpr float MADE = -8;
+inline u32x16 unpack(u32x16 v, int j) {
+  alignas(64) static constexpr uint16_t TABLE[32] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+      0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040,
+      0x4080, 0x40a0, 0x40c0, 0x40e0};  // twice: the lookup sees five bits, and the fifth is the next weight's
+  return (u32x16)_mm512_permutexvar_epi16((__m512i)(v >> (4 * j)), _mm512_load_si512(TABLE));
+}
+#else
+constexpr float MADE = 128;
+inline u32x16 unpack(u32x16 v, int j) { return ((v >> (4 * j)) & 0x000f000fu) | 0x43004300u; }
+#endif
+
+// Four bits a weight; every `group` inputs of an output share a scale and perhaps a zero (else it is 8).
 struct Int4 {
   using X = uint16_t;
   static constexpr bool TILES = false;
+  static constexpr int64_t GROUP = 2;
+  static constexpr int MOST = MANY;
   const uint32_t* w;
   const uint16_t* scale;  // float16 [O / 16, K / group, 16]
-  const uint8_t* zero;    // the same shape, or null: 8
-  const float* x_sum;     // [T, K / group]
+  const uint8_t* zero;    // the same shape, or null
+  const float* x_sum;     // [T, K / group]; null where `unpack` takes off just what is to be taken off
   int64_t group;
 
   template <int R, int N>
   void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
     int64_t groups = K / group;
-    f32x16 acc[R][N] = {};
     const uint32_t* p[N];
-    for (int n = 0; n < N; ++n) p[n] = w + block[n] * (K / 8) * LANES;
+    UNROLL for (int n = 0; n < N; ++n) {
+      p[n] = w + block[n] * (K / 8) * LANES;
+      UNROLL for (int r = 0; r < R; ++r) out[r][n] = f32x16{};
+    }
     x += row * K;
     for (int64_t g = 0; g < groups; ++g) {
       f32x16 part[R][N] = {};
       for (int64_t k = g * group; k < (g + 1) * group; k += 8)
-        for (int n = 0; n < N; ++n) {
+        UNROLL for (int n = 0; n < N; ++n) {
           u32x16 v = load_bits(p[n] + k / 8 * LANES);
-          for (int j = 0; j < 4; ++j) {
-            u32x16 pair = ((v >> (4 * j)) & 0x000f000fu) | 0x43004300u;
-            for (int r = 0; r < R; ++r) part[r][n] = dot_pairs(part[r][n], pair, x + r * K + k + 2 * j);
+          UNROLL for (int j = 0; j < 4; ++j) {
+            u32x16 pair = unpack(v, j);
+            UNROLL for (int r = 0; r < R; ++r) part[r][n] = dot_pairs(part[r][n], pair, x + (k + 2 * j) * R + 2 * r);
           }
         }
-      for (int n = 0; n < N; ++n) {
+      UNROLL for (int n = 0; n < N; ++n) {
         int64_t at = (block[n] * groups + g) * LANES;
-        f32x16 s = load_half(scale + at), z = splat(136.0f);
+        f32x16 s = load_half(scale + at), z = splat(MADE + 8);
         if (zero)
-          for (int i = 0; i < LANES; ++i) z[i] = 128.0f + zero[at + i];
-        for (int r = 0; r < R; ++r) acc[r][n] += s * (part[r][n] - z * x_sum[(row + r) * groups + g]);
+          for (int i = 0; i < LANES; ++i) z[i] = MADE + zero[at + i];
+        UNROLL for (int r = 0; r < R; ++r) {
+          if (x_sum) part[r][n] -= z * x_sum[(row + r) * groups + g];
+          out[r][n] += s * part[r][n];
+        }
       }
+      asm volatile("" ::"r"(out) : "memory");  // the whole sums wait in memory: registers are for a group's
     }
-    std::memcpy(out, acc, sizeof(acc));
   }
 };
 
@@ -283,17 +321,27 @@ void rows_of(const Format& f, const typename Format::X* x, int64_t row, int64_t 
                 out.activation ? activate(sums[r][n], out.activation) * sums[r][N / 2 + n] : sums[r][n]);
 }
 
-template <typename Format, int R = ROWS>
+template <typename Format, int R = Format::MOST>
 void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t rows, int64_t K, const int64_t* block,
               int used, const Out& out) {
-  if (rows >= R)
-    rows_of<R, BLOCKS>(f, x, row, K, block, used, out);
-  else if constexpr (R > 1)
-    any_rows<Format, R - 1>(f, x, row, rows, K, block, used, out);
+  if constexpr (R <= ROWS) {
+    if (rows >= R) return rows_of<R, BLOCKS>(f, x, row, K, block, used, out);
+  } else if (rows >= R) {
+    if (out.activation) {
+      for (int n = 0; n < used; ++n) {
+        int64_t pair[2] = {block[n], block[BLOCKS / 2 + n]};
+        rows_of<R, 2>(f, x, row, K, pair, 1, out);
+      }
+    } else {
+      for (int n = 0; n < used; n += 2) rows_of<R, 2>(f, x, row, K, block + n, std::min(2, used - n), out);
+    }
+    return;
+  }
+  if constexpr (R > 1) any_rows<Format, R - 1>(f, x, row, rows, K, block, used, out);
 }
 
 // How many rows a thread takes at a time: as many as its second-level cache holds beside the weights.
-inline int64_t rows_a_tile(int64_t row_bytes) { return std::max<int64_t>(4, (256 << 10) / row_bytes / ROWS) * ROWS; }
+inline int64_t rows_a_tile(int64_t row_bytes) { return std::max<int64_t>(4, (256 << 10) / row_bytes / MANY) * MANY; }
 
 #if defined(QUIRE_AMX)
 
@@ -383,12 +431,38 @@ void tile_product(ffi::ThreadPool& pool, const Format& f, const typename Format:
 
 #endif
 
+// The rows as `run` wants them: those that are taken together interleaved.
+template <typename Format>
+std::vector<typename Format::X> interleave(ffi::ThreadPool& pool, const typename Format::X* x, int64_t T, int64_t K,
+                                           int64_t most) {
+  constexpr int64_t GROUP = Format::GROUP;
+  std::vector<typename Format::X> mixed(T * K);
+  int64_t blocks = (T + most - 1) / most, together = std::max<int64_t>(1, (64 << 10) / (most * K));
+  parallel(pool, (blocks + together - 1) / together, [&](int64_t chunk) {
+    for (int64_t row = chunk * together * most; row < std::min(T, (chunk + 1) * together * most); row += most) {
+      int64_t rows = std::min(most, T - row);
+      for (int64_t r = 0; r < rows; ++r) {
+        const typename Format::X* from = x + (row + r) * K;
+        typename Format::X* to = mixed.data() + row * K + r * GROUP;
+        for (int64_t k = 0; k < K; k += GROUP) std::memcpy(to + k * rows, from + k, GROUP * sizeof(*x));
+      }
+    }
+  });
+  return mixed;
+}
+
 template <typename Format>
 void product(ffi::ThreadPool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
 #if defined(QUIRE_AMX)
   if constexpr (Format::TILES) return tile_product(pool, f, x, T, K, out);
 #endif
   const int width = out.activation ? BLOCKS / 2 : BLOCKS;
+  const int64_t most = T <= 2 * MANY ? Format::MOST : ROWS;
+  std::vector<typename Format::X> mixed;
+  if (T > 1) {
+    mixed = interleave<Format>(pool, x, T, K, most);
+    x = mixed.data();
+  }
   int64_t panels = (out.blocks + width - 1) / width, tile = rows_a_tile(K * sizeof(*x));
   int64_t tiles = (T + tile - 1) / tile;
   parallel(pool, panels * tiles, [&](int64_t chunk) {
@@ -398,7 +472,7 @@ void product(ffi::ThreadPool& pool, const Format& f, const typename Format::X* x
     for (int n = 0; n < width; ++n) block[n] = first + std::min(n, used - 1);
     if (out.activation)
       for (int n = 0; n < width; ++n) block[width + n] = out.blocks + block[n];
-    for (int64_t row = start; row < stop; row += ROWS) any_rows(f, x, row, stop - row, K, block, used, out);
+    for (int64_t row = start; row < stop; row += most) any_rows(f, x, row, std::min(most, stop - row), K, block, used, out);
   });
 }
 

@@ -1,0 +1,117 @@
+"""What a benchmark saw of each request, and the figures that follow: arithmetic on times, whoever took them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # as results name them, and as people do
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request as its caller saw it, in seconds of one clock. A piece is a token, or a few that came together.
+
+    sent ──── ttft ────> times[0] ─ gap ─> times[1] ─ gap ─> ... times[-1]
+      └────────────────────────── e2el ──────────────────────────────┘
+    """
+
+    sent: float
+    times: Sequence[float] = ()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+    @property
+    def e2el(self) -> float:
+        return self.times[-1] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds a token after the first; None where there is no other."""
+        return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between one piece and the next."""
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+    def meets(self, limits: dict[str, float]) -> bool:
+        """Whether every limit (metric -> milliseconds) is kept; a single token has no TPOT that could be late."""
+        return all((getattr(self, metric) or 0.0) * 1000 <= most for metric, most in limits.items())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A distribution in a few numbers."""
+
+    mean: float
+    std: float
+    median: float
+    p90: float
+    p99: float
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The value below which this share of a sorted sample lies, on a straight line between its neighbours."""
+    place = (len(ordered) - 1) * percent / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def summarise(values: Iterable[float]) -> Summary | None:
+    """None where there is nothing to summarise."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    mean = math.fsum(ordered) / len(ordered)
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered))
+    return Summary(mean, std, *(percentile(ordered, percent) for percent in (50, 90, 99)))
+
+
+def milliseconds(answers: Iterable[Answer]) -> dict[str, list[float]]:
+    """The values of every metric over the requests that were answered."""
+    good = [answer for answer in answers if answer.error is None]
+    seconds = {
+        "ttft": [answer.ttft for answer in good],
+        "tpot": [answer.tpot for answer in good if answer.tpot is not None],
+        "itl": [gap for answer in good for gap in answer.gaps],
+        "e2el": [answer.e2el for answer in good],
+    }
+    return {metric: [value * 1000 for value in values] for metric, values in seconds.items()}
+
+
+def totals(answers: Sequence[Answer], duration: float) -> dict[str, float]:
+    """Counts and rates of a run; the names are those of vLLM's result files."""
+    good = [answer for answer in answers if answer.error is None]
+    read, written = sum(answer.prompt_tokens for answer in good), sum(answer.output_tokens for answer in good)
+    duration = max(duration, 1e-9)
+    return {
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(answers) - len(good),
+        "total_input_tokens": read,
+        "total_output_tokens": written,
+        "request_throughput": len(good) / duration,
+        "output_throughput": written / duration,
+        "total_token_throughput": (read + written) / duration,
+    }
+
+
+def goodput(answers: Sequence[Answer], duration: float, limits: dict[str, float]) -> float:
+    """Requests a second that kept every limit."""
+    return sum(answer.error is None and answer.meets(limits) for answer in answers) / max(duration, 1e-9)
+
+
+def flat(values: dict[str, list[float]]) -> dict[str, float]:
+    """Summaries under the names of vLLM's result files: mean_ttft_ms, p99_itl_ms, ..."""
+    return {
+        f"{figure}_{metric}_ms": value
+        for metric, own in values.items()
+        if (summary := summarise(own)) is not None
+        for figure, value in asdict(summary).items()
+    }

@@ -1,0 +1,920 @@
+"""`quire bench`: the arithmetic against numpy and scipy, the client against a server that misbehaves, the engine."""
+
+import asyncio
+import itertools
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.__main__ import main
+from quire.scripts import (
+    bench,
+    bench_client,
+    bench_engine,
+    bench_load,
+    bench_metrics,
+    bench_plot,
+    bench_serve,
+    bench_startup,
+)
+from quire.scripts.bench_load import Sample
+from quire.scripts.bench_metrics import Answer
+from quire.scripts.options import UsageError
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `quire bench ARGUMENTS`: (exit code, stdout, stderr)."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    def call(*arguments: str):
+        monkeypatch.setattr(sys, "argv", ["quire", "bench", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code or 0
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+# ---- arithmetic
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 100))
+def test_percentiles_are_numpys(values, percent):
+    found = bench_metrics.percentile(sorted(values), percent)
+    assert found == pytest.approx(np.percentile(values, percent), rel=1e-9, abs=1e-9)
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=50))
+def test_summaries_are_numpys(values):
+    found = bench_metrics.summarise(values)
+    expected = (np.mean(values), np.std(values), *np.percentile(values, (50, 90, 99)))
+    assert tuple(vars(found).values()) == pytest.approx(expected, rel=1e-9, abs=1e-6)
+    assert bench_metrics.summarise([]) is None
+
+
+def random_answers(rng: random.Random) -> list[Answer]:
+    answers = []
+    for _ in range(rng.randint(1, 30)):
+        sent, count = rng.uniform(0, 100), rng.randint(1, 20)
+        moments = itertools.accumulate([sent, *(rng.uniform(0.001, 2) for _ in range(count))])
+        answers.append(Answer(sent, list(moments)[1:], rng.randint(1, 99), count, rng.choice([None, None, "broke"])))
+    return answers
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_metrics_by_hand(seed):
+    answers = random_answers(random.Random(seed))
+    good = [answer for answer in answers if answer.error is None]
+    found = bench_metrics.milliseconds(answers)
+    assert found["ttft"] == pytest.approx([1000 * (a.times[0] - a.sent) for a in good])
+    assert found["e2el"] == pytest.approx([1000 * (a.times[-1] - a.sent) for a in good])
+    assert found["itl"] == pytest.approx(np.concatenate([1000 * np.diff(a.times) for a in good] or [[]]))
+    # A request's time is its first token and then its other tokens, at their mean.
+    tpot = iter(found["tpot"])
+    for a, ttft, e2el in zip(good, found["ttft"], found["e2el"], strict=True):
+        rest = (a.output_tokens - 1) * next(tpot) if a.output_tokens > 1 else 0
+        assert ttft + rest == pytest.approx(e2el)
+    totals = bench_metrics.totals(answers, 4.0)
+    assert (totals["completed"], totals["failed"]) == (len(good), len(answers) - len(good))
+    assert totals["output_throughput"] == sum(a.output_tokens for a in good) / 4
+    assert totals["total_token_throughput"] == sum(a.output_tokens + a.prompt_tokens for a in good) / 4
+    limits = {"ttft": 1000.0, "tpot": 1100.0, "e2el": 12000.0}
+    kept = sum(
+        a.times[0] - a.sent <= 1
+        and (a.output_tokens == 1 or np.mean(np.diff(a.times)) <= 1.1)
+        and a.times[-1] - a.sent <= 12
+        for a in good
+    )
+    assert bench_metrics.goodput(answers, 4.0, limits) == kept / 4
+
+
+def test_nothing_answered_is_no_division_by_zero():
+    answers = [Answer(0.0, error="broke")]
+    assert bench_metrics.totals(answers, 0.0)["output_throughput"] == 0
+    assert bench_metrics.flat(bench_metrics.milliseconds(answers)) == {}
+    assert bench_metrics.goodput(answers, 0.0, {"ttft": 1.0}) == 0
+
+
+# ---- what is sent, and when
+
+
+@pytest.mark.parametrize("burstiness", [0.3, 1.0, 4.0])
+def test_arrivals_are_a_gamma_process_of_the_rate(burstiness):
+    at = bench_load.arrivals(4000, 20.0, burstiness, seed=1)
+    assert at[-1] == pytest.approx(4000 / 20) and at == sorted(at)
+    waits = np.diff([0.0, *at])
+    assert scipy.stats.kstest(waits, scipy.stats.gamma(burstiness, scale=1 / (20 * burstiness)).cdf).pvalue > 0.01
+    assert bench_load.arrivals(4000, 20.0, burstiness, seed=1) == at != bench_load.arrivals(4000, 20.0, burstiness, 2)
+
+
+def test_arrivals_at_the_ends_of_the_scale():
+    assert bench_load.arrivals(3, math.inf, 1.0, 0) == [0, 0, 0]
+    assert bench_load.arrivals(4, 2.0, math.inf, 0) == pytest.approx([0.5, 1, 1.5, 2])
+
+
+class Words:
+    """A tokenizer of words; ids 0 to 2 are special."""
+
+    vocab_size, special_ids = 50, frozenset({0, 1, 2})
+
+    def encode(self, text):
+        return [3 + len(word) for word in text.split()]
+
+    def decode(self, ids):
+        return " ".join("x" * (i - 3) for i in ids)
+
+
+def source(name, path=None, **given) -> bench_load.Dataset:
+    names = {option: None for own in bench_load.OWN.values() for option in own}
+    context = SimpleNamespace(params=names | {"dataset_name": name, "dataset_path": path} | given)
+    return bench_load.dataset(context)  # type: ignore[arg-type]
+
+
+def test_random_requests_have_the_lengths_asked_for():
+    data = source("random", random_input_len=20, random_output_len=10, random_range_ratio=0.5)
+    samples = data.samples(500, Words(), seed=3)
+    for lengths, low, high in (
+        ([len(s.prompt) for s in samples], 10, 30), ([s.output_len for s in samples], 5, 15),
+    ):  # fmt: skip
+        assert (min(lengths), max(lengths)) == (low, high)
+    drawn = {token for s in samples for token in s.prompt}
+    assert drawn == set(range(3, 50))
+    assert {token for s in data.samples(99, Words(), 3, vocab=40) for token in s.prompt} == set(range(3, 40))
+    assert data.samples(500, Words(), seed=3) == samples != data.samples(500, Words(), seed=4)
+    assert all(len(s.prompt) == 7 for s in source("random", random_input_len=7).samples(9, Words(), 0))
+
+
+def test_repeated_prefixes_are_shared_evenly():
+    data = source(
+        "prefix_repetition", prefix_repetition_prefix_len=30, prefix_repetition_suffix_len=5,
+        prefix_repetition_num_prefixes=4, prefix_repetition_output_len=2,
+    )  # fmt: skip
+    samples = data.samples(40, Words(), 0)
+    heads = [tuple(s.prompt[:30]) for s in samples]
+    assert sorted(heads.count(head) for head in set(heads)) == [10] * 4
+    assert heads != sorted(heads) and len({tuple(s.prompt[30:]) for s in samples}) == 40
+    assert {(len(s.prompt), s.output_len) for s in samples} == {(35, 2)}
+
+
+def talk(*texts) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": text} for text in texts]}
+
+
+def test_sharegpt_takes_what_can_be_used(tmp_path):
+    def words(count: int) -> str:
+        return "a " * count
+
+    good = [talk(words(4), words(5)), talk(words(1024), words(1024), "more"), talk(words(100), words(6))]
+    bad = [talk(words(4)), talk(words(3), words(9)), talk(words(9), words(3)), talk(words(1025), words(4))]
+    bad += [talk(words(1024), words(1025)), talk("", words(9)), talk(None, words(9)), {}, 7, {"conversations": 3}]
+    path = tmp_path / "talk.json"
+    path.write_text(json.dumps(bad + good))
+    found = source("sharegpt", path).samples(3, Words(), 0)
+    assert sorted((len(s.prompt) // 2, s.output_len) for s in found) == [(4, 5), (100, 6), (1024, 1024)]
+    again = source("sharegpt", path, sharegpt_output_len=2).samples(11, Words(), 0)  # round and round
+    assert again[:5] == again[5:10] and again[10] == again[0] and {s.output_len for s in again} == {2}
+    assert sorted(len(s.prompt) // 2 for s in again[:5]) == [4, 9, 100, 1024, 1024]  # the answers on file do not matter
+
+
+def test_custom_lines(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(
+        '{"prompt": "one\u2028two", "name": 1}\n\n{"prompt": [3, 4], "output_tokens": 9}\nwrong, but not needed'
+    )
+    found = source("custom", path, custom_output_len=5).samples(2, None, 0)
+    assert found == [Sample("one\u2028two", 5), Sample([3, 4], 9)]
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("custom", "{", "line 1 is not JSON"),
+        ("custom", '{"prompt": "a"}\n{"promt": "a"}', 'line 2 must be an object with "prompt"'),
+        ("custom", "[1]", "line 1"),
+        ("custom", '{"prompt": [1, true]}', "line 1"),
+        ("custom", '{"prompt": "a", "output_tokens": 0}', "output_tokens is 0"),
+        ("custom", "\n", "no request"),
+        ("sharegpt", "{", "not JSON"),
+        ("sharegpt", "{}", "list of conversations"),
+        ("sharegpt", "[]", "no request"),
+    ],
+)
+def test_bad_data_is_named(tmp_path, name, content, says):
+    path = tmp_path / "data"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=says):
+        source(name, path).samples(5, Words(), 0)
+
+
+@pytest.mark.parametrize(
+    "name, given, says",
+    [
+        ("sonnet", {}, "can be random, sharegpt"),
+        ("sharegpt", {}, "needs --dataset-path"),
+        ("random", {"path": "x"}, "leave out --dataset-path"),
+        ("random", {"custom_output_len": 3}, "--custom-output-len is not for --dataset-name random"),
+        ("prefix_repetition", {"random_input_len": 3}, "--random-input-len is not for"),
+        ("random", {"random_input_len": 0}, "--random-input-len is 0"),
+        ("random", {"random_range_ratio": 1.0}, "--random-range-ratio is 1"),
+        ("random", {"random_range_ratio": math.nan}, "--random-range-ratio is nan"),
+    ],
+)
+def test_bad_settings_are_named(name, given, says):
+    with pytest.raises(UsageError, match=says):
+        source(name, **given)
+
+
+def test_values_after_an_option_are_spread():
+    line = "m --concurrency 1 2 4K 8x --goodput ttft:5 tpot:6 -- --concurrency 3 m 4 --seed 1 2"
+    spread = bench.spread(line.split())
+    assert (
+        spread
+        == (
+            "m --concurrency 1 --concurrency 2 --concurrency 4K 8x --goodput ttft:5 --goodput tpot:6 -- "
+            "--concurrency 3 m 4 --seed 1 2"
+        ).split()
+    )
+
+
+# ---- the client
+
+
+@given(st.data(), st.sampled_from(["\n", "\r\n"]))
+def test_events_survive_any_cut(data, end):
+    texts = data.draw(
+        st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=5)
+    )
+    wire = "".join(f": ping{end}{end}event: x{end}data: {text}{end}data: more{end}{end}" for text in texts).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=20)))
+
+    async def chunks():
+        for start, stop in itertools.pairwise([0, *cuts, len(wire)]):
+            yield wire[start:stop]
+
+    async def collect():
+        return [event async for event in bench_client.events(chunks())]
+
+    assert asyncio.run(collect()) == [f"{text}\nmore" for text in texts]
+
+
+def read(wire: bytes, headers: dict[str, str]) -> bytes:
+    async def collect():
+        reader = asyncio.StreamReader()
+        reader.feed_data(wire)
+        reader.feed_eof()
+        return b"".join([chunk async for chunk in bench_client.read_body(reader, headers)])
+
+    return asyncio.run(collect())
+
+
+@given(st.lists(st.binary(min_size=1, max_size=50), max_size=8), st.integers(1, 20))
+def test_bodies_and_their_ends(parts, short):
+    body = b"".join(parts)
+    chunked = b"".join(b"%X;note=1\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    assert read(chunked, {"transfer-encoding": "chunked"}) == body
+    assert read(body + b"next", {"content-length": str(len(body))}) == body
+    assert read(body, {}) == body
+    with pytest.raises(asyncio.IncompleteReadError):
+        read(body, {"content-length": str(len(body) + short)})
+    with pytest.raises(asyncio.IncompleteReadError):
+        read(chunked[: -min(short + 4, len(chunked))], {"transfer-encoding": "chunked"})
+
+
+@pytest.mark.parametrize("size", [b"", b"-1", b"0x2", b"g", b"1" * 17])
+def test_lengths_that_are_none(size):
+    with pytest.raises(bench_client.Failure, match="length"):
+        read(size + b"\r\nxx\r\n", {"transfer-encoding": "chunked"})
+
+
+@pytest.mark.parametrize(
+    "url, expected",
+    [
+        ("http://127.0.0.1:8000", ("127.0.0.1", 8000, False, "")),
+        ("http://localhost/", ("localhost", 80, False, "")),
+        ("https://localhost/api/v1/", ("localhost", 443, True, "/api")),
+        ("http://[::1]:5/v1", ("::1", 5, False, "")),
+    ],
+)
+def test_addresses(url, expected):
+    server = bench_client.Server.parse(url)
+    assert (server.host, server.port, server.tls is not None, server.path) == expected
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:8000", "ftp://localhost", "http://", "http://localhost:99999", "http://localhost/?x=1"]
+)
+def test_what_is_no_address(url, run):
+    code, out, err = run("serve", "--base-url", url)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: --base-url: ")
+
+
+def event(text: str | None = None, **fields: Any) -> bytes:
+    data = fields if text is None else {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
+    return f"data: {json.dumps(data)}\n\n".encode()
+
+
+def delta(finish_reason=None, **fields: Any) -> bytes:
+    return event(choices=[{"index": 0, "delta": fields, "finish_reason": finish_reason}])
+
+
+DONE = b"data: [DONE]\n\n"
+USAGE = event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10})
+TWO = [event("a"), event("b")]
+STREAM = {"content-type": "text/event-stream"}
+
+
+class FakeServer:
+    """A server in a thread. `behave(server, body, writer)` answers each request; what they asked is kept in order."""
+
+    def __init__(self, behave: Callable[..., Any], names: tuple[str, ...] = ("quill",)):
+        self.behave, self.names = behave, names
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[str] = []
+        self.open = self.most = 0
+        self.asked = threading.Event()
+        self.gone = threading.Event()
+
+    def __enter__(self) -> "FakeServer":
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.server = self.call(asyncio.start_server(self.connection, "127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    def __exit__(self, *_):
+        self.server.close()
+        self.call(self.stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    async def stop(self):
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    async def connection(self, reader, writer):
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            if head.startswith("GET /v1/models "):
+                body = json.dumps({"data": [{"id": name} for name in self.names]}).encode()
+                writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+                return
+            length = next(line.split(":")[1] for line in head.split("\r\n") if line.startswith("Content-Length"))
+            self.headers.append(head)
+            self.bodies.append(json.loads(await reader.readexactly(int(length))))
+            self.asked.set()
+            watch = asyncio.ensure_future(reader.read())
+            watch.add_done_callback(lambda _: self.gone.set())
+            await self.behave(self, self.bodies[-1], writer)
+            watch.cancel()
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self.open -= 1
+            writer.close()
+
+
+async def reply(writer, chunks: list[bytes], chunked: bool = True, end: bool = True):
+    """A stream of events, each flushed alone; without its last chunk the connection just breaks off."""
+    coding = "Transfer-Encoding: chunked\r\n" if chunked else ""
+    writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{coding}\r\n".encode())
+    for chunk in chunks:
+        writer.write(b"%x\r\n%s\r\n" % (len(chunk), chunk) if chunked else chunk)
+        await writer.drain()
+        await asyncio.sleep(0)
+    if chunked and end:
+        writer.write(b"0\r\n\r\n")
+
+
+def streams(*chunks: bytes, **options):
+    async def behave(server, body, writer):
+        await reply(writer, list(chunks), **options)
+
+    return behave
+
+
+def says(status: str, body: bytes):
+    async def behave(server, asked, writer):
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+    return behave
+
+
+async def silence(server, body, writer):
+    await asyncio.sleep(60)
+
+
+async def half(server, body, writer):
+    await reply(writer, TWO, end=False)
+    await asyncio.sleep(60)
+
+
+def writes(data: bytes):
+    async def behave(server, body, writer):
+        writer.write(data)
+
+    return behave
+
+
+def ask(server: FakeServer) -> Answer:
+    """One request, timed by a clock that counts how often it is read: at the start, then once an event."""
+    where = bench_client.Server.parse(server.url)
+    clock = itertools.count().__next__
+    return asyncio.run(bench_client.ask(where, "/v1/completions", {"prompt": "x"}, 30.0, clock))
+
+
+@pytest.mark.parametrize(
+    "behave, times, tokens",
+    [
+        (streams(*TWO, DONE), [1, 2], (0, 2)),  # no usage: pieces are counted
+        (streams(*TWO, event("c"), USAGE, DONE), [1, 2, 3], (7, 3)),
+        (streams(*TWO, DONE, chunked=False), [1, 2], (0, 2)),
+        (streams(event("ab"), USAGE, DONE), [1], (7, 3)),  # several tokens in a piece
+        (streams(event(""), event("a"), DONE), [1, 2], (0, 2)),  # a token that writes nothing
+        (
+            streams(
+                delta(role="assistant", content=""), delta(content="a"), delta(reasoning_content="b"),
+                delta(finish_reason="stop"), USAGE, DONE,
+            ),
+            [2, 3], (7, 3),
+        ),
+        (streams(delta(role="assistant", content="a"), delta("length", content="b"), DONE), [1, 2], (0, 2)),
+        (streams(b"".join([*TWO, DONE])), [1, 2], (0, 2)),
+        (streams(*TWO, DONE + b"data: ignored\n\n"), [1, 2], (0, 2)),
+        (writes(b"HTTP/1.1 102 Wait\r\nX: y\r\n\r\nHTTP/1.1 200 OK\r\n\r\n" + b"".join(TWO) + DONE), [1, 2], (0, 2)),
+    ],
+)  # fmt: skip
+def test_a_stream_is_timed_piece_by_piece(behave, times, tokens):
+    with FakeServer(behave) as server:
+        answer = ask(server)
+    assert answer == Answer(0, times, *tokens)
+
+
+@pytest.mark.parametrize(
+    "behave, error",
+    [
+        (says("503 Busy", b'{"error": {"message": "too many\\nrequests"}}'), "HTTP 503: too many"),
+        (says("404 No", b'{"detail": "x"}'), "HTTP 404: {'detail': 'x'}"),
+        (says("500 Oh", b"<html>\nno"), "HTTP 500: <html>"),
+        (says("500 Oh", b""), "HTTP 500"),
+        (says("200 OK", b'{"choices": [{"text": "not streamed"}]}'), "the stream ended without [DONE]"),
+        (streams(*TWO, event(error={"message": "gone"})), "gone"),
+        (streams(*TWO), "the stream ended without [DONE]"),
+        (streams(*TWO, end=False), "disconnected in the middle of the answer"),
+        (streams(end=False), "disconnected"),
+        (streams(DONE), "the stream held no token"),
+        (streams(b"data: {\n\n"), "an event is not JSON"),
+        (streams(b"data: []\n\n"), "an event is not a JSON object"),
+        (streams(b"data: \xff\n\n"), "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (streams(b"data: " + b"x" * (1 << 21)), "a line is longer than 1048576 bytes"),
+        (writes(b""), "disconnected"),
+        (writes(b"SSH-2.0\r\n\r\n"), "the answer is not HTTP/1.1"),
+        (writes(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"), "the answer's length cannot be read"),
+        (writes(b"HTTP/1.1 200 OK\r\n" + b"x" * (1 << 21)), None),
+    ],
+)
+def test_every_way_to_fail_is_an_error_and_no_exception(behave, error):
+    with FakeServer(behave) as server:
+        found = ask(server).error
+    assert found is not None and "\n" not in found
+    assert error is None or found == error
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("behave", [silence, half])
+def test_a_request_that_takes_too_long_has_failed_and_hangs_up(behave):
+    async def late(server):
+        where = bench_client.Server.parse(server.url)
+        answer = await bench_client.ask(where, "/v1/completions", {}, 0.2, itertools.count().__next__)
+        assert answer.error == "no end within 0.2 s"
+        assert await asyncio.to_thread(server.gone.wait, 10)
+
+    with FakeServer(behave) as server:
+        asyncio.run(late(server))
+
+
+def test_nobody_there():
+    with FakeServer(silence) as server:
+        pass
+    assert "Connect call failed" in (ask(server).error or "")
+
+
+def test_requests_go_in_order_and_only_so_many_at_once():
+    sent, under_way, most = [], 0, 0
+
+    async def send(index: int) -> Answer:
+        nonlocal under_way, most
+        sent.append(index)
+        under_way += 1
+        most = max(most, under_way)
+        for _ in range(random.Random(index).randint(1, 5)):
+            await asyncio.sleep(0)
+        under_way -= 1
+        return Answer(index)
+
+    for limit, expected in ((None, 40), (1, 1), (7, 7)):
+        sent, most = [], 0
+        answers, _ = asyncio.run(bench_serve.drive(send, [0.0] * 40, limit))
+        assert [answer.sent for answer in answers] == sent == list(range(40))
+        assert most == expected
+
+
+# ---- bench serve
+
+
+def test_serve_from_end_to_end(run, tmp_path, monkeypatch):
+    """Every third request fails; the table, the JSON and the picture tell of the others."""
+
+    async def behave(server, body, writer):
+        if len(server.bodies) % 3 == 0:
+            await says("503 Busy", b'{"error": {"message": "busy"}}')(server, body, writer)
+        else:
+            count = body["max_tokens"]
+            usage = event(choices=[], usage={"prompt_tokens": len(body["prompt"]), "completion_tokens": count})
+            await reply(writer, [*[event("x")] * count, usage, DONE])
+
+    file, picture = tmp_path / "result.json", tmp_path / "picture.png"
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with FakeServer(behave) as server:
+        code, out, err = run(
+            "serve", "--base-url", server.url, "--num-prompts", "12", "--random-input-len", "8", "--random-output-len",
+            "4", "--max-concurrency", "2", "--ignore-eos", "--request-rate", "1000", "--burstiness", "0.5", "--goodput",
+            "ttft:60000", "tpot:60000", "--save-result", "--result-filename", str(file), "--plot", str(picture),
+        )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert server.most <= 2
+    assert all("Authorization: Bearer secret\r\n" in head for head in server.headers)
+    assert len(server.bodies) == 12
+    first = server.bodies[0]
+    assert first | {"prompt": None} == {
+        "model": "quill", "prompt": None, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True},
+        "temperature": 0.0, "ignore_eos": True,
+    }  # fmt: skip
+    assert all(len(body["prompt"]) == 8 for body in server.bodies)
+    for text in ("8 of 12", "TTFT", "TPOT", "ITL", "E2E", "median", "P90", "P99", "4 failed:\n  4 x HTTP 503: busy"):
+        assert text in out
+    assert "8 of 12, kept TTFT 60000 ms, TPOT 60000 ms" in out
+    result = json.loads(file.read_text())
+    assert (result["completed"], result["failed"], result["errors"]) == (8, 4, {"HTTP 503: busy": 4})
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (64, 32)
+    assert result["request_throughput"] == pytest.approx(8 / result["duration"])
+    assert result["request_goodput"] == result["request_throughput"]
+    good = [request for request in result["requests"] if request["error"] is None]
+    assert result["mean_ttft_ms"] == pytest.approx(np.mean([request["times_ms"][0] for request in good]))
+    gaps = np.concatenate([np.diff(request["times_ms"]) for request in good])
+    assert result["p99_itl_ms"] == pytest.approx(np.percentile(gaps, 99))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_serve_asks_a_chat_with_text(run, tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "Grüße"}\n{"prompt": "two", "output_tokens": 3}')
+    with FakeServer(streams(*TWO, DONE), names=("other", "more")) as server:
+        options = (
+            "serve",
+            "--base-url",
+            server.url + "/v1",
+            "--endpoint",
+            "/v1/chat/completions",
+            "--num-prompts",
+            "2",
+        )
+        code, out, _ = run(*options, "--dataset-name", "custom", "--dataset-path", str(lines), "--json", "-")
+        assert (code, json.loads(out)["completed"]) == (0, 2)
+        assert run(*options, "--tokenizer", "quill", "--random-input-len", "5", "--model", "mine")[0] == 0
+    asked = sorted(server.bodies[:2], key=lambda body: body["max_tokens"])
+    assert [body["messages"] for body in asked] == [
+        [{"role": "user", "content": "two"}], [{"role": "user", "content": "Grüße"}],
+    ]  # fmt: skip
+    assert [(body["model"], body["max_tokens"]) for body in asked] == [("other", 3), ("other", 128)]
+    assert "prompt" not in asked[0] and "ignore_eos" not in asked[0]
+    assert isinstance(server.bodies[2]["messages"][0]["content"], str) and server.bodies[2]["model"] == "mine"
+
+
+def test_serve_without_any_answer_fails(run):
+    with FakeServer(says("500 Oh", b"")) as server:
+        code, out, err = run("serve", "--base-url", server.url, "--num-prompts", "3", "--goodput", "ttft:5")
+    assert (code, err) == (1, "")
+    assert "0 of 3" in out and "3 x HTTP 500" in out and "0.00 requests/s" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--endpoint", "/v1/embeddings"], "/v1/chat/completions"),
+        (["--num-prompts", "0"], "--num-prompts is 0"),
+        (["--num-prompts", "1.5"], "32K"),
+        (["--request-rate", "-1"], "--request-rate is -1"),
+        (["--request-rate", "nan"], "--request-rate is nan"),
+        (["--burstiness", "2"], "--request-rate"),
+        (["--max-concurrency", "-1"], "--max-concurrency is -1"),
+        (["--goodput", "itl:5"], "ttft:500"),
+        (["--goodput", "ttft:soon"], "ttft:500"),
+        (["--goodput", "ttft:0"], "ttft:500"),
+        (["--goodput", "ttft:1", "tpot1"], "tpot1"),
+        (["--plot", "x.gif"], ".png"),
+        (["--plot", "no/such/folder.png"], "no folder"),
+        (["--json", "."], "it is a folder"),
+        (["--json", "a", "--save-result"], "leave one out"),
+        (["--result-filename", "a"], "--save-result"),
+        (["--dataset-name", "custom"], "--dataset-path"),
+        (["--dataset-name", "custom", "--dataset-path", "no/such/file", "--model", "x"], "no server answers"),
+        ([], "no server answers"),
+    ],
+)
+def test_serve_refuses_in_one_line(run, arguments, says):
+    code, out, err = run("serve", "--base-url", "http://127.0.0.1:1", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and says in err
+
+
+def test_serve_needs_a_name_and_a_tokenizer(run):
+    with FakeServer(silence, names=()) as server:
+        assert "lists no model" in run("serve", "--base-url", server.url)[2]
+        code, _, err = run("serve", "--base-url", server.url, "--model", "no-such-model")
+        assert (code, err.count("\n")) == (2, 1) and "--tokenizer" in err
+
+
+def test_ctrl_c_stops_serve_quietly():
+    with FakeServer(silence) as server:
+        command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", server.url, "--num-prompts", "5"]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            assert server.asked.wait(60)
+            child.send_signal(signal.SIGINT)
+            out, err = child.communicate(timeout=60)
+        finally:
+            child.kill()
+    assert (child.returncode, out, err) == (130, "", "")
+
+
+# ---- the engine
+
+
+@pytest.fixture(scope="module")
+def llm():
+    from quire import LLM
+
+    return LLM("quill-draft", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128)
+
+
+def test_the_engine_is_kept_as_full_as_asked(llm):
+    rng = random.Random(0)
+    samples = [Sample(rng.choices(range(3, 1000), k=rng.randint(1, 60)), rng.randint(1, 12)) for _ in range(9)]
+    for concurrency in (1, 3):
+        done: list[tuple[int, int]] = []
+        note = done.append
+        run = bench_engine.serve(
+            llm, samples, concurrency, 0.0, itertools.count().__next__, lambda *n, note=note: note(n)
+        )
+        for sample, answer in zip(samples, run.answers, strict=True):
+            assert (answer.prompt_tokens, answer.output_tokens) == (len(sample.prompt), sample.output_len)
+            assert len(answer.times) == sample.output_len and list(answer.times) == sorted(set(answer.times))
+        assert sorted(done) == sorted((1, sample.output_len) for sample in samples)
+        # Every row of every request was computed once: what a step brought is in its plan. The last step launched for
+        # a request may be in vain, as its end is known only then.
+        rows = sum(step.plan.num_rows for step in run.steps)
+        needed = sum(len(sample.prompt) + sample.output_len - 1 for sample in samples)
+        assert needed <= rows <= needed + len(samples)
+        assert max(len(step.plan.items) for step in run.steps) == concurrency
+        assert not llm.engine.busy and not llm.engine.requests
+        # The clock counts its readings: one before, one a request, one a call of step(), one at the end.
+        assert sum(step.seconds for step in run.steps) <= run.seconds
+    assert llm.engine.runner.compiles.recompiles == 0
+
+
+def test_an_interrupted_run_leaves_the_engine_clean(llm, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    requests, add = [], llm.add
+    monkeypatch.setattr(llm, "add", lambda *given: requests.append(add(*given)) or requests[-1])
+    with pytest.raises(KeyboardInterrupt):
+        bench_engine.serve(llm, [Sample([5], 1), *[Sample([5] * 40, 50)] * 5], 3, 0.0, advance=interrupt)
+    assert [request.sequences[0].finish_reason for request in requests] == ["length", "abort", "abort"]
+    assert not llm.engine.busy and not llm.engine.requests
+    llm.engine.scheduler.check()
+    assert len(bench_engine.serve(llm, [Sample([5], 2)], 1, 1.0).answers) == 1
+
+
+def test_an_answer_that_would_be_cut_short_is_refused(llm):
+    with pytest.raises(UsageError, match="100 prompt and 29 output tokens do not fit into the 128"):
+        bench_engine.serve(llm, [Sample([5] * 100, 28), Sample([5] * 100, 29)], 1, 0.0)
+    assert not llm.engine.busy
+
+
+def test_a_failed_step_is_no_measurement(llm, monkeypatch):
+    def fail(plan):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(llm.engine.runner, "launch", fail)
+    with pytest.raises(UsageError, match="a step failed"):
+        bench_engine.serve(llm, [Sample([5], 2)], 1, 0.0)
+
+
+def test_the_roof_by_hand():
+    """Steps that carry a prompt do not count; each sequence reads what lies before and at its position."""
+
+    def step(seconds, *items):
+        items = tuple(SimpleNamespace(start=start, count=count) for start, count in items)
+        return bench_engine.Step(seconds, SimpleNamespace(items=items, decodes=all(i.count == 1 for i in items)))
+
+    steps = [step(9.0, (0, 16), (4, 1)), step(2.0, (16, 1), (5, 1)), step(4.0, (17, 1))]
+    roof = bench_engine.roof(steps, 1000, lambda length: 10 * min(length, 10), 500.0)
+    assert roof is not None
+    # KV: 100 + 60 and 100, so 1130 bytes a step; at 500 a second 2.26 s, and the steps took 3.
+    assert (roof.steps, roof.sequences, roof.weight_bytes, roof.cache_bytes) == (2, 1.5, 1000, 130.0)
+    assert roof.seconds == pytest.approx(2.26) and roof.share == pytest.approx(2.26 / 3)
+    assert bench_engine.roof(steps[:1], 1000, lambda length: 0, 500.0) is None
+
+
+def test_the_roof_of_a_model_is_all_that_it_reads(llm):
+    import jax
+
+    config, weights = llm.engine.runner.config, llm.engine.runner.weights
+    run = bench_engine.serve(llm, [Sample([5] * 20, 2)], 1, 0.0)
+    roof = bench_engine.engine_roof(llm, run, 1e9)
+    assert roof is not None and config.tied  # so the table of the embeddings is read, as the head
+    assert roof.weight_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+    each = [layer.attention for layer in config.layers]  # 21 positions, and windows are wider than that
+    assert roof.cache_bytes == sum(21 * 2 * a.kv_heads * a.head_dim * 2 for a in each)
+
+
+def test_the_speed_of_an_accelerators_memory():
+    assert bench_engine.device_bandwidth(1 << 16, passes=2) > 0
+
+
+SMALL = ("quill-draft", "--max-num-batched-tokens", "32", "--max-model-len", "128")
+
+
+def test_throughput_sweeps(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_engine, "read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr("quire.scripts.bench_throughput.read_bandwidth", lambda: 2e9)
+    file, picture = tmp_path / "r.json", tmp_path / "p.svg"
+    code, out, err = run(
+        "throughput", *SMALL, "--num-prompts", "6", "--concurrency", "4", "1", "--random-input-len", "10",
+        "--random-output-len", "5", "--json", str(file), "--plot", str(picture),
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    result = json.loads(file.read_text())
+    assert [point["concurrency"] for point in result["points"]] == [1, 4]
+    for point in result["points"]:
+        assert (point["total_input_tokens"], point["total_output_tokens"]) == (60, 30)
+        decode = point["decode"]
+        assert decode["roof_ms"] == pytest.approx((decode["weight_bytes"] + decode["cache_bytes"]) / 2e6)
+        assert decode["roof_share"] == pytest.approx(decode["roof_ms"] / np.mean(decode["steps_ms"]), rel=1e-3)
+    assert result["points"][0]["decode"]["steps"] == 6 * 4  # one after the other: each token but the first by itself
+    assert (result["options"]["concurrency"], result["command"]) == ([4, 1], "bench throughput")
+    assert "2.0 GB/s" in out and "reached" in out
+    assert b"<svg" in picture.read_bytes()
+
+
+def test_throughput_of_prompts_alone_has_no_roof(run, monkeypatch):
+    monkeypatch.setattr("quire.scripts.bench_throughput.read_bandwidth", lambda: 2e9)
+    options = ("throughput", *SMALL, "--max-num-seqs", "4", "--num-prompts", "2", "--random-input-len", "10")
+    code, out, _ = run(*options, "--random-output-len", "1")
+    assert code == 0 and "No step only decoded" in out
+    code, out, err = run(*options, "--random-output-len", "1", "--random-input-len", "200")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "max_model_len 128" in err
+
+
+def test_latency_counts_what_it_says(run, tmp_path):
+    file, picture = tmp_path / "r.json", tmp_path / "p.pdf"
+    code, out, err = run(
+        "latency", *SMALL, "--batch-size", "4", "--input-len", "6", "--output-len", "5", "--num-iters", "3",
+        "--num-iters-warmup", "1", "--json", str(file), "--plot", str(picture),
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    result = json.loads(file.read_text())
+    assert len(result["batches_ms"]) == 3
+    assert result["mean_batch_ms"] == pytest.approx(np.mean(result["batches_ms"]))
+    assert all(text in out for text in ("whole batch", "first token", "each token after", "3 batches of 4 requests"))
+    assert picture.read_bytes().startswith(b"%PDF")
+
+
+def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "not-used"))
+    held, start = [], bench_startup.start
+
+    def watched(options, caches):
+        def count():
+            return sum(path.name.endswith("-cache") for path in caches.rglob("*"))
+
+        before = count()
+        ends = start(options, caches)
+        held.append((before, count()))
+        return ends
+
+    monkeypatch.setattr(bench_startup, "start", watched)
+    picture = tmp_path / "p.png"
+    code, out, err = run(
+        "startup", *SMALL, "--max-num-seqs", "1", "--num-iters", "1", "--json", "-", "--plot", str(picture)
+    )
+    assert (code, err) == (0, "")
+    (empty, filled), again = held
+    assert empty == 0 < filled and again == (filled, filled)  # the second start compiled nothing
+    result = json.loads(out)
+    for state in ("cold", "warm"):
+        (stages,) = result["starts_s"][state]
+        assert 0 < stages["python"] < stages["imports"] < stages["ready"] < stages["token"]
+        assert result[state]["mean_token_ms"] == pytest.approx(stages["token"] * 1000)
+    assert not (tmp_path / "not-used").exists() and picture.exists()
+    code, out, err = run("startup", "quill-draft", "--max-model-len", "1G", "--num-iters", "1")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "max_model_len is 1073741824" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["throughput", "--concurrency", "0"], "--concurrency is 0"),
+        (["throughput", "--concurrency", "8", "--max-num-seqs", "4"], "--max-num-seqs"),
+        (["throughput", "--dataset-name", "sharegpt"], "--dataset-path"),
+        (["throughput", "no-such-model"], "not a folder"),
+        (["latency", "--batch-size", "0"], "--batch-size is 0"),
+        (["latency", "--num-iters-warmup", "-1"], "--num-iters-warmup is -1"),
+        (["latency", *SMALL, "--batch-size", "4", "--input-len", "1K"], "max_model_len"),
+        (["startup", "--num-iters", "0"], "--num-iters is 0"),
+        (["startup", "no-such-model"], "not a folder"),
+        (["thruput"], "throughput"),
+    ],
+)
+def test_errors_are_one_line(run, arguments, says, monkeypatch):
+    monkeypatch.setattr("quire.scripts.bench_throughput.read_bandwidth", lambda: 2e9)
+    code, out, err = run(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and says in err
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency", "startup", "serve"])
+def test_help_of_every_bench(run, command):
+    code, out, err = run(command, "--help")
+    assert (code, err) == (0, "") and f"Usage: quire bench {command}" in out
+    assert f" {command} " in run()[1] and run() == run("--help")
+
+
+# ---- plots
+
+
+def test_plots_say_what_they_show():
+    from matplotlib.figure import Figure
+
+    rng = random.Random(0)
+    figure = Figure()
+    values = {"ttft": [rng.uniform(1, 9) for _ in range(50)], "tpot": [], "itl": [1.0] * 300 + [900.0], "e2el": [4.0]}
+    bench_plot.distributions(figure, values, bench_metrics.METRICS, {"ttft": 5.0}, "a title")
+    assert [axes.get_xlabel() for axes in figure.axes] == ["TTFT, ms", "ITL, ms", "E2E, ms"]
+    for axes, own in zip(figure.axes, (values["ttft"], values["itl"], values["e2el"]), strict=True):
+        marks = [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:4]]
+        assert marks == pytest.approx(np.percentile(own, (50, 90, 99)))
+    assert figure.axes[1].get_xlim()[1] < 10 and "900" in figure.axes[1].texts[0].get_text()
+    assert any("limit 5" in text.get_text() for text in figure.axes[0].get_legend().get_texts())
+
+    decode = dict.fromkeys(("sequences", "roof_ms", "roof_share", "mean_ms", "p10_ms", "p90_ms"), 1.0)
+    points = [
+        {"concurrency": level, "output_throughput": 10.0 * level, "decode": own}
+        for level, own in ((1, {**decode, "steps_ms": [1.0, 2.0]}), (2, None), (4, {**decode, "steps_ms": [1.0]}))
+    ]
+    for shown, labels in ((points, ["requests at once"] * 2), (points[:1], ["decode step, ms"]), (points[1:2], [""])):
+        figure = Figure()
+        bench_plot.throughput(figure, shown, "quill", 3e10)
+        assert [axes.get_xlabel() for axes in figure.axes] == labels
+        figure.canvas.draw()
+
+    figure = Figure()
+    bench_plot.stages(figure, {"cold": [1.0, 3.0], "warm": [1.0, 1.5]}, ["one", "two"], "start")
+    assert sorted(bar.get_width() for bar in figure.axes[0].patches) == pytest.approx([0.5, 1, 1, 2])
+
+
+def test_a_result_that_cannot_be_written_has_been_seen(tmp_path, capsys):
+    from quire.scripts.bench_report import Report
+
+    report = Report("serve", {}, tmp_path / "gone" / "r.json", None)
+    with pytest.raises(typer.TyperException, match="r.json"):
+        report.write({}, "the table", lambda figure: None)
+    assert capsys.readouterr().out == "the table\n"

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from ..model import decoder
@@ -40,6 +41,28 @@ def attention(config: ModelConfig, documents_BT):
         return jnp.concatenate(out, axis=1).reshape(B * T, N, H), cache
 
     return attend
+
+
+def looking_back(weights, config: ModelConfig):
+    """Weights whose first layer's head h attends, before any training, h tokens back.
+
+    Looking something up needs to know what stood just before each token, and finding that out takes training longer
+    than all the rest. One dimension of the embedding is made the same for every token; from it the keys get a constant
+    vector in the fastest rotary pairs, and each head's queries the same vector turned by h positions.
+    """
+    first, constant, gain, sharp, pairs = weights.layers[0], 0.3, 2.0, 2.0, 4
+    a, w = config.layers[0].attention, first.attention
+    half, inv_freq = a.head_dim // 2, np.asarray(a.rope.inv_freq)
+    qkv_DGH = np.array(w.qkv_DGH)
+    for head in range(a.heads + 1):  # the last one is the key's
+        turn = -head * inv_freq[:pairs] if head < a.heads else np.zeros(pairs)
+        vector_H = np.zeros(a.head_dim)
+        vector_H[:pairs], vector_H[half : half + pairs] = np.cos(turn), np.sin(turn)
+        qkv_DGH[:, head] *= 0.3  # what the token says is left in, but does not drown this
+        qkv_DGH[0, head] = gain * vector_H
+    attention = w.replace(qkv_DGH=jnp.asarray(qkv_DGH), q_norm=w.q_norm * sharp)
+    layers = (first.replace(attention=attention), *weights.layers[1:])
+    return weights.replace(embed_VD=jnp.asarray(weights.embed_VD).at[:, 0].set(constant), layers=layers)
 
 
 @jax.custom_vjp

@@ -31,7 +31,7 @@ from ..sharding.spec import random_arrays
 from . import quill_corpus as corpus
 from . import quill_tasks as tasks
 from .quill_export import export
-from .quill_model import loss_of, predictions
+from .quill_model import looking_back, loss_of, predictions
 
 VOCAB, TOKENS, WARMUP, RATE, EMA = 1280, 4096, 60, 4e-3, 0.99
 SIZES = {
@@ -40,7 +40,7 @@ SIZES = {
 }
 ROW = {"lookup_200": 512, "lookup_400": 1024, "lookup_600": 1024}  # a row that holds one; 256 holds the others
 # (until this part of the time, how often a batch has rows of each length): short first, the long ones last.
-CURRICULUM = [(0.45, {256: 1.0}), (0.8, {256: 0.95, 512: 0.05}), (1.01, {256: 0.5, 512: 0.15, 1024: 0.35})]
+CURRICULUM = [(0.4, {256: 1.0}), (0.7, {256: 0.95, 512: 0.05}), (1.01, {256: 0.7, 512: 0.12, 1024: 0.18})]
 
 
 def model_config(size: str) -> ModelConfig:
@@ -136,7 +136,7 @@ def main(
     manager = ocp.CheckpointManager(
         (out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
     )
-    weights = random_arrays(abstract(config), seed)
+    weights = looking_back(random_arrays(abstract(config), seed), config)
     state = {"weights": weights, "ema": jax.tree.map(jnp.copy, weights), "opt": optimizer().init(weights)}
     step, elapsed, latest = 0, 0.0, manager.latest_step()
     if latest is not None:

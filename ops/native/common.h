@@ -89,9 +89,9 @@ inline f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
 // Calls run(chunk) for every chunk, on the caller and on whatever threads of the pool are free. Chunks are claimed one
 // at a time, and the caller can do them all: it never waits for a helper that has not begun, for the pool's threads may
-// all be parked in a collective of another device.
-template <typename Run>
-void parallel(ffi::ThreadPool& pool, int64_t chunks, const Run& run) {
+// all be parked in a collective of another device. The pool is XLA's; tests bring one of their own.
+template <typename Pool, typename Run>
+void parallel(Pool& pool, int64_t chunks, const Run& run) {
   struct Job {
     std::atomic<int64_t> next{0}, done{0};
     int64_t chunks;

@@ -413,8 +413,8 @@ void tile_rows(const Format& f, const typename Format::X* x, int64_t row, int64_
   }
 }
 
-template <typename Format>
-void tile_product(ffi::ThreadPool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K,
+template <typename Pool, typename Format>
+void tile_product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K,
                   const Out& out) {
   const int width = out.activation ? 1 : 2;
   int64_t panels = (out.blocks + width - 1) / width;
@@ -432,8 +432,8 @@ void tile_product(ffi::ThreadPool& pool, const Format& f, const typename Format:
 #endif
 
 // The rows as `run` wants them: those that are taken together interleaved.
-template <typename Format>
-std::vector<typename Format::X> interleave(ffi::ThreadPool& pool, const typename Format::X* x, int64_t T, int64_t K,
+template <typename Format, typename Pool>
+std::vector<typename Format::X> interleave(Pool& pool, const typename Format::X* x, int64_t T, int64_t K,
                                            int64_t most) {
   constexpr int64_t GROUP = Format::GROUP;
   std::vector<typename Format::X> mixed(T * K);
@@ -451,8 +451,8 @@ std::vector<typename Format::X> interleave(ffi::ThreadPool& pool, const typename
   return mixed;
 }
 
-template <typename Format>
-void product(ffi::ThreadPool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
+template <typename Pool, typename Format>
+void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
 #if defined(QUIRE_AMX)
   if constexpr (Format::TILES) return tile_product(pool, f, x, T, K, out);
 #endif

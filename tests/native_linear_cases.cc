@@ -1,0 +1,145 @@
+// The weight products without XLA, against doubles, for the compiler's sanitizers (tests/test_native_sanitizers.py).
+// Weights and rows are cut to size, so that a step too far is seen.
+#include <cstdio>
+#include <functional>
+#include <random>
+
+#include "linear.h"
+
+namespace {
+
+using namespace quire;
+
+// A pool that starts a thread for every task: the most unlike one in which they are all busy.
+struct Pool {
+  std::vector<std::thread> threads;
+  int64_t num_threads() const { return 4; }
+  void Schedule(std::function<void()> task) { threads.emplace_back(std::move(task)); }
+  ~Pool() {
+    for (std::thread& t : threads) t.join();
+  }
+};
+
+// A pool none of whose threads ever begins: the caller must be able to do everything.
+struct Parked {
+  std::vector<std::function<void()>> late;
+  int64_t num_threads() const { return 4; }
+  void Schedule(std::function<void()> task) { late.push_back(std::move(task)); }
+  ~Parked() {
+    for (auto& task : late) task();
+  }
+};
+
+std::mt19937 engine;
+int64_t below(int64_t n) { return std::uniform_int_distribution<int64_t>(0, n - 1)(engine); }
+float normal() { return std::normal_distribution<float>()(engine); }
+
+struct Shape {
+  int64_t T = 1 + below(40), K = 128 * (1 + below(3)), blocks = 1 + below(9), O = blocks * LANES - below(LANES);
+};
+
+// Rows in bfloat16 and their values.
+struct Input {
+  std::vector<uint16_t> rows;
+  explicit Input(const Shape& s) : rows(s.T * s.K) {
+    for (uint16_t& x : rows) x = narrow(normal());
+  }
+  double at(int64_t i) const { return widen(rows[i]); }
+};
+
+template <typename Value>
+double worst(const Shape& s, const std::vector<float>& y, const Value& value) {
+  double error = 0;
+  for (int64_t t = 0; t < s.T; ++t)
+    for (int64_t o = 0; o < s.O; ++o) {
+      double sum = 0, size = 1;
+      for (int64_t k = 0; k < s.K; ++k) {
+        double one = value(t, k, o);
+        sum += one, size += std::abs(one);
+      }
+      error = std::max(error, std::abs(sum - y[t * s.O + o]) / size);
+    }
+  return error;
+}
+
+template <typename P>
+double dense() {
+  Shape s;
+  Input x(s);
+  std::vector<uint16_t> w(s.blocks * LANES * s.K);
+  for (uint16_t& v : w) v = narrow(normal());
+  std::vector<float> y(s.T * s.O);
+  {
+    P pool;
+    product(pool, Bf16{w.data()}, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
+  }
+  return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
+    return x.at(t * s.K + k) * widen(w[(o / LANES * s.K + k / 2 * 2) * LANES + o % LANES * 2 + k % 2]);
+  });
+}
+
+template <typename P>
+double bytes() {
+  Shape s;
+  std::vector<uint8_t> rows(s.T * s.K);
+  std::vector<int8_t> w(s.blocks * LANES * s.K);
+  std::vector<float> scale(s.blocks * LANES), x_scale(s.T), y(s.T * s.O);
+  std::vector<int32_t> sum(s.blocks * LANES);
+  for (uint8_t& v : rows) v = static_cast<uint8_t>(below(255) - 127 + BIAS);
+  for (int8_t& v : w) v = static_cast<int8_t>(below(255) - 127);
+  for (float& v : scale) v = std::abs(normal());
+  for (float& v : x_scale) v = std::abs(normal());
+  auto weight = [&](int64_t k, int64_t o) {
+    return w[(o / LANES * s.K + k / 4 * 4) * LANES + o % LANES * 4 + k % 4];
+  };
+  for (int64_t o = 0; o < s.blocks * LANES; ++o)
+    for (int64_t k = 0; k < s.K; ++k) sum[o] += weight(k, o);
+  {
+    P pool;
+    product(pool, Int8{w.data(), scale.data(), sum.data(), x_scale.data()}, rows.data(), s.T, s.K,
+            Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
+  }
+  return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
+    int code = static_cast<int8_t>(static_cast<uint8_t>(rows[t * s.K + k] - BIAS));
+    return double(code) * weight(k, o) * scale[o] * x_scale[t];
+  });
+}
+
+template <typename P>
+double nibbles() {
+  Shape s;
+  Input x(s);
+  int64_t group = 32 << below(3), groups = s.K / group;
+  std::vector<uint32_t> w(s.blocks * LANES * s.K / 8);
+  std::vector<uint16_t> scale(s.blocks * LANES * groups, 0x3400);  // 0.25 in float16
+  std::vector<uint8_t> zero(s.blocks * LANES * groups);
+  std::vector<float> sums(s.T * groups), y(s.T * s.O);
+  for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
+  for (uint8_t& v : zero) v = static_cast<uint8_t>(below(16));
+  for (int64_t i = 0; i < s.T * s.K; ++i) sums[i / group] += widen(x.rows[i]);
+  bool zeros = below(2);
+  {
+    P pool;
+    Int4 f{w.data(), scale.data(), zeros ? zero.data() : nullptr, zeros || MADE != -8 ? sums.data() : nullptr, group};
+    product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
+  }
+  return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
+    uint32_t lane = w[(o / LANES * (s.K / 8) + k / 8) * LANES + o % LANES];
+    int code = lane >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
+    int middle = zeros ? zero[(o / LANES * groups + k / group) * LANES + o % LANES] : 8;
+    return x.at(t * s.K + k) * (code - middle) * 0.25;
+  });
+}
+
+}  // namespace
+
+int main() {
+  double error = 0;
+  for (int seed = 0; seed < 12; ++seed) {
+    engine.seed(seed);
+    for (double one : {dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), dense<Parked>(), bytes<Parked>(), nibbles<Parked>()})
+      error = std::max(error, one);
+  }
+  std::printf("largest error %.2g\n", error);
+  return error < 2e-5 ? 0 : 1;
+}

@@ -7,18 +7,23 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-IMPLEMENTATIONS = {"xla": ".xla"}  # tried in order; one that cannot serve a case raises NotImplementedError
+IMPLEMENTATIONS = {
+    "native": ".native",
+    "xla": ".xla",
+}  # tried in order; one that cannot serve a case raises NotImplementedError
 
 
 @struct.dataclass
 class KVPages:
     """The cache of one layer. Without `v_PSKH` the values are the first dimensions of the keys (MLA).
 
-    Pages of uint16 hold the bits of bfloat16.
+    Pages of uint16 hold the bits of bfloat16, pages of int8 come with a float32 scale a position and head.
     """
 
     k_PSKH: Any
     v_PSKH: Any = None
+    k_scale_PSK: Any = None
+    v_scale_PSK: Any = None
 
 
 @struct.dataclass

@@ -42,8 +42,11 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
         block_C = first_C + i
         page_CJ = jnp.minimum(block_C[:, None] * pages_a_block + jnp.arange(pages_a_block), rows.tables_BM.shape[1] - 1)
         page_CJ = rows.tables_BM[seq_C[:, None], page_CJ]
-        key_CKJH = read(pages.k_PSKH, page_CJ)
-        value_CKJH = key_CKJH[..., :width] if pages.v_PSKH is None else read(pages.v_PSKH, page_CJ)
+        key_CKJH = read(pages.k_PSKH, pages.k_scale_PSK, page_CJ)
+        if pages.v_PSKH is None:
+            value_CKJH = key_CKJH[..., :width]
+        else:
+            value_CKJH = read(pages.v_PSKH, pages.v_scale_PSK, page_CJ)
         # Outside these positions a page holds whatever its last owner left: 0 * NaN would poison the sum.
         position_CJ = block_C[:, None] * J + jnp.arange(J)
         owned_CJ = position_CJ <= newest_C[:, None]
@@ -93,9 +96,12 @@ def tile_size(T: int, B: int, G: int, width: int) -> int:
     return TILE if width % 64 == 0 else max(1, min(TILE, 48 // G))
 
 
-def read(pages_PSKH, page_CJ):
+def read(pages_PSKH, scale_PSK, page_CJ):
     """The pages of each tile one after another, in float32: [C, K, positions, H]."""
     block_CJKH = pages_PSKH[page_CJ].reshape(page_CJ.shape[0], -1, *pages_PSKH.shape[2:])
+    if scale_PSK is not None:
+        scale_CJK = scale_PSK[page_CJ].reshape(block_CJKH.shape[:3])
+        block_CJKH = block_CJKH.astype(jnp.float32) * scale_CJK[..., None]
     if block_CJKH.dtype == jnp.uint16:  # a bfloat16 is the upper half of a float32
         block_CJKH = jax.lax.bitcast_convert_type(block_CJKH.astype(jnp.uint32) << 16, jnp.float32)
     return jnp.moveaxis(block_CJKH.astype(jnp.float32), 1, 2)
@@ -111,17 +117,31 @@ def sum_pairs(x):
 def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:
     """Write each row's key and value to its slot, in place when the cache is donated."""
 
-    def write(pages_PSKH, new_TKH):
-        P, S, K, H = pages_PSKH.shape
-        if pages_PSKH.dtype == jnp.uint16:
-            new_TKH = jax.lax.bitcast_convert_type(new_TKH.astype(jnp.bfloat16), jnp.uint16)
-        flat = pages_PSKH.reshape(P * S, K, H).at[slots_T].set(new_TKH.astype(pages_PSKH.dtype))
-        return flat.reshape(P, S, K, H)
+    def write(pages_PSX, new_TX):
+        P, S, *rest = pages_PSX.shape
+        if pages_PSX.dtype == jnp.uint16:
+            new_TX = jax.lax.bitcast_convert_type(new_TX.astype(jnp.bfloat16), jnp.uint16)
+        flat = pages_PSX.reshape(P * S, *rest).at[slots_T].set(new_TX.astype(pages_PSX.dtype))
+        return flat.reshape(P, S, *rest)
 
-    return KVPages(
-        k_PSKH=write(pages.k_PSKH, k_TKH),
-        v_PSKH=None if pages.v_PSKH is None else write(pages.v_PSKH, v_TKH),
-    )
+    def write_scaled(pages_PSKH, scale_PSK, new_TKH):
+        if scale_PSK is None:
+            return (None if pages_PSKH is None else write(pages_PSKH, new_TKH)), None
+        codes_TKH, scale_TK = quantise(new_TKH)
+        return write(pages_PSKH, codes_TKH), write(scale_PSK, scale_TK)
+
+    k_PSKH, k_scale_PSK = write_scaled(pages.k_PSKH, pages.k_scale_PSK, k_TKH)
+    v_PSKH, v_scale_PSK = write_scaled(pages.v_PSKH, pages.v_scale_PSK, v_TKH)
+    return KVPages(k_PSKH, v_PSKH, k_scale_PSK, v_scale_PSK)
+
+
+def quantise(x_TKH):
+    """(signed bytes, the scale of each row): the largest of a row becomes 127. The kernels round in the same way."""
+    x_TKH = x_TKH.astype(jnp.float32)
+    most_TK = jnp.max(jnp.abs(x_TKH), axis=-1)
+    inverse_TK = 127.0 / jnp.where(most_TK == 0, 1, most_TK)
+    # Times a constant and not divided by one: what a compiler would make of that is not always the same.
+    return jnp.round(x_TKH * inverse_TK[..., None]).astype(jnp.int8), most_TK * jnp.float32(1 / 127)
 
 
 def tiles(starts_B1, T: int, Q: int):

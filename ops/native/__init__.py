@@ -14,7 +14,7 @@ import jax
 
 from . import build
 
-TARGETS = ("quire_dense", "quire_int8", "quire_int4")
+TARGETS = ("quire_attention", "quire_dense", "quire_int8", "quire_int4")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,45 @@
+"""Paged attention by the C++ kernel: see attention.h in `ops/native`.
+
+A row's result has the same bits in any batch, in any chunk and on any number of threads.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..native import target
+from . import KVPages
+
+PAGES = ("uint16", "bfloat16", "float32", "int8")
+
+
+def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
+    """See `quire.ops.attention.paged_attention`."""
+    kernel = target("quire_attention")
+    dtype, held = q_TNH.dtype, pages.k_PSKH.dtype
+    if dtype not in (jnp.bfloat16, jnp.float32) or any(x is not None and x.dtype != dtype for x in (k_TKH, v_TKH)):
+        raise NotImplementedError(f"queries, keys and values must all be bfloat16 or all float32, not {dtype}")
+    if held.name not in PAGES or (pages.v_PSKH is not None and pages.v_PSKH.dtype != held):
+        raise NotImplementedError(f"pages must be one of {', '.join(PAGES)}, not {held}")
+
+    def or_empty(x, dtype):
+        return jnp.zeros(0, dtype) if x is None else x
+
+    arrays = [pages.k_PSKH, pages.v_PSKH, pages.k_scale_PSK, pages.v_scale_PSK]
+    operands = [
+        q_TNH, or_empty(k_TKH, dtype), or_empty(v_TKH, dtype),
+        *(or_empty(x, held if at < 2 else jnp.float32) for at, x in enumerate(arrays)),
+        rows.positions_T, rows.starts_B1, rows.tables_BM, rows.slots_T,
+        or_empty(None if sinks_N is None else sinks_N.astype(jnp.float32), jnp.float32),
+    ]  # fmt: skip
+    width = value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1]
+    written = [] if k_TKH is None else [at for at, x in enumerate(arrays) if x is not None]
+    results = [jax.ShapeDtypeStruct((*q_TNH.shape[:2], width), dtype)]
+    results += [jax.ShapeDtypeStruct(arrays[at].shape, arrays[at].dtype) for at in written]
+    call = jax.ffi.ffi_call(kernel, results, input_output_aliases={3 + at: 1 + n for n, at in enumerate(written)})
+    out_TNH, *filled = call(
+        *operands, scale=np.float32(scale), soft_cap=np.float32(soft_cap or 0), window=np.int32(window or 0)
+    )
+    for at, x in zip(written, filled, strict=True):
+        arrays[at] = x
+    return out_TNH, KVPages(*arrays)

@@ -1,0 +1,412 @@
+// Ragged paged attention. Work is cut along four lines, of which only the last two decide how a row is summed:
+//
+//   tile     a few rows of one sequence: they share every key and value that is read
+//   item     what a thread does at a time: some KV heads of a tile, all its keys or one piece of them
+//   piece    PIECE key positions, a softmax by itself; a row's pieces are merged in their order
+//   block    BLOCK key positions, one update of that softmax
+//
+//   keys    0         64        128                 512       576                 1024
+//   block   |    0    |    1    |    2    |   ...   |    8    |    9    |   ...   |
+//   piece   |                   0                   |                   1         |
+//
+// Pieces and blocks begin at multiples of their size, and a block that a row does not see leaves its sums as they are.
+// So a row has the same bits alone, in a chunk, in any batch and on any number of threads.
+#pragma once
+
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "block.h"
+
+namespace quire {
+namespace attention {
+
+constexpr int64_t PIECE = 512, PER_PIECE = PIECE / BLOCK;
+constexpr int64_t TILE = 96;        // rows times query heads that a tile wants
+constexpr int64_t ITEMS = 8;        // that a thread wants, so that all end together
+constexpr int64_t WORTH = 1 << 13;  // keys times rows below which an item is not cut
+
+// What the op was given; shapes as in `quire.ops.attention`. Pointers to what is absent are null.
+struct Call {
+  int64_t T, N, K, H, V, B, P, S, M;  // V: width of the values
+  const void *q, *k, *v;              // bfloat16, or float32 where `wide`
+  bool wide;
+  void *k_pages, *v_pages;  // without v_pages the values are the first V dimensions of the keys
+  float *k_scale, *v_scale;
+  const int32_t *positions, *starts, *tables, *slots;
+  const float* sinks;
+  Scoring scoring;
+  void* out;
+
+  int64_t G() const { return N / K; }
+};
+
+// x as signed bytes; the scale is what it returns. XLA rounds the same quotient and products.
+template <typename X>
+float quantise(const X* x, int64_t H, int8_t* to) {
+  float most = 0, poison = 0;
+  for (int64_t i = 0; i < H; ++i) {
+    float value = convert<float>(x[i]);
+    most = std::max(most, std::fabs(value));
+    poison += value * 0.0f;
+  }
+  float inverse = most > 0 && poison == 0 ? 127.0f / most : 0.0f;
+  for (int64_t i = 0; i < H; ++i)
+    to[i] = inverse == 0 ? 0 : static_cast<int8_t>(std::nearbyint(convert<float>(x[i]) * inverse));
+  return most * (1.0f / 127.0f) + poison;
+}
+
+template <typename Page, typename X>
+void write(const void* from, int64_t row, int64_t slot, int64_t K, int64_t H, void* pages, float* scale) {
+  const X* x = static_cast<const X*>(from) + row * K * H;
+  Page* to = static_cast<Page*>(pages) + slot * K * H;
+  if constexpr (std::is_same_v<Page, int8_t>)
+    for (int64_t k = 0; k < K; ++k) scale[slot * K + k] = quantise(x + k * H, H, to + k * H);
+  else
+    for (int64_t i = 0; i < K * H; ++i) to[i] = convert<Page>(x[i]);
+}
+
+// Each row's key and value to their slot. Padding and page 0 are nobody's, and so not written.
+template <typename Page, typename X, typename Spread>
+void append(const Call& a, const Spread& spread) {
+  int64_t rows = std::max<int64_t>(1, (1 << 17) / (a.K * a.H)), T = a.starts[a.B];
+  spread((T + rows - 1) / rows, [&](int64_t chunk) {
+    for (int64_t row = chunk * rows; row < std::min(T, (chunk + 1) * rows); ++row) {
+      int64_t slot = a.slots[row];
+      if (slot < a.S || slot >= a.P * a.S) continue;
+      write<Page, X>(a.k, row, slot, a.K, a.H, a.k_pages, a.k_scale);
+      if (a.v_pages) write<Page, X>(a.v, row, slot, a.K, a.V, a.v_pages, a.v_scale);
+    }
+  });
+}
+
+// The rows of one sequence that are computed together, and the positions that they see.
+struct Tile {
+  int64_t sequence, row, rows;
+  int64_t oldest, newest;  // positions of the rows
+  int64_t first, last;     // of the keys; none where last < first
+  float* partial;          // sums of [head][piece], if it is cut into pieces
+
+  int64_t pieces() const { return last < first ? 0 : last / PIECE - first / PIECE + 1; }
+};
+
+// Some heads of a tile and its blocks begin..end; if it is cut, these are one piece.
+struct Item {
+  int64_t tile, head, heads, begin, end, cost;
+  bool cut;
+};
+
+template <typename T>
+struct OnLines {  // memory that begins at a cache line
+  using value_type = T;
+  OnLines() = default;
+  template <typename Other>
+  OnLines(const OnLines<Other>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t{64})); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t{64}); }
+  bool operator==(const OnLines&) const { return true; }
+  bool operator!=(const OnLines&) const { return false; }
+};
+
+// What a worker needs; each thread keeps its own from call to call.
+struct Scratch {
+  template <typename T>
+  using List = std::vector<T, OnLines<T>>;
+  List<float> q, rows, s, totals, wide, k_scale, v_scale, part, whole;
+  List<uint32_t> keys;
+  List<int32_t> position;
+
+  template <typename T>
+  static T* take(List<T>& list, int64_t size) {
+    if (static_cast<int64_t>(list.size()) < size) list.resize(size);
+    return list.data();
+  }
+};
+
+// Computes items, the keys of one block at a time for all rows of a tile. Keys meet queries as X: bfloat16 or floats.
+template <typename Page, typename X>
+class Worker {
+ public:
+  Worker(const Call& a, Scratch& scratch, const Tile* tiles, int64_t heads, int64_t most)
+      : a(a), tiles(tiles), H(padded(a.H, 16 / sizeof(X))), V(width(a)) {
+    q = reinterpret_cast<Query<X>*>(Scratch::take(scratch.q, heads * most * H));
+    rows = reinterpret_cast<X*>(Scratch::take(scratch.rows, (BLOCK + 1) * H));
+    zeros = std::fill_n(rows, H, X{}) - H, rows += H;
+    keys = Scratch::take(scratch.keys, BLOCK * H);
+    s = Scratch::take(scratch.s, most * BLOCK);
+    totals = Scratch::take(scratch.totals, heads * most * W);
+    wide = Scratch::take(scratch.wide, BLOCK * COLS * W);
+    k_scale = Scratch::take(scratch.k_scale, BLOCK), v_scale = Scratch::take(scratch.v_scale, BLOCK);
+    position = Scratch::take(scratch.position, most);
+    part = Scratch::take(scratch.part, heads * Sums::size(most, V));
+    whole = Scratch::take(scratch.whole, heads * Sums::size(most, V));
+  }
+
+  static int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+  static int64_t width(const Call& a) { return padded(a.V, UNIT<Page>); }
+
+  // `next` is the item that this thread is likely to do then, or null.
+  void run(const Item& item, const Item* next) {
+    const Tile& t = tiles[item.tile];
+    R = t.rows * a.G();
+    for (int64_t r = 0; r < R; ++r) position[r] = a.positions[t.row + r / a.G()];
+    auto all = [&](int64_t h) { return Sums(whole + h * Sums::size(R, V), R, V); };
+    auto sums = [&](int64_t h) {
+      return Sums(item.cut ? partial(t, item.head + h, item.begin / PER_PIECE) : part + h * Sums::size(R, V), R, V);
+    };
+    for (int64_t h = 0; h < item.heads; ++h) {
+      read_queries(t, item.head + h, q + h * R * H);
+      start(all(h), item.head + h);
+    }
+    Block block, after;
+    if (item.begin < item.end) find(t, item.begin, block);
+    for (int64_t b = item.begin; b < item.end; ++b, block = after) {
+      const Item* soon = b + 1 < item.end ? &item : next;
+      Ahead ahead(soon ? soon->heads * a.H * sizeof(Page) : 64);
+      if (soon) find(tiles[soon->tile], soon == next ? next->begin : b + 1, after);
+      for (int j = after.lo; soon && j < after.hi; ++j) {
+        ahead.add(key_at(after.slot[j], soon->head));
+        if (a.v_pages) ahead.add(value_at(after.slot[j], soon->head));
+      }
+      for (int64_t h = 0; h < item.heads; ++h) {
+        float* row_totals = totals + h * R * W;
+        if (b == item.begin || b % PER_PIECE == 0) {
+          sums(h).clear(R, V);
+          std::fill_n(row_totals, R * W, 0.0f);
+        }
+        step(t, block, item.head + h, q + h * R * H, row_totals, sums(h), ahead);
+        if (b + 1 == item.end || (b + 1) % PER_PIECE == 0) {
+          for (int64_t r = 0; r < R; ++r) sums(h).total[r] = sum(load(row_totals + r * W));
+          if (!item.cut) merge(all(h), sums(h), R, V);
+        }
+      }
+      ahead.fetch_rest();
+    }
+    for (int64_t h = 0; h < item.heads && !item.cut; ++h) finish(t, item.head + h, all(h));
+  }
+
+  // What the pieces of a head have come to, put together.
+  void join(const Tile& t, int64_t head) {
+    R = t.rows * a.G();
+    Sums all(whole, R, V);
+    start(all, head);
+    for (int64_t piece = t.first / PIECE; piece <= t.last / PIECE; ++piece)
+      merge(all, Sums(partial(t, head, piece), R, V), R, V);
+    finish(t, head, all);
+  }
+
+ private:
+  float* partial(const Tile& t, int64_t head, int64_t piece) const {
+    return t.partial + (head * t.pieces() + piece - t.first / PIECE) * Sums::size(t.rows * a.G(), V);
+  }
+
+  // A sink is one more score in the softmax that carries no value.
+  void start(Sums sums, int64_t head) {
+    sums.clear(R, V);
+    for (int64_t r = 0; a.sinks && r < R; ++r) {
+      sums.best[r] = a.sinks[head * a.G() + r % a.G()] * LOG2E;
+      sums.total[r] = 1;
+    }
+  }
+
+  // Where row r of a tile lies in queries or results of `size` dimensions.
+  int64_t place(const Tile& t, int64_t head, int64_t r, int64_t size) const {
+    return ((t.row + r / a.G()) * a.N + head * a.G() + r % a.G()) * size;
+  }
+
+  // A row of `a.H` dimensions in another type, its end filled up with zeros.
+  template <typename To, typename From>
+  To* copy(const From* from, To* to) const {
+    for (int64_t h = 0; h < a.H; ++h) to[h] = convert<To>(from[h]);
+    std::fill(to + a.H, to + H, To{});
+    return to;
+  }
+
+  void read_queries(const Tile& t, int64_t head, Query<X>* to) {
+    for (int64_t r = 0; r < R; ++r, to += H)
+      if (a.wide)
+        copy(static_cast<const float*>(a.q) + place(t, head, r, a.H), to);
+      else
+        copy(static_cast<const uint16_t*>(a.q) + place(t, head, r, a.H), to);
+  }
+
+  void find(const Tile& t, int64_t number, Block& b) const {
+    b.base = number * BLOCK;
+    b.lo = static_cast<int>(std::max<int64_t>(t.first - b.base, 0));
+    b.hi = static_cast<int>(std::min(t.last + 1 - b.base, BLOCK));
+    const int32_t* table = a.tables + t.sequence * a.M;
+    int64_t page = (b.base + b.lo) / a.S, offset = (b.base + b.lo) % a.S;
+    for (int j = b.lo; j < b.hi; ++page, offset = 0) {
+      int64_t slot = std::clamp<int64_t>(table[page], 0, a.P - 1) * a.S;
+      for (; offset < a.S && j < b.hi; ++offset, ++j) b.slot[j] = slot + offset;
+    }
+  }
+
+  const Page* key_at(int64_t slot, int64_t head) const {
+    return static_cast<const Page*>(a.k_pages) + (slot * a.K + head) * a.H;
+  }
+  const Page* value_at(int64_t slot, int64_t head) const {
+    return a.v_pages ? static_cast<const Page*>(a.v_pages) + (slot * a.K + head) * a.V : key_at(slot, head);
+  }
+
+  void step(const Tile& t, const Block& b, int64_t head, const Query<X>* q, float* totals, Sums sums, Ahead& ahead) {
+    const X* key[BLOCK];
+    const Page* value[BLOCK];
+    std::fill(key + b.first() * W, key + b.stop() * W, zeros);
+    for (int j = b.lo; j < b.hi; ++j) value[j] = value_at(b.slot[j], head);
+    for (int j = b.lo; j < b.hi; ++j)
+      if (std::is_same_v<Page, X> && H == a.H)
+        key[j] = reinterpret_cast<const X*>(key_at(b.slot[j], head));
+      else
+        key[j] = copy(key_at(b.slot[j], head), rows + j * H);
+    if (a.k_scale) {
+      const float* v_from = a.v_pages ? a.v_scale : a.k_scale;
+      std::fill_n(k_scale, BLOCK, 0.0f), std::fill_n(v_scale, BLOCK, 0.0f);
+      for (int j = b.lo; j < b.hi; ++j) k_scale[j] = a.k_scale[b.slot[j] * a.K + head];
+      for (int j = b.lo; j < b.hi; ++j) v_scale[j] = v_from[b.slot[j] * a.K + head];
+    }
+
+    auto turned = [&](int g) { return keys + g * W * H / (4 / sizeof(X)); };
+    for (int g = b.first(); g < b.stop(); ++g) turn(key + g * W, H, turned(g), ahead);
+    // The first rows may all come before these keys, and the last may have lost sight of them.
+    int64_t from = 0, stop = R;
+    while (from < R && position[from] < b.base + b.lo) ++from;
+    while (stop > from && position[stop - 1] - a.scoring.window >= b.base + b.hi - 1) --stop;
+    each_rows(from, stop, [&](int64_t r, auto count) {
+      constexpr int N = decltype(count)::value;
+      int g = b.first();
+      for (; g + COLS <= b.stop(); g += COLS) dots<X, N, COLS>(q + r * H, turned(g), H, s + r * BLOCK + g * W, ahead);
+      for (; g < b.stop(); ++g) dots<X, N, 1>(q + r * H, turned(g), H, s + r * BLOCK + g * W, ahead);
+    });
+    bool masked = b.base + BLOCK - 1 > t.oldest || b.base <= t.newest - a.scoring.window;
+    finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, masked, position, from, stop, s);
+    weigh(from, stop, s, sums, totals, V);
+    if (a.k_scale)
+      for (int64_t i = from * BLOCK; i < stop * BLOCK; i += W) store(s + i, load(s + i) * load(v_scale + i % BLOCK));
+
+    bool direct = !std::is_same_v<Page, int8_t> && a.V == V && (stop - from <= 2 * ROWS || sizeof(Page) == 4);
+    for (int64_t at = 0; at < V; at += COLS * W) {
+      int64_t vectors = std::min<int64_t>(COLS, (V - at) / W);
+      const float* widened[BLOCK];
+      if (!direct)
+        for (int j = b.lo; j < b.hi; ++j)
+          widened[j] = widen_values(value[j] + at, std::min(a.V - at, vectors * W), wide + j * COLS * W);
+      each_rows(from, stop, [&](int64_t r, auto count) {
+        float* out = sums.out + r * V + at;
+        constexpr int N = decltype(count)::value;
+        if constexpr (!std::is_same_v<Page, int8_t>)
+          if (direct) return mix_any<N>(vectors, s + r * BLOCK, value, at, b.lo, b.hi, out, V, ahead);
+        mix_any<N>(vectors, s + r * BLOCK, widened, 0, b.lo, b.hi, out, V, ahead);
+      });
+    }
+  }
+
+  static const float* widen_values(const Page* from, int64_t size, float* to) {
+    constexpr int EACH = UNIT<Page>;
+    if constexpr (std::is_same_v<Page, int8_t>) {
+      for (int64_t i = 0; i < size; ++i) to[i] = from[i];
+      std::fill(to + size, to + padded(size, EACH), 0.0f);
+      return to;
+    } else {
+      for (int64_t i = 0; i < size; i += EACH) {
+        F v[EACH / W];
+        Page end[EACH] = {};
+        if (size - i < EACH) std::memcpy(end, from + i, (size - i) * sizeof(Page));
+        load_values(size - i < EACH ? end : from + i, v);
+        for (int n = 0; n < EACH / W; ++n) store(to + i + n * W, v[n]);
+      }
+      return to;
+    }
+  }
+
+  void finish(const Tile& t, int64_t head, Sums sums) {
+    if (a.wide)
+      finish(t, head, sums, static_cast<float*>(a.out));
+    else
+      finish(t, head, sums, static_cast<uint16_t*>(a.out));
+  }
+
+  template <typename Y>
+  void finish(const Tile& t, int64_t head, Sums sums, Y* out) {
+    constexpr int EACH = UNIT<Page>;
+    for (int64_t r = 0; r < R; ++r) {
+      float inverse = sums.total[r] == 0 ? 1 : 1 / sums.total[r];
+      for (int64_t i = 0; i < a.V; i += EACH) {
+        F v[EACH / W];  // no negative zeros: a key that was not seen may have made one positive
+        for (int n = 0; n < EACH / W; ++n) v[n] = load(sums.out + r * V + i + n * W) * inverse + 0.0f;
+        store_results<Page>(out + place(t, head, r, a.V) + i, v, std::min<int64_t>(EACH, a.V - i));
+      }
+    }
+  }
+
+  const Call& a;
+  const Tile* tiles;
+  const int64_t H, V;  // dimensions of a key and floats of a value, filled up
+  int64_t R;
+  Query<X>* q;
+  X *rows, *zeros;
+  float *s, *totals, *wide, *k_scale, *v_scale, *part, *whole;
+  uint32_t* keys;
+  int32_t* position;
+};
+
+// Append, then attend. `spread(chunks, run)` calls run(0) .. run(chunks - 1), on up to `threads` threads.
+template <typename Page, typename X, typename Spread>
+void attend(const Call& a, int64_t threads, const Spread& spread) {
+  if (a.k && a.wide) append<Page, float>(a, spread);
+  if (a.k && !a.wide) append<Page, uint16_t>(a, spread);
+  int64_t used = a.starts[a.B] * a.N * a.V, size = a.wide ? 4 : 2;
+  char* results = static_cast<char*>(a.out);
+  std::fill(results + used * size, results + a.T * a.N * a.V * size, 0);
+
+  int64_t most = std::max<int64_t>(1, TILE / a.G()), total = 0;
+  std::vector<Tile> tiles;
+  auto cost = [&](const Tile& t, int64_t keys) { return std::max<int64_t>(keys, 1) * (t.rows * a.G() + ROWS); };
+  for (int64_t b = 0; b < a.B; ++b)
+    for (int64_t row = a.starts[b]; row < a.starts[b + 1]; row += most) {
+      Tile t{b, row, std::min(most, a.starts[b + 1] - row), 0, 0, 0, 0, nullptr};
+      auto ends = std::minmax_element(a.positions + row, a.positions + row + t.rows);
+      t.oldest = *ends.first, t.newest = *ends.second;
+      t.first = std::max<int64_t>(0, t.oldest - a.scoring.window + 1), t.last = std::min(t.newest, a.M * a.S - 1);
+      total += cost(t, t.last - t.first + 1) * a.K;
+      tiles.push_back(t);
+    }
+
+  int64_t share = std::max(total / (threads * ITEMS), WORTH);
+  std::vector<Item> items;
+  std::vector<std::vector<float>> partials;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    Tile& t = tiles[i];
+    int64_t tile = static_cast<int64_t>(i), one = cost(t, t.last - t.first + 1);
+    int64_t begin = t.first / BLOCK, end = t.last < t.first ? begin : t.last / BLOCK + 1;
+    if (threads > 1 && one > share && t.pieces() > 1) {
+      partials.emplace_back(t.pieces() * a.K * Sums::size(t.rows * a.G(), Worker<Page, X>::width(a)));
+      t.partial = partials.back().data();
+      for (int64_t k = 0; k < a.K; ++k)
+        for (int64_t p = begin / PER_PIECE * PER_PIECE; p < end; p += PER_PIECE)
+          items.push_back({tile, k, 1, std::max(begin, p), std::min(end, p + PER_PIECE), cost(t, PIECE), true});
+    } else {
+      int64_t heads = std::clamp<int64_t>(share / one, 1, a.K);
+      for (int64_t k = 0; k < a.K; k += heads)
+        items.push_back({tile, k, std::min(heads, a.K - k), begin, end, one * heads, false});
+    }
+  }
+  std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.cost > y.cost; });
+
+  std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[tiles.size() * a.K]());
+  int64_t count = static_cast<int64_t>(items.size());
+  spread(count, [&](int64_t number) {
+    static thread_local Scratch scratch;
+    const Item& item = items[number];
+    const Item* next = number + threads < count ? &items[number + threads] : nullptr;
+    Worker<Page, X> worker(a, scratch, tiles.data(), item.heads, most * a.G());
+    worker.run(item, next && next->begin < next->end ? next : nullptr);
+    const Tile& t = tiles[item.tile];
+    if (item.cut && done[item.tile * a.K + item.head].fetch_add(1, std::memory_order_acq_rel) == t.pieces() - 1)
+      worker.join(t, item.head);
+  });
+}
+
+}  // namespace attention
+}  // namespace quire

@@ -1,0 +1,372 @@
+// The arithmetic of paged attention: keys turned, scores, weights, values mixed, for one block of keys at a time.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "common.h"
+
+namespace quire {
+namespace attention {
+
+// The widest vectors that the machine has (gcc takes those of sixteen apart where it lacks them), and how many rows
+// times how many vectors of sums stay in its registers.
+#if defined(__AVX512F__)
+constexpr int W = 16, ROWS = 6;
+#elif defined(__AVX2__)
+constexpr int W = 8, ROWS = 3;
+#else
+constexpr int W = 4, ROWS = 3;
+#endif
+constexpr int COLS = 4;
+
+constexpr int64_t BLOCK = 64, GROUPS = BLOCK / W;
+constexpr float LOG2E = 1.44269504f, NONE = -std::numeric_limits<float>::infinity();
+
+typedef float F __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef float Fu __attribute__((vector_size(4 * W), aligned(4)));
+typedef uint32_t U4 __attribute__((vector_size(16)));
+
+inline F load(const float* p) { return *reinterpret_cast<const Fu*>(p); }
+inline void store(float* p, F x) { *reinterpret_cast<Fu*>(p) = x; }
+inline F splat(float x) { return F{} + x; }
+inline U load_bits(const void* p) {
+  U x;
+  std::memcpy(&x, p, sizeof(U));
+  return x;
+}
+
+// 2 to the x, for x of at most 0, within one unit in the last place; 0 below -126.
+inline F power(F x) {
+  const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+  F y = x > -126.0f ? x : splat(-126.0f);
+  F shifted = y + round;
+  F f = y - (shifted - round);
+  F p = f * 1.5353362e-4f + 1.3398875e-3f;
+  p = p * f + 9.6184369e-3f;
+  p = p * f + 5.5503324e-2f;
+  p = p * f + 2.4022648e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  p = (F)((U)p + ((U)shifted << 23));
+  return x < -126.0f ? F{} : p;
+}
+inline float power(float x) { return power(splat(x))[0]; }
+
+inline F tanh(F x) {
+  F e = power((x < 0.0f ? x : -x) * (2 * LOG2E));
+  F y = (1.0f - e) / (1.0f + e);
+  return x < 0.0f ? -y : y;
+}
+
+// Halves onto halves, down to one.
+template <typename Fold>
+float fold(F x, const Fold& with) {
+  float part[W];
+  store(part, x);
+  for (int n = W / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) part[i] = with(part[i], part[i + n]);
+  return part[0];
+}
+inline float sum(F x) {
+  return fold(x, [](float a, float b) { return a + b; });
+}
+inline float highest(F x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  return fold(x, [](float a, float b) { return a > b ? a : b; });
+#endif
+}
+
+// The bfloat16 that a float begins with.
+inline uint16_t upper(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+template <typename To, typename From>
+To convert(From x) {
+  if constexpr (std::is_same_v<To, From>)
+    return x;
+  else if constexpr (std::is_same_v<From, uint16_t>)
+    return widen(x);
+  else if constexpr (std::is_same_v<To, uint16_t> && std::is_same_v<From, int8_t>)
+    return upper(static_cast<float>(x));
+  else if constexpr (std::is_same_v<To, uint16_t>)
+    return narrow(x);
+  else
+    return static_cast<To>(x);
+}
+
+// Four rows of words turned into columns; where a vector has two halves, in each by itself.
+#if defined(__AVX2__)
+typedef uint32_t Turned __attribute__((vector_size(32)));
+inline Turned join(const U4* x) {
+  return (Turned)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)x[0]), (__m128i)x[1], 1);
+}
+inline Turned low(Turned a, Turned b) { return (Turned)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b); }
+inline Turned high(Turned a, Turned b) { return (Turned)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b); }
+inline Turned low_two(Turned a, Turned b) { return (Turned)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
+inline Turned high_two(Turned a, Turned b) { return (Turned)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
+#else
+typedef U4 Turned;
+inline Turned join(const U4* x) { return x[0]; }
+inline Turned low(Turned a, Turned b) { return Turned{a[0], b[0], a[1], b[1]}; }
+inline Turned high(Turned a, Turned b) { return Turned{a[2], b[2], a[3], b[3]}; }
+inline Turned low_two(Turned a, Turned b) { return Turned{a[0], a[1], b[0], b[1]}; }
+inline Turned high_two(Turned a, Turned b) { return Turned{a[2], a[3], b[2], b[3]}; }
+#endif
+constexpr int TURN = sizeof(Turned) / 4;
+
+// The keys of a block that some row of the tile sees, lo..hi, and the slots where they lie.
+struct Block {
+  int64_t base;
+  int lo, hi;
+  int64_t slot[BLOCK];
+
+  int first() const { return lo / W; }
+  int stop() const { return (hi + W - 1) / W; }
+};
+
+// Fetches the next block's keys and values while this one is computed: evenly, so that memory never waits, and in the
+// order in which they lie, all heads of a position together, for memory that is jumped through is half as fast.
+class Ahead {
+ public:
+  explicit Ahead(int64_t bytes) : bytes(bytes) {}  // so many from each place that is added
+  void add(const void* row) { *last++ = static_cast<const char*>(row); }
+  void fetch() {
+    for (int i = 0; i < 2; ++i, at += 64) {
+      if (at >= end) {
+        at = next < last ? *next++ : reinterpret_cast<const char*>(this);
+        end = at + bytes;
+      }
+      __builtin_prefetch(at, 0, 2);
+    }
+  }
+  void fetch_rest() {
+    while (next < last) fetch();
+  }
+
+ private:
+  const char *start[2 * BLOCK], **next = start, **last = start, *at = nullptr, *end = nullptr;
+  int64_t bytes;
+};
+
+// W keys of H dimensions, turned: [word][W keys], where a word is a float or a pair of bfloat16.
+template <typename X>
+void turn(const X* const* key, int64_t H, uint32_t* to, Ahead& ahead) {
+  constexpr int64_t STEP = 16 / sizeof(X);
+  for (int j = 0; j < W; j += TURN)
+    for (int64_t h = 0; h < H; h += STEP) {
+      ahead.fetch();
+      Turned x[4];
+      for (int i = 0; i < 4; ++i) {
+        U4 part[TURN / 4];
+        for (int k = 0; k < TURN / 4; ++k) std::memcpy(part + k, key[j + 4 * k + i] + h, 16);
+        x[i] = join(part);
+      }
+      Turned a = low(x[0], x[1]), b = high(x[0], x[1]), c = low(x[2], x[3]), d = high(x[2], x[3]);
+      Turned y[4] = {low_two(a, c), high_two(a, c), low_two(b, d), high_two(b, d)};
+      for (int i = 0; i < 4; ++i) std::memcpy(to + (h / STEP * 4 + i) * W + j, y + i, sizeof(Turned));
+    }
+}
+
+// How queries lie where words are X: those of pairs as pairs if the machine multiplies them as such, else as floats.
+#if defined(__AVX512BF16__)
+template <typename X>
+using Query = X;
+#else
+template <typename X>
+using Query = float;
+#endif
+
+// sums + the products of W words and the query's h-th dimensions.
+template <typename X>
+F dot(F sums, U words, const Query<X>* q) {
+  if constexpr (sizeof(X) == 4) return sums + (F)words * q[0];
+#if defined(__AVX512BF16__)
+  int32_t pair;
+  std::memcpy(&pair, q, 4);
+  return (F)_mm512_dpbf16_ps((__m512)sums, (__m512bh)words, (__m512bh)_mm512_set1_epi32(pair));
+#else
+  sums += (F)(words << 16) * q[0];
+  return sums + (F)(words & 0xffff0000u) * q[1];
+#endif
+}
+
+// The scores of R rows and N groups of keys.
+template <typename X, int R, int N>
+void dots(const Query<X>* q, const uint32_t* keys, int64_t H, float* s, Ahead& ahead) {
+  constexpr int64_t STEP = 4 / sizeof(X);
+  F sums[R][N] = {};
+  for (int64_t h = 0; h < H; h += STEP) {
+    ahead.fetch();
+    for (int n = 0; n < N; ++n) {
+      U words = load_bits(keys + (n * H + h) / STEP * W);
+      for (int r = 0; r < R; ++r) sums[r][n] = dot<X>(sums[r][n], words, q + r * H + h);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(s + r * BLOCK + n * W, sums[r][n]);
+}
+
+// Calls run(row, count) for all rows, as many at a time as registers hold and each time about as many; count is a
+// constant of 1 to ROWS.
+template <typename Run, int R = ROWS>
+void some_rows(int64_t row, int64_t count, const Run& run) {
+  if (count == R)
+    run(row, std::integral_constant<int, R>());
+  else if constexpr (R > 1)
+    some_rows<Run, R - 1>(row, count, run);
+}
+template <typename Run>
+void each_rows(int64_t row, int64_t stop, const Run& run) {
+  int64_t groups = (stop - row + ROWS - 1) / ROWS;
+  for (; groups; --groups) {
+    int64_t count = (stop - row + groups - 1) / groups;
+    some_rows(row, count, run);
+    row += count;
+  }
+}
+
+// Values come UNIT dimensions at a time. Of bfloat16 the even come first and then the odd, for that costs nothing.
+template <typename X>
+constexpr int UNIT = sizeof(X) == 2 ? 2 * W : W;
+
+inline void load_values(const float* p, F* v) { v[0] = load(p); }
+inline void load_values(const uint16_t* p, F* v) {
+  U pairs = load_bits(p);
+  v[0] = (F)(pairs << 16), v[1] = (F)(pairs & 0xffff0000u);
+}
+
+// UNIT<X> results, lying as load_values of X brought them, to `n` of type Y in their own order.
+template <typename X, typename Y>
+void store_results(Y* to, const F* v, int64_t n) {
+  if constexpr (sizeof(X) == 2 && sizeof(Y) == 2) {
+    U bits[2];
+    for (int i = 0; i < 2; ++i) {
+      U x = (U)v[i], nan = (x & 0x7fffffffu) > 0x7f800000u;
+      bits[i] = nan ? x | 0x400000u : x + 0x7fffu + ((x >> 16) & 1u);
+    }
+    U words = bits[0] >> 16 | (bits[1] & 0xffff0000u);
+    std::memcpy(to, &words, n * sizeof(Y));
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i] = convert<Y>(v[i % (UNIT<X> / W)][i / (UNIT<X> / W)]);
+  }
+}
+
+// out += weights x values, for R rows, N vectors and the keys lo..hi.
+template <typename X, int R, int N>
+void mix(const float* s, const X* const* value, int64_t at, int lo, int hi, float* out, int64_t V, Ahead& ahead) {
+  F sums[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sums[r][n] = load(out + r * V + n * W);
+  for (int j = lo; j < hi; ++j) {
+    ahead.fetch();
+    F v[N];
+    for (int n = 0; n < N; n += UNIT<X> / W) load_values(value[j] + at + n * W, v + n);
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) sums[r][n] += v[n] * s[r * BLOCK + j];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out + r * V + n * W, sums[r][n]);
+}
+
+template <int R, int N = COLS, typename X>
+void mix_any(int64_t vectors, const float* s, const X* const* value, int64_t at, int lo, int hi, float* out, int64_t V,
+             Ahead& ahead) {
+  if (vectors == N)
+    mix<X, R, N>(s, value, at, lo, hi, out, V, ahead);
+  else if constexpr (N > UNIT<X> / W)
+    mix_any<R, N - UNIT<X> / W>(vectors, s, value, at, lo, hi, out, V, ahead);
+}
+
+// What a softmax has come to: the weighted values [R, V], and of each row the best score and the sum of weights.
+struct Sums {
+  float *out, *best, *total;
+
+  static int64_t size(int64_t R, int64_t V) { return R * V + (2 * R + W - 1) / W * W; }
+  Sums(float* at, int64_t R, int64_t V) : out(at), best(at + R * V), total(best + R) {}
+
+  void clear(int64_t R, int64_t V) {
+    std::fill_n(out, R * V, 0.0f);
+    std::fill_n(best, R, NONE);
+    std::fill_n(total, R, 0.0f);
+  }
+};
+
+// This and the next two are never inlined: what the compiler contracts in one place it shall contract in all.
+__attribute__((noinline)) inline void merge(Sums to, Sums from, int64_t R, int64_t V) {
+  for (int64_t r = 0; r < R; ++r) {
+    float best = std::max(to.best[r], from.best[r]);
+    if (best == NONE) continue;
+    float old = power(to.best[r] - best), fresh = power(from.best[r] - best);
+    to.best[r] = best;
+    to.total[r] = to.total[r] * old + from.total[r] * fresh;
+    float *x = to.out + r * V, *y = from.out + r * V;
+    for (int64_t i = 0; i < V; i += W) store(x + i, load(x + i) * old + load(y + i) * fresh);
+  }
+}
+
+struct Scoring {
+  float scale, soft_cap;  // no cap: 0
+  int64_t window;         // none: more than any position
+};
+
+// Raw products into scores, in powers of two: scaled, capped, minus infinity where a row does not see the key.
+__attribute__((noinline)) inline void finish_scores(const Scoring& a, const Block& b, const float* k_scale, bool masked,
+                                                    const int32_t* position, int64_t from, int64_t stop, float* s) {
+  I lane;
+  for (int i = 0; i < W; ++i) lane[i] = i;
+  float inverse = a.soft_cap ? a.scale / a.soft_cap : 0, scale = a.scale * LOG2E, cap = a.soft_cap * LOG2E;
+  for (int64_t r = from; r < stop; ++r)
+    for (int g = 0; g < GROUPS; ++g) {
+      float* at = s + r * BLOCK + g * W;
+      F x = splat(NONE);
+      if (g >= b.first() && g < b.stop()) {
+        x = load(at);
+        if (k_scale) x *= load(k_scale + g * W);
+        x = a.soft_cap ? cap * tanh(x * inverse) : x * scale;
+      }
+      if (masked) {
+        int64_t last = position[r] - b.base, before = std::max<int64_t>(last - a.window, -1);
+        I j = lane + static_cast<int>(g * W);
+        x = (j <= static_cast<int>(last)) & (j > static_cast<int>(before)) ? x : splat(NONE);
+      }
+      store(at, x);
+    }
+}
+
+// Scores into weights; the sums so far shrink where a better score has come.
+__attribute__((noinline)) inline void weigh(int64_t from, int64_t stop, float* s, Sums sums, float* totals, int64_t V) {
+  for (int64_t r = from; r < stop; ++r) {
+    float *row = s + r * BLOCK, *out = sums.out + r * V;
+    F top = load(row), sum = load(totals + r * W), part[2] = {};
+    for (int g = 1; g < GROUPS; ++g) {
+      F x = load(row + g * W);
+      top = x > top ? x : top;
+    }
+    float best = highest(top);
+    if (best > sums.best[r]) {
+      float shrink = power(sums.best[r] - best);
+      sums.best[r] = best;
+      sum *= shrink;
+      for (int64_t i = 0; i < V; i += W) store(out + i, load(out + i) * shrink);
+    }
+    best = sums.best[r] == NONE ? 0 : sums.best[r];
+    for (int g = 0; g < GROUPS; ++g) {
+      F weight = power(load(row + g * W) - best);
+      store(row + g * W, weight);
+      part[g % 2] += weight;
+    }
+    store(totals + r * W, sum + (part[0] + part[1]));
+  }
+}
+
+}  // namespace attention
+}  // namespace quire

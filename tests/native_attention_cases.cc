@@ -1,0 +1,152 @@
+// The attention kernel without XLA, against a softmax in doubles, for the compiler's sanitizers: build it with
+// -std=c++17 -O1 -g -pthread, -isystem of jax.ffi.include_dir(), -I ops/native, and -fsanitize=address,undefined or
+// -fsanitize=thread. Pages, tables and rows are cut to size, so that a step too far is seen.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+
+#include "attention.h"
+
+namespace {
+
+using quire::attention::Call;
+
+constexpr int THREADS = 4;
+
+template <typename Run>
+void spread(int64_t chunks, const Run& run) {
+  std::atomic<int64_t> next{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < THREADS; ++i)
+    threads.emplace_back([&] {
+      for (int64_t chunk; (chunk = next++) < chunks;) run(chunk);
+    });
+  for (std::thread& t : threads) t.join();
+}
+
+struct Random {
+  std::mt19937 engine;
+  int64_t below(int64_t n) { return std::uniform_int_distribution<int64_t>(0, n - 1)(engine); }
+  int64_t one_of(std::vector<int64_t> list) { return list[below(static_cast<int64_t>(list.size()))]; }
+  float normal() { return std::normal_distribution<float>()(engine); }
+};
+
+template <typename X>
+std::vector<X> normals(Random& random, int64_t n) {
+  std::vector<X> x(n);
+  for (X& value : x) value = quire::attention::convert<X>(random.normal());
+  return x;
+}
+
+template <typename T>
+double at(const void* p, int64_t i) {
+  return quire::attention::convert<float>(static_cast<const T*>(p)[i]);
+}
+template <>
+double at<int8_t>(const void* p, int64_t i) {
+  return static_cast<const int8_t*>(p)[i];
+}
+
+// The largest error of one step of random shape.
+template <typename Page, typename X, typename New>
+double error_of(int seed) {
+  Random random{std::mt19937(seed)};
+  Call a{};
+  int64_t group = random.one_of({1, 2, 3, 9});
+  a.K = random.one_of({1, 2, 4}), a.N = a.K * group, a.H = random.one_of({16, 64, 20, 33, 96, 128});
+  bool latent = random.below(4) == 0, bytes = std::is_same_v<Page, int8_t>;
+  a.V = latent ? a.H - random.below(9) : a.H;
+  a.S = random.one_of({5, 8, 16, 32}), a.B = 1 + random.below(4), a.wide = sizeof(New) == 4;
+  a.scoring = {0.2f, random.below(3) ? 0.0f : 5.0f, random.one_of({int64_t{1} << 40, int64_t{1} << 40, 1, 70})};
+
+  std::vector<int32_t> positions, starts{0}, slots, lengths;
+  for (int64_t b = 0; b < a.B; ++b) {
+    int64_t rows = random.one_of({0, 1, 1, 5, 70}), start = random.one_of({0, 60, 130, 505, 1020});
+    for (int64_t r = 0; r < rows; ++r) positions.push_back(static_cast<int32_t>(start + r));
+    starts.push_back(static_cast<int32_t>(positions.size()));
+    lengths.push_back(static_cast<int32_t>(rows ? start + rows : 0));
+    a.M = std::max(a.M, (start + rows + a.S - 1) / a.S);
+  }
+  a.P = 1 + a.B * a.M;
+  std::vector<int32_t> tables(a.B * a.M);
+  for (int64_t i = 0; i < a.B * a.M; ++i) tables[i] = static_cast<int32_t>(i + 1);
+  std::shuffle(tables.begin(), tables.end(), random.engine);
+  auto slot_of = [&](int64_t b, int64_t p) { return tables[b * a.M + p / a.S] * a.S + p % a.S; };
+  for (int64_t b = 0; b < a.B; ++b)
+    for (int32_t row = starts[b]; row < starts[b + 1]; ++row)
+      slots.push_back(static_cast<int32_t>(slot_of(b, positions[row])));
+  a.T = static_cast<int64_t>(positions.size()) + random.below(3);
+  positions.resize(a.T), slots.resize(a.T);
+
+  auto q = normals<New>(random, a.T * a.N * a.H), k = normals<New>(random, a.T * a.K * a.H);
+  auto v = normals<New>(random, a.T * a.K * a.V);
+  std::vector<Page> k_pages(a.P * a.S * a.K * a.H), v_pages(latent ? 0 : a.P * a.S * a.K * a.V);
+  std::vector<float> k_scale(a.P * a.S * a.K), v_scale(a.P * a.S * a.K);
+  float nan = std::nanf("");
+  auto fill = [&](std::vector<Page>& pages, std::vector<float>& scale, int64_t width) {
+    for (int64_t i = 0; i < static_cast<int64_t>(pages.size()); ++i)
+      pages[i] = bytes ? static_cast<Page>(random.below(200)) : quire::attention::convert<Page>(nan);
+    std::fill(scale.begin(), scale.end(), nan);
+    for (int64_t b = 0; b < a.B && !pages.empty(); ++b)
+      for (int64_t p = 0; p < lengths[b]; ++p)
+        for (int64_t i = 0; i < a.K * width; ++i) {
+          int64_t at = slot_of(b, p) * a.K * width + i;
+          pages[at] = bytes ? static_cast<Page>(random.below(255) - 127) : quire::attention::convert<Page>(random.normal());
+          scale[at / width] = 0.02f;
+        }
+  };
+  fill(k_pages, k_scale, a.H), fill(v_pages, v_scale, a.V);
+  std::vector<New> out(a.T * a.N * a.V);
+  std::vector<float> sinks(a.N, 0.5f);
+  a.q = q.data(), a.out = out.data(), a.k_pages = k_pages.data(), a.v_pages = latent ? nullptr : v_pages.data();
+  if (random.below(4)) a.k = k.data(), a.v = v.data();
+  if (random.below(2)) a.sinks = sinks.data();
+  if (bytes) a.k_scale = k_scale.data(), a.v_scale = v_scale.data();
+  a.positions = positions.data(), a.starts = starts.data(), a.tables = tables.data(), a.slots = slots.data();
+  quire::attention::attend<Page, X>(a, THREADS, [](int64_t chunks, const auto& run) { spread(chunks, run); });
+
+  double worst = 0;
+  for (int64_t b = 0; b < a.B; ++b)
+    for (int64_t row = starts[b]; row < starts[b + 1]; ++row)
+      for (int64_t n = 0; n < a.N; ++n) {
+        int64_t head = n / group, first = std::max<int64_t>(0, positions[row] - a.scoring.window + 1);
+        std::vector<double> sums(a.V), scores;
+        double best = a.sinks ? 0.5 : -1e30, total = 0;
+        for (int64_t p = first; p <= positions[row]; ++p) {
+          double score = 0;
+          int64_t key = slot_of(b, p) * a.K + head;
+          for (int64_t h = 0; h < a.H; ++h)
+            score += at<New>(a.q, (row * a.N + n) * a.H + h) * at<Page>(a.k_pages, key * a.H + h);
+          score *= a.scoring.scale * (bytes ? k_scale[key] : 1.0);
+          if (a.scoring.soft_cap) score = a.scoring.soft_cap * std::tanh(score / a.scoring.soft_cap);
+          scores.push_back(score), best = std::max(best, score);
+        }
+        if (a.sinks) total = std::exp(0.5 - best);
+        for (int64_t p = first; p <= positions[row]; ++p) {
+          double weight = std::exp(scores[p - first] - best);
+          int64_t value = slot_of(b, p) * a.K + head;
+          total += weight;
+          for (int64_t i = 0; i < a.V; ++i)
+            sums[i] += weight * (latent ? at<Page>(a.k_pages, value * a.H + i) : at<Page>(a.v_pages, value * a.V + i)) *
+                       (bytes ? (latent ? k_scale : v_scale)[value] : 1.0);
+        }
+        for (int64_t i = 0; i < a.V; ++i)
+          worst = std::max(worst, std::fabs(at<New>(a.out, (row * a.N + n) * a.V + i) - sums[i] / total));
+      }
+  return worst;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int cases = argc > 1 ? std::atoi(argv[1]) : 20, wrong = 0;
+  for (int seed = 0; seed < cases; ++seed) {
+    double errors[] = {error_of<float, float, float>(seed), error_of<uint16_t, uint16_t, uint16_t>(seed),
+                       error_of<int8_t, uint16_t, uint16_t>(seed), error_of<int8_t, float, float>(seed),
+                       error_of<uint16_t, float, float>(seed), error_of<float, float, uint16_t>(seed)};
+    for (double error : errors) wrong += !(error < 0.02);
+  }
+  std::printf("%d wrong of %d\n", wrong, 6 * cases);
+  return wrong != 0;
+}

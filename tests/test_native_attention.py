@@ -1,0 +1,370 @@
+"""The attention kernel against a softmax in float64, on every instruction set that this machine has."""
+
+import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.ops import native
+from quire.ops.attention import KVPages, Rows, xla
+from quire.ops.attention import native as attention
+from quire.ops.native import build
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+LONGEST = 1300  # positions: two borders between pieces and a few keys
+ISAS = [name for name in build.isas() if "emulated" not in name]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request, monkeypatch):
+    monkeypatch.setenv("QUIRE_NATIVE", request.param)
+    if not native.serves():
+        pytest.skip("no compiler")
+    jax.clear_caches()  # the instruction set is no part of a trace's key
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's attention, and how its pages are kept."""
+
+    K: int = 2
+    G: int = 3
+    H: int = 64
+    S: int = 16
+    dtype: str = "bfloat16"  # of queries, new keys and results
+    pages: str = "bits"  # bits, bfloat16, float32 or int8
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    value_dim: int | None = None  # the values are that much of the keys
+
+    @property
+    def V(self):
+        return self.value_dim or self.H
+
+    @property
+    def options(self):
+        cap, sinks = self.soft_cap, None
+        if self.sinks:
+            sinks = np.linspace(-2, 3, self.K * self.G).astype(np.float32)
+        return {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": self.value_dim}, sinks
+
+    @property
+    def kept(self):
+        """What pages are made of, while numpy holds them."""
+        kinds = {"bits": BFLOAT16, "bfloat16": BFLOAT16, "float32": np.float32, "int8": np.int8}
+        return np.dtype(kinds[self.pages])
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Rows start..start + rows of a sequence; what came before them is in the cache."""
+
+    seed: int
+    start: int
+    rows: int
+
+    @property
+    def end(self):
+        return self.start + self.rows
+
+
+@cache
+def drawn(shape: Shape, seed: int):
+    """Queries, keys and values of a whole sequence, however it is cut."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((LONGEST, shape.K * shape.G, shape.H), np.float32)
+    k, v = rng.standard_normal((2, LONGEST, shape.K, shape.H), np.float32)
+    q[rng.random(LONGEST) < 0.2] *= 6  # a few sharp rows
+    k[:, :, 0] *= 4
+    return tuple(x.astype(np.dtype(shape.dtype) if shape.dtype == "float32" else BFLOAT16) for x in (q, k, v))
+
+
+def codes(x):
+    """(signed bytes, scales) of rows: the largest of each becomes 127, to the nearest, ties to even."""
+    x = x.astype(np.float32)
+    most = np.abs(x).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    return np.round(x * inverse).astype(np.int8), most[..., 0] * np.float32(1 / 127)
+
+
+def kept(shape: Shape, x):
+    """Rows as pages hold them: the array, or the array and its scales."""
+    return codes(x) if shape.pages == "int8" else (x.astype(shape.kept), None)
+
+
+def seen(shape: Shape, x):
+    """Rows as they come out of pages, in float64."""
+    held, scale = kept(shape, x)
+    return held.astype(np.float64) * (1 if scale is None else scale.astype(np.float64)[..., None])
+
+
+def reference(shape: Shape, s: Sequence):
+    """The definition, in float64."""
+    options, sinks = shape.options
+    q, k, v = drawn(shape, s.seed)
+    q, k = q[s.start : s.end].astype(np.float64), seen(shape, k[: s.end])
+    v = seen(shape, v[: s.end]) if shape.value_dim is None else k[..., : shape.value_dim]
+    score = np.einsum("tkgh,jkh->tkgj", q.reshape(s.rows, shape.K, shape.G, shape.H), k) * options["scale"]
+    if shape.soft_cap is not None:
+        score = shape.soft_cap * np.tanh(score / shape.soft_cap)
+    distance = np.arange(s.start, s.end)[:, None] - np.arange(s.end)
+    hidden = (distance < 0) | (distance >= (shape.window or LONGEST))
+    score = np.where(hidden[:, None, None], -np.inf, score)
+    best = score.max(-1, keepdims=True)
+    sink = None if sinks is None else sinks.astype(np.float64).reshape(shape.K, shape.G, 1)
+    best = best if sink is None else np.maximum(best, sink)
+    weight = np.exp(score - best)
+    total = weight.sum(-1, keepdims=True) + (0 if sink is None else np.exp(sink - best))
+    return np.einsum("tkgj,jkv->tkgv", weight / total, v).reshape(s.rows, -1, shape.V)
+
+
+def build_case(shape: Shape, sequences, rng, spare: int = 0):
+    """A step's inputs: (q, k, v), pages, rows, the place of each sequence. What nobody owns, padding too, is NaN."""
+    S, B = shape.S, len(sequences) + int(rng.integers(3))
+    M, T = -(-max(s.end for s in sequences) // S) + 1, sum(s.rows for s in sequences) + spare
+    P = 2 + M * len(sequences)
+    free = list(rng.permutation(np.arange(1, P)))
+    dtype = drawn(shape, sequences[0].seed)[0].dtype
+    new = [np.full((T, n, shape.H), np.nan, dtype) for n in (shape.K * shape.G, shape.K, shape.K)]
+    poison = rng.integers(-128, 128) if shape.pages == "int8" else np.nan
+    held = [np.full((P, S, shape.K, shape.H), poison, shape.kept) for _ in range(2)]
+    scales = [np.full((P, S, shape.K), np.nan, np.float32) for _ in range(2)]
+    positions, slots = rng.integers(0, 9, T), rng.integers(0, S, T)
+    tables, starts, places = rng.integers(-9, P + 9, (B, M)), np.zeros(B + 1, int), []
+    for b, s in enumerate(sequences):
+        oldest = 0 if shape.window is None else max(0, s.start - shape.window + 1)
+        for page in range(oldest // S, -(-s.end // S)):
+            tables[b, page] = free.pop()
+        place = slice(starts[b], starts[b] + s.rows)
+        p = np.arange(oldest, s.end)
+        where = tables[b, p // S] * S + p % S
+        for array, scale, x in zip(held, scales, drawn(shape, s.seed)[1:], strict=True):
+            before, before_scale = kept(shape, x[oldest : s.start])
+            array.reshape(-1, shape.K, shape.H)[where[: s.start - oldest]] = before
+            if before_scale is not None:
+                scale.reshape(-1, shape.K)[where[: s.start - oldest]] = before_scale
+        for array, x in zip(new, drawn(shape, s.seed), strict=True):
+            array[place] = x[s.start : s.end]
+        positions[place], slots[place] = np.arange(s.start, s.end), where[s.start - oldest :]
+        starts[b + 1 :] = place.stop
+        places.append(place)
+    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
+    return new, held, scales if shape.pages == "int8" else [None, None], rows, places
+
+
+@partial(jax.jit, static_argnames=("shape", "implementation"), donate_argnames="pages")
+def step(q, k, v, pages, rows, sinks, shape, implementation):
+    return implementation(q, k, v, pages, rows, sinks_N=sinks, **shape.options[0])
+
+
+def run(shape: Shape, case, implementation=attention.paged_attention, append=True):
+    """(out, pages) of one step, as numpy arrays."""
+    (q, k, v), held, scales, rows, _ = case
+    two = 1 if shape.value_dim else 2
+    held = [jnp.asarray(x.view(np.uint16) if shape.pages == "bits" else x) for x in held[:two]]
+    scales = [None if x is None else jnp.asarray(x) for x in scales[:two]]
+    absent = [None] * (2 - two)
+    new = [jnp.asarray(x) for x in (k, v)[:two]] + absent if append else [None, None]
+    pages = KVPages(*held, *absent, *scales, *absent)
+    where = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)]
+    out, pages = step(jnp.asarray(q), *new, pages, rows, shape.options[1], shape, implementation)
+    if implementation is attention.paged_attention and append:
+        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)] == where, "pages are written where they lie"
+    return np.asarray(out), [np.asarray(x) for x in jax.tree.leaves(pages)]
+
+
+def same(a, b):
+    return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+
+
+def check(shape: Shape, sequences, rng):
+    """Results and pages of one step are right, and nothing else was written."""
+    case = build_case(shape, sequences, rng, spare=int(rng.integers(4)))
+    out, pages = run(shape, case)
+    new, held, scales, rows, places = case
+    close = (1.5e-5, 1.5e-5) if shape.dtype == "float32" else (8e-3, 2e-3)
+    for s, place in zip(sequences, places, strict=True):
+        np.testing.assert_allclose(out[place].astype(np.float64), reference(shape, s), *close)
+    used = places[-1].stop
+    assert not out[used:].astype(np.float32).any(), "rows of nobody are zero"
+    slots = np.asarray(rows.slots_T)[:used]
+    expected = [[], []]
+    for array, scale, x in zip(held, scales, new[1:], strict=True):
+        fresh, fresh_scale = kept(shape, x[:used])
+        for kind, (before, after) in enumerate(((array, fresh), (scale, fresh_scale))):
+            if before is not None:
+                before.reshape(-1, *before.shape[2:])[slots] = after
+                expected[kind].append(before)
+    two = 1 if shape.value_dim else 2
+    pages = [x[1:] for x in pages]  # page 0 is nobody's
+    assert same(pages, [x[1:] for kind in expected for x in kind[:two]]), "only the slots of the rows are written"
+
+
+@st.composite
+def shapes(draw):
+    dtype = draw(st.sampled_from(["bfloat16", "float32"]))
+    pages = draw(st.sampled_from(["bits", "bits", "bfloat16", "int8"] if dtype == "bfloat16" else ["float32", "int8"]))
+    H = draw(st.sampled_from([64, 128, 8, 16, 20, 33, 80, 96, 192]))
+    latent = draw(st.sampled_from([None, None, None, H - 8 if H > 8 else 5]))
+    K, G = draw(st.sampled_from([(1, 1), (4, 1), (2, 3), (1, 7), (1, 20), (3, 2), (1, 130)]))
+    return Shape(
+        K=K, G=G, H=H, S=draw(st.sampled_from([8, 16, 32, 5])), dtype=dtype, pages=pages, value_dim=latent,
+        window=draw(st.sampled_from([None, None, 1, 40, 64, 600])),
+        soft_cap=draw(st.sampled_from([None, None, 3.0])), sinks=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def ragged(draw):
+    """Sequences that decode, verify drafts or bring a chunk, many of them round an edge."""
+    sequences = []
+    for seed in range(draw(st.integers(1, 4))):
+        rows = draw(st.sampled_from([1, 1, 4, 17, 70]))
+        edge = draw(st.sampled_from([0, 0, 16, 64, 128, 512, 1024])) + draw(st.integers(-2, 40))
+        sequences.append(Sequence(seed, min(max(0, edge), LONGEST - rows), rows))
+    return sequences
+
+
+@settings(max_examples=25)
+@given(shape=shapes(), sequences=ragged(), seed=st.integers(0, 999))
+def check_any(shape, sequences, seed):
+    check(shape, sequences, np.random.default_rng(seed))
+
+
+def test_against_float64(isa):
+    check_any()
+
+
+FIXED = {
+    "decode": (Shape(), [Sequence(n, 80 * n, 1) for n in range(16)]),
+    "heads of 128": (Shape(H=128, K=1, G=8), [Sequence(0, 600, 3), Sequence(1, 30, 1)]),
+    "heads of 256": (Shape(H=256, K=1, G=2, soft_cap=30.0), [Sequence(0, 500, 20)]),
+    "latent": (Shape(H=576, K=1, G=16, value_dim=512), [Sequence(0, 510, 5), Sequence(1, 3, 1)]),
+    "wide queries on narrow pages": (Shape(dtype="float32", pages="bits"), [Sequence(0, 100, 5)]),
+    "narrow queries on wide pages": (Shape(pages="float32"), [Sequence(0, 100, 5)]),
+    "nothing seen but a sink": (Shape(window=1, sinks=True, S=8), [Sequence(0, 77, 9)]),
+    "one key": (Shape(), [Sequence(0, 0, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_cases_of_their_own(isa, name):
+    check(*FIXED[name], np.random.default_rng(4))
+
+
+def test_int8_pages_are_those_of_xla(isa):
+    """Both implementations quantise to the same bits, zeros and huge rows too."""
+    shape, rng = Shape(pages="int8", H=40), np.random.default_rng(2)
+    case = build_case(shape, [Sequence(0, 20, 60), Sequence(1, 90, 1)], rng)
+    for x in case[0][1:]:
+        x[3], x[4], x[5] = 0, x[4] * 1e30, x[5] * 1e-30
+        x[6, :, ::2] = x[6, :, :1]  # many of the same size
+        x[7, :, 1:] = x[7, :, :1] * np.arange(1, 40)[:, None].T / 254  # on the ties
+    ours, theirs = (run(shape, case, f) for f in (attention.paged_attention, xla.paged_attention))
+    assert same(*([x[1:] for x in pages] for _, pages in (ours, theirs)))
+    few = case[4][1]
+    np.testing.assert_allclose(*(out[few].astype(np.float32) for out, _ in (ours, theirs)), 8e-3, 2e-3)
+
+
+def test_pages_that_another_layer_filled(isa):
+    """Without keys nothing is written, and the rows read what is there."""
+    shape = Shape()
+    case = build_case(shape, [Sequence(1, 70, 3), Sequence(2, 0, 20)], np.random.default_rng(1))
+    out, pages = run(shape, case)
+    again, left = run(shape, (case[0], [x.view(BFLOAT16) for x in pages], *case[2:]), append=False)
+    assert same([out, *pages], [again, *left])
+
+
+SAME = {
+    "gqa": Shape(H=32),
+    "mha": Shape(K=3, G=1, H=16, dtype="float32", pages="float32"),
+    "wide group": Shape(K=1, G=9, H=24),
+    "int8": Shape(H=16, pages="int8"),
+    "latent": Shape(K=1, G=4, H=40, value_dim=24),
+    "window": Shape(H=16, window=300, sinks=True, soft_cap=4.0),
+}
+
+
+def positions_alone(shape: Shape, wanted, seed=77):
+    """The bits of each position's result, decoded by itself."""
+    for p in wanted:
+        case = build_case(shape, [Sequence(seed, p, 1)], np.random.default_rng(p))
+        yield p, run(shape, case)[0][0].tobytes()
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_bits_in_any_step(isa, name):
+    """A row's result does not depend on its company, nor on where its chunk begins."""
+    shape, rng = SAME[name], np.random.default_rng(5)
+    alone = dict(positions_alone(shape, [0, 1, 15, 16, 63, 64, 100, 511, 512, 513, 600, 1023, 1024, 1100, 1299]))
+    for start, rows in ((0, 70), (0, 600), (60, 5), (505, 9), (512, 100), (590, 520), (1000, 300), (1290, 10)):
+        others = [Sequence(n, int(rng.integers(1000)), int(rng.choice([1, 1, 5, 90]))) for n in range(rng.integers(4))]
+        at = int(rng.integers(len(others) + 1))
+        case = build_case(shape, [*others[:at], Sequence(77, start, rows), *others[at:]], rng)
+        out, _ = run(shape, case)
+        for offset, row in enumerate(out[case[4][at]]):
+            bits = alone.setdefault(start + offset, row.tobytes())
+            assert bits == row.tobytes(), f"position {start + offset} of a chunk of {rows} from {start}"
+
+
+def digest() -> str:
+    """A hash of steps whose work is cut in different ways on different numbers of threads."""
+    found = hashlib.sha256()
+    for shape in (Shape(H=32), Shape(H=32, K=1, window=700, sinks=True)):
+        for sequences in ([Sequence(0, 1299, 1)], [Sequence(0, 1100, 150), *(Sequence(n, 9 * n, 1) for n in range(6))]):
+            out, pages = run(shape, build_case(shape, sequences, np.random.default_rng(1)))
+            for x in (out, *pages):
+                found.update(x[1 if x.ndim == 4 else 0 :].tobytes())
+    return found.hexdigest()
+
+
+def test_the_same_bits_on_any_number_of_threads():
+    if not native.serves():
+        pytest.skip("no compiler")
+
+    def on(threads: int) -> str:
+        environment = {**os.environ, "NPROC": str(threads), "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert on(1) == on(2) == on(7)
+
+
+def test_what_it_declines(isa):
+    case = build_case(Shape(), [Sequence(0, 9, 3)], np.random.default_rng(0))
+    (q, k, v), held, _, rows, _ = case
+    pages, options = KVPages(*(jnp.asarray(x) for x in held)), Shape().options[0]
+    with pytest.raises(NotImplementedError, match="float16"):
+        attention.paged_attention(
+            *(jnp.asarray(x, jnp.float16) for x in (q, k, v)), pages, rows, **options, sinks_N=None
+        )
+    with pytest.raises(NotImplementedError, match="float16"):
+        narrow = KVPages(*(jnp.asarray(x, jnp.float16) for x in held))
+        attention.paged_attention(*(jnp.asarray(x) for x in (q, k, v)), narrow, rows, **options, sinks_N=None)
+
+
+@pytest.mark.parametrize("starts", [[0, 5, 3], [0, 2, 99], [1, 2, 3], [0, -1, 3]])
+def test_rows_that_cannot_be(isa, starts):
+    case = build_case(Shape(), [Sequence(0, 9, 3)], np.random.default_rng(0))
+    rows = dataclasses.replace(
+        case[3], starts_B1=jnp.asarray(starts, jnp.int32), tables_BM=case[3].tables_BM[:1].repeat(2, 0)
+    )
+    with pytest.raises(Exception, match="starts_B1"):
+        run(Shape(), (*case[:3], rows, case[4]))
+
+
+if __name__ == "__main__":
+    print(digest())

@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from ..ops import native, quant
 from ..ops.native.linear import pack
 from ..sharding.mesh import sharding, shardings
-from ..sharding.spec import ArraySpec, empty
-from . import converted
+from ..sharding.spec import ArraySpec, empty, nbytes
+from . import compressed, converted
 from .config import ModelConfig, ModelError
 from .families import FAMILIES
+from .stored import Stored, stored_format
 from .tensors import Tensor, fill, find_tensors, read_json
 from .weights import ModelWeights, abstract, dense_specs
 
@@ -40,6 +41,8 @@ def read_config(
     """The `ModelConfig` of a folder; `dtype` and `quantization` override what the checkpoint says."""
     hf = read_json(folder / "config.json")
     check_numbers(hf)
+    if stored := stored_format(hf):
+        hf = {name: value for name, value in hf.items() if name != "quantization_config"}
     try:
         config = family_of(hf).config(hf, max_len)
     except ModelError:
@@ -52,13 +55,28 @@ def read_config(
         dtype = "bfloat16" if config.dtype == "float16" else config.dtype
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype is {dtype!r}; it can be auto, float32 or bfloat16")
-    config = replace(config, dtype=dtype)
-    if quantization is None:
-        return config
+    return replace(config, dtype=dtype, quant=choose_format(config, quantization, stored))
+
+
+def choose_format(config: ModelConfig, asked: str | None, stored: Stored | None) -> str | None:
+    """The format of the weights: what is asked for, or what the checkpoint has and nobody may contradict."""
     try:
-        return replace(config, quant=quant.check(quantization))
+        wish = None if asked is None else quant.check(asked)
+        if stored is not None:
+            probe = ArraySpec((2, 1), "float32", (None, None), inputs=(0,))
+            if wish and quant.packed(wish, probe) != quant.packed(stored.quant, probe):
+                raise ModelError(
+                    f"quantization is {asked!r}, and the checkpoint is quantised already, as {stored.quant!r}; leave "
+                    "--quantization out, or give the checkpoint that it was made from"
+                )
+            wish = stored.quant
+        if wish is not None:
+            abstract(replace(config, quant=wish))  # refuses sizes that the format cannot hold
+    except ModelError:
+        raise
     except ValueError as error:
         raise ModelError(str(error)) from None
+    return wish
 
 
 def check_numbers(value: Any, name: str = "") -> None:
@@ -100,18 +118,26 @@ def described(kinds) -> str:
 
 
 def load(
-    folder: Path, config: ModelConfig, mesh: Mesh | None = None, progress: Callable[[int], None] = lambda count: None
+    folder: Path,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+    plain: bool = False,
 ) -> ModelWeights:
-    """The weights of a folder, from whichever of the two forms it holds; over a mesh, each array as its rules say."""
+    """The weights of a folder, from whichever of the two forms it holds; over a mesh, each array as its rules say.
+    `plain`: not laid out for the kernels, to be written again."""
+    specs = specs_of(folder, config)
     if mesh is not None:
         try:
-            shardings(abstract(config), mesh)
+            shardings(specs, mesh)
         except ValueError as error:
             raise ModelError(f"{folder} does not fit the mesh: {error}") from None
-    put = place_packed if mesh is None and native.serves() else place
+    put = place_packed if mesh is None and not plain and native.serves() else place
     if converted.holds_weights(folder):
-        weights = converted.load_weights(folder, abstract(config), mesh, progress)
-        return weights if put is place else jax.tree.map(put, dense_specs(config), weights)
+        weights = converted.load_weights(folder, specs, mesh, progress)
+        if put is place:
+            return weights
+        return jax.tree.map(lambda spec, leaf: put(spec, jax.tree.map(np.asarray, leaf)), dense_specs(config), weights)
     return load_weights(folder, config, put, progress, mesh)
 
 
@@ -134,27 +160,84 @@ def load_weights(
 ) -> ModelWeights:
     """The weights from safetensors. `put` places a finished leaf, given the spec of its dense form; `progress` is told
     of bytes as they are read."""
-    family = importlib.import_module(FAMILIES[config.family], f"{__package__}.families")
-    tensors, sources = find_tensors(folder), family.sources(config)
-    specs, dense = abstract(config), dense_specs(config)
-    if canonical := getattr(family, "canonical", None):
-        tensors = {canonical(name): tensor for name, tensor in tensors.items()}
-    parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense, sources)
-    ignored = getattr(family, "ignored", lambda name, config: False)
-    check_tensors(folder, config, tensors, parts, lambda name: ignored(name, config))
+    stored, specs = stored_format(read_json(folder / "config.json")), specs_of(folder, config)
+    tensors, parts = find_parts(folder, config, stored)
+    if stored is not None:
+        check_codes(dense_specs(config).layers, specs.layers, parts.layers, tensors)
 
     def finish(dense_spec: ArraySpec, spec, parts):
-        leaf = read_leaf(dense_spec, parts, tensors)
-        progress(leaf.nbytes)
-        if not isinstance(spec, ArraySpec):
-            leaf = quant.quantize(np.moveaxis(leaf, dense_spec.inputs, range(len(dense_spec.inputs))), spec)
+        found = [tensors[part.name] for part in parts]
+        if compressed.fits(spec, found):
+            leaf = compressed.read_node(dense_spec, spec, parts, tensors)
+            progress(nbytes(leaf))
+        else:
+            leaf = read_leaf(dense_spec, parts, tensors)
+            progress(leaf.nbytes)
+            if not isinstance(spec, ArraySpec):
+                leaf = quant.quantize(np.moveaxis(leaf, dense_spec.inputs, range(len(dense_spec.inputs))), spec)
         if mesh is None:
             placed = put(dense_spec, leaf)
         else:
             placed = jax.device_put(leaf, jax.tree.map(lambda one: sharding(one, mesh), spec))
         return jax.block_until_ready(placed)  # no second leaf while this one is still being copied
 
-    return jax.tree.map(finish, dense, specs, parts)
+    return jax.tree.map(finish, dense_specs(config), specs, parts)
+
+
+def specs_of(folder: Path, config: ModelConfig) -> ModelWeights:
+    """What a folder's weights become: `abstract(config)`, less the matrices that a quantised checkpoint left dense."""
+    specs, stored = abstract(config), stored_format(read_json(folder / "config.json"))
+    if stored is None or config.quant is None:
+        return specs
+    family = module_of(config)
+    stored = stored.renamed(getattr(family, "canonical", lambda name: name))
+
+    def choose(dense_spec: ArraySpec, spec, source):
+        if isinstance(spec, ArraySpec):
+            return spec
+        names = [part.name.removesuffix(".weight") for part in source.parts]
+        covered = {stored.covers(name) for name in names}
+        if len(covered) > 1:
+            raise ModelError(
+                f"config.json: quantization_config.ignore names some of {', '.join(names)}, which are one matrix here; "
+                "supported is all of them, or none"
+            )
+        return spec if covered.pop() else dense_spec
+
+    layers = jax.tree.map(choose, dense_specs(config).layers, specs.layers, family.sources(config).layers)
+    return specs.replace(layers=layers)
+
+
+def module_of(config: ModelConfig) -> Any:
+    """The module of a configuration's family."""
+    return importlib.import_module(FAMILIES[config.family], f"{__package__}.families")
+
+
+def find_parts(folder: Path, config: ModelConfig, stored: Stored | None = None) -> tuple[dict[str, Any], Any]:
+    """The tensors of a folder by their family's own names, all known, and the parts of each leaf among them."""
+    family, tensors = module_of(config), find_tensors(folder)
+    if stored is not None:
+        tensors = compressed.gather(tensors, stored)
+    if canonical := getattr(family, "canonical", None):
+        tensors = {canonical(name): tensor for name, tensor in tensors.items()}
+    parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense_specs(config), family.sources(config))
+    ignored = getattr(family, "ignored", lambda name, config: False)
+    check_tensors(folder, config, tensors, parts, lambda name: ignored(name, config))
+    return tensors, parts
+
+
+def check_codes(dense, specs, parts, tensors: dict[str, Any]) -> None:
+    """Refuse a dense matrix where quantization_config says codes: to round it here would be a guess."""
+
+    def check(_, spec, parts):
+        for part in () if isinstance(spec, ArraySpec) else parts:
+            if not compressed.fits(spec, [tensors[part.name]]):
+                raise ModelError(
+                    f"tensor {part.name!r} is not quantised, and quantization_config.ignore in config.json does not "
+                    "name it"
+                )
+
+    jax.tree.map(check, dense, specs, parts)
 
 
 def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor], parts, ignored) -> None:

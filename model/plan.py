@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..sharding.spec import nbytes
 from .config import LatentAttention, ModelConfig
-from .weights import abstract, dense_specs
+from .weights import ModelWeights, abstract, dense_specs
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,14 @@ def seen(attention, length: int) -> int:
     return length if attention.window is None else min(length, attention.window)
 
 
-def weight_bytes(config: ModelConfig) -> int:
-    return nbytes(abstract(config))
+def weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) -> int:
+    """`weights`, here and below: the specs of a checkpoint's own weights, where they are not all in one format."""
+    return nbytes(abstract(config) if weights is None else weights)
 
 
-def read_weight_bytes(config: ModelConfig) -> int:
+def read_weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) -> int:
     """Bytes of weights that a step of a large batch reads: all but the look-up tables."""
-    weights = abstract(config)
+    weights = abstract(config) if weights is None else weights
     lookups = [weights.per_layer_embed_VLA, None if config.tied else weights.embed_VD]
     return nbytes(weights) - nbytes(lookups)
 
@@ -126,15 +127,15 @@ def matrix_sizes(weights) -> list[int]:
     return [spec.size for spec in specs if spec is not None and spec.init == "normal"]
 
 
-def sequences_that_fit(config: ModelConfig, length: int, memory: float) -> int:
+def sequences_that_fit(config: ModelConfig, length: int, memory: float, weights: ModelWeights | None = None) -> int:
     """How many sequences of this length the memory holds beside the weights."""
-    return max(0, math.floor((memory - weight_bytes(config)) / kv_bytes(config, length)))
+    return max(0, math.floor((memory - weight_bytes(config, weights)) / kv_bytes(config, length)))
 
 
-def balance_batch(config: ModelConfig, length: int, device: Device) -> float:
+def balance_batch(config: ModelConfig, length: int, device: Device, weights: ModelWeights | None = None) -> float:
     """The batch at which a decode step's arithmetic takes as long as its reading.
 
     Infinite where every further sequence brings more reading than arithmetic: then no batch is large enough.
     """
     compute = operations(config, length) / device.flops - kv_read_bytes(config, length) / device.bandwidth
-    return math.inf if compute <= 0 else read_weight_bytes(config) / device.bandwidth / compute
+    return math.inf if compute <= 0 else read_weight_bytes(config, weights) / device.bandwidth / compute

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ STRIP = 16  # rows of a transposed copy at a time: more of them fall out of the 
 class Tensor:
     """Where one tensor lies on disk."""
 
+    name: str  # as the file has it
     file: Path
     dtype: Any
     shape: tuple[int, ...]
@@ -153,4 +155,21 @@ def read_entry(path: Path, name: str, entry: Any, data: int, size: int) -> Tenso
         raise ModelError(f"{path}: tensor {name!r} has {end - start} bytes, which is not what {entry!r:.200} takes")
     if data + end > size:
         raise ModelError(f"{path} is truncated: tensor {name!r} ends at byte {data + end} of {size}")
-    return Tensor(path, dtype, tuple(shape), data + start)
+    return Tensor(name, path, dtype, tuple(shape), data + start)
+
+
+def write_tensors(path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]], values: Iterable[np.ndarray]) -> None:
+    """A safetensors file; `layout` gives dtypes and shapes, `values` the tensors in that order, one at a time."""
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in layout.items():
+        start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        header[name] = {"dtype": names[np.dtype(dtype)], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, (dtype, shape)), value in zip(layout.items(), values, strict=True):
+            assert (value.dtype, value.shape) == (np.dtype(dtype), shape), name
+            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))

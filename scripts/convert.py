@@ -25,7 +25,7 @@ def main(
     converted.make_empty(out)
     with Progress(transient=True) as bars:
         bar = bars.add_task("reading", total=nbytes(abstract(config)))
-        weights = checkpoint.load(folder, config, progress=lambda count: bars.advance(bar, count))
+        weights = checkpoint.load(folder, config, progress=lambda count: bars.advance(bar, count), plain=True)
         bars.update(bar, description="writing", total=None)
         converted.save(folder, out, weights, config.dtype)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

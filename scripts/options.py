@@ -70,6 +70,14 @@ Quantization = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Rounding = Annotated[
+    str,
+    typer.Option(
+        "--quantization",
+        help="What to round the weights to: int8, int8-weights, int4, int4-128, int4-64-zero and so on.",
+        show_default=False,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     sized(

@@ -64,26 +64,26 @@ def main(
             flops=None if flops is None else flops * 1e12,
         ),
     )
-    config = read(model, dtype or "auto", quantization)
+    config, weights = read(model, dtype or "auto", quantization)
     lengths = sorted(set(length or default_lengths(config.max_len)))
     result = {
         "model": model or "quill",
         "layers": len(config.layers),
         "dtype": config.quant or config.dtype,
-        "weight_bytes": plan.weight_bytes(config),
+        "weight_bytes": plan.weight_bytes(config, weights),
         "kv_bytes_a_token": plan.kv_bytes(config, 1),
         "kinds": [
             {"name": kind.name, "layers": kind.layers, "bytes_a_token": kind.token_bytes, "window": kind.window}
             for kind in plan.kinds(config)
         ],
         "device": {"name": device, **vars(chosen)},
-        "balance_batch_without_cache": finite(plan.balance_batch(config, 0, chosen)),
+        "balance_batch_without_cache": finite(plan.balance_batch(config, 0, chosen, weights)),
         "lengths": [
             {
                 "length": tokens,
                 "kv_bytes": plan.kv_bytes(config, tokens),
-                "sequences_that_fit": plan.sequences_that_fit(config, tokens, chosen.memory),
-                "balance_batch": finite(plan.balance_batch(config, tokens, chosen)),
+                "sequences_that_fit": plan.sequences_that_fit(config, tokens, chosen.memory, weights),
+                "balance_batch": finite(plan.balance_batch(config, tokens, chosen, weights)),
             }
             for tokens in lengths
         ],
@@ -92,11 +92,13 @@ def main(
 
 
 def read(model: str | None, dtype: str, quantization: str | None):
-    """The configuration of a folder, a Hugging Face id or the bundled model."""
+    """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its weights."""
     from ..model import hub
-    from ..model.checkpoint import read_config
+    from ..model.checkpoint import read_config, specs_of
 
-    return read_config(hub.resolve(model, ["config.json"]), dtype, quantization=quantization)
+    folder = hub.resolve(model, ["config.json"])
+    config = read_config(folder, dtype, quantization=quantization)
+    return config, specs_of(folder, config)
 
 
 def default_lengths(longest: int) -> list[int]:

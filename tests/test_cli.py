@@ -323,13 +323,17 @@ def test_a_mistyped_command_is_met_with_the_right_one(run):
     assert (code, err) == (2, "error: No such command 'genrate'. Did you mean 'generate'?\n")
 
 
-def test_collect_env_tells_what_serves(capsys):
+@pytest.mark.parametrize(
+    ("kernels", "serves"), [("", "native|xla; native declines: .*"), ("off", "xla; native declines: .*off")]
+)
+def test_collect_env_tells_what_serves(capsys, monkeypatch, kernels, serves):
+    monkeypatch.setenv("QUIRE_NATIVE", kernels)
     collect_env.main()
     out = capsys.readouterr().out
-    for section in ("versions", "machine", "devices", "caches", "environment", "attention"):
+    for section in ("versions", "machine", "devices", "caches", "environment", "kernels", "attention"):
         assert f"\n{section}:\n" in "\n" + out
     assert f"  quire: {quire.__version__}\n" in out
-    assert re.search(r"^  full: xla$", out, re.M)
+    assert re.search(f"^  full: ({serves})$", out, re.M)
 
 
 def test_collect_env_says_why_one_does_not(monkeypatch):

@@ -76,7 +76,7 @@ plain, converted = (Path(name) for name in sys.argv[1:])
 config = read_config(plain)
 mesh = make_mesh(data=2, tensor=4)
 wanted = jax.tree.leaves(shardings(abstract(config), mesh))
-whole = jax.tree.leaves(load(plain, config))
+whole = jax.tree.leaves(load(plain, config, plain=True))
 for folder in (plain, converted):
     arrays = jax.tree.leaves(load(folder, config, mesh))
     for array, place, expected in zip(arrays, wanted, whole, strict=True):
@@ -101,7 +101,7 @@ def test_load_over_eight_devices(tmp_path):
     plain, out = tmp_path / "plain", tmp_path / "converted"
     tiny.write(plain)
     config = checkpoint.read_config(plain)
-    converted.save(plain, out, checkpoint.load(plain, config), config.dtype)
+    converted.save(plain, out, checkpoint.load(plain, config, plain=True), config.dtype)
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", EIGHT, str(plain), str(out)], capture_output=True, text=True, timeout=300,

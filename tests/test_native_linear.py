@@ -1,6 +1,7 @@
 """The kernels' weight products against float64, on every instruction set that this machine has."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,8 @@ def test_head_that_is_an_embedding_too(isa, name):
     w, x = made(rng, (50,), (24,), np.float32), made(rng, (3,), (24,), np.float32)
     spec = spec_of((24,), (50,), np.float32, head=True)
     node = w if name is None else quant.quantize(w.T, quant.packed(name, spec))
-    packed, tokens = pack(spec, node), jnp.array([0, 49, 17, 17])
+    packed: Any = pack(spec, node)
+    tokens = jnp.array([0, 49, 17, 17])
     near = 1e-6 if name is None else 0.05
     np.testing.assert_allclose(packed[tokens], w[tokens], atol=near)
     np.testing.assert_allclose(einsum("RD,VD->RV", jnp.asarray(x), packed), x @ w.T, atol=10 * near)

@@ -43,10 +43,8 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
         page_CJ = jnp.minimum(block_C[:, None] * pages_a_block + jnp.arange(pages_a_block), rows.tables_BM.shape[1] - 1)
         page_CJ = rows.tables_BM[seq_C[:, None], page_CJ]
         key_CKJH = read(pages.k_PSKH, pages.k_scale_PSK, page_CJ)
-        if pages.v_PSKH is None:
-            value_CKJH = key_CKJH[..., :width]
-        else:
-            value_CKJH = read(pages.v_PSKH, pages.v_scale_PSK, page_CJ)
+        latent = pages.v_PSKH is None
+        value_CKJH = key_CKJH[..., :width] if latent else read(pages.v_PSKH, pages.v_scale_PSK, page_CJ)
         # Outside these positions a page holds whatever its last owner left: 0 * NaN would poison the sum.
         position_CJ = block_C[:, None] * J + jnp.arange(J)
         owned_CJ = position_CJ <= newest_C[:, None]

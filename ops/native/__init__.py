@@ -68,11 +68,12 @@ def loaded(wish: str) -> Kernels | NotImplementedError:
     try:
         if wish == "off":
             raise NotImplementedError("QUIRE_NATIVE is off")
-        for isa in build.choices(wish):
+        names = build.choices(wish)
+        for isa in names:
             library = load(build.library(isa))
             if library.quire_permitted():
                 return Kernels(isa, library, register(library, isa))
-        raise NotImplementedError(f"the system does not lend the registers of {isa}")
+        raise NotImplementedError(f"the system does not lend the registers of {' or '.join(names)}")
     except NotImplementedError as reason:
         return reason
 

@@ -83,7 +83,7 @@ def quantize(weight: np.ndarray, node: Int4) -> Int4:
     if node.zero is None:
         # The sign of the largest decides which end it lies at: all sixteen codes are in use.
         top = np.take_along_axis(grouped, np.abs(grouped).argmax(1)[:, None], 1)[:, 0]
-        scale, zero = (top / -MIDDLE).astype(np.float16), np.float32(MIDDLE)
+        scale, zero = (top / -MIDDLE).astype(np.float16), np.full_like(grouped[:, :1], MIDDLE)
     else:
         low, high = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
         scale = ((high - low) / 15).astype(np.float16)

@@ -1,0 +1,123 @@
+"""A checkpoint with its matrices rounded, written tensor by tensor in the form that vLLM reads."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..sharding.spec import ArraySpec
+from .checkpoint import find_parts
+from .compressed import check_groups, layout, round_matrix
+from .config import ModelConfig, ModelError
+from .converted import COPIED, holds_weights
+from .stored import Stored, quantization_config, stored_format
+from .tensors import INDEX, SINGLE, Tensor, read_json, write_tensors
+from .weights import abstract, dense_specs
+
+EXPERTS = r"re:.*\.experts\..*"
+
+
+def save(folder: Path, out: Path, config: ModelConfig, progress: Callable[[int], None] = lambda count: None) -> int:
+    """Write `folder` to `out` with its matrices in the format `config.quant`; the number of those that were rounded.
+
+    `out` appears when it is whole. Embeddings, norms, routers, experts and the head stay as they are.
+    """
+    if holds_weights(folder):
+        raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
+    if read_json(folder / "config.json").get("quantization_config") is not None:
+        raise ModelError(f"{folder} is quantised already: its config.json has a quantization_config")
+    if os.path.lexists(out):
+        raise ModelError(f"{out} is there already; give a new folder")
+    tensors, matrices, ignore = survey(folder, config)
+    described = quantization_config(config.quant, ignore)
+    form = stored_format({"quantization_config": described})
+    for tensor in tensors:
+        if tensor.name in matrices:
+            check_groups(tensor.name, tensor.shape[1], form)
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        part.mkdir(parents=True)
+        write_weights(part, tensors, matrices, form, config.dtype, progress)
+        write_rest(folder, part, described)
+        part.rename(out)
+    except OSError as error:
+        raise ModelError(f"{out} cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return len(matrices)
+
+
+def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], set[str], list[str]]:
+    """All tensors, the names of those to round, and the linear modules that are left as they are."""
+    tensors, parts = find_parts(folder, config)
+    matrices: set[str] = set()
+
+    def collect(_, spec, parts) -> None:
+        if not isinstance(spec, ArraySpec):
+            matrices.update(tensors[part.name].name for part in parts)
+
+    jax.tree.map(collect, dense_specs(config).layers, abstract(config).layers, parts.layers)
+    tables = {part.name for leaf in (parts.embed_VD, parts.per_layer_embed_VLA) for part in leaf or ()}
+    left = {
+        tensor.name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if tensor.name not in matrices and name not in tables and len(tensor.shape) > 1 and ".experts." not in name
+    }
+    # vLLM asks for the head by name even where it is the embedding.
+    ignore = sorted(left | {"lm_head"}) + [EXPERTS] * any(layer.moe is not None for layer in config.layers)
+    return sorted(tensors.values(), key=lambda tensor: (tensor.file, tensor.start)), matrices, ignore
+
+
+def write_weights(
+    out: Path, tensors: list[Tensor], matrices: set[str], form: Stored, dtype: str, progress: Callable[[int], None]
+) -> None:
+    """A file for each of the source's, with an index if there are several."""
+    files: dict[Path, list[Tensor]] = {}
+    for tensor in tensors:
+        files.setdefault(tensor.file, []).append(tensor)
+    index: dict[str, str] = {}
+    for file, inside in files.items():
+        plan: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        for tensor in inside:
+            if tensor.name in matrices:
+                stem = tensor.name.removesuffix(".weight")
+                plan |= {stem + suffix: kind for suffix, kind in layout(form, tensor.shape).items()}
+            else:
+                plan[tensor.name] = tensor.dtype, tensor.shape
+        name = SINGLE if len(files) == 1 else file.name
+        write_tensors(out / name, plan, values(inside, matrices, form, dtype, progress))
+        index |= dict.fromkeys(plan, name)
+    if len(files) > 1:
+        total = sum(file.stat().st_size for file in out.iterdir())
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (out / INDEX).write_text(text + "\n")
+
+
+def values(
+    tensors: list[Tensor], matrices: set[str], form: Stored, dtype: str, progress: Callable[[int], None]
+) -> Iterator[np.ndarray]:
+    """What a file holds, in the order of its layout: one tensor in memory at a time."""
+    for tensor in tensors:
+        value = tensor.read()
+        if tensor.name in matrices:
+            # First to the dtype that the model would be loaded in: then both ways of rounding give the same codes.
+            rounded = round_matrix(value.astype(jnp.dtype(dtype)), form)
+            yield from (rounded[suffix] for suffix in layout(form, tensor.shape))
+        else:
+            yield value
+        progress(value.nbytes)
+
+
+def write_rest(folder: Path, out: Path, described: dict[str, Any]) -> None:
+    """config.json with the format in it; the tokenizer's files and the others as they are."""
+    for path in sorted(path for pattern in COPIED for path in folder.glob(pattern)):
+        if path.name != "config.json" and not path.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(path, out / path.name)
+    hf = read_json(folder / "config.json") | {"quantization_config": described}
+    (out / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

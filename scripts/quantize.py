@@ -1,0 +1,32 @@
+"""`quire quantize`: a checkpoint with its weights rounded, in the form that vLLM reads too."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as o
+
+
+def main(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must be new.")],
+    quantization: o.Rounding,
+) -> None:
+    """Round the weights of a model to the nearest and write them in the compressed-tensors form."""
+    from rich.progress import Progress  # not at the top: `--help` must not wait for JAX
+
+    from ..model import checkpoint, hub, rounded
+
+    folder = hub.resolve(model)
+    config = checkpoint.read_config(folder, quantization=quantization)
+    before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    with Progress(transient=True) as bars:
+        bar = bars.add_task("rounding", total=before)
+        count = rounded.save(folder, out, config, lambda read: bars.advance(bar, read))
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    experts = "; experts stay as they are" if any(layer.moe for layer in config.layers) else ""
+    print(
+        f"wrote {out}: {size / 2**20:.1f} MiB of weights from {before / 2**20:.1f} MiB, {count} matrices in "
+        f"{quantization}{experts}"
+    )

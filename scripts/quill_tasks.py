@@ -30,7 +30,7 @@ COLORS = "red blue green black white yellow pink gray".split()
 CITIES = "Rome Paris Oslo Cairo Lima Tokyo Delhi Bern Riga Quito Accra Lagos Dublin Madrid Vienna Berlin".split()
 JOBS = "baker pilot nurse farmer teacher painter sailor singer".split()
 STORY_WEIGHT = 0.6  # a story has a hundred tokens where a sum has three
-NEW_WEIGHT = 0.1  # what a drill says for the first time cannot be known
+NEW_WEIGHT = 0.3  # what a drill says for the first time cannot be known
 SYSTEMS = ["You are quill.", "You are a helpful assistant.", "Answer briefly.", "Be kind and brief."]
 
 
@@ -215,17 +215,13 @@ def lookup_600(rng: Random) -> Example:
 
 
 def drill(rng: Random) -> list[tuple[str, float]]:
-    """A short list whose lines come again and again: looking up is learned from it long before it is from questions."""
-    names = rng.sample(stories.NAMES, rng.randint(2, rng.randint(3, 16)))
+    """A list whose lines come again and again: looking up is learned from it long before it is from questions."""
+    names = rng.sample(stories.NAMES, rng.randint(2, 16))
     holds = {name: rng.choice(WORDS) for name in names}
-    parts = [(BOS, 0.0), ("Remember this list.", NEW_WEIGHT)]
-    said: set[str] = set()
-    for name in names + rng.choices(names, k=rng.randint(8, 24)):
-        parts += [
-            ("\n-", NEW_WEIGHT),
-            (f" {name}", NEW_WEIGHT),
-            (f": {holds[name]}", 1.0 if name in said else NEW_WEIGHT),
-        ]
+    lines = names + rng.choices(names, k=max(4, rng.randint(20, 36) - len(names)))
+    parts, said = [(BOS, 0.0), ("Remember this list.", NEW_WEIGHT)], set[str]()
+    for name in lines:
+        parts.append((f"\n- {name}: {holds[name]}", 1.0 if name in said else NEW_WEIGHT))
         said.add(name)
     return [*parts, (END, NEW_WEIGHT)]
 

@@ -345,23 +345,43 @@ def test_the_same_bits_on_any_number_of_threads():
 
 def test_what_it_declines(isa):
     case = build_case(Shape(), [Sequence(0, 9, 3)], np.random.default_rng(0))
-    (q, k, v), held, _, rows, _ = case
-    pages, options = KVPages(*(jnp.asarray(x) for x in held)), Shape().options[0]
-    with pytest.raises(NotImplementedError, match="float16"):
-        attention.paged_attention(
-            *(jnp.asarray(x, jnp.float16) for x in (q, k, v)), pages, rows, **options, sinks_N=None
-        )
-    with pytest.raises(NotImplementedError, match="float16"):
-        narrow = KVPages(*(jnp.asarray(x, jnp.float16) for x in held))
-        attention.paged_attention(*(jnp.asarray(x) for x in (q, k, v)), narrow, rows, **options, sinks_N=None)
+    new, held, _, rows, _ = case
+    half = [[x.astype(np.float16) for x in arrays] for arrays in (new, held)]
+    for q_k_v, pages in ((half[0], held), (new, half[1]), (half[0][:1] + new[1:], held)):
+        with pytest.raises(NotImplementedError, match="float16|bfloat16"):
+            attempt(q_k_v, pages, rows)
+
+
+def attempt(new, pages, rows, **fields):
+    pages = KVPages(*(jnp.asarray(x) for x in pages)).replace(**fields)
+    return attention.paged_attention(*map(jnp.asarray, new), pages, rows, sinks_N=None, **Shape().options[0])
+
+
+def test_shapes_that_disagree():
+    if not native.serves():
+        pytest.skip("no compiler")
+    new, held, _, rows, _ = build_case(Shape(), [Sequence(0, 9, 3)], np.random.default_rng(0))
+    for wrong, name in (
+        ([new[0], new[1][:2], new[2]], "k_TKH"),
+        ([new[0], new[1], new[2][..., :9]], "v_TKH"),
+        ([new[0][..., :32], *new[1:]], "k_PSKH"),
+        ([new[0][:, :5], *new[1:]], "5 query heads"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            attempt(wrong, held, rows)
+    with pytest.raises(ValueError, match="starts_B1"):
+        attempt(new, held, dataclasses.replace(rows, starts_B1=rows.starts_B1[:-1]))
+    with pytest.raises(ValueError, match="k_scale_PSK"):
+        attempt(new, [np.zeros(x.shape, np.int8) for x in held], rows)
+    with pytest.raises(ValueError, match="value_dim"):
+        attempt(new, held, rows, v_PSKH=None)
 
 
 @pytest.mark.parametrize("starts", [[0, 5, 3], [0, 2, 99], [1, 2, 3], [0, -1, 3]])
 def test_rows_that_cannot_be(isa, starts):
     case = build_case(Shape(), [Sequence(0, 9, 3)], np.random.default_rng(0))
-    rows = dataclasses.replace(
-        case[3], starts_B1=jnp.asarray(starts, jnp.int32), tables_BM=case[3].tables_BM[:1].repeat(2, 0)
-    )
+    tables_BM = case[3].tables_BM[:1].repeat(2, 0)
+    rows = dataclasses.replace(case[3], starts_B1=jnp.asarray(starts, jnp.int32), tables_BM=tables_BM)
     with pytest.raises(Exception, match="starts_B1"):
         run(Shape(), (*case[:3], rows, case[4]))
 

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-IMPLEMENTATIONS = {
-    "native": ".native",
-    "xla": ".xla",
-}  # tried in order; one that cannot serve a case raises NotImplementedError
+# Tried in order; one that cannot serve a case raises NotImplementedError.
+IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
 
 
 @struct.dataclass

@@ -22,6 +22,8 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
     if held.name not in PAGES or (pages.v_PSKH is not None and pages.v_PSKH.dtype != held):
         raise NotImplementedError(f"pages must be one of {', '.join(PAGES)}, not {held}")
 
+    check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim)
+
     def or_empty(x, dtype):
         return jnp.zeros(0, dtype) if x is None else x
 
@@ -43,3 +45,35 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
     for at, x in zip(written, filled, strict=True):
         arrays[at] = x
     return out_TNH, KVPages(*arrays)
+
+
+def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
+    """The kernel takes arrays at their word, so each must have the shape that the others say."""
+    T, N, H = q_TNH.shape
+    P, S, K, _ = pages.k_PSKH.shape
+    B = rows.tables_BM.shape[0]
+    V = value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1]
+    if V is None or (pages.v_PSKH is None and not 0 < V <= H):
+        raise ValueError(f"attention: value_dim is {value_dim}; without v_PSKH it must be 1 to {H}")
+    expected = {
+        "k_PSKH": (pages.k_PSKH, (P, S, K, H)),
+        "v_PSKH": (pages.v_PSKH, (P, S, K, V)),
+        "k_scale_PSK": (pages.k_scale_PSK, (P, S, K)),
+        "v_scale_PSK": (pages.v_scale_PSK, (P, S, K)),
+        "k_TKH": (k_TKH, (T, K, H)),
+        "v_TKH": (v_TKH, (T, K, V)),
+        "positions_T": (rows.positions_T, (T,)),
+        "starts_B1": (rows.starts_B1, (B + 1,)),
+        "slots_T": (rows.slots_T, (T,)),
+        "sinks_N": (sinks_N, (N,)),
+    }
+    for name, (x, shape) in expected.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"attention: {name} has shape {x.shape}, but the other arrays say {shape}")
+    if N % K:
+        raise ValueError(f"attention: {N} query heads do not share {K} key-value heads evenly")
+    if (k_TKH is not None and pages.v_PSKH is not None) and v_TKH is None:
+        raise ValueError("attention: there are new keys and pages for values, but v_TKH is None")
+    scaled = [pages.k_scale_PSK is not None, pages.v_scale_PSK is not None or pages.v_PSKH is None]
+    if pages.k_PSKH.dtype == jnp.int8 and not all(scaled):
+        raise ValueError("attention: pages of int8 need k_scale_PSK, and v_scale_PSK beside v_PSKH")

@@ -23,9 +23,10 @@ namespace quire {
 namespace attention {
 
 constexpr int64_t PIECE = 512, PER_PIECE = PIECE / BLOCK;
-constexpr int64_t TILE = 96;        // rows times query heads that a tile wants
-constexpr int64_t ITEMS = 8;        // that a thread wants, so that all end together
-constexpr int64_t WORTH = 1 << 13;  // keys times rows below which an item is not cut
+constexpr int64_t TILE = 96;          // rows times query heads that a tile wants
+constexpr int64_t ITEMS = 8;          // that a thread wants, so that all end together
+constexpr int64_t WORTH = 1 << 13;    // keys times rows below which an item is not cut
+constexpr int64_t AHEAD = 128 << 10;  // bytes of keys and values of a block, so that two find room in a cache
 
 // What the op was given; shapes as in `quire.ops.attention`. Pointers to what is absent are null.
 struct Call {
@@ -274,10 +275,11 @@ class Worker {
     while (from < R && position[from] < b.base + b.lo) ++from;
     while (stop > from && position[stop - 1] - a.scoring.window >= b.base + b.hi - 1) --stop;
     each_rows(from, stop, [&](int64_t r, auto count) {
-      constexpr int N = decltype(count)::value;
+      constexpr int COUNT = decltype(count)::value;
+      float* to = s + r * BLOCK;
       int g = b.first();
-      for (; g + COLS <= b.stop(); g += COLS) dots<X, N, COLS>(q + r * H, turned(g), H, s + r * BLOCK + g * W, ahead);
-      for (; g < b.stop(); ++g) dots<X, N, 1>(q + r * H, turned(g), H, s + r * BLOCK + g * W, ahead);
+      for (; g + COLS <= b.stop(); g += COLS) dots<X, COUNT, COLS>(q + r * H, turned(g), H, to + g * W, ahead);
+      for (; g < b.stop(); ++g) dots<X, COUNT, 1>(q + r * H, turned(g), H, to + g * W, ahead);
     });
     bool masked = b.base + BLOCK - 1 > t.oldest || b.base <= t.newest - a.scoring.window;
     finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, masked, position, from, stop, s);
@@ -293,11 +295,11 @@ class Worker {
         for (int j = b.lo; j < b.hi; ++j)
           widened[j] = widen_values(value[j] + at, std::min(a.V - at, vectors * W), wide + j * COLS * W);
       each_rows(from, stop, [&](int64_t r, auto count) {
-        float* out = sums.out + r * V + at;
-        constexpr int N = decltype(count)::value;
+        constexpr int COUNT = decltype(count)::value;
+        float *weights = s + r * BLOCK, *out = sums.out + r * V + at;
         if constexpr (!std::is_same_v<Page, int8_t>)
-          if (direct) return mix_any<N>(vectors, s + r * BLOCK, value, at, b.lo, b.hi, out, V, ahead);
-        mix_any<N>(vectors, s + r * BLOCK, widened, 0, b.lo, b.hi, out, V, ahead);
+          if (direct) return mix_any<COUNT>(vectors, weights, value, at, b.lo, b.hi, out, V, ahead);
+        mix_any<COUNT>(vectors, weights, widened, 0, b.lo, b.hi, out, V, ahead);
       });
     }
   }
@@ -373,7 +375,7 @@ void attend(const Call& a, int64_t threads, const Spread& spread) {
       tiles.push_back(t);
     }
 
-  int64_t share = std::max(total / (threads * ITEMS), WORTH);
+  int64_t share = std::max(total / (threads * ITEMS), WORTH), bytes = BLOCK * (a.H + a.V) * sizeof(Page);
   std::vector<Item> items;
   std::vector<std::vector<float>> partials;
   for (size_t i = 0; i < tiles.size(); ++i) {
@@ -387,7 +389,7 @@ void attend(const Call& a, int64_t threads, const Spread& spread) {
         for (int64_t p = begin / PER_PIECE * PER_PIECE; p < end; p += PER_PIECE)
           items.push_back({tile, k, 1, std::max(begin, p), std::min(end, p + PER_PIECE), cost(t, PIECE), true});
     } else {
-      int64_t heads = std::clamp<int64_t>(share / one, 1, a.K);
+      int64_t heads = std::clamp<int64_t>(std::min(share / one, AHEAD / bytes), 1, a.K);
       for (int64_t k = 0; k < a.K; k += heads)
         items.push_back({tile, k, std::min(heads, a.K - k), begin, end, one * heads, false});
     }

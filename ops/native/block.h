@@ -10,12 +10,14 @@
 namespace quire {
 namespace attention {
 
-// The widest vectors that the machine has (gcc takes those of sixteen apart where it lacks them), and how many rows
+// How many floats the machine's vectors hold: gcc works on those that it lacks one number at a time. And how many rows
 // times how many vectors of sums stay in its registers.
 #if defined(__AVX512F__)
 constexpr int W = 16, ROWS = 6;
 #elif defined(__AVX2__)
 constexpr int W = 8, ROWS = 3;
+#elif defined(__aarch64__)
+constexpr int W = 4, ROWS = 6;
 #else
 constexpr int W = 4, ROWS = 3;
 #endif
@@ -188,15 +190,18 @@ using Query = float;
 // sums + the products of W words and the query's h-th dimensions.
 template <typename X>
 F dot(F sums, U words, const Query<X>* q) {
-  if constexpr (sizeof(X) == 4) return sums + (F)words * q[0];
+  if constexpr (sizeof(X) == 4) {
+    return sums + (F)words * q[0];
+  } else {
 #if defined(__AVX512BF16__)
-  int32_t pair;
-  std::memcpy(&pair, q, 4);
-  return (F)_mm512_dpbf16_ps((__m512)sums, (__m512bh)words, (__m512bh)_mm512_set1_epi32(pair));
+    int32_t pair;
+    std::memcpy(&pair, q, 4);
+    return (F)_mm512_dpbf16_ps((__m512)sums, (__m512bh)words, (__m512bh)_mm512_set1_epi32(pair));
 #else
-  sums += (F)(words << 16) * q[0];
-  return sums + (F)(words & 0xffff0000u) * q[1];
+    sums += (F)(words << 16) * q[0];
+    return sums + (F)(words & 0xffff0000u) * q[1];
 #endif
+  }
 }
 
 // The scores of R rows and N groups of keys.

@@ -18,6 +18,7 @@ FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"
 FILES += [ROOT / "__init__.py", ROOT / "__main__.py"]
 NO_JAX = ("serving.request", "serving.pages", "serving.scheduler")
 BANNED = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch", "transformers"}
+GUESTS = sorted((ROOT / "scripts" / "peers").glob("run_*.py"))  # run by other engines, in environments of theirs
 KERNELS = ("ops/*/mosaic*.py", "ops/*/native*.py", "ops/*/pallas*.py")
 MAX_LINES = 300
 HOSTS = {"arxiv.org", "docs.jax.dev", "github.com", "huggingface.co", "semver.org", "www.apache.org"}
@@ -91,7 +92,7 @@ def test_package_imports_itself_relatively(path):
 @pytest.mark.parametrize("path", FILES, ids=ids)
 def test_nothing_that_runs_code_from_data(path):
     for line, module in imports(path):
-        assert module.split(".")[0] not in BANNED, f"{path}:{line} imports {module}"
+        assert path in GUESTS or module.split(".")[0] not in BANNED, f"{path}:{line} imports {module}"
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"eval", "exec", "compile"}, f"{path}:{node.lineno} calls {node.func.id}"
@@ -133,6 +134,8 @@ def test_tables_are_complete_and_import():
     } <= set(found)
     for (_, name), (path, table) in found.items():
         for key, module in table.items():
+            if module.removeprefix(".") in [guest.stem for guest in GUESTS]:
+                continue
             loaded = importlib.import_module(module, package_of(path))
             if name == "EXPORTS":
                 assert hasattr(loaded, key)

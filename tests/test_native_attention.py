@@ -271,7 +271,7 @@ def test_int8_pages_are_those_of_xla(isa):
     for x in case[0][1:]:
         x[3], x[4], x[5] = 0, x[4] * 1e30, x[5] * 1e-30
         x[6, :, ::2] = x[6, :, :1]  # many of the same size
-        x[7, :, 1:] = np.asarray(x[7, :, :1]) * (np.arange(1, 40) / 254)[None]  # on the ties
+        x[7, :, 1:] = x[7, :, :1].astype(float) * (np.arange(1, 40) / 254)[None]  # on the ties
     ours, theirs = (run(shape, case, f) for f in (attention.paged_attention, xla.paged_attention))
     assert same(*([x[1:] for x in pages] for _, pages in (ours, theirs)))
     few = case[4][1]

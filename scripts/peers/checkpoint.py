@@ -1,0 +1,108 @@
+"""What every engine loads: a Llama of a known shape with random weights, and a tokenizer to go with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+VOCAB = 32000
+MAX_LEN = 4096
+SPECIALS = ("<s>", "</s>", "<pad>")  # ids 0, 1, 2
+BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # scales not counted: the least that can move
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama; the head is the embedding (tied), as in most models of these sizes."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    head: int = 64
+
+    @property
+    def weights(self) -> int:
+        """Weights that a decode step reads, which is all of them: the embedding is read as the head."""
+        attention = self.width * self.head * 2 * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.width * self.ffn) + VOCAB * self.width
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values a token, in bf16."""
+        return self.layers * 2 * self.kv_heads * self.head * 2
+
+
+SIZES = {
+    "100m": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
+    "400m": Shape(layers=24, width=1024, heads=16, kv_heads=4, ffn=4096),
+}
+
+
+def config_of(shape: Shape, vocab: int = VOCAB, max_len: int = MAX_LEN) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab,
+        "hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head, "intermediate_size": shape.ffn,
+        "max_position_embeddings": max_len, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "initializer_range": 0.02,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def write(folder: Path, shape: Shape, vocab: int = VOCAB, max_len: int = MAX_LEN, seed: int = 0) -> Path:
+    """Write config.json, model.safetensors and the tokenizer, unless they are there."""
+    if (folder / "model.safetensors").is_file():
+        return folder
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(seed)
+    D, F = shape.width, shape.ffn
+
+    def draw(rows: int, columns: int, scale: float) -> np.ndarray:
+        return (rng.standard_normal((rows, columns), np.float32) * scale).astype(ml_dtypes.bfloat16)
+
+    def linear(rows: int, columns: int) -> np.ndarray:
+        return draw(rows, columns, columns**-0.5)  # outputs as large as inputs: tokens vary, nothing overflows
+
+    ones = np.ones(D, ml_dtypes.bfloat16)
+    tensors = {"model.embed_tokens.weight": draw(vocab, D, 0.02), "model.norm.weight": ones}
+    for i in range(shape.layers):
+        at = f"model.layers.{i}"
+        tensors |= {f"{at}.input_layernorm.weight": ones, f"{at}.post_attention_layernorm.weight": ones}
+        tensors |= {
+            f"{at}.self_attn.{x}_proj.weight": linear(n * shape.head, D)
+            for x, n in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))
+        }
+        tensors[f"{at}.self_attn.o_proj.weight"] = linear(D, shape.heads * shape.head)
+        tensors |= {f"{at}.mlp.{x}_proj.weight": linear(F, D) for x in ("gate", "up")}
+        tensors[f"{at}.mlp.down_proj.weight"] = linear(D, F)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(shape, vocab, max_len), indent=2))
+    write_tokenizer(folder, vocab)
+    part = folder / "model.part"
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.rename(folder / "model.safetensors")  # last and whole: its presence says that the folder is complete
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab: int) -> None:
+    """Byte-level BPE whose merges are pairs of bytes, as many as the vocabulary has room for."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, b) for a in letters for b in letters][: max(0, vocab - len(SPECIALS) - len(letters))]
+    names = [*SPECIALS, *letters, *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_LEN, **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    (folder / "special_tokens_map.json").write_text(json.dumps(names))

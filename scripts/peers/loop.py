@@ -1,0 +1,69 @@
+"""What a worker is asked, what it answers, and the loop that drives every engine which can be stepped.
+
+Read by all runners, in each peer's own environment: nothing but the standard library may be imported here.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to load: the same limits for every engine."""
+
+    model: str  # the folder with config.json, model.safetensors and tokenizer.json
+    prepared: str  # where this engine keeps what it made of that folder
+    weights: str  # bf16, int8 or int4
+    max_len: int
+    max_seqs: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, how many tokens to write, and when it arrives, in seconds from the start."""
+
+    prompt: list[int]
+    count: int
+    arrival: float = 0.0
+
+
+@dataclass
+class Answer:
+    """What came of a request; times are seconds from the start of the run."""
+
+    first: float = 0.0
+    last: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+
+
+def drive(
+    requests: list[Request],
+    add: Callable[[int, Request], None],
+    step: Callable[[], Iterable[tuple[int, list[int]]]],
+) -> list[Answer]:
+    """Add each request when its time comes and step until all are done; `step` yields (request, new tokens)."""
+    answers = [Answer() for _ in requests]
+    waiting = sorted(range(len(requests)), key=lambda index: requests[index].arrival)[::-1]
+    missing = [request.count for request in requests]
+    running = 0
+    start = time.perf_counter()
+    while waiting or running:
+        while waiting and requests[waiting[-1]].arrival <= time.perf_counter() - start:
+            index = waiting.pop()
+            add(index, requests[index])
+            running += 1
+        if not running:
+            time.sleep(max(0.0, requests[waiting[-1]].arrival - (time.perf_counter() - start)))
+            continue
+        for index, tokens in step():
+            answer, now = answers[index], time.perf_counter() - start
+            if not tokens or not missing[index]:
+                continue
+            answer.first = answer.first if answer.tokens else now
+            answer.last = now
+            answer.tokens += tokens
+            missing[index] -= len(tokens)
+            running -= missing[index] == 0
+    return answers

@@ -1,0 +1,169 @@
+"""llama.cpp through its C interface, batched as its server does it: a row a running sequence, prompts beside."""
+
+# pyright: reportMissingImports=false
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import llama_cpp as lib
+import numpy as np
+
+from .loop import Answer, Request, Settings, drive
+
+FILES = {"bf16": "bf16.gguf", "int8": "q8_0.gguf", "int4": "q4_0.gguf"}
+QUANTISED = {"int8": lib.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": lib.LLAMA_FTYPE_MOSTLY_Q4_0}
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+BATCH, ROWS = 2048, 512  # most tokens a call, and of these at once: its own defaults
+
+
+def prepare(settings: Settings) -> None:
+    folder = Path(settings.prepared)
+    folder.mkdir(parents=True, exist_ok=True)
+    plain, wanted = folder / FILES["bf16"], folder / FILES[settings.weights]
+    if not plain.is_file():
+        write_gguf(Path(settings.model), plain.with_suffix(".part"))
+        plain.with_suffix(".part").rename(plain)
+    if not wanted.is_file():
+        params = lib.llama_model_quantize_default_params()
+        params.ftype, params.nthread = QUANTISED[settings.weights], settings.threads
+        part = wanted.with_suffix(".part")
+        if lib.llama_model_quantize(str(plain).encode(), str(part).encode(), params):
+            raise RuntimeError(f"llama_model_quantize failed on {plain}")
+        part.rename(wanted)
+
+
+def write_gguf(model: Path, path: Path) -> None:
+    """The checkpoint as GGUF, with no vocabulary: prompts are token ids."""
+    config = json.loads((model / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for name, bits in tensors(model / "model.safetensors").items():
+        part = name.removesuffix(".weight").removeprefix("model.")
+        if part.startswith("layers."):
+            _, layer, inner = part.split(".", 2)
+            short = NAMES[inner]
+            if short in heads:  # its rotation pairs neighbours, where the checkpoint pairs halves
+                rows, columns = bits.shape
+                bits = bits.reshape(heads[short], 2, -1, columns).swapaxes(1, 2).reshape(rows, columns)
+            target = f"blk.{layer}.{short}.weight"
+        else:
+            target = {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}[part]
+        if bits.ndim == 1:  # norms are kept in float32
+            writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            data = np.ascontiguousarray(bits).view(np.uint8)
+            writer.add_tensor(target, data, raw_shape=data.shape, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    """The bf16 tensors of a safetensors file as their bits: numpy alone has no bf16."""
+    data = np.memmap(path, np.uint8, "r")
+    (size,) = struct.unpack("<Q", data[:8].tobytes())
+    header = json.loads(data[8 : 8 + size].tobytes())
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        start, end = (8 + size + offset for offset in entry["data_offsets"])
+        found[name] = data[start:end].view(np.uint16).reshape(entry["shape"])
+    return found
+
+
+def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
+    lib.llama_backend_init()
+    path = Path(settings.prepared) / FILES[settings.weights]
+    model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    vocab = json.loads((Path(settings.model) / "config.json").read_text())["vocab_size"]
+
+    def serve(requests: list[Request]) -> list[Answer]:
+        seqs = min(settings.max_seqs, len(requests))
+        context = lib.llama_init_from_model(model, context_params(settings, seqs, requests))
+        batch = lib.llama_batch_init(BATCH, 0, 1)
+        try:
+            return Slots(context, batch, vocab, seqs, requests).run()
+        finally:
+            lib.llama_batch_free(batch)
+            lib.llama_free(context)
+
+    return serve
+
+
+def context_params(settings: Settings, seqs: int, requests: list[Request]):
+    """A context with room for the longest request in each of its sequences."""
+    longest = max(len(request.prompt) + request.count for request in requests)
+    params = lib.llama_context_default_params()
+    params.n_ctx = seqs * -(-longest // 256) * 256
+    params.n_batch, params.n_ubatch, params.n_seq_max = BATCH, ROWS, seqs
+    params.n_threads = params.n_threads_batch = settings.threads
+    # In one cache for all, short sequences batch three times better; long ones lose more than that, for each then
+    # looks at every other's positions too, masked.
+    params.kv_unified = longest <= 1024
+    return params
+
+
+class Slots:
+    """Continuous batching: a request takes a free sequence, its prompt rides along in chunks, then one token a call."""
+
+    def __init__(self, context, batch, vocab: int, seqs: int, requests: list[Request]):
+        self.context, self.batch, self.vocab, self.requests = context, batch, vocab, requests
+        self.free = list(range(seqs))
+        self.queue: list[int] = []
+        self.slots: dict[int, int] = {}  # request -> sequence
+        self.rest: dict[int, list[int]] = {}  # what each must still feed: its prompt, then its newest token
+        self.place: dict[int, int] = {}  # the next position
+        self.left: dict[int, int] = {}
+
+    def run(self) -> list[Answer]:
+        return drive(self.requests, lambda index, request: self.queue.append(index), self.step)
+
+    def step(self):
+        while self.free and self.queue:
+            index = self.queue.pop(0)
+            self.slots[index], self.place[index] = self.free.pop(), 0
+            self.rest[index], self.left[index] = list(self.requests[index].prompt), self.requests[index].count
+        ends, used, b = {}, 0, self.batch
+        for index in sorted(self.slots, key=lambda index: len(self.rest[index])):  # those that write come first
+            fed, self.rest[index] = self.rest[index][: BATCH - used], self.rest[index][BATCH - used :]
+            for token in fed:
+                b.token[used], b.pos[used], b.n_seq_id[used] = token, self.place[index], 1
+                b.seq_id[used][0], b.logits[used] = self.slots[index], 0
+                used, self.place[index] = used + 1, self.place[index] + 1
+            if fed and not self.rest[index]:
+                b.logits[used - 1], ends[index] = 1, used - 1
+        b.n_tokens = used
+        if lib.llama_decode(self.context, b):
+            raise RuntimeError("llama_decode failed")
+        for index, row in ends.items():
+            logits = lib.llama_get_logits_ith(self.context, row)
+            token = int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax())
+            self.rest[index], self.left[index] = [token], self.left[index] - 1
+            if not self.left[index]:
+                lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), self.slots[index], -1, -1)
+                self.free.append(self.slots.pop(index))
+            yield index, [token]

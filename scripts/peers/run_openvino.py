@@ -1,0 +1,59 @@
+"""OpenVINO GenAI on the CPU: its continuous batching pipeline, stepped; weights compressed by its own exporter."""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable
+from pathlib import Path
+
+from .loop import Answer, Request, Settings, drive
+
+COMPRESSION = {"bf16": None, "int8": {"bits": 8, "sym": False}, "int4": {"bits": 4, "sym": False, "group_size": 128}}
+
+
+def prepare(settings: Settings) -> None:
+    from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig, OVWeightQuantizationConfig
+
+    folder = Path(settings.prepared) / settings.weights
+    if (folder / "done").is_file():
+        return
+    choice = COMPRESSION[settings.weights]
+    config = OVConfig(quantization_config=OVWeightQuantizationConfig(**choice)) if choice else OVConfig(dtype="fp16")
+    main_export(settings.model, folder, task="text-generation-with-past", ov_config=config)
+    (folder / "done").touch()
+
+
+def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    limits = genai.SchedulerConfig()
+    limits.cache_size = 2  # GB
+    limits.max_num_seqs = settings.max_seqs
+    limits.max_num_batched_tokens = 512  # as Quire has it; with its own 256 long prompts wait longer
+    limits.enable_prefix_caching = False
+    pipeline = genai.ContinuousBatchingPipeline(
+        str(Path(settings.prepared) / settings.weights), limits, "CPU", {"INFERENCE_NUM_THREADS": settings.threads}
+    )
+    ids = iter(range(1 << 30))
+
+    def serve(requests: list[Request]) -> list[Answer]:
+        handles: dict[int, genai.GenerationHandle] = {}
+
+        def add(index: int, request: Request) -> None:
+            config = genai.GenerationConfig()
+            config.max_new_tokens, config.ignore_eos, config.do_sample = request.count, True, False
+            tokens = ov.Tensor(np.array([request.prompt], np.int64))
+            handles[index] = pipeline.add_request(next(ids), tokens, config)
+
+        def step():
+            pipeline.step()
+            for index, handle in list(handles.items()):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        yield index, list(output.generated_ids)
+
+        return drive(requests, add, step)
+
+    return serve

@@ -1,0 +1,66 @@
+"""transformers on the CPU: static batches. Requests that arrive while one runs wait for it to end."""
+
+# pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from .loop import Answer, Request, Settings
+
+
+class Clock(StoppingCriteria):
+    """Notes when each token is there; never stops."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def __call__(self, input_ids, scores, **options):
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def prepare(settings: Settings) -> None:
+    if settings.weights != "bf16":
+        raise NotImplementedError(f"{settings.weights} weights need one more package, and are not compared")
+
+
+def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
+    torch.set_num_threads(settings.threads)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None  # EOS is a token like any other
+
+    def batch(requests: list[Request]) -> tuple[torch.Tensor, list[float]]:
+        """One batch, padded on the left; all run as long as the longest."""
+        longest, count = max(len(r.prompt) for r in requests), max(r.count for r in requests)
+        ids = torch.zeros(len(requests), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, longest - len(request.prompt) :] = torch.tensor(request.prompt)
+            mask[row, longest - len(request.prompt) :] = 1
+        clock = Clock()
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=2,
+                stopping_criteria=StoppingCriteriaList([clock]),
+            )  # fmt: skip
+        return out[:, longest:], clock.times
+
+    def serve(requests: list[Request]) -> list[Answer]:
+        answers = [Answer() for _ in requests]
+        waiting = sorted(range(len(requests)), key=lambda index: requests[index].arrival)
+        start = time.perf_counter()
+        while waiting:
+            time.sleep(max(0.0, requests[waiting[0]].arrival - (time.perf_counter() - start)))
+            now = time.perf_counter() - start
+            here = [index for index in waiting if requests[index].arrival <= now][: settings.max_seqs]
+            waiting = [index for index in waiting if index not in here]
+            tokens, times = batch([requests[index] for index in here])
+            for row, index in enumerate(here):
+                count = requests[index].count
+                answers[index] = Answer(times[0] - start, times[count - 1] - start, tokens[row, :count].tolist())
+        return answers
+
+    return serve

@@ -132,7 +132,7 @@ def load(
             shardings(specs, mesh)
         except ValueError as error:
             raise ModelError(f"{folder} does not fit the mesh: {error}") from None
-    put = place_packed if mesh is None and not plain and native.serves() else place
+    put = place_packed if mesh is None and not plain and native.multiplies() else place
     if converted.holds_weights(folder):
         weights = converted.load_weights(folder, specs, mesh, progress)
         if put is place:

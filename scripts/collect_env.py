@@ -105,6 +105,7 @@ def kernels():
         return
     others = [name for name in build.isas() if name != found.isa]
     yield "native", f"{found.isa} (QUIRE_NATIVE can choose {', '.join([*others, 'off'])})"
+    yield "weight products", "native" if native.multiplies() else "XLA's, which are faster on these instructions"
     yield "library", found.library._name
 
 

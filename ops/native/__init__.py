@@ -14,6 +14,7 @@ import jax
 
 from . import build
 
+WIDE = ("amx", "avx512_bf16", "avx512")
 TARGETS = ("quire_attention", "quire_dense", "quire_int8", "quire_int4")
 
 
@@ -54,6 +55,11 @@ def serves() -> bool:
         explain(str(reason))
         return False
     return True
+
+
+def multiplies() -> bool:
+    """Whether the weight products pay too: without AVX-512 GCC keeps sixteen lanes in memory, and XLA is faster."""
+    return serves() and kernels().isa in WIDE
 
 
 @cache

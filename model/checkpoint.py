@@ -36,7 +36,11 @@ def family_of(hf: dict) -> Any:
 
 
 def read_config(
-    folder: Path, dtype: str = "auto", max_len: int | None = None, quantization: str | None = None
+    folder: Path,
+    dtype: str = "auto",
+    max_len: int | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> ModelConfig:
     """The `ModelConfig` of a folder; `dtype` and `quantization` override what the checkpoint says."""
     hf = read_json(folder / "config.json")
@@ -55,7 +59,10 @@ def read_config(
         dtype = "bfloat16" if config.dtype == "float16" else config.dtype
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype is {dtype!r}; it can be auto, float32 or bfloat16")
-    return replace(config, dtype=dtype, quant=choose_format(config, quantization, stored))
+    if kv_cache_dtype not in ("auto", "bfloat16", "int8"):
+        raise ModelError(f"kv_cache_dtype is {kv_cache_dtype!r}; it can be auto, bfloat16 or int8")
+    quant = choose_format(config, quantization, stored)
+    return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype)
 
 
 def choose_format(config: ModelConfig, asked: str | None, stored: Stored | None) -> str | None:

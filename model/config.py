@@ -116,6 +116,12 @@ class ModelConfig:
     per_layer_vocab: int = 0
     layer_scale: bool = False
     quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
+    kv_cache_dtype: str = "auto"  # of keys and values; auto: the model's dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are kept in."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def __post_init__(self):
         for index, layer in enumerate(self.layers):

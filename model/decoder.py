@@ -18,16 +18,19 @@ def forward(weights: ModelWeights, cache, tokens_T, positions_T, config: ModelCo
     """(hidden_TD after the final norm, cache).
 
     `attend(index, q_TNH, k_TKH, v_TKH, cache, **options) -> (out_TNH, cache)` is the only place where rows
-    meet: the serving step passes paged attention, training and the tests pass a dense one.
+    meet: the serving step passes paged attention, training and the tests pass a dense one. A row at position -1 is
+    padding: it begins as zeros and stays zeros, which the products need not multiply.
     """
     dtype = jnp.dtype(config.dtype)
     x_TD = weights.embed_VD[tokens_T].astype(dtype) * jnp.asarray(config.embed_scale, dtype)
+    live_T = positions_T >= 0
+    x_TD = jnp.where(live_T[:, None], x_TD, 0)
     per_layer_TLA = per_layer_inputs(weights, tokens_T, x_TD, config) if config.per_layer_dim else None
     ropes = {rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)}
     for index, (layer, w) in enumerate(zip(config.layers, weights.layers, strict=True)):
         with jax.named_scope(f"layer{index}"):
             per_layer_TA = None if per_layer_TLA is None else per_layer_TLA[:, index]
-            x_TD, cache = block(index, layer, w, x_TD, per_layer_TA, ropes, cache, config, attend)
+            x_TD, cache = block(index, layer, w, x_TD, live_T, per_layer_TA, ropes, cache, config, attend)
     return rms_norm(x_TD, weights.final_norm_D, config.norm_eps), cache
 
 
@@ -43,7 +46,7 @@ def distinct_ropes(config: ModelConfig):
     return {layer.attention.rope for layer in config.layers if layer.attention.rope is not None}
 
 
-def block(index, layer: Layer, w: LayerWeights, x_TD, per_layer_TA, ropes, cache, config: ModelConfig, attend):
+def block(index, layer: Layer, w: LayerWeights, x_TD, live_T, per_layer_TA, ropes, cache, config: ModelConfig, attend):
     def norm(x, scale):
         return x if scale is None else rms_norm(x, scale, config.norm_eps)
 
@@ -55,7 +58,7 @@ def block(index, layer: Layer, w: LayerWeights, x_TD, per_layer_TA, ropes, cache
         )
         x_TD = x_TD + norm(y_TD, w.post_attention_norm_D)
     with jax.named_scope("mlp"):
-        y_TD = feed_forward(layer, w, x_TD, norm(x_TD, w.pre_mlp_norm_D), config)
+        y_TD = feed_forward(layer, w, x_TD, norm(x_TD, w.pre_mlp_norm_D), live_T, config)
         x_TD = x_TD + norm(y_TD, w.post_mlp_norm_D)
     if w.per_layer is not None:
         with jax.named_scope("per_layer"):
@@ -116,7 +119,7 @@ def latent_attention(index, a: LatentAttention, w: LatentWeights, x_TD, rope, ca
     return project("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D), cache
 
 
-def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, config: ModelConfig):
+def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, config: ModelConfig):
     """The dense block and the experts side by side; `residual_TD` is x before its norm."""
     out_TD = 0
     if layer.mlp is not None:
@@ -124,10 +127,10 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, config: Model
     if layer.moe is None:
         return out_TD
     if not layer.moe.own_norms:
-        return out_TD + mix(layer.moe, w.moe, x_TD, x_TD)
+        return out_TD + mix(layer.moe, w.moe, x_TD, x_TD, live_T)
     eps = config.norm_eps
     router_TD = rms_norm(residual_TD, None, eps) * (w.moe.router_scale_D * config.dim**-0.5).astype(x_TD.dtype)
-    routed_TD = mix(layer.moe, w.moe, router_TD, rms_norm(residual_TD, w.moe.pre_norm_D, eps))
+    routed_TD = mix(layer.moe, w.moe, router_TD, rms_norm(residual_TD, w.moe.pre_norm_D, eps), live_T)
     return rms_norm(out_TD, w.moe.mlp_post_norm_D, eps) + rms_norm(routed_TD, w.moe.post_norm_D, eps)
 
 
@@ -135,8 +138,8 @@ def mlp(activation: str, w: MlpWeights, x_TD):
     return einsum("TF,FD->TD", gated("TD,DGF->TGF", x_TD, w.up_DGF, activation), w.down_FD)
 
 
-def mix(moe: Moe, w: MoeWeights, router_TD, x_TD):
-    """Route by `router_TD`, compute on `x_TD`."""
+def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T):
+    """Route by `router_TD`, compute on `x_TD`; rows that are padding choose nobody."""
     logits_TE = einsum("TD,DE->TE", router_TD.astype(jnp.float32), w.router_DE)
     if w.router_bias_E is not None:
         logits_TE = logits_TE + w.router_bias_E
@@ -146,6 +149,7 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD):
     )
     if w.expert_scale_E is not None:
         weights_TX = weights_TX * w.expert_scale_E[experts_TX]
+    experts_TX = jnp.where(live_T[:, None], experts_TX, moe.experts)
 
     def expert(e, x_QD):
         up_bias_GF, down_bias_D = (None if bias is None else bias[e] for bias in (w.up_bias_EGF, w.down_bias_ED))

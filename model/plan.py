@@ -50,10 +50,12 @@ class Kind:
 
 
 def layer_token_bytes(attention, dtype: str) -> int:
-    """Bytes that one layer writes a token."""
+    """Bytes that one layer writes a token; in int8 a head's vector comes with a float32 scale."""
     if isinstance(attention, LatentAttention):
-        return (attention.kv_rank + attention.rope_dim) * jnp.dtype(dtype).itemsize
-    return 2 * attention.kv_heads * attention.head_dim * jnp.dtype(dtype).itemsize
+        heads, width = 1, attention.kv_rank + attention.rope_dim
+    else:
+        heads, width = 2 * attention.kv_heads, attention.head_dim
+    return heads * (width * jnp.dtype(dtype).itemsize + (4 if dtype == "int8" else 0))
 
 
 def kinds(config: ModelConfig) -> tuple[Kind, ...]:
@@ -66,7 +68,7 @@ def kinds(config: ModelConfig) -> tuple[Kind, ...]:
             continue
         name = "latent" if isinstance(attention, LatentAttention) else "full"
         name = name if attention.window is None else f"window {attention.window}"
-        found[name, layer_token_bytes(attention, config.dtype), attention.window] += 1
+        found[name, layer_token_bytes(attention, config.kv_dtype), attention.window] += 1
     return tuple(
         Kind(name, count, count * token_bytes, window)
         for (name, token_bytes, window), count in sorted(found.items(), key=lambda item: item[0][0] == "shared")
@@ -81,7 +83,7 @@ def kv_bytes(config: ModelConfig, length: int) -> int:
 def kv_read_bytes(config: ModelConfig, length: int) -> int:
     """Bytes of KV cache that its next token reads: a layer that shares a cache reads it again."""
     return sum(
-        layer_token_bytes(config.layers[owner].attention, config.dtype) * seen(layer.attention, length)
+        layer_token_bytes(config.layers[owner].attention, config.kv_dtype) * seen(layer.attention, length)
         for layer, owner in zip(config.layers, config.kv_owner, strict=True)
     )
 

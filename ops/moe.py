@@ -46,13 +46,14 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
         pairs   |e0 e0 e0|e2|e3 e3 e3 e3 e3|          sorted, no pair dropped
         blocks  [e0 e0 e0 .] [e2 . . .] [e3 e3 e3 e3] [e3 . . .]
 
-    The loop runs over the blocks that exist, so an expert nobody chose is never read.
+    The loop runs over the blocks that exist, so an expert nobody chose is never read; a pair of expert `num_experts`
+    is nobody's and adds nothing.
     """
     T, X = experts_TX.shape
     pairs = T * X
     order = jnp.argsort(experts_TX.reshape(-1), stable=True)
     sorted_experts = experts_TX.reshape(-1)[order]
-    counts_E = jnp.zeros(num_experts, jnp.int32).at[sorted_experts].add(1)
+    counts_E = jnp.zeros(num_experts, jnp.int32).at[sorted_experts].add(1, mode="drop")
     first_pair_E = jnp.cumsum(counts_E) - counts_E
     blocks_E = (counts_E + BLOCK - 1) // BLOCK
     last_block_E = jnp.cumsum(blocks_E)

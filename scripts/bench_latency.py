@@ -16,6 +16,7 @@ from .loading import load as load_model
 NAMES = {"batch": "whole batch", "ttft": "first token", "itl": "each token after"}
 
 
+@o.takes_engine()
 def main(
     context: typer.Context,
     model: o.Model = None,
@@ -26,16 +27,8 @@ def main(
     num_iters_warmup: Annotated[int, o.sized("--num-iters-warmup", "Batches before them.", "N", load.DATA)] = 2,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
-    tokenizer: o.Tokenizer = None,
-    dtype: o.Dtype = None,
-    quantization: o.Quantization = None,
-    max_model_len: o.MaxModelLen = None,
-    block_size: o.BlockSize = None,
-    kv_cache_memory_bytes: o.CacheBytes = None,
-    max_num_seqs: Annotated[
-        int | None, o.sized("--max-num-seqs", "Most sequences in one step.", "N", o.ENGINE, "the batch size")
-    ] = None,
-    max_num_batched_tokens: o.MaxBatchedTokens = None,
+    *,
+    engine: dict[str, Any],
     as_json: reports.Json = None,
     save_result: reports.SaveResult = False,
     plot: reports.Plot = None,
@@ -45,15 +38,7 @@ def main(
     load.above_zero(batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters)
     if num_iters_warmup < 0:
         raise o.UsageError(f"--num-iters-warmup is {num_iters_warmup}; it must be at least 0")
-    llm = load_model(
-        model,
-        **o.given(
-            tokenizer=tokenizer, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
-            block_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes, max_num_seqs=max_num_seqs or batch_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-        ),
-    )  # fmt: skip
+    llm = load_model(model, **{"max_num_seqs": batch_size, **engine})
     shape = load.Dataset(
         "random",
         None,

@@ -25,19 +25,15 @@ PROMPT = [0] * 16
 CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # what holds compiled programs and kernels
 
 
+@o.takes_engine(without=("tokenizer",))
 def main(
     context: typer.Context,
     model: o.Model = None,
     num_iters: Annotated[
         int, o.sized("--num-iters", "Starts with empty caches, and as many with full ones.", "N", load.DATA)
     ] = 3,
-    dtype: o.Dtype = None,
-    quantization: o.Quantization = None,
-    max_model_len: o.MaxModelLen = None,
-    block_size: o.BlockSize = None,
-    kv_cache_memory_bytes: o.CacheBytes = None,
-    max_num_seqs: o.MaxNumSeqs = None,
-    max_num_batched_tokens: o.MaxBatchedTokens = None,
+    *,
+    engine: dict[str, Any],
     as_json: reports.Json = None,
     save_result: reports.SaveResult = False,
     plot: reports.Plot = None,
@@ -47,12 +43,7 @@ def main(
     load.above_zero(num_iters=num_iters)
     from ..model import hub
 
-    options = o.given(
-        model=str(hub.resolve(model).resolve()),  # a download is no part of a start
-        dtype=dtype, quantization=quantization, max_model_len=max_model_len,
-            block_size=block_size, kv_cache_memory_bytes=kv_cache_memory_bytes,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-    )  # fmt: skip
+    options = {"model": str(hub.resolve(model).resolve()), **engine}  # a download is no part of a start
     starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(num_iters):
         with tempfile.TemporaryDirectory(prefix="quire-startup-") as folder:

@@ -16,6 +16,7 @@ from .plan import amount, table
 WARM_UP = load.Sample([0], 8)
 
 
+@o.takes_engine()
 def main(
     context: typer.Context,
     model: o.Model = None,
@@ -43,44 +44,29 @@ def main(
     prefix_repetition_output_len: load.RepetitionLen = None,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
-    tokenizer: o.Tokenizer = None,
-    dtype: o.Dtype = None,
-    quantization: o.Quantization = None,
-    max_model_len: o.MaxModelLen = None,
-    block_size: o.BlockSize = None,
-    kv_cache_memory_bytes: o.CacheBytes = None,
-    max_num_seqs: o.MaxNumSeqs = None,
-    max_num_batched_tokens: o.MaxBatchedTokens = None,
+    *,
+    engine: dict[str, Any],
     as_json: reports.Json = None,
     save_result: reports.SaveResult = False,
     plot: reports.Plot = None,
 ) -> None:
     """Answer many requests together. Prints rates, and the time of a decode step against what memory allows."""
     report = reports.report(context, as_json, save_result, plot)
-    load.above_zero(num_prompts=num_prompts, concurrency=min(concurrency or [1]), max_num_seqs=max_num_seqs)
-    if concurrency and max_num_seqs and max(concurrency) > max_num_seqs:
-        raise o.UsageError(
-            f"--concurrency {max(concurrency)} is more than --max-num-seqs {max_num_seqs}: raise that too"
-        )
+    load.above_zero(num_prompts=num_prompts, concurrency=min(concurrency or [1]))
+    if concurrency:
+        most = engine.setdefault("max_num_seqs", max(concurrency))
+        if max(concurrency) > most:
+            raise o.UsageError(f"--concurrency {max(concurrency)} is more than --max-num-seqs {most}: raise that too")
     source = load.dataset(context)
     bandwidth = read_bandwidth()  # before the model takes the memory
-    llm = load_model(
-        model,
-        **o.given(
-            tokenizer=tokenizer, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
-            block_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            max_num_seqs=max_num_seqs or (max(concurrency) if concurrency else None),
-            max_num_batched_tokens=max_num_batched_tokens,
-        ),
-    )  # fmt: skip
-    engine = llm.engine
-    most = engine.runner.limits.max_seqs
+    llm = load_model(model, **engine)
+    runner = llm.engine.runner
+    most = runner.limits.max_seqs
     serve(llm, [WARM_UP], 1, temperature)  # what happens once, such as the first touch of memory
     points = []
     for level in sorted(set(concurrency or [most])):
         # Each level has requests of its own, so that nothing kept from one can help the next.
-        samples = source.samples(num_prompts, engine.tokenizer, f"{seed} {level}", engine.runner.config.vocab_size)
+        samples = source.samples(num_prompts, llm.engine.tokenizer, f"{seed} {level}", runner.config.vocab_size)
         with bar(num_prompts, True) as advance:
             run = serve(llm, samples, level, temperature, advance=advance)
         points.append(point(level, run, engine_roof(llm, run, bandwidth)))

@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from contextlib import closing, contextmanager, suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from .loading import load
 HELP = "/reset forgets the conversation, /exit leaves (so does Ctrl-D); Ctrl-C stops an answer, twice leaves"
 
 
+@o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
 def main(
     model: o.Model = None,
     system: Annotated[
@@ -27,12 +28,8 @@ def main(
     repetition_penalty: o.RepetitionPenalty = None,
     seed: o.Seed = None,
     stop: o.Stop = None,
-    tokenizer: o.Tokenizer = None,
-    dtype: o.Dtype = None,
-    quantization: o.Quantization = None,
-    max_model_len: o.MaxModelLen = None,
-    block_size: o.BlockSize = None,
-    kv_cache_memory_bytes: o.CacheBytes = None,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Talk with a model. /reset forgets, /exit leaves, Ctrl-C stops an answer."""
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
@@ -43,14 +40,7 @@ def main(
             stop=stop or None, repetition_penalty=repetition_penalty,
         )
     )  # fmt: skip
-    llm = load(
-        model,
-        **o.given(
-            tokenizer=tokenizer, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
-            block_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes, max_num_seqs=1,
-        ),
-    )  # fmt: skip
+    llm = load(model, max_num_seqs=1, **engine)
     if sys.stdin.isatty():
         print(HELP)
     opening = () if system is None else ({"role": "system", "content": system},)

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,6 +38,7 @@ class Timing:
         )
 
 
+@o.takes_engine()
 def main(
     model: o.Model = None,
     prompt: Annotated[str | None, typer.Option(help="The text to go on from.", rich_help_panel=o.OUTPUT)] = None,
@@ -70,14 +71,8 @@ def main(
     seed: o.Seed = None,
     stop: o.Stop = None,
     n: Annotated[int, typer.Option("--n", help="How many answers.", rich_help_panel=o.SAMPLING)] = 1,
-    tokenizer: o.Tokenizer = None,
-    dtype: o.Dtype = None,
-    quantization: o.Quantization = None,
-    max_model_len: o.MaxModelLen = None,
-    block_size: o.BlockSize = None,
-    kv_cache_memory_bytes: o.CacheBytes = None,
-    max_num_seqs: o.MaxNumSeqs = None,
-    max_num_batched_tokens: o.MaxBatchedTokens = None,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Write on from a prompt. The text goes to stdout, a line of timing to stderr."""
     started = perf_counter()
@@ -96,16 +91,7 @@ def main(
             frequency_penalty=frequency_penalty,
         )
     )  # fmt: skip
-    llm = load(
-        model,
-        **o.given(
-            tokenizer=tokenizer, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
-            block_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            max_num_seqs=max_num_seqs or min(n, 32),  # one prompt: fewer sizes to compile
-            max_num_batched_tokens=max_num_batched_tokens,
-        ),
-    )  # fmt: skip
+    llm = load(model, **{"max_num_seqs": min(n, 32), **engine})  # one prompt: fewer sizes to compile
     live = n == 1 and not as_json and stream is not False
     head = text if echo else ""
     if live:

@@ -1,5 +1,7 @@
 """The options that commands share: their names, units and places in the help, and sizes as people write them."""
 
+import functools
+import inspect
 import re
 from pathlib import Path
 from typing import Annotated
@@ -93,6 +95,14 @@ CacheBytes = Annotated[
     int | None,
     sized("--kv-cache-memory-bytes", "Memory for the KV cache, as in 2G.", "BYTES", ENGINE, "a part of what is free"),
 ]
+CacheDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="What keys and values are kept in: auto, bfloat16 or int8.",
+        show_default="auto: the model's dtype",
+        rich_help_panel=ENGINE,
+    ),
+]
 MaxNumSeqs = Annotated[int | None, sized("--max-num-seqs", "Most sequences in one step.", "N", ENGINE, "32")]
 MaxBatchedTokens = Annotated[
     int | None, sized("--max-num-batched-tokens", "Most tokens in one step.", "TOKENS", ENGINE, "512")
@@ -110,6 +120,43 @@ PresencePenalty = Annotated[float | None, sampled("--presence-penalty", "Taken f
 FrequencyPenalty = Annotated[
     float | None, sampled("--frequency-penalty", "The same, once for each time it was written.")
 ]
+
+ENGINE_OPTIONS = {
+    "tokenizer": Tokenizer,
+    "dtype": Dtype,
+    "quantization": Quantization,
+    "max_model_len": MaxModelLen,
+    "block_size": BlockSize,
+    "kv_cache_dtype": CacheDtype,
+    "kv_cache_memory_bytes": CacheBytes,
+    "max_num_seqs": MaxNumSeqs,
+    "max_num_batched_tokens": MaxBatchedTokens,
+}
+
+
+def takes_engine(without: tuple[str, ...] = ()):
+    """A command with the engine's options in the place of its parameter `engine`, which gets those that were given."""
+
+    def decorate(main):
+        added = {name: annotation for name, annotation in ENGINE_OPTIONS.items() if name not in without}
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(main).parameters.values():
+            if parameter.name == "engine":
+                kind = parameter.kind
+                parameters += [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in added.items()]
+            else:
+                parameters.append(parameter)
+
+        @functools.wraps(main)
+        def command(**values):
+            engine = given(**{name: values.pop(name) for name in added})
+            return main(**values, engine=engine)
+
+        command.__signature__ = inspect.Signature(parameters)  # where Typer looks
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
 
 
 def read_text(path: Path) -> str:

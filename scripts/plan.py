@@ -25,6 +25,7 @@ def main(
     ] = None,
     dtype: o.Dtype = None,
     quantization: o.Quantization = None,
+    kv_cache_dtype: o.CacheDtype = None,
     device: Annotated[
         str, typer.Option(metavar="NAME", help="h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE)
     ] = "h100",
@@ -64,12 +65,13 @@ def main(
             flops=None if flops is None else flops * 1e12,
         ),
     )
-    config, weights = read(model, dtype or "auto", quantization)
+    config, weights = read(model, dtype or "auto", quantization, kv_cache_dtype or "auto")
     lengths = sorted(set(length or default_lengths(config.max_len)))
     result = {
         "model": model or "quill",
         "layers": len(config.layers),
         "dtype": config.quant or config.dtype,
+        "kv_cache_dtype": config.kv_dtype,
         "weight_bytes": plan.weight_bytes(config, weights),
         "kv_bytes_a_token": plan.kv_bytes(config, 1),
         "kinds": [
@@ -91,13 +93,13 @@ def main(
     print(json.dumps(result) if as_json else text(result))
 
 
-def read(model: str | None, dtype: str, quantization: str | None):
+def read(model: str | None, dtype: str, quantization: str | None, kv_cache_dtype: str):
     """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its weights."""
     from ..model import hub
     from ..model.checkpoint import read_config, specs_of
 
     folder = hub.resolve(model, ["config.json"])
-    config = read_config(folder, dtype, quantization=quantization)
+    config = read_config(folder, dtype, None, quantization, kv_cache_dtype)
     return config, specs_of(folder, config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -29,7 +30,8 @@ WORDS = (
 COLORS = "red blue green black white yellow pink gray".split()
 CITIES = "Rome Paris Oslo Cairo Lima Tokyo Delhi Bern Riga Quito Accra Lagos Dublin Madrid Vienna Berlin".split()
 JOBS = "baker pilot nurse farmer teacher painter sailor singer".split()
-STORY_WEIGHT = 0.6  # a story has a hundred tokens where a sum has three
+STORY_WEIGHT = 0.3  # a story has a hundred tokens where a sum has three, and is free to choose most of them
+STRESS_WEIGHT = 1.5  # names and things, which it then has to keep to
 NEW_WEIGHT = 0.3  # what a drill says for the first time cannot be known
 SYSTEMS = ["You are quill.", "You are a helpful assistant.", "Answer briefly.", "Be kind and brief."]
 
@@ -42,6 +44,7 @@ class Example:
     prompt: str  # the user's message, or for `plain` the head of a text to complete
     answer: str
     plain: bool = False
+    stress: tuple[str, ...] = ()  # the words of a story that others follow from
     facts: dict[str, str] = field(default_factory=dict)
     follow_ups: tuple[tuple[str, str], ...] = ()  # further questions about the same prompt, for training
 
@@ -90,15 +93,16 @@ def story(rng: Random) -> Example:
     about, slots = rng.choice(requests[1:] if child else requests)
     ask = rng.choice(["Write a story", "Tell me a story", "Write a short story", "Please tell me a story"])
     facts = {slot: bound[slot] for slot in slots}
-    return Example("story", f"{ask} {about}.", stories.write(rng, bound), facts=facts)
+    return Example("story", f"{ask} {about}.", stories.write(rng, bound), stress=tuple(bound.values()), facts=facts)
 
 
 def story_plain(rng: Random) -> Example:
     """The head of a story to go on with."""
-    text = stories.write(rng, stories.draw(rng))
+    bound = stories.draw(rng)
+    text = stories.write(rng, bound)
     words = text.split(" ")
     cut = len(" ".join(words[: rng.randint(2, 12)]))
-    return Example("story_plain", text[:cut], text[cut:], plain=True)
+    return Example("story_plain", text[:cut], text[cut:], plain=True, stress=tuple(bound.values()))
 
 
 def _sum(rng: Random, task: str, left: int, sign: str, right: int, result: int) -> Example:
@@ -251,7 +255,7 @@ def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
         return drill(rng)
     example = TASKS[first](rng)
     if example.plain:
-        return [(BOS, 0.0), (example.prompt + example.answer + END, STORY_WEIGHT)]
+        return [(BOS, 0.0), *weighted(example.prompt + example.answer, example.stress)]
     parts = [(BOS, 0.0)]
     if rng.random() < 0.1:
         parts.append((turn("system", rng.choice(SYSTEMS)), 0.0))
@@ -264,6 +268,14 @@ def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
             break
         turns.append(again)
     for one in turns:
-        weight = STORY_WEIGHT if one.task == "story" else 1.0
-        parts += [(turn("user", one.prompt) + ROLES["assistant"], 0.0), (one.answer + END, weight)]
+        parts += [(turn("user", one.prompt) + ROLES["assistant"], 0.0), *weighted(one.answer, one.stress)]
     return parts
+
+
+def weighted(text: str, stress: tuple[str, ...]) -> list[tuple[str, float]]:
+    """An answer and its end, in parts with the weight of each."""
+    if not stress:
+        return [(text + END, 1.0)]
+    pieces = re.split(rf"( ?\b(?:{'|'.join(map(re.escape, stress))})\b)", text)
+    parts = [(piece, STRESS_WEIGHT if number % 2 else STORY_WEIGHT) for number, piece in enumerate(pieces) if piece]
+    return [*parts, (END, STORY_WEIGHT)]

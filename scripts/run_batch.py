@@ -32,6 +32,7 @@ class Job:
         return all(request.finished for request in self.requests)
 
 
+@o.takes_engine()
 def main(
     model: o.Model = None,
     input_file: Annotated[
@@ -52,14 +53,8 @@ def main(
             help='The "model" that requests may ask for.', show_default="the model's own", rich_help_panel=o.MODEL
         ),
     ] = None,
-    tokenizer: o.Tokenizer = None,
-    dtype: o.Dtype = None,
-    quantization: o.Quantization = None,
-    max_model_len: o.MaxModelLen = None,
-    block_size: o.BlockSize = None,
-    kv_cache_memory_bytes: o.CacheBytes = None,
-    max_num_seqs: o.MaxNumSeqs = None,
-    max_num_batched_tokens: o.MaxBatchedTokens = None,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Answer a file of requests in OpenAI's batch format. A line that is wrong gets an error and hurts no other."""
     if input_file is None or output_file is None:
@@ -69,15 +64,7 @@ def main(
     if not output_file.parent.is_dir():
         raise o.UsageError(f"cannot write {output_file}: there is no folder {output_file.parent}")
     lines = list(parse_lines(read_lines(input_file)))
-    llm = load(
-        model,
-        **o.given(
-            tokenizer=tokenizer, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
-            block_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        ),
-    )  # fmt: skip
+    llm = load(model, **engine)
     own = "quill" if model is None else model
     names = (served_model_name,) if served_model_name else (own, Path(own).name)
     if str(output_file) == "-":

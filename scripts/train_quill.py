@@ -38,6 +38,7 @@ SIZES = {
     "quill": {"dim": 192, "num_layers": 8, "heads": 4, "head_dim": 64, "ffn": 512},
     "quill-draft": {"dim": 96, "num_layers": 4, "heads": 2, "head_dim": 64, "ffn": 256},
 }
+RECALL = 0.97  # of the values in lists, when drills have done their work
 ROW = {"lookup_200": 512, "lookup_400": 1024, "lookup_600": 1024}  # a row that holds one; 256 holds the others
 # (until this part of the time, how often a batch has rows of each length): short first, the long ones last.
 CURRICULUM = [(0.4, {256: 1.0}), (0.7, {256: 0.95, 512: 0.05}), (1.01, {256: 0.7, 512: 0.12, 1024: 0.18})]
@@ -117,6 +118,13 @@ def accuracy(predict, weights, tokenizer, count: int) -> dict[str, float]:
     return {task: sum(right) / len(right) for task, right in judged.items()}
 
 
+def recall(predict, weights, tokenizer) -> float:
+    """The share of values in lists that are known when their name comes again."""
+    rows = corpus.training_rows(tokenizer, "recall", TOKENS // 256, 256, corpus.DRILLS)
+    asked = (rows.tokens == tokenizer.token_to_id(":")) & (rows.weights == 1)
+    return float((np.asarray(predict(weights, rows.tokens, rows.documents)) == rows.targets)[asked].mean())
+
+
 def main(
     out: Annotated[Path, typer.Option(help="folder for checkpoints and the exported model")] = Path("runs/quill"),
     size: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "quill",
@@ -138,11 +146,12 @@ def main(
     )
     weights = looking_back(random_arrays(abstract(config), seed), config)
     state = {"weights": weights, "ema": jax.tree.map(jnp.copy, weights), "opt": optimizer().init(weights)}
-    step, elapsed, latest = 0, 0.0, manager.latest_step()
+    step, elapsed, drilled, latest = 0, 0.0, False, manager.latest_step()
     if latest is not None:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(state), meta=ocp.args.JsonRestore())
         restored = manager.restore(latest, args=args)
-        state, step, elapsed = restored["state"], latest, restored["meta"]["elapsed"]
+        meta = restored["meta"]
+        state, step, elapsed, drilled = restored["state"], latest, meta["elapsed"], meta["drilled"]
     if only_export:
         if latest is None:
             raise typer.BadParameter(f"{out} holds no checkpoint yet", param_hint="--out")
@@ -160,13 +169,14 @@ def main(
     train, predict = make_step(config), jax.jit(lambda w, tokens, documents: predictions(w, tokens, documents, config))
 
     def save():
-        meta = ocp.args.JsonSave({"elapsed": elapsed})
+        meta = ocp.args.JsonSave({"elapsed": elapsed, "drilled": drilled})
         manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=meta))
         manager.wait_until_finished()
 
     def batch(at: int, done: float):
-        length = row_length(Random(f"length/{seed}/{at}"), done)
-        return corpus.training_rows(tokenizer, f"{seed}/{at}", TOKENS // length, length, done)
+        length = row_length(Random(f"length/{seed}/{at}"), done) if drilled else 256
+        mix = corpus.MIX if drilled else corpus.DRILLS
+        return corpus.training_rows(tokenizer, f"{seed}/{at}", TOKENS // length, length, mix)
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     with ThreadPoolExecutor(1) as pool, Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -182,6 +192,10 @@ def main(
             step, now = step + 1, time.monotonic()
             elapsed, last = elapsed + now - last, now
             bar.update(line, completed=elapsed, description=f"step {step} loss {losses[-1]:.3f}")
+            if not drilled and step % 20 == 0:
+                known = recall(predict, state["weights"], tokenizer)
+                drilled = known >= RECALL
+                console.print(f"step {step:6d}  {known:.0%} of values known", highlight=False)
             if step % 50 == 0:
                 mean = sum(losses[-50:]) / len(losses[-50:])
                 console.print(f"step {step:6d}  {elapsed / 60:6.1f} min  loss {mean:.4f}", highlight=False)

@@ -22,14 +22,14 @@ class Batch:
     """Everything a step needs from the host; one sequence's rows lie together, padding comes last."""
 
     tokens_T: np.ndarray  # -1 - slot where the token is still on the device
-    positions_T: np.ndarray
+    positions_T: np.ndarray  # -1 in padding
     starts_B1: np.ndarray
     tables_GBM: tuple[np.ndarray, ...]  # one [B, M] a cache group
     slots_GT: tuple[np.ndarray, ...]  # where each row's key and value go, for each cache group
     owners_T: np.ndarray  # the slot of each row's sequence
     is_prompt_T: np.ndarray
     tracked_T: np.ndarray  # the sequence has penalties, so its tokens are counted
-    sample_rows_R: np.ndarray
+    sample_rows_R: np.ndarray  # one past the last in padding
     store_R: np.ndarray  # the slot that the token drawn here belongs to, or one past the last
     sampling: SamplingInputs
 
@@ -60,14 +60,14 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int) -> Batch
     T, B, R, i32, f32 = size.rows, size.seqs, size.samples, np.int32, np.float32
     return Batch(
         tokens_T=np.zeros(T, i32),
-        positions_T=np.zeros(T, i32),
+        positions_T=np.full(T, -1, i32),
         starts_B1=np.zeros(B + 1, i32),
         tables_GBM=tuple(np.zeros((B, table_width), i32) for _ in range(num_groups)),
         slots_GT=tuple(np.zeros(T, i32) for _ in range(num_groups)),
         owners_T=np.zeros(T, i32),
         is_prompt_T=np.zeros(T, bool),
         tracked_T=np.zeros(T, bool),
-        sample_rows_R=np.zeros(R, i32),
+        sample_rows_R=np.full(R, T, i32),
         store_R=np.full(R, max_seqs, i32),
         sampling=SamplingInputs(
             slots_R=np.zeros(R, i32),

@@ -31,6 +31,7 @@ class EngineOptions:
     block_size: int = 16
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
+    kv_cache_dtype: str = "auto"  # or bfloat16, or int8 with a scale a position and head
     kv_cache_memory_bytes: int | None = None
     seed: int = 0
 
@@ -66,14 +67,15 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     folder = hub.resolve(options.model)
     progress("reading config")
     wish = options.max_model_len
-    config = checkpoint.read_config(folder, options.dtype, None if wish in (None, -1) else wish, options.quantization)
+    formats = options.quantization, options.kv_cache_dtype
+    config = checkpoint.read_config(folder, options.dtype, None if wish in (None, -1) else wish, *formats)
     tokenizer = None
     if not options.skip_tokenizer_init:
         tokenizer = Tokenizer(hub.resolve(options.tokenizer) if options.tokenizer else folder)
     budget = options.kv_cache_memory_bytes or default_cache_bytes()
     max_len, num_pages = size_cache(config, options, budget)
     if wish == -1:
-        config = checkpoint.read_config(folder, options.dtype, max_len, options.quantization)
+        config = checkpoint.read_config(folder, options.dtype, max_len, *formats)
     progress("loading weights")
     weights = checkpoint.load(folder, config)
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))

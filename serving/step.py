@@ -36,7 +36,8 @@ def step(weights, state: State, batch: Batch, config: ModelConfig) -> tuple[samp
         return out_TNH, {**pages, owner: filled}
 
     hidden_TD, pages = decoder.forward(weights, state.pages, tokens_T, batch.positions_T, config, attend)
-    logits_RV = decoder.logits(weights, hidden_TD[batch.sample_rows_R], config)
+    hidden_RD = hidden_TD.at[batch.sample_rows_R].get(mode="fill", fill_value=0)
+    logits_RV = decoder.logits(weights, hidden_RD, config)
     with jax.named_scope("sample"):
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T)
         sampled = sampling.sample(logits_RV, slots, batch.sampling)
@@ -61,19 +62,21 @@ def page_shapes(config: ModelConfig, index: int, page_size: int) -> tuple[tuple[
 def page_bytes(config: ModelConfig, group: int, page_size: int) -> int:
     """Bytes of one page number of a cache group, over all its layers."""
     layers = [config.layers[index] for index in config.kv_layers if config.group(index) == group]
-    return page_size * sum(layer_token_bytes(layer.attention, config.dtype) for layer in layers)
+    return page_size * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in layers)
 
 
 def empty_state(config: ModelConfig, num_pages: tuple[int, ...], page_size: int, max_seqs: int) -> State:
     """A state with no request in it."""
-    dtype = page_dtype(jnp.dtype(config.dtype))
-    pages = {
-        index: KVPages(
-            *(
-                jnp.zeros((num_pages[config.group(index)], *shape), dtype)
-                for shape in page_shapes(config, index, page_size)
-            )
+    dtype = page_dtype(jnp.dtype(config.kv_dtype))
+
+    def empty(index: int) -> KVPages:
+        count, shapes = num_pages[config.group(index)], page_shapes(config, index, page_size)
+        pages = [jnp.zeros((count, *shape), dtype) for shape in shapes]
+        scales = [jnp.zeros((count, *shape[:-1]), jnp.float32) for shape in shapes] if dtype == jnp.int8 else []
+        return KVPages(
+            **dict(zip(("k_PSKH", "v_PSKH"), pages, strict=False)),
+            **dict(zip(("k_scale_PSK", "v_scale_PSK"), scales, strict=False)),
         )
-        for index in config.kv_layers
-    }
+
+    pages = {index: empty(index) for index in config.kv_layers}
     return State(pages, sampling.empty_state(max_seqs, config.vocab_size), jnp.zeros(max_seqs, jnp.int32))

@@ -17,6 +17,16 @@ LONGEST = 192  # positions a sequence
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
+@pytest.fixture(autouse=True, scope="module", params=["", "off"], ids=["native", "xla"])
+def kernels(request):
+    """Every test twice: with the kernels, where there is a compiler, and with XLA's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_NATIVE", request.param)
+        jax.clear_caches()  # the choice is no part of a trace's key
+        yield
+        jax.clear_caches()
+
+
 @dataclass(frozen=True)
 class Shape:
     """A model's attention and a step's sizes: what is compiled."""

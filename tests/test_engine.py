@@ -1,5 +1,6 @@
 """The engine against the decoder without a cache: random mixes of requests, token for token."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,6 +16,7 @@ from quire.serving.pages import PageTable
 from quire.serving.request import RequestError, SamplingParams
 from quire.serving.runner import Runner
 from quire.serving.scheduler import Limits
+from quire.serving.step import page_bytes
 from quire.sharding.spec import random_arrays
 
 LENGTH, VOCAB = 64, 96
@@ -43,9 +45,9 @@ def oracle(weights):
     return logprobs
 
 
-def make(weights, num_pages=(40, 40), compiled: Engine | None = None) -> Engine:
+def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG) -> Engine:
     """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same shape."""
-    runner = Runner(CONFIG, weights, Limits(4, 16, 16), num_pages, 8, LENGTH)
+    runner = Runner(config, weights, Limits(4, 16, 16), num_pages, 8, LENGTH)
     if compiled is not None:
         runner.compiled = compiled.runner.compiled
     return Engine(runner, None, PageTable(num_pages, 8, CONFIG.windows), LENGTH)
@@ -134,6 +136,52 @@ def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
             check_greedy(oracle, output, params[name])
         assert all(len(group.free) == group.num_pages - 1 for group in engine.pages.groups)
     assert engine.runner.compiles.recompiles == before
+
+
+@pytest.fixture(params=["", "off"], ids=["native", "xla"])
+def kernels(request, monkeypatch):
+    """With the C++ kernels, where there is a compiler, and with XLA's own."""
+    monkeypatch.setenv("QUIRE_NATIVE", request.param)
+    jax.clear_caches()  # the choice is no part of a trace's key
+    yield request.param
+    jax.clear_caches()
+
+
+def test_random_mixes_without_the_kernels(weights, oracle, monkeypatch):
+    monkeypatch.setenv("QUIRE_NATIVE", "off")
+    jax.clear_caches()
+    engine, rng = make(weights), np.random.default_rng(77)
+    engine.runner.warm_up()
+    for _ in range(10):
+        arrivals, aborts, params = random_mix(rng)
+        for name, output in run(engine, arrivals, aborts).items():
+            check_greedy(oracle, output, params[name])
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernels, dtype):
+    """Keys and values rounded in the cache: near the oracle, and the same bits alone and in a batch."""
+    config = replace(CONFIG, kv_cache_dtype=dtype)
+    engine = make(weights, config=config)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.pages))
+    assert held == sum(40 * page_bytes(config, group, 8) for group in range(2))
+    engine.runner.warm_up()
+    rng = np.random.default_rng(13)
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 50, 9)]
+    together = run(engine, {0: [(str(i), p, params) for i, p in enumerate(prompts)]})
+    worst = 0.0
+    for index, prompt in enumerate(prompts):
+        (alone,) = run(engine, {0: [("x", prompt, params)]}).values()
+        other = together[str(index)]
+        assert alone.outputs == other.outputs and alone.prompt_logprobs == other.prompt_logprobs
+        tokens = prompt + list(alone.outputs[0].token_ids)
+        scores = oracle(tokens)
+        entries = [*alone.prompt_logprobs[1:], *alone.outputs[0].logprobs]
+        for place, entry in enumerate(entries):
+            worst = max(worst, abs(entry[tokens[place + 1]].logprob - scores[place, tokens[place + 1]]))
+    assert 1e-5 < worst < 0.15  # it is rounded, and not by much
 
 
 def test_preemption_changes_nothing(weights, oracle, engine):

@@ -47,13 +47,15 @@ def wide(x):
 
 @settings(max_examples=12)
 @given(
-    rows=st.integers(1, 70), into=st.sampled_from([(8,), (32,), (100,), (4, 24), (288,), (515,)]),
+    rows=st.integers(1, 70), padding=st.integers(0, 9),
+    into=st.sampled_from([(8,), (32,), (100,), (4, 24), (288,), (515,)]),
     out=st.sampled_from([(16,), (5,), (3, 24), (2, 64), (200,), (1000,)]), bias=st.booleans(),
     dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]), seed=st.integers(0, 999),
 )  # fmt: skip
-def check_dense(rows, into, out, bias, dtype, seed):
+def check_dense(rows, padding, into, out, bias, dtype, seed):
     rng = np.random.default_rng(seed)
     x, w = made(rng, (rows,), into, dtype), made(rng, into, out, dtype)
+    x[max(rows - padding, 0) :] = 0
     b = made(rng, (), out, dtype) if bias else None
     node = pack(spec_of(into, out, dtype), w)
     letters = ("TD,D", "TNH,NH")[len(into) - 1] + "XY"[: len(out)] + "->T" + "XY"[: len(out)]
@@ -75,13 +77,15 @@ def test_dense(isa):
 
 @settings(max_examples=12)
 @given(
-    name=st.sampled_from(FORMATS), rows=st.integers(1, 40), into=st.sampled_from([(32,), (192,), (6, 32), (322,)]),
+    name=st.sampled_from(FORMATS), rows=st.integers(1, 40), padding=st.integers(0, 9),
+    into=st.sampled_from([(32,), (192,), (6, 32), (322,)]),
     out=st.sampled_from([(16,), (7,), (3, 24), (500,)]), dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
     seed=st.integers(0, 999),
 )  # fmt: skip
-def check_rounded(name, rows, into, out, dtype, seed):
+def check_rounded(name, rows, padding, into, out, dtype, seed):
     rng = np.random.default_rng(seed)
     x, w = made(rng, (rows,), into, dtype), made(rng, into, out, dtype)
+    x[max(rows - padding, 0) :] = 0
     spec = spec_of(into, out, dtype)
     node = quant.quantize(w, quant.packed(name, spec))
     letters = ("TD,D", "TNH,NH")[len(into) - 1] + "XY"[: len(out)] + "->T" + "XY"[: len(out)]

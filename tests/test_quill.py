@@ -85,7 +85,7 @@ def test_story_with_a_changed_name_or_pronoun_is_not_recognised():
 def test_samples_are_deterministic_and_training_has_others(tokenizer):
     assert list(tasks.fresh("copy", 5)) == list(tasks.fresh("copy", 5))
     assert list(tasks.fresh("copy", 5)) != list(tasks.fresh("copy", 5, seed=1))
-    one, same, other = (corpus.training_rows(tokenizer, seed, 4, 256, 0.5) for seed in ("0/1", "0/1", "0/2"))
+    one, same, other = (corpus.training_rows(tokenizer, seed, 4, 256, corpus.MIX) for seed in ("0/1", "0/1", "0/2"))
     assert (one.tokens == same.tokens).all() and not (one.tokens == other.tokens).all()
 
 
@@ -98,7 +98,7 @@ def test_tokenizer_round_trips_anything_and_splits_digits(tokenizer):
 
 @pytest.mark.parametrize("length", corpus.LONG)
 def test_rows_are_full_and_teach_answers_alone(tokenizer, length):
-    rows = corpus.training_rows(tokenizer, "0/0", 4, length, 0.5)
+    rows = corpus.training_rows(tokenizer, "0/0", 4, length, corpus.MIX)
     assert (rows.documents > 0).mean() > 0.85
     taught = rows.weights > 0
     assert taught.any()
@@ -130,7 +130,7 @@ def test_narrow_products_and_gradients_are_close_to_wide_ones():
 
 def test_training_lowers_the_loss(small, tokenizer):
     config, weights = small
-    rows = corpus.training_rows(tokenizer, "0/0", 4, 256, 0.5)
+    rows = corpus.training_rows(tokenizer, "0/0", 4, 256, corpus.MIX)
     batch = (rows.tokens, rows.targets, rows.weights, rows.documents)
     gradient = jax.jit(jax.value_and_grad(lambda w: loss_of(w, batch, config)))
     before, slope = gradient(weights)

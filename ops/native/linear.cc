@@ -14,6 +14,19 @@ T* data(ffi::AnyBuffer buffer) {
 
 int64_t rows_in(ffi::AnyBuffer x) { return x.element_count() / x.dimensions().back(); }
 
+// Rows up to the last that is not all zeros: the padding of a step is, and its products are known.
+int64_t rows_used(ffi::AnyBuffer x) {
+  int64_t T = rows_in(x), size = x.dimensions().back() * (x.element_type() == ffi::F32 ? 2 : 1);
+  auto empty = [&](int64_t row) {
+    const uint16_t* at = data<uint16_t>(x) + row * size;
+    uint16_t any = 0;
+    for (int64_t i = 0; i < size; ++i) any |= at[i];
+    return !any;
+  };
+  while (T > 0 && empty(T - 1)) --T;
+  return T;
+}
+
 // Work on every row, spread over the threads where there is enough of it.
 template <typename Run>
 void each_row(ffi::ThreadPool& pool, int64_t T, int64_t K, const Run& run) {
@@ -29,8 +42,8 @@ struct Padded {
   std::vector<X> own;
   const X* rows;
 
-  Padded(ffi::ThreadPool& pool, ffi::AnyBuffer x, int64_t K) {
-    int64_t T = rows_in(x), from = x.dimensions().back();
+  Padded(ffi::ThreadPool& pool, ffi::AnyBuffer x, int64_t T, int64_t K) {
+    int64_t from = x.dimensions().back();
     bool same = x.element_type() == (sizeof(X) == 2 ? ffi::BF16 : ffi::F32);
     rows = data<X>(x);
     if (same && from == K) return;
@@ -70,8 +83,8 @@ struct Bytes {
   std::vector<uint8_t> rows;
   std::vector<float> scale;
 
-  Bytes(ffi::ThreadPool& pool, ffi::AnyBuffer x, int64_t K) : rows(rows_in(x) * K, BIAS), scale(rows_in(x)) {
-    int64_t T = rows_in(x), from = x.dimensions().back(), whole = from / LANES * LANES;
+  Bytes(ffi::ThreadPool& pool, ffi::AnyBuffer x, int64_t T, int64_t K) : rows(T * K, BIAS), scale(T) {
+    int64_t from = x.dimensions().back(), whole = from / LANES * LANES;
     const float round = 12582912.0f;  // see `exp`
     each_row(pool, T, K, [&](int64_t row) {
       Row in(x, row);
@@ -110,14 +123,16 @@ Out out_of(ffi::Result<ffi::AnyBuffer> y, ffi::Buffer<ffi::F32> bias, int64_t bl
 ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> bias,
                  ffi::Result<ffi::AnyBuffer> y, int32_t activation) {
   auto shape = w.dimensions();
+  int64_t T = rows_used(x);
   Out out = out_of(y, bias, shape[0], activation);
   if (w.element_type() == ffi::F32) {
     int64_t K = shape[1];
-    product(pool, F32{data<float>(w)}, Padded<float>(pool, x, K).rows, rows_in(x), K, out);
+    product(pool, F32{data<float>(w)}, Padded<float>(pool, x, T, K).rows, T, K, out);
   } else {
     int64_t K = shape[1] * 2;
-    product(pool, Bf16{data<uint16_t>(w)}, Padded<uint16_t>(pool, x, K).rows, rows_in(x), K, out);
+    product(pool, Bf16{data<uint16_t>(w)}, Padded<uint16_t>(pool, x, T, K).rows, T, K, out);
   }
+  out.fill(T, rows_in(x));
   return ffi::Error::Success();
 }
 
@@ -125,24 +140,25 @@ ffi::Error int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> w, 
                 ffi::Buffer<ffi::S32> sum, ffi::Buffer<ffi::F32> bias, ffi::Result<ffi::AnyBuffer> y,
                 int32_t activation) {
   auto shape = w.dimensions();
-  int64_t K = shape[1] * shape[3];
+  int64_t T = rows_used(x), K = shape[1] * shape[3];
   Out out = out_of(y, bias, shape[0], activation);
   if (shape[3] == 2) {
-    product(pool, Int8Wide{w.typed_data(), scale.typed_data()}, Padded<uint16_t>(pool, x, K).rows, rows_in(x), K, out);
+    product(pool, Int8Wide{w.typed_data(), scale.typed_data()}, Padded<uint16_t>(pool, x, T, K).rows, T, K, out);
   } else {
-    Bytes bytes(pool, x, K);
+    Bytes bytes(pool, x, T, K);
     Int8 f{w.typed_data(), scale.typed_data(), sum.typed_data(), bytes.scale.data()};
-    product(pool, f, bytes.rows.data(), rows_in(x), K, out);
+    product(pool, f, bytes.rows.data(), T, K, out);
   }
+  out.fill(T, rows_in(x));
   return ffi::Error::Success();
 }
 
 ffi::Error int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U32> w, ffi::Buffer<ffi::F16> scale,
                 ffi::Buffer<ffi::U8> zero, ffi::Buffer<ffi::F32> bias, ffi::Result<ffi::AnyBuffer> y,
                 int32_t activation) {
-  int64_t T = rows_in(x), K = w.dimensions()[1] * 8, groups = scale.dimensions()[1], group = K / groups;
+  int64_t T = rows_used(x), K = w.dimensions()[1] * 8, groups = scale.dimensions()[1], group = K / groups;
   Out out = out_of(y, bias, w.dimensions()[0], activation);
-  Padded<uint16_t> padded(pool, x, K);
+  Padded<uint16_t> padded(pool, x, T, K);
   const uint8_t* zeros = zero.element_count() ? zero.typed_data() : nullptr;
   bool summed = zeros || MADE != -8;
   std::vector<float> sums(summed ? T * groups : 0);
@@ -157,6 +173,7 @@ ffi::Error int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U32> w,
   Int4 f{w.typed_data(), reinterpret_cast<const uint16_t*>(scale.typed_data()), zeros, summed ? sums.data() : nullptr,
          group};
   product(pool, f, padded.rows, T, K, out);
+  out.fill(T, rows_in(x));
   return ffi::Error::Success();
 }
 

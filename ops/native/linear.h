@@ -305,6 +305,12 @@ struct Out {
       else
         narrow_y[i] = narrow(value[i]);
   }
+
+  // What rows of zeros come to.
+  void fill(int64_t row, int64_t stop) const {
+    for (; row < stop; ++row)
+      for (int64_t block = 0; block < blocks; ++block) write(row, block, bias ? load(bias + block * LANES) : f32x16{});
+  }
 };
 
 template <int R, int N, typename Format>

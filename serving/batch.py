@@ -1,7 +1,10 @@
 """The arrays of one step, at one of a few fixed sizes."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -53,6 +56,56 @@ def choose(options: tuple[Size, ...], rows: int, seqs: int, samples: int, decode
         if size.rows >= rows and size.seqs >= seqs and size.samples >= samples and (decodes or size.rows != size.seqs):
             return size
     raise ValueError(f"no step size holds {rows} rows of {seqs} sequences with {samples} samples")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a batch's arrays lie in the one buffer that brings them to the device: one transfer a step, not thirty.
+
+    | tokens | positions | starts | tables of each group ... | slots ... | ... | sampling ... |      words of 32 bits
+    """
+
+    size: Size
+    groups: int
+    table_width: int
+    max_seqs: int
+
+    @cached_property
+    def parts(self):
+        """The arrays of a batch of padding, the tree that they make up, and the bounds of each in the buffer."""
+        arrays, tree = jax.tree.flatten(empty(self.size, self.groups, self.table_width, self.max_seqs))
+        ends = np.cumsum([array.size for array in arrays]).tolist()
+        return arrays, tree, list(zip([0, *ends], ends, strict=False))
+
+    @cached_property
+    def padding(self) -> np.ndarray:
+        words = [(array.astype(np.int32) if array.dtype == bool else array).view(np.int32) for array in self.parts[0]]
+        return np.concatenate([array.reshape(-1) for array in words])
+
+    @cached_property
+    def offsets(self) -> Batch:
+        """Where each array begins."""
+        _, tree, bounds = self.parts
+        return tree.unflatten([first for first, _ in bounds])
+
+    def views(self, buffer: np.ndarray) -> Batch:
+        """A batch whose arrays are views of the buffer: what is written there is sent."""
+        arrays, tree, bounds = self.parts
+        views = [
+            buffer[first:last].view(np.int32 if array.dtype == bool else array.dtype).reshape(array.shape)
+            for array, (first, last) in zip(arrays, bounds, strict=True)
+        ]
+        return tree.unflatten(views)
+
+    def read(self, buffer) -> Batch:
+        """The batch that a buffer on the device holds."""
+
+        def part(array, first: int, last: int):
+            words = buffer[first:last].reshape(array.shape)
+            return words != 0 if array.dtype == bool else jax.lax.bitcast_convert_type(words, jnp.dtype(array.dtype))
+
+        arrays, tree, bounds = self.parts
+        return tree.unflatten([part(array, *ends) for array, ends in zip(arrays, bounds, strict=True)])
 
 
 def empty(size: Size, num_groups: int, table_width: int, max_seqs: int) -> Batch:

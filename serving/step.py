@@ -11,7 +11,7 @@ from ..model.config import LatentAttention, ModelConfig
 from ..model.plan import layer_token_bytes
 from ..ops import sampling
 from ..ops.attention import KVPages, Rows, page_dtype, paged_attention
-from .batch import Batch
+from .batch import Layout
 
 
 @struct.dataclass
@@ -23,9 +23,10 @@ class State:
     last_tokens_B: jax.Array  # the token each slot drew last: the next step reads it without asking the host
 
 
-@partial(jax.jit, static_argnames="config", donate_argnames="state")
-def step(weights, state: State, batch: Batch, config: ModelConfig) -> tuple[sampling.Sampled, State]:
-    """One step of every sequence in the batch."""
+@partial(jax.jit, static_argnames=("layout", "config"), donate_argnames="state")
+def step(weights, state: State, buffer, layout: Layout, config: ModelConfig) -> tuple[sampling.Sampled, State]:
+    """One step of every sequence in the batch that the buffer holds."""
+    batch = layout.read(buffer)
     held_T = jnp.maximum(-1 - batch.tokens_T, 0)
     tokens_T = jnp.where(batch.tokens_T < 0, state.last_tokens_B[held_T], batch.tokens_T)
 

@@ -138,6 +138,35 @@ def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
     assert engine.runner.compiles.recompiles == before
 
 
+def test_a_step_made_from_the_last_is_the_one_made_anew(engine, monkeypatch):
+    """But for tokens that the host knows by now and the device has too."""
+    batcher = engine.runner.batcher
+    build, advanced = batcher.build, 0
+
+    def both(plan):
+        nonlocal advanced
+        steady = batcher.last
+        size, buffer = build(plan)
+        last, batcher.last = batcher.last, None
+        advanced += steady is not None and last is not None and last.seqs is steady.seqs
+        other, fresh = build(plan)
+        batcher.last = last
+        one, two = (batcher.layouts[size].views(x) for x in (buffer, fresh))
+        held = one.tokens_T < 0
+        np.testing.assert_array_equal(-1 - one.tokens_T[held], one.owners_T[held])
+        two.tokens_T[held] = one.tokens_T[held]
+        assert size == other
+        jax.tree.map(np.testing.assert_array_equal, one, two)
+        return size, buffer
+
+    monkeypatch.setattr(batcher, "build", both)
+    rng = np.random.default_rng(21)
+    for _ in range(20):
+        arrivals, aborts, _ = random_mix(rng)
+        run(engine, arrivals, aborts)
+    assert advanced > 100
+
+
 @pytest.fixture(params=["", "off"], ids=["native", "xla"])
 def kernels(request, monkeypatch):
     """With the C++ kernels, where there is a compiler, and with XLA's own."""

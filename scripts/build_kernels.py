@@ -16,7 +16,9 @@ def main(
     ] = None,
 ) -> None:
     """Compile the kernels for the CPU into a folder, and print where each library is."""
+    import os
     import platform
+    from concurrent.futures import ThreadPoolExecutor
 
     from ..ops.native import build
 
@@ -25,8 +27,14 @@ def main(
         if name not in known:
             raise o.UsageError(f"--isa is {name!r}; it can be {', '.join(known) or f'none on {platform.machine()}'}")
     try:
-        command = build.compiler()
-        for name in isa or build.choices()[:1]:
-            print(build.built(command, name, build.prebuilt(build.private(out), name)))
+        command, folder = build.compiler(), build.private(out)
+
+        def make(what: tuple[str, str]) -> Path:
+            return build.built(command, *what, build.prebuilt(folder, what[0]))
+
+        wanted = [(name, variant) for name in isa or build.choices()[:1] for variant in build.VARIANTS]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for path in threads.map(make, wanted):
+                print(path)
     except NotImplementedError as error:
         raise o.UsageError(str(error)) from None

@@ -99,14 +99,16 @@ def kernels():
     from ..ops.native import build
 
     try:
-        found = native.kernels()
+        isa = native.instruction_set()
+        folder = build.library(isa, "probe").parent
     except NotImplementedError as reason:
         yield "native", f"not in use: {reason}"
         return
-    others = [name for name in build.isas() if name != found.isa]
-    yield "native", f"{found.isa} (QUIRE_NATIVE can choose {', '.join([*others, 'off'])})"
+    others = [name for name in build.isas() if name != isa]
+    yield "native", f"{isa} (QUIRE_NATIVE can choose {', '.join([*others, 'off'])})"
     yield "weight products", "native" if native.multiplies() else "XLA's, which are faster on these instructions"
-    yield "library", found.library._name
+    yield "libraries", folder
+    yield "built so far", ", ".join(name for name in build.VARIANTS if (folder / f"{name}.so").exists())
 
 
 def attention():

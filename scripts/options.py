@@ -140,7 +140,7 @@ def takes_engine(without: tuple[str, ...] = ()):
     def decorate(main):
         added = {name: annotation for name, annotation in ENGINE_OPTIONS.items() if name not in without}
         parameters: list[inspect.Parameter] = []
-        for parameter in inspect.signature(main).parameters.values():
+        for parameter in inspect.signature(main, eval_str=True).parameters.values():
             if parameter.name == "engine":
                 kind = parameter.kind
                 parameters += [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in added.items()]

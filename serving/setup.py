@@ -10,6 +10,8 @@ import jax
 from ..model import checkpoint, hub
 from ..model.config import ModelConfig, ModelError
 from ..model.tokenizer import Tokenizer
+from ..ops import native
+from ..ops.native.choice import of_model
 from .batch import Size
 from .engine import Engine
 from .pages import PageTable, largest
@@ -69,6 +71,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     wish = options.max_model_len
     formats = options.quantization, options.kv_cache_dtype
     config = checkpoint.read_config(folder, options.dtype, None if wish in (None, -1) else wish, *formats)
+    native.prepare(of_model(config.dtype, config.quant, config.kv_dtype))
     tokenizer = None
     if not options.skip_tokenizer_init:
         tokenizer = Tokenizer(hub.resolve(options.tokenizer) if options.tokenizer else folder)

@@ -1,44 +1,104 @@
-"""Building the kernels: once for each machine, into a private folder, by many processes at once, or not at all."""
+"""Building the kernels: once for a machine, side by side, into a private folder, by many at once, or not at all."""
 
+import json
 import logging
 import os
 import stat
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quire.ops import native
-from quire.ops.native import build
+from quire.ops.native import build, choice
+from quire.ops.native.linear import pack
+from quire.scripts import collect_env
+from quire.sharding.spec import ArraySpec
 
 try:
     COMMAND = build.compiler()
+    ISA = build.choices()[0]
 except NotImplementedError:
     pytest.skip("no compiler", allow_module_level=True)
+
+VARIANTS = {
+    "probe": ("probe.cc",),
+    "pack": ("one.cc", "-DVALUE=0"),
+    "attention_f32": ("one.cc", "-DVALUE=1"),
+    "attention_bf16": ("one.cc", "-DVALUE=2"),
+    "dense_f32": ("two.cc",),
+}
+EXPORT = '#pragma GCC visibility push(default)\nextern "C" int '
+SOURCES = {
+    "probe.cc": EXPORT + "quire_permitted() { return 1; }\n",
+    "one.cc": EXPORT + "value() { return VALUE; }\n",
+    "two.cc": EXPORT + "value() { return 3; }\n",
+}
+COMPILER = """
+case "$*" in *one.cc*|*two.cc*)
+  echo "$*" >> {folder}/compiled
+  for wait in $(seq 300); do if {ready}; then break; fi; sleep 0.1; done
+  {ready} || exit 1
+esac
+exec {command} "$@"
+"""
 
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """A library of one short source, so that building it takes no time."""
+    """Libraries of one short source each, so that building them takes no time."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    (folder / "one.cc").write_text('extern "C" int quire_permitted() { return 1; }\n')
+    for name, text in SOURCES.items():
+        (folder / name).write_text(text)
     monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "VARIANTS", VARIANTS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("QUIRE_NATIVE", ISA)
     monkeypatch.delenv("QUIRE_KERNELS", raising=False)
-    build.source_hash.cache_clear()
+    monkeypatch.setattr(native, "begun", {})
+    forget()
     yield folder
-    build.source_hash.cache_clear()
+    forget()
+
+
+def forget():
+    for cached in (build.source_hash, native.choose, native.explain):
+        cached.cache_clear()
+
+
+def slow_compiler(folder: Path, ready: str) -> str:
+    """A compiler that waits until a condition holds, half a minute at most, and keeps count."""
+    script = folder / "slow.sh"
+    script.write_text(COMPILER.format(folder=folder, ready=ready.format(folder=folder), command=" ".join(COMMAND)))
+    return f"sh {script}"
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_every_variant_has_its_source():
+    for source, *_ in build.VARIANTS.values():
+        assert (build.SOURCES / source).exists()
+    assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
+    assert {*choice.DENSE.values(), *choice.ATTENTION.values(), "int8", "int8_weights", "int4"} | {"probe", "pack"} == {
+        *build.VARIANTS
+    }
 
 
 def test_built_once_and_kept_private(small, monkeypatch):
-    isa = build.choices()[0]
-    path = build.library(isa)
+    path = build.library(ISA, "attention_f32")
     state = path.parent.stat()
-    assert stat.S_IMODE(state.st_mode) == 0o700 and not list(path.parent.glob("tmp*"))
+    assert stat.S_IMODE(state.st_mode) == 0o700 and list(path.parent.iterdir()) == [path]
+    other = build.library(ISA, "dense_f32")
+    assert set(path.parent.iterdir()) == {path, other}
     monkeypatch.setattr(build, "compile_into", lambda *_: pytest.fail("built twice"))
-    assert build.library(isa) == path
+    assert build.library(ISA, "attention_f32") == path
 
 
 def test_another_source_compiler_or_instruction_set_is_another_library(small, monkeypatch):
@@ -50,7 +110,22 @@ def test_another_source_compiler_or_instruction_set_is_another_library(small, mo
     (small / "one.cc").write_text("int other;\n")
     build.source_hash.cache_clear()
     seen.add(build.key(COMMAND, isa))
-    assert len(seen) == 3 + len(others)
+    monkeypatch.setattr(build, "VARIANTS", {**VARIANTS, "attention_f32": ("one.cc", "-DVALUE=9")})
+    build.source_hash.cache_clear()
+    seen.add(build.key(COMMAND, isa))
+    assert len(seen) == 4 + len(others)
+
+
+@pytest.mark.parametrize("place", ["key", "prebuilt"])
+def test_native_flags_mean_this_processor(small, monkeypatch, place):
+    def name(flag: str, cpu: str) -> str:
+        monkeypatch.setattr(build, "ISAS", {build.platform.machine(): {"arm": build.Isa((flag,), frozenset())}})
+        monkeypatch.setattr(build, "cpu_info", lambda *_: (cpu,))
+        return build.key(COMMAND, "arm") if place == "key" else build.prebuilt(Path("ready"), "arm").name
+
+    assert name("-mcpu=native", "sve") != name("-mcpu=native", "neon")
+    assert name("-mcpu=native", "sve") == name("-mcpu=native", "sve")
+    assert name("-mcpu=armv8", "sve") == name("-mcpu=armv8", "neon")
 
 
 def test_a_folder_that_others_can_write_to_is_refused(small):
@@ -58,16 +133,39 @@ def test_a_folder_that_others_can_write_to_is_refused(small):
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     with pytest.raises(NotImplementedError, match="can be written to by others"):
-        build.library(build.choices()[0])
+        build.library(ISA, "pack")
 
 
 def test_a_source_that_does_not_compile(small):
-    (small / "one.cc").write_text("int x = oops;\n")
+    (small / "two.cc").write_text("int x = oops;\n")
     build.source_hash.cache_clear()
-    with pytest.raises(NotImplementedError, match=r"could not compile the kernels: .*error.*oops") as error:
-        build.library(build.choices()[0])
+    with pytest.raises(NotImplementedError, match=r"could not compile the kernel dense_f32: .*error.*oops") as error:
+        build.library(ISA, "dense_f32")
     assert "\n" not in str(error.value)
     assert not list(build.cache_folder().rglob("*.so"))
+    assert build.library(ISA, "attention_f32").exists()
+
+
+def test_one_that_fails_leaves_the_others(small, caplog):
+    """Its products stay XLA's, the log says why once, and the rest is in use."""
+    (small / "two.cc").write_text("int x = oops;\n")
+    forget()
+    leaf, spec = np.ones((32, 16), np.float32), ArraySpec((32, 16), np.float32, (None, None), fan_in=32, inputs=(0,))
+    with caplog.at_level(logging.WARNING):
+        assert pack(spec, leaf) is leaf and pack(spec, leaf) is leaf
+    (record,) = caplog.records
+    assert "could not compile the kernel dense_f32" in record.message and "oops" in record.message
+    assert native.serves() and native.has("pack", "attention_f32") and not native.has("pack", "dense_f32")
+    with pytest.raises(NotImplementedError, match="oops"):
+        native.target("dense_f32")
+
+
+def test_attention_falls_back_to_xla(small):
+    (small / "one.cc").write_text("#if VALUE == 2\nint x = oops;\n#endif\n")
+    forget()
+    assert "xla; native declines: " in (said := dict(collect_env.attention())["full"])
+    assert "could not compile the kernel attention_bf16" in said
+    assert native.has("attention_f32")
 
 
 def test_no_compiler_is_one_clear_line(monkeypatch, caplog):
@@ -77,7 +175,7 @@ def test_no_compiler_is_one_clear_line(monkeypatch, caplog):
         build.compiler()
     with caplog.at_level(logging.WARNING):
         native.explain.cache_clear()
-        monkeypatch.setattr(native, "loaded", lambda wish: NotImplementedError("there is no C++ compiler"))
+        monkeypatch.setattr(native, "choose", lambda wish: NotImplementedError("there is no C++ compiler"))
         assert not native.serves() and not native.serves()
     assert [r.message for r in caplog.records] == [
         "native kernels are not in use, XLA's own serve instead: there is no C++ compiler"
@@ -86,42 +184,106 @@ def test_no_compiler_is_one_clear_line(monkeypatch, caplog):
 
 def test_off_is_no_warning(monkeypatch, caplog):
     monkeypatch.setenv("QUIRE_NATIVE", "off")
-    assert not native.serves() and not caplog.records
+    native.prepare(["pack"])
+    assert not native.serves() and not native.has("pack") and not caplog.records
 
 
 def test_an_instruction_set_that_is_not_there(monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE", "mmx")
     with pytest.raises(NotImplementedError, match="this processor has no 'mmx'; it can be .*baseline"):
-        native.kernels()
+        native.instruction_set()
+
+
+def test_what_is_prepared_is_built_meanwhile_and_once(small, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", slow_compiler(tmp_path, "test -e {folder}/go"))
+    native.prepare(["attention_f32"])
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(native.target, "attention_f32") for _ in range(4)]
+        while not lines(tmp_path / "compiled"):
+            time.sleep(0.01)
+        assert not any(future.done() for future in waiting)
+        (tmp_path / "go").touch()
+        (name,) = {future.result() for future in waiting}
+    assert ISA in name and build.source_hash() in name
+    assert native.library("attention_f32").value() == 1
+    assert len(lines(tmp_path / "compiled")) == 1
+
+
+def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
+    """Each compiler waits until there are two."""
+    monkeypatch.setenv("CXX", slow_compiler(tmp_path, 'test "$(wc -l < {folder}/compiled)" -ge 2'))
+    native.prepare(["attention_f32", "attention_bf16"])
+    assert [native.library(name).value() for name in ("attention_f32", "attention_bf16")] == [1, 2]
+    assert len(lines(tmp_path / "compiled")) == 2
+
+
+def test_products_are_prepared_where_they_pay(small, monkeypatch):
+    for wide in ((), (ISA,)):
+        monkeypatch.setattr(native, "WIDE", wide)
+        native.begin_useful(ISA, ("attention_f32", "pack", "dense_f32"))
+        assert {name for _, name in native.begun} == {"attention_f32", *(("pack", "dense_f32") if wide else ())}
+
+
+@pytest.mark.parametrize(
+    ("model", "kernels"),
+    [
+        (("bfloat16", None, "bfloat16"), "attention_bf16 dense_bf16 pack"),
+        (("float32", None, "float32"), "attention_f32 dense_f32 pack"),
+        (("float32", None, "bfloat16"), "attention_bf16_f32 dense_f32 pack"),
+        (("bfloat16", "int8", "int8"), "attention_int8_bf16 int8 pack"),
+        (("float32", "int8-weights", "int8"), "attention_int8_f32 int8 int8_weights pack"),
+        (("bfloat16", "int4-64-zero", "bfloat16"), "attention_bf16 int4 int8 pack"),
+    ],
+)
+def test_what_a_model_calls(model, kernels):
+    assert sorted(choice.of_model(*model)) == kernels.split()
 
 
 CHILD = """
+import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from quire.ops.native import build
-build.SOURCES = Path(sys.argv[1])
-print(build.library(build.choices()[0]))
+build.SOURCES, build.VARIANTS = Path(sys.argv[1]), json.loads(sys.argv[2])
+with ThreadPoolExecutor() as threads:
+    for path in threads.map(lambda name: build.library(build.choices()[0], name), build.VARIANTS):
+        print(path)
 """
 
 
 def test_many_processes_at_once(small):
-    runs = [
-        subprocess.Popen([sys.executable, "-c", CHILD, str(small)], stdout=subprocess.PIPE, text=True) for _ in range(4)
-    ]
-    found = {run.communicate(timeout=300)[0].strip() for run in runs}
+    command = [sys.executable, "-c", CHILD, str(small), json.dumps(VARIANTS)]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    found = {run.communicate(timeout=300)[0] for run in runs}
     assert all(run.returncode == 0 for run in runs) and len(found) == 1
-    path = Path(found.pop())
-    assert path.exists() and list(path.parent.iterdir()) == [path]
+    paths = {Path(line) for line in found.pop().split()}
+    (folder,) = {path.parent for path in paths}
+    assert set(folder.iterdir()) == paths and len(paths) == len(VARIANTS)
 
 
 def test_built_ahead_for_a_place_without_a_compiler(small, tmp_path, monkeypatch):
-    isa, ready = build.choices()[0], tmp_path / "ready"
-    made = build.built(COMMAND, isa, build.prebuilt(build.private(ready), isa))
+    ready = tmp_path / "ready"
+    made = [build.built(COMMAND, ISA, name, build.prebuilt(build.private(ready), ISA)) for name in VARIANTS]
     ready.chmod(0o555)
     monkeypatch.setenv("QUIRE_KERNELS", str(ready))
     monkeypatch.setattr(build, "compiler", lambda: pytest.fail("looked for a compiler"))
-    assert build.library(isa) == made
-    assert os.access(made, os.R_OK)
+    assert [build.library(ISA, name) for name in VARIANTS] == made
+    assert all(os.access(path, os.R_OK) for path in made)
+
+
+def test_command_builds_every_variant(tmp_path):
+    """By a compiler that only makes the file."""
+    fake = tmp_path / "fake.sh"
+    fake.write_text('for last in "$@"; do :; done\ncase "$last" in *.so) touch "$last";; esac\n')
+    run = subprocess.run(
+        [sys.executable, "-m", "quire", "build-kernels", "--out", str(tmp_path / "ready")],
+        env={**os.environ, "CXX": f"sh {fake}"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    folder = build.prebuilt(tmp_path / "ready", ISA)
+    assert run.stdout.split() == [str(folder / f"{name}.so") for name in build.VARIANTS]
+    assert sorted(path.stem for path in folder.iterdir()) == sorted(build.VARIANTS)
 
 
 def test_command_refuses_a_wrong_name(tmp_path):

@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..native import target
+from ..native.choice import ATTENTION
 from . import KVPages
 
-PAGES = ("uint16", "bfloat16", "float32", "int8")
+PAGES = {pages for pages, _ in ATTENTION}
 
 
 def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
     """See `quire.ops.attention.paged_attention`."""
-    kernel = target("quire_attention")
     dtype, held = q_TNH.dtype, pages.k_PSKH.dtype
     if dtype not in (jnp.bfloat16, jnp.float32) or any(x is not None and x.dtype != dtype for x in (k_TKH, v_TKH)):
         raise NotImplementedError(f"queries, keys and values must all be bfloat16 or all float32, not {dtype}")
     if held.name not in PAGES or (pages.v_PSKH is not None and pages.v_PSKH.dtype != held):
-        raise NotImplementedError(f"pages must be one of {', '.join(PAGES)}, not {held}")
-
+        raise NotImplementedError(f"pages must be one of {', '.join(sorted(PAGES))}, not {held}")
+    kernel = target(ATTENTION[held.name, dtype.name])
     check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim)
 
     def or_empty(x, dtype):

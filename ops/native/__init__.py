@@ -1,56 +1,103 @@
 """Kernels for the CPU in C++, called through XLA's foreign function interface.
 
-`QUIRE_NATIVE=off` leaves them out, `QUIRE_NATIVE=avx2` (or another of `build.ISAS`) takes that instruction set.
+`QUIRE_NATIVE=off` leaves them out, `QUIRE_NATIVE=avx2` (or another of `build.ISAS`) takes that instruction set. Each
+kernel is a library of its own, built and loaded when it is called first, or when `prepare` foresees that.
 """
 
 import ctypes
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import jax
 
 from . import build
+from .choice import ATTENTION
 
 WIDE = ("amx", "avx512_bf16", "avx512")
-TARGETS = ("quire_attention", "quire_dense", "quire_int8", "quire_int4")
+lock = Lock()
+builders = ThreadPoolExecutor(thread_name_prefix="quire-kernels")
+begun: dict[tuple[str, str], Future[ctypes.CDLL]] = {}  # libraries by instruction set and name
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The compiled kernels: the names under which XLA knows them, and the library itself."""
-
-    isa: str
-    library: ctypes.CDLL
-    names: dict[str, str]
-
-
-def kernels() -> Kernels:
-    """The kernels in use; `NotImplementedError` says why there are none."""
+def instruction_set() -> str:
+    """The instruction set in use; `NotImplementedError` says why there is none."""
     if jax.default_backend() != "cpu":
         raise NotImplementedError(f"these kernels run on a CPU, not on {jax.default_backend()}")
-    found = loaded(os.environ.get("QUIRE_NATIVE", ""))
-    if isinstance(found, NotImplementedError):
-        raise found
-    return found
+    return chosen(os.environ.get("QUIRE_NATIVE", ""))
 
 
 def target(name: str) -> str:
-    """The name under which XLA knows a kernel; `NotImplementedError` says why there is none."""
-    return kernels().names[name]
+    """The name under which XLA knows a kernel, built now unless it has been; `NotImplementedError` says why not."""
+    library(name)
+    return known(instruction_set(), name)
 
 
-def entry(name: str):
-    """A function of the library that takes numpy's memory and not XLA's."""
-    return getattr(kernels().library, name)
+def library(name: str) -> ctypes.CDLL:
+    """A kernel's library."""
+    try:
+        return begin(instruction_set(), name).result()
+    except NotImplementedError as reason:
+        raise NotImplementedError(str(reason)) from None
+
+
+def has(*names: str) -> bool:
+    """Whether all of these can be called; if not, the log has said why."""
+    try:
+        for build_under_way in [begin(instruction_set(), name) for name in names]:
+            build_under_way.result()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def prepare(names: Iterable[str]) -> None:
+    """Begin to build kernels that will be called, beside whatever else a start does; returns at once."""
+    if jax.default_backend() == "cpu":
+        builders.submit(begin_useful, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
+
+
+def begin_useful(wish: str, names: tuple[str, ...]) -> None:
+    with suppress(NotImplementedError):  # said where it is missed
+        isa = chosen(wish)
+        for name in names:
+            if isa in WIDE or name in ATTENTION.values():
+                begin(isa, name)
+
+
+def begin(isa: str, name: str) -> Future[ctypes.CDLL]:
+    """The build of a library, begun now unless it has been."""
+    with lock:
+        if (isa, name) not in begun:
+            begun[isa, name] = builders.submit(make, isa, name)
+        return begun[isa, name]
+
+
+def make(isa: str, name: str) -> ctypes.CDLL:
+    try:
+        library = load(build.library(isa, name))
+    except NotImplementedError as reason:
+        explain(str(reason))
+        raise
+    if hasattr(library, "quire_kernel"):
+        jax.ffi.register_ffi_target(known(isa, name), jax.ffi.pycapsule(library.quire_kernel), platform="cpu")
+    return library
+
+
+def known(isa: str, name: str) -> str:
+    # With the sources' hash: a program from the compile cache never calls a kernel it was not made for.
+    return f"quire_{name}_{isa}_{build.source_hash()}"
 
 
 def serves() -> bool:
     """Whether the kernels can be used; if not, the log says why, once."""
     try:
-        kernels()
+        instruction_set()
     except NotImplementedError as reason:
         explain(str(reason))
         return False
@@ -59,7 +106,7 @@ def serves() -> bool:
 
 def multiplies() -> bool:
     """Whether the weight products pay too: without AVX-512 GCC keeps sixteen lanes in memory, and XLA is faster."""
-    return serves() and kernels().isa in WIDE
+    return serves() and instruction_set() in WIDE
 
 
 @cache
@@ -68,17 +115,25 @@ def explain(reason: str) -> None:
         logging.getLogger("quire").warning("native kernels are not in use, XLA's own serve instead: %s", reason)
 
 
+def chosen(wish: str) -> str:
+    """The instruction set wished for, or the best that works."""
+    with lock:  # who comes while it is found out waits
+        found = choose(wish)
+    if isinstance(found, NotImplementedError):
+        raise NotImplementedError(str(found))
+    return found
+
+
 @cache
-def loaded(wish: str) -> Kernels | NotImplementedError:
-    """The kernels for the instruction set wished for, or the best that works; either answer is found out once."""
+def choose(wish: str) -> str | NotImplementedError:
+    """Either answer is found out once."""
     try:
         if wish == "off":
             raise NotImplementedError("QUIRE_NATIVE is off")
         names = build.choices(wish)
         for isa in names:
-            library = load(build.library(isa))
-            if library.quire_permitted():
-                return Kernels(isa, library, register(library, isa))
+            if load(build.library(isa, "probe")).quire_permitted():
+                return isa
         raise NotImplementedError(f"the system does not lend the registers of {' or '.join(names)}")
     except NotImplementedError as reason:
         return reason
@@ -89,11 +144,3 @@ def load(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NotImplementedError(f"{path} cannot be loaded: {error}") from None
-
-
-def register(library: ctypes.CDLL, isa: str) -> dict[str, str]:
-    # The name carries the sources' hash: a program from the compile cache never calls a kernel it was not made for.
-    names = {name: f"{name}_{isa}_{build.source_hash()}" for name in TARGETS}
-    for name, known in names.items():
-        jax.ffi.register_ffi_target(known, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return names

@@ -2,9 +2,6 @@
 // round them is tested on machines that lack them.
 #pragma once
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "common.h"
 
 #if defined(__AMX_BF16__) || defined(QUIRE_EMULATE_AMX)
@@ -47,7 +44,6 @@ inline void start(const Config& c) {
   std::memset(state().bytes, 0, sizeof(state().bytes));
 }
 inline void stop() {}
-inline bool permitted() { return true; }
 
 template <int N>
 void zero() {
@@ -96,9 +92,6 @@ void dot_int8() {
 }
 
 #else
-
-// Linux lends the tiles' registers to a process that asks.
-inline bool permitted() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0; }
 
 // GCC 12 believes that ldtilecfg reads eight bytes alone: the whole of memory is named, lest stores to the rest be dropped.
 inline void start(const Config& c) { asm volatile("ldtilecfg %0" ::"m"(c) : "memory"); }

@@ -1,86 +1,65 @@
-// The door to paged attention.
+// The door to paged attention: PAGE is what keys and values are kept in, ROW what they meet queries as.
 #include "attention.h"
+#include "door.h"
 
 namespace quire {
 namespace {
 
-template <typename T>
-T* given(const ffi::AnyBuffer& buffer) {
-  return buffer.element_count() ? static_cast<T*>(buffer.untyped_data()) : nullptr;
+bool of_pages(Buffer x) {
+  if (sizeof(PAGE) == 2) return x.type() == dtype::U16 || x.type() == dtype::BF16;
+  return x.type() == (sizeof(PAGE) == 4 ? dtype::F32 : dtype::S8);
+}
+
+bool of_rows(Buffer x) {
+  return x.wide() ? attention::MAY_BE_WIDE<ROW> : x.type() == dtype::BF16 && attention::MAY_BE_NARROW<PAGE, ROW>;
 }
 
 // Arrays that a case does not have come empty: new keys and values where another layer has appended them, values that
 // are a part of the keys, the scales of pages that are not int8, sinks.
-ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                           ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale,
-                           ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> tables,
-                           ffi::Buffer<ffi::S32> slots, ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> out,
-                           ffi::RemainingRets written, float scale, float soft_cap, int32_t window) {
-  auto rows = q.dimensions(), pages = k_pages.dimensions();
+const char* paged_attention(const Call& call) {
+  Buffer q = call.array(0), k_pages = call.array(3), starts = call.array(8), out = call.result();
+  if (!of_rows(q) || !of_pages(k_pages) || !of_pages(call.array(4)))
+    return "paged attention: this kernel is for arrays of other types";
   attention::Call a{};
-  a.T = rows[0], a.N = rows[1], a.H = rows[2];
-  a.P = pages[0], a.S = pages[1], a.K = pages[2];
-  a.V = out->dimensions().back(), a.B = starts.element_count() - 1, a.M = tables.dimensions()[1];
-  a.q = q.untyped_data(), a.k = given<void>(k), a.v = given<void>(v), a.wide = q.element_type() == ffi::F32;
-  a.k_pages = k_pages.untyped_data(), a.v_pages = given<void>(v_pages);
-  a.k_scale = given<float>(k_scale), a.v_scale = given<float>(v_scale);
-  a.positions = positions.typed_data(), a.starts = starts.typed_data();
-  a.tables = tables.typed_data(), a.slots = slots.typed_data(), a.sinks = given<float>(sinks);
-  a.scoring = {scale, soft_cap, window > 0 ? window : int64_t{1} << 40};
-  a.out = out->untyped_data();
+  a.T = q.dim(0), a.N = q.dim(1), a.H = q.dim(2);
+  a.P = k_pages.dim(0), a.S = k_pages.dim(1), a.K = k_pages.dim(2);
+  a.V = out.last(), a.B = starts.size() - 1, a.M = call.array(9).dim(1);
+  a.q = q.data<void>(), a.k = call.array(1).given<void>(), a.v = call.array(2).given<void>(), a.wide = q.wide();
+  a.k_pages = k_pages.data<void>(), a.v_pages = call.array(4).given<void>();
+  a.k_scale = call.array(5).given<float>(), a.v_scale = call.array(6).given<float>();
+  a.positions = call.array(7).data<int32_t>(), a.starts = starts.data<int32_t>();
+  a.tables = call.array(9).data<int32_t>(), a.slots = call.array(10).data<int32_t>();
+  a.sinks = call.array(11).given<float>();
+  int32_t window = call.attribute<int32_t>("window");
+  a.scoring = {call.attribute<float>("scale"), call.attribute<float>("soft_cap"), window > 0 ? window : int64_t{1} << 40};
+  a.out = out.data<void>();
 
   for (int64_t b = 0; b < a.B; ++b)
     if (a.starts[0] != 0 || a.starts[b + 1] < a.starts[b] || a.starts[b + 1] > a.T)
-      return ffi::Error::InvalidArgument("paged attention: starts_B1 is not a rising list from 0 to at most T");
+      return "paged attention: starts_B1 is not a rising list from 0 to at most T";
   void* from[] = {a.k_pages, a.v_pages, a.k_scale, a.v_scale};
-  size_t at = 0;
-  for (size_t i = 0; i < written.size(); ++i, ++at) {
-    auto result = written.get<ffi::AnyBuffer>(i);
+  int at = 0;
+  for (int64_t i = 1; i < call.results(); ++i, ++at) {
     while (at < 3 && !from[at]) ++at;
-    if (!result.has_value() || (*result)->untyped_data() != from[at])
-      return ffi::Error::Internal("paged attention: the pages are not written where they lie");
+    if (call.result(i).data<void>() != from[at]) return "paged attention: the pages are not written where they lie";
   }
 
+  Pool pool = call.pool();
   auto spread = [&](int64_t chunks, const auto& run) { parallel(pool, chunks, run); };
-  int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  if (k_pages.element_type() == ffi::F32)
-    attention::attend<float, float>(a, threads, spread);
-  else if (k_pages.element_type() == ffi::S8 && a.wide)
-    attention::attend<int8_t, float>(a, threads, spread);
-  else if (k_pages.element_type() == ffi::S8)
-    attention::attend<int8_t, uint16_t>(a, threads, spread);
-  else if (a.wide)
-    attention::attend<uint16_t, float>(a, threads, spread);
-  else
-    attention::attend<uint16_t, uint16_t>(a, threads, spread);
-  return ffi::Error::Success();
+  attention::attend<PAGE, ROW>(a, std::max<int64_t>(1, pool.num_threads()), spread);
+  return nullptr;
 }
 
 }  // namespace
+}  // namespace quire
 
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_attention, paged_attention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .RemainingRets()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("soft_cap")
-                                  .Attr<int32_t>("window"));
+extern "C" XLA_FFI_Error* quire_kernel(XLA_FFI_CallFrame* frame) {
+  using namespace quire;
+  constexpr auto ANY = dtype::ANY, S32 = dtype::S32, F32 = dtype::F32;
+  return enter(frame, {{ANY, ANY, ANY, ANY, ANY, F32, F32, S32, S32, S32, S32, F32}, {"scale", "soft_cap", "window"}},
+               paged_attention);
+}
 
 #pragma GCC visibility pop
-
-}  // namespace quire

@@ -125,6 +125,12 @@ struct Scratch {
   }
 };
 
+// Of which types queries, new keys and results can be where they meet such pages as X.
+template <typename X>
+constexpr bool MAY_BE_WIDE = sizeof(X) == 4;
+template <typename Page, typename X>
+constexpr bool MAY_BE_NARROW = sizeof(X) == 2 || sizeof(Page) == 4;
+
 // Computes items, the keys of one block at a time for all rows of a tile. Keys meet queries as X: bfloat16 or floats.
 template <typename Page, typename X>
 class Worker {
@@ -225,11 +231,13 @@ class Worker {
   }
 
   void read_queries(const Tile& t, int64_t head, Query<X>* to) {
-    for (int64_t r = 0; r < R; ++r, to += H)
-      if (a.wide)
-        copy(static_cast<const float*>(a.q) + place(t, head, r, a.H), to);
-      else
-        copy(static_cast<const uint16_t*>(a.q) + place(t, head, r, a.H), to);
+    for (int64_t r = 0; r < R; ++r, to += H) {
+      int64_t from = place(t, head, r, a.H);
+      if constexpr (MAY_BE_WIDE<X>)
+        if (a.wide) copy(static_cast<const float*>(a.q) + from, to);
+      if constexpr (MAY_BE_NARROW<Page, X>)
+        if (!a.wide) copy(static_cast<const uint16_t*>(a.q) + from, to);
+    }
   }
 
   void find(const Tile& t, int64_t number, Block& b) const {
@@ -295,11 +303,11 @@ class Worker {
         for (int j = b.lo; j < b.hi; ++j)
           widened[j] = widen_values(value[j] + at, std::min(a.V - at, vectors * W), wide + j * COLS * W);
       each_rows(from, stop, [&](int64_t r, auto count) {
-        constexpr int COUNT = decltype(count)::value;
+        constexpr int COUNT = decltype(count)::value, STEP = UNIT<Page> / W;
         float *weights = s + r * BLOCK, *out = sums.out + r * V + at;
         if constexpr (!std::is_same_v<Page, int8_t>)
-          if (direct) return mix_any<COUNT>(vectors, weights, value, at, b.lo, b.hi, out, V, ahead);
-        mix_any<COUNT>(vectors, weights, widened, 0, b.lo, b.hi, out, V, ahead);
+          if (direct) return mix_any<COUNT, STEP>(vectors, weights, value, at, b.lo, b.hi, out, V, ahead);
+        mix_any<COUNT, STEP>(vectors, weights, widened, 0, b.lo, b.hi, out, V, ahead);
       });
     }
   }
@@ -323,10 +331,10 @@ class Worker {
   }
 
   void finish(const Tile& t, int64_t head, Sums sums) {
-    if (a.wide)
-      finish(t, head, sums, static_cast<float*>(a.out));
-    else
-      finish(t, head, sums, static_cast<uint16_t*>(a.out));
+    if constexpr (MAY_BE_WIDE<X>)
+      if (a.wide) finish(t, head, sums, static_cast<float*>(a.out));
+    if constexpr (MAY_BE_NARROW<Page, X>)
+      if (!a.wide) finish(t, head, sums, static_cast<uint16_t*>(a.out));
   }
 
   template <typename Y>
@@ -356,8 +364,10 @@ class Worker {
 // Append, then attend. `spread(chunks, run)` calls run(0) .. run(chunks - 1), on up to `threads` threads.
 template <typename Page, typename X, typename Spread>
 void attend(const Call& a, int64_t threads, const Spread& spread) {
-  if (a.k && a.wide) append<Page, float>(a, spread);
-  if (a.k && !a.wide) append<Page, uint16_t>(a, spread);
+  if constexpr (MAY_BE_WIDE<X>)
+    if (a.k && a.wide) append<Page, float>(a, spread);
+  if constexpr (MAY_BE_NARROW<Page, X>)
+    if (a.k && !a.wide) append<Page, uint16_t>(a, spread);
   int64_t used = a.starts[a.B] * a.N * a.V, size = a.wide ? 4 : 2;
   char* results = static_cast<char*>(a.out);
   std::fill(results + used * size, results + a.T * a.N * a.V * size, 0);
@@ -394,7 +404,9 @@ void attend(const Call& a, int64_t threads, const Spread& spread) {
         items.push_back({tile, k, std::min(heads, a.K - k), begin, end, one * heads, false});
     }
   }
-  std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.cost > y.cost; });
+  std::sort(items.begin(), items.end(), [](const Item& x, const Item& y) {
+    return x.cost != y.cost ? x.cost > y.cost : x.tile != y.tile ? x.tile < y.tile : x.head < y.head;
+  });
 
   std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[tiles.size() * a.K]());
   int64_t count = static_cast<int64_t>(items.size());

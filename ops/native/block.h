@@ -282,13 +282,14 @@ void mix(const float* s, const X* const* value, int64_t at, int lo, int hi, floa
     for (int n = 0; n < N; ++n) store(out + r * V + n * W, sums[r][n]);
 }
 
-template <int R, int N = COLS, typename X>
+// The vectors are a multiple of STEP.
+template <int R, int STEP, int N = COLS, typename X>
 void mix_any(int64_t vectors, const float* s, const X* const* value, int64_t at, int lo, int hi, float* out, int64_t V,
              Ahead& ahead) {
   if (vectors == N)
     mix<X, R, N>(s, value, at, lo, hi, out, V, ahead);
-  else if constexpr (N > UNIT<X> / W)
-    mix_any<R, N - UNIT<X> / W>(vectors, s, value, at, lo, hi, out, V, ahead);
+  else if constexpr (N > STEP)
+    mix_any<R, STEP, N - STEP>(vectors, s, value, at, lo, hi, out, V, ahead);
 }
 
 // What a softmax has come to: the weighted values [R, V], and of each row the best score and the sum of weights.

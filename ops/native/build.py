@@ -1,7 +1,8 @@
 """Compiles the kernels with the system's compiler, once for each machine, into a private folder.
 
-The folder's name is a hash of everything that the result depends on, so that an old library is never taken for a new
-one; two processes that build at once write the same bytes, and the later rename wins.
+Each variant is a library of its own, so that a start waits for what its model calls and for nothing else. The folder's
+name is a hash of everything that the result depends on, so that an old library is never taken for a new one; two
+processes that build at once write the same bytes, and the later rename wins.
 """
 
 import hashlib
@@ -11,7 +12,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,20 @@ SOURCES = Path(__file__).parent
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
 )  # fmt: skip
-LIBRARY = "libquire.so"
+VARIANTS = {  # a source, and what it is compiled for
+    "probe": ("probe.cc",),
+    "pack": ("pack.cc",),
+    "dense_f32": ("dense.cc", "-DFORMAT=F32"),
+    "dense_bf16": ("dense.cc", "-DFORMAT=Bf16"),
+    "int8": ("int8.cc",),
+    "int8_weights": ("int8_weights.cc",),
+    "int4": ("int4.cc",),
+    "attention_f32": ("attention.cc", "-DPAGE=float", "-DROW=float"),
+    "attention_bf16": ("attention.cc", "-DPAGE=uint16_t", "-DROW=uint16_t"),
+    "attention_bf16_f32": ("attention.cc", "-DPAGE=uint16_t", "-DROW=float"),
+    "attention_int8_bf16": ("attention.cc", "-DPAGE=int8_t", "-DROW=uint16_t"),
+    "attention_int8_f32": ("attention.cc", "-DPAGE=int8_t", "-DROW=float"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,14 +70,18 @@ ISAS = {  # the best first
 
 
 @cache
-def cpu_flags() -> frozenset[str]:
-    """What the processor says that it can do."""
+def cpu_info(*names: str) -> tuple[str, ...]:
+    """What Linux says about the processor under these names; each distinct answer once."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
-        return frozenset()
-    names = ("flags", "Features")
+        return ()
     lines = (line.partition(":") for line in info.read_text().splitlines())
-    return frozenset(next((rest.split() for name, _, rest in lines if name.strip() in names), ()))
+    return tuple(dict.fromkeys(rest.strip() for name, _, rest in lines if name.strip() in names))
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the processor says that it can do."""
+    return frozenset(" ".join(cpu_info("flags", "Features")[:1]).split())
 
 
 def isas() -> dict[str, Isa]:
@@ -97,26 +114,34 @@ def cache_folder() -> Path:
     return home / "quire" / "native"
 
 
-def library(isa: str) -> Path:
-    """The library for an instruction set: one that `quire build-kernels` left ready, one of the cache, or built now."""
+def library(isa: str, variant: str) -> Path:
+    """A variant for an instruction set: as `quire build-kernels` left it ready, from the cache, or built now."""
     if ready := os.environ.get("QUIRE_KERNELS"):
-        path = prebuilt(Path(ready), isa) / LIBRARY
+        path = prebuilt(Path(ready), isa) / f"{variant}.so"
         if path.exists():
             return path
     command = compiler()
-    return built(command, isa, private(cache_folder()) / key(command, isa))
+    return built(command, isa, variant, private(cache_folder()) / key(command, isa))
 
 
 def prebuilt(folder: Path, isa: str) -> Path:
     """Where libraries made ahead of time lie: on another machine the compiler may be another, or none."""
-    return folder / f"{isa}-{source_hash()}"
+    return folder / "-".join(part for part in (isa, source_hash(), processor(isa)) if part)
 
 
-def built(command: list[str], isa: str, place: Path) -> Path:
-    """The library in this folder, compiled if it is not there."""
-    path = private(place) / LIBRARY
+def processor(isa: str) -> str:
+    """A hash of what `native` among the flags means on this machine; empty where the flags say it all."""
+    if not any("native" in flag for flag in ISAS[platform.machine()][isa].flags):
+        return ""
+    about = cpu_info("flags", "Features", "CPU implementer", "CPU variant", "CPU part") or (platform.processor(),)
+    return digest("\n".join(sorted(about)))
+
+
+def built(command: list[str], isa: str, variant: str, place: Path) -> Path:
+    """A variant's library in this folder, compiled if it is not there."""
+    path = private(place) / f"{variant}.so"
     if not path.exists():
-        compile_into(path, command, isa)
+        compile_into(path, command, isa, variant)
     return path
 
 
@@ -138,41 +163,50 @@ def sources() -> list[Path]:
 
 @cache
 def source_hash() -> str:
-    """A hash of the sources and of the headers that they are bound by."""
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
-    api = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api"
-    for path in [*sources(), *sorted(api.glob("*.h"))]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    """A hash of the sources, what they are compiled for, and the interface that they are bound by."""
+    found = hashlib.sha256(repr((FLAGS, VARIANTS)).encode())
+    for path in [*sources(), Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"]:
+        found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def key(command: list[str], isa: str) -> str:
-    """What a library depends on: sources, compiler, flags and, where the flags say `native`, the processor."""
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60).stdout
-    flags = ISAS[platform.machine()][isa].flags
-    processor = " ".join(sorted(cpu_flags())) if any("native" in flag for flag in flags) else ""
-    about = "\n".join([source_hash(), " ".join(command), version, " ".join(flags), processor])
-    return f"{isa}-{hashlib.sha256(about.encode()).hexdigest()[:16]}"
+    """What the libraries of a folder depend on: sources, compiler, flags and, where these say `native`, the machine."""
+    about = [source_hash(), " ".join(command), version(*command), *ISAS[platform.machine()][isa].flags, processor(isa)]
+    return f"{isa}-{digest(chr(10).join(about))}"
 
 
-def compile_into(path: Path, command: list[str], isa: str) -> None:
-    """Compile every source and link them; the library appears whole or not at all."""
-    flags = [*FLAGS, *ISAS[platform.machine()][isa].flags, "-isystem", jax.ffi.include_dir()]
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor() as threads:
-        units = [source for source in sources() if source.suffix == ".cc"]
-        objects = [f"{scratch}/{unit.stem}.o" for unit in units]
-        jobs = [[*command, *flags, "-c", str(u), "-o", o] for u, o in zip(units, objects, strict=True)]
-        for _ in threads.map(run, jobs):
-            pass
-        run([*command, "-shared", *objects, "-o", f"{scratch}/{LIBRARY}"])
-        os.replace(f"{scratch}/{LIBRARY}", path)
+@cache
+def version(*command: str) -> str:
+    try:
+        return subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotImplementedError(f"{command[0]} does not tell its version: {error}") from None
 
 
-def run(command: list[str]) -> None:
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def compile_into(path: Path, command: list[str], isa: str, variant: str) -> None:
+    """Compile a variant; the library appears whole or not at all."""
+    source, *defines = VARIANTS[variant]
+    flags = [*FLAGS, *ISAS[platform.machine()][isa].flags, *defines, "-isystem", jax.ffi.include_dir()]
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = f"{scratch}/{path.name}"
+            run([*command, *flags, "-shared", str(SOURCES / source), "-o", made], variant)
+            os.replace(made, path)
+    except OSError as error:
+        raise NotImplementedError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def run(command: list[str], variant: str) -> None:
+    failed = f"{command[0]} could not compile the kernel {variant}"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotImplementedError(f"{command[0]} could not compile the kernels: {error}") from None
+        raise NotImplementedError(f"{failed}: {error}") from None
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
-        raise NotImplementedError(f"{command[0]} could not compile the kernels: {first}")
+        raise NotImplementedError(f"{failed}: {first}")

@@ -1,19 +1,16 @@
 // What the kernels share: vectors of sixteen, number formats, and work spread over XLA's own threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <thread>
 
-#include "xla/ffi/api/ffi.h"
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-
-namespace ffi = xla::ffi;
 
 namespace quire {
 
@@ -87,32 +84,37 @@ inline f32x16 exp(f32x16 x) {
 
 inline f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-// Calls run(chunk) for every chunk, on the caller and on whatever threads of the pool are free. Chunks are claimed one
-// at a time, and the caller can do them all: it never waits for a helper that has not begun, for the pool's threads may
-// all be parked in a collective of another device. The pool is XLA's; tests bring one of their own.
+// Chunks of work that threads claim one at a time.
+struct Job {
+  std::atomic<int64_t> next{0}, done{0};
+  int64_t chunks;
+  void (*run)(const void*, int64_t);
+  const void* what;
+
+  void work() {
+    int64_t chunk, mine = 0;
+    while ((chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks) {
+      run(what, chunk);
+      ++mine;
+    }
+    if (mine) done.fetch_add(mine, std::memory_order_release);
+  }
+};
+
+// Calls run(chunk) for every chunk, on the caller and on whatever threads of the pool are free. The caller can do them
+// all: it never waits for a helper that has not begun, for the pool's threads may all be parked in a collective of
+// another device. The pool is XLA's; tests bring one of their own.
 template <typename Pool, typename Run>
 void parallel(Pool& pool, int64_t chunks, const Run& run) {
-  struct Job {
-    std::atomic<int64_t> next{0}, done{0};
-    int64_t chunks;
-    const Run* run;
-    void work() {
-      int64_t chunk, mine = 0;
-      while ((chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks) {
-        (*run)(chunk);
-        ++mine;
-      }
-      if (mine) done.fetch_add(mine, std::memory_order_release);
-    }
-  };
+  // Through a pointer, so that the compiler makes one copy of the work.
+  auto call = [](const void* what, int64_t chunk) { (*static_cast<const Run*>(what))(chunk); };
   int64_t helpers = std::min<int64_t>(chunks, pool.num_threads()) - 1;
   if (helpers < 1) {
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) call(&run, chunk);
     return;
   }
   auto job = std::make_shared<Job>();
-  job->chunks = chunks;
-  job->run = &run;
+  job->chunks = chunks, job->run = call, job->what = &run;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
   job->work();
   while (job->done.load(std::memory_order_acquire) < chunks) std::this_thread::yield();

@@ -333,13 +333,11 @@ void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t
   if constexpr (R <= ROWS) {
     if (rows >= R) return rows_of<R, BLOCKS>(f, x, row, K, block, used, out);
   } else if (rows >= R) {
-    if (out.activation) {
-      for (int n = 0; n < used; ++n) {
-        int64_t pair[2] = {block[n], block[BLOCKS / 2 + n]};
-        rows_of<R, 2>(f, x, row, K, pair, 1, out);
-      }
-    } else {
-      for (int n = 0; n < used; n += 2) rows_of<R, 2>(f, x, row, K, block + n, std::min(2, used - n), out);
+    // Two blocks of outputs, or one of the gate and its part of up; one call, or the compiler makes a copy for each.
+    const int step = out.activation ? 1 : 2, other = out.activation ? BLOCKS / 2 : 1;
+    for (int n = 0; n < used; n += step) {
+      int64_t pair[2] = {block[n], block[n + other]};
+      rows_of<R, 2>(f, x, row, K, pair, std::min(step, used - n), out);
     }
     return;
   }

@@ -15,7 +15,7 @@ from flax import struct
 from ...sharding.spec import ArraySpec, empty
 from ..quant.int4 import Int4
 from ..quant.int8 import Int8
-from . import entry, target
+from . import choice, has, library, target
 
 LANES = 16  # outputs of a block
 FUSED = {"silu": 1, "gelu_tanh": 2}  # activations that the kernels know
@@ -30,14 +30,18 @@ class Tiled:
     out: tuple[int, ...] = struct.field(pytree_node=False)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        return product("quire_dense", self, x, bias, dtype)
+        return product(self, x, bias, dtype)
 
     def gated(self, x, activation: str):
-        return gated("quire_dense", self, x, activation)
+        return gated(self, x, activation)
 
     def __getitem__(self, tokens_T):
         block, lane = tokens_T // LANES, tokens_T % LANES
         return self.tiles[block, :, lane].reshape(tokens_T.shape[0], -1)[:, : math.prod(self.into)]
+
+    @property
+    def kernel(self):
+        return choice.DENSE[self.tiles.dtype.name]
 
     @property
     def arrays(self):
@@ -55,15 +59,19 @@ class TiledInt8:
     out: tuple[int, ...] = struct.field(pytree_node=False)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        return product("quire_int8", self, x, bias, dtype)
+        return product(self, x, bias, dtype)
 
     def gated(self, x, activation: str):
-        return gated("quire_int8", self, x, activation)
+        return gated(self, x, activation)
 
     def __getitem__(self, tokens_T):
         block, lane = tokens_T // LANES, tokens_T % LANES
         rows = self.tiles[block, :, lane].reshape(tokens_T.shape[0], -1)[:, : math.prod(self.into)]
         return rows.astype(jnp.float32) * self.scale[tokens_T][:, None]
+
+    @property
+    def kernel(self):
+        return choice.int8(dynamic=self.tiles.shape[-1] == 4)
 
     @property
     def arrays(self):
@@ -81,31 +89,35 @@ class TiledInt4:
     out: tuple[int, ...] = struct.field(pytree_node=False)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        return product("quire_int4", self, x, bias, dtype)
+        return product(self, x, bias, dtype)
 
     def gated(self, x, activation: str):
-        return gated("quire_int4", self, x, activation)
+        return gated(self, x, activation)
+
+    @property
+    def kernel(self):
+        return "int4"
 
     @property
     def arrays(self):
         return self.tiles, self.scale, self.zero
 
 
-def product(kernel: str, node, x, bias, dtype):
+def product(node, x, bias, dtype):
     """x over its last axes times the node, plus the bias."""
     lead = x.shape[: x.ndim - len(node.into)]
-    return call(kernel, node, x, bias, dtype or x.dtype, math.prod(node.out)).reshape(*lead, *node.out)
+    return call(node, x, bias, dtype or x.dtype, math.prod(node.out)).reshape(*lead, *node.out)
 
 
-def gated(kernel: str, node, x, activation: str):
+def gated(node, x, activation: str):
     """activation(gate) * up in one pass, where the outputs are [2, F]; None if the kernels cannot do that."""
     half = node.out[-1]
     if activation not in FUSED or len(node.out) != 2 or half % LANES:
         return None
-    return call(kernel, node, x, None, x.dtype, half, FUSED[activation]).reshape(*x.shape[:-1], half)
+    return call(node, x, None, x.dtype, half, FUSED[activation]).reshape(*x.shape[:-1], half)
 
 
-def call(kernel: str, node, x, bias, dtype, outputs: int, activation: int = 0):
+def call(node, x, bias, dtype, outputs: int, activation: int = 0):
     rows_RK = x.reshape(-1, math.prod(node.into))
     if bias is None:
         bias_O = jnp.zeros(0, jnp.float32)
@@ -113,21 +125,24 @@ def call(kernel: str, node, x, bias, dtype, outputs: int, activation: int = 0):
         bias_O = bias.reshape(-1).astype(jnp.float32)
         bias_O = jnp.pad(bias_O, (0, -bias_O.shape[0] % LANES))
     result = jax.ShapeDtypeStruct((rows_RK.shape[0], outputs), dtype)
-    run = jax.ffi.ffi_call(target(kernel), result)
+    run = jax.ffi.ffi_call(target(node.kernel), result)
     return run(rows_RK, *node.arrays, bias_O, activation=np.int32(activation))
 
 
 def pack(spec: ArraySpec, leaf):
     """A loaded leaf as the kernels want it, or as it is if no product of theirs takes it."""
     if isinstance(leaf, Int8):
-        return pack_int8(leaf)
+        return pack_int8(leaf) if has("pack", choice.int8(leaf.dynamic)) else leaf
     if isinstance(leaf, Int4):
-        return pack_int4(leaf)
-    if not isinstance(leaf, np.ndarray) or not spec.inputs:
+        return pack_int4(leaf) if has("pack", "int4") else leaf
+    if not isinstance(leaf, np.ndarray) or not spec.inputs or leaf.dtype.name not in choice.DENSE:
         return leaf
+    return pack_dense(spec, leaf) if has("pack", choice.DENSE[leaf.dtype.name]) else leaf
+
+
+def pack_dense(spec: ArraySpec, leaf: np.ndarray) -> Tiled:
     into, out, matrix_KO = flat(spec, leaf)
-    group = 4 // leaf.dtype.itemsize
-    return Tiled(tile(matrix_KO, group), into, out)
+    return Tiled(tile(matrix_KO, 4 // leaf.dtype.itemsize), into, out)
 
 
 def flat(spec: ArraySpec, leaf) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
@@ -147,7 +162,8 @@ def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:
     padded = -(-K // step) * step
     out = empty((-(-O // LANES), padded // group, LANES, group), matrix_KO.dtype)
     strides = (stride // size for stride in matrix_KO.strides)
-    entry("quire_tile")(address(matrix_KO), address(out), *map(ctypes.c_int64, (size, K, padded, O, group, *strides)))
+    sizes = map(ctypes.c_int64, (size, K, padded, O, group, *strides))
+    library("pack").quire_tile(address(matrix_KO), address(out), *sizes)
     return out
 
 
@@ -164,7 +180,7 @@ def pack_int4(leaf: Int4) -> TiledInt4:
     packed_KO = np.ascontiguousarray(np.asarray(leaf.codes).reshape(-1, O))
     padded = np.asarray(leaf.scale).reshape(-1, O).shape[0] * leaf.group
     tiles = empty((-(-O // LANES), padded // 8, LANES), np.uint32)
-    entry("quire_tile_int4")(address(packed_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
+    library("pack").quire_tile_int4(address(packed_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
 
     def by_block(values_GO):
         groups = values_GO.shape[0]

@@ -9,16 +9,20 @@ namespace {
 
 constexpr int64_t LANES = 16;
 
-template <typename Run>
-void each_block(int64_t blocks, const Run& run) {
+void spread(int64_t blocks, void (*run)(const void*, int64_t), const void* what) {
   int64_t threads = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, std::max<int64_t>(1, blocks / 4));
   std::vector<std::thread> others;
-  auto part = [&](int64_t t) {
-    for (int64_t block = blocks * t / threads; block < blocks * (t + 1) / threads; ++block) run(block);
+  auto part = [=](int64_t t) {
+    for (int64_t block = blocks * t / threads; block < blocks * (t + 1) / threads; ++block) run(what, block);
   };
   for (int64_t t = 1; t < threads; ++t) others.emplace_back(part, t);
   part(0);
   for (auto& thread : others) thread.join();
+}
+
+template <typename Run>
+void each_block(int64_t blocks, const Run& run) {
+  spread(blocks, [](const void* what, int64_t block) { (*static_cast<const Run*>(what))(block); }, &run);
 }
 
 template <typename T>

@@ -1,0 +1,28 @@
+"""Which kernel serves which numbers: asked where one is called, and by a start that has them built ahead."""
+
+DENSE = {"float32": "dense_f32", "bfloat16": "dense_bf16"}  # by the weight's type
+ATTENTION = {  # by the types of pages and queries
+    ("float32", "float32"): "attention_f32",
+    ("float32", "bfloat16"): "attention_f32",
+    ("uint16", "float32"): "attention_bf16_f32",
+    ("uint16", "bfloat16"): "attention_bf16",
+    ("bfloat16", "float32"): "attention_bf16_f32",
+    ("bfloat16", "bfloat16"): "attention_bf16",
+    ("int8", "float32"): "attention_int8_f32",
+    ("int8", "bfloat16"): "attention_int8_bf16",
+}
+
+
+def int8(dynamic: bool) -> str:
+    """`dynamic`: the rows become bytes too."""
+    return "int8" if dynamic else "int8_weights"
+
+
+def of_model(dtype: str, quant: str | None, kv_dtype: str) -> tuple[str, ...]:
+    """What a model calls, as far as its configuration tells: one that it lacks is built when it is called."""
+    if quant is None:
+        products = {DENSE[dtype]}
+    else:
+        # The head has eight bits beside any format.
+        products = {int8(True), int8(quant != "int8-weights") if quant.startswith("int8") else "int4"}
+    return (ATTENTION[kv_dtype, dtype], *sorted(products), "pack")

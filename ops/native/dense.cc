@@ -1,0 +1,29 @@
+// The door to the products of float32 or bfloat16 weights: FORMAT is F32 or Bf16.
+#include "rows.h"
+
+namespace quire {
+namespace {
+
+const char* dense(const Call& call) {
+  Pool pool = call.pool();
+  Buffer x = call.array(0), w = call.array(1);
+  int64_t T = rows_used(x), K = w.dim(1) * w.dim(3);
+  Out out = out_of(call, call.array(2), w.dim(0));
+  using X = FORMAT::X;
+  product(pool, FORMAT{w.data<X>()}, Padded<X>(pool, x, T, K).rows, T, K, out);
+  out.fill(T, rows_in(x));
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace quire
+
+#pragma GCC visibility push(default)
+
+extern "C" XLA_FFI_Error* quire_kernel(XLA_FFI_CallFrame* frame) {
+  using namespace quire;
+  auto weights = sizeof(FORMAT::X) == 4 ? dtype::F32 : dtype::BF16;
+  return enter(frame, {{dtype::ANY, weights, dtype::F32}, {"activation"}}, dense);
+}
+
+#pragma GCC visibility pop

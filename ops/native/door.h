@@ -1,0 +1,162 @@
+// The door to a kernel: what XLA hands over, read through its C interface. XLA's C++ headers say the same with two to
+// three seconds of templates for each kernel, and kernels are compiled while somebody waits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <utility>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace quire {
+
+namespace dtype {
+constexpr auto ANY = XLA_FFI_DataType_INVALID, F32 = XLA_FFI_DataType_F32, F16 = XLA_FFI_DataType_F16,
+               BF16 = XLA_FFI_DataType_BF16, S8 = XLA_FFI_DataType_S8, S32 = XLA_FFI_DataType_S32,
+               U8 = XLA_FFI_DataType_U8, U16 = XLA_FFI_DataType_U16, U32 = XLA_FFI_DataType_U32;
+}
+
+// XLA's own threads.
+class Pool {
+ public:
+  explicit Pool(const XLA_FFI_CallFrame* frame) : api(frame->api), ctx(frame->ctx) {}
+
+  int64_t num_threads() const {
+    int64_t threads = 0;
+    XLA_FFI_ThreadPool_NumThreads_Args args{};
+    args.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
+    args.ctx = ctx, args.num_threads = &threads;
+    forget(api->XLA_FFI_ThreadPool_NumThreads(&args));
+    return threads;
+  }
+
+  // Where there is no pool the caller does it.
+  template <typename Task>
+  void Schedule(Task task) {
+    XLA_FFI_ThreadPool_Schedule_Args args{};
+    args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
+    args.ctx = ctx, args.data = new Task(std::move(task));
+    args.task = [](void* data) {
+      Task* own = static_cast<Task*>(data);
+      (*own)();
+      delete own;
+    };
+    if (forget(api->XLA_FFI_ThreadPool_Schedule(&args))) args.task(args.data);
+  }
+
+ private:
+  bool forget(XLA_FFI_Error* error) const {
+    if (!error) return false;
+    XLA_FFI_Error_Destroy_Args args{};
+    args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+    args.error = error;
+    api->XLA_FFI_Error_Destroy(&args);
+    return true;
+  }
+
+  const XLA_FFI_Api* api;
+  XLA_FFI_ExecutionContext* ctx;
+};
+
+// An array in XLA's memory.
+class Buffer {
+ public:
+  explicit Buffer(const void* from) : b(static_cast<const XLA_FFI_Buffer*>(from)) {}
+
+  template <typename T>
+  T* data() const {
+    return static_cast<T*>(b->data);
+  }
+  template <typename T>
+  T* given() const {  // null where the array is empty
+    return size() ? data<T>() : nullptr;
+  }
+  XLA_FFI_DataType type() const { return b->dtype; }
+  bool wide() const { return b->dtype == dtype::F32; }
+  int64_t dim(int64_t axis) const { return b->dims[axis]; }
+  int64_t last() const { return b->dims[b->rank - 1]; }
+  int64_t size() const {
+    int64_t n = 1;
+    for (int64_t axis = 0; axis < b->rank; ++axis) n *= b->dims[axis];
+    return n;
+  }
+
+ private:
+  const XLA_FFI_Buffer* b;
+};
+
+// What a kernel is called with: its arrays' types, and its attributes by name, in the order of the alphabet.
+struct Signature {
+  std::initializer_list<XLA_FFI_DataType> arrays;
+  std::initializer_list<const char*> attributes;
+};
+
+// One call.
+class Call {
+ public:
+  explicit Call(const XLA_FFI_CallFrame* frame) : frame(frame) {}
+
+  Pool pool() const { return Pool(frame); }
+  Buffer array(int64_t i) const { return Buffer(frame->args.args[i]); }
+  int64_t results() const { return frame->rets.size; }
+  Buffer result(int64_t i = 0) const { return Buffer(frame->rets.rets[i]); }
+
+  template <typename T>
+  T attribute(const char* name) const {
+    T value{};
+    static_assert(sizeof(T) == 4);
+    for (int64_t i = 0; i < frame->attrs.size; ++i)
+      if (named(i, name)) std::memcpy(&value, static_cast<XLA_FFI_Scalar*>(frame->attrs.attrs[i])->value, 4);
+    return value;
+  }
+
+  bool fits(const Signature& s) const {
+    const XLA_FFI_Args& args = frame->args;
+    const XLA_FFI_Attrs& attrs = frame->attrs;
+    bool same = args.size == static_cast<int64_t>(s.arrays.size()) && frame->rets.size > 0 &&
+                attrs.size == static_cast<int64_t>(s.attributes.size());
+    for (int64_t i = 0; same && i < args.size; ++i)
+      same = s.arrays.begin()[i] == dtype::ANY || s.arrays.begin()[i] == array(i).type();
+    for (int64_t i = 0; same && i < attrs.size; ++i) {
+      same = attrs.types[i] == XLA_FFI_AttrType_SCALAR && named(i, s.attributes.begin()[i]);
+      auto type = same ? static_cast<XLA_FFI_Scalar*>(attrs.attrs[i])->dtype : dtype::ANY;
+      same = type == dtype::F32 || type == dtype::S32;
+    }
+    return same;
+  }
+
+ private:
+  bool named(int64_t i, const char* name) const {
+    const XLA_FFI_ByteSpan& span = *frame->attrs.names[i];
+    return span.len == std::strlen(name) && !std::memcmp(span.ptr, name, span.len);
+  }
+
+  const XLA_FFI_CallFrame* frame;
+};
+
+inline XLA_FFI_Error* refuse(const XLA_FFI_CallFrame* frame, const char* message) {
+  XLA_FFI_Error_Create_Args args{};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = message, args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+// Answers XLA, which asks at first which version of its interface this speaks. `run` returns what is wrong, or null.
+template <typename Run>
+XLA_FFI_Error* enter(XLA_FFI_CallFrame* frame, const Signature& signature, const Run& run) {
+  if (auto* extension = frame->extension_start; extension && extension->type == XLA_FFI_Extension_Metadata) {
+    XLA_FFI_Metadata& about = *reinterpret_cast<XLA_FFI_Metadata_Extension*>(extension)->metadata;
+    about.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
+    about.traits = 0;
+    about.state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+    return nullptr;
+  }
+  Call call(frame);
+  const char* wrong = frame->stage != XLA_FFI_ExecutionStage_EXECUTE ? "a kernel can only be executed"
+                      : call.fits(signature)                         ? run(call)
+                                                                     : "a kernel is called with other arrays";
+  return wrong ? refuse(frame, wrong) : nullptr;
+}
+
+}  // namespace quire

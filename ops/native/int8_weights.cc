@@ -1,0 +1,28 @@
+// The door to the products of int8 weights with rows of bfloat16.
+#include "rows.h"
+
+namespace quire {
+namespace {
+
+const char* int8_weights(const Call& call) {
+  Pool pool = call.pool();
+  Buffer x = call.array(0), w = call.array(1);
+  int64_t T = rows_used(x), K = w.dim(1) * w.dim(3);
+  Out out = out_of(call, call.array(4), w.dim(0));
+  Int8Wide f{w.data<int8_t>(), call.array(2).data<float>()};
+  product(pool, f, Padded<uint16_t>(pool, x, T, K).rows, T, K, out);
+  out.fill(T, rows_in(x));
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace quire
+
+#pragma GCC visibility push(default)
+
+extern "C" XLA_FFI_Error* quire_kernel(XLA_FFI_CallFrame* frame) {
+  using namespace quire;
+  return enter(frame, {{dtype::ANY, dtype::S8, dtype::F32, dtype::S32, dtype::F32}, {"activation"}}, int8_weights);
+}
+
+#pragma GCC visibility pop

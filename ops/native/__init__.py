@@ -21,7 +21,8 @@ from .choice import ATTENTION
 
 WIDE = ("amx", "avx512_bf16", "avx512")
 lock = Lock()
-builders = ThreadPoolExecutor(thread_name_prefix="quire-kernels")
+# No more at once than there are cores, so that what is asked for first is there first.
+builders = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="quire-kernels")
 begun: dict[tuple[str, str], Future[ctypes.CDLL]] = {}  # libraries by instruction set and name
 
 

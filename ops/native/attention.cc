@@ -31,7 +31,8 @@ const char* paged_attention(const Call& call) {
   a.tables = call.array(9).data<int32_t>(), a.slots = call.array(10).data<int32_t>();
   a.sinks = call.array(11).given<float>();
   int32_t window = call.attribute<int32_t>("window");
-  a.scoring = {call.attribute<float>("scale"), call.attribute<float>("soft_cap"), window > 0 ? window : int64_t{1} << 40};
+  a.scoring = {call.attribute<float>("scale"), call.attribute<float>("soft_cap"), int64_t{1} << 40};
+  if (window > 0) a.scoring.window = window;
   a.out = out.data<void>();
 
   for (int64_t b = 0; b < a.B; ++b)

@@ -19,10 +19,13 @@ def int8(dynamic: bool) -> str:
 
 
 def of_model(dtype: str, quant: str | None, kv_dtype: str) -> tuple[str, ...]:
-    """What a model calls, as far as its configuration tells: one that it lacks is built when it is called."""
+    """What a model calls, as far as its configuration tells: products first, since the weights wait for them.
+
+    A kernel that is not foreseen here is built when it is called.
+    """
     if quant is None:
         products = {DENSE[dtype]}
     else:
         # The head has eight bits beside any format.
         products = {int8(True), int8(quant != "int8-weights") if quant.startswith("int8") else "int4"}
-    return (ATTENTION[kv_dtype, dtype], *sorted(products), "pack")
+    return (*sorted(products), "pack", ATTENTION[kv_dtype, dtype])

@@ -75,14 +75,16 @@ class Runner:
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
-        with ThreadPoolExecutor() as threads:  # XLA compiles outside of Python's lock: sizes side by side
-            futures = {}
+        threads, futures = ThreadPoolExecutor(), {}  # XLA compiles outside of Python's lock: sizes side by side
+        try:
             for size, layout in self.batcher.layouts.items():
                 lowered = step.lower(self.weights, self.state, layout.padding, layout, self.config)
                 futures[size] = threads.submit(lowered.compile)
             for size, future in futures.items():
                 progress(size)
                 self.compiled[size] = future.result()
+        finally:
+            threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
         V = self.config.vocab_size
         slots = reset_slot(self.state.slots, np.int32(0), np.zeros(V, np.float32), np.zeros(V, bool))
         self.state = self.state.replace(slots=slots)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quire import LLM
 from quire.model import decoder, dense
 from quire.model.checkpoint import load_weights, read_config
 from quire.model.families.quill import small_cache_config
@@ -16,6 +17,7 @@ from quire.ops.linear import einsum
 from quire.scripts import quill_corpus as corpus
 from quire.scripts import quill_stories as stories
 from quire.scripts import quill_tasks as tasks
+from quire.scripts.eval_quill import evaluate
 from quire.scripts.quill_export import export
 from quire.scripts.quill_model import Narrow, attention, logits_of, loss_of
 from quire.scripts.quill_recogniser import recognise
@@ -154,3 +156,9 @@ def test_export_reads_back(small, tokenizer, tmp_path):
     assert loaded_config.layers == config.layers and loaded_config.dtype == "bfloat16"
     for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(loaded), strict=True):
         np.testing.assert_allclose(a, np.asarray(b, np.float32), rtol=0.005)
+
+
+def test_the_bundled_model_knows_its_tasks():
+    llm = LLM(max_num_seqs=16, max_num_batched_tokens=256)
+    result = evaluate(llm, 12, only=[task for task in tasks.TASKS if not task.startswith("story")])
+    assert sum(row["right"] for row in result.values()) >= 0.97 * 12 * len(result), result

@@ -61,8 +61,10 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("QUIRE_NATIVE", ISA)
     monkeypatch.delenv("QUIRE_KERNELS", raising=False)
     monkeypatch.setattr(native, "begun", {})
+    monkeypatch.setattr(native, "builders", ThreadPoolExecutor(4))
     forget()
     yield folder
+    native.builders.shutdown()  # a build that outlived the test would leave its library among the real ones
     forget()
 
 

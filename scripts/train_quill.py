@@ -38,8 +38,8 @@ SIZES = {
     "quill": {"dim": 192, "num_layers": 8, "heads": 4, "head_dim": 64, "ffn": 512},
     "quill-draft": {"dim": 96, "num_layers": 4, "heads": 2, "head_dim": 64, "ffn": 256},
 }
-RECALL = 0.97  # of the values in lists, when drills have done their work;
-DRILL = 0.1  # but they take no more of the time: quill-draft is too small to learn it
+RECALL = 0.97  # of the values in lists are known: then drills have done their work
+DRILLED = 0.1  # of the time at most: quill-draft is too small to get there
 ROW = {"lookup_200": 512, "lookup_400": 1024, "lookup_600": 1024}  # a row that holds one; 256 holds the others
 # (until this part of the time, how often a batch has rows of each length): short first, the long ones last.
 CURRICULUM = [(0.4, {256: 1.0}), (0.7, {256: 0.95, 512: 0.05}), (1.01, {256: 0.7, 512: 0.12, 1024: 0.18})]
@@ -195,7 +195,7 @@ def main(
             bar.update(line, completed=elapsed, description=f"step {step} loss {losses[-1]:.3f}")
             if not drilled and step % 20 == 0:
                 known = recall(predict, state["weights"], tokenizer)
-                drilled = known >= RECALL or done > DRILL
+                drilled = known >= RECALL or done > DRILLED
                 console.print(f"step {step:6d}  {known:.0%} of values known", highlight=False)
             if step % 50 == 0:
                 mean = sum(losses[-50:]) / len(losses[-50:])

@@ -1,5 +1,6 @@
 """The arrays of one step, at one of a few fixed sizes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,7 +51,7 @@ def sizes(max_seqs: int, max_rows: int) -> tuple[Size, ...]:
     return tuple(sorted({*decode, *mixed}))
 
 
-def choose(options: tuple[Size, ...], rows: int, seqs: int, samples: int, decodes: bool) -> Size:
+def choose(options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool) -> Size:
     """The smallest size that holds a step; a size with as many rows as sequences takes one row from each."""
     for size in options:
         if size.rows >= rows and size.seqs >= seqs and size.samples >= samples and (decodes or size.rows != size.seqs):

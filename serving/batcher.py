@@ -39,8 +39,8 @@ class Batcher:
 
     def __init__(self, limits: Limits, num_groups: int, page_size: int, table_width: int):
         self.page_size, B = page_size, limits.max_seqs
-        self.sizes = sizes(limits.max_seqs, limits.max_rows)
-        self.layouts = {size: Layout(size, num_groups, table_width, B) for size in self.sizes}
+        options = sizes(limits.max_seqs, limits.max_rows)  # the smallest first
+        self.layouts = {size: Layout(size, num_groups, table_width, B) for size in options}
         self.tables = [np.zeros((B, table_width), np.int32) for _ in range(num_groups)]
         self.synced = np.zeros(B, np.int64)
         self.seeds = np.zeros((B, 2), np.uint32)
@@ -71,7 +71,7 @@ class Batcher:
             return again
         items = plan.items
         num_samples = sum(len(item.scores) + item.draws for item in items)
-        size = choose(self.sizes, plan.num_rows, len(items), num_samples, plan.decodes)
+        size = choose(self.layouts, plan.num_rows, len(items), num_samples, plan.decodes)
         buffer = self.layouts[size].padding.copy()
         b = self.layouts[size].views(buffer)
         slots = np.array([item.seq.slot for item in items])

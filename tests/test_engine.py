@@ -176,16 +176,14 @@ def kernels(request, monkeypatch):
     jax.clear_caches()
 
 
-def test_random_mixes_without_the_kernels(weights, oracle, monkeypatch):
-    monkeypatch.setenv("QUIRE_NATIVE", "off")
-    jax.clear_caches()
+@pytest.mark.parametrize("kernels", ["off"], indirect=True)
+def test_random_mixes_without_the_kernels(weights, oracle, kernels):
     engine, rng = make(weights), np.random.default_rng(77)
     engine.runner.warm_up()
     for _ in range(10):
         arrivals, aborts, params = random_mix(rng)
         for name, output in run(engine, arrivals, aborts).items():
             check_greedy(oracle, output, params[name])
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])

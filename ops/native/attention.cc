@@ -51,16 +51,11 @@ const char* paged_attention(const Call& call) {
   return nullptr;
 }
 
+constexpr auto ANY = dtype::ANY, S32 = dtype::S32, F32 = dtype::F32;
+
 }  // namespace
+
+QUIRE_KERNEL(paged_attention,
+             {{ANY, ANY, ANY, ANY, ANY, F32, F32, S32, S32, S32, S32, F32}, {"scale", "soft_cap", "window"}})
+
 }  // namespace quire
-
-#pragma GCC visibility push(default)
-
-extern "C" XLA_FFI_Error* quire_kernel(XLA_FFI_CallFrame* frame) {
-  using namespace quire;
-  constexpr auto ANY = dtype::ANY, S32 = dtype::S32, F32 = dtype::F32;
-  return enter(frame, {{ANY, ANY, ANY, ANY, ANY, F32, F32, S32, S32, S32, S32, F32}, {"scale", "soft_cap", "window"}},
-               paged_attention);
-}
-
-#pragma GCC visibility pop

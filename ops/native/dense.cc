@@ -15,15 +15,10 @@ const char* dense(const Call& call) {
   return nullptr;
 }
 
+constexpr auto weights = sizeof(FORMAT::X) == 4 ? dtype::F32 : dtype::BF16;
+
 }  // namespace
+
+QUIRE_KERNEL(dense, {{dtype::ANY, weights, dtype::F32}, {"activation"}})
+
 }  // namespace quire
-
-#pragma GCC visibility push(default)
-
-extern "C" XLA_FFI_Error* quire_kernel(XLA_FFI_CallFrame* frame) {
-  using namespace quire;
-  auto weights = sizeof(FORMAT::X) == 4 ? dtype::F32 : dtype::BF16;
-  return enter(frame, {{dtype::ANY, weights, dtype::F32}, {"activation"}}, dense);
-}
-
-#pragma GCC visibility pop

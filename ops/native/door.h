@@ -159,4 +159,10 @@ XLA_FFI_Error* enter(XLA_FFI_CallFrame* frame, const Signature& signature, const
   return wrong ? refuse(frame, wrong) : nullptr;
 }
 
+// The one symbol of a kernel's library.
+#define QUIRE_KERNEL(run, ...)                                                                                        \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* quire_kernel(XLA_FFI_CallFrame* frame) {            \
+    return enter(frame, __VA_ARGS__, run);                                                                             \
+  }
+
 }  // namespace quire

@@ -28,13 +28,7 @@ const char* int4(const Call& call) {
 }
 
 }  // namespace
+
+QUIRE_KERNEL(int4, {{dtype::ANY, dtype::U32, dtype::F16, dtype::U8, dtype::F32}, {"activation"}})
+
 }  // namespace quire
-
-#pragma GCC visibility push(default)
-
-extern "C" XLA_FFI_Error* quire_kernel(XLA_FFI_CallFrame* frame) {
-  using namespace quire;
-  return enter(frame, {{dtype::ANY, dtype::U32, dtype::F16, dtype::U8, dtype::F32}, {"activation"}}, int4);
-}
-
-#pragma GCC visibility pop

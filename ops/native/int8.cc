@@ -71,13 +71,7 @@ const char* int8(const Call& call) {
 }
 
 }  // namespace
+
+QUIRE_KERNEL(int8, {{dtype::ANY, dtype::S8, dtype::F32, dtype::S32, dtype::F32}, {"activation"}})
+
 }  // namespace quire
-
-#pragma GCC visibility push(default)
-
-extern "C" XLA_FFI_Error* quire_kernel(XLA_FFI_CallFrame* frame) {
-  using namespace quire;
-  return enter(frame, {{dtype::ANY, dtype::S8, dtype::F32, dtype::S32, dtype::F32}, {"activation"}}, int8);
-}
-
-#pragma GCC visibility pop

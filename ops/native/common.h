@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -84,12 +86,20 @@ inline f32x16 exp(f32x16 x) {
 
 inline f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
+// Memory that a product reads once, from its beginning.
+struct Span {
+  const char* at = nullptr;
+  int64_t bytes = 0;
+};
+
 // Chunks of work that threads claim one at a time.
 struct Job {
   std::atomic<int64_t> next{0}, done{0};
+  std::atomic<int64_t> fetched{0};  // bytes of what comes after it that helpers have asked for
   int64_t chunks;
   void (*run)(const void*, int64_t);
   const void* what;
+  Span reads;
 
   void work() {
     int64_t chunk, mine = 0;
@@ -101,11 +111,98 @@ struct Job {
   }
 };
 
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Where a helper that has finished waits a moment for the next job, and reads ahead for it.
+//
+//   caller   product ─┐ small operations, attention ┌─ product ─┐ ...      a step is dozens of products
+//   helper   product ─┴── next weights into cache ──┴─ product ─┴ ...      some ten to a hundred microseconds apart
+//
+// A thread that slept in between would take as long to wake, and memory would rest. Which weights come next is what
+// came next the last time; a wrong guess costs nothing but the reading.
+class Desk {
+ public:
+  // Lays a job out for those who wait; how many do.
+  int64_t post(const std::shared_ptr<Job>& job) {
+    if (job->reads.at) remember(job->reads);
+    std::lock_guard<Desk> held(*this);
+    if (!waiting) return 0;
+    laid_out = job;
+    posted.fetch_add(1, std::memory_order_release);
+    return waiting;
+  }
+
+  void help(std::shared_ptr<Job> job) {
+    for (; job; job = wait(*job)) job->work();
+  }
+
+  void lock() {
+    while (busy.test_and_set(std::memory_order_acquire)) pause();
+  }
+  void unlock() { busy.clear(std::memory_order_release); }
+
+ private:
+  struct Link {
+    std::atomic<const char*> from{nullptr}, to{nullptr};
+    std::atomic<int64_t> bytes{0};
+  };
+
+  Link& after(const char* from) { return links[(reinterpret_cast<uintptr_t>(from) >> 6) % LINKS]; }
+
+  void remember(Span reads) {
+    const char* from = last.exchange(reads.at, std::memory_order_relaxed);
+    Link& link = after(from);
+    link.from = from, link.to = reads.at, link.bytes = reads.bytes;
+  }
+
+  // The next job, or null where none comes.
+  std::shared_ptr<Job> wait(Job& before) {
+    Link& link = after(before.reads.at);
+    bool known = before.reads.at && link.from == before.reads.at;
+    const char* ahead = link.to;
+    int64_t stop = known ? std::min<int64_t>(link.bytes, AHEAD) : 0;
+    lock();
+    int64_t seen = posted.load(std::memory_order_relaxed);
+    ++waiting;
+    unlock();
+    auto until = std::chrono::steady_clock::now() + PATIENCE;
+    while (posted.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until) {
+      int64_t at = stop ? before.fetched.fetch_add(PIECE, std::memory_order_relaxed) : 0;
+      if (at >= stop) stop = 0, pause();
+      for (int64_t line = at; line < std::min(stop, at + PIECE); line += 64) __builtin_prefetch(ahead + line);
+    }
+    std::lock_guard<Desk> held(*this);
+    --waiting;
+    return posted.load(std::memory_order_relaxed) == seen ? nullptr : laid_out;
+  }
+
+  static constexpr std::chrono::microseconds PATIENCE{100};
+  static constexpr int64_t AHEAD = 1 << 20;  // bytes, what a second-level cache holds
+  static constexpr int64_t PIECE = 1 << 10;  // between looks at what is laid out
+  static constexpr uintptr_t LINKS = 1021;
+
+  std::atomic_flag busy = ATOMIC_FLAG_INIT;
+  std::shared_ptr<Job> laid_out;
+  std::atomic<int64_t> posted{0};
+  int64_t waiting = 0;
+  std::atomic<const char*> last{nullptr};
+  Link links[LINKS];
+};
+
+// One for all libraries of kernels: the linker makes them share what is inline and visible.
+__attribute__((visibility("default"))) inline Desk desk;
+
 // Calls run(chunk) for every chunk, on the caller and on whatever threads of the pool are free. The caller can do them
 // all: it never waits for a helper that has not begun, for the pool's threads may all be parked in a collective of
 // another device. The pool is XLA's; tests bring one of their own.
 template <typename Pool, typename Run>
-void parallel(Pool& pool, int64_t chunks, const Run& run) {
+void parallel(Pool& pool, int64_t chunks, const Run& run, Span reads = {}) {
   // Through a pointer, so that the compiler makes one copy of the work.
   auto call = [](const void* what, int64_t chunk) { (*static_cast<const Run*>(what))(chunk); };
   int64_t helpers = std::min<int64_t>(chunks, pool.num_threads()) - 1;
@@ -114,10 +211,11 @@ void parallel(Pool& pool, int64_t chunks, const Run& run) {
     return;
   }
   auto job = std::make_shared<Job>();
-  job->chunks = chunks, job->run = call, job->what = &run;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
+  job->chunks = chunks, job->run = call, job->what = &run, job->reads = reads;
+  for (int64_t there = desk.post(job); there < helpers; ++there) pool.Schedule([job] { desk.help(job); });
   job->work();
-  while (job->done.load(std::memory_order_acquire) < chunks) std::this_thread::yield();
+  for (int looks = 0; job->done.load(std::memory_order_acquire) < chunks; ++looks)
+    looks < 100 ? pause() : std::this_thread::yield();  // a helper whose core was taken away may need this one
 }
 
 }  // namespace quire

@@ -82,6 +82,7 @@ inline i32x16 dot_fours(i32x16 acc, u32x16 w, const uint8_t* x) {
 
 struct F32 {
   using X = float;
+  static constexpr int64_t BITS = 32;  // a weight
   static constexpr bool TILES = false;  // whether AMX takes it
   static constexpr int64_t GROUP = 1;  // inputs of a row that lie together
   static constexpr int MOST = ROWS;  // rows at once
@@ -104,6 +105,7 @@ struct F32 {
 
 struct Bf16 {
   using X = uint16_t;
+  static constexpr int64_t BITS = 16;
   static constexpr bool TILES = true;
   static constexpr int64_t GROUP = 2;
   static constexpr int MOST = MANY;
@@ -129,6 +131,7 @@ struct Bf16 {
 // Signed bytes, a scale an output. The rows come as bytes too, with a scale each.
 struct Int8 {
   using X = uint8_t;
+  static constexpr int64_t BITS = 8;
   static constexpr bool TILES = true;
   static constexpr int64_t GROUP = 4;
   static constexpr int MOST = MANY;
@@ -180,6 +183,7 @@ inline u32x16 widen_bytes(const int8_t* p) {
 // The same weights under rows of bfloat16; laid out in groups of two.
 struct Int8Wide {
   using X = uint16_t;
+  static constexpr int64_t BITS = 8;
   static constexpr bool TILES = false;
   static constexpr int64_t GROUP = 2;
   static constexpr int MOST = ROWS;
@@ -235,6 +239,7 @@ inline u32x16 unpack(u32x16 v, int j) { return ((v >> (4 * j)) & 0x000f000fu) | 
 // Four bits a weight; every `group` inputs of an output share a scale and perhaps a zero (else it is 8).
 struct Int4 {
   using X = uint16_t;
+  static constexpr int64_t BITS = 4;
   static constexpr bool TILES = false;
   static constexpr int64_t GROUP = 2;
   static constexpr int MOST = MANY;
@@ -347,6 +352,14 @@ void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t
 // How many rows a thread takes at a time: as many as its second-level cache holds beside the weights.
 inline int64_t rows_a_tile(int64_t row_bytes) { return std::max<int64_t>(4, (256 << 10) / row_bytes / MANY) * MANY; }
 
+// The weights of a product that is no longer than the reading of them.
+template <typename Format>
+Span weights_of(const Format& f, int64_t T, int64_t K, const Out& out) {
+  if (T > 2 * MANY) return {};
+  int64_t blocks = out.blocks * (out.activation ? 2 : 1);
+  return {reinterpret_cast<const char*>(f.w), blocks * LANES * K * Format::BITS / 8};
+}
+
 #if defined(QUIRE_AMX)
 
 // One step of the sums over 64 bytes of inputs, for M tiles of rows and two blocks.
@@ -430,7 +443,7 @@ void tile_product(Pool& pool, const Format& f, const typename Format::X* x, int6
     for (int64_t row = start; row < stop; row += 32)
       tile_rows(f, x, row, std::min<int64_t>(32, stop - row), K, block, used, out);
     amx::stop();
-  });
+  }, weights_of(f, T, K, out));
 }
 
 #endif
@@ -477,7 +490,7 @@ void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T
     if (out.activation)
       for (int n = 0; n < width; ++n) block[width + n] = out.blocks + block[n];
     for (int64_t row = start; row < stop; row += most) any_rows(f, x, row, std::min(most, stop - row), K, block, used, out);
-  });
+  }, weights_of(f, T, K, out));
 }
 
 }  // namespace quire

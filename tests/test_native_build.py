@@ -88,9 +88,8 @@ def test_every_variant_has_its_source():
     for source, *_ in build.VARIANTS.values():
         assert (build.SOURCES / source).exists()
     assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
-    assert {*choice.DENSE.values(), *choice.ATTENTION.values(), "int8", "int8_weights", "int4"} | {"probe", "pack"} == {
-        *build.VARIANTS
-    }
+    products = {*choice.DENSE.values(), "int8", "int8_weights", "int4"}
+    assert products | {*choice.ATTENTION.values(), choice.SAMPLING, "probe", "pack"} == {*build.VARIANTS}
 
 
 def test_built_once_and_kept_private(small, monkeypatch):
@@ -229,12 +228,12 @@ def test_products_are_prepared_where_they_pay(small, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "kernels"),
     [
-        (("bfloat16", None, "bfloat16"), "attention_bf16 dense_bf16 pack"),
-        (("float32", None, "float32"), "attention_f32 dense_f32 pack"),
-        (("float32", None, "bfloat16"), "attention_bf16_f32 dense_f32 pack"),
-        (("bfloat16", "int8", "int8"), "attention_int8_bf16 int8 pack"),
-        (("float32", "int8-weights", "int8"), "attention_int8_f32 int8 int8_weights pack"),
-        (("bfloat16", "int4-64-zero", "bfloat16"), "attention_bf16 int4 int8 pack"),
+        (("bfloat16", None, "bfloat16"), "attention_bf16 dense_bf16 pack sampling"),
+        (("float32", None, "float32"), "attention_f32 dense_f32 pack sampling"),
+        (("float32", None, "bfloat16"), "attention_bf16_f32 dense_f32 pack sampling"),
+        (("bfloat16", "int8", "int8"), "attention_int8_bf16 int8 pack sampling"),
+        (("float32", "int8-weights", "int8"), "attention_int8_f32 int8 int8_weights pack sampling"),
+        (("bfloat16", "int4-64-zero", "bfloat16"), "attention_bf16 int4 int8 pack sampling"),
     ],
 )
 def test_what_a_model_calls(model, kernels):

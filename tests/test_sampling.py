@@ -1,4 +1,7 @@
-"""Sampling against float64 references written with a plain sort, exact counts, and itself in other company."""
+"""Each implementation of sampling against float64 references written with a plain sort, exact counts, and itself in
+other company."""
+
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +9,9 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from quire.ops import sampling
-from quire.ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs, count_tokens, empty_state, reset_slot, sample
+from quire.ops import native, sampling
+from quire.ops.native import build, choice
+from quire.ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs, count_tokens, empty_state, reset_slot, xla
 
 OFF = {
     "slots_R": (np.int32, 0),
@@ -26,7 +30,25 @@ OFF = {
 }
 
 SLOTS, V = 8, 700  # and 8 or 32 rows, where a test has no reason for others: each shape is a compilation
-run = jax.jit(sample)
+
+
+@pytest.fixture(scope="module", params=["xla", *(f"native {isa}" for isa in build.isas() if "emulated" not in isa)])
+def implementation(request):
+    """An implementation's `sample`: XLA's, and the kernel's on every instruction set that this machine has."""
+    name, _, isa = request.param.partition(" ")
+    with pytest.MonkeyPatch.context() as patch:
+        if isa:
+            patch.setenv("QUIRE_NATIVE", isa)
+            if not native.has(choice.SAMPLING):
+                pytest.skip("the log says why there is no kernel")
+        yield importlib.import_module(sampling.IMPLEMENTATIONS[name], sampling.__name__).sample
+
+
+@pytest.fixture(scope="module")
+def run(implementation):
+    return jax.jit(
+        lambda *args: implementation(*args)
+    )  # a function of its own: the instruction set is no part of a key
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +91,7 @@ def kept(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return keep_V, left_V / left_V.sum()
 
 
-def draw_many(logits_V, draws, seed=0, chunk=5000, **fields):
+def draw_many(run, logits_V, draws, seed=0, chunk=5000, **fields):
     """Tokens drawn from one distribution, each with a seed and position of its own."""
     rng = np.random.default_rng(seed)
     logits_RV = jnp.broadcast_to(jnp.asarray(logits_V), (chunk, len(logits_V)))
@@ -94,10 +116,10 @@ def draw_many(logits_V, draws, seed=0, chunk=5000, **fields):
     ],
     ids=str,
 )
-def test_frequencies_follow_the_exact_distribution(fields):
+def test_frequencies_follow_the_exact_distribution(run, fields):
     logits_V = np.random.default_rng(1).normal(0, 1.5, 50).astype(np.float32)
     keep_V, probs_V = kept(logits_V, **fields)
-    counts_V = np.bincount(draw_many(logits_V, 50_000, **fields), minlength=50)
+    counts_V = np.bincount(draw_many(run, logits_V, 50_000, **fields), minlength=50)
     assert not counts_V[~keep_V].any()
     expected_V = probs_V * counts_V.sum()
     often_V = expected_V >= 5
@@ -109,10 +131,10 @@ def test_frequencies_follow_the_exact_distribution(fields):
 
 
 @pytest.mark.parametrize("candidates", [64, 3])
-def test_what_can_be_drawn_is_what_a_sort_keeps(monkeypatch, candidates):
+def test_what_can_be_drawn_is_what_a_sort_keeps(implementation, monkeypatch, candidates):
     """Flat logits with ties, each kept token likely enough to turn up in 2,500 draws; 3 candidates force bisection."""
-    monkeypatch.setattr(sampling, "CANDIDATES", candidates)
-    draw = jax.jit(lambda *args: sample(*args))  # a function of its own: `run` remembers other candidates
+    monkeypatch.setattr(xla, "CANDIDATES", candidates)
+    draw = jax.jit(lambda *args: implementation(*args))  # a function of its own: `run` remembers other candidates
     rng = np.random.default_rng(candidates)
     V, draws = 20, 2500
     cases = [
@@ -138,13 +160,25 @@ def test_what_can_be_drawn_is_what_a_sort_keeps(monkeypatch, candidates):
         assert np.flatnonzero(keep_V).tolist() == np.unique(tokens_R).tolist(), case
 
 
-def test_a_draw_depends_on_seed_and_position_only():
+def test_a_draw_depends_on_seed_and_position_only(run):
     logits_V = np.random.default_rng(8).normal(size=V).astype(np.float32)
     seeds_R2 = np.array([[1, 2]] * 4 + [[1, 3], [2, 2], [2, 1], [0, 0]], np.uint32)
     inputs = make_inputs(8, seeds_R2, positions=[5, 5, 5, 6, 5, 5, 5, 5], slots=[0, 3, 1, 0, 0, 0, 0, 0], temperature=1)
     tokens = run(jnp.broadcast_to(logits_V, (8, V)), empty_state(SLOTS, V), inputs).tokens_R.tolist()
     assert tokens[0] == tokens[1] == tokens[2]
     assert len(set(tokens)) == 6
+
+
+def test_the_kernel_draws_by_the_same_generator(run, implementation):
+    """Flat logits show the number that was drawn: XLA's is compared with `jax.random` in test_sampling_sums.py."""
+    if "native" not in implementation.__module__:
+        pytest.skip("its draws run over the tokens in another order")
+    rng = np.random.default_rng(18)
+    seeds_R2, positions_R = rng.integers(0, 2**32, (32, 2), np.uint32), rng.integers(0, 2**31, 32)
+    inputs = make_inputs(32, seeds_R2, positions=positions_R, temperature=1)
+    tokens_R = run(jnp.zeros((32, 4096)), empty_state(1, 4096), inputs).tokens_R
+    expected_R = xla.uniform(inputs.seeds_R2, inputs.positions_R) * 4096
+    np.testing.assert_array_equal(tokens_R, np.floor(expected_R))
 
 
 def mixed_case(V=V, rows=32, slots=SLOTS):
@@ -189,7 +223,7 @@ def assert_same_bits(ours, theirs):
         np.testing.assert_array_equal(ours_bits, theirs_bits, name)
 
 
-def test_a_row_alone_gives_the_same_bits_as_in_company():
+def test_a_row_alone_gives_the_same_bits_as_in_company(run):
     logits_RV, state, inputs = mixed_case()
     alone = [run(logits_RV[row : row + 1], state, take(inputs, [row])) for row in range(32)]
     for company in (2, 3, 8, 32):
@@ -201,7 +235,7 @@ def test_a_row_alone_gives_the_same_bits_as_in_company():
             assert_same_bits(together, expected)
 
 
-def test_plain_rows_keep_their_bits_beside_rows_that_want_everything():
+def test_plain_rows_keep_their_bits_beside_rows_that_want_everything(run):
     logits_RV, state, inputs = mixed_case()
     plain = make_inputs(8, temperature=np.linspace(0, 2, 8), wants_logprobs=np.arange(8) % 2)
     alone = run(logits_RV[:8], state, plain)
@@ -209,21 +243,21 @@ def test_plain_rows_keep_their_bits_beside_rows_that_want_everything():
     assert_same_bits(alone, take(run(logits_RV, state, both), range(8)))
 
 
-def test_values_never_recompile():
+def test_values_never_recompile(implementation):
     logits_RV, state, inputs = mixed_case()
     traces = []
 
     @jax.jit
-    def run(logits_RV, state, inputs):
+    def counted(logits_RV, state, inputs):
         traces.append(1)
-        return sample(logits_RV, state, inputs)
+        return implementation(logits_RV, state, inputs)
 
     for case in (inputs, make_inputs(32), make_inputs(32, temperature=1.0, top_k=5), take(inputs, range(31, -1, -1))):
-        run(logits_RV, state, case)
+        counted(logits_RV, state, case)
     assert len(traces) == 1
 
 
-def test_penalties_and_masks_match_numpy():
+def test_penalties_and_masks_match_numpy(run):
     rng = np.random.default_rng(10)
     R = 8
     logits_RV = rng.normal(0, 3, (R, V)).astype(np.float32)
@@ -239,7 +273,7 @@ def test_penalties_and_masks_match_numpy():
         "ban_stop": np.arange(R) % 3 == 0,
     }
     inputs = make_inputs(R, bans=bans, **values)
-    adjusted_RV = sampling.penalise(sampling.mask(jnp.asarray(logits_RV), state, inputs), state, inputs)
+    adjusted_RV = xla.penalise(xla.mask(jnp.asarray(logits_RV), state, inputs), state, inputs)
     bias_BV, stop_BV, counts_BV, prompt_BV = (np.asarray(leaf) for leaf in jax.tree.leaves(state))
     expected_RV = logits_RV.astype(np.float64)
     for r, slot in enumerate(values["slots"]):
@@ -256,14 +290,14 @@ def test_penalties_and_masks_match_numpy():
     np.testing.assert_array_equal(tokens_R, expected_RV.argmax(1))
 
 
-def test_greedy_takes_the_first_of_equals():
+def test_greedy_takes_the_first_of_equals(run):
     logits_RV = np.zeros((8, V), np.float32)
     logits_RV[0, [699, 610, 77]] = logits_RV[1, [64, 75]] = logits_RV[2, [699]] = 1
     assert run(logits_RV, empty_state(SLOTS, V), make_inputs(8)).tokens_R.tolist() == [77, 64, 699, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-30, 1e-6])
-def test_a_vanishing_temperature_is_greedy(temperature):
+def test_a_vanishing_temperature_is_greedy(run, temperature):
     logits_RV = np.random.default_rng(11).normal(0, 50, (32, V)).astype(np.float32)
     inputs = make_inputs(32, temperature=temperature, top_p=0.9, min_p=0.1, top_k=10)
     tokens_R = run(logits_RV, empty_state(SLOTS, V), inputs).tokens_R
@@ -271,7 +305,7 @@ def test_a_vanishing_temperature_is_greedy(temperature):
 
 
 @pytest.mark.parametrize("V", [5, V])
-def test_logprobs_and_ranks_are_of_the_raw_logits(V):
+def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
     rng = np.random.default_rng(12)
     R, K = 8, min(V, MAX_LOGPROBS)
     logits_RV = rng.normal(0, 4, (R, V)).astype(np.float32)
@@ -299,7 +333,7 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(V):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_broken_rows_fail_alone(temperature):
+def test_broken_rows_fail_alone(run, temperature):
     logits_RV = np.random.default_rng(13).normal(size=(8, V)).astype(np.float32)
     fields = {"temperature": temperature, "top_p": 0.9, "top_k": 100, "wants_logprobs": True}
     state = empty_state(SLOTS, V)
@@ -312,7 +346,7 @@ def test_broken_rows_fail_alone(temperature):
     assert not any(np.asarray(leaf)[bad].any() for leaf in jax.tree.leaves(broken))
 
 
-def test_no_nan_is_overlooked():
+def test_no_nan_is_overlooked(run):
     rng = np.random.default_rng(16)
     for rows in (1, 8, 32):
         for _ in range(12):
@@ -321,7 +355,7 @@ def test_no_nan_is_overlooked():
             assert not run(logits_RV, empty_state(SLOTS, V), make_inputs(rows)).ok_R.any()
 
 
-def test_a_row_with_every_token_banned_is_not_ok():
+def test_a_row_with_every_token_banned_is_not_ok(run):
     only_V = np.arange(V) == 3
     state = reset_slot(empty_state(SLOTS, V), 1, jnp.where(only_V, 0, -jnp.inf), only_V)
     inputs = make_inputs(
@@ -332,7 +366,7 @@ def test_a_row_with_every_token_banned_is_not_ok():
     assert out.tokens_R.tolist() == [3] + [0] * 6 + [5]
 
 
-def test_half_precision_logits_are_read_exactly():
+def test_half_precision_logits_are_read_exactly(run):
     _, state, inputs = mixed_case()
     logits_RV = jnp.asarray(np.random.default_rng(14).normal(size=(32, V)), jnp.bfloat16)
     assert_same_bits(run(logits_RV, state, inputs), run(logits_RV.astype(jnp.float32), state, inputs))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire.ops import sampling
+from quire.ops.sampling import xla
 
 
 def test_thresholds_of_a_large_vocabulary():
@@ -18,12 +18,12 @@ def test_thresholds_of_a_large_vocabulary():
     logits_RV[2, 100:] = -np.inf
     top_RC = jax.lax.top_k(logits_RV, 64)[0]
     sorted_RV = np.sort(logits_RV, axis=1)[:, ::-1]
-    top_k_floor = jax.jit(sampling.top_k_floor)
+    top_k_floor = jax.jit(xla.top_k_floor)
     for k in (1, 64, 65, 99, 3000, V - 1):
         floor_R = top_k_floor(logits_RV, top_RC, jnp.full(R, k))
         np.testing.assert_array_equal(floor_R, sorted_RV[:, k - 1])
     weights_RV = np.exp(logits_RV - sorted_RV[:, :1])
-    top_p_floor = jax.jit(partial(sampling.top_p_floor, weigh=lambda logits_RN: jnp.exp(logits_RN - sorted_RV[:, :1])))
+    top_p_floor = jax.jit(partial(xla.top_p_floor, weigh=lambda logits_RN: jnp.exp(logits_RN - sorted_RV[:, :1])))
     for p in (0.01, 0.2, 0.5, 0.9, 0.99):
         floor_R = np.asarray(top_p_floor(logits_RV, top_RC, jnp.full(R, p, jnp.float32)))
         for logits_V, weights_V, floor in zip(logits_RV, weights_RV.astype(np.float64), floor_R, strict=True):
@@ -38,9 +38,9 @@ def test_the_bisection_of_one_row_leaves_the_others_their_answers():
     logits_RV = np.random.default_rng(8).normal(0, 4, (500, 300)).astype(np.float32)
     logits_RV[0] = 0  # flat: has to be bisected
     top_RC = jax.lax.top_k(logits_RV, 64)[0]
-    ends_RC = sampling.running_sums(jnp.exp(top_RC))
-    p_R = ends_RC[:, 9] / sampling.total(jnp.exp(logits_RV))
-    top_p_floor = jax.jit(partial(sampling.top_p_floor, weigh=jnp.exp))
+    ends_RC = xla.running_sums(jnp.exp(top_RC))
+    p_R = ends_RC[:, 9] / xla.total(jnp.exp(logits_RV))
+    top_p_floor = jax.jit(partial(xla.top_p_floor, weigh=jnp.exp))
     together_R = top_p_floor(logits_RV, top_RC, p_R.at[0].set(0.9))
     alone_R = top_p_floor(logits_RV, top_RC, p_R.at[0].set(1.0))
     np.testing.assert_array_equal(together_R[1:], alone_R[1:])
@@ -51,7 +51,7 @@ def test_bisection_orders_every_kind_of_float():
     odd = np.array([-np.inf, -3.4e38, -1.0, -1e-45, 0.0, 1e-45, 1e-30, 1.0, 3.4e38, np.inf], np.float32)
     logits_RV = np.stack([rng.permutation(np.concatenate([odd, -odd, rng.normal(size=7).astype(np.float32)]))] * 27)
     k_R = np.arange(1, 28)
-    found_R = jax.jit(sampling.bisect, static_argnums=1)(logits_RV, 1, k_R)
+    found_R = jax.jit(xla.bisect, static_argnums=1)(logits_RV, 1, k_R)
     np.testing.assert_array_equal(found_R, np.sort(logits_RV[0])[::-1])
 
 
@@ -59,8 +59,8 @@ def tree_order(leaves):
     """The order in which `descend` passes the leaves."""
     if leaves == 1:
         return [0]
-    n = -(-leaves // sampling.FAN_OUT)
-    return [i * n + node for node in tree_order(n) for i in range(sampling.FAN_OUT) if i * n + node < leaves]
+    n = -(-leaves // xla.FAN_OUT)
+    return [i * n + node for node in tree_order(n) for i in range(xla.FAN_OUT) if i * n + node < leaves]
 
 
 @pytest.mark.parametrize("V", [1, 2, 63, 64, 65, 4097, 9000])
@@ -70,12 +70,12 @@ def test_descent_inverts_the_distribution_function(V):
     weights_RV = (rng.integers(1, 5, (16, V)) * (rng.random((16, V)) < 0.3)).astype(np.float32)
     weights_RV[:, rng.integers(V)] += 1
     weights_RV = jnp.asarray(weights_RV)
-    total_R, levels = sampling.fold(weights_RV, jnp.add, 0)
+    total_R, levels = xla.fold(weights_RV, jnp.add, 0)
     order = np.array(tree_order(V))
     ends_RV = np.asarray(weights_RV)[:, order].cumsum(1)
     np.testing.assert_array_equal(total_R, ends_RV[:, -1])
     inverse = jax.jit(
-        lambda levels, target_R: sampling.descend(
+        lambda levels, target_R: xla.descend(
             levels, lambda ids: jnp.take_along_axis(weights_RV, ids, 1, mode="fill", fill_value=0), target_R
         )
     )
@@ -100,8 +100,8 @@ def test_never_a_token_without_probability():
         def weigh(ids):
             return jnp.exp(jnp.take_along_axis(logits_RV, ids, 1, mode="fill", fill_value=-jnp.inf))
 
-        total_R, levels = sampling.fold(jnp.exp(logits_RV), jnp.add, 0)
-        return sampling.descend(levels, weigh, total_R * u)
+        total_R, levels = xla.fold(jnp.exp(logits_RV), jnp.add, 0)
+        return xla.descend(levels, weigh, total_R * u)
 
     for u in (0.0, 1 - 2.0**-24, 1.0, 1.0001):
         leaf_R = np.asarray(draw(logits_RV, u))
@@ -110,7 +110,7 @@ def test_never_a_token_without_probability():
 
 def test_sums_are_accurate():
     values_RV = np.random.default_rng(6).random((3, 100_000)).astype(np.float32)
-    np.testing.assert_allclose(sampling.total(jnp.asarray(values_RV)), values_RV.astype(np.float64).sum(1), rtol=1e-6)
+    np.testing.assert_allclose(xla.total(jnp.asarray(values_RV)), values_RV.astype(np.float64).sum(1), rtol=1e-6)
 
 
 def threefry(key, counter):
@@ -137,4 +137,4 @@ def test_uniform_numbers_are_threefry_of_seed_and_position():
         (threefry(seed, (0, position))[0] >> 8) / 2**24
         for seed, position in zip(seeds_R2.tolist(), positions_R.tolist(), strict=True)
     ]
-    np.testing.assert_array_equal(sampling.uniform(jnp.asarray(seeds_R2), jnp.asarray(positions_R)), expected_R)
+    np.testing.assert_array_equal(xla.uniform(jnp.asarray(seeds_R2), jnp.asarray(positions_R)), expected_R)

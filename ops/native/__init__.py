@@ -17,7 +17,7 @@ from threading import Lock
 import jax
 
 from . import build
-from .choice import ATTENTION
+from .choice import ATTENTION, SAMPLING
 
 WIDE = ("amx", "avx512_bf16", "avx512")
 lock = Lock()
@@ -67,7 +67,7 @@ def begin_useful(wish: str, names: tuple[str, ...]) -> None:
     with suppress(NotImplementedError):  # said where it is missed
         isa = chosen(wish)
         for name in names:
-            if isa in WIDE or name in ATTENTION.values():
+            if isa in WIDE or name in (*ATTENTION.values(), SAMPLING):
                 begin(isa, name)
 
 

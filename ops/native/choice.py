@@ -11,6 +11,7 @@ ATTENTION = {  # by the types of pages and queries
     ("int8", "float32"): "attention_int8_f32",
     ("int8", "bfloat16"): "attention_int8_bf16",
 }
+SAMPLING = "sampling"
 
 
 def int8(dynamic: bool) -> str:
@@ -28,4 +29,4 @@ def of_model(dtype: str, quant: str | None, kv_dtype: str) -> tuple[str, ...]:
     else:
         # The head has eight bits beside any format.
         products = {int8(True), int8(quant != "int8-weights") if quant.startswith("int8") else "int4"}
-    return (*sorted(products), "pack", ATTENTION[kv_dtype, dtype])
+    return (*sorted(products), "pack", ATTENTION[kv_dtype, dtype], SAMPLING)

@@ -12,7 +12,7 @@
 namespace quire {
 
 namespace dtype {
-constexpr auto ANY = XLA_FFI_DataType_INVALID, F32 = XLA_FFI_DataType_F32, F16 = XLA_FFI_DataType_F16,
+constexpr auto ANY = XLA_FFI_DataType_INVALID, PRED = XLA_FFI_DataType_PRED, F32 = XLA_FFI_DataType_F32, F16 = XLA_FFI_DataType_F16,
                BF16 = XLA_FFI_DataType_BF16, S8 = XLA_FFI_DataType_S8, S32 = XLA_FFI_DataType_S32,
                U8 = XLA_FFI_DataType_U8, U16 = XLA_FFI_DataType_U16, U32 = XLA_FFI_DataType_U32;
 }

@@ -1,0 +1,101 @@
+"""Sampling: from logits to tokens, each row's result a function of that row alone.
+
+The order of work is vLLM's: biases and bans, penalties, then argmax, or temperature, min-p, top-k, top-p and a draw.
+The last three filters each keep the tokens whose logit reaches some threshold, so together they are one number a row,
+its floor; tokens that tie with the floor are all kept.
+
+Letters beside the package's: R sampled rows, B slots, X bans, K listed log-probabilities, C candidates, W fan-out.
+"""
+
+import importlib
+from dataclasses import replace
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+# Tried in order; one that cannot serve a case raises NotImplementedError.
+IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
+MAX_LOGPROBS = 20
+MAX_BANS = 64
+
+
+@struct.dataclass
+class SlotState:
+    """What sampling remembers on the device: one row a running request."""
+
+    bias_BV: Array  # float32, added to the logits; -inf where a token is not allowed
+    stop_BV: Array  # bool, the tokens that would end the request
+    output_counts_BV: Array  # int32, times each token was generated
+    prompt_BV: Array  # bool, the tokens that occur in the prompt
+
+
+@struct.dataclass
+class SamplingInputs:
+    """How to sample each row."""
+
+    slots_R: Array  # int32, the row of SlotState
+    positions_R: Array  # int32, of the token being drawn, counted from 0
+    seeds_R2: Array  # uint32
+    temperature_R: Array  # float32, 0 = greedy
+    top_k_R: Array  # int32, 0 or less = off
+    top_p_R: Array  # float32, 1 = off
+    min_p_R: Array  # float32, 0 = off
+    repetition_R: Array  # float32, 1 = off
+    presence_R: Array  # float32, 0 = off
+    frequency_R: Array  # float32, 0 = off
+    ban_stop_R: Array  # bool, ban the slot's stop tokens (min_tokens is not reached)
+    ban_RX: Array  # int32 token ids, -1 = none
+    targets_R: Array  # int32, -1 = choose a token, else score this one
+    biased_R: Array  # bool, the slot has a bias worth reading
+    wants_logprobs_R: Array  # bool
+
+
+@struct.dataclass
+class Sampled:
+    """The tokens, and what was asked of the raw logits; a row that is not ok has zeros."""
+
+    tokens_R: Array  # int32
+    logprobs_R: Array  # float32, log-softmax of the logits before any processing
+    ranks_R: Array  # int32, 1 = best; tokens that tie share the better rank
+    top_ids_RK: Array  # int32, K = min(MAX_LOGPROBS, V)
+    top_logprobs_RK: Array  # float32
+    ok_R: Array  # bool, False where the raw logits are broken (NaN, +inf, all -inf) or every token is banned
+
+
+def sample(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Sampled:
+    """Choose, or score, one token a row."""
+    reasons = []
+    for name, module in IMPLEMENTATIONS.items():
+        try:
+            return importlib.import_module(module, __name__).sample(logits_RV, state, inputs)
+        except NotImplementedError as reason:
+            reasons.append(f"{name}: {reason}")
+    raise NotImplementedError("no sampling implementation serves this case: " + "; ".join(reasons))
+
+
+def empty_state(num_slots: int, vocab: int) -> SlotState:
+    """The state of slots that no request has."""
+    return SlotState(*(jnp.zeros((num_slots, vocab), dtype) for dtype in (jnp.float32, bool, jnp.int32, bool)))
+
+
+def reset_slot(state: SlotState, slot: Array, bias_V: Array, stop_V: Array) -> SlotState:
+    """The state with a slot made ready for a new request."""
+    return SlotState(
+        state.bias_BV.at[slot].set(bias_V),
+        state.stop_BV.at[slot].set(stop_V),
+        state.output_counts_BV.at[slot].set(0),
+        state.prompt_BV.at[slot].set(False),
+    )
+
+
+def count_tokens(state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array) -> SlotState:
+    """The state with prompt tokens marked and output tokens counted, of the rows that are tracked."""
+    B = state.prompt_BV.shape[0]
+    prompt_T = jnp.where(tracked_T & is_prompt_T, slots_T, B)  # slot B does not exist: dropped
+    output_T = jnp.where(tracked_T & ~is_prompt_T, slots_T, B)
+    return replace(
+        state,
+        prompt_BV=state.prompt_BV.at[prompt_T, tokens_T].set(True, mode="drop"),
+        output_counts_BV=state.output_counts_BV.at[output_T, tokens_T].add(1, mode="drop"),
+    )

@@ -1,0 +1,43 @@
+"""Sampling by the C++ kernel: see sampling.h in `ops/native`.
+
+A row's result has the same bits in any company and on any number of threads. Draws run over the tokens in the order of
+their ids, so the same seed may draw other tokens than XLA's way does, from the same distribution.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ..native import choice, target
+from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState
+
+
+def sample(logits_RV, state: SlotState, inputs: SamplingInputs) -> Sampled:
+    """See `quire.ops.sampling.sample`."""
+    kernel = target(choice.SAMPLING)
+    check_shapes(logits_RV, state, inputs)
+    R, V = logits_RV.shape
+    K = min(MAX_LOGPROBS, V)
+    results = Sampled(
+        tokens_R=jax.ShapeDtypeStruct((R,), jnp.int32),
+        logprobs_R=jax.ShapeDtypeStruct((R,), jnp.float32),
+        ranks_R=jax.ShapeDtypeStruct((R,), jnp.int32),
+        top_ids_RK=jax.ShapeDtypeStruct((R, K), jnp.int32),
+        top_logprobs_RK=jax.ShapeDtypeStruct((R, K), jnp.float32),
+        ok_R=jax.ShapeDtypeStruct((R,), jnp.bool_),
+    )
+    leaves, tree = jax.tree.flatten(results)
+    return tree.unflatten(
+        jax.ffi.ffi_call(kernel, leaves)(logits_RV.astype(jnp.float32), *jax.tree.leaves((state, inputs)))
+    )
+
+
+def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:
+    """The kernel takes arrays at their word, so each must have the shape that the logits say."""
+    R, V = logits_RV.shape
+    if not R or not V:
+        raise NotImplementedError(f"there must be logits, not an array of {R} by {V}")
+    sizes = {"R": R, "V": V, "B": state.bias_BV.shape[0], "X": inputs.ban_RX.shape[1], "2": 2}
+    for name, array in {**vars(state), **vars(inputs)}.items():
+        expected = tuple(sizes[letter] for letter in name.rsplit("_", 1)[1])
+        if array.shape != expected:
+            raise ValueError(f"sampling: {name} has shape {array.shape}, but the other arrays say {expected}")

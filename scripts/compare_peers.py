@@ -66,6 +66,8 @@ def main(
         between=lambda: bandwidths.append(read_bandwidth()),
     )  # fmt: skip
     failures |= failed
+    if not bandwidths:
+        raise typer.Exit(130)  # stopped before the first turn
     bandwidth = median(bandwidths)
     found = {
         "size": size, "shape": asdict(shape), "rounds": rounds, "machine": machine(), "bandwidth": bandwidth,

@@ -197,6 +197,20 @@ def test_engines_take_turns_and_one_that_fails_stops_nothing(bench):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads a process's state in /proc")
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit(143)])
+def test_who_stops_it_has_what_was_measured(bench, stop):
+    def note(line: str) -> None:
+        if "round 2, first: peer" in line:
+            raise stop
+
+    works = {"first": work(1), "second": work(2)}
+    results, failures = turns.play(works, ["quire", "peer"], bench, 3, note)
+    assert {key: len(rounds) for key, rounds in results.items()} == {
+        ("first", "quire"): 1, ("first", "peer"): 2, ("second", "quire"): 1, ("second", "peer"): 1,
+    }  # fmt: skip
+    assert not failures
+
+
 def test_a_worker_runs_only_while_it_is_asked(bench):
     worker = turns.start("plain", "bf16", bench)
     state = Path(f"/proc/{worker.process.pid}/stat")

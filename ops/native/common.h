@@ -97,15 +97,17 @@ struct Job {
   std::atomic<int64_t> next{0}, done{0};
   std::atomic<int64_t> fetched{0};  // bytes of what comes after it that helpers have asked for
   int64_t chunks;
-  void (*run)(const void*, int64_t);
+  void (*run)(const void*, int64_t, int64_t);
   const void* what;
   Span reads;
 
+  int64_t claim() { return next.fetch_add(1, std::memory_order_relaxed); }
+
   void work() {
-    int64_t chunk, mine = 0;
-    while ((chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks) {
-      run(what, chunk);
-      ++mine;
+    int64_t mine = 0;
+    for (int64_t chunk = claim(), upcoming; chunk < chunks; chunk = upcoming, ++mine) {
+      upcoming = claim();
+      run(what, chunk, upcoming);
     }
     if (mine) done.fetch_add(mine, std::memory_order_release);
   }
@@ -204,10 +206,16 @@ __attribute__((visibility("default"))) inline Desk desk;
 template <typename Pool, typename Run>
 void parallel(Pool& pool, int64_t chunks, const Run& run, Span reads = {}) {
   // Through a pointer, so that the compiler makes one copy of the work.
-  auto call = [](const void* what, int64_t chunk) { (*static_cast<const Run*>(what))(chunk); };
+  auto call = [](const void* what, int64_t chunk, int64_t upcoming) {
+    const Run& run = *static_cast<const Run*>(what);
+    if constexpr (std::is_invocable_v<Run, int64_t, int64_t>)
+      run(chunk, upcoming);
+    else
+      run(chunk);
+  };
   int64_t helpers = std::min<int64_t>(chunks, pool.num_threads()) - 1;
   if (helpers < 1) {
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) call(&run, chunk);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) call(&run, chunk, chunk + 1);
     return;
   }
   auto job = std::make_shared<Job>();

@@ -29,6 +29,14 @@ constexpr int ROWS = 6, BLOCKS = 4, MANY = 12;
 constexpr int ROWS = 3, BLOCKS = 2, MANY = 3;
 #endif
 
+// Blocks of a weight that rows meet together, and how many blocks further on lies what each may fetch; 0 is nothing.
+struct Panel {
+  int64_t block[BLOCKS], then[BLOCKS];
+};
+
+// Into the second-level cache, beside the arithmetic. What is on its way already costs nothing.
+inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+
 // Loops over what lies in registers: one that is not unrolled keeps it in memory.
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -89,10 +97,10 @@ struct F32 {
   const float* w;
 
   template <int R, int N>
-  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, f32x16 (&out)[R][N]) const {
     f32x16 acc[R][N] = {};
     const float* p[N];
-    UNROLL for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    UNROLL for (int n = 0; n < N; ++n) p[n] = w + panel.block[n] * K * LANES;
     x += row * K;
     for (int64_t k = 0; k < K; ++k)
       UNROLL for (int n = 0; n < N; ++n) {
@@ -114,13 +122,15 @@ struct Bf16 {
   f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
 
   template <int R, int N>
-  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, f32x16 (&out)[R][N]) const {
     f32x16 acc[R][N] = {};
     const uint16_t* p[N];
-    UNROLL for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    int64_t then[N];
+    UNROLL for (int n = 0; n < N; ++n) p[n] = w + panel.block[n] * K * LANES, then[n] = panel.then[n] * K * LANES;
     x += row * K;
     for (int64_t k = 0; k < K; k += 2)
       UNROLL for (int n = 0; n < N; ++n) {
+        fetch(p[n] + k * LANES + then[n]);
         u32x16 v = load_bits(p[n] + k * LANES);
         UNROLL for (int r = 0; r < R; ++r) acc[r][n] = dot_pairs(acc[r][n], v, x + k * R + 2 * r);
       }
@@ -147,17 +157,19 @@ struct Int8 {
   }
 
   template <int R, int N>
-  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, f32x16 (&out)[R][N]) const {
     i32x16 acc[R][N] = {};
     const int8_t* p[N];
-    UNROLL for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    int64_t then[N];
+    UNROLL for (int n = 0; n < N; ++n) p[n] = w + panel.block[n] * K * LANES, then[n] = panel.then[n] * K * LANES;
     for (int64_t k = 0; k < K; k += 4)
       UNROLL for (int n = 0; n < N; ++n) {
+        fetch(p[n] + k * LANES + then[n]);
         u32x16 v = load_bits(p[n] + k * LANES);
         UNROLL for (int r = 0; r < R; ++r) acc[r][n] = dot_fours(acc[r][n], v, x + row * K + k * R + 4 * r);
       }
     UNROLL for (int n = 0; n < N; ++n)
-      UNROLL for (int r = 0; r < R; ++r) out[r][n] = finish((f32x16)acc[r][n], block[n], row + r);
+      UNROLL for (int r = 0; r < R; ++r) out[r][n] = finish((f32x16)acc[r][n], panel.block[n], row + r);
   }
 };
 
@@ -191,10 +203,10 @@ struct Int8Wide {
   const float* scale;
 
   template <int R, int N>
-  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, f32x16 (&out)[R][N]) const {
     f32x16 acc[R][N] = {};
     const int8_t* p[N];
-    UNROLL for (int n = 0; n < N; ++n) p[n] = w + block[n] * K * LANES;
+    UNROLL for (int n = 0; n < N; ++n) p[n] = w + panel.block[n] * K * LANES;
     x += row * K;
     for (int64_t k = 0; k < K; k += 2)
       UNROLL for (int n = 0; n < N; ++n) {
@@ -202,7 +214,7 @@ struct Int8Wide {
         UNROLL for (int r = 0; r < R; ++r) acc[r][n] = dot_pairs(acc[r][n], v, x + k * R + 2 * r);
       }
     UNROLL for (int n = 0; n < N; ++n)
-      UNROLL for (int r = 0; r < R; ++r) out[r][n] = acc[r][n] * load(scale + block[n] * LANES);
+      UNROLL for (int r = 0; r < R; ++r) out[r][n] = acc[r][n] * load(scale + panel.block[n] * LANES);
   }
 };
 
@@ -250,11 +262,11 @@ struct Int4 {
   int64_t group;
 
   template <int R, int N>
-  void run(const X* x, int64_t row, int64_t K, const int64_t* block, f32x16 (&out)[R][N]) const {
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, f32x16 (&out)[R][N]) const {
     int64_t groups = K / group;
     const uint32_t* p[N];
     UNROLL for (int n = 0; n < N; ++n) {
-      p[n] = w + block[n] * (K / 8) * LANES;
+      p[n] = w + panel.block[n] * (K / 8) * LANES;
       UNROLL for (int r = 0; r < R; ++r) out[r][n] = f32x16{};
     }
     x += row * K;
@@ -269,7 +281,7 @@ struct Int4 {
           }
         }
       UNROLL for (int n = 0; n < N; ++n) {
-        int64_t at = (block[n] * groups + g) * LANES;
+        int64_t at = (panel.block[n] * groups + g) * LANES;
         f32x16 s = load_half(scale + at), z = splat(MADE + 8);
         if (zero)
           for (int i = 0; i < LANES; ++i) z[i] = MADE + zero[at + i];
@@ -319,34 +331,34 @@ struct Out {
 };
 
 template <int R, int N, typename Format>
-void rows_of(const Format& f, const typename Format::X* x, int64_t row, int64_t K, const int64_t* block, int used,
+void rows_of(const Format& f, const typename Format::X* x, int64_t row, int64_t K, const Panel& panel, int used,
              const Out& out) {
   f32x16 sums[R][N];
-  f.template run<R, N>(x, row, K, block, sums);
+  f.template run<R, N>(x, row, K, panel, sums);
   if (out.bias)
     for (int n = 0; n < N; ++n)
-      for (int r = 0; r < R; ++r) sums[r][n] += load(out.bias + block[n] * LANES);
+      for (int r = 0; r < R; ++r) sums[r][n] += load(out.bias + panel.block[n] * LANES);
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < used; ++n)
-      out.write(row + r, block[n],
+      out.write(row + r, panel.block[n],
                 out.activation ? activate(sums[r][n], out.activation) * sums[r][N / 2 + n] : sums[r][n]);
 }
 
 template <typename Format, int R = Format::MOST>
-void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t rows, int64_t K, const int64_t* block,
+void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t rows, int64_t K, const Panel& panel,
               int used, const Out& out) {
   if constexpr (R <= ROWS) {
-    if (rows >= R) return rows_of<R, BLOCKS>(f, x, row, K, block, used, out);
+    if (rows >= R) return rows_of<R, BLOCKS>(f, x, row, K, panel, used, out);
   } else if (rows >= R) {
     // Two blocks of outputs, or one of the gate and its part of up; one call, or the compiler makes a copy for each.
     const int step = out.activation ? 1 : 2, other = out.activation ? BLOCKS / 2 : 1;
     for (int n = 0; n < used; n += step) {
-      int64_t pair[2] = {block[n], block[n + other]};
+      Panel pair{{panel.block[n], panel.block[n + other]}, {panel.then[n], panel.then[n + other]}};
       rows_of<R, 2>(f, x, row, K, pair, std::min(step, used - n), out);
     }
     return;
   }
-  if constexpr (R > 1) any_rows<Format, R - 1>(f, x, row, rows, K, block, used, out);
+  if constexpr (R > 1) any_rows<Format, R - 1>(f, x, row, rows, K, panel, used, out);
 }
 
 // How many rows a thread takes at a time: as many as its second-level cache holds beside the weights.
@@ -482,14 +494,20 @@ void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T
   }
   int64_t panels = (out.blocks + width - 1) / width, tile = rows_a_tile(K * sizeof(*x));
   int64_t tiles = (T + tile - 1) / tile;
-  parallel(pool, panels * tiles, [&](int64_t chunk) {
+  parallel(pool, panels * tiles, [&](int64_t chunk, int64_t upcoming) {
     int64_t first = chunk / tiles * width, start = chunk % tiles * tile, stop = std::min(T, start + tile);
     int used = static_cast<int>(std::min<int64_t>(width, out.blocks - first));
-    int64_t block[BLOCKS];  // a panel that runs over the end does its last block more than once
-    for (int n = 0; n < width; ++n) block[n] = first + std::min(n, used - 1);
+    Panel panel{};  // one that runs over the end does its last block more than once
+    for (int n = 0; n < width; ++n) panel.block[n] = first + std::min(n, used - 1);
     if (out.activation)
-      for (int n = 0; n < width; ++n) block[width + n] = out.blocks + block[n];
-    for (int64_t row = start; row < stop; row += most) any_rows(f, x, row, std::min(most, stop - row), K, block, used, out);
+      for (int n = 0; n < width; ++n) panel.block[width + n] = out.blocks + panel.block[n];
+    // Rows in two goes leave memory idle during the second: of four blocks to come three are fetched in the first.
+    int64_t further = T > most && T <= 2 * most && upcoming < panels * tiles ? (upcoming - chunk) * width : 0;
+    for (int64_t row = start; row < stop; row += most) {
+      bool last = row + most >= stop;
+      for (int n = 0; n < BLOCKS; ++n) panel.then[n] = last == (n == BLOCKS - 1) ? further : 0;
+      any_rows(f, x, row, std::min(most, stop - row), K, panel, used, out);
+    }
   }, weights_of(f, T, K, out));
 }
 

@@ -177,35 +177,39 @@ def play(
 ) -> tuple[dict[tuple[str, str], list[dict]], dict[tuple[str, str], str]]:
     """({(work, engine): a measurement a round}, {(work, engine): why it failed}); `between` is called every round.
 
-    An engine that fails at a work is left out of that work from then on, and its process is started anew.
+    An engine that fails at a work is left out of that work from then on, and its process is started anew. Whoever
+    stops this gets what was measured until then.
     """
     results: dict[tuple[str, str], list[dict]] = {}
     failures: dict[tuple[str, str], str] = {}
-    for weights in dict.fromkeys(work.weights for work in works.values()):
-        group = {name: work for name, work in works.items() if work.weights == weights}
-        workers: dict[str, Worker] = {}
-        try:
-            for turn in range(rounds):
-                between()
-                first = turn % len(engines)  # nobody is always the first, or always after the same one
-                for name, engine in product(group, engines[first:] + engines[:first]):
-                    if (name, engine) in failures or (turn and group[name].kind == "invariance"):
-                        continue  # invariance is a count, not a time: once will do
-                    try:
-                        if engine not in workers:
-                            note(f"{engine} loads ({weights})")
-                            workers[engine] = start(engine, weights, bench)
-                        done = measure(workers[engine], group[name], turn, bench)
-                    except Failed as error:
-                        hit = [name] if engine in workers else list(group)  # what cannot load cannot do any of these
-                        failures |= {(each, engine): str(error) for each in hit if (each, engine) not in failures}
-                        note(f"{name}: {engine} failed: {error}")
-                        if engine in workers:
-                            workers.pop(engine).close()
-                    else:
-                        results.setdefault((name, engine), []).append(done)
-                        note(f"round {turn + 1}, {name}: {engine} {brief(done)}")
-        finally:
-            for worker in workers.values():
-                worker.close()
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        for weights in dict.fromkeys(work.weights for work in works.values()):
+            group = {name: work for name, work in works.items() if work.weights == weights}
+            workers: dict[str, Worker] = {}
+            try:
+                for turn in range(rounds):
+                    between()
+                    first = turn % len(engines)  # nobody is always the first, or always after the same one
+                    for name, engine in product(group, engines[first:] + engines[:first]):
+                        if (name, engine) in failures or (turn and group[name].kind == "invariance"):
+                            continue  # invariance is a count, not a time: once will do
+                        try:
+                            if engine not in workers:
+                                note(f"{engine} loads ({weights})")
+                                workers[engine] = start(engine, weights, bench)
+                            done = measure(workers[engine], group[name], turn, bench)
+                        except Failed as error:
+                            hit = (
+                                [name] if engine in workers else list(group)
+                            )  # what cannot load cannot do any of these
+                            failures |= {(each, engine): str(error) for each in hit if (each, engine) not in failures}
+                            note(f"{name}: {engine} failed: {error}")
+                            if engine in workers:
+                                workers.pop(engine).close()
+                        else:
+                            results.setdefault((name, engine), []).append(done)
+                            note(f"round {turn + 1}, {name}: {engine} {brief(done)}")
+            finally:
+                for worker in workers.values():
+                    worker.close()
     return results, failures

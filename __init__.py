@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 # Public name -> module. Loaded on first use: `import quire` costs nothing until something is asked of it.
 EXPORTS = {
     "AsyncLLM": ".serving.async_llm",
+    "BeamSearchParams": ".serving.beam",
     "CompletionOutput": ".serving.outputs",
     "LLM": ".serving.llm",
     "ModelError": ".model.config",
@@ -19,6 +20,7 @@ EXPORTS = {
 if TYPE_CHECKING:
     from .model.config import ModelError as ModelError
     from .serving.async_llm import AsyncLLM as AsyncLLM
+    from .serving.beam import BeamSearchParams as BeamSearchParams
     from .serving.llm import LLM as LLM
     from .serving.outputs import CompletionOutput as CompletionOutput
     from .serving.outputs import RequestOutput as RequestOutput

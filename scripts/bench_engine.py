@@ -36,8 +36,13 @@ def serve(
     clock: Callable[[], float] = time.perf_counter,
     advance: Callable[[int, int], None] = lambda requests, tokens: None,
 ) -> Run:
-    """Answer all requests in full length, at most `concurrency` of them known to the engine at once."""
+    """Answer all requests in full length, at most `concurrency` of them known to the engine at once.
+
+    What an earlier run left in the prefix cache is forgotten: the same requests cost the same again.
+    """
     from ..serving.request import SamplingParams
+
+    llm.reset_prefix_cache()
 
     engine, steps = llm.engine, []
     waiting, live, done = deque(enumerate(samples)), {}, {}

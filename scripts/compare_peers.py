@@ -74,7 +74,7 @@ def main(
         "bandwidths": bandwidths, "versions": {name: envs.versions(place, name) for name in engines},
         "works": report.summary(works, engines, results, failures, shape, bandwidth),
     }  # fmt: skip
-    Console().print(report.rich_table(found))
+    Console(width=None if sys.stdout.isatty() else 160).print(report.rich_table(found))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{size}.json").write_text(json.dumps(found, indent=1))

@@ -103,6 +103,15 @@ CacheDtype = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+PrefixCaching = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep computed pages for prompts that begin alike.",
+        show_default="on",
+        rich_help_panel=ENGINE,
+    ),
+]
 MaxNumSeqs = Annotated[int | None, sized("--max-num-seqs", "Most sequences in one step.", "N", ENGINE, "32")]
 MaxBatchedTokens = Annotated[
     int | None, sized("--max-num-batched-tokens", "Most tokens in one step.", "TOKENS", ENGINE, "512")
@@ -129,6 +138,7 @@ ENGINE_OPTIONS = {
     "block_size": BlockSize,
     "kv_cache_dtype": CacheDtype,
     "kv_cache_memory_bytes": CacheBytes,
+    "enable_prefix_caching": PrefixCaching,
     "max_num_seqs": MaxNumSeqs,
     "max_num_batched_tokens": MaxBatchedTokens,
 }

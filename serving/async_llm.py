@@ -35,7 +35,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """The result as it grows; leaving the loop early, or cancelling it, aborts the request."""
         params = sampling_params or SamplingParams()
-        text, tokens = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer)
+        text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer)
         name = f"request-{next(self.ids)}" if request_id is None else request_id
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -43,7 +43,7 @@ class AsyncLLM:
             loop.call_soon_threadsafe(queue.put_nowait, output)
 
         def add() -> None:
-            self.engine.add(name, tokens, params, text)
+            self.engine.add(name, tokens, params, text, terms)
             self.listeners[name] = hear
 
         try:

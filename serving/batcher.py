@@ -46,17 +46,16 @@ class Batcher:
         self.seeds = np.zeros((B, 2), np.uint32)
         self.tracked = np.zeros(B, bool)
         self.settings = {name: np.full(B, off, dtype) for name, (dtype, off) in SETTINGS.items()}
-        self.owner: list[Sequence | None] = [None] * B
         self.last: Decode | None = None
 
     def forget(self) -> None:
         """Nothing that was computed is kept: every sequence starts over."""
-        self.owner, self.last = [None] * len(self.owner), None
+        self.last = None
 
     def assign(self, seq: Sequence, biased: bool) -> None:
         """Give a slot to a sequence that is new in it, or starts over."""
-        slot, p = seq.slot, seq.params
-        self.owner[slot], self.synced[slot], self.seeds[slot] = seq, 0, seq.seed
+        slot, p, self.last = seq.slot, seq.params, None
+        self.synced[slot], self.seeds[slot] = 0, seq.seed
         self.tracked[slot] = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         values = (
             p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,

@@ -1,8 +1,10 @@
 """The engine: requests in, tokens out, one step ahead of the device."""
 
+import heapq
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -10,9 +12,9 @@ import numpy as np
 from ..model.tokenizer import Tokenizer
 from ..ops.sampling import MAX_BANS
 from .pages import PageTable, largest
-from .request import RequestError, SamplingParams, shown
+from .request import RequestError, SamplingParams, Terms, shown
 from .runner import Drawn, Launched, Runner
-from .scheduler import Plan, Scheduler
+from .scheduler import Plan, Scheduler, rank_of
 from .sequence import Sequence
 from .stream import Request
 
@@ -27,26 +29,46 @@ class Engine:
                   └── update <── runner.collect <─────┘ (step n-1, while step n runs)
     """
 
-    def __init__(self, runner: Runner, tokenizer: Tokenizer | None, pages: PageTable, max_len: int, seed: int = 0):
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        pages: PageTable,
+        max_len: int,
+        seed: int = 0,
+        max_queued: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.runner, self.tokenizer, self.pages, self.max_len = runner, tokenizer, pages, max_len
+        self.max_queued, self.clock = max_queued, clock
         self.scheduler = Scheduler(pages, runner.limits)
         self.requests: dict[str, Request] = {}
         self.request_of: dict[Sequence, Request] = {}
-        self.arrivals = itertools.count()
+        self.count = itertools.count()
+        self.deadlines: list[tuple[float, int, Request]] = []  # a heap
         self.rng = np.random.default_rng(seed)
         self.in_flight: Launched | None = None
 
-    def add(self, request_id: str, tokens: list[int], params: SamplingParams, prompt: str | None = None) -> Request:
+    def add(
+        self,
+        request_id: str,
+        tokens: list[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        terms: Terms = Terms(),  # noqa: B008 (it is frozen)
+    ) -> Request:
         """Queue a request, or refuse it with a `RequestError` that says why."""
         if request_id in self.requests:
             raise RequestError("request_id", f"{request_id!r} is being served already; ids must differ")
         self.check(tokens, params)
+        if self.max_queued is not None and len(self.scheduler.waiting) + params.n > self.max_queued:
+            raise RequestError("queue", f"is full: {self.max_queued} may wait (max_queued_requests); try again later")
         bad_words = self.encode_bad_words(params)
         budget = self.max_len - len(tokens)
         eos = frozenset() if self.tokenizer is None else self.tokenizer.eos_token_ids
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         base = int(self.rng.integers(1 << 63)) if params.seed is None else params.seed & ((1 << 64) - 1)
-        arrival = next(self.arrivals)
+        now = self.clock()
         sequences = [
             Sequence(
                 index=index,
@@ -54,21 +76,27 @@ class Engine:
                 num_prompt=len(tokens),
                 params=params,
                 max_tokens=budget if params.max_tokens is None else min(params.max_tokens, budget),
-                arrival=arrival,
+                rank=rank_of(terms.priority, now),
                 stop_ids=stop_ids,
                 eos_ids=eos - frozenset(params.stop_token_ids),
                 lockstep=any(len(word) > 1 for word in bad_words),
                 bad_words=bad_words,
                 seed=seed_of(base, index),
+                salt=terms.cache_salt,
                 prompt_scores=[None] * (len(tokens) - 1) if params.prompt_logprobs is not None and not index else None,
             )
             for index in range(params.n)
         ]
-        request = Request(request_id, prompt, params, sequences, self.tokenizer)
+        request = Request(request_id, prompt, params, sequences, self.tokenizer, now)
         self.requests[request_id] = request
         for seq in sequences:
             self.request_of[seq] = request
             self.scheduler.add(seq)
+        if terms.timeout is not None:
+            if len(self.deadlines) > 2 * len(self.requests) + 16:  # most are of requests that were done in time
+                self.deadlines = [entry for entry in self.deadlines if not entry[2].finished]
+                heapq.heapify(self.deadlines)
+            heapq.heappush(self.deadlines, (now + terms.timeout, next(self.count), request))
         return request
 
     def check(self, tokens: Seq[int], params: SamplingParams) -> None:
@@ -116,11 +144,11 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Launch one step, take in the one before; the requests that got something new."""
+        now, launched, changed = self.clock(), None, {}
+        self.expire(now, changed)
         plan = self.scheduler.schedule()
-        launched, changed = None, {}
         try:
             if plan is not None:
-                now = time.monotonic()
                 for item in plan.items:
                     self.request_of[item.seq].scheduled(now)
                 launched = self.runner.launch(plan)
@@ -132,9 +160,18 @@ class Engine:
             self.recover([self.in_flight and self.in_flight.plan, plan], changed)
         return list(changed.values())
 
+    def expire(self, now: float, changed: dict[str, Request]) -> None:
+        """End those whose time is up, with what they have."""
+        while self.deadlines and self.deadlines[0][0] <= now:
+            _, _, request = heapq.heappop(self.deadlines)
+            for seq in request.sequences:
+                if seq in self.request_of:
+                    changed[request.request_id] = request
+                    self.end(seq, "timeout")
+
     def update(self, results: list[Drawn], changed: dict[str, Request]) -> None:
         """Give each sequence its token, and end those that are done."""
-        now = time.monotonic()
+        now = self.clock()
         for drawn in results:
             seq = drawn.item.seq
             seq.pending -= drawn.item.draws
@@ -143,6 +180,7 @@ class Engine:
             request = self.request_of[seq]
             changed[request.request_id] = request
             if not drawn.ok:
+                self.pages.disown(seq)
                 self.end(seq, "error")
                 continue
             rows = iter(drawn.rows)
@@ -185,6 +223,7 @@ class Engine:
         for seq in self.scheduler.waiting:
             seq.pending = 0
         self.runner.reset()
+        self.pages.forget()
 
     @property
     def busy(self) -> bool:

@@ -3,17 +3,21 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import fields
 from typing import Any
 
 from ..model.chat_template import PromptError
 from ..model.tokenizer import Tokenizer
+from .beam import BeamSearchOutput, BeamSearchParams, search
 from .engine import Engine
 from .outputs import RequestOutput
 from .progress import bar
-from .request import RequestError, SamplingParams, shown
+from .request import RequestError, SamplingParams, Terms, shown
 from .setup import make_engine, options_of
 
 Prompt = str | Seq[int] | Mapping[str, Any]
+TERMS = tuple(field.name for field in fields(Terms))
+PROMPT_KEYS = ("prompt", "prompt_token_ids", *TERMS)
 
 
 class LLM:
@@ -38,6 +42,11 @@ class LLM:
         """Generate for every prompt; the results come in the order of the prompts."""
         batch = prompt_list(prompts)
         return self.run(batch, params_list(sampling_params, len(batch)), use_tqdm)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what earlier prompts have left behind; what runs goes on."""
+        self.engine.pages.forget()
+        return True
 
     def chat(
         self,
@@ -66,6 +75,12 @@ class LLM:
             return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
         except PromptError as error:
             raise RequestError("messages", str(error)) from None
+
+    def beam_search(self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest continuations of every prompt."""
+        return search(
+            self.engine, [parse_prompt(prompt, self.engine.tokenizer)[1] for prompt in prompt_list(prompts)], params
+        )
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The result as it grows, token by token; closing the iterator aborts the request."""
@@ -103,8 +118,8 @@ class LLM:
 
     def add(self, prompt: Prompt, params: SamplingParams):
         """Queue one prompt."""
-        text, tokens = parse_prompt(prompt, self.engine.tokenizer)
-        return self.engine.add(str(next(self.ids)), tokens, params, text)
+        text, tokens, terms = parse_prompt(prompt, self.engine.tokenizer)
+        return self.engine.add(str(next(self.ids)), tokens, params, text, terms)
 
 
 def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
@@ -123,14 +138,16 @@ def params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int)
     return list(params)
 
 
-def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
-    """(text or None, token ids) of a prompt given as text, as ids or as a dict of either."""
+def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], Terms]:
+    """(text or None, token ids, terms) of a prompt given as text, as ids or as a dict of either, with terms."""
+    terms = Terms()
     if isinstance(prompt, Mapping):
-        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
-            raise RequestError("prompt", f"has the key {shown(min(unknown))}; it takes prompt and prompt_token_ids")
+        if unknown := set(prompt) - set(PROMPT_KEYS):
+            raise RequestError("prompt", f"has the key {shown(min(unknown))}; it takes {', '.join(PROMPT_KEYS)}")
         text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        terms = Terms(**{key: prompt[key] for key in TERMS if key in prompt})
         if tokens is not None:
-            return text, list(tokens)
+            return text, list(tokens), terms
         prompt = text
     if isinstance(prompt, str):
         if not prompt:
@@ -138,9 +155,9 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | Non
         if tokenizer is None:
             raise RequestError("prompt", "is text, and skip_tokenizer_init is set; give prompt_token_ids")
         try:
-            return prompt, tokenizer.encode(prompt)
+            return prompt, tokenizer.encode(prompt), terms
         except PromptError as error:
             raise RequestError("prompt", str(error)) from None
     if prompt is None or isinstance(prompt, (bytes, int, float)):
         raise RequestError("prompt", f"must be text, a list of token ids, or a dict of either, got {shown(prompt)}")
-    return None, list(prompt)
+    return None, list(prompt), terms

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "timeout", "error")
 
 
 @dataclass(frozen=True)

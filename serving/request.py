@@ -13,6 +13,8 @@ MAX_STRINGS = 64  # stop strings, bad words
 MAX_STRING_LENGTH = 1024
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
+MAX_PRIORITY = 1000
+MAX_TIMEOUT = 7 * 24 * 3600.0
 INT32_MAX = 2**31 - 1  # token ids and counts travel to the device as int32
 
 
@@ -108,6 +110,23 @@ def token_ids(param: str, value: object, most: int) -> tuple[int, ...]:
         integer(f"{param}[{i}]", token, 0, INT32_MAX, " (a token id)")
         for i, token in enumerate(items(param, value, most))
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How a request is served, whatever it asks for."""
+
+    cache_salt: str | None = None  # only requests with the same one share computed pages
+    priority: int = 0  # the lower goes first; waiting makes up for it
+    timeout: float | None = None  # seconds from its arrival; then it ends with what it has
+
+    def __post_init__(self):
+        salt = self.cache_salt
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError("cache_salt", f"must be a string that is not empty, or null, got {shown(salt)}")
+        integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.timeout is not None:
+            number("timeout", self.timeout, 0, MAX_TIMEOUT, " (seconds) or null", open_low=True)
 
 
 @dataclass(frozen=True, kw_only=True)

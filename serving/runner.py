@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ..model.config import ModelConfig
-from ..ops.sampling import Sampled
+from ..ops.sampling import Sampled, SlotState
 from .batch import Size
 from .batcher import Batcher
 from .compiles import CompileCounter
@@ -86,7 +86,8 @@ class Runner:
         finally:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
         V = self.config.vocab_size
-        slots = reset_slot(self.state.slots, np.int32(0), np.zeros(V, np.float32), np.zeros(V, bool))
+        row = SlotState(*(np.zeros(V, leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
+        slots = reset_slot(self.state.slots, np.int32(0), row)
         self.state = self.state.replace(slots=slots)
         jax.block_until_ready(slots)
         self.compiles.mark()
@@ -94,8 +95,8 @@ class Runner:
     def launch(self, plan: Plan) -> Launched:
         """Send a step to the device and return at once."""
         for item in plan.items:
-            if not item.start or self.batcher.owner[item.seq.slot] is not item.seq:
-                self.assign(item.seq)  # new in this slot, or starting over
+            if item.begins:
+                self.assign(item.seq, item.start)
         size, buffer = self.batcher.build(plan)
         sampled, self.state = self.compiled[size](self.weights, self.state, buffer)
         return Launched(plan, sampled)
@@ -115,18 +116,22 @@ class Runner:
             row += count
         return drawn
 
-    def assign(self, seq: Sequence) -> None:
-        """Give a slot to a sequence: its sampling parameters, and a clean row on the device where it needs one."""
-        bias = bias_of(seq, self.config.vocab_size)
+    def assign(self, seq: Sequence, computed: int) -> None:
+        """Give a slot to a sequence: its sampling parameters, and a clean row on the device where it needs one.
+
+        Tokens that were found computed never pass through a step, so the penalties learn of them here.
+        """
+        V = self.config.vocab_size
+        bias = bias_of(seq, V)
         self.batcher.assign(seq, bias is not None)
         if bias is None and not self.batcher.tracked[seq.slot] and not seq.params.min_tokens:
             return
-        V = self.config.vocab_size
-        stop = np.zeros(V, bool)
+        stop, prompt = np.zeros(V, bool), np.zeros(V, bool)
         stop[[token for token in seq.stop_ids if token < V]] = True
-        zeros = np.zeros(V, np.float32)
-        slots = reset_slot(self.state.slots, np.int32(seq.slot), zeros if bias is None else bias, stop)
-        self.state = self.state.replace(slots=slots)
+        prompt[seq.tokens[: min(computed, seq.num_prompt)]] = True
+        counts = np.bincount(seq.tokens[seq.num_prompt : computed], minlength=V).astype(np.int32)
+        row = SlotState(np.zeros(V, np.float32) if bias is None else bias, stop, counts, prompt)
+        self.state = self.state.replace(slots=reset_slot(self.state.slots, np.int32(seq.slot), row))
 
 
 def bias_of(seq: Sequence, vocab: int) -> np.ndarray | None:

@@ -1,5 +1,6 @@
 """Who is served when: pure Python over sequences and pages; it knows neither JAX nor the model."""
 
+import bisect
 from collections import deque
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ class Item:
     start: int
     count: int
     draws: bool  # the last row draws the next token
+    begins: bool  # the first since the sequence got its slot
     scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
 
 
@@ -43,17 +45,29 @@ class Limits:
     max_samples: int  # rows of a step whose logits are computed
 
 
+POINT = 30.0  # seconds of waiting that make up for a point of priority
+
+
+def rank_of(priority: int, arrival: float) -> float:
+    """A request's place in the queue: a better priority is worth having come so much earlier.
+
+    As all grow older alike, the order among those who wait never changes, and ageing costs nothing.
+    """
+    return arrival + POINT * priority
+
+
 class Scheduler:
-    """First come, first served; decodes before prompts; the latest arrival gives way when pages run out."""
+    """The lowest rank first; decodes before prompts; the highest rank gives way when pages run out."""
 
     def __init__(self, pages: PageTable, limits: Limits):
         self.pages, self.limits = pages, limits
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()  # by rank
         self.running: list[Sequence] = []
         self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
+        self.stuck: tuple | None = None  # what kept the first in the queue out, as long as it does
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        bisect.insort(self.waiting, seq, key=lambda seq: seq.rank)
 
     @property
     def busy(self) -> bool:
@@ -69,18 +83,29 @@ class Scheduler:
                 continue  # gave way to an earlier one, or waits for its last token
             if item := self.take(seq, items):
                 items[seq] = item
-        while self.waiting and self.free_slots and self.rows:
-            seq = self.waiting[0]
-            if seq.pending or not self.pages.admits(seq, self.running, self.limits.max_rows):
-                break  # whole or not at all: a prompt that cannot catch up would hold pages and not finish
-            self.waiting.popleft()
-            seq.slot = self.free_slots.pop()
-            self.running.append(seq)
+        while self.waiting and self.free_slots and self.rows and self.admit(self.waiting[0]):
+            seq = self.waiting.popleft()
             if item := self.take(seq, items):
                 items[seq] = item
         for item in items.values():
             self.commit(item)
         return Plan(tuple(items.values())) if items else None
+
+    def admit(self, seq: Sequence) -> bool:
+        """Give a slot to a sequence that can catch up: one that cannot would hold pages and not finish."""
+        waits_for = (seq, self.pages.left, sum(other.missing > 1 for other in self.running))
+        if seq.pending or waits_for == self.stuck:
+            return False
+        path = self.pages.match(seq)
+        if not self.pages.admits(seq, path, self.running, self.limits.max_rows):
+            self.stuck = waits_for
+            return False
+        self.pages.adopt(seq, path)
+        if not seq.num_preemptions:
+            seq.num_cached = seq.num_computed
+        seq.slot, seq.begun = self.free_slots.pop(), False
+        self.running.append(seq)
+        return True
 
     def take(self, seq: Sequence, items: dict[Sequence, Item]) -> Item | None:
         """Rows for one sequence, as many as the step and the pages allow; others may have to give way."""
@@ -96,31 +121,33 @@ class Scheduler:
             draws, count = False, count - 1
         if count <= 0:
             return None
+        self.pages.enter(seq, seq.num_computed)  # before pages slide out of a window
         self.pages.slide(seq)
         while not self.pages.grow(seq, start + count):
-            victim = next((other for other in reversed(self.by_arrival()) if other not in items), None)
+            victim = next((other for other in reversed(self.by_rank()) if other not in items), None)
             if victim is None or victim is seq:
                 return None  # nobody later to take from: wait until somebody ends
             self.preempt(victim)
+        self.pages.enter(seq, start + count)
         self.rows -= count
         self.samples -= len(scores) + draws
-        return Item(seq, start, count, draws, scores)
+        return Item(seq, start, count, draws, not seq.begun, scores)
 
-    def by_arrival(self) -> list[Sequence]:
-        return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.arrival)
+    def by_rank(self) -> list[Sequence]:
+        return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.rank)
 
     def commit(self, item: Item) -> None:
         """From here on the rows count as computed: every later step runs after this one on the device."""
         item.seq.num_computed += item.count
         item.seq.pending += item.draws
+        item.seq.begun = True
 
     def preempt(self, seq: Sequence) -> None:
         """Take everything back; the tokens so far are computed again later."""
         self.leave(seq)
         seq.num_computed = 0
         seq.num_preemptions += 1
-        later = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
-        self.waiting.insert(later, seq)
+        self.add(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence, wherever it is; rows already under way for it are computed in vain."""

@@ -1,6 +1,8 @@
 """One token stream under generation: what the scheduler and the page table know of it."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .request import SamplingParams
 
@@ -21,7 +23,7 @@ class Sequence:
     num_prompt: int
     params: SamplingParams
     max_tokens: int
-    arrival: int
+    rank: float  # its place in the queue, the lowest first
     stop_ids: frozenset[int] = frozenset()
     eos_ids: frozenset[int] = frozenset()
     lockstep: bool = False  # its next step needs its last token on the host
@@ -30,7 +32,12 @@ class Sequence:
     num_computed: int = 0
     pending: int = 0
     slot: int = -1
+    begun: bool = False  # since it got its slot
     pages: list[list[int]] = field(default_factory=list)  # one list a cache group, by logical page; 0 = given back
+    salt: Hashable = None  # only sequences with the same one share pages
+    num_cached: int = 0  # tokens of the prompt that were found computed when it was admitted first
+    node: Any = None  # where its last entered page is in the tree of prefixes
+    num_entered: int = 0  # pages that are in that tree
     num_preemptions: int = 0
     finish_reason: str | None = None
     prompt_scores: list | None = None  # one entry a prompt token after the first, when they were asked for
@@ -42,6 +49,11 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether rows that others computed will do: not where each prompt token's score is wanted."""
+        return self.prompt_scores is None
 
     @property
     def missing(self) -> int:

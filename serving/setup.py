@@ -35,6 +35,8 @@ class EngineOptions:
     max_num_batched_tokens: int = 512
     kv_cache_dtype: str = "auto"  # or bfloat16, or int8 with a scale a position and head
     kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    max_queued_requests: int | None = None  # more are refused; None: as many as come
     seed: int = 0
 
     def __post_init__(self):
@@ -50,6 +52,11 @@ class EngineOptions:
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):
             raise ModelError(f"max_model_len is {length!r}; it must be at least 2, or -1 for the longest that fits")
+        queued = self.max_queued_requests
+        if queued is not None and (not isinstance(queued, int) or isinstance(queued, bool) or queued < 1):
+            raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ModelError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ModelError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive")
 
@@ -88,8 +95,8 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         progress(f"compiling the step for {size.rows} rows")
 
     runner.warm_up(note)
-    pages = PageTable(num_pages, options.block_size, config.windows)
-    return Engine(runner, tokenizer, pages, max_len, options.seed)
+    pages = PageTable(num_pages, options.block_size, config.windows, options.enable_prefix_caching)
+    return Engine(runner, tokenizer, pages, max_len, options.seed, options.max_queued_requests)
 
 
 def size_cache(config: ModelConfig, options: EngineOptions, budget: int) -> tuple[int, tuple[int, ...]]:

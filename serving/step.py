@@ -47,9 +47,9 @@ def step(weights, state: State, buffer, layout: Layout, config: ModelConfig) -> 
 
 
 @partial(jax.jit, donate_argnames="slots")
-def reset_slot(slots: sampling.SlotState, slot, bias_V, stop_V) -> sampling.SlotState:
+def reset_slot(slots: sampling.SlotState, slot, row: sampling.SlotState) -> sampling.SlotState:
     """Make a slot ready for a new request."""
-    return sampling.reset_slot(slots, slot, bias_V, stop_V)
+    return sampling.reset_slot(slots, slot, row)
 
 
 def page_shapes(config: ModelConfig, index: int, page_size: int) -> tuple[tuple[int, ...], ...]:

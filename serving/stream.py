@@ -1,7 +1,5 @@
 """A request on its way: the text, log-probabilities and times of its streams, as results for the user."""
 
-import time
-
 from .detokenizer import Detokenizer
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .request import SamplingParams
@@ -72,12 +70,18 @@ class Request:
     """A prompt with its streams; `output()` is what the user gets, at any moment."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, params: SamplingParams, sequences: list[Sequence], tokenizer
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        sequences: list[Sequence],
+        tokenizer,
+        arrival: float,
     ):
         self.request_id, self.prompt, self.params, self.sequences = request_id, prompt, params, sequences
         self.tokenizer = tokenizer
         self.streams = [Stream(seq, params, tokenizer) for seq in sequences]
-        self.arrival = time.monotonic()
+        self.arrival = arrival
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
@@ -112,7 +116,7 @@ class Request:
                 last_token_time=self.last_token,
                 num_preemptions=sum(seq.num_preemptions for seq in self.sequences),
             ),
-            num_cached_tokens=0,
+            num_cached_tokens=seq.num_cached,
             finished=self.finished,
         )
 

@@ -361,7 +361,7 @@ class FakeServer:
         return self
 
     def __exit__(self, *_):
-        self.server.close()
+        self.loop.call_soon_threadsafe(self.server.close)  # not from here: a connection may be closing in the loop
         self.call(self.stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()

@@ -13,9 +13,9 @@ from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.serving.engine import Engine
 from quire.serving.pages import PageTable
-from quire.serving.request import RequestError, SamplingParams
+from quire.serving.request import RequestError, SamplingParams, Terms
 from quire.serving.runner import Runner
-from quire.serving.scheduler import Limits
+from quire.serving.scheduler import POINT, Limits
 from quire.serving.step import page_bytes
 from quire.sharding.spec import random_arrays
 
@@ -134,7 +134,7 @@ def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
         arrivals, aborts, params = random_mix(rng)
         for name, output in run(engine, arrivals, aborts).items():
             check_greedy(oracle, output, params[name])
-        assert all(len(group.free) == group.num_pages - 1 for group in engine.pages.groups)
+        assert all(group.free == group.num_pages - 1 for group in engine.pages.groups)
     assert engine.runner.compiles.recompiles == before
 
 
@@ -216,8 +216,7 @@ def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernel
 def test_preemption_changes_nothing(weights, oracle, engine):
     """A pool too small for all: sequences give way and come back, with the same tokens."""
     engine = make(weights, compiled=engine)
-    engine.pages.groups[0].num_pages = 14
-    engine.pages.groups[0].free = list(range(13, 0, -1))
+    engine.pages = engine.scheduler.pages = PageTable((14, 40), 8, CONFIG.windows)
     rng = np.random.default_rng(5)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     arrivals = {0: [(str(i), rng.integers(0, VOCAB, 20).tolist(), params) for i in range(6)]}
@@ -382,3 +381,236 @@ def test_a_row_of_nan_fails_alone(oracle, weights):
         tokens = list(outputs[name].prompt_token_ids) + list(answer.token_ids)
         rows = oracle(tokens)[:, :90].argmax(axis=-1)
         assert rows[len(tokens) - 9 : -1].tolist() == list(answer.token_ids)
+
+
+# The prefix cache
+
+
+def without_cache(weights, compiled: Engine) -> Engine:
+    engine = make(weights, compiled=compiled)
+    engine.pages.keeps_prefixes = False
+    return engine
+
+
+def bits(output) -> list:
+    """The tokens of a result and the bits of their log-probabilities."""
+    return [
+        (list(answer.token_ids), [{t: e.logprob for t, e in entry.items()} for entry in answer.logprobs or ()])
+        for answer in output.outputs
+    ]
+
+
+def turns(rng, count: int) -> list[list[int]]:
+    """Prompts that begin with parts of each other, as turns of a chat and users of one system prompt do."""
+    prompts = [rng.integers(0, VOCAB, int(rng.integers(1, 30))).tolist()]
+    while len(prompts) < count:
+        start = prompts[int(rng.integers(len(prompts)))]
+        kept = int(rng.integers(0, len(start) + 1)) if rng.random() < 0.5 else len(start)
+        prompts.append((start[:kept] + rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist())[: LENGTH - 1])
+    return prompts
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_a_prefix_hit_changes_no_bit(weights, engine, block):
+    """Requests that begin alike, greedy and drawn, with penalties or none, also where pages are soon taken again."""
+    rng = np.random.default_rng(100 + block)
+    plain, small = without_cache(weights, engine), make(weights, compiled=engine)
+    small.pages = small.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows)
+    cached = {"roomy": 0, "small": 0}
+    for _ in range(6):
+        arrivals: dict[int, list] = {}
+        for index, prompt in enumerate(turns(rng, 8)):
+            params = SamplingParams(
+                temperature=float(rng.choice([0, 1])),
+                seed=index,
+                max_tokens=int(rng.integers(1, 20)),
+                repetition_penalty=float(rng.choice([1, 1.3])),
+                frequency_penalty=float(rng.choice([0, 0.7])),
+                logprobs=2,
+                ignore_eos=True,
+            )
+            arrivals.setdefault(int(rng.integers(0, 20)), []).append((str(index), prompt, params))
+        expected = {name: bits(output) for name, output in run(plain, arrivals).items()}
+        for name, other in (("roomy", engine), ("small", small)):
+            outputs = run(other, arrivals)
+            assert {key: bits(output) for key, output in outputs.items()} == expected
+            cached[name] += sum(output.num_cached_tokens for output in outputs.values())
+    assert cached["roomy"] > 100 and cached["small"] > 0
+
+
+def test_the_same_prompt_again_computes_its_last_page_alone(weights, engine):
+    engine = make(weights, compiled=engine)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    prompt = list(range(41))
+    rows = []
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: rows.append(plan.num_rows) or launch(plan)
+    first = run(engine, {0: [("a", prompt, params)]})["a"]
+    rows.clear()
+    again = run(engine, {0: [("b", prompt, params)]})["b"]
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 40)
+    assert rows == [1, 1]
+    assert bits(first) == bits(again)
+    longer = run(engine, {0: [("c", [*prompt, *again.outputs[0].token_ids, 5], params)]})["c"]
+    assert longer.num_cached_tokens == 40
+
+
+def test_answers_of_one_request_share_its_prompt(weights, engine):
+    engine = make(weights, compiled=engine)
+    most = 0
+
+    def watch(plan, launch=engine.runner.launch):
+        nonlocal most
+        most = max(most, sum(group.num_pages - 1 - group.free for group in engine.pages.groups[:1]))
+        return launch(plan)
+
+    engine.runner.launch = watch
+    params = SamplingParams(temperature=1, n=4, seed=1, max_tokens=6, ignore_eos=True)
+    run(engine, {0: [("a", list(range(41)), params)]})
+    assert most == 5 + 4  # five pages of the prompt, and one of each answer
+
+
+def test_a_salt_keeps_prompts_apart(weights, engine):
+    engine = make(weights, compiled=engine)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    cached = []
+    for name, salt in enumerate((None, "a", "b", "a", None)):
+        request = engine.add(str(name), list(range(30)), params, terms=Terms(cache_salt=salt))
+        while engine.busy:
+            engine.step()
+        cached.append(request.output().num_cached_tokens)
+    assert cached == [0, 0, 0, 24, 24]
+    for wrong in ("", 7):
+        with pytest.raises(RequestError, match="cache_salt"):
+            Terms(cache_salt=wrong)
+
+
+def test_what_failed_is_not_found_again(weights, engine, monkeypatch):
+    """Pages of a row that is not a number leave the cache, and a step that raises empties it."""
+    engine = make(weights, compiled=engine)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompt = list(range(30))
+    collect = engine.runner.collect
+
+    def broken(launched):
+        return [replace(d, sampled=d.sampled.replace(ok_R=np.zeros_like(d.sampled.ok_R))) for d in collect(launched)]
+
+    monkeypatch.setattr(engine.runner, "collect", broken)
+    assert run(engine, {0: [("a", prompt, params)]})["a"].outputs[0].finish_reason == "error"
+    monkeypatch.setattr(engine.runner, "collect", collect)
+    assert run(engine, {0: [("b", prompt, params)]})["b"].num_cached_tokens == 0
+    assert run(engine, {0: [("c", prompt, params)]})["c"].num_cached_tokens == 24
+    engine.recover([], {})
+    assert run(engine, {0: [("d", prompt, params)]})["d"].num_cached_tokens == 0
+
+
+def test_prompt_logprobs_are_computed_whatever_is_cached(weights, engine, oracle):
+    engine = make(weights, compiled=engine)
+    prompt = list(range(30))
+    run(engine, {0: [("a", prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))]})
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    output = run(engine, {0: [("b", prompt, params)]})["b"]
+    assert output.num_cached_tokens == 0
+    scores = oracle(prompt)
+    for place, entry in enumerate(output.prompt_logprobs[1:]):
+        assert entry[prompt[place + 1]].logprob == pytest.approx(scores[place, prompt[place + 1]], abs=1e-4)
+
+
+# The order of the queue, and its ends
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_priorities_go_first_and_waiting_makes_up_for_them(weights, engine):
+    engine, clock = make(weights, compiled=engine), Clock()
+    engine.clock = clock
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    first = [engine.add(f"busy {i}", [i + 1], params) for i in range(4)]  # all slots
+    engine.step()
+    waiting = [engine.add("calm", [5], params)]
+    clock.now += 1
+    waiting.append(engine.add("urgent", [6], params, terms=Terms(priority=-1)))
+    waiting.append(engine.add("late", [7], params, terms=Terms(priority=1)))
+    clock.now += 1.5 * POINT
+    waiting.append(engine.add("urgent but new", [8], params, terms=Terms(priority=-1)))
+    assert [engine.request_of[seq].request_id for seq in engine.scheduler.waiting] == [
+        "urgent", "calm", "urgent but new", "late",
+    ]  # fmt: skip
+    while engine.busy:
+        engine.step()
+    assert all(request.finished for request in first + waiting)
+
+
+def test_who_is_least_urgent_gives_way(weights, engine):
+    engine = make(weights, compiled=engine)
+    engine.pages = engine.scheduler.pages = PageTable((14, 40), 8, CONFIG.windows)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    requests = [
+        engine.add(str(i), [i] * 20, params, terms=Terms(priority=priority))
+        for i, priority in enumerate((3, -3, 2, -2))
+    ]
+    while engine.busy:
+        engine.step()
+    preemptions = [request.output().metrics.num_preemptions for request in requests]
+    assert preemptions[0] > 0 and preemptions[1] == preemptions[3] == 0
+
+
+def test_a_timeout_ends_a_request_with_what_it_has(weights, oracle, engine):
+    engine, clock = make(weights, compiled=engine), Clock()
+    engine.clock = clock
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    slow = engine.add("slow", [1, 2, 3], params, terms=Terms(timeout=5))
+    patient = engine.add("patient", [4, 5, 6], params, terms=Terms(timeout=500))
+    other = [engine.add(str(i), [i], params) for i in range(2)]
+    queued = engine.add("queued", [9], params, terms=Terms(timeout=2))
+    for _ in range(8):
+        engine.step()
+    clock.now += 3
+    assert queued in engine.step() and queued.output().outputs[0].finish_reason == "timeout"
+    assert not queued.output().outputs[0].token_ids
+    clock.now += 3
+    assert slow in engine.step()
+    answer = slow.output().outputs[0]
+    assert answer.finish_reason == "timeout" and 5 < len(answer.token_ids) < 20
+    engine.scheduler.check()
+    while engine.busy:
+        engine.step()
+    for request in (patient, *other):
+        check_greedy(oracle, request.output(), params)
+    assert len(engine.deadlines) <= 1  # that of who was done in time stays until it is due
+
+
+def test_a_full_queue_refuses(weights, engine):
+    engine = make(weights, compiled=engine)
+    engine.max_queued = 2
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add("a", [1], params)
+    engine.add("b", [1], params)
+    with pytest.raises(RequestError, match=r"queue.*full.*try again"):
+        engine.add("c", [1], params)
+    engine.step()
+    engine.add("c", [1], params)
+    while engine.busy:
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("terms", "field"),
+    [
+        ({"priority": 1.5}, "priority"),
+        ({"priority": 10**6}, "priority"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": "1"}, "timeout"),
+    ],
+)
+def test_terms_that_make_no_sense_are_refused(terms, field):
+    with pytest.raises(RequestError, match=field):
+        Terms(**terms)

@@ -357,7 +357,8 @@ def test_no_nan_is_overlooked(run):
 
 def test_a_row_with_every_token_banned_is_not_ok(run):
     only_V = np.arange(V) == 3
-    state = reset_slot(empty_state(SLOTS, V), 1, jnp.where(only_V, 0, -jnp.inf), only_V)
+    row = sampling.SlotState(jnp.where(only_V, 0, -jnp.inf), only_V, np.zeros(V, np.int32), np.zeros(V, bool))
+    state = reset_slot(empty_state(SLOTS, V), 1, row)
     inputs = make_inputs(
         8, slots=1, biased=True, ban_stop=[False] + [True] * 7, temperature=np.arange(8) % 2, targets=[-1] * 7 + [5]
     )
@@ -392,8 +393,8 @@ def test_tokens_are_counted_where_tracked():
 def test_a_new_request_finds_its_slot_clean_and_the_others_as_they_were():
     _, state, _ = mixed_case(20, 18, 3)
     before = jax.tree.map(np.asarray, state)
-    bias_V, stop_V = jnp.arange(20.0), jnp.arange(20) == 4
-    after = jax.jit(reset_slot, donate_argnums=0)(state, 1, bias_V, stop_V)
-    for leaf, old, new in zip(*map(jax.tree.leaves, (after, before)), (bias_V, stop_V, 0, False), strict=True):
+    row = sampling.SlotState(jnp.arange(20.0), jnp.arange(20) == 4, jnp.arange(20) % 3, jnp.arange(20) > 7)
+    after = jax.jit(reset_slot, donate_argnums=0)(state, 1, row)
+    for leaf, old, new in zip(*map(jax.tree.leaves, (after, before, row)), strict=True):
         np.testing.assert_array_equal(leaf[1], np.broadcast_to(new, 20))
         np.testing.assert_array_equal(leaf[np.array([0, 2])], old[[0, 2]])

@@ -9,8 +9,10 @@ from quire.serving.scheduler import Limits, Scheduler
 from quire.serving.sequence import Sequence
 
 
-def sequence(index: int, prompt: int, output: int, **settings) -> Sequence:
-    return Sequence(0, [1] * prompt, prompt, SamplingParams(), output, index, **settings)
+def sequence(index: int, prompt: int, output: int, token: int | None = None, **settings) -> Sequence:
+    """Its prompt is one token again and again: two with the same one begin alike."""
+    token = 1000 + index if token is None else token
+    return Sequence(0, [token] * prompt, prompt, SamplingParams(), output, index, **settings)
 
 
 class Device:
@@ -30,8 +32,9 @@ class Device:
             assert sum(len(item.scores) + item.draws for item in plan.items) <= limits.max_samples
             assert len({item.seq.slot for item in plan.items}) == len(plan.items)
             for item in plan.items:
-                if item.start == 0:
-                    self.computed[item.seq] = 0
+                if item.begins:
+                    assert item.start == 0 or item.start < item.seq.num_tokens
+                    self.computed[item.seq] = item.start
                 assert item.start == self.computed[item.seq], "rows are computed in order, each once"
                 self.computed[item.seq] += item.count
                 assert item.count >= 1
@@ -71,7 +74,7 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
         prompt, output = int(rng.integers(1, 40)), int(rng.integers(1, 12))
         if not scheduler.pages.fits(prompt + output, 16):
             continue
-        seq = sequence(index, prompt, output, lockstep=bool(rng.random() < 0.1))
+        seq = sequence(index, prompt, output, int(rng.integers(3)), lockstep=bool(rng.random() < 0.1))
         if rng.random() < 0.2:
             seq.prompt_scores = [None] * (prompt - 1)
         sequences.append(seq)
@@ -91,7 +94,7 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
         assert seq.finish_reason == "length"
         assert seq.num_output == seq.max_tokens
         assert seq.prompt_scores is None or all(seq.prompt_scores)
-    assert all(len(group.free) == group.num_pages - 1 for group in scheduler.pages.groups)
+    assert all(group.free == group.num_pages - 1 for group in scheduler.pages.groups)
     assert len(scheduler.free_slots) == 4
 
 
@@ -126,7 +129,7 @@ def test_first_come_first_served():
     ended = []
     while scheduler.busy or device.in_flight:
         device.step()
-        ended += [seq.arrival for seq in sequences if seq.finish_reason and seq.arrival not in ended]
+        ended += [seq.rank for seq in sequences if seq.finish_reason and seq.rank not in ended]
     assert ended == sorted(ended)
 
 
@@ -158,3 +161,43 @@ def test_a_lockstep_sequence_waits_for_its_token():
     device.step()
     assert seq.pending == 1
     assert scheduler.schedule() is None
+
+
+def test_who_begins_alike_computes_the_beginning_once():
+    scheduler = make(pages=(60, 60), limits=(4, 64, 16))
+    device = Device(scheduler)
+    sequences = [sequence(index, 30, 3, token=7) for index in range(3)]
+    scheduler.add(sequences[0])
+    device.step()
+    for seq in sequences[1:]:
+        scheduler.add(seq)
+    plan = scheduler.schedule()
+    assert [(item.start, item.count) for item in plan.items if item.seq is not sequences[0]] == [(28, 2)] * 2
+    assert [seq.num_cached for seq in sequences] == [0, 28, 28]
+
+
+def test_who_gave_way_finds_its_pages_again():
+    scheduler = make(pages=(40, 40), limits=(4, 64, 16))
+    device = Device(scheduler)
+    seq = sequence(0, 30, 20)
+    scheduler.add(seq)
+    for _ in range(5):
+        device.step()
+    scheduler.preempt(seq)
+    device.step()  # takes in its last token
+    (item,) = scheduler.schedule().items
+    assert item.begins and item.start == 32 and item.start + item.count == seq.num_tokens - 1 <= 35
+    assert seq.num_cached == 0 and seq.num_preemptions == 1
+
+
+def test_a_prompt_that_waits_is_not_looked_up_at_every_step(monkeypatch):
+    scheduler = make(pages=(12, 12))
+    device = Device(scheduler)
+    scheduler.add(sequence(0, 12, 25))
+    device.step()
+    scheduler.add(sequence(1, 36, 2))
+    looks, match = [], scheduler.pages.match
+    monkeypatch.setattr(scheduler.pages, "match", lambda seq: looks.append(seq) or match(seq))
+    for _ in range(20):
+        device.step()
+    assert len(looks) < 8  # once, and again when a window has left a page

@@ -10,6 +10,7 @@ Letters beside the package's: R sampled rows, B slots, X bans, K listed log-prob
 import importlib
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -79,14 +80,9 @@ def empty_state(num_slots: int, vocab: int) -> SlotState:
     return SlotState(*(jnp.zeros((num_slots, vocab), dtype) for dtype in (jnp.float32, bool, jnp.int32, bool)))
 
 
-def reset_slot(state: SlotState, slot: Array, bias_V: Array, stop_V: Array) -> SlotState:
-    """The state with a slot made ready for a new request."""
-    return SlotState(
-        state.bias_BV.at[slot].set(bias_V),
-        state.stop_BV.at[slot].set(stop_V),
-        state.output_counts_BV.at[slot].set(0),
-        state.prompt_BV.at[slot].set(False),
-    )
+def reset_slot(state: SlotState, slot: Array, row: SlotState) -> SlotState:
+    """The state with a slot made ready for a new request, whose row has no B axis."""
+    return jax.tree.map(lambda all_BV, own_V: all_BV.at[slot].set(own_V), state, row)
 
 
 def count_tokens(state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array) -> SlotState:

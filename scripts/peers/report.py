@@ -22,9 +22,8 @@ NOTES = {
 def summary(works: Mapping[str, Work], engines: list[str], results: Results, failures: Failures, shape: Shape,
             bandwidth: float) -> dict:  # fmt: skip
     """{work: {title, engines: {engine: medians and rounds, or why it failed}, best peer and Quire's ratio to it}}."""
-    return {
-        name: one_work(name, work, engines, results, failures, shape, bandwidth) for name, work in works.items()
-    }  # fmt: skip
+    found = {name: one_work(name, work, engines, results, failures, shape, bandwidth) for name, work in works.items()}
+    return {name: work for name, work in found.items() if work["engines"]}
 
 
 def one_work(name: str, work: Work, engines: list[str], results: Results, failures: Failures, shape: Shape,
@@ -35,8 +34,9 @@ def one_work(name: str, work: Work, engines: list[str], results: Results, failur
     for engine in engines:
         rounds = results.get((name, engine))
         if not rounds:
-            rows[engine] = {"failed": failures.get((name, engine), "was not reached")}
-            continue
+            if (name, engine) in failures:
+                rows[engine] = {"failed": failures[name, engine]}
+            continue  # else it was stopped before
         row: dict = {key: median(each[key] for each in rounds) for key in FIGURES if rounds[0].get(key) is not None}
         row |= {key: rounds[0][key] for key in ("identical", "of") if key in rounds[0]}
         if moved is not None:

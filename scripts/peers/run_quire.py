@@ -1,6 +1,7 @@
 """Quire itself, in the environment that runs the comparison."""
 
 from collections.abc import Callable
+from typing import Any
 
 from ... import LLM, SamplingParams
 from .loop import Answer, Request, Settings, drive
@@ -11,8 +12,9 @@ def prepare(settings: Settings) -> None:
 
 
 def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
-    options = {} if settings.weights == "bf16" else {"quantization": settings.weights}
-    llm = LLM(settings.model, max_model_len=settings.max_len, max_num_seqs=settings.max_seqs, **options)
+    options: dict[str, Any] = {} if settings.weights == "bf16" else {"quantization": settings.weights}
+    options |= {"max_model_len": settings.max_len, "max_num_seqs": settings.max_seqs, "enable_prefix_caching": False}
+    llm = LLM(settings.model, **options)
 
     def serve(requests: list[Request]) -> list[Answer]:
         handles: dict[str, list] = {}
@@ -24,11 +26,12 @@ def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
 
         def step():
             for handle in llm.engine.step():
-                entry, tokens = handles[handle.request_id], handle.output().outputs[0].token_ids
-                if handle.finished and len(tokens) != requests[entry[0]].count:
-                    raise RuntimeError(f"a request ended after {len(tokens)} tokens")
-                yield entry[0], list(tokens[entry[1] :])
-                entry[1] = len(tokens)
+                entry, seq = handles[handle.request_id], handle.sequences[0]
+                tokens = seq.tokens[seq.num_prompt + entry[1] :]
+                entry[1] += len(tokens)
+                if handle.finished and entry[1] != requests[entry[0]].count:
+                    raise RuntimeError(f"a request ended after {entry[1]} tokens")
+                yield entry[0], tokens
 
         return drive(requests, add, step)
 

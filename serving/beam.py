@@ -1,0 +1,125 @@
+"""Beam search: the likeliest continuations, over an engine whose prefix cache holds what the beams share."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from .engine import Engine
+from .request import MAX_LOGPROBS, SamplingParams, boolean, integer, number
+from .stream import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How wide and how far to look."""
+
+    beam_width: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    length_penalty: float = 1.0  # above 0 favours long ones: scores are divided by the length to this power
+
+    def __post_init__(self):
+        # Each beam may fill the whole width, and as many again may end.
+        integer("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        number("length_penalty", self.length_penalty, -10, 10)
+        boolean("ignore_eos", self.ignore_eos)
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One continuation; `logprobs` has the log-probability of each of its tokens."""
+
+    tokens: Seq[int] = ()
+    logprobs: Seq[float] = ()
+    text: str | None = None
+    finish_reason: str | None = None
+
+    @property
+    def cum_logprob(self) -> float:
+        return sum(self.logprobs)
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The continuations of one prompt, the best first."""
+
+    prompt_token_ids: Seq[int]
+    sequences: Seq[BeamSearchSequence]
+
+
+@dataclass
+class Search:
+    """One prompt's beams under way."""
+
+    prompt: list[int]
+    live: list[BeamSearchSequence] = field(default_factory=lambda: [BeamSearchSequence()])
+    done: list[BeamSearchSequence] = field(default_factory=list)
+
+
+def search(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    """Every step asks for the likeliest next tokens of all beams of all prompts in one batch."""
+    width, eos = params.beam_width, frozenset()
+    if engine.tokenizer is not None and not params.ignore_eos:
+        eos = engine.tokenizer.eos_token_ids
+    one = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
+    searches = [Search(list(prompt)) for prompt in prompts]
+    for search in searches:  # before anything is computed
+        engine.check(search.prompt, SamplingParams(max_tokens=params.max_tokens))
+
+    def score(beam: BeamSearchSequence) -> float:
+        return beam.cum_logprob / len(beam.tokens) ** params.length_penalty
+
+    for length in range(1, params.max_tokens + 1):
+        asked = [(search, beam) for search in searches for beam in search.live]
+        answers = ask(engine, [search.prompt + list(beam.tokens) for search, beam in asked], one)
+        grown: dict[int, list[BeamSearchSequence]] = {id(search): [] for search in searches}
+        for (search, beam), likeliest in zip(asked, answers, strict=True):
+            for token, logprob in likeliest:
+                reason = "stop" if token in eos else "length" if length == params.max_tokens else None
+                longer = BeamSearchSequence((*beam.tokens, token), (*beam.logprobs, logprob), None, reason)
+                grown[id(search)].append(longer)
+        for search in searches:
+            best = sorted(grown[id(search)], key=lambda beam: -beam.cum_logprob)[: 2 * width]
+            search.done += [beam for beam in best if beam.finish_reason]
+            search.live = [beam for beam in best if not beam.finish_reason][:width]
+            if len(search.done) >= width and not params.ignore_eos:
+                worst = sorted(map(score, search.done), reverse=True)[width - 1]
+                if all(beyond_hope(beam, worst, params) for beam in search.live):
+                    search.live = []
+    return [
+        BeamSearchOutput(search.prompt, [told(engine, beam) for beam in sorted(search.done, key=score)[::-1][:width]])
+        for search in searches
+    ]
+
+
+def beyond_hope(beam: BeamSearchSequence, worst: float, params: BeamSearchParams) -> bool:
+    """Whether a beam cannot come to more than this: its sum only falls, and its length may be any up to the last."""
+    lengths = (len(beam.tokens) + 1, params.max_tokens)
+    return max(beam.cum_logprob / length**params.length_penalty for length in lengths) <= worst
+
+
+def ask(engine: Engine, prompts: Seq[list[int]], params: SamplingParams) -> list[list[tuple[int, float]]]:
+    """The likeliest tokens after each prompt, with their log-probabilities."""
+    requests: list[Request] = []
+    try:
+        for tokens in prompts:
+            requests.append(engine.add(f"beam-{id(prompts)}-{len(requests)}", tokens, params))
+        while not all(request.finished for request in requests):
+            engine.step()
+    except BaseException:
+        for request in requests:
+            engine.abort(request.request_id)
+        raise
+    found = []
+    for request in requests:
+        if request.streams[0].finish_reason == "error":
+            raise RuntimeError("a step of the beam search failed; the log says why")
+        entries = request.streams[0].logprobs[0]
+        found.append([(token, entry.logprob) for token, entry in entries.items()][: params.logprobs])
+    return found
+
+
+def told(engine: Engine, beam: BeamSearchSequence) -> BeamSearchSequence:
+    """With its text."""
+    text = None if engine.tokenizer is None else engine.tokenizer.decode(list(beam.tokens), skip_special_tokens=True)
+    return BeamSearchSequence(beam.tokens, beam.logprobs, text, beam.finish_reason)

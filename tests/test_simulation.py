@@ -1,0 +1,144 @@
+"""The scheduler and the page table under heavy and ugly loads, on a clock of their own."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from quire.scripts.simulation import Cost, Job, Simulation, conversations, reasons
+from quire.serving.pages import PageTable
+from quire.serving.scheduler import POINT, Limits
+
+
+def make(pages=(2000, 600), windows=(None, 64), limits=(64, 512, 64), **options) -> Simulation:
+    return Simulation(PageTable(pages, 16, windows), Limits(*limits), **options)
+
+
+def ugly(jobs: list[Job], rng: random.Random) -> list[Job]:
+    """Some go away, some have no patience, some are urgent, some repeat another's prompt."""
+    found = []
+    for job in jobs:
+        prompt = rng.choice(found[-50:]).prompt if found and rng.random() < 0.2 else job.prompt
+        found.append(
+            replace(
+                job,
+                prompt=prompt,
+                priority=rng.choice((-1, 0, 0, 0, 1)),
+                timeout=rng.uniform(0, 60) if rng.random() < 0.1 else None,
+                abort=rng.uniform(0, 20) if rng.random() < 0.1 else None,
+            )
+        )
+    return found
+
+
+def check_ends(simulation: Simulation, fates, jobs) -> None:
+    assert len(fates) == len(jobs)
+    for fate in fates:
+        seq, job = fate.seq, fate.job
+        assert fate.ended is not None and fate.tokens == sorted(fate.tokens)
+        if seq.finish_reason == "length":
+            assert len(fate.tokens) == job.output
+        else:
+            assert seq.finish_reason in ("timeout", "abort") and len(fate.tokens) < job.output
+            due = job.arrival + min(t for t in (job.timeout, job.abort) if t is not None)
+            assert fate.ended >= due
+    pages = simulation.scheduler.pages
+    assert all(group.free == group.num_pages - 1 for group in pages.groups)
+    assert len(simulation.scheduler.free_slots) == simulation.scheduler.limits.max_seqs
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_request_ends_once_and_nothing_leaks(seed):
+    """Pools from ample to tiny."""
+    rng = random.Random(seed)
+    pages = rng.choice(((900, 400), (400, 200), (150, 80)))
+    simulation = make(pages, limits=(rng.choice((4, 32)), rng.choice((64, 512)), 32), checks=5)
+    jobs = ugly(conversations(200, rng.choice((0.5, 5.0, 50.0)), seed, limit=500), rng)
+    fates = simulation.run(jobs)
+    check_ends(simulation, fates, jobs)
+    assert reasons(fates)["length"] > 60
+
+
+def test_the_rare_states_are_reached():
+    simulation = make((150, 80), limits=(16, 128, 16), checks=5)
+    jobs = ugly(conversations(400, 20.0, 3, limit=600), random.Random(3))
+    fates = simulation.run(jobs)
+    check_ends(simulation, fates, jobs)
+    assert set(reasons(fates)) == {"length", "timeout", "abort"}
+    assert simulation.preemptions > 20
+    assert sum(fate.seq.num_cached > 0 for fate in fates) > 5
+    assert max(fate.seq.num_preemptions for fate in fates) >= 2
+
+
+def test_a_pool_that_is_hardly_enough_makes_progress():
+    """64 equal requests where one and a fifth fit: nobody is computed again more than thrice."""
+    for seed in range(20):
+        jobs = [Job(0.01 * i, [seed * 64 + i] * 400, 100) for i in range(64)]
+        simulation = make((39, 39), (None, 512), limits=(64, 512, 64), checks=10)
+        fates = simulation.run(jobs)
+        check_ends(simulation, fates, jobs)
+        assert max(fate.seq.num_preemptions for fate in fates) <= 3
+
+
+def test_no_class_starves():
+    """Urgent requests keep coming faster than they can be served; the others wait for as long as their points say."""
+    rng = random.Random(5)
+    jobs = [Job(0.05 * i, [rng.randrange(1000) for _ in range(50)], 50, priority=-1) for i in range(4000)]
+    jobs += [Job(20.0, [rng.randrange(1000) for _ in range(50)], 50, priority=p) for p in (0, 1)]
+    jobs.sort(key=lambda job: job.arrival)
+    simulation = make(limits=(8, 128, 8), cost=Cost(0.02, 0.002))
+    fates = simulation.run(jobs)
+    check_ends(simulation, fates, jobs)
+    urgent = [fate.started - fate.job.arrival for fate in fates if fate.job.priority == -1]
+    assert max(urgent) > 3 * POINT  # there is more than can be served
+    for fate in fates:
+        if fate.job.priority >= 0:
+            later = [f.started for f in fates if f.job.arrival > 20 + POINT * (fate.job.priority + 1)]
+            assert fate.started <= min(later)  # an urgent one passes it only within its points
+
+
+def test_continuous_batching_beats_static_batches():
+    """Two to five times, as is published, on a device whose steps cost much the same for any number of rows."""
+    jobs = conversations(400, 1000.0, 7, limit=1000)
+    ends = {}
+    for static in (False, True):
+        simulation = make((6000, 3000), limits=(32, 512, 32), static=static, cost=Cost(0.008, 0.00002))
+        fates = simulation.run(jobs)
+        check_ends(simulation, fates, jobs)
+        ends[static] = simulation.now
+    assert 2 < ends[True] / ends[False] < 5
+
+
+def test_chunks_keep_the_gaps_between_tokens_short():
+    """Long prompts arrive among those who write: whole, each stops all others for as long as it takes."""
+    rng = random.Random(8)
+    writers = [Job(0.0, [i], 400) for i in range(8)]
+    readers = [Job(1.0 + i, [rng.randrange(1000) for _ in range(3000)], 4) for i in range(5)]
+    worst = {}
+    for rows in (64, 4096):
+        fates = make((6000, 6000), (None, 4096), limits=(16, rows, 16)).run(
+            sorted(writers + readers, key=lambda j: j.arrival)
+        )
+        gaps = [
+            b - a for fate in fates if fate.job in writers for a, b in zip(fate.tokens, fate.tokens[1:], strict=False)
+        ]
+        worst[rows] = max(gaps)
+    assert worst[64] < 0.05 < 1.0 < worst[4096]
+
+
+def test_a_shared_beginning_is_computed_once():
+    rows = {}
+    for keeps in (True, False):
+        pages = PageTable((6000, 3000), 16, (None, 64), keeps)
+        simulation = Simulation(pages, Limits(32, 512, 32))
+        simulation.run(conversations(100, 5.0, 2, limit=200, shared=1000))
+        rows[keeps] = simulation.rows
+    assert rows[False] - rows[True] > 95 * 900
+
+
+def test_paging_fills_its_pages():
+    """Over 96 % of what is owned holds a token; room for the longest answer for everybody would hold a fifth to two."""
+    simulation = make((6000, 3000), limits=(32, 512, 32))
+    simulation.run(conversations(600, 20.0, 4, limit=1800))
+    busy = [look for look in simulation.looks if look.running > 16]
+    assert sum(look.filled for look in busy) / len(busy) > 0.96

@@ -119,7 +119,7 @@ def roof(steps: Sequence[Step], weight_bytes: int, cache_bytes: Callable[[int], 
     for step in decodes:
         sequences += len(step.plan.items)
         for item in step.plan.items:
-            length = item.start + item.count
+            length = item.start + item.num_rows
             if length not in known:
                 known[length] = cache_bytes(length)
             read += known[length]

@@ -161,6 +161,30 @@ def stages(figure, ends: Mapping[str, Sequence[float]], names: Sequence[str], ti
     axes.grid(axis="y", visible=False)
 
 
+def simulation(figure, looks: Sequence[Any], most: int, title: str) -> None:
+    """Batch, queue, pages and preemptions over the time of a simulation."""
+    figure.set_size_inches(8.4, 6.4)
+    figure.suptitle(title, fontsize=10)
+    times = [look.now for look in looks]
+    panels = (
+        ("sequences in the batch", [look.running for look in looks], BLUE, most),
+        ("requests that wait", [look.waiting for look in looks], ORANGE, None),
+        ("pages in use, %", [100 * look.pages for look in looks], GREEN, 100),
+        ("preemptions so far", [look.preemptions for look in looks], PURPLE, None),
+    )
+    for place, (name, values, colour, limit) in enumerate(panels):
+        axes = figure.add_subplot(2, 2, place + 1)
+        axes.fill_between(times, values, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(times, values, color=colour, linewidth=1)
+        if limit is not None:
+            axes.axhline(limit, color=GREY, linestyle="--", linewidth=1)
+        axes.set_ylim(0, 1.08 * max([limit or 0, 1, *values]))
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.set_title(name, fontsize=SMALL + 1, loc="left")
+        axes.set_xlabel("seconds" if place > 1 else "")
+        plain(axes)
+
+
 def plain(axes) -> None:
     axes.grid(color="#e5e7eb", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -74,7 +74,7 @@ class Batcher:
         buffer = self.layouts[size].padding.copy()
         b = self.layouts[size].views(buffer)
         slots = np.array([item.seq.slot for item in items])
-        counts = np.array([item.count for item in items])
+        counts = np.array([item.num_rows for item in items])
         starts = np.array([item.start for item in items])
         ends = np.cumsum(counts)
         T, n = int(ends[-1]), len(items)
@@ -104,7 +104,7 @@ class Batcher:
         if last is None or len(items) != len(last.seqs):
             return None
         for item, seq, before in zip(items, last.seqs, last.position.tolist(), strict=True):
-            if item.seq is not seq or item.start != before + 1 or item.count != 1 or not item.draws:
+            if item.seq is not seq or item.start != before + 1 or item.num_rows != 1 or not item.draws:
                 return None
         buffer, at, n = last.buffer.copy(), self.layouts[last.size].offsets, len(items)
         positions, width = last.position + 1, self.tables[0].shape[1]
@@ -139,9 +139,9 @@ class Batcher:
                 owners[row] = slot
                 row += 1
             if item.draws:
-                b.sample_rows_R[row] = offset + item.count - 1
+                b.sample_rows_R[row] = offset + item.num_rows - 1
                 b.store_R[row] = slot
-                s.positions_R[row] = position = item.start + item.count
+                s.positions_R[row] = position = item.start + item.num_rows
                 s.ban_stop_R[row] = position - seq.num_prompt < seq.params.min_tokens
                 if seq.bad_words:
                     bans = banned(seq)
@@ -168,8 +168,8 @@ class Batcher:
 
 def tokens_of(item: Item) -> list[int]:
     """The tokens of an item's rows; the one that only the device knows is named by its slot."""
-    tokens = item.seq.tokens[item.start : item.start + item.count]
-    return tokens if len(tokens) == item.count else [*tokens, -1 - item.seq.slot]
+    tokens = item.seq.tokens[item.start : item.start + item.num_rows]
+    return tokens if len(tokens) == item.num_rows else [*tokens, -1 - item.seq.slot]
 
 
 def is_steady(item: Item) -> bool:

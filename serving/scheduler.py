@@ -14,7 +14,7 @@ class Item(NamedTuple):  # hundreds are made a step, and a frozen dataclass take
 
     seq: Sequence
     start: int
-    count: int
+    num_rows: int
     draws: bool  # the last row draws the next token
     begins: bool  # the first since the sequence got its slot
     scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
@@ -28,12 +28,12 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        return sum(item.count for item in self.items)
+        return sum(item.num_rows for item in self.items)
 
     @property
     def decodes(self) -> bool:
         """Every sequence brings a single row."""
-        return all(item.count == 1 for item in self.items)
+        return all(item.num_rows == 1 for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Scheduler:
 
     def commit(self, item: Item) -> None:
         """From here on the rows count as computed: every later step runs after this one on the device."""
-        item.seq.num_computed += item.count
+        item.seq.num_computed += item.num_rows
         item.seq.pending += item.draws
         item.seq.begun = True
 

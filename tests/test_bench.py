@@ -742,8 +742,8 @@ def test_the_roof_by_hand():
     """Steps that carry a prompt do not count; each sequence reads what lies before and at its position."""
 
     def step(seconds, *items):
-        items = tuple(SimpleNamespace(start=start, count=count) for start, count in items)
-        return bench_engine.Step(seconds, SimpleNamespace(items=items, decodes=all(i.count == 1 for i in items)))
+        items = tuple(SimpleNamespace(start=start, num_rows=count) for start, count in items)
+        return bench_engine.Step(seconds, SimpleNamespace(items=items, decodes=all(i.num_rows == 1 for i in items)))
 
     steps = [step(9.0, (0, 16), (4, 1)), step(2.0, (16, 1), (5, 1)), step(4.0, (17, 1))]
     roof = bench_engine.roof(steps, 1000, lambda length: 10 * min(length, 10), 500.0)
@@ -918,3 +918,26 @@ def test_a_result_that_cannot_be_written_has_been_seen(tmp_path, capsys):
     with pytest.raises(typer.TyperException, match="r.json"):
         report.write({}, "the table", lambda figure: None)
     assert capsys.readouterr().out == "the table\n"
+
+
+def test_simulate(run, tmp_path):
+    """The same chats on the same device: static batches take longer, a shared beginning is computed once."""
+    figures = {}
+    for name, options in {
+        "plain": [],
+        "static": ["--policy", "static"],
+        "shared": ["--shared-prefix", "200"],
+        "apart": ["--shared-prefix", "200", "--no-enable-prefix-caching"],
+    }.items():
+        code, out, _ = run("simulate", "--num-prompts", "60", "--longest", "300", *options, "--json", "-")
+        assert code == 0
+        figures[name] = json.loads(out)
+        assert figures[name]["ended"] == {"length": 60} and figures[name]["pages_filled"] > 0.9
+    assert figures["static"]["seconds"] > 1.5 * figures["plain"]["seconds"]
+    assert figures["apart"]["cached_tokens"] == 0
+    saved = figures["apart"]["rows"] - figures["shared"]["rows"]
+    assert saved == figures["shared"]["cached_tokens"] > 50 * 190
+    code, out, _ = run("simulate", "--num-prompts", "40", "--plot", str(tmp_path / "plot.png"))
+    assert code == 0 and "40 chats" in out and (tmp_path / "plot.png").stat().st_size > 10_000
+    code, _, err = run("simulate", "--num-pages", "10")
+    assert code == 2 and "--num-pages" in err and "needs 251" in err

@@ -36,8 +36,8 @@ class Device:
                     assert item.start == 0 or item.start < item.seq.num_tokens
                     self.computed[item.seq] = item.start
                 assert item.start == self.computed[item.seq], "rows are computed in order, each once"
-                self.computed[item.seq] += item.count
-                assert item.count >= 1
+                self.computed[item.seq] += item.num_rows
+                assert item.num_rows >= 1
         if self.in_flight is not None:
             for item in self.in_flight.items:
                 seq = item.seq
@@ -172,7 +172,7 @@ def test_who_begins_alike_computes_the_beginning_once():
     for seq in sequences[1:]:
         scheduler.add(seq)
     plan = scheduler.schedule()
-    assert [(item.start, item.count) for item in plan.items if item.seq is not sequences[0]] == [(28, 2)] * 2
+    assert [(item.start, item.num_rows) for item in plan.items if item.seq is not sequences[0]] == [(28, 2)] * 2
     assert [seq.num_cached for seq in sequences] == [0, 28, 28]
 
 
@@ -186,7 +186,7 @@ def test_who_gave_way_finds_its_pages_again():
     scheduler.preempt(seq)
     device.step()  # takes in its last token
     (item,) = scheduler.schedule().items
-    assert item.begins and item.start == 32 and item.start + item.count == seq.num_tokens - 1 <= 35
+    assert item.begins and item.start == 32 and item.start + item.num_rows == seq.num_tokens - 1 <= 35
     assert seq.num_cached == 0 and seq.num_preemptions == 1
 
 

@@ -664,7 +664,14 @@ def test_serve_needs_a_name_and_a_tokenizer(run):
 def test_ctrl_c_stops_serve_quietly():
     with FakeServer(silence) as server:
         command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", server.url, "--num-prompts", "5"]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # What a shell starts in the background ignores Ctrl-C, and so do its children: these tests may be such.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         try:
             assert server.asked.wait(60)
             child.send_signal(signal.SIGINT)

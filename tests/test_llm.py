@@ -40,6 +40,34 @@ def test_prompts_of_every_kind_are_the_same_prompt(llm, texts):
         assert list(output.prompt_token_ids) == ids
 
 
+def test_terms_ride_with_a_prompt(llm, texts):
+    story = "Once upon a time there was a girl who had a red ball and a dog. " * 4
+    llm.reset_prefix_cache()
+    cached = [
+        llm.generate({"prompt": story, "cache_salt": salt, "priority": -2, "timeout": 60.0}, GREEDY)[0]
+        for salt in ("a", "b", "a")
+    ]
+    assert [output.num_cached_tokens > 0 for output in cached] == [False, False, True]
+    assert len({output.outputs[0].text for output in cached}) == 1
+    assert llm.reset_prefix_cache()
+    again = llm.generate({"prompt": story, "cache_salt": "a"}, GREEDY)[0]
+    assert again.num_cached_tokens == 0 and again.outputs[0].text == cached[0].outputs[0].text
+    (late,) = llm.generate({"prompt": story, "timeout": 1e-9}, GREEDY)
+    assert late.outputs[0].finish_reason == "timeout" and not late.outputs[0].token_ids
+    for wrong in ({"priority": "high"}, {"timeout": -1}, {"cache_salt": ""}, {"salt": "a"}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            llm.generate({"prompt": story, **wrong}, GREEDY)
+
+
+def test_the_cache_can_be_switched_off(texts):
+    llm = LLM(**SIZES, enable_prefix_caching=False, max_queued_requests=2)
+    story = "Once upon a time there was a girl who had a red ball and a dog. " * 4
+    assert [llm.generate(story, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
+    with pytest.raises(RequestError, match="queue"):
+        llm.generate([story] * 3, GREEDY)
+    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text == texts[0]
+
+
 def test_each_prompt_can_have_its_own_parameters(llm, texts):
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 5, 9, 24)]
     outputs = llm.generate(PROMPTS, params)
@@ -190,6 +218,8 @@ def test_a_bad_prompt_is_one_clear_line_and_the_engine_goes_on(llm, texts, promp
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens"),
         ({"kv_cache_memory_bytes": 1000}, "--kv-cache-memory-bytes"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching"),
+        ({"max_queued_requests": 0}, "max_queued_requests"),
     ],
 )
 def test_a_bad_option_is_one_clear_line(options, words):

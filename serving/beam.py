@@ -52,6 +52,7 @@ class Search:
     """One prompt's beams under way."""
 
     prompt: list[int]
+    limit: int  # tokens that may follow
     live: list[BeamSearchSequence] = field(default_factory=lambda: [BeamSearchSequence()])
     done: list[BeamSearchSequence] = field(default_factory=list)
 
@@ -62,9 +63,9 @@ def search(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams) -> 
     if engine.tokenizer is not None and not params.ignore_eos:
         eos = engine.tokenizer.eos_token_ids
     one = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
-    searches = [Search(list(prompt)) for prompt in prompts]
-    for search in searches:  # before anything is computed
-        engine.check(search.prompt, SamplingParams(max_tokens=params.max_tokens))
+    for prompt in prompts:  # before anything is computed
+        engine.check(prompt, SamplingParams(max_tokens=params.max_tokens))
+    searches = [Search(list(prompt), min(params.max_tokens, engine.max_len - len(prompt))) for prompt in prompts]
 
     def score(beam: BeamSearchSequence) -> float:
         return beam.cum_logprob / len(beam.tokens) ** params.length_penalty
@@ -75,7 +76,7 @@ def search(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams) -> 
         grown: dict[int, list[BeamSearchSequence]] = {id(search): [] for search in searches}
         for (search, beam), likeliest in zip(asked, answers, strict=True):
             for token, logprob in likeliest:
-                reason = "stop" if token in eos else "length" if length == params.max_tokens else None
+                reason = "stop" if token in eos else "length" if length == search.limit else None
                 longer = BeamSearchSequence((*beam.tokens, token), (*beam.logprobs, logprob), None, reason)
                 grown[id(search)].append(longer)
         for search in searches:
@@ -84,7 +85,7 @@ def search(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams) -> 
             search.live = [beam for beam in best if not beam.finish_reason][:width]
             if len(search.done) >= width and not params.ignore_eos:
                 worst = sorted(map(score, search.done), reverse=True)[width - 1]
-                if all(beyond_hope(beam, worst, params) for beam in search.live):
+                if all(beyond_hope(beam, worst, search.limit, params.length_penalty) for beam in search.live):
                     search.live = []
     return [
         BeamSearchOutput(search.prompt, [told(engine, beam) for beam in sorted(search.done, key=score)[::-1][:width]])
@@ -92,10 +93,9 @@ def search(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams) -> 
     ]
 
 
-def beyond_hope(beam: BeamSearchSequence, worst: float, params: BeamSearchParams) -> bool:
+def beyond_hope(beam: BeamSearchSequence, worst: float, limit: int, penalty: float) -> bool:
     """Whether a beam cannot come to more than this: its sum only falls, and its length may be any up to the last."""
-    lengths = (len(beam.tokens) + 1, params.max_tokens)
-    return max(beam.cum_logprob / length**params.length_penalty for length in lengths) <= worst
+    return max(beam.cum_logprob / length**penalty for length in (len(beam.tokens) + 1, limit)) <= worst
 
 
 def ask(engine: Engine, prompts: Seq[list[int]], params: SamplingParams) -> list[list[tuple[int, float]]]:

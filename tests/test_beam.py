@@ -128,6 +128,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_computed(engine):
     assert not engine.busy
 
 
+def test_the_end_of_the_room_is_the_end(engine):
+    (output,) = search(engine, [[1] * (LENGTH - 3)], BeamSearchParams(beam_width=2, max_tokens=20, ignore_eos=True))
+    assert [(len(beam.tokens), beam.finish_reason) for beam in output.sequences] == [(3, "length")] * 2
+    assert not engine.busy
+
+
 def test_it_writes_text():
     llm = LLM(max_num_seqs=8, max_model_len=256, kv_cache_memory_bytes=1 << 26)
     (output,) = llm.beam_search("Once upon a time", BeamSearchParams(beam_width=3, max_tokens=8))

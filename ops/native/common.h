@@ -197,8 +197,9 @@ class Desk {
   Link links[LINKS];
 };
 
-// One for all libraries of kernels: the linker makes them share what is inline and visible.
-__attribute__((visibility("default"))) inline Desk desk;
+// One for all libraries of kernels: the linker makes them share what is inline and visible. It is never taken down, as
+// threads may still work while the process ends.
+__attribute__((visibility("default"))) inline Desk& desk = *new Desk;
 
 // Calls run(chunk) for every chunk, on the caller and on whatever threads of the pool are free. The caller can do them
 // all: it never waits for a helper that has not begun, for the pool's threads may all be parked in a collective of

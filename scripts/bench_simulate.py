@@ -52,6 +52,8 @@ def main(
         num_prompts=num_prompts, request_rate=request_rate, longest=longest, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, num_pages=num_pages, step_ms=step_ms,
     )  # fmt: skip
+    if row_us < 0:
+        raise o.UsageError(f"--row-us is {row_us:g}; it must be at least 0")
     if max_num_batched_tokens < max_num_seqs:
         raise o.UsageError(f"--max-num-batched-tokens is {max_num_batched_tokens}; it must be at least --max-num-seqs")
     pages = PageTable((num_pages,), 16, (None,), enable_prefix_caching)
@@ -69,8 +71,7 @@ def main(
         **{name: each[name] for name in ("ttft", "itl", "e2el")},
     }
     tokens, looks = sum(len(f.tokens) for f in fates), simulation.looks
-    reserved = longest * 2 + shared_prefix
-    held = fmean(f.seq.num_tokens / reserved for f in fates)
+    held = fmean(f.seq.num_tokens / most for f in fates)
     figures = {
         "seconds": simulation.now,
         "steps": simulation.steps,

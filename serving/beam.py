@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from .engine import Engine
-from .request import MAX_LOGPROBS, SamplingParams, boolean, integer, number
+from .request import MAX_LOGPROBS, PLAIN, RequestError, SamplingParams, Terms, boolean, integer, number
 from .stream import Request
 
 
@@ -52,27 +52,36 @@ class Search:
     """One prompt's beams under way."""
 
     prompt: list[int]
+    terms: Terms
     limit: int  # tokens that may follow
     live: list[BeamSearchSequence] = field(default_factory=lambda: [BeamSearchSequence()])
     done: list[BeamSearchSequence] = field(default_factory=list)
 
 
-def search(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams) -> list[BeamSearchOutput]:
+def search(
+    engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[Terms] | None = None
+) -> list[BeamSearchOutput]:
     """Every step asks for the likeliest next tokens of all beams of all prompts in one batch."""
+    terms = [PLAIN] * len(prompts) if terms is None else terms
+    if any(own.timeout is not None for own in terms):
+        raise RequestError("timeout", "is not kept by a beam search; leave it out and choose max_tokens")
     width, eos = params.beam_width, frozenset()
     if engine.tokenizer is not None and not params.ignore_eos:
         eos = engine.tokenizer.eos_token_ids
     one = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
     for prompt in prompts:  # before anything is computed
         engine.check(prompt, SamplingParams(max_tokens=params.max_tokens))
-    searches = [Search(list(prompt), min(params.max_tokens, engine.max_len - len(prompt))) for prompt in prompts]
+    searches = [
+        Search(list(prompt), own, min(params.max_tokens, engine.max_len - len(prompt)))
+        for prompt, own in zip(prompts, terms, strict=True)
+    ]
 
     def score(beam: BeamSearchSequence) -> float:
         return beam.cum_logprob / len(beam.tokens) ** params.length_penalty
 
-    for length in range(1, params.max_tokens + 1):
-        asked = [(search, beam) for search in searches for beam in search.live]
-        answers = ask(engine, [search.prompt + list(beam.tokens) for search, beam in asked], one)
+    while asked := [(search, beam) for search in searches for beam in search.live]:
+        length = len(asked[0][1].tokens) + 1  # all beams are as long
+        answers = ask(engine, [(search.prompt + list(beam.tokens), search.terms) for search, beam in asked], one)
         grown: dict[int, list[BeamSearchSequence]] = {id(search): [] for search in searches}
         for (search, beam), likeliest in zip(asked, answers, strict=True):
             for token, logprob in likeliest:
@@ -98,12 +107,12 @@ def beyond_hope(beam: BeamSearchSequence, worst: float, limit: int, penalty: flo
     return max(beam.cum_logprob / length**penalty for length in (len(beam.tokens) + 1, limit)) <= worst
 
 
-def ask(engine: Engine, prompts: Seq[list[int]], params: SamplingParams) -> list[list[tuple[int, float]]]:
+def ask(engine: Engine, prompts: Seq[tuple[list[int], Terms]], params: SamplingParams) -> list[list[tuple[int, float]]]:
     """The likeliest tokens after each prompt, with their log-probabilities."""
     requests: list[Request] = []
     try:
-        for tokens in prompts:
-            requests.append(engine.add(f"beam-{id(prompts)}-{len(requests)}", tokens, params))
+        for tokens, terms in prompts:
+            requests.append(engine.add(f"beam-{id(prompts)}-{len(requests)}", tokens, params, terms=terms))
         while not all(request.finished for request in requests):
             engine.step()
     except BaseException:

@@ -12,7 +12,7 @@ import numpy as np
 from ..model.tokenizer import Tokenizer
 from ..ops.sampling import MAX_BANS
 from .pages import PageTable, largest
-from .request import RequestError, SamplingParams, Terms, shown
+from .request import PLAIN, RequestError, SamplingParams, Terms, shown
 from .runner import Drawn, Launched, Runner
 from .scheduler import Plan, Scheduler, rank_of
 from .sequence import Sequence
@@ -55,7 +55,7 @@ class Engine:
         tokens: list[int],
         params: SamplingParams,
         prompt: str | None = None,
-        terms: Terms = Terms(),  # noqa: B008 (it is frozen)
+        terms: Terms = PLAIN,
     ) -> Request:
         """Queue a request, or refuse it with a `RequestError` that says why."""
         if request_id in self.requests:

@@ -12,7 +12,7 @@ from .beam import BeamSearchOutput, BeamSearchParams, search
 from .engine import Engine
 from .outputs import RequestOutput
 from .progress import bar
-from .request import RequestError, SamplingParams, Terms, shown
+from .request import PLAIN, RequestError, SamplingParams, Terms, shown
 from .setup import make_engine, options_of
 
 Prompt = str | Seq[int] | Mapping[str, Any]
@@ -78,9 +78,8 @@ class LLM:
 
     def beam_search(self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest continuations of every prompt."""
-        return search(
-            self.engine, [parse_prompt(prompt, self.engine.tokenizer)[1] for prompt in prompt_list(prompts)], params
-        )
+        parsed = [parse_prompt(prompt, self.engine.tokenizer) for prompt in prompt_list(prompts)]
+        return search(self.engine, [tokens for _, tokens, _ in parsed], params, [terms for *_, terms in parsed])
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The result as it grows, token by token; closing the iterator aborts the request."""
@@ -140,7 +139,7 @@ def params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int)
 
 def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], Terms]:
     """(text or None, token ids, terms) of a prompt given as text, as ids or as a dict of either, with terms."""
-    terms = Terms()
+    terms = PLAIN
     if isinstance(prompt, Mapping):
         if unknown := set(prompt) - set(PROMPT_KEYS):
             raise RequestError("prompt", f"has the key {shown(min(unknown))}; it takes {', '.join(PROMPT_KEYS)}")

@@ -129,6 +129,9 @@ class Terms:
             number("timeout", self.timeout, 0, MAX_TIMEOUT, " (seconds) or null", open_low=True)
 
 
+PLAIN = Terms()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose the tokens of a request and when to stop; every field is checked when it is made."""

@@ -13,6 +13,7 @@ from quire.model.weights import abstract
 from quire.serving.beam import search
 from quire.serving.engine import Engine
 from quire.serving.pages import PageTable
+from quire.serving.request import Terms
 from quire.serving.runner import Runner
 from quire.serving.scheduler import Limits
 from quire.sharding.spec import random_arrays
@@ -126,6 +127,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_computed(engine):
     with pytest.raises(RequestError, match="prompt"):
         search(engine, [[1], [1] * LENGTH], BeamSearchParams(beam_width=2))
     assert not engine.busy
+
+
+def test_terms_are_kept_or_refused(engine):
+    engine.pages.forget()
+    params, prompt = BeamSearchParams(beam_width=2, max_tokens=2**30), [[1] * (LENGTH - 3)]
+    (mine,) = search(engine, prompt, params, [Terms(cache_salt="a", priority=-1)])
+    assert list(engine.pages.tree.roots) == ["a"]  # and it ended long before max_tokens
+    (plain,) = search(engine, prompt, params)
+    assert mine == plain
+    with pytest.raises(RequestError, match="timeout"):
+        search(engine, prompt, params, [Terms(timeout=1.0)])
 
 
 def test_the_end_of_the_room_is_the_end(engine):

@@ -1,6 +1,5 @@
 """The page table against a plain model of who owns what and which page holds which tokens, over random operations."""
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -235,12 +234,3 @@ def test_used_follows_the_fullest_group():
     assert table.used() == 0
     table.grow(sequence(), 12)
     assert table.used() == pytest.approx(3 / 5)
-
-
-def test_a_long_prompt_costs_one_look_a_page():
-    """What is waiting is not matched anew before a page is free: see `Scheduler.admit`."""
-    table = PageTable([2000], 16, [None])
-    seq = begin(table, np.arange(16000).tolist())
-    compute(table, seq)
-    table.release(seq)
-    assert begin(table, [*range(16000), 1]).num_computed == 16000

@@ -97,6 +97,7 @@ struct Job {
   std::atomic<int64_t> next{0}, done{0};
   std::atomic<int64_t> fetched{0};  // bytes of what comes after it that helpers have asked for
   int64_t chunks;
+  bool early;  // whether a thread claims its next chunk before it does one: coarse work would end unevenly
   void (*run)(const void*, int64_t, int64_t);
   const void* what;
   Span reads;
@@ -105,9 +106,10 @@ struct Job {
 
   void work() {
     int64_t mine = 0;
-    for (int64_t chunk = claim(), upcoming; chunk < chunks; chunk = upcoming, ++mine) {
-      upcoming = claim();
+    for (int64_t chunk = claim(); chunk < chunks; ++mine) {
+      int64_t upcoming = early ? claim() : chunks;
       run(what, chunk, upcoming);
+      chunk = early ? upcoming : claim();
     }
     if (mine) done.fetch_add(mine, std::memory_order_release);
   }
@@ -207,9 +209,10 @@ __attribute__((visibility("default"))) inline Desk& desk = *new Desk;
 template <typename Pool, typename Run>
 void parallel(Pool& pool, int64_t chunks, const Run& run, Span reads = {}) {
   // Through a pointer, so that the compiler makes one copy of the work.
+  constexpr bool EARLY = std::is_invocable_v<Run, int64_t, int64_t>;
   auto call = [](const void* what, int64_t chunk, int64_t upcoming) {
     const Run& run = *static_cast<const Run*>(what);
-    if constexpr (std::is_invocable_v<Run, int64_t, int64_t>)
+    if constexpr (EARLY)
       run(chunk, upcoming);
     else
       run(chunk);
@@ -220,7 +223,7 @@ void parallel(Pool& pool, int64_t chunks, const Run& run, Span reads = {}) {
     return;
   }
   auto job = std::make_shared<Job>();
-  job->chunks = chunks, job->run = call, job->what = &run, job->reads = reads;
+  job->chunks = chunks, job->early = EARLY, job->run = call, job->what = &run, job->reads = reads;
   for (int64_t there = desk.post(job); there < helpers; ++there) pool.Schedule([job] { desk.help(job); });
   job->work();
   for (int looks = 0; job->done.load(std::memory_order_acquire) < chunks; ++looks)

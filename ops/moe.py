@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from .sums import softmax, sum_pairs
+
 BLOCK = 16  # rows of one expert computed together: one fixed shape, so that a row's sums never depend on the batch
 
 
@@ -10,13 +12,13 @@ def route(logits_TE, top_k: int, score: str, normalize: bool, scaling: float, gr
     """The chosen experts of each row and their weights, both [T, X]."""
     if score == "softmax_top":  # the softmax runs over the chosen logits alone
         top, experts_TX = jax.lax.top_k(logits_TE, top_k)
-        return jax.nn.softmax(top, axis=-1) * scaling, experts_TX
-    scores_TE = jax.nn.softmax(logits_TE, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits_TE)
+        return softmax(top) * scaling, experts_TX
+    scores_TE = softmax(logits_TE) if score == "softmax" else jax.nn.sigmoid(logits_TE)
     choice_TE = scores_TE if choice_bias_E is None else scores_TE + choice_bias_E
     _, experts_TX = jax.lax.top_k(limit_groups(choice_TE, *groups), top_k)
     weights_TX = jnp.take_along_axis(scores_TE, experts_TX, axis=-1)
     if normalize:
-        weights_TX = weights_TX / (jnp.sum(weights_TX, axis=-1, keepdims=True) + 1e-20)
+        weights_TX = weights_TX / (sum_pairs(weights_TX)[..., None] + 1e-20)
     return weights_TX * scaling, experts_TX
 
 

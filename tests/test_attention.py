@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from quire.ops.attention import KVPages, Rows, page_dtype, paged_attention
-from quire.ops.attention.xla import BLOCK, sum_pairs, tiles
+from quire.ops.attention.xla import BLOCK, tiles
+from quire.ops.sums import sum_pairs
 
 LONGEST = 192  # positions a sequence
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -188,3 +189,17 @@ def test_partial_rotary():
 def test_rope_parameters_that_are_refused(params, says):
     with pytest.raises(ModelError, match=says):
         rope.build(params, 64, 8192)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [32, 96, 512, 768, 2560])
+def test_a_row_is_normed_alike_in_any_company(dtype, size):
+    """To the last bit: XLA's own sums over the last axis are not, for some of these sizes."""
+    rng = np.random.default_rng(size)
+    x, y = (jnp.asarray(rng.standard_normal((512, size)), dtype) for _ in range(2))
+    scale = jnp.asarray(rng.standard_normal(size), dtype)
+    for norm in (lambda x, y: rms_norm(x, scale), lambda x, y: rms_norm(x + y, scale)):
+        expected = np.asarray(jax.jit(norm)(x, y).astype(jnp.float32))
+        for rows in (1, 4, 16, 64):
+            found = np.asarray(jax.jit(lambda x, y, norm=norm: norm(x, y))(x[:rows], y[:rows]).astype(jnp.float32))
+            assert np.array_equal(found, expected[:rows])

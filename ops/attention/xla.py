@@ -7,6 +7,7 @@ row does not see leaves it as it is, and every sum runs in an order that the num
 import jax
 import jax.numpy as jnp
 
+from ..sums import sum_pairs
 from . import KVPages
 
 BLOCK = 64  # key positions a loop step
@@ -103,13 +104,6 @@ def read(pages_PSKH, scale_PSK, page_CJ):
     if block_CJKH.dtype == jnp.uint16:  # a bfloat16 is the upper half of a float32
         block_CJKH = jax.lax.bitcast_convert_type(block_CJKH.astype(jnp.uint32) << 16, jnp.float32)
     return jnp.moveaxis(block_CJKH.astype(jnp.float32), 1, 2)
-
-
-def sum_pairs(x):
-    """The sum over the last axis, halves added to halves: XLA picks the order of its own sums by the array's size."""
-    while x.shape[-1] % 2 == 0:
-        x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
-    return sum(x[..., i] for i in range(x.shape[-1]))
 
 
 def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:

@@ -5,7 +5,7 @@ import re
 import typer
 from typer.core import TyperCommand
 
-from . import bench_latency, bench_serve, bench_simulate, bench_startup, bench_throughput
+from . import bench_host, bench_latency, bench_serve, bench_simulate, bench_startup, bench_throughput
 
 SEVERAL = {"--concurrency": r"[0-9.]+[kKmM]?", "--goodput": r"[a-z0-9]+:\S*"}  # what may follow, as often as it likes
 
@@ -39,7 +39,7 @@ app = typer.Typer(name="bench", add_completion=False, invoke_without_command=Tru
 
 @app.callback()
 def main(context: typer.Context) -> None:
-    """Measure: throughput, latency, the start of a process, a running server, or the scheduler alone."""
+    """Measure: throughput, latency, the start of a process, a running server, the scheduler, or the host's part."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -50,5 +50,6 @@ for name, module in (
     ("startup", bench_startup),
     ("serve", bench_serve),
     ("simulate", bench_simulate),
+    ("host", bench_host),
 ):
     app.command(name, cls=Spread)(module.main)

@@ -35,8 +35,11 @@ def serve(
     temperature: float,
     clock: Callable[[], float] = time.perf_counter,
     advance: Callable[[int, int], None] = lambda requests, tokens: None,
+    in_batches: bool = False,
 ) -> Run:
     """Answer all requests in full length, at most `concurrency` of them known to the engine at once.
+
+    `in_batches`: the next ones come when all of these are answered, as without continuous batching.
 
     What an earlier run left in the prefix cache is forgotten: the same requests cost the same again.
     """
@@ -49,7 +52,8 @@ def serve(
     try:
         begin = last = clock()
         while waiting or live:
-            while waiting and len(live) < concurrency:
+            room = 0 if in_batches and live else concurrency - len(live)
+            for _ in range(min(room, len(waiting))):
                 index, sample = waiting.popleft()
                 params = SamplingParams(
                     temperature=temperature, max_tokens=sample.output_len, ignore_eos=True, seed=index

@@ -38,19 +38,21 @@ def main(
     load.above_zero(batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters)
     if num_iters_warmup < 0:
         raise o.UsageError(f"--num-iters-warmup is {num_iters_warmup}; it must be at least 0")
-    llm = load_model(model, **{"max_num_seqs": batch_size, **engine})
     shape = load.Dataset(
         "random",
         None,
         {"random_input_len": input_len, "random_output_len": output_len, "random_range_ratio": 0.0},
     )
-    engine, runs = llm.engine, []
-    with bar(num_iters_warmup + num_iters, True) as advance:
+    runs = []
+    with (
+        load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm,
+        bar(num_iters_warmup + num_iters, True) as advance,
+    ):
+        tokenizer, vocab = llm.engine.tokenizer, llm.engine.runner.config.vocab_size
         for turn in range(num_iters_warmup + num_iters):
-            samples = shape.samples(batch_size, engine.tokenizer, f"{seed} {turn}", engine.runner.config.vocab_size)
-            run = serve(llm, samples, batch_size, temperature, perf_counter)
+            samples = shape.samples(batch_size, tokenizer, f"{seed} {turn}", vocab)
+            runs.append(serve(llm, samples, batch_size, temperature, perf_counter))
             advance(1, batch_size * output_len)
-            runs.append(run)
     values = measured(runs[num_iters_warmup:])
     name = model or "quill"
     heading = (

@@ -1,6 +1,5 @@
 """`quire bench simulate`: the scheduler and the page table under a load of chats, without a model."""
 
-from enum import StrEnum
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -11,14 +10,9 @@ from . import bench_report as reports
 from . import options as o
 from .bench_metrics import Answer, flat, milliseconds
 from .plan import table
-from .simulation import Cost, Simulation, conversations, reasons
+from .simulation import Cost, Policy, Simulation, conversations, reasons
 
 NAMES = {"wait": "in the queue", "ttft": "first token", "itl": "each token after", "e2el": "whole request"}
-
-
-class Policy(StrEnum):
-    continuous = "continuous"
-    static = "static"
 
 
 def main(
@@ -34,8 +28,10 @@ def main(
     num_pages: Annotated[int, o.sized("--num-pages", "Pages of 16 tokens.", "N", o.ENGINE)] = 6000,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Keep computed pages.")] = True,
     policy: Annotated[
-        Policy, typer.Option(help="Admit at every step, or a batch when the last is over.")
+        Policy,
+        typer.Option(help="Let requests in at every step; or, when the last batch is over, a full one or what came."),
     ] = Policy.continuous,
+    delay_ms: Annotated[float, typer.Option(help="How long a dynamic batch waits to be full.")] = 100.0,
     step_ms: Annotated[float, typer.Option(help="What every step takes.")] = 8.0,
     row_us: Annotated[float, typer.Option(help="What each of its rows adds.")] = 20.0,
     seed: load.Seed = 0,
@@ -52,8 +48,9 @@ def main(
         num_prompts=num_prompts, request_rate=request_rate, longest=longest, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, num_pages=num_pages, step_ms=step_ms,
     )  # fmt: skip
-    if row_us < 0:
-        raise o.UsageError(f"--row-us is {row_us:g}; it must be at least 0")
+    for name, value in (("--row-us", row_us), ("--delay-ms", delay_ms)):
+        if value < 0:
+            raise o.UsageError(f"{name} is {value:g}; it must be at least 0")
     if max_num_batched_tokens < max_num_seqs:
         raise o.UsageError(f"--max-num-batched-tokens is {max_num_batched_tokens}; it must be at least --max-num-seqs")
     pages = PageTable((num_pages,), 16, (None,), enable_prefix_caching)
@@ -61,7 +58,7 @@ def main(
     if not pages.fits(most, max_num_batched_tokens):
         raise o.UsageError(f"--num-pages is {num_pages}; a request of {most} tokens needs {-(-most // 16) + 1}")
     limits = Limits(max_num_seqs, max_num_batched_tokens, max(max_num_seqs, 16))
-    simulation = Simulation(pages, limits, Cost(step_ms / 1e3, row_us / 1e6), policy is Policy.static)
+    simulation = Simulation(pages, limits, Cost(step_ms / 1e3, row_us / 1e6), policy, delay_ms / 1e3)
     fates = simulation.run(conversations(num_prompts, request_rate, seed, longest, shared_prefix))
 
     answers = [Answer(f.job.arrival, f.tokens, len(f.job.prompt), len(f.tokens)) for f in fates if f.tokens]

@@ -42,6 +42,14 @@ def main(
     prefix_repetition_suffix_len: load.SuffixLen = None,
     prefix_repetition_num_prefixes: load.NumPrefixes = None,
     prefix_repetition_output_len: load.RepetitionLen = None,
+    in_batches: Annotated[
+        bool,
+        typer.Option(
+            "--in-batches",
+            help="Let the next requests in when all are answered, to see what continuous batching brings.",
+            rich_help_panel=load.DATA,
+        ),
+    ] = False,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
     *,
@@ -59,17 +67,17 @@ def main(
             raise o.UsageError(f"--concurrency {max(concurrency)} is more than --max-num-seqs {most}: raise that too")
     source = load.dataset(context)
     bandwidth = read_bandwidth()  # before the model takes the memory
-    llm = load_model(model, **engine)
-    runner = llm.engine.runner
-    most = runner.limits.max_seqs
-    serve(llm, [WARM_UP], 1, temperature)  # what happens once, such as the first touch of memory
-    points = []
-    for level in sorted(set(concurrency or [most])):
-        # Each level has requests of its own, so that nothing kept from one can help the next.
-        samples = source.samples(num_prompts, llm.engine.tokenizer, f"{seed} {level}", runner.config.vocab_size)
-        with bar(num_prompts, True) as advance:
-            run = serve(llm, samples, level, temperature, advance=advance)
-        points.append(point(level, run, engine_roof(llm, run, bandwidth)))
+    with load_model(model, **engine) as llm:
+        runner = llm.engine.runner
+        most = runner.limits.max_seqs
+        serve(llm, [WARM_UP], 1, temperature)  # what happens once, such as the first touch of memory
+        points = []
+        for level in sorted(set(concurrency or [most])):
+            # Each level has requests of its own, so that nothing kept from one can help the next.
+            samples = source.samples(num_prompts, llm.engine.tokenizer, f"{seed} {level}", runner.config.vocab_size)
+            with bar(num_prompts, True) as advance:
+                run = serve(llm, samples, level, temperature, advance=advance, in_batches=in_batches)
+            points.append(point(level, run, engine_roof(llm, run, bandwidth)))
     name = model or "quill"
     result = {"model": name, "read_bandwidth": bandwidth, "points": points}
 

@@ -40,25 +40,25 @@ def main(
             stop=stop or None, repetition_penalty=repetition_penalty,
         )
     )  # fmt: skip
-    llm = load(model, max_num_seqs=1, **engine)
-    if sys.stdin.isatty():
-        print(HELP)
-    opening = () if system is None else ({"role": "system", "content": system},)
-    messages = opening
-    for line in lines():
-        match line.split():
-            case []:
-                continue
-            case ["/exit"]:
-                break
-            case ["/reset"]:
-                messages = opening
-            case ["/help"]:
-                print(HELP)
-            case [command] if command.startswith("/"):
-                print(f"error: no command {command}: {HELP}", file=sys.stderr)
-            case _:
-                messages = turn(llm, params, messages, line)
+    with load(model, max_num_seqs=1, **engine) as llm:
+        if sys.stdin.isatty():
+            print(HELP)
+        opening = () if system is None else ({"role": "system", "content": system},)
+        messages = opening
+        for line in lines():
+            match line.split():
+                case []:
+                    continue
+                case ["/exit"]:
+                    break
+                case ["/reset"]:
+                    messages = opening
+                case ["/help"]:
+                    print(HELP)
+                case [command] if command.startswith("/"):
+                    print(f"error: no command {command}: {HELP}", file=sys.stderr)
+                case _:
+                    messages = turn(llm, params, messages, line)
 
 
 def lines():

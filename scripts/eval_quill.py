@@ -51,10 +51,10 @@ def main(
         raise typer.BadParameter(f"{unknown[0]!r} is not a task; there are {', '.join(TASKS)}", param_hint="--task")
     from .. import LLM
 
-    llm = LLM(model=model or None, **engine)
-    start = time.monotonic()
-    result = evaluate(llm, samples, seed, task, temperature)
-    seconds = time.monotonic() - start
+    with LLM(model=model or None, **engine) as llm:
+        start = time.monotonic()
+        result = evaluate(llm, samples, seed, task, temperature)
+        seconds = time.monotonic() - start
     if as_json:
         print(
             json.dumps(

@@ -23,6 +23,7 @@ class Timing:
     prompt_tokens: int
     first_tokens: int  # how many came at once with the first: one for each answer
     tokens: int
+    cached_tokens: int = 0  # of the prompt, that were found computed
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -32,8 +33,9 @@ class Timing:
 
     def __str__(self) -> str:
         rate = "" if self.tokens_per_second is None else f", then {self.tokens_per_second:.1f} tokens/s"
+        cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         return (
-            f"{self.prompt_tokens} prompt tokens, {self.tokens} tokens: loaded in {self.loaded:.2f} s, "
+            f"{self.prompt_tokens} prompt tokens{cached}, {self.tokens} tokens: loaded in {self.loaded:.2f} s, "
             f"first token after {self.first - self.loaded:.2f} s{rate}"
         )
 
@@ -91,27 +93,35 @@ def main(
             frequency_penalty=frequency_penalty,
         )
     )  # fmt: skip
-    llm = load(model, **{"max_num_seqs": min(n, 32), **engine})  # one prompt: fewer sizes to compile
     live = n == 1 and not as_json and stream is not False
     head = text if echo else ""
-    if live:
-        sys.stdout.write(head)
-        sys.stdout.flush()
-    loaded = perf_counter() - started
     first, first_tokens, shown, last = 0.0, 0, 0, None
-    for last in llm.stream(text, params):
-        if not first_tokens and (first_tokens := count_tokens(last)):
-            first = perf_counter() - started
+    with load(model, **{"max_num_seqs": min(n, 32), **engine}) as llm:  # one prompt: fewer sizes to compile
         if live:
-            sys.stdout.write(last.outputs[0].text[shown:])
+            sys.stdout.write(head)
             sys.stdout.flush()
-            shown = len(last.outputs[0].text)
+        loaded = perf_counter() - started
+        for last in llm.stream(text, params):
+            if not first_tokens and (first_tokens := count_tokens(last)):
+                first = perf_counter() - started
+            if live:
+                sys.stdout.write(last.outputs[0].text[shown:])
+                sys.stdout.flush()
+                shown = len(last.outputs[0].text)
+        done = perf_counter() - started
     assert last is not None  # a stream ends with its result
-    done = perf_counter() - started
     if any(output.finish_reason == "error" for output in last.outputs):
         print("error: the step failed; the log above says why", file=sys.stderr)
         raise typer.Exit(1)
-    timing = Timing(loaded, first or done, done, len(last.prompt_token_ids), first_tokens, count_tokens(last))
+    timing = Timing(
+        loaded,
+        first or done,
+        done,
+        len(last.prompt_token_ids),
+        first_tokens,
+        count_tokens(last),
+        last.num_cached_tokens,
+    )
     if as_json:
         print(json.dumps(as_dict(last, timing), ensure_ascii=False))
     elif live:
@@ -141,6 +151,7 @@ def as_dict(result, timing: Timing) -> dict:
     return {
         "prompt": result.prompt,
         "prompt_token_ids": list(result.prompt_token_ids),
+        "num_cached_tokens": result.num_cached_tokens,
         "outputs": [
             {
                 "index": output.index,

@@ -95,6 +95,16 @@ CacheBytes = Annotated[
     int | None,
     sized("--kv-cache-memory-bytes", "Memory for the KV cache, as in 2G.", "BYTES", ENGINE, "a part of what is free"),
 ]
+MemoryShare = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="Of the device's memory, for weights, cache and all else; the cache gets what the others leave.",
+        show_default="0.9; on a CPU the cache gets a quarter of what is free, at most 8G",
+        rich_help_panel=ENGINE,
+    ),
+]
 CacheDtype = Annotated[
     str | None,
     typer.Option(
@@ -112,9 +122,39 @@ PrefixCaching = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+HostBytes = Annotated[
+    int | None,
+    sized(
+        "--kv-cache-host-bytes",
+        "Host memory for computed pages that the KV cache has no room for.",
+        "BYTES",
+        ENGINE,
+        "0, or 256M with --kv-cache-disk",
+    ),
+]
+CacheDisk = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="A folder for those that the host has no room for; they are found again by the next process.",
+        show_default="none",
+        rich_help_panel=ENGINE,
+    ),
+]
+DiskBytes = Annotated[
+    int | None, sized("--kv-cache-disk-bytes", "The most that folder may hold.", "BYTES", ENGINE, "8G")
+]
 MaxNumSeqs = Annotated[int | None, sized("--max-num-seqs", "Most sequences in one step.", "N", ENGINE, "32")]
 MaxBatchedTokens = Annotated[
     int | None, sized("--max-num-batched-tokens", "Most tokens in one step.", "TOKENS", ENGINE, "512")
+]
+Trace = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write what each step did when; ui.perfetto.dev and chrome://tracing show it.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 MaxTokens = Annotated[int | None, sized("--max-tokens", "Longest answer.", "TOKENS", SAMPLING)]
@@ -138,9 +178,14 @@ ENGINE_OPTIONS = {
     "block_size": BlockSize,
     "kv_cache_dtype": CacheDtype,
     "kv_cache_memory_bytes": CacheBytes,
+    "gpu_memory_utilization": MemoryShare,
     "enable_prefix_caching": PrefixCaching,
+    "kv_cache_host_bytes": HostBytes,
+    "kv_cache_disk": CacheDisk,
+    "kv_cache_disk_bytes": DiskBytes,
     "max_num_seqs": MaxNumSeqs,
     "max_num_batched_tokens": MaxBatchedTokens,
+    "trace": Trace,
 }
 
 

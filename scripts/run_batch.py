@@ -64,18 +64,18 @@ def main(
     if not output_file.parent.is_dir():
         raise o.UsageError(f"cannot write {output_file}: there is no folder {output_file.parent}")
     lines = list(parse_lines(read_lines(input_file)))
-    llm = load(model, **engine)
     own = "quill" if model is None else model
     names = (served_model_name,) if served_model_name else (own, Path(own).name)
-    if str(output_file) == "-":
-        answer(llm, lines, sys.stdout, names)
-        return
-    try:
-        output = output_file.open("w", encoding="utf-8")
-    except OSError as error:
-        raise o.UsageError(f"cannot write {output_file}: {error.strerror}") from None
-    with output:
-        answer(llm, lines, output, names)
+    with load(model, **engine) as llm:
+        if str(output_file) == "-":
+            answer(llm, lines, sys.stdout, names)
+            return
+        try:
+            output = output_file.open("w", encoding="utf-8")
+        except OSError as error:
+            raise o.UsageError(f"cannot write {output_file}: {error.strerror}") from None
+        with output:
+            answer(llm, lines, output, names)
 
 
 def read_lines(path: Path) -> list[bytes]:

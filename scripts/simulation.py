@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 from ..serving.pages import PageTable
@@ -64,15 +65,32 @@ class Fate:
     ended: float | None = None
 
 
-class Simulation:
-    """`static` admits a batch only when the last one is over, as serving without continuous batching does."""
+class Policy(StrEnum):
+    """When requests are let in: at every step; or as a batch, full or after a delay; or as a full batch."""
 
-    def __init__(self, pages: PageTable, limits: Limits, cost: Cost = Cost(), static: bool = False, checks: int = 0):
-        self.scheduler, self.cost, self.static, self.checks = Scheduler(pages, limits), cost, static, checks
+    continuous = "continuous"
+    dynamic = "dynamic"
+    static = "static"
+
+
+class Simulation:
+    """Without continuous batching a batch is let in when the last one is over."""
+
+    def __init__(
+        self,
+        pages: PageTable,
+        limits: Limits,
+        cost: Cost = Cost(),
+        policy: Policy = Policy.continuous,
+        delay: float = 0.1,
+        checks: int = 0,
+    ):
+        self.scheduler, self.cost, self.checks = Scheduler(pages, limits), cost, checks
+        self.policy, self.delay = policy, delay  # seconds that a dynamic batch waits for more
         self.now, self.steps, self.rows, self.preemptions = 0.0, 0, 0, 0
         self.fates: dict[Sequence, Fate] = {}
         self.looks: list[Look] = []
-        self.held: list[Sequence] = []  # arrived, and kept from a static batch under way
+        self.held: list[Sequence] = []  # arrived, and waiting for a batch
 
     def run(self, jobs: Seq[Job]) -> list[Fate]:
         """Serve all jobs, given in the order of their arrivals, to their ends."""
@@ -88,14 +106,16 @@ class Simulation:
             while leaving and leaving[0][0] <= self.now:
                 _, _, reason, seq = heapq.heappop(leaving)
                 self.end(seq, reason)
-            if self.held and not scheduler.busy:
+            if self.held and not scheduler.busy and self.gathered(place == len(jobs)):
                 batch, self.held = self.held[: scheduler.limits.max_seqs], self.held[scheduler.limits.max_seqs :]
                 for seq in batch:
                     scheduler.add(seq)
             plan = scheduler.schedule()
+            scheduler.pages.take_moves()  # they take no time here
             if plan is None and flying is None:
                 coming = [jobs[place].arrival] if place < len(jobs) else []
                 coming += [leaving[0][0]] if leaving else []
+                coming += [self.due] if self.held and self.policy is Policy.dynamic else []
                 assert coming, "the scheduler has work and does none of it"
                 self.now = max(self.now, min(coming))
                 continue
@@ -116,12 +136,22 @@ class Simulation:
         scheduler.check()
         return list(self.fates.values())
 
+    @property
+    def due(self) -> float:
+        """When a dynamic batch begins, full or not."""
+        return self.fates[self.held[0]].job.arrival + self.delay
+
+    def gathered(self, last: bool) -> bool:
+        """Whether those held make a batch; the last ones do."""
+        full = len(self.held) >= self.scheduler.limits.max_seqs
+        return full or last or (self.policy is Policy.dynamic and self.now >= self.due)
+
     def arrive(self, job: Job) -> Sequence:
         seq = Sequence(
             0, list(job.prompt), len(job.prompt), PARAMS, job.output, rank_of(job.priority, job.arrival)
         )  # fmt: skip
         self.fates[seq] = Fate(job, seq)
-        if self.static:
+        if self.policy is not Policy.continuous:
             self.held.append(seq)
         else:
             self.scheduler.add(seq)

@@ -9,9 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from .llm import Prompt, parse_prompt
+from .options import options_of
 from .outputs import RequestOutput
 from .request import RequestError, SamplingParams
-from .setup import make_engine, options_of
+from .setup import make_engine
 
 
 class AsyncLLM:
@@ -63,6 +64,24 @@ class AsyncLLM:
         """End a request; its stream yields what it has, with the finish reason "abort"."""
         await asyncio.wrap_future(self.submit(lambda: self.tell(self.engine.abort(request_id))))
 
+    async def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
+        """See `LLM.sleep`; streams under way go on after `wake_up()`."""
+
+        def sleep() -> None:
+            for request in self.engine.sleep(level, keep_pages):
+                self.tell(request)
+
+        await asyncio.wrap_future(self.submit(sleep))
+
+    async def wake_up(self) -> None:
+        """Serve again."""
+        await asyncio.wrap_future(self.submit(self.engine.wake_up))
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        await asyncio.wrap_future(self.submit(self.engine.pages.forget))
+        return True
+
     def close(self) -> None:
         """Stop the engine's thread; requests under way end."""
         with self.wake:
@@ -92,6 +111,7 @@ class AsyncLLM:
             for _, future in self.jobs:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(RequestError("engine", "is closed"))
+            self.engine.close()
 
     def serve(self) -> None:
         """Jobs, then a step, for as long as there is either."""

@@ -59,7 +59,7 @@ class Batcher:
         self.tracked[slot] = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         values = (
             p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
-            p.frequency_penalty, biased, p.logprobs is not None,
+            p.frequency_penalty, biased, p.scored,
         )  # fmt: skip
         for array, value in zip(self.settings.values(), values, strict=True):
             array[slot] = value

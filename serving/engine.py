@@ -11,12 +11,15 @@ import numpy as np
 
 from ..model.tokenizer import Tokenizer
 from ..ops.sampling import MAX_BANS
-from .pages import PageTable, largest
+from .group import largest
+from .pages import PageTable
+from .recall import saving
 from .request import PLAIN, RequestError, SamplingParams, Terms, shown
 from .runner import Drawn, Launched, Runner
 from .scheduler import Plan, Scheduler, rank_of
 from .sequence import Sequence
 from .stream import Request
+from .trace import NoTrace
 
 log = logging.getLogger("quire")
 
@@ -38,9 +41,10 @@ class Engine:
         seed: int = 0,
         max_queued: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trace: NoTrace | None = None,
     ):
         self.runner, self.tokenizer, self.pages, self.max_len = runner, tokenizer, pages, max_len
-        self.max_queued, self.clock = max_queued, clock
+        self.max_queued, self.clock, self.trace = max_queued, clock, trace or NoTrace()
         self.scheduler = Scheduler(pages, runner.limits)
         self.requests: dict[str, Request] = {}
         self.request_of: dict[Sequence, Request] = {}
@@ -48,6 +52,7 @@ class Engine:
         self.deadlines: list[tuple[float, int, Request]] = []  # a heap
         self.rng = np.random.default_rng(seed)
         self.in_flight: Launched | None = None
+        self.asleep = False
 
     def add(
         self,
@@ -58,10 +63,12 @@ class Engine:
         terms: Terms = PLAIN,
     ) -> Request:
         """Queue a request, or refuse it with a `RequestError` that says why."""
+        if self.asleep:
+            raise RequestError("engine", "is asleep; wake_up() makes it serve again")
         if request_id in self.requests:
             raise RequestError("request_id", f"{request_id!r} is being served already; ids must differ")
         self.check(tokens, params)
-        if self.max_queued is not None and len(self.scheduler.waiting) + params.n > self.max_queued:
+        if self.max_queued is not None and len(self.scheduler.waiting) + params.num_sequences > self.max_queued:
             raise RequestError("queue", f"is full: {self.max_queued} may wait (max_queued_requests); try again later")
         bad_words = self.encode_bad_words(params)
         budget = self.max_len - len(tokens)
@@ -82,10 +89,11 @@ class Engine:
                 lockstep=any(len(word) > 1 for word in bad_words),
                 bad_words=bad_words,
                 seed=seed_of(base, index),
+                party=terms.share_key,
                 salt=terms.cache_salt,
                 prompt_scores=[None] * (len(tokens) - 1) if params.prompt_logprobs is not None and not index else None,
             )
-            for index in range(params.n)
+            for index in range(params.num_sequences)
         ]
         request = Request(request_id, prompt, params, sequences, self.tokenizer, now)
         self.requests[request_id] = request
@@ -144,20 +152,32 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Launch one step, take in the one before; the requests that got something new."""
+        if self.asleep:
+            return []
         now, launched, changed = self.clock(), None, {}
+        self.trace.begin()
         self.expire(now, changed)
         plan = self.scheduler.schedule()
+        self.trace.lap("schedule")
         try:
             if plan is not None:
                 for item in plan.items:
                     self.request_of[item.seq].scheduled(now)
-                launched = self.runner.launch(plan)
+                launched = self.runner.launch(plan, self.pages.take_moves())
+                self.trace.launched(plan)
+            elif self.in_flight is None and self.pages.tiers is not None:
+                self.pages.tiers.wait(0.05)
             if self.in_flight is not None:
-                self.update(self.runner.collect(self.in_flight), changed)
+                results = self.runner.collect(self.in_flight)
+                self.trace.collected()
+                self.update(results, changed)
             self.in_flight = launched
         except Exception:
             log.exception("a step failed; its requests end, the others are computed again")
+            self.trace.failed()
             self.recover([self.in_flight and self.in_flight.plan, plan], changed)
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        self.trace.end(changed.values(), running=running, waiting=waiting)
         return list(changed.values())
 
     def expire(self, now: float, changed: dict[str, Request]) -> None:
@@ -189,7 +209,7 @@ class Engine:
             if drawn.item.draws:
                 token = drawn.token
                 seq.tokens.append(token)
-                score = drawn.score(drawn.rows[-1]) if seq.params.logprobs is not None else None
+                score = drawn.score(drawn.rows[-1]) if seq.params.scored else None
                 if reason := request.push(seq.index, token, score, now):
                     self.end(seq, reason)
 
@@ -223,11 +243,54 @@ class Engine:
         for seq in self.scheduler.waiting:
             seq.pending = 0
         self.runner.reset()
-        self.pages.forget()
+        self.pages.lose()
+
+    def sleep(self, level: int = 1, keep_pages: bool = False) -> list[Request]:
+        """Give the device's memory to others; the requests to which the step under way has still given something.
+
+        Weights go to host memory (level 1) or are read again (level 2). Requests wait: what they have so far is
+        computed again afterwards, where its pages are not kept.
+        """
+        if level not in (1, 2):
+            raise RequestError(
+                "level", f"must be 1 (weights to host memory) or 2 (weights dropped), got {shown(level)}"
+            )
+        changed: dict[str, Request] = {}
+        if self.asleep:
+            return []
+        if self.in_flight is not None:
+            self.update(self.runner.collect(self.in_flight), changed)
+            self.in_flight = None
+        for seq in list(self.scheduler.running):
+            self.scheduler.preempt(seq)
+        if not keep_pages:
+            self.pages.lose()
+        self.runner.sleep(level == 1, keep_pages)
+        self.asleep = True
+        return list(changed.values())
+
+    def wake_up(self) -> None:
+        """Serve again, with what was compiled."""
+        if self.asleep:
+            self.runner.wake_up()
+            self.asleep = False
+
+    def close(self) -> None:
+        """End every request and let the disk have the pages that are kept, where there is one to keep them."""
+        for request_id in list(self.requests):
+            self.abort(request_id)
+        while self.in_flight is not None:
+            self.step()
+        if self.asleep:
+            self.pages.lose()  # copies can be saved, and what is not on the device cannot
+        for moves in saving(self.pages):
+            for pages in self.runner.move(moves) if moves else ():
+                pages.arrive()
+        self.trace.close()
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or self.in_flight is not None
+        return not self.asleep and (self.scheduler.busy or self.in_flight is not None)
 
 
 def seed_of(base: int, index: int) -> tuple[int, int]:

@@ -10,10 +10,11 @@ from ..model.chat_template import PromptError
 from ..model.tokenizer import Tokenizer
 from .beam import BeamSearchOutput, BeamSearchParams, search
 from .engine import Engine
+from .options import options_of
 from .outputs import RequestOutput
 from .progress import bar
 from .request import PLAIN, RequestError, SamplingParams, Terms, shown
-from .setup import make_engine, options_of
+from .setup import make_engine
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 TERMS = tuple(field.name for field in fields(Terms))
@@ -47,6 +48,31 @@ class LLM:
         """Forget what earlier prompts have left behind; what runs goes on."""
         self.engine.pages.forget()
         return True
+
+    def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
+        """Give the device's memory to others until `wake_up()`: nothing is compiled again, and nothing under way lost.
+
+        At level 1 the weights wait in host memory, at level 2 they are dropped and read again. Computed pages are
+        dropped unless `keep_pages` sends them to host memory too.
+        """
+        self.engine.sleep(level, keep_pages)
+
+    def wake_up(self) -> None:
+        """Serve again."""
+        self.engine.wake_up()
+
+    def is_sleeping(self) -> bool:
+        return self.engine.asleep
+
+    def close(self) -> None:
+        """End what runs; with `kv_cache_disk`, what was computed is kept for the next process."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def chat(
         self,
@@ -83,7 +109,10 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The result as it grows, token by token; closing the iterator aborts the request."""
-        request = self.add(prompt, sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        if params.num_sequences > params.n:
+            raise RequestError("best_of", "cannot be streamed: which answers are the likeliest shows at the end")
+        request = self.add(prompt, params)
         try:
             while not request.finished:
                 if request in self.engine.step() and not request.finished:

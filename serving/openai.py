@@ -39,7 +39,18 @@ CHAT = (
     "chat_template_kwargs", "stream", "tools", "tool_choice", "response_format", "continue_final_message",
     *SAMPLING, *LABELS,
 )  # fmt: skip
-COMPLETION = ("model", "prompt", "logprobs", "stream", "echo", "suffix", "response_format", *SAMPLING, *LABELS)
+COMPLETION = (
+    "model",
+    "prompt",
+    "best_of",
+    "logprobs",
+    "stream",
+    "echo",
+    "suffix",
+    "response_format",
+    *SAMPLING,
+    *LABELS,
+)
 MAX_PROMPTS = 2048  # in one request
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -96,7 +107,7 @@ def parse_chat(body: Any) -> ChatRequest:
 def parse_completion(body: Any) -> CompletionRequest:
     """The request in a body of /v1/completions."""
     given = _fields(body, COMPLETION)
-    own = {name: given[name] for name in (*SAMPLING, "logprobs") if name in given}
+    own = {name: given[name] for name in (*SAMPLING, "best_of", "logprobs") if name in given}
     return CompletionRequest(_prompts(given.get("prompt")), SamplingParams.from_dict(own), given.get("model"))
 
 

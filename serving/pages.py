@@ -1,35 +1,16 @@
 """The page table, on the host: which page of the device's cache holds which positions of which sequence."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
-from .prefix import Node, PrefixTree
+from .group import Group
+from .moves import Moves
+from .prefix import NOTHING, Found, Node, PrefixTree, common
 from .sequence import Sequence
+from .tiers import Tiers
 
-
-@dataclass
-class Group:
-    """The pages of the layers that share one attention window (None: they see everything).
-
-    A page is owned (by one sequence, or by several that begin alike), kept for the tokens that it holds, or blank.
-    """
-
-    num_pages: int
-    window: int | None
-    owners: list[int] = field(init=False)  # how many sequences have the page
-    blank: list[int] = field(init=False)
-    kept: dict[int, None] = field(init=False)  # nobody's, in the order in which they were left
-
-    def __post_init__(self):
-        self.owners = [0] * self.num_pages
-        self.blank = list(range(self.num_pages - 1, 0, -1))  # page 0 is a dummy that padding rows write to
-        self.kept = {}
-
-    @property
-    def free(self) -> int:
-        """Pages that can be had."""
-        return len(self.blank) + len(self.kept)
+LOOKS = 64  # pages that are compared for one which begins like what a sequence lacks
 
 
 class PageTable:
@@ -40,51 +21,92 @@ class PageTable:
         window group   [ 0: gone    ][ page 5     ][ page 2     ]
                                      ^ the oldest position that the next row still sees
 
-    A table only grows while its sequence runs; a page whose positions all fell out of the window is left and its entry
-    becomes 0, so that logical page numbers never shift. Full pages are entered in a tree of what they hold as soon as
-    their rows are planned: what reads them is no earlier on the device. Such a page is kept when its last owner leaves
-    it, until it is the one left longest ago and a new one is wanted. A table leaves its last pages first, so that the
-    end of a prompt goes before its beginning.
+    A table only grows while its sequence runs; a page that fell out of the window is left and its entry becomes 0, so
+    that page numbers never shift. Full pages are entered in a tree of what they hold as soon as their rows are planned:
+    what reads them is no earlier on the device. A sequence that ends enters its last page too. Such pages are kept when
+    their last owner leaves them, until they are those left longest ago and new ones are wanted. A table leaves its last
+    pages first, so that the end of a prompt goes before its beginning.
+
+    A sequence shares the full pages of its beginning. Where it parts from another inside of a page it gets a copy of
+    that one (copy-on-write, where the write is known beforehand). With `tiers`, what has no room is copied to the host
+    and can come back. `take_moves` tells what is to be copied before the next step.
     """
 
     def __init__(
-        self, num_pages: Iterable[int], page_size: int, windows: Iterable[int | None], keeps_prefixes: bool = True
+        self,
+        num_pages: Iterable[int],
+        page_size: int,
+        windows: Iterable[int | None],
+        keeps_prefixes: bool = True,
+        tiers: Tiers | None = None,
     ):
-        self.page_size, self.keeps_prefixes = page_size, keeps_prefixes
-        self.groups = [Group(n, w) for n, w in zip(num_pages, windows, strict=True)]
+        self.page_size, self.keeps_prefixes, self.tiers = page_size, keeps_prefixes, tiers
+        self.groups = [Group(n, page_size, w) for n, w in zip(num_pages, windows, strict=True)]
         self.tree = PrefixTree(len(self.groups))
         self.left = 0  # pages that became free, ever: what does not fit now will not before this changes
+        self.moves = Moves()
+        self.fresh: set[tuple[int, int]] = set()  # (group, page) whose content comes with the next step only
 
-    def match(self, seq: Sequence) -> list[Node]:
-        """The longest beginning of a sequence whose pages are all there, but for its last token: its row is needed."""
+    def match(self, seq: Sequence) -> Found:
+        """The longest beginning of a sequence that is there, but for its last token: its row is needed."""
         if not self.keeps_prefixes or not seq.shares_prefix:
-            return []
-        pages = (seq.num_tokens - 1) // self.page_size
-        path = list(self.tree.walk(seq.salt, (self.key(seq, page) for page in range(pages))))
-        while (gap := self.gap(path)) is not None:
-            del path[gap:]
+            return NOTHING
+        path = self.unbroken(list(self.tree.walk(seq.salt, self.keys(seq, seq.num_tokens - 1))), Node.holds)
+        return Found(path, *self.alike(seq, path))
+
+    def unbroken(self, path: list[Node], holds: Callable[[Node, int], bool]) -> list[Node]:
+        """As much of the path as leaves no gap in what the row after it sees, in any group."""
+        while path:
+            gaps = []
+            for index, group in enumerate(self.groups):
+                first = group.first_seen(len(path) * self.page_size)
+                gaps += [page for page in range(first, len(path)) if not holds(path[page], index)][-1:]
+            if not gaps:
+                break
+            del path[max(gaps) :]
         return path
 
-    def gap(self, path: list[Node]) -> int | None:
-        """The last page that a row after the path would see in some group, and which is gone there."""
-        gaps = []
-        for index, group in enumerate(self.groups):
-            first = self.first_seen(group, len(path) * self.page_size)
-            gaps += [page for page in range(first, len(path)) if not path[page].pages[index]][-1:]
-        return max(gaps, default=None)
+    def alike(self, seq: Sequence, path: list[Node]) -> tuple[Node | None, int]:
+        """The page after the path that has most of the next tokens in common with the sequence, and how many."""
+        start = len(path) * self.page_size
+        wanted = seq.tokens[start : min(start + self.page_size, seq.num_tokens - 1)]
+        node = path[-1] if path else self.tree.roots.get(seq.salt)
+        best, most = None, 0
+        for child in islice(reversed(node.children.values() if node else ()), LOOKS):
+            rows = common(child.key, wanted)
+            if rows > most and all(page and (index, page) not in self.fresh for index, page in enumerate(child.pages)):
+                best, most = child, rows
+        return best, most
 
-    def adopt(self, seq: Sequence, path: list[Node]) -> None:
-        """Begin a sequence with pages that hold its first tokens already."""
+    def adopt(self, seq: Sequence, found: Found) -> None:
+        """Begin a sequence with pages that hold its first tokens already, or will when the copies are made."""
+        path, source, rows = found
         seq.pages = [[] for _ in self.groups]
         for index, group in enumerate(self.groups):
-            first = self.first_seen(group, len(path) * self.page_size)
-            table = [0] * first + [node.pages[index] for node in path[first:]]
-            for page in table[first:]:
-                group.owners[page] += 1
-                group.kept.pop(page, None)
-            seq.pages[index] = table
-        seq.num_computed = len(path) * self.page_size
+            first = group.first_seen(len(path) * self.page_size)
+            for page in filter(None, [node.pages[index] for node in path[first:]]):
+                group.share(page)
+            origin = source.pages[index] if source else 0
+            seq.pages[index] = [0] * first + [node.pages[index] or self.restore(node, index) for node in path[first:]]
+            if origin:
+                page = self.new_page(index)
+                self.moves.within.append((index, origin, page))
+                self.fresh.add((index, page))
+                seq.pages[index].append(page)
+        seq.num_computed = len(path) * self.page_size + rows
         seq.node, seq.num_entered = (path[-1] if path else None), len(path)
+
+    def restore(self, node: Node, index: int) -> int:
+        """A page that gets back what the host has of it before the next step."""
+        page = self.new_page(index)
+        self.tree.place(index, node, page)
+        self.fresh.add((index, page))
+        self.moves.back[index, page] = self.tiers.use(node.copies[index])
+        return page
+
+    def keys(self, seq: Sequence, num_tokens: int) -> Iterator[tuple[int, ...]]:
+        """Of the full pages of its first tokens."""
+        return (self.key(seq, page) for page in range(num_tokens // self.page_size))
 
     def enter(self, seq: Sequence, computed: int) -> None:
         """Put the full pages among the first rows, computed or planned, into the tree; their tokens must be known.
@@ -92,17 +114,36 @@ class PageTable:
         Who finds them may run in the same step: it appends all keys and values before any row reads them.
         """
         full = min(computed, len(seq.tokens)) // self.page_size
-        if not self.keeps_prefixes or full <= seq.num_entered:
+        if not self.keeps_prefixes or not seq.trusted or full <= seq.num_entered:
             return
         if seq.node is None or not self.tree.attached(seq.node):
             seq.node, seq.num_entered = self.tree.root(seq.salt), 0
         for page in range(seq.num_entered, full):
             seq.node = self.tree.child(seq.node, self.key(seq, page))
-            for index, table in enumerate(seq.pages):
-                if table[page]:
-                    self.tree.place(index, seq.node, table[page])
+            self.place(seq, page, seq.node)
+            if (page + 1) * self.page_size > seq.num_computed:
+                self.fresh.update((index, table[page]) for index, table in enumerate(seq.pages))
         seq.num_entered = full
         self.tree.prune(seq.node)  # pages of a window may all be gone
+
+    def enter_last(self, seq: Sequence) -> None:
+        """A sequence leaves: put all that it has computed into the tree, its last page as far as it goes."""
+        computed = min(seq.num_computed, len(seq.tokens))
+        self.enter(seq, computed)
+        page, rows = divmod(computed, self.page_size)
+        if not self.keeps_prefixes or not seq.trusted or not rows:
+            return
+        parent = seq.node if page else self.tree.root(seq.salt)
+        if self.tree.attached(parent):
+            node = self.tree.child(parent, self.key(seq, page)[:rows])
+            self.place(seq, page, node)
+            self.tree.prune(node)
+
+    def place(self, seq: Sequence, page: int, node: Node) -> None:
+        """The sequence's page is where the node's tokens are found, if none is yet."""
+        for index, table in enumerate(seq.pages):
+            if table[page]:
+                self.tree.place(index, node, table[page])
 
     def key(self, seq: Sequence, page: int) -> tuple[int, ...]:
         return tuple(seq.tokens[page * self.page_size : (page + 1) * self.page_size])
@@ -112,7 +153,7 @@ class PageTable:
         if not seq.pages:
             seq.pages = [[] for _ in self.groups]
         wanted = -(-num_tokens // self.page_size)
-        firsts = [self.first_seen(group, seq.num_computed) for group in self.groups]
+        firsts = [group.first_seen(seq.num_computed) for group in self.groups]
         starts = [max(len(table), first) for table, first in zip(seq.pages, firsts, strict=True)]
         if any(wanted - start > group.free for group, start in zip(self.groups, starts, strict=True)):
             return False
@@ -133,25 +174,34 @@ class PageTable:
         else:
             page = next(iter(group.kept))
             del group.kept[page]
+            self.spill(index, page)
             self.tree.forget(index, page)
         group.owners[page] = 1
         return page
 
+    def spill(self, index: int, page: int) -> None:
+        """The page is to hold something else: what it holds goes to the host, if there is room."""
+        node, coming = self.tree.where[index][page], self.moves.back.pop((index, page), None)
+        if self.tiers is None or len(node.key) < self.page_size:
+            return
+        if coming is not None:  # it never came
+            self.tiers.keep(coming)
+        elif (copy := self.tiers.spill(node, index)) is not None:
+            self.moves.out.append((page, copy))
+
     def slide(self, seq: Sequence) -> None:
         """Leave the pages that no row from `num_computed` on can see."""
         for index, (group, table) in enumerate(zip(self.groups, seq.pages, strict=False)):
-            page = min(self.first_seen(group, seq.num_computed), len(table)) - 1
+            page = min(group.first_seen(seq.num_computed), len(table)) - 1
             while page >= 0 and table[page]:
                 self.leave(index, table[page])
                 table[page] = 0
                 page -= 1
 
-    def first_seen(self, group: Group, position: int) -> int:
-        """The first logical page that a row at `position` sees."""
-        return 0 if group.window is None else max(position - group.window + 1, 0) // self.page_size
-
     def release(self, seq: Sequence) -> None:
         """Leave every page, the last ones first."""
+        if seq.pages:
+            self.enter_last(seq)
         for index, table in enumerate(seq.pages):
             for page in reversed(table):
                 if page:
@@ -159,41 +209,57 @@ class PageTable:
         seq.pages, seq.node, seq.num_entered = [], None, 0
 
     def leave(self, index: int, page: int) -> None:
-        """One owner less; a page that nobody has is kept for what it holds, or blank."""
-        group = self.groups[index]
-        group.owners[page] -= 1
-        if group.owners[page]:
-            return
-        self.left += 1
-        if page in self.tree.where[index]:
-            group.kept[page] = None
-        else:
-            group.blank.append(page)
+        self.left += self.groups[index].leave(page, keep=page in self.tree.where[index])
 
     def disown(self, seq: Sequence) -> None:
-        """Take a sequence's pages out of the tree: what they hold cannot be trusted."""
-        for index, table in enumerate(seq.pages):
-            for page in table:
-                self.tree.forget(index, page)
+        """Take what a sequence has computed out of the tree and everywhere behind it: it cannot be trusted.
+
+        By its tokens and not by its pages: it may have given way in the meantime and left them to be kept.
+        """
+        seq.trusted = False
+        root, path = self.tree.roots.get(seq.salt), list(self.tree.walk(seq.salt, self.keys(seq, len(seq.tokens))))
+        above = path if root is None else [root, *path]
+        parts = [child for node in above for child in node.children.values() if len(child.key) < self.page_size]
+        for node in path + parts:
+            for index, page in enumerate(node.pages):
+                self.remove(index, page)
+            if self.tiers is not None:
+                self.tiers.distrust(node)
+            self.tree.prune(node)
+
+    def remove(self, index: int, page: int) -> None:
+        """The page's content is not to be found any more."""
+        self.tree.forget(index, page)
+        self.groups[index].empty(page)
+
+    def lose(self) -> None:
+        """The device's pages are gone, and nothing runs: what was kept is blank, and only copies are left."""
+        self.remove_all()
+        self.moves = Moves()
+        if self.tiers is not None:
+            self.tree.prune_all(self.tiers.lose())
 
     def forget(self) -> None:
-        """Empty the tree: what is kept becomes blank, what runs goes on."""
-        for index, group in enumerate(self.groups):
-            for page in list(self.tree.where[index]):
-                self.tree.forget(index, page)
-            group.blank.extend(group.kept)
-            group.kept.clear()
+        """Empty the tree, and what is behind it; what runs goes on."""
+        self.remove_all()
+        if self.tiers is not None:
+            self.tree.prune_all(self.tiers.clear())
 
-    def most_pages(self, group: Group, num_tokens: int, chunk: int) -> int:
-        """The most pages of a group that a sequence of `num_tokens` ever holds, computed `chunk` rows at a time."""
-        whole = -(-num_tokens // self.page_size)
-        if group.window is None:
-            return whole
-        return min(whole, (group.window - 1 + chunk) // self.page_size + 2)
+    def remove_all(self) -> None:
+        for index, page in [(index, page) for index, known in enumerate(self.tree.where) for page in known]:
+            self.remove(index, page)
+
+    def take_moves(self) -> Moves:
+        """What is to be copied before the next step; the host keeps no more than it has room for."""
+        if self.tiers is not None:
+            self.tree.prune_all(self.tiers.trim())
+        moves, self.moves = self.moves, Moves()
+        self.fresh.clear()
+        return moves
 
     def fits(self, num_tokens: int, chunk: int) -> bool:
         """Whether a sequence of that length can run when it is alone."""
-        return all(self.most_pages(group, num_tokens, chunk) < group.num_pages for group in self.groups)
+        return all(group.most_pages(num_tokens, chunk) < group.num_pages for group in self.groups)
 
     def admits(self, seq: Sequence, path: list[Node], running: Iterable[Sequence], chunk: int) -> bool:
         """Whether the sequence, begun with these pages, can catch up beside those that run.
@@ -202,13 +268,13 @@ class PageTable:
         """
         running = list(running)
         for index, group in enumerate(self.groups):
-            first = self.first_seen(group, len(path) * self.page_size)
-            need = self.most_pages(group, seq.num_tokens, chunk)
+            first = group.first_seen(len(path) * self.page_size)
+            need = group.most_pages(seq.num_tokens, chunk)
             need -= sum(1 for node in path[first:] if group.owners[node.pages[index]])
             for other in running:
                 if other.missing > 1:  # still catching up
                     held = sum(1 for page in other.pages[index] if page) if other.pages else 0
-                    need += max(0, self.most_pages(group, other.num_tokens, chunk) - held)
+                    need += max(0, group.most_pages(other.num_tokens, chunk) - held)
             if need > group.free:
                 return False
         return True
@@ -222,21 +288,7 @@ class PageTable:
         tables = [seq.pages for seq in sequences if seq.pages]
         for index, group in enumerate(self.groups):
             owned = Counter(page for table in tables for page in table[index] if page)
-            counted = [owned[page] for page in range(group.num_pages)]
-            assert counted == group.owners, f"group {index}: owners are miscounted"
-            every = [*owned, *group.kept, *group.blank]
-            assert len(set(every)) == len(every), f"group {index}: a page is owned or free twice"
-            assert set(every) == set(range(1, group.num_pages)), f"group {index}: a page is neither owned nor free"
-            known = self.tree.where[index].keys()
-            assert group.kept.keys() <= known, f"group {index}: a page is kept that nobody can find"
-            assert not known & set(group.blank), f"group {index}: a blank page can be found"
+            group.check(owned, set(self.tree.where[index]), f"group {index}")
         self.tree.check()
-
-
-def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, by bisection."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+        if self.tiers is not None:
+            self.tiers.check()

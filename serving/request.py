@@ -117,13 +117,15 @@ class Terms:
     """How a request is served, whatever it asks for."""
 
     cache_salt: str | None = None  # only requests with the same one share computed pages
-    priority: int = 0  # the lower goes first; waiting makes up for it
+    share_key: str | None = None  # whom it is for: each gets an equal share of the machine while others wait
+    priority: int = 0  # among requests for the same, the lower goes first; waiting makes up for it
     timeout: float | None = None  # seconds from its arrival; then it ends with what it has
 
     def __post_init__(self):
-        salt = self.cache_salt
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError("cache_salt", f"must be a string that is not empty, or null, got {shown(salt)}")
+        for name in ("cache_salt", "share_key"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise RequestError(name, f"must be a string that is not empty, or null, got {shown(value)}")
         integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.timeout is not None:
             number("timeout", self.timeout, 0, MAX_TIMEOUT, " (seconds) or null", open_low=True)
@@ -137,6 +139,7 @@ class SamplingParams:
     """How to choose the tokens of a request and when to stop; every field is checked when it is made."""
 
     n: int = 1
+    best_of: int | None = None  # so many are written, and the n likeliest of them, a token, are the answer
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -161,6 +164,8 @@ class SamplingParams:
 
     def __post_init__(self):
         self._set("n", integer("n", self.n, 1, MAX_CHOICES))
+        if self.best_of is not None:
+            self._set("best_of", integer("best_of", self.best_of, self.n, MAX_CHOICES, f" (n is {self.n}) or null"))
         self._check_distribution()
         self._check_ending()
         self._check_tokens()
@@ -172,6 +177,16 @@ class SamplingParams:
             boolean(name, getattr(self, name))
         if not self.detokenize and self.stop:
             raise RequestError("stop", f"needs detokenize=True, or use stop_token_ids; got {shown(self.stop)}")
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are written."""
+        return self.best_of or self.n
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of the tokens drawn are wanted."""
+        return self.logprobs is not None or self.num_sequences > self.n
 
     def _set(self, name: str, value: object) -> None:
         """Store the normalised form of a field while the object is being made."""

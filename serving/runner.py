@@ -13,6 +13,8 @@ from ..ops.sampling import Sampled, SlotState
 from .batch import Size
 from .batcher import Batcher
 from .compiles import CompileCounter
+from .mover import Leaving, Mover
+from .moves import Moves
 from .scheduler import Item, Limits, Plan
 from .sequence import Sequence
 from .step import empty_state, reset_slot, step
@@ -24,6 +26,7 @@ class Launched:
 
     plan: Plan
     sampled: Sampled
+    leaving: list[Leaving]
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,13 @@ class Runner:
         num_pages: tuple[int, ...],
         page_size: int,
         max_len: int,
+        to_host: bool = False,
+        load_weights: Callable[[], Any] | None = None,
     ):
         self.config, self.weights, self.limits = config, weights, limits
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
         self.batcher = Batcher(limits, len(num_pages), page_size, -(-max_len // page_size))
+        self.mover = Mover(config, page_size, to_host)
         self.compiled: dict[Size, Any] = {}
         self.compiles = CompileCounter()
         self.reset()
@@ -75,14 +81,17 @@ class Runner:
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
-        threads, futures = ThreadPoolExecutor(), {}  # XLA compiles outside of Python's lock: sizes side by side
+        threads, futures, copies = ThreadPoolExecutor(), {}, {}  # XLA compiles outside of Python's lock: side by side
         try:
             for size, layout in self.batcher.layouts.items():
                 lowered = step.lower(self.weights, self.state, layout.padding, layout, self.config)
                 futures[size] = threads.submit(lowered.compile)
+            for name, lowered in self.mover.lower(self.state.pages):
+                copies[name] = threads.submit(lowered.compile)
             for size, future in futures.items():
                 progress(size)
                 self.compiled[size] = future.result()
+            self.mover.programs = {name: future.result() for name, future in copies.items()}
         finally:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
         V = self.config.vocab_size
@@ -92,19 +101,47 @@ class Runner:
         jax.block_until_ready(slots)
         self.compiles.mark()
 
-    def launch(self, plan: Plan) -> Launched:
-        """Send a step to the device and return at once."""
+    def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
+        """Free the device's memory; what is kept goes to the host's."""
+        self.where = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
+        self.weights = to_host(self.weights, keep_weights)
+        self.state = to_host(self.state, keep_pages)
+
+    def wake_up(self) -> None:
+        """The inverse; what was not kept is read again, or empty."""
+        weights, state = self.where
+        if self.weights is None:
+            assert self.load_weights is not None, "the weights were dropped and nobody knows where they came from"
+            self.weights = self.load_weights()
+        else:
+            self.weights = jax.device_put(self.weights, weights)
+        if self.state is None:
+            self.reset()
+        else:
+            self.state = jax.device_put(self.state, state)
+
+    def launch(self, plan: Plan, moves: Moves) -> Launched:
+        """Send a step to the device, and the moves before it, and return at once."""
+        leaving = self.move(moves) if moves else []
         for item in plan.items:
             if item.begins:
                 self.assign(item.seq, item.start)
         size, buffer = self.batcher.build(plan)
         sampled, self.state = self.compiled[size](self.weights, self.state, buffer)
-        return Launched(plan, sampled)
+        return Launched(plan, sampled, leaving)
+
+    def move(self, moves: Moves) -> list[Leaving]:
+        """Copy pages; what goes to the host is under way when this returns."""
+        pages, leaving = self.mover.move(self.state.pages, moves)
+        self.state = self.state.replace(pages=pages)
+        return leaving
 
     def collect(self, launched: Launched) -> list[Drawn]:
         """Wait for a step and hand out its results; scores come along only if somebody wants them."""
+        for pages in launched.leaving:
+            pages.arrive()
         items, sampled = launched.plan.items, launched.sampled
-        if any(item.scores or item.seq.params.logprobs is not None for item in items):
+        if any(item.scores or item.seq.params.scored for item in items):
             sampled = jax.device_get(sampled)
         else:
             sampled = sampled.replace(tokens_R=np.asarray(sampled.tokens_R), ok_R=np.asarray(sampled.ok_R))
@@ -132,6 +169,18 @@ class Runner:
         counts = np.bincount(seq.tokens[seq.num_prompt : computed], minlength=V).astype(np.int32)
         row = SlotState(np.zeros(V, np.float32) if bias is None else bias, stop, counts, prompt)
         self.state = self.state.replace(slots=reset_slot(self.state.slots, np.int32(seq.slot), row))
+
+
+def to_host(tree: Any, keep: bool) -> Any:
+    """The same as numpy arrays, or None; its memory on the device is free, one array after the other."""
+
+    def move(leaf: jax.Array) -> np.ndarray | None:
+        host = np.array(leaf) if keep else None
+        leaf.delete()
+        return host
+
+    moved = jax.tree.map(move, tree)
+    return moved if keep else None
 
 
 def bias_of(seq: Sequence, vocab: int) -> np.ndarray | None:

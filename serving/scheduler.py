@@ -1,11 +1,11 @@
 """Who is served when: pure Python over sequences and pages; it knows neither JAX nor the model."""
 
-import bisect
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .line import Line
 from .pages import PageTable
+from .recall import ready
 from .sequence import Sequence
 
 
@@ -57,17 +57,17 @@ def rank_of(priority: int, arrival: float) -> float:
 
 
 class Scheduler:
-    """The lowest rank first; decodes before prompts; the highest rank gives way when pages run out."""
+    """The first in line goes first; decodes before prompts; the highest rank gives way when pages run out."""
 
     def __init__(self, pages: PageTable, limits: Limits):
         self.pages, self.limits = pages, limits
-        self.waiting: deque[Sequence] = deque()  # by rank
+        self.waiting = Line()
         self.running: list[Sequence] = []
         self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
         self.stuck: tuple | None = None  # what kept the first in the queue out, as long as it does
 
     def add(self, seq: Sequence) -> None:
-        bisect.insort(self.waiting, seq, key=lambda seq: seq.rank)
+        self.waiting.enter(seq)
 
     @property
     def busy(self) -> bool:
@@ -84,24 +84,28 @@ class Scheduler:
                 continue  # gave way to an earlier one
             if item := self.take(seq, missing, items):
                 items[seq] = item
-        while self.waiting and self.free_slots and self.rows and self.admit(self.waiting[0]):
-            seq = self.waiting.popleft()
+        while self.free_slots and self.rows and (seq := self.waiting.first(self.ready)) and self.admit(seq):
+            self.waiting.remove(seq)
             if item := self.take(seq, seq.missing, items):
                 items[seq] = item
         for item in items.values():
             self.commit(item)
         return Plan(tuple(items.values())) if items else None
 
+    def ready(self, seq: Sequence) -> bool:
+        """Whether it does not wait for the disk."""
+        return ready(self.pages, seq)
+
     def admit(self, seq: Sequence) -> bool:
         """Give a slot to a sequence that can catch up: one that cannot would hold pages and not finish."""
         waits_for = (seq, self.pages.left, sum(other.missing > 1 for other in self.running))
         if seq.pending or waits_for == self.stuck:
             return False
-        path = self.pages.match(seq)
-        if not self.pages.admits(seq, path, self.running, self.limits.max_rows):
+        found = self.pages.match(seq)
+        if not self.pages.admits(seq, found.path, self.running, self.limits.max_rows):
             self.stuck = waits_for
             return False
-        self.pages.adopt(seq, path)
+        self.pages.adopt(seq, found)
         if not seq.num_preemptions:
             seq.num_cached = seq.num_computed
         seq.slot, seq.begun = self.free_slots.pop(), False
@@ -146,13 +150,15 @@ class Scheduler:
         item.seq.num_computed += item.num_rows
         item.seq.pending += item.draws
         item.seq.begun = True
+        self.waiting.give(item.seq, item.num_rows)
 
     def preempt(self, seq: Sequence) -> None:
         """Take everything back; the tokens so far are computed again later."""
         self.leave(seq)
-        seq.num_computed = 0
+        seq.num_computed, seq.fetch = 0, None
         seq.num_preemptions += 1
-        self.add(seq)
+        seq.rank -= POINT  # so that nobody gives way again and again
+        self.waiting.add(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence, wherever it is; rows already under way for it are computed in vain."""
@@ -163,6 +169,7 @@ class Scheduler:
             self.leave(seq)
         else:
             self.waiting.remove(seq)
+        self.waiting.leave(seq)
 
     def leave(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -34,10 +34,13 @@ class Sequence:
     slot: int = -1
     begun: bool = False  # since it got its slot
     pages: list[list[int]] = field(default_factory=list)  # one list a cache group, by logical page; 0 = given back
+    party: Hashable = None  # for whom it is: those who are served share alike
     salt: Hashable = None  # only sequences with the same one share pages
     num_cached: int = 0  # tokens of the prompt that were found computed when it was admitted first
     node: Any = None  # where its last entered page is in the tree of prefixes
-    num_entered: int = 0  # pages that are in that tree
+    num_entered: int = 0  # full pages that are in that tree
+    trusted: bool = True  # what it has computed may be shared
+    fetch: Any = None  # the reading of its beginning from disk: not asked for, under way, or over (True)
     num_preemptions: int = 0
     finish_reason: str | None = None
     prompt_scores: list | None = None  # one entry a prompt token after the first, when they were asked for

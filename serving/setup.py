@@ -1,8 +1,11 @@
 """From options to a ready engine: model, tokenizer, the size of the cache, and every step compiled."""
 
+import hashlib
 import os
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,68 +15,25 @@ from ..model.config import ModelConfig, ModelError
 from ..model.tokenizer import Tokenizer
 from ..ops import native
 from ..ops.native.choice import of_model
+from ..sharding.spec import nbytes
 from .batch import Size
+from .disk import DiskPages
 from .engine import Engine
-from .pages import PageTable, largest
+from .options import HOST, EngineOptions
+from .pages import PageTable
 from .runner import Runner
 from .scheduler import Limits
+from .sizing import cache_budget, size_cache, usable_memory, working_bytes
 from .step import page_bytes
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What a user can choose; the names are those of the flags."""
-
-    model: str | None = None  # None: the bundled model
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    dtype: str = "auto"
-    quantization: str | None = None  # int8, int4 and their variants: weights are rounded while they are loaded
-    max_model_len: int | None = None  # None: the model's own; -1: the longest that fits
-    block_size: int = 16
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    kv_cache_dtype: str = "auto"  # or bfloat16, or int8 with a scale a position and head
-    kv_cache_memory_bytes: int | None = None
-    enable_prefix_caching: bool = True
-    max_queued_requests: int | None = None  # more are refused; None: as many as come
-    seed: int = 0
-
-    def __post_init__(self):
-        for name, low in (("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ModelError(f"{name} is {value!r}; it must be an integer of at least {low}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ModelError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
-                f"({self.max_num_seqs}), so that every running sequence gets its row"
-            )
-        length = self.max_model_len
-        if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):
-            raise ModelError(f"max_model_len is {length!r}; it must be at least 2, or -1 for the longest that fits")
-        queued = self.max_queued_requests
-        if queued is not None and (not isinstance(queued, int) or isinstance(queued, bool) or queued < 1):
-            raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ModelError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
-        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
-            raise ModelError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive")
-
-
-def options_of(model: str | Path | None, **options) -> EngineOptions:
-    """The options as a caller gave them; one that does not exist is named."""
-    try:
-        return EngineOptions(model=None if model is None else str(model), **options)
-    except TypeError as error:
-        names = ", ".join(EngineOptions.__dataclass_fields__)
-        raise TypeError(f"{str(error).split('__init__() ')[-1]}; the options are {names}") from None
+from .tiers import Tiers
+from .trace import Trace
 
 
 def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda note: None) -> Engine:
     """Load, size and compile; `progress` hears one short note a stage."""
     use_compile_cache()
     folder = hub.resolve(options.model)
+    trace = make_trace(options.trace)
     progress("reading config")
     wish = options.max_model_len
     formats = options.quantization, options.kv_cache_dtype
@@ -82,62 +42,71 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     tokenizer = None
     if not options.skip_tokenizer_init:
         tokenizer = Tokenizer(hub.resolve(options.tokenizer) if options.tokenizer else folder)
-    budget = options.kv_cache_memory_bytes or default_cache_bytes()
+    limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))
+    load_weights, weights = partial(checkpoint.load, folder, config), None
+    budget = cache_budget(options)
+    if budget is None:  # what the weights and a step leave
+        progress("loading weights")
+        weights = load_weights()
+        progress("measuring a step")
+        taken = nbytes(weights) + working_bytes(config, weights, limits, options.block_size)
+        budget = max(0, usable_memory(options) - taken)
     max_len, num_pages = size_cache(config, options, budget)
     if wish == -1:
         config = checkpoint.read_config(folder, options.dtype, max_len, *formats)
-    progress("loading weights")
-    weights = checkpoint.load(folder, config)
-    limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))
-    runner = Runner(config, weights, limits, num_pages, options.block_size, max_len)
+    if weights is None:
+        progress("loading weights")
+        weights = load_weights()
+    tiers = make_tiers(folder, config, options)
+    runner = Runner(config, weights, limits, num_pages, options.block_size, max_len, tiers is not None, load_weights)
 
     def note(size: Size) -> None:
         progress(f"compiling the step for {size.rows} rows")
 
     runner.warm_up(note)
-    pages = PageTable(num_pages, options.block_size, config.windows, options.enable_prefix_caching)
-    return Engine(runner, tokenizer, pages, max_len, options.seed, options.max_queued_requests)
+    pages = PageTable(num_pages, options.block_size, config.windows, options.enable_prefix_caching, tiers)
+    return Engine(runner, tokenizer, pages, max_len, options.seed, options.max_queued_requests, time.monotonic, trace)
 
 
-def size_cache(config: ModelConfig, options: EngineOptions, budget: int) -> tuple[int, tuple[int, ...]]:
-    """(max_model_len, pages a cache group): enough for every sequence at full length, or what the budget holds.
-
-    The budget is split so that all groups run out together: each gets pages for the same number of sequences.
-    """
-    S, chunk = options.block_size, options.max_num_batched_tokens
-    sizer = PageTable([1] * len(config.windows), S, config.windows)
-    costs = [page_bytes(config, group, S) for group in range(len(config.windows))]
-
-    def needs(length: int) -> list[int]:
-        return [sizer.most_pages(group, length, chunk) for group in sizer.groups]
-
-    def bytes_for(length: int) -> int:
-        return sum(need * cost for need, cost in zip(needs(length), costs, strict=True))
-
-    room = budget - sum(costs)  # the dummy pages
-    longest = config.max_len if options.max_model_len in (None, -1) else options.max_model_len
-    if longest > config.max_len:
-        raise ModelError(f"max_model_len is {longest}; the model was made for at most {config.max_len} positions")
-    if bytes_for(longest) > room:
-        fitting = largest(lambda length: bytes_for(length) <= room, longest)
-        if options.max_model_len != -1 or fitting < 2:
-            raise ModelError(
-                f"max_model_len {longest} needs {bytes_for(longest) / 2**20:.0f} MiB of KV cache and "
-                f"{budget / 2**20:.0f} MiB are there; use --max-model-len {max(fitting, 2)} or less, or give more with "
-                "--kv-cache-memory-bytes"
-            )
-        longest = fitting
-    sequences = min(float(options.max_num_seqs), room / bytes_for(longest))
-    return longest, tuple(int(need * sequences) + 1 for need in needs(longest))
+def make_trace(file: str | None) -> Trace | None:
+    try:
+        return None if file is None else Trace(Path(file).expanduser(), time.monotonic)
+    except OSError as error:
+        raise ModelError(f"trace is {file!r}: {error.strerror}") from None
 
 
-def default_cache_bytes() -> int:
-    """On an accelerator most of what is free; on a CPU a quarter of the memory that is free, at most 8 GiB."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"] * 0.9) - stats.get("bytes_in_use", 0)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(free // 4, 8 << 30)
+def make_tiers(folder: Path, config: ModelConfig, options: EngineOptions) -> Tiers | None:
+    """Host memory and disk for pages that the cache has no room for, where there are to be any."""
+    sizes = [page_bytes(config, group, options.block_size) for group in range(len(config.windows))]
+    host = options.kv_cache_host_bytes
+    if host is None:
+        host = HOST if options.kv_cache_disk else 0
+    if options.kv_cache_disk is None:
+        return Tiers(sizes, host) if host else None
+    if host < max(sizes):
+        raise ModelError(
+            f"kv_cache_host_bytes is {host}; the way to the disk leads through host memory, which must hold a page: "
+            f"{max(sizes)} bytes at least"
+        )
+    path = Path(options.kv_cache_disk).expanduser()
+    try:
+        disk = DiskPages(path, options.kv_cache_disk_bytes)
+    except OSError as error:
+        raise ModelError(f"kv_cache_disk is {str(path)!r}: {error.strerror}") from None
+    return Tiers(sizes, host, disk, identity(folder, config, options))
+
+
+def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes:
+    """A digest of everything that a page's bytes depend on, beside its tokens."""
+    device = jax.local_devices()[0]
+    kernels = (native.instruction_set(), native.build.source_hash()) if native.serves() else "xla"
+    model = replace(config, max_len=0)  # what it changes is in the rotary tables
+    what = [model, options.block_size, jax.__version__, device.platform, device.device_kind, kernels]
+    found = hashlib.blake2b(repr(what).encode(), digest_size=32)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        stat = path.stat()
+        found.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
+    return found.digest()
 
 
 def use_compile_cache() -> None:

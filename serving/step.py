@@ -1,5 +1,6 @@
 """The one jitted step: append, attend, and draw, over a state that stays on the device."""
 
+import math
 from functools import partial
 
 import jax
@@ -44,6 +45,36 @@ def step(weights, state: State, buffer, layout: Layout, config: ModelConfig) -> 
         sampled = sampling.sample(logits_RV, slots, batch.sampling)
         last_tokens_B = state.last_tokens_B.at[batch.store_R].set(sampled.tokens_R, mode="drop")
     return sampled, State(pages, slots, last_tokens_B)
+
+
+@jax.jit
+def read_pages(layers: list[KVPages], pages_N) -> jax.Array:
+    """What these pages hold in all the layers, as bytes: [N, bytes of a page]."""
+    N = pages_N.shape[0]
+    parts = [jax.lax.bitcast_convert_type(leaf[pages_N], jnp.uint8) for leaf in jax.tree.leaves(layers)]
+    return jnp.concatenate([part.reshape(N, -1) for part in parts], axis=1)
+
+
+@partial(jax.jit, donate_argnames="layers")
+def copy_pages(layers: list[KVPages], from_N, to_N) -> list[KVPages]:
+    """These pages hold, in all the layers, what those do."""
+    return jax.tree.map(lambda leaf: leaf.at[to_N].set(leaf[from_N]), layers)
+
+
+@partial(jax.jit, donate_argnames="layers")
+def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
+    """The inverse: these pages hold what the bytes say."""
+    N, at = pages_N.shape[0], 0
+
+    def write(leaf):
+        nonlocal at
+        size = leaf.dtype.itemsize
+        width = math.prod(leaf.shape[1:]) * size
+        own = bytes_NX[:, at : at + width].reshape(N, *leaf.shape[1:], *([size] if size > 1 else []))
+        at += width
+        return leaf.at[pages_N].set(jax.lax.bitcast_convert_type(own, leaf.dtype))
+
+    return jax.tree.map(write, layers)
 
 
 @partial(jax.jit, donate_argnames="slots")

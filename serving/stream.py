@@ -1,5 +1,7 @@
 """A request on its way: the text, log-probabilities and times of its streams, as results for the user."""
 
+import math
+
 from .detokenizer import Detokenizer
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .request import SamplingParams
@@ -29,9 +31,9 @@ class Stream:
         """Take a token; the reason to finish, if this is the last one."""
         seq, p = self.seq, self.params
         if score is not None:
-            entry = logprob_entry(score, p.logprobs, self.tokenizer)
-            self.logprobs.append(entry)
-            self.cumulative += entry[token].logprob
+            self.cumulative += score[1]
+            if self.logprobs is not None:
+                self.logprobs.append(logprob_entry(score, p.logprobs, self.tokenizer))
         enough = seq.num_output >= p.min_tokens
         stopped = token in seq.stop_ids
         if self.detokenizer is not None and (not stopped or p.include_stop_str_in_output):
@@ -53,13 +55,18 @@ class Stream:
                 reason, self.stop_reason = "stop", self.detokenizer.stopped
         self.finish_reason = reason
 
-    def output(self) -> CompletionOutput:
+    @property
+    def likelihood(self) -> float:
+        """Of a token, on average."""
+        return self.cumulative / self.seq.num_output if self.seq.num_output else -math.inf
+
+    def output(self, index: int) -> CompletionOutput:
         self.parts = ["".join(self.parts)]
         return CompletionOutput(
-            index=self.seq.index,
+            index=index,
             text=self.parts[0],
             token_ids=self.seq.tokens[self.seq.num_prompt :],
-            cumulative_logprob=None if self.logprobs is None else self.cumulative,
+            cumulative_logprob=self.cumulative if self.params.scored else None,
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -108,7 +115,7 @@ class Request:
             prompt=self.prompt,
             prompt_token_ids=seq.tokens[: seq.num_prompt],
             prompt_logprobs=self.prompt_logprobs(),
-            outputs=[stream.output() for stream in self.streams],
+            outputs=[stream.output(index) for index, stream in enumerate(self.chosen())],
             metrics=RequestMetrics(
                 arrival_time=self.arrival,
                 first_scheduled_time=self.first_scheduled,
@@ -119,6 +126,22 @@ class Request:
             num_cached_tokens=seq.num_cached,
             finished=self.finished,
         )
+
+    def chosen(self) -> list[Stream]:
+        """Those that are the answer: all, or the likeliest so far."""
+        if len(self.streams) == self.params.n:
+            return self.streams
+        return sorted(self.streams, key=lambda stream: stream.likelihood, reverse=True)[: self.params.n]
+
+    def facts(self) -> dict[str, int]:
+        """What it was about, in numbers."""
+        seqs = self.sequences
+        return {
+            "prompt_tokens": seqs[0].num_prompt,
+            "cached_tokens": seqs[0].num_cached,
+            "tokens": sum(seq.num_output for seq in seqs),
+            "preemptions": sum(seq.num_preemptions for seq in seqs),
+        }
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """One entry a prompt token; the first has nothing before it to be predicted from."""

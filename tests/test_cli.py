@@ -19,9 +19,9 @@ import quire
 from quire.__main__ import COMMANDS, main
 from quire.model.config import ModelError
 from quire.scripts import chat, collect_env, generate, options
+from quire.serving.options import EngineOptions
 from quire.serving.outputs import CompletionOutput, RequestOutput
 from quire.serving.request import RequestError, SamplingParams
-from quire.serving.setup import EngineOptions
 
 TOO_LONG = RequestError("prompt", "has 9 tokens; at most 8 fit")
 WORDS = ("Once ", "upon ", "a ", "time. ")
@@ -41,6 +41,12 @@ class FakeLLM:
         self.closed = 0
         self.on_word: Callable[[int], Any] = lambda count: None
         FakeLLM.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
 
     def chat_prompt(self, messages):
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)

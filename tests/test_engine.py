@@ -1,5 +1,7 @@
 """The engine against the decoder without a cache: random mixes of requests, token for token."""
 
+import json
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -11,12 +13,16 @@ import pytest
 from quire.model import dense
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
+from quire.serving import disk as disk_module
+from quire.serving.disk import DiskPages
 from quire.serving.engine import Engine
 from quire.serving.pages import PageTable
 from quire.serving.request import RequestError, SamplingParams, Terms
 from quire.serving.runner import Runner
 from quire.serving.scheduler import POINT, Limits
 from quire.serving.step import page_bytes
+from quire.serving.tiers import Tiers
+from quire.serving.trace import Trace
 from quire.sharding.spec import random_arrays
 
 LENGTH, VOCAB = 64, 96
@@ -45,12 +51,13 @@ def oracle(weights):
     return logprobs
 
 
-def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG) -> Engine:
+def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG, tiers=None) -> Engine:
     """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same shape."""
-    runner = Runner(config, weights, Limits(4, 16, 16), num_pages, 8, LENGTH)
+    load = lambda: weights  # noqa: E731
+    runner = Runner(config, weights, Limits(4, 16, 16), num_pages, 8, LENGTH, True, load)
     if compiled is not None:
-        runner.compiled = compiled.runner.compiled
-    return Engine(runner, None, PageTable(num_pages, 8, CONFIG.windows), LENGTH)
+        runner.compiled, runner.mover.programs = compiled.runner.compiled, compiled.runner.mover.programs
+    return Engine(runner, None, PageTable(num_pages, 8, CONFIG.windows, tiers=tiers), LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +360,7 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(weights, oracle, en
     engine.step()
     launch = engine.runner.launch
 
-    def explode(plan):
+    def explode(plan, moves):
         monkeypatch.setattr(engine.runner, "launch", launch)
         raise RuntimeError("injected")
 
@@ -444,7 +451,7 @@ def test_the_same_prompt_again_computes_its_last_page_alone(weights, engine):
     prompt = list(range(41))
     rows = []
     launch = engine.runner.launch
-    engine.runner.launch = lambda plan: rows.append(plan.num_rows) or launch(plan)
+    engine.runner.launch = lambda plan, moves: rows.append(plan.num_rows) or launch(plan, moves)
     first = run(engine, {0: [("a", prompt, params)]})["a"]
     rows.clear()
     again = run(engine, {0: [("b", prompt, params)]})["b"]
@@ -452,17 +459,17 @@ def test_the_same_prompt_again_computes_its_last_page_alone(weights, engine):
     assert rows == [1, 1]
     assert bits(first) == bits(again)
     longer = run(engine, {0: [("c", [*prompt, *again.outputs[0].token_ids, 5], params)]})["c"]
-    assert longer.num_cached_tokens == 40
+    assert longer.num_cached_tokens == 42  # the last page is a copy of the one that the second request left
 
 
 def test_answers_of_one_request_share_its_prompt(weights, engine):
     engine = make(weights, compiled=engine)
     most = 0
 
-    def watch(plan, launch=engine.runner.launch):
+    def watch(plan, moves, launch=engine.runner.launch):
         nonlocal most
         most = max(most, sum(group.num_pages - 1 - group.free for group in engine.pages.groups[:1]))
-        return launch(plan)
+        return launch(plan, moves)
 
     engine.runner.launch = watch
     params = SamplingParams(temperature=1, n=4, seed=1, max_tokens=6, ignore_eos=True)
@@ -479,7 +486,7 @@ def test_a_salt_keeps_prompts_apart(weights, engine):
         while engine.busy:
             engine.step()
         cached.append(request.output().num_cached_tokens)
-    assert cached == [0, 0, 0, 24, 24]
+    assert cached == [0, 0, 0, 29, 29]
     for wrong in ("", 7):
         with pytest.raises(RequestError, match="cache_salt"):
             Terms(cache_salt=wrong)
@@ -499,7 +506,7 @@ def test_what_failed_is_not_found_again(weights, engine, monkeypatch):
     assert run(engine, {0: [("a", prompt, params)]})["a"].outputs[0].finish_reason == "error"
     monkeypatch.setattr(engine.runner, "collect", collect)
     assert run(engine, {0: [("b", prompt, params)]})["b"].num_cached_tokens == 0
-    assert run(engine, {0: [("c", prompt, params)]})["c"].num_cached_tokens == 24
+    assert run(engine, {0: [("c", prompt, params)]})["c"].num_cached_tokens == 29
     engine.recover([], {})
     assert run(engine, {0: [("d", prompt, params)]})["d"].num_cached_tokens == 0
 
@@ -514,6 +521,199 @@ def test_prompt_logprobs_are_computed_whatever_is_cached(weights, engine, oracle
     scores = oracle(prompt)
     for place, entry in enumerate(output.prompt_logprobs[1:]):
         assert entry[prompt[place + 1]].logprob == pytest.approx(scores[place, prompt[place + 1]], abs=1e-4)
+
+
+# What has no room on the device
+
+
+def tiers_for(engine: Engine, host_pages: int, disk: DiskPages | None = None) -> Tiers:
+    sizes = engine.runner.mover.page_bytes
+    return Tiers(sizes, host_pages * max(sizes), disk, b"this model")
+
+
+def chats(rng, count: int) -> dict[int, list]:
+    """Requests whose prompts begin alike, one after the other and some together."""
+    arrivals: dict[int, list] = {}
+    for index, prompt in enumerate(turns(rng, count)):
+        params = SamplingParams(
+            temperature=float(rng.choice([0, 1])), seed=index, max_tokens=8, logprobs=1, ignore_eos=True
+        )
+        arrivals.setdefault(int(rng.integers(0, 60)), []).append((str(index), prompt, params))
+    return arrivals
+
+
+@pytest.mark.parametrize("host_pages", [4, 400])
+def test_pages_that_come_back_from_host_and_disk_change_no_bit(weights, engine, host_pages, tmp_path):
+    """A pool in which everything has to leave, copies in host memory with room for some or for all, and a folder."""
+    rng = np.random.default_rng(host_pages)
+    plain, disk = without_cache(weights, engine), DiskPages(tmp_path, 1 << 30)
+    tiers = tiers_for(engine, host_pages, disk)
+    small = make(weights, compiled=engine)
+    small.pages = small.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows, tiers=tiers)
+    bare = make(weights, compiled=engine)
+    bare.pages = bare.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows)
+    cached = {"tiers": 0, "none": 0}
+    before = engine.runner.compiles.recompiles
+    for _ in range(6):
+        arrivals = chats(rng, 12)
+        expected = {name: bits(output) for name, output in run(plain, arrivals).items()}
+        for name, other in (("tiers", small), ("none", bare)):
+            outputs = run(other, arrivals)
+            assert {key: bits(output) for key, output in outputs.items()} == expected
+            cached[name] += sum(output.num_cached_tokens for output in outputs.values())
+    assert cached["tiers"] > 1.1 * cached["none"]
+    assert engine.runner.compiles.recompiles == before
+    small.close()
+    assert bool(disk.sizes)
+
+
+def test_another_process_goes_on_with_what_the_first_computed(weights, engine, tmp_path):
+    prompt, params = list(range(41)), SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+
+    def serve(folder) -> tuple[int, list]:
+        own = make(weights, compiled=engine, tiers=tiers_for(engine, 50, DiskPages(folder, 1 << 30)))
+        output = run(own, {0: [("a", prompt, params)]})["a"]
+        own.close()
+        return output.num_cached_tokens, bits(output)
+
+    first = serve(tmp_path)
+    assert first[0] == 0
+    assert serve(tmp_path) == (40, first[1])
+    for path in tmp_path.iterdir():  # every file is damaged, each in its own way
+        raw = bytearray(path.read_bytes())
+        raw[len(path.name) * 7919 % len(raw)] ^= 1
+        path.write_bytes(raw if path.name[0] < "8" else raw[: len(raw) // 2])
+    assert serve(tmp_path) == first
+    assert serve(tmp_path) == (40, first[1])
+
+
+def test_names_that_collide_never_lead_to_another_prompt(weights, engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tiers, "name", lambda self, node, group: f"all.{group}.page")
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+    plain = without_cache(weights, engine)
+    for start in (0, 1, 2):
+        prompt = list(range(start, start + 41))
+        own = make(weights, compiled=engine, tiers=tiers_for(engine, 50, DiskPages(tmp_path, 1 << 30)))
+        output = run(own, {0: [("a", prompt, params)]})["a"]
+        own.close()
+        assert bits(output) == bits(run(plain, {0: [("a", prompt, params)]})["a"])
+
+
+def test_a_disk_that_takes_nothing_hurts_nobody(weights, engine, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(disk_module, "private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    rng = np.random.default_rng(3)
+    plain = without_cache(weights, engine)
+    small = make(weights, compiled=engine)
+    tiers = tiers_for(engine, 2, DiskPages(tmp_path, 1 << 30))
+    small.pages = small.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows, tiers=tiers)
+    arrivals = chats(rng, 12)
+    expected = {name: bits(output) for name, output in run(plain, arrivals).items()}
+    assert {name: bits(output) for name, output in run(small, arrivals).items()} == expected
+    small.close()
+    assert "cannot write KV pages" in caplog.text and not list(tmp_path.iterdir())
+
+
+def test_a_failed_step_leaves_what_the_host_has(weights, engine, tmp_path, monkeypatch):
+    own = make(weights, compiled=engine, tiers=tiers_for(engine, 400))
+    for group in own.pages.groups:
+        group.blank = group.blank[:8]  # the second prompt drives the first one out
+    monkeypatch.setattr(own.scheduler, "check", lambda: None)
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
+    first = run(own, {0: [("a", list(range(60)), params)]})["a"]
+    run(own, {0: [("b", list(range(30, 90)), params)]})
+    own.recover([], {})
+    again = run(own, {0: [("c", list(range(60)), params)]})["c"]
+    assert bits(again) == bits(first)
+    assert again.num_cached_tokens > 0
+
+
+# Sleep
+
+
+@pytest.mark.parametrize(("level", "keep"), [(1, False), (1, True), (2, False), (2, True)])
+def test_sleep_frees_the_device_and_loses_no_token(weights, engine, level, keep):
+    copies = jax.tree.map(jnp.array, weights)
+    own = make(copies, compiled=engine)
+    own.runner.load_weights = lambda: jax.tree.map(jnp.array, weights)
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
+    prompts = [list(range(start, start + 20)) for start in range(6)]
+    expected = [bits(run(engine, {0: [("x", prompt, params)]})["x"]) for prompt in prompts]
+    requests = [own.add(str(index), prompt, params) for index, prompt in enumerate(prompts)]
+    for _ in range(8):
+        own.step()
+    held = jax.tree.leaves((own.runner.weights, own.runner.state))
+    before = engine.runner.compiles.recompiles
+    own.sleep(level, keep)
+    assert all(leaf.is_deleted() for leaf in held)
+    assert not own.busy and not own.step()
+    with pytest.raises(RequestError, match="asleep"):
+        own.add("more", [1], params)
+    own.scheduler.check()
+    own.wake_up()
+    while own.busy:
+        own.step()
+        own.scheduler.check()
+    assert [bits(request.output()) for request in requests] == expected
+    assert engine.runner.compiles.recompiles == before
+    again = run(own, {0: [("again", prompts[0], params)]})["again"]
+    assert again.num_cached_tokens == 19 and bits(again) == expected[0]
+    with pytest.raises(RequestError, match="level"):
+        own.sleep(3)
+
+
+# What it did when
+
+
+def test_a_trace_tells_every_step_and_every_request(weights, engine, tmp_path):
+    own = make(weights, compiled=engine)
+    own.trace = Trace(tmp_path / "trace.json", own.clock)
+    rng = np.random.default_rng(0)
+    arrivals, _, _ = random_mix(rng)
+    plans, launch = [], own.runner.launch
+    own.runner.launch = lambda plan, moves: plans.append(plan) or launch(plan, moves)
+    outputs = run(own, arrivals)
+    own.close()
+    events = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [event for event in events if event["ph"] == "X"]
+    steps = [event for event in spans if names[event["tid"]] == "device"]
+    assert [event["name"] for event in steps] == [f"step {number}" for number in range(len(plans))]
+    assert [event["args"]["rows"] for event in steps] == [plan.num_rows for plan in plans]
+    for lane in names:
+        own_spans = [event for event in spans if event["tid"] == lane]
+        assert all(event["dur"] >= 0 for event in own_spans)
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in zip(own_spans, own_spans[1:], strict=False))
+    host = [event["name"] for event in spans if names[event["tid"]] == "host"]
+    assert {"schedule", "launch", "collect", "update"} == set(host)
+    requests = [event for event in events if event.get("cat") == "request"]
+    for name, output in outputs.items():
+        mine = [event for event in requests if event["id"] == name]
+        assert [(event["name"], event["ph"]) for event in mine] == [
+            (part, phase) for part in ("wait", "read", "write") for phase in "be"
+        ]
+        assert mine[-2]["args"]["tokens"] == len(output.outputs[0].token_ids)
+        assert mine[0]["args"]["prompt_tokens"] == len(output.prompt_token_ids)
+        times = [event["ts"] for event in mine]
+        assert times == sorted(times)
+
+
+# The likeliest of several
+
+
+def test_best_of_gives_the_likeliest(weights, engine):
+    prompt = [5, 6, 7]
+    every = SamplingParams(temperature=1, seed=3, n=6, max_tokens=7, logprobs=0, ignore_eos=True)
+    answers = run(engine, {0: [("all", prompt, every)]})["all"].outputs
+    best = sorted(answers, key=lambda answer: answer.cumulative_logprob, reverse=True)[:2]
+    params = SamplingParams(temperature=1, seed=3, n=2, best_of=6, max_tokens=7, ignore_eos=True)
+    chosen = run(engine, {0: [("best", prompt, params)]})["best"].outputs
+    assert [answer.token_ids for answer in chosen] == [answer.token_ids for answer in best]
+    assert [answer.index for answer in chosen] == [0, 1]
+    assert [answer.cumulative_logprob for answer in chosen] == [answer.cumulative_logprob for answer in best]
+    assert all(answer.logprobs is None for answer in chosen)
+    for wrong in (1, 0, "x", 1000):
+        with pytest.raises(RequestError, match="best_of"):
+            SamplingParams(n=2, best_of=wrong)
 
 
 # The order of the queue, and its ends
@@ -586,6 +786,32 @@ def test_a_timeout_ends_a_request_with_what_it_has(weights, oracle, engine):
     for request in (patient, *other):
         check_greedy(oracle, request.output(), params)
     assert len(engine.deadlines) <= 1  # that of who was done in time stays until it is due
+
+
+def test_each_key_gets_an_equal_share(weights, engine):
+    """One caller with a hundred requests, and one who comes later with four: these wait for no more than their turn."""
+    engine = make(weights, compiled=engine)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for index in range(100):
+        engine.add(f"many {index}", [index % VOCAB] * 10, params, terms=Terms(share_key="many"))
+    ended: list[str] = []
+
+    def step() -> None:
+        ended.extend(request.request_id for request in engine.step() if request.finished)
+        engine.scheduler.check()
+
+    for _ in range(5):
+        step()
+    few = [engine.add(f"few {i}", [i] * 10, params, terms=Terms(share_key="few")) for i in range(4)]
+    before = len(ended)
+    while engine.busy:
+        step()
+    assert all(request.finished for request in few) and len(ended) == 104
+    last = max(ended.index(request.request_id) for request in few)
+    assert 4 <= last - before < 16  # about every second one is theirs until they are done
+    assert not engine.scheduler.waiting.present and not engine.scheduler.waiting.given
+    with pytest.raises(RequestError, match="share_key"):
+        Terms(share_key="")
 
 
 def test_a_full_queue_refuses(weights, engine):

@@ -1,29 +1,70 @@
 """The page table against a plain model of who owns what and which page holds which tokens, over random operations."""
 
+from concurrent.futures import Future
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.serving.pages import PageTable
+from quire.serving.prefix import Found
+from quire.serving.recall import ready, saving
 from quire.serving.request import SamplingParams
 from quire.serving.sequence import Sequence
+from quire.serving.tiers import Tiers
 
 
 def sequence(tokens=(0,), salt: str | None = None) -> Sequence:
     return Sequence(0, list(tokens), len(tokens), SamplingParams(), 10**6, 0, salt=salt)
 
 
+class Disk(dict):
+    """A folder of pages that never fails."""
+
+    def write(self, name, digest, group, tokens, data):
+        self[name] = (digest, group, tokens, data)
+        return True
+
+    def read(self, name, digest, group, tokens, nbytes):
+        assert self[name][:3] == (digest, group, tokens)
+        return self[name][3]
+
+    def discard(self, name):
+        self.pop(name, None)
+
+
+class AtOnce:
+    """A thread that has done everything before it is asked."""
+
+    def submit(self, job, *given):
+        future = Future()
+        future.set_result(job(*given))
+        return future
+
+    def shutdown(self):
+        pass
+
+
 class Pages(RuleBasedStateMachine):
     """Sequences that begin, grow, slide, end and give way, over a pool too small for them.
 
-    `holds` is what is written in each page of each group: the salt, with all tokens up to the page's end.
+    `holds` is what is written in each page of each group: the salt, with all tokens up to the last in the page. What
+    the table says is to be moved is moved just before rows are written, as in the engine.
     """
 
-    @initialize(size=st.sampled_from([1, 2, 4]), pages=st.tuples(*[st.integers(8, 24)] * 3))
-    def make(self, size, pages):
+    @initialize(
+        size=st.sampled_from([1, 2, 4]),
+        pages=st.tuples(*[st.integers(8, 24)] * 3),
+        host=st.sampled_from([None, 3, 12, 1000]),
+        disk=st.booleans(),
+    )
+    def make(self, size, pages, host, disk):
         self.size, self.chunk = size, 2 * size
-        self.table = PageTable(pages, size, [None, 3 * size, 5])
+        tiers = None if host is None else Tiers([1, 1, 1], host, Disk() if disk else None)
+        if tiers is not None:
+            tiers.reader = tiers.writer = AtOnce()
+        self.table = PageTable(pages, size, [None, 3 * size, 5], tiers=tiers)
         self.live: list[Sequence] = []
         self.holds: list[dict[int, tuple]] = [{}, {}, {}]
 
@@ -32,16 +73,25 @@ class Pages(RuleBasedStateMachine):
         return 0 if window is None else max(0, position - window + 1) // self.size
 
     def known(self, group: int) -> set[tuple]:
-        """What can be found by its content: full pages that somebody has or that are kept."""
-        found = self.table.tree.where[group]
-        return {content for page, content in self.holds[group].items() if page in found}
+        """What can be found by its content: full pages that somebody has, that are kept, or that the host has."""
+        table, holds = self.table, dict(self.holds[group])
+        for own, origin, target in table.moves.within:
+            if own == group:
+                holds[target] = holds[origin]
+        holds |= {page: copy.data for (own, page), copy in table.moves.back.items() if own == group}
+        found = {holds.get(page) for page in table.tree.where[group]}
+        if table.tiers is not None:
+            found |= {copy.data for copy in table.tiers.copies if copy.group == group}
+        return found
 
     @rule(
         data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from([None, "a"])
     )
     def begin(self, data, tokens, salt):
         seq = sequence(tokens, salt)
-        path = self.table.match(seq)
+        while not ready(self.table, seq):
+            pass
+        found = self.table.match(seq)
         longest = max(
             n
             for n in range((len(tokens) - 1) // self.size + 1)
@@ -51,14 +101,28 @@ class Pages(RuleBasedStateMachine):
                 for page in range(self.first_seen(group, n * self.size), n)
             )
         )
-        assert len(path) == longest
-        if not self.table.admits(seq, path, self.live, self.chunk):
+        assert len(found.path) == longest
+        assert found.rows < self.size or not found.rows
+        if not self.table.admits(seq, found.path, self.live, self.chunk):
             return
-        self.table.adopt(seq, path)
+        self.table.adopt(seq, found)
         self.live.append(seq)
-        for group, table in enumerate(seq.pages):
-            for page in range(self.first_seen(group, seq.num_computed), longest):
-                assert self.holds[group][table[page]] == (salt, *tokens[: (page + 1) * self.size])
+        assert seq.num_computed == longest * self.size + found.rows < len(tokens)
+
+    def move(self):
+        """What the table asks for; then every sequence must find what it has computed."""
+        moves = self.table.take_moves()
+        for page, copy in moves.out:
+            copy.data = self.holds[copy.group].get(page)
+        for group, origin, target in moves.within:
+            self.holds[group][target] = self.holds[group][origin]
+        for (group, page), copy in moves.back.items():
+            self.holds[group][page] = copy.data
+        for seq in self.live:
+            for group, table in enumerate(seq.pages):
+                for page in range(self.first_seen(group, seq.num_computed), -(-seq.num_computed // self.size)):
+                    end = min(seq.num_computed, (page + 1) * self.size)
+                    assert self.holds[group][table[page]][: end + 1] == (seq.salt, *seq.tokens[:end])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -78,16 +142,14 @@ class Pages(RuleBasedStateMachine):
             assert free == [group.free for group in self.table.groups], "a refusal must change nothing"
             self.end(seq)
             return
+        self.table.enter(seq, end)
+        self.move()
         for group, pages in enumerate(seq.pages):
             assert all(new == old for old, new in zip(before[group], pages, strict=False))
             assert all(pages[page] for page in range(self.first_seen(group, seq.num_computed), len(pages)))
             for page in range(seq.num_computed // self.size, len(pages)):
-                if (page + 1) * self.size <= end:
-                    self.holds[group][pages[page]] = (seq.salt, *seq.tokens[: (page + 1) * self.size])
-                else:
-                    self.holds[group].pop(pages[page], None)
+                self.holds[group][pages[page]] = (seq.salt, *seq.tokens[: min(end, (page + 1) * self.size)])
         seq.num_computed = end
-        self.table.enter(seq, seq.num_computed)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -105,12 +167,22 @@ class Pages(RuleBasedStateMachine):
         self.table.disown(seq)
         for group, table in enumerate(seq.pages):
             assert not self.table.tree.where[group].keys() & set(table)
+        begun_alike = (seq.salt, *seq.tokens[: self.size])
+        assert all(begun_alike not in self.known(group) for group in range(3))
         self.end(seq)
 
     @rule()
     def forget(self):
         self.table.forget()
         assert not any(self.known(group) for group in range(3))
+
+    @rule()
+    def fail(self):
+        """A step fails: the device's pages are gone with all that runs, and what the host has is not."""
+        for seq in list(self.live):
+            self.end(seq)
+        self.table.lose()
+        self.holds = [{}, {}, {}]
 
     @invariant()
     def adds_up(self):
@@ -136,6 +208,7 @@ def compute(table: PageTable, seq: Sequence, count: int | None = None) -> None:
     assert table.grow(seq, end)
     seq.num_computed = end
     table.enter(seq, seq.num_computed)
+    table.take_moves()
 
 
 def begin(table: PageTable, tokens, salt: str | None = None) -> Sequence:
@@ -152,13 +225,78 @@ def test_a_prompt_finds_what_another_left():
     assert two.num_computed == 8 and two.pages[0] == one.pages[0][:2]
     table.release(one)
     table.release(two)
-    assert begin(table, range(10)).num_computed == 8
-    assert begin(table, range(8)).num_computed == 4  # the last token's row is needed
-    assert begin(table, [0, 1, 2, 3, 4, 5, 6, 0]).num_computed == 4
+    assert begin(table, range(10)).num_computed == 9
+    assert begin(table, range(8)).num_computed == 7  # the last token's row is needed
+    assert begin(table, [0, 1, 2, 3, 4, 5, 0, 0]).num_computed == 6
     assert begin(table, range(10), salt="other").num_computed == 0
     wants_scores = sequence(range(10))
     wants_scores.prompt_scores = [None] * 9
-    assert table.match(wants_scores) == []
+    assert table.match(wants_scores) == Found([])
+
+
+def test_a_prompt_that_parts_inside_of_a_page_gets_a_copy_of_it():
+    table = PageTable([20, 20], 4, [None, 6])
+    one = begin(table, range(11))
+    compute(table, one)
+    pages = [list(group) for group in one.pages]
+    assert begin(table, [*range(10), 99, 98]).num_computed == 8  # its last page is not full, and it still writes there
+    table.release(one)
+    two, three = begin(table, [*range(10), 99, 98]), begin(table, [*range(9), 97, 96])
+    assert (two.num_computed, three.num_computed) == (10, 9)
+    assert table.moves.within == [
+        (group, pages[group][2], seq.pages[group][2]) for seq in (two, three) for group in range(2)
+    ]
+    assert begin(table, [*range(5), 7, 7]).num_computed == 5
+    table.release(two)
+    assert begin(table, [*range(10), 99, 98]).num_computed == 10  # of the first: the copy is not made yet
+    assert table.moves.within[-1][1] == pages[-1][2]
+
+
+def test_what_has_no_room_goes_to_the_host_and_to_disk_and_comes_back():
+    disk = Disk()
+    tiers = Tiers([1], 2, disk)
+    tiers.reader = tiers.writer = AtOnce()
+    table = PageTable([5], 4, [None], tiers=tiers)
+
+    def move(moves) -> None:
+        assert all(copy.data is not None for copy in moves.back.values())
+        for page, copy in moves.out:
+            copy.data = ("was on page", page)
+
+    def serve(tokens) -> int:
+        seq = sequence(tokens)
+        while not ready(table, seq):
+            pass
+        table.adopt(seq, table.match(seq))
+        cached = seq.num_computed
+        move(table.take_moves())
+        table.slide(seq)
+        assert table.grow(seq, len(tokens))
+        seq.num_computed = len(tokens)
+        table.enter(seq, len(tokens))
+        move(table.take_moves())
+        table.release(seq)
+        table.check([])
+        return cached
+
+    assert serve([1] * 16) == 0
+    assert serve([2] * 16) == 0  # four pages leave the device, and two of them the host when they have arrived
+    assert len(tiers.copies) == 4 and not disk
+    assert serve([3] * 4) == 0
+    assert len(tiers.copies) == 2 and len(disk) == 3
+    assert serve([1] * 16) == 12  # the last token's row is needed, and so its page
+    assert serve([2] * 16) == 12
+    for moves in saving(table):
+        move(moves)
+    assert {data for *_, data in disk.values()} and len(disk) == 9
+
+    again = PageTable([5], 4, [None], tiers=Tiers([1], 4, disk))
+    again.tiers.reader = AtOnce()
+    table, tiers = again, again.tiers
+    assert serve([2] * 16) == 12
+    tiers.identity = b"another model"
+    table.forget()
+    assert serve([2] * 16) == 0
 
 
 def test_switched_off_it_keeps_nothing():
@@ -178,8 +316,8 @@ def test_what_is_left_longest_goes_first():
         table.release(seq)
     third = begin(table, [3] * 8)
     compute(table, third)  # two of six pages: the end of the oldest prompt, not its beginning
-    assert len(table.match(sequence([1] * 13))) == 1
-    assert len(table.match(sequence([2] * 13))) == 3
+    assert len(table.match(sequence([1] * 13)).path) == 1
+    assert len(table.match(sequence([2] * 13)).path) == 3
 
 
 def test_a_window_needs_only_what_it_sees():
@@ -225,7 +363,7 @@ def test_a_sequence_never_holds_more_than_it_was_sized_for():
             table.slide(seq)
             assert table.grow(seq, seq.num_computed + count)
             for group, pages in zip(table.groups, seq.pages, strict=True):
-                assert sum(map(bool, pages)) <= table.most_pages(group, length, chunk)
+                assert sum(map(bool, pages)) <= group.most_pages(length, chunk)
             seq.num_computed += count
 
 

@@ -18,6 +18,7 @@ from quire.serving.request import RequestError, SamplingParams
 INFINITY, NAN = float("inf"), float("nan")
 INTEGERS = {  # field: (least, most, default)
     "n": (1, 128, 1),
+    "best_of": (1, 128, None),  # n bounds it
     "top_k": (-1, 2**31 - 1, 0),
     "seed": (-(2**63), 2**63 - 1, None),
     "max_tokens": (1, 2**31 - 1, 16),

@@ -51,6 +51,12 @@ class FakeLLM:
         self.engine = SimpleNamespace(step=self.step, abort=self.abort, busy=False)
         FakeLLM.made.append(self)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
     def chat_prompt(self, messages, add_generation_prompt, **options):
         if "refuse" in messages[-1]["content"]:
             raise RequestError("messages", "chat template: no")

@@ -186,7 +186,7 @@ def test_who_gave_way_finds_its_pages_again():
     scheduler.preempt(seq)
     device.step()  # takes in its last token
     (item,) = scheduler.schedule().items
-    assert item.begins and item.start == 32 and item.start + item.num_rows == seq.num_tokens - 1 <= 35
+    assert item.begins and (item.start, item.num_rows) == (34, 1) and seq.num_tokens == 36  # with the one it draws now
     assert seq.num_cached == 0 and seq.num_preemptions == 1
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.scripts.simulation import Cost, Job, Simulation, conversations, reasons
+from quire.scripts.simulation import Cost, Job, Policy, Simulation, conversations, reasons
 from quire.serving.pages import PageTable
 from quire.serving.scheduler import POINT, Limits
 
@@ -102,12 +102,28 @@ def test_continuous_batching_beats_static_batches():
     """Two to five times, as is published, on a device whose steps cost much the same for any number of rows."""
     jobs = conversations(400, 1000.0, 7, limit=1000)
     ends = {}
-    for static in (False, True):
-        simulation = make((6000, 3000), limits=(32, 512, 32), static=static, cost=Cost(0.008, 0.00002))
+    for policy in (Policy.continuous, Policy.static):
+        simulation = make((6000, 3000), limits=(32, 512, 32), policy=policy, cost=Cost(0.008, 0.00002))
         fates = simulation.run(jobs)
         check_ends(simulation, fates, jobs)
-        ends[static] = simulation.now
-    assert 2 < ends[True] / ends[False] < 5
+        ends[policy] = simulation.now
+    assert 2 < ends[Policy.static] / ends[Policy.continuous] < 5
+
+
+def test_batches_wait_to_be_full_or_for_so_long():
+    """Four slots, six requests a second apart and at last one more: who begins when, by policy."""
+    jobs = [Job(float(second), [second], 3) for second in (0, 1, 2, 3, 4, 5, 90)]
+    starts = {}
+    for policy in Policy:
+        simulation = make((100, 100), limits=(4, 64, 16), policy=policy, delay=1.5)
+        fates = simulation.run(jobs)
+        check_ends(simulation, fates, jobs)
+        starts[policy] = [round(fate.started, 1) for fate in fates]
+    assert starts == {
+        Policy.continuous: [0, 1, 2, 3, 4, 5, 90],
+        Policy.dynamic: [1.5, 1.5, 3.5, 3.5, 5.5, 5.5, 90],
+        Policy.static: [3, 3, 3, 3, 90, 90, 90],
+    }
 
 
 def test_chunks_keep_the_gaps_between_tokens_short():

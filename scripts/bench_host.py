@@ -1,0 +1,124 @@
+"""`quire bench host`: what a step costs the host, with a device that takes no time."""
+
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+
+from . import bench_load as load
+from . import bench_report as reports
+from . import options as o
+from .plan import table
+
+PARTS = {"schedule": "schedule", "launch": "arrays", "update": "take in"}
+WARM_UP = 20  # steps
+
+
+def main(
+    context: typer.Context,
+    num_seqs: Annotated[int, o.sized("--num-seqs", "Sequences that decode together.", "N", load.DATA)] = 256,
+    input_len: Annotated[
+        list[int] | None,
+        typer.Option(
+            parser=o.size,
+            metavar="TOKENS",
+            help="How long each is; may be given several times.",
+            show_default="100, 500, 850",
+            rich_help_panel=load.DATA,
+        ),
+    ] = None,
+    num_steps: Annotated[int, o.sized("--num-steps", "Steps to measure.", "N", load.DATA)] = 100,
+    as_json: reports.Json = None,
+    save_result: reports.SaveResult = False,
+) -> None:
+    """Decode without a device. Prints what planning a step, writing its arrays and taking in its tokens cost."""
+    report = reports.report(context, as_json, save_result, None)
+    load.above_zero(num_seqs=num_seqs, num_steps=num_steps, input_len=min(input_len or [1]))
+    rows = []
+    for length in input_len or [100, 500, 850]:
+        laps = measure(num_seqs, length, num_steps)
+        own = {part: median(laps[part]) * 1e3 for part in PARTS}
+        rows.append({"input_len": length, **own, "together": sum(own.values())})
+    heading = f"{num_seqs} sequences of the bundled model that decode: milliseconds a step, medians of {num_steps}"
+    cells = [(row["input_len"], *(f"{row[part]:.3f}" for part in (*PARTS, "together"))) for row in rows]
+    text = f"{heading}\n\n{table(('tokens each', *PARTS.values(), 'together'), cells)}"
+    report.write({"num_seqs": num_seqs, "rows": rows}, text, lambda figure: None)
+
+
+def measure(num_seqs: int, length: int, num_steps: int) -> dict[str, list[float]]:
+    """Seconds of the parts of each step, once all sequences decode."""
+    from ..serving.request import SamplingParams
+    from ..serving.trace import NoTrace
+
+    class Laps(NoTrace):
+        """Keeps the times in place of writing them."""
+
+        def begin(self) -> None:
+            self.at = perf_counter()
+
+        def lap(self, name: str) -> None:
+            now = perf_counter()
+            laps.setdefault(name, []).append(now - self.at)
+            self.at = now
+
+        def launched(self, plan) -> None:
+            self.lap("launch")
+
+        def collected(self) -> None:
+            self.lap("collect")
+
+        def end(self, requests, **counts) -> None:
+            self.lap("update")
+
+    laps: dict[str, list[float]] = {}
+    engine = pretended_engine(num_seqs, length + WARM_UP + num_steps + 8)
+    engine.trace = Laps()
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    for index in range(num_seqs):
+        engine.add(str(index), [index % 500 + 3] * length, params)
+    while any(seq.missing > 1 for seq in [*engine.scheduler.running, *engine.scheduler.waiting]):
+        engine.step()
+    for _ in range(WARM_UP):
+        engine.step()
+    laps.clear()
+    for _ in range(num_steps):
+        engine.step()
+    return laps
+
+
+def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
+    """The engine of the bundled model with room for so many sequences, and a device that is not there.
+
+    Every row draws the same token, at once.
+    """
+    import numpy as np
+
+    from ..model import checkpoint, hub
+    from ..model.tokenizer import Tokenizer
+    from ..ops.sampling import MAX_LOGPROBS, Sampled
+    from ..serving.engine import Engine
+    from ..serving.pages import PageTable
+    from ..serving.runner import Runner
+    from ..serving.scheduler import Limits
+
+    folder = hub.resolve(None)
+    config = checkpoint.read_config(folder, "auto", None)
+    if longest > config.max_len:
+        raise o.UsageError(f"sequences grow to {longest} tokens; the bundled model was made for {config.max_len}")
+    tokenizer, groups = Tokenizer(folder), len(config.windows)
+    runner = Runner(config, None, Limits(num_seqs, num_rows, max(num_seqs, 16)), (2,) * groups, 16, config.max_len)
+    token = tokenizer.encode(" the", add_special_tokens=False)[0]
+
+    def drawn(R: int) -> Sampled:
+        zeros, best = np.zeros(R, np.float32), np.zeros((R, MAX_LOGPROBS), np.float32)
+        return Sampled(np.full(R, token), zeros, np.ones(R, np.int32), best.astype(np.int32), best, np.ones(R, bool))
+
+    def compiled(size):
+        sampled = drawn(size.samples)
+        return lambda weights, state, buffer: (sampled, state)
+
+    runner.compiled = {size: compiled(size) for size in runner.batcher.layouts}
+    runner.mover.programs = {("within", group): lambda layers, *pages: layers for group in range(groups)}
+    pages = PageTable((num_seqs * (-(-longest // 16) + 1) + 1,) * groups, 16, config.windows)
+    return Engine(runner, tokenizer, pages, config.max_len)

@@ -1,0 +1,152 @@
+"""KV pages as files: they outlive the process, and a file that is not whole is as good as none."""
+
+import hashlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("quire")
+
+MAGIC = b"quire KV page 1\n"
+HEAD = struct.Struct("<16s32s32sII")  # magic, checksum, digest, cache group, tokens; tokens and the page's bytes follow
+Buffer = Any  # bytes, or an array that shows its own
+PAUSE = 60.0  # seconds without writing after the disk has refused
+
+
+class DiskPages:
+    """A folder of pages, each in a file named after what it holds; the ones read longest ago go when it is full.
+
+    Files appear whole under their names or not at all, and are checked when they are read: a process that is killed
+    while it writes, or a disk that fails, costs a page and never a wrong token. Used from several threads.
+    """
+
+    def __init__(self, folder: Path, capacity: int):
+        self.folder, self.capacity = folder, capacity
+        self.lock = threading.Lock()
+        self.sizes: OrderedDict[str, int] = OrderedDict()  # by name, the one used longest ago first
+        self.total = 0
+        self.resumes = 0.0
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.scan()
+
+    def scan(self) -> None:
+        """Take in what earlier processes have left, and clear away what they did not finish."""
+        found = []
+        for entry in os.scandir(self.folder):
+            try:
+                if entry.name.endswith(".page"):
+                    found.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
+                elif entry.name.endswith(".part") and not alive(entry.name):
+                    os.unlink(entry.path)
+            except FileNotFoundError:
+                continue  # another process was faster
+        for _, name, size in sorted(found):
+            self.sizes[name], self.total = size, self.total + size
+        self.trim()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.sizes
+
+    def read(self, name: str, digest: bytes, group: int, tokens: bytes, nbytes: int) -> memoryview | None:
+        """The content of a page; None if the file is gone, damaged, or holds something else."""
+        path = self.folder / name
+        try:
+            raw = path.read_bytes()
+            os.utime(path)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                log.warning("cannot read the KV page %s: %s", path, error.strerror)
+            self.drop(name)
+            return None
+        with self.lock:
+            if name in self.sizes:
+                self.sizes.move_to_end(name)
+        body = memoryview(raw)[HEAD.size :]
+        if len(raw) < HEAD.size or raw[: HEAD.size] != head_of(*HEAD.unpack_from(raw)[2:], body):
+            log.warning("the KV page %s is damaged; it is removed and computed again", path)
+            self.discard(name)
+            return None
+        own = (digest, group, len(tokens) // 4)
+        if HEAD.unpack_from(raw)[2:] != own or body[: len(tokens)] != tokens or len(body) != len(tokens) + nbytes:
+            return None  # its name is the same, and what it holds is not
+        return body[len(tokens) :]
+
+    def write(self, name: str, digest: bytes, group: int, tokens: bytes, data: Buffer) -> bool:
+        """Keep a page; False if the disk did not take it."""
+        if name in self.sizes:
+            return True
+        if time.monotonic() < self.resumes:
+            return False
+        body = tokens, memoryview(data).cast("B")
+        head = head_of(digest, group, len(tokens) // 4, *body)
+        part = self.folder / f"{name}.{os.getpid()}.{threading.get_ident()}.part"
+        try:
+            with open(part, "xb", opener=private) as file:
+                for piece in (head, *body):
+                    file.write(piece)
+            os.replace(part, self.folder / name)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            self.resumes = time.monotonic() + PAUSE
+            log.warning("cannot write KV pages to %s: %s; trying again in %.0f s", self.folder, error.strerror, PAUSE)
+            return False
+        with self.lock:
+            self.sizes[name] = sum(map(len, (head, *body)))
+            self.total += self.sizes[name]
+        self.trim()
+        return True
+
+    def trim(self) -> None:
+        """Remove the files used longest ago until the rest is within the capacity."""
+        while True:
+            with self.lock:
+                if self.total <= self.capacity:
+                    return
+                name = next(iter(self.sizes))
+            self.discard(name)
+
+    def discard(self, name: str) -> None:
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cannot remove the KV page %s: %s", self.folder / name, error.strerror)
+        self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Count the file no longer."""
+        with self.lock:
+            self.total -= self.sizes.pop(name, 0)
+
+    def clear(self) -> None:
+        """Remove every page."""
+        for name in list(self.sizes):
+            self.discard(name)
+
+
+def head_of(digest: bytes, group: int, num_tokens: int, *body: Buffer) -> bytes:
+    """The head of a file, with a checksum over all that follows it."""
+    check = hashlib.blake2b(digest_size=32, key=digest + struct.pack("<II", group, num_tokens))
+    for piece in body:
+        check.update(piece)
+    return HEAD.pack(MAGIC, check.digest(), digest, group, num_tokens)
+
+
+def private(path: str, flags: int) -> int:
+    """Prompts are nobody else's business."""
+    return os.open(path, flags, 0o600)
+
+
+def alive(part: str) -> bool:
+    """Whether the process that writes this file still runs."""
+    try:
+        os.kill(int(part.split(".")[-3]), 0)
+    except (ValueError, IndexError, ProcessLookupError):
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,73 @@
+"""What a user can choose about an engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..model.config import ModelError
+
+HOST = 256 << 20  # bytes of host memory on the way to the disk
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a user can choose; the names are those of the flags."""
+
+    model: str | None = None  # None: the bundled model
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    quantization: str | None = None  # int8, int4 and their variants: weights are rounded while they are loaded
+    max_model_len: int | None = None  # None: the model's own; -1: the longest that fits
+    block_size: int = 16
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    kv_cache_dtype: str = "auto"  # or bfloat16, or int8 with a scale a position and head
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None  # for everything; None: 0.9, and on a CPU a part of what is free
+    enable_prefix_caching: bool = True
+    kv_cache_host_bytes: int | None = None  # for pages that the cache has no room for; None: 0, or HOST where a disk is
+    kv_cache_disk: str | None = None  # a folder for those that the host has no room for
+    kv_cache_disk_bytes: int = 8 << 30
+    max_queued_requests: int | None = None  # more are refused; None: as many as come
+    trace: str | None = None  # a file for what the engine does when
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, low in (("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ModelError(f"{name} is {value!r}; it must be an integer of at least {low}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ModelError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running sequence gets its row"
+            )
+        length = self.max_model_len
+        if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):
+            raise ModelError(f"max_model_len is {length!r}; it must be at least 2, or -1 for the longest that fits")
+        queued = self.max_queued_requests
+        if queued is not None and (not isinstance(queued, int) or isinstance(queued, bool) or queued < 1):
+            raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ModelError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
+        for name in ("kv_cache_host_bytes", "kv_cache_disk_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ModelError(f"{name} is {value!r}; it must be a number of bytes, 0 or more")
+        if (self.kv_cache_host_bytes or self.kv_cache_disk) and not self.enable_prefix_caching:
+            name = "kv_cache_disk" if self.kv_cache_disk else "kv_cache_host_bytes"
+            raise ModelError(f"{name} keeps pages for prompts that begin alike: it needs enable_prefix_caching")
+        share = self.gpu_memory_utilization
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+            raise ModelError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            raise ModelError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive")
+
+
+def options_of(model: str | Path | None, **options) -> EngineOptions:
+    """The options as a caller gave them; one that does not exist is named."""
+    try:
+        return EngineOptions(model=None if model is None else str(model), **options)
+    except TypeError as error:
+        names = ", ".join(EngineOptions.__dataclass_fields__)
+        raise TypeError(f"{str(error).split('__init__() ')[-1]}; the options are {names}") from None

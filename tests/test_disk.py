@@ -1,0 +1,133 @@
+"""Pages on disk: whole or not there, whatever happens to the files and to the process that writes them."""
+
+import errno
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from quire.serving import disk as module
+from quire.serving.disk import DiskPages
+
+DIGEST, TOKENS = bytes(range(32)), np.arange(16, dtype=np.int32).tobytes()
+DATA = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
+WANTED = (DIGEST, 1, TOKENS, DATA.size)
+
+
+def one_page(folder):
+    disk = DiskPages(folder, 1 << 20)
+    assert disk.write("a.page", *WANTED[:3], DATA)
+    return disk
+
+
+def test_a_page_comes_back_as_it_was_also_to_another_process(tmp_path):
+    disk = one_page(tmp_path)
+    for found in (disk.read("a.page", *WANTED), DiskPages(tmp_path, 1 << 20).read("a.page", *WANTED)):
+        assert np.array_equal(found, DATA)
+    assert oct((tmp_path / "a.page").stat().st_mode)[-3:] == "600"
+    assert "b.page" not in disk and disk.read("b.page", *WANTED) is None
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_a_name_is_not_believed(tmp_path, wrong):
+    """Where two contents have the same name (a hash that collides), each is told from the other."""
+    disk = one_page(tmp_path)
+    other = [bytes(32), 0, TOKENS[::-1], DATA.size - 1]
+    wanted = [*WANTED[:wrong], other[wrong], *WANTED[wrong + 1 :]]
+    assert disk.read("a.page", *wanted) is None
+    assert np.array_equal(disk.read("a.page", *WANTED), DATA)
+
+
+def test_a_damaged_file_is_a_miss_and_a_warning(tmp_path, caplog):
+    rng = random.Random(0)
+    disk = one_page(tmp_path)
+    raw = (tmp_path / "a.page").read_bytes()
+    places = [0, 15, 16, 47, 48, 79, 80, 84, 88, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(40))]
+    damaged = [raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :] for at in places]
+    damaged += [raw[:length] for length in (0, 1, 87, 88, 200, len(raw) - 1)] + [raw + b"x"]
+    for bad in damaged:
+        disk = one_page(tmp_path)
+        (tmp_path / "a.page").write_bytes(bad)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert disk.read("a.page", *WANTED) is None
+        assert "is damaged" in caplog.text
+        assert not list(tmp_path.iterdir()) and disk.total == 0
+    assert disk.write("a.page", *WANTED[:3], DATA)
+
+
+def test_a_file_that_vanished_is_a_miss(tmp_path):
+    disk = one_page(tmp_path)
+    (tmp_path / "a.page").unlink()
+    assert disk.read("a.page", *WANTED) is None
+    assert "a.page" not in disk and disk.total == 0
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path):
+    size = len(DATA) + len(TOKENS) + module.HEAD.size
+    disk = DiskPages(tmp_path, 3 * size)
+    for name in "abc":
+        assert disk.write(f"{name}.page", *WANTED[:3], DATA)
+        time.sleep(0.01)
+    assert disk.read("a.page", *WANTED) is not None
+    assert disk.write("d.page", *WANTED[:3], DATA)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.page", "c.page", "d.page"]
+    assert disk.total == 3 * size
+    smaller = DiskPages(tmp_path, 2 * size)  # what was used last is told from the files' times
+    assert sorted(smaller.sizes) == ["a.page", "d.page"]
+    smaller.clear()
+    assert not list(tmp_path.iterdir()) and smaller.total == 0
+
+
+def test_a_full_disk_is_one_warning_and_no_page(tmp_path, monkeypatch, caplog):
+    disk = one_page(tmp_path)
+    monkeypatch.setattr(module, "private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    with caplog.at_level(logging.WARNING):
+        assert not disk.write("b.page", *WANTED[:3], DATA)
+        assert not disk.write("c.page", *WANTED[:3], DATA)
+    assert [record.message for record in caplog.records if os.strerror(errno.ENOSPC) in record.message] == [
+        record.message for record in caplog.records
+    ]
+    assert len(caplog.records) == 1
+    monkeypatch.undo()
+    assert not disk.write("b.page", *WANTED[:3], DATA)  # not yet
+    disk.resumes = 0.0
+    assert disk.write("b.page", *WANTED[:3], DATA)
+    assert np.array_equal(disk.read("a.page", *WANTED), DATA)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.page", "b.page"]
+
+
+WRITER = """
+import sys
+import numpy as np
+from pathlib import Path
+from quire.serving.disk import DiskPages
+disk = DiskPages(Path(sys.argv[1]), 1 << 30)
+print("ready", flush=True)
+for index in range(10**6):
+    data = np.full(200_000, index % 251, np.uint8)
+    disk.write(f"{index}.page", bytes(32), 0, b"", data)
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_whole_files(tmp_path):
+    rng, parts = random.Random(1), 0
+    for round_ in range(12):
+        folder = tmp_path / str(round_)
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"ready\n"
+            time.sleep(rng.uniform(0.001, 0.05))
+            process.send_signal(signal.SIGKILL)
+        parts += any(path.suffix == ".part" for path in folder.iterdir())
+        disk = DiskPages(folder, 1 << 30)
+        assert not [path for path in folder.iterdir() if path.suffix == ".part"]
+        for name in list(disk.sizes):
+            data = disk.read(name, bytes(32), 0, b"", 200_000)
+            assert data is not None and bytes(data) == bytes([int(name.split(".")[0]) % 251]) * 200_000
+    assert parts, "no process was killed in the middle of a file: the test proves nothing"

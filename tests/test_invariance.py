@@ -1,0 +1,125 @@
+"""The same tokens and log-probabilities, to the last bit, alone and in any company: on quill, by every attention.
+
+What may not matter: who else runs, how prompts are cut into chunks, what was found computed, who gave way, what came
+back from host memory or disk.
+"""
+
+import os
+import random
+
+import jax
+import pytest
+
+from quire.model import checkpoint, hub
+from quire.ops import attention
+from quire.serving.disk import DiskPages
+from quire.serving.engine import Engine
+from quire.serving.pages import PageTable
+from quire.serving.request import SamplingParams
+from quire.serving.runner import Runner
+from quire.serving.scheduler import Limits
+from quire.serving.tiers import Tiers
+
+MIXES = int(os.environ.get("QUIRE_MIXES", "20"))
+LENGTH = 256
+
+
+@pytest.fixture(scope="module", params=list(attention.IMPLEMENTATIONS))
+def runner(request):
+    """quill's steps, with one of the implementations alone."""
+    every = attention.IMPLEMENTATIONS.copy()
+    jax.clear_caches()  # which one serves is no part of a trace's key
+    attention.IMPLEMENTATIONS.clear()
+    attention.IMPLEMENTATIONS[request.param] = every[request.param]
+    folder = hub.resolve(None)
+    config = checkpoint.read_config(folder, "float32", LENGTH)
+    limits, groups = Limits(8, 48, 16), len(config.windows)
+    runner = Runner(config, checkpoint.load(folder, config), limits, (400,) * groups, 16, LENGTH, True)
+    try:
+        runner.warm_up()
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    finally:
+        attention.IMPLEMENTATIONS.clear()
+        attention.IMPLEMENTATIONS.update(every)
+    yield runner
+    jax.clear_caches()
+
+
+def engine_of(runner: Runner, num_pages: int, tiers: Tiers | None = None, keeps: bool = True) -> Engine:
+    pages = PageTable((num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, tiers)
+    return Engine(runner, None, pages, LENGTH)
+
+
+def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> dict[str, tuple]:
+    """What each request got: tokens, and the bits of their scores."""
+    got, step = {}, 0
+    while engine.busy or step <= max(arrivals.values()):
+        for name, at in arrivals.items():
+            if at == step:
+                got[name] = engine.add(name, *requests[name])
+        engine.step()
+        step += 1
+    engine.scheduler.check()
+    return {name: bits(request.output()) for name, request in got.items()}
+
+
+def bits(output) -> tuple:
+    scores = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+    return (
+        output.outputs[0].finish_reason,
+        tuple(output.outputs[0].token_ids),
+        tuple(sorted((token, entry.logprob) for token, entry in score.items()) for score in scores),
+    )
+
+
+def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int]]:
+    """Up to eight requests that may begin alike, and the steps at which they arrive."""
+    requests, arrivals, prompts = {}, {}, []
+    for index in range(rng.randint(2, 8)):
+        start = rng.choice(prompts)[: rng.randint(0, 120)] if prompts and rng.random() < 0.6 else []
+        prompts.append(start + [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))])
+        params = SamplingParams(
+            temperature=rng.choice((0, 0, 0.8)),
+            seed=index,
+            top_p=rng.choice((1, 0.9)),
+            repetition_penalty=rng.choice((1, 1, 1.2)),
+            max_tokens=rng.randint(1, 24),
+            logprobs=2,
+            prompt_logprobs=1 if rng.random() < 0.1 else None,
+            ignore_eos=True,
+        )
+        requests[str(index)] = (prompts[-1], params)
+        arrivals[str(index)] = rng.randint(0, 12)
+    return requests, arrivals
+
+
+def test_company_changes_no_bit(runner, tmp_path):
+    rng, compiled = random.Random(2026), runner.compiles.recompiles
+    size = max(runner.mover.page_bytes)
+    alone = engine_of(runner, 400, keeps=False)
+    roomy, tight = engine_of(runner, 400), engine_of(runner, 24)
+    tiers = Tiers(runner.mover.page_bytes, 12 * size, DiskPages(tmp_path, 1 << 30), b"quill")
+    tiered = engine_of(runner, 24, tiers)
+    seen = {"cached": 0, "gave way": 0, "came back": 0}
+    for _ in range(MIXES):
+        requests, arrivals = mix(rng, runner.config.vocab_size)
+        expected = {name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()}
+        for engine in (roomy, tight, tiered):
+            outputs, added = {}, engine.add
+
+            def add(name, *given, outputs=outputs, added=added):
+                outputs[name] = added(name, *given)
+                return outputs[name]
+
+            engine.add = add
+            assert serve(engine, requests, arrivals) == expected
+            engine.add = added
+            cached = sum(request.output().num_cached_tokens for request in outputs.values())
+            seen["cached"] += cached
+            seen["gave way"] += sum(request.output().metrics.num_preemptions for request in outputs.values())
+            if engine is tiered:
+                seen["came back"] += cached
+    tiered.close()
+    assert seen["cached"] > 0 and seen["gave way"] > 0 and seen["came back"] > 0
+    assert runner.compiles.recompiles == compiled

@@ -13,4 +13,7 @@ def sum_pairs(x):
     """The sum over the last axis, halves added to halves: XLA picks the order of its own sums by the array's size."""
     while x.shape[-1] % 2 == 0:
         x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
-    return sum(x[..., i] for i in range(x.shape[-1]))
+    total = x[..., 0]
+    for i in range(1, x.shape[-1]):
+        total = total + x[..., i]
+    return total

@@ -49,7 +49,8 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int) 
 def size_cache(config: ModelConfig, options: EngineOptions, budget: int) -> tuple[int, tuple[int, ...]]:
     """(max_model_len, pages a cache group): enough for every sequence at full length, or what the budget holds.
 
-    The budget is split so that all groups run out together: each gets pages for the same number of sequences.
+    It is split so that all groups run out together when as many sequences as may run are as long as fits: shorter ones
+    then always find a page, and of longer ones each group still holds one at least.
     """
     S, chunk = options.block_size, options.max_num_batched_tokens
     groups = [Group(1, S, window) for window in config.windows]
@@ -74,5 +75,14 @@ def size_cache(config: ModelConfig, options: EngineOptions, budget: int) -> tupl
                 "--kv-cache-memory-bytes"
             )
         longest = fitting
-    sequences = min(float(options.max_num_seqs), room / bytes_for(longest))
-    return longest, tuple(int(need * sequences) + 1 for need in needs(longest))
+
+    def split(count: int) -> list[int]:
+        """Pages for so many sequences of equal length, and what is left over in the same proportion."""
+        length = largest(lambda length: count * bytes_for(length) <= room, longest)
+        spare = room / max(bytes_for(length), 1)
+        return [int(need * min(spare, options.max_num_seqs)) for need in needs(length)]
+
+    def serves(count: int) -> bool:
+        return all(pages >= need for pages, need in zip(split(count), needs(longest), strict=True))
+
+    return longest, tuple(pages + 1 for pages in split(max(1, largest(serves, options.max_num_seqs))))

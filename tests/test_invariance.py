@@ -46,7 +46,10 @@ def runner(request):
     jax.clear_caches()
 
 
-def engine_of(runner: Runner, num_pages: int, tiers: Tiers | None = None, keeps: bool = True) -> Engine:
+def engine_of(compiled: Runner, num_pages: int, tiers: Tiers | None = None, keeps: bool = True) -> Engine:
+    """With a device state of its own, and the steps of the other."""
+    runner = Runner(compiled.config, compiled.weights, compiled.limits, compiled.num_pages, 16, LENGTH, True)
+    runner.compiled, runner.mover.programs = compiled.compiled, compiled.mover.programs
     pages = PageTable((num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, tiers)
     return Engine(runner, None, pages, LENGTH)
 
@@ -102,10 +105,10 @@ def test_company_changes_no_bit(runner, tmp_path):
     tiers = Tiers(runner.mover.page_bytes, 12 * size, DiskPages(tmp_path, 1 << 30), b"quill")
     tiered = engine_of(runner, 24, tiers)
     seen = {"cached": 0, "gave way": 0, "came back": 0}
-    for _ in range(MIXES):
+    for number in range(MIXES):
         requests, arrivals = mix(rng, runner.config.vocab_size)
         expected = {name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()}
-        for engine in (roomy, tight, tiered):
+        for kind, engine in {"roomy": roomy, "tight": tight, "tiered": tiered}.items():
             outputs, added = {}, engine.add
 
             def add(name, *given, outputs=outputs, added=added):
@@ -113,7 +116,7 @@ def test_company_changes_no_bit(runner, tmp_path):
                 return outputs[name]
 
             engine.add = add
-            assert serve(engine, requests, arrivals) == expected
+            assert serve(engine, requests, arrivals) == expected, f"mix {number}, {kind}"
             engine.add = added
             cached = sum(request.output().num_cached_tokens for request in outputs.values())
             seen["cached"] += cached

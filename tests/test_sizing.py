@@ -1,0 +1,78 @@
+"""How memory becomes pages: within the budget, for as many sequences as can be, whatever their length."""
+
+import math
+
+import jax
+import pytest
+
+from quire import LLM
+from quire.model import checkpoint, hub
+from quire.model.config import ModelError
+from quire.serving.group import Group
+from quire.serving.options import EngineOptions
+from quire.serving.scheduler import Limits
+from quire.serving.sizing import size_cache, working_bytes
+from quire.serving.step import page_bytes
+from quire.sharding.spec import nbytes
+
+
+@pytest.fixture(scope="module")
+def config():
+    return checkpoint.read_config(hub.resolve(None), "float32", None)
+
+
+@pytest.mark.parametrize("seqs", [1, 7, 32, 256])
+@pytest.mark.parametrize("share", [1.0, 1.3, 3.0, 20.0, 1000.0])
+def test_pages_for_as_many_as_can_be(config, seqs, share):
+    groups = [Group(1, 16, window) for window in config.windows]
+    costs = [page_bytes(config, group, 16) for group in range(len(groups))]
+
+    def needs(length: int) -> list[int]:
+        return [group.most_pages(length, 512) for group in groups]
+
+    def cost(length: int) -> int:
+        return sum(need * own for need, own in zip(needs(length), costs, strict=True))
+
+    budget = math.ceil(share * cost(config.max_len)) + sum(costs)
+    options = EngineOptions(max_num_seqs=seqs, max_num_batched_tokens=512)
+    length, pages = size_cache(config, options, budget)
+    assert length == config.max_len
+    assert sum(count * own for count, own in zip(pages, costs, strict=True)) <= budget
+    usable = [count - 1 for count in pages]
+    assert all(own >= need for own, need in zip(usable, needs(length), strict=True))
+    for length in (1, 16, 100, 500, config.max_len):
+        fit = min(own // need for own, need in zip(usable, needs(length), strict=True))
+        possible = min(seqs, int(share * cost(config.max_len) / cost(length)))
+        if seqs * cost(length) <= 0.9 * share * cost(config.max_len):
+            assert fit >= seqs, "as many as may run have to fit where the memory is there"
+        assert fit >= possible // 2
+
+
+def test_too_little_is_an_error_that_says_what_would_do(config):
+    with pytest.raises(ModelError, match="--max-model-len .* or less"):
+        size_cache(config, EngineOptions(), 100_000)
+    length, _ = size_cache(config, EngineOptions(max_model_len=-1), 300_000)
+    assert 2 <= length < config.max_len
+
+
+def test_a_step_is_measured_by_its_compiler(config):
+    """More rows and more logits take more; nothing is run."""
+    weights = checkpoint.load(hub.resolve(None), config)
+    small = working_bytes(config, weights, Limits(4, 16, 16), 16)
+    large = working_bytes(config, weights, Limits(64, 1024, 64), 16)
+    assert 16 * config.vocab_size * 4 < small < large < 2**30
+
+
+def test_a_share_of_the_memory_is_kept_to(monkeypatch):
+    """As on a device of 64 MiB: weights, cache and working memory together stay below the share."""
+    monkeypatch.setattr("quire.serving.sizing.device_memory", lambda: 64 << 20)
+    llm = LLM(gpu_memory_utilization=0.8, max_num_seqs=2048, max_num_batched_tokens=2048, dtype="float32")
+    runner = llm.engine.runner
+    pages = nbytes(runner.state.pages)
+    step = working_bytes(runner.config, runner.weights, runner.limits, 16)
+    taken = pages + nbytes(runner.weights) + step
+    assert 0.7 * (64 << 20) < taken <= 0.8 * (64 << 20)
+    llm.close()
+    jax.clear_caches()
+    with pytest.raises(ModelError, match="gpu_memory_utilization"):
+        EngineOptions(gpu_memory_utilization=1.5)

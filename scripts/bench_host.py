@@ -11,7 +11,7 @@ from . import bench_report as reports
 from . import options as o
 from .plan import table
 
-PARTS = {"schedule": "schedule", "launch": "arrays", "update": "take in"}
+PARTS = {"schedule": "schedule", "launch": "arrays", "collect": "results", "update": "take in"}
 WARM_UP = 20  # steps
 
 

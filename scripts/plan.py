@@ -89,6 +89,7 @@ def main(
             }
             for tokens in lengths
         ],
+        "split": split(config, chosen.memory - plan.weight_bytes(config, weights)),
     }
     print(json.dumps(result) if as_json else text(result))
 
@@ -101,6 +102,32 @@ def read(model: str | None, dtype: str, quantization: str | None, kv_cache_dtype
     folder = hub.resolve(model, ["config.json"])
     config = read_config(folder, dtype, None, quantization, kv_cache_dtype)
     return config, specs_of(folder, config)
+
+
+def split(config, budget: float) -> list[dict]:
+    """How the engine would divide this memory among its groups of layers; nothing where it is too little."""
+    from ..model.config import ModelError
+    from ..serving.options import EngineOptions
+    from ..serving.sizing import size_cache
+    from ..serving.step import page_bytes
+
+    options = EngineOptions(max_model_len=-1)
+    try:
+        length, pages = size_cache(config, options, max(0, int(budget)))
+    except ModelError:
+        return []
+    sizes = [page_bytes(config, group, options.block_size) for group in range(len(pages))]
+    return [
+        {
+            "window": window,
+            "pages": count,
+            "page_bytes": size,
+            "share": count * size / sum(a * b for a, b in zip(pages, sizes, strict=True)),
+            "sequences": options.max_num_seqs,
+            "length": length,
+        }
+        for window, count, size in zip(config.windows, pages, sizes, strict=True)
+    ]
 
 
 def default_lengths(longest: int) -> list[int]:
@@ -138,9 +165,20 @@ def text(result: dict) -> str:
             f"{device['flops'] / 1e12:,.4g} TFLOP/s; with the cache left out, compute catches up with memory at batch "
             f"{math.ceil(result['balance_batch_without_cache']):,}",
             table(("length", "KV a sequence", "sequences that fit", "batch where compute catches up"), lengths),
+            *([] if len(result["split"]) < 2 else [split_table(result["split"])]),
             notes(result),
         )
     )
+
+
+def split_table(groups: list[dict]) -> str:
+    rows = [
+        (length_name(group["window"]), f"{group['pages']:,}", amount(group["page_bytes"]), f"{group['share']:.1%}")
+        for group in groups
+    ]
+    first = groups[0]
+    heading = f"pages of 16 tokens, for {first['sequences']} sequences of up to {length_name(first['length'])}:"
+    return f"{heading}\n{table(('tokens kept', 'pages', 'each', 'of the memory'), rows)}"
 
 
 def notes(result: dict) -> str:

@@ -42,7 +42,7 @@ class Batcher:
         options = sizes(limits.max_seqs, limits.max_rows)  # the smallest first
         self.layouts = {size: Layout(size, num_groups, table_width, B) for size in options}
         self.tables = [np.zeros((B, table_width), np.int32) for _ in range(num_groups)]
-        self.synced = np.zeros(B, np.int64)
+        self.synced = [0] * B  # pages of each slot's sequence that are in its tables
         self.seeds = np.zeros((B, 2), np.uint32)
         self.tracked = np.zeros(B, bool)
         self.settings = {name: np.full(B, off, dtype) for name, (dtype, off) in SETTINGS.items()}
@@ -59,7 +59,7 @@ class Batcher:
         self.tracked[slot] = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         values = (
             p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
-            p.frequency_penalty, biased, p.scored,
+            p.frequency_penalty, biased, seq.scored,
         )  # fmt: skip
         for array, value in zip(self.settings.values(), values, strict=True):
             array[slot] = value
@@ -157,7 +157,7 @@ class Batcher:
 
     def sync_tables(self, seq: Sequence) -> bool:
         """Copy the page numbers that are new since the last step; a table only grows while its sequence runs."""
-        slot, known = seq.slot, int(self.synced[seq.slot])
+        slot, known = seq.slot, self.synced[seq.slot]
         if not seq.pages or len(seq.pages[0]) == known:
             return False
         for table, pages in zip(self.tables, seq.pages, strict=True):

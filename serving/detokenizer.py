@@ -46,11 +46,13 @@ class Detokenizer:
 
         Without `check_stops` a stop string that these tokens complete is ordinary text.
         """
+        if not self.stops:
+            return self._advance(ids)  # all at once: the text is the same, and a window is decoded once
         out = []
         for token in ids:
             if self.stopped is not None:
                 break
-            out.append(self._release(self._advance(token), check_stops))
+            out.append(self._release(self._advance([token]), check_stops))
         return "".join(out)
 
     def finish(self, check_stops: bool = True) -> str:
@@ -67,11 +69,12 @@ class Detokenizer:
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _advance(self, token: int) -> str:
-        """The characters that one more token makes certain."""
-        if token in self.skipped:
+    def _advance(self, ids: Sequence[int]) -> str:
+        """The characters that more tokens make certain."""
+        shown = [token for token in ids if token not in self.skipped]
+        if not shown:
             return ""
-        self._window.append(token)
+        self._window += shown
         text = self._decode(self._window)
         certain = len(text)
         while certain > len(text) - LONGEST_HALF and text[certain - 1 : certain] == HALF:

@@ -52,7 +52,7 @@ class Engine:
         self.deadlines: list[tuple[float, int, Request]] = []  # a heap
         self.rng = np.random.default_rng(seed)
         self.in_flight: Launched | None = None
-        self.asleep = False
+        self.asleep = self.closed = False
 
     def add(
         self,
@@ -63,8 +63,8 @@ class Engine:
         terms: Terms = PLAIN,
     ) -> Request:
         """Queue a request, or refuse it with a `RequestError` that says why."""
-        if self.asleep:
-            raise RequestError("engine", "is asleep; wake_up() makes it serve again")
+        if self.asleep or self.closed:
+            raise RequestError("engine", "is closed" if self.closed else "is asleep; wake_up() makes it serve again")
         if request_id in self.requests:
             raise RequestError("request_id", f"{request_id!r} is being served already; ids must differ")
         self.check(tokens, params)
@@ -91,6 +91,7 @@ class Engine:
                 seed=seed_of(base, index),
                 party=terms.share_key,
                 salt=terms.cache_salt,
+                scored=params.scored,
                 prompt_scores=[None] * (len(tokens) - 1) if params.prompt_logprobs is not None and not index else None,
             )
             for index in range(params.num_sequences)
@@ -193,8 +194,9 @@ class Engine:
         """Give each sequence its token, and end those that are done."""
         now = self.clock()
         for drawn in results:
-            seq = drawn.item.seq
-            seq.pending -= drawn.item.draws
+            item = drawn.item
+            seq = item.seq
+            seq.pending -= item.draws
             if seq.finish_reason is not None:
                 continue  # ended while this step was under way
             request = self.request_of[seq]
@@ -203,14 +205,12 @@ class Engine:
                 self.pages.disown(seq)
                 self.end(seq, "error")
                 continue
-            rows = iter(drawn.rows)
-            for position, row in zip(drawn.item.scores, rows, strict=False):
-                seq.prompt_scores[position] = drawn.score(row)
-            if drawn.item.draws:
-                token = drawn.token
-                seq.tokens.append(token)
-                score = drawn.score(drawn.rows[-1]) if seq.params.scored else None
-                if reason := request.push(seq.index, token, score, now):
+            for index, position in enumerate(item.scores):
+                seq.prompt_scores[position] = drawn.score(drawn.row + index)
+            if item.draws:
+                seq.tokens.append(drawn.token)
+                score = drawn.score(drawn.row + len(item.scores)) if seq.scored else None
+                if reason := request.push(seq.index, drawn.token, score, now):
                     self.end(seq, reason)
 
     def end(self, seq: Sequence, reason: str) -> None:
@@ -277,6 +277,9 @@ class Engine:
 
     def close(self) -> None:
         """End every request and let the disk have the pages that are kept, where there is one to keep them."""
+        if self.closed:
+            return
+        self.closed = True
         for request_id in list(self.requests):
             self.abort(request_id)
         while self.in_flight is not None:

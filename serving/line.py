@@ -47,9 +47,13 @@ class Line:
             if not self.present:
                 self.given.clear()
 
+    @property
+    def shared(self) -> bool:
+        """Whether there is more than one party, so that it counts who is given what."""
+        return len(self.present) > 1
+
     def give(self, seq: Sequence, rows: int) -> None:
-        if len(self.present) > 1:
-            self.given[seq.party] += rows
+        self.given[seq.party] += rows
 
     def first(self, ready: Callable[[Sequence], bool]) -> Sequence | None:
         """Whose turn it is, of those who are ready."""

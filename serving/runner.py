@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,21 +29,14 @@ class Launched:
     leaving: list[Leaving]
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What a step gave one of its items, as numpy rows: scores of prompt tokens first, then the token drawn."""
+class Drawn(NamedTuple):  # hundreds are made a step
+    """What a step gave one of its items, a row of `sampled` each: scores of prompt tokens, then the token drawn."""
 
     item: Item
-    rows: range
+    row: int  # the first
+    ok: bool
+    token: int  # of the last row
     sampled: Sampled
-
-    @property
-    def ok(self) -> bool:
-        return bool(all(self.sampled.ok_R[row] for row in self.rows))
-
-    @property
-    def token(self) -> int:
-        return int(self.sampled.tokens_R[self.rows[-1]])
 
     def score(self, row: int) -> tuple[int, float, int, np.ndarray, np.ndarray]:
         """(token, log-probability, rank, best ids, their log-probabilities) of one of the rows."""
@@ -141,16 +134,16 @@ class Runner:
         for pages in launched.leaving:
             pages.arrive()
         items, sampled = launched.plan.items, launched.sampled
-        if any(item.scores or item.seq.params.scored for item in items):
+        if any(item.scores or item.seq.scored for item in items):
             sampled = jax.device_get(sampled)
-        else:
-            sampled = sampled.replace(tokens_R=np.asarray(sampled.tokens_R), ok_R=np.asarray(sampled.ok_R))
+        tokens, ok = np.asarray(sampled.tokens_R).tolist(), np.asarray(sampled.ok_R).tolist()
         drawn, row = [], 0
         for item in items:
             count = len(item.scores) + item.draws
             if count:
-                drawn.append(Drawn(item, range(row, row + count), sampled))
-            row += count
+                end = row + count
+                drawn.append(Drawn(item, row, ok[row] if count == 1 else all(ok[row:end]), tokens[end - 1], sampled))
+                row = end
         return drawn
 
     def assign(self, seq: Sequence, computed: int) -> None:

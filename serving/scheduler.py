@@ -90,6 +90,9 @@ class Scheduler:
                 items[seq] = item
         for item in items.values():
             self.commit(item)
+        if self.waiting.shared:
+            for item in items.values():
+                self.waiting.give(item.seq, item.num_rows)
         return Plan(tuple(items.values())) if items else None
 
     def ready(self, seq: Sequence) -> bool:
@@ -147,10 +150,10 @@ class Scheduler:
 
     def commit(self, item: Item) -> None:
         """From here on the rows count as computed: every later step runs after this one on the device."""
-        item.seq.num_computed += item.num_rows
-        item.seq.pending += item.draws
-        item.seq.begun = True
-        self.waiting.give(item.seq, item.num_rows)
+        seq = item.seq
+        seq.num_computed += item.num_rows
+        seq.pending += item.draws
+        seq.begun = True
 
     def preempt(self, seq: Sequence) -> None:
         """Take everything back; the tokens so far are computed again later."""

@@ -26,6 +26,7 @@ class Sequence:
     rank: float  # its place in the queue, the lowest first
     stop_ids: frozenset[int] = frozenset()
     eos_ids: frozenset[int] = frozenset()
+    scored: bool = False  # the log-probabilities of its tokens are wanted
     lockstep: bool = False  # its next step needs its last token on the host
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: tuple[int, int] = (0, 0)

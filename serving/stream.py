@@ -17,6 +17,7 @@ class Stream:
         self.cumulative = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.unread: list[int] = []
         self.parts: list[str] = []
         self.detokenizer = None
         if tokenizer is not None and params.detokenize:
@@ -34,20 +35,28 @@ class Stream:
             self.cumulative += score[1]
             if self.logprobs is not None:
                 self.logprobs.append(logprob_entry(score, p.logprobs, self.tokenizer))
-        enough = seq.num_output >= p.min_tokens
         stopped = token in seq.stop_ids
         if self.detokenizer is not None and (not stopped or p.include_stop_str_in_output):
-            self.parts.append(self.detokenizer.push([token], check_stops=enough))
-            if self.detokenizer.stopped is not None:
-                self.stop_reason = self.detokenizer.stopped
-                return "stop"
+            self.unread.append(token)
+            if p.stop:
+                self.read(check_stops=seq.num_output >= p.min_tokens)
+                if self.detokenizer.stopped is not None:
+                    self.stop_reason = self.detokenizer.stopped
+                    return "stop"
         if stopped:
             self.stop_reason = None if token in seq.eos_ids else token
             return "stop"
-        return "length" if seq.num_output >= seq.max_tokens else None
+        return "length" if len(seq.tokens) - seq.num_prompt >= seq.max_tokens else None
+
+    def read(self, check_stops: bool = True) -> None:
+        """Turn what has come into text: with stop strings at each token, otherwise when somebody looks."""
+        if self.unread:
+            self.parts.append(self.detokenizer.push(self.unread, check_stops))
+            self.unread.clear()
 
     def end(self, reason: str) -> None:
         """No more tokens come: what was held back belongs to the text."""
+        self.read()
         if self.detokenizer is not None and self.detokenizer.stopped is None:
             enough = self.seq.num_output >= self.params.min_tokens
             self.parts.append(self.detokenizer.finish(check_stops=enough))
@@ -61,6 +70,7 @@ class Stream:
         return self.cumulative / self.seq.num_output if self.seq.num_output else -math.inf
 
     def output(self, index: int) -> CompletionOutput:
+        self.read()
         self.parts = ["".join(self.parts)]
         return CompletionOutput(
             index=index,

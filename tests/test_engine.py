@@ -574,6 +574,9 @@ def test_another_process_goes_on_with_what_the_first_computed(weights, engine, t
         own = make(weights, compiled=engine, tiers=tiers_for(engine, 50, DiskPages(folder, 1 << 30)))
         output = run(own, {0: [("a", prompt, params)]})["a"]
         own.close()
+        own.close()  # once more is once too many, and no harm
+        with pytest.raises(RequestError, match="closed"):
+            own.add("late", [1], params)
         return output.num_cached_tokens, bits(output)
 
     first = serve(tmp_path)

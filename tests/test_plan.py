@@ -185,6 +185,20 @@ def test_command_prints_the_figures(tmp_path):
     assert ["4K", "2", "GiB", "33", "never"] in lines
 
 
+def test_command_shows_how_the_cache_is_split():
+    """Of the bundled model, which has layers with a window and without: what the engine would make of the memory."""
+    result = CliRunner().invoke(app, ["plan", "--memory", "16M", "--json"])
+    data = json.loads(result.stdout)
+    assert {group["window"] for group in data["split"]} == {None, 64}
+    taken = sum(group["pages"] * group["page_bytes"] for group in data["split"])
+    room = (16 << 20) - data["weight_bytes"]
+    assert 0.9 * room < taken <= room
+    assert sum(group["share"] for group in data["split"]) == pytest.approx(1)
+    text = CliRunner().invoke(app, ["plan", "--memory", "16M"]).stdout
+    assert "of the memory" in text and f"{data['split'][0]['pages']:,}" in text
+    assert json.loads(CliRunner().invoke(app, ["plan", "--memory", "1M", "--json"]).stdout)["split"] == []
+
+
 def test_command_takes_device_and_lengths(tmp_path):
     result = run(
         tmp_path, "--json", "--device", "l4", "--memory", "40G", "--bandwidth", "1000", "--flops", "200",

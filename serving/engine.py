@@ -17,7 +17,7 @@ from .recall import saving
 from .request import PLAIN, RequestError, SamplingParams, Terms, shown
 from .runner import Drawn, Launched, Runner
 from .scheduler import Plan, Scheduler, rank_of
-from .sequence import Sequence
+from .sequence import Sequence, seed_of
 from .stream import Request
 from .trace import NoTrace
 
@@ -294,9 +294,3 @@ class Engine:
     @property
     def busy(self) -> bool:
         return not self.asleep and (self.scheduler.busy or self.in_flight is not None)
-
-
-def seed_of(base: int, index: int) -> tuple[int, int]:
-    """The two words of a sequence's seed: those of the request, spread by the index when n > 1."""
-    mixed = (base + index * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
-    return mixed >> 32, mixed & 0xFFFFFFFF

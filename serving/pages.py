@@ -162,11 +162,6 @@ class PageTable:
             table.extend(self.new_page(index) for _ in range(wanted - start))
         return True
 
-    def holds_next(self, seq: Sequence) -> bool:
-        """Whether the next position lies inside of a page that the sequence has: then nothing is to be done for it."""
-        page, offset = divmod(seq.num_computed, self.page_size)
-        return bool(offset and seq.pages) and page < len(seq.pages[0])
-
     def new_page(self, index: int) -> int:
         group = self.groups[index]
         if group.blank:

@@ -77,19 +77,26 @@ class Scheduler:
         """The next step, or None if there is nothing to compute now."""
         self.rows, self.samples = self.limits.max_rows, self.limits.max_samples
         items: dict[Sequence, Item] = {}
-        behind = [(seq, seq.missing) for seq in self.running]
+        behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
         for seq, missing in [one for one in behind if one[1] == 1] + [one for one in behind if one[1] > 1]:
             if seq.slot < 0 or not self.rows:
                 continue  # gave way to an earlier one
-            if item := self.take(seq, missing, items):
+            start = seq.num_computed
+            if missing == 1 and start % self.pages.page_size and self.samples and seq.prompt_scores is None:
+                # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
+                items[seq] = Item(seq, start, 1, True, not seq.begun)
+                self.rows, self.samples = self.rows - 1, self.samples - 1
+            elif item := self.take(seq, missing, items):
                 items[seq] = item
         while self.free_slots and self.rows and (seq := self.waiting.first(self.ready)) and self.admit(seq):
             self.waiting.remove(seq)
             if item := self.take(seq, seq.missing, items):
                 items[seq] = item
-        for item in items.values():
-            self.commit(item)
+        for seq, item in items.items():  # they count as computed: every later step runs after this one on the device
+            seq.num_computed += item.num_rows
+            seq.pending += item.draws
+            seq.begun = True
         if self.waiting.shared:
             for item in items.values():
                 self.waiting.give(item.seq, item.num_rows)
@@ -118,9 +125,6 @@ class Scheduler:
     def take(self, seq: Sequence, missing: int, items: dict[Sequence, Item]) -> Item | None:
         """Rows for one sequence, as many as the step and the pages allow; others may have to give way."""
         start = seq.num_computed
-        if missing == 1 and seq.prompt_scores is None and self.samples and self.pages.holds_next(seq):
-            self.rows, self.samples = self.rows - 1, self.samples - 1
-            return Item(seq, start, 1, True, not seq.begun)
         count = min(missing, self.rows)
         scores: tuple[int, ...] = ()
         if seq.prompt_scores is not None:
@@ -147,13 +151,6 @@ class Scheduler:
 
     def by_rank(self) -> list[Sequence]:
         return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.rank)
-
-    def commit(self, item: Item) -> None:
-        """From here on the rows count as computed: every later step runs after this one on the device."""
-        seq = item.seq
-        seq.num_computed += item.num_rows
-        seq.pending += item.draws
-        seq.begun = True
 
     def preempt(self, seq: Sequence) -> None:
         """Take everything back; the tokens so far are computed again later."""

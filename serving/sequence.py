@@ -65,3 +65,9 @@ class Sequence:
         if self.num_output + self.pending >= self.max_tokens or (self.lockstep and self.pending):
             return 0
         return self.num_tokens - self.num_computed
+
+
+def seed_of(base: int, index: int) -> tuple[int, int]:
+    """The two words of a sequence's seed: those of the request, spread by the index when n > 1."""
+    mixed = (base + index * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+    return mixed >> 32, mixed & 0xFFFFFFFF

@@ -258,8 +258,11 @@ class Engine:
         changed: dict[str, Request] = {}
         if self.asleep:
             return []
+        self.trace.begin()
         if self.in_flight is not None:
-            self.update(self.runner.collect(self.in_flight), changed)
+            results = self.runner.collect(self.in_flight)
+            self.trace.collected()
+            self.update(results, changed)
             self.in_flight = None
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)

@@ -936,7 +936,9 @@ def test_simulate(run, tmp_path):
         "shared": ["--shared-prefix", "200"],
         "apart": ["--shared-prefix", "200", "--no-enable-prefix-caching"],
     }.items():
-        code, out, _ = run("simulate", "--num-prompts", "60", "--longest", "300", *options, "--json", "-")
+        code, out, _ = run(
+            "simulate", "--num-prompts", "60", "--longest", "300", "--max-num-seqs", "8", *options, "--json", "-"
+        )  # fmt: skip
         assert code == 0
         figures[name] = json.loads(out)
         assert figures[name]["ended"] == {"length": 60} and figures[name]["pages_filled"] > 0.9

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from quire.serving.line import Line
 from quire.serving.pages import PageTable
 from quire.serving.request import SamplingParams
 from quire.serving.scheduler import Limits, Scheduler
@@ -201,3 +202,33 @@ def test_a_prompt_that_waits_is_not_looked_up_at_every_step(monkeypatch):
     for _ in range(20):
         device.step()
     assert len(looks) < 8  # once, and again when a window has left a page
+
+
+def test_who_comes_late_starts_level():
+    """Neither behind for what others were given before, nor ahead of them; and who had more than his share keeps it."""
+    line = Line()
+
+    def enter(party: str, rank: float) -> Sequence:
+        seq = sequence(0, 4, 4)
+        seq.party, seq.rank = party, rank
+        line.enter(seq)
+        return seq
+
+    first, other = enter("a", 0), enter("b", 1)
+    line.give(first, 1000)
+    line.give(other, 600)
+    late = enter("c", 2)
+    assert line.given == {"a": 1000, "b": 600, "c": 600}
+    assert line.first(lambda seq: True) is other  # it came before the one that had as little
+    line.give(other, 1)
+    assert line.first(lambda seq: True) is late
+    line.give(late, 5000)
+    assert line.first(lambda seq: seq is not other) is first  # the others are skipped while they are not ready
+    line.remove(late)
+    line.leave(late)
+    back = enter("c", 3)
+    assert line.given["c"] == 5600
+    for seq in (first, other, back):
+        line.remove(seq)
+        line.leave(seq)
+    assert not line.given and not line.waiting and len(line) == 0

@@ -49,8 +49,9 @@ class AtOnce:
 class Pages(RuleBasedStateMachine):
     """Sequences that begin, grow, slide, end and give way, over a pool too small for them.
 
-    `holds` is what is written in each page of each group: the salt, with all tokens up to the last in the page. What
-    the table says is to be moved is moved just before rows are written, as in the engine.
+    `holds` is what is written in each page of each group: the salt, with all tokens up to the last in the page. Some
+    sequences are planned; then what the table says is to be moved is moved, and their rows are written, as in a step of
+    the engine.
     """
 
     @initialize(
@@ -66,6 +67,7 @@ class Pages(RuleBasedStateMachine):
             tiers.reader = tiers.writer = AtOnce()
         self.table = PageTable(pages, size, [None, 3 * size, 5], tiers=tiers)
         self.live: list[Sequence] = []
+        self.planned: dict[Sequence, int] = {}  # up to which position
         self.holds: list[dict[int, tuple]] = [{}, {}, {}]
 
     def first_seen(self, group: int, position: int) -> int:
@@ -79,6 +81,8 @@ class Pages(RuleBasedStateMachine):
             if own == group:
                 holds[target] = holds[origin]
         holds |= {page: copy.data for (own, page), copy in table.moves.back.items() if own == group}
+        for seq, end in self.planned.items():
+            holds |= self.written(seq, end, group)
         found = {holds.get(page) for page in table.tree.where[group]}
         if table.tiers is not None:
             found |= {copy.data for copy in table.tiers.copies if copy.group == group}
@@ -109,26 +113,21 @@ class Pages(RuleBasedStateMachine):
         self.live.append(seq)
         assert seq.num_computed == longest * self.size + found.rows < len(tokens)
 
-    def move(self):
-        """What the table asks for; then every sequence must find what it has computed."""
-        moves = self.table.take_moves()
-        for page, copy in moves.out:
-            copy.data = self.holds[copy.group].get(page)
-        for group, origin, target in moves.within:
-            self.holds[group][target] = self.holds[group][origin]
-        for (group, page), copy in moves.back.items():
-            self.holds[group][page] = copy.data
-        for seq in self.live:
-            for group, table in enumerate(seq.pages):
-                for page in range(self.first_seen(group, seq.num_computed), -(-seq.num_computed // self.size)):
-                    end = min(seq.num_computed, (page + 1) * self.size)
-                    assert self.holds[group][table[page]][: end + 1] == (seq.salt, *seq.tokens[:end])
+    def written(self, seq: Sequence, end: int, group: int) -> dict[int, tuple]:
+        """What the rows up to `end` make of its pages."""
+        table = seq.pages[group]
+        return {
+            table[page]: (seq.salt, *seq.tokens[: min(end, (page + 1) * self.size)])
+            for page in range(seq.num_computed // self.size, len(table))
+        }
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def step(self, data):
-        """Rows are computed; once the prompt is, a token is drawn."""
+    def plan(self, data):
+        """A sequence is to compute rows; once its prompt is computed, a token is drawn."""
         seq = data.draw(st.sampled_from(self.live))
+        if seq in self.planned:
+            return
         count = min(len(seq.tokens) - seq.num_computed, data.draw(st.integers(1, self.chunk)))
         if not count:
             seq.tokens.append(data.draw(st.integers(0, 1)))
@@ -143,18 +142,41 @@ class Pages(RuleBasedStateMachine):
             self.end(seq)
             return
         self.table.enter(seq, end)
-        self.move()
+        self.planned[seq] = end
         for group, pages in enumerate(seq.pages):
             assert all(new == old for old, new in zip(before[group], pages, strict=False))
             assert all(pages[page] for page in range(self.first_seen(group, seq.num_computed), len(pages)))
-            for page in range(seq.num_computed // self.size, len(pages)):
-                self.holds[group][pages[page]] = (seq.salt, *seq.tokens[: min(end, (page + 1) * self.size)])
-        seq.num_computed = end
+
+    @rule()
+    def step(self):
+        """What the table asks for is moved, then rows are written; now every sequence must find what it computed."""
+        moves = self.table.take_moves()
+        for page, copy in moves.out:
+            copy.data = self.holds[copy.group].get(page)
+        for group, origin, target in moves.within:
+            self.holds[group][target] = self.holds[group][origin]
+        for (group, page), copy in moves.back.items():
+            assert self.table.tree.where[group].get(page) is copy.node, "the page is for somebody else by now"
+            self.holds[group][page] = copy.data
+        for seq, end in self.planned.items():
+            for group in range(3):
+                self.holds[group] |= self.written(seq, end, group)
+        for seq, end in self.planned.items():
+            seq.num_computed = end
+        self.planned = {}
+        for seq in self.live:
+            for group, table in enumerate(seq.pages):
+                for page in range(self.first_seen(group, seq.num_computed), -(-seq.num_computed // self.size)):
+                    end = min(seq.num_computed, (page + 1) * self.size)
+                    assert self.holds[group][table[page]][: end + 1] == (seq.salt, *seq.tokens[:end])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def finish(self, data):
-        self.end(data.draw(st.sampled_from(self.live)))
+        seq = data.draw(st.sampled_from(self.live))
+        if seq in self.planned:
+            self.step()
+        self.end(seq)
 
     def end(self, seq):
         self.table.release(seq)
@@ -164,21 +186,26 @@ class Pages(RuleBasedStateMachine):
     @rule(data=st.data())
     def distrust(self, data):
         seq = data.draw(st.sampled_from(self.live))
+        self.step()
         self.table.disown(seq)
         for group, table in enumerate(seq.pages):
             assert not self.table.tree.where[group].keys() & set(table)
-        begun_alike = (seq.salt, *seq.tokens[: self.size])
-        assert all(begun_alike not in self.known(group) for group in range(3))
+            for content in self.known(group) - {None}:
+                assert content != (seq.salt, *seq.tokens[: len(content) - 1]), "a part of what it computed is found"
         self.end(seq)
 
     @rule()
     def forget(self):
+        self.step()
         self.table.forget()
         assert not any(self.known(group) for group in range(3))
 
     @rule()
     def fail(self):
         """A step fails: the device's pages are gone with all that runs, and what the host has is not."""
+        for seq, end in self.planned.items():
+            seq.num_computed = end
+        self.planned = {}
         for seq in list(self.live):
             self.end(seq)
         self.table.lose()
@@ -191,6 +218,7 @@ class Pages(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "table"):
+            self.step()
             for seq in list(self.live):
                 self.end(seq)
             self.table.check([])
@@ -250,6 +278,63 @@ def test_a_prompt_that_parts_inside_of_a_page_gets_a_copy_of_it():
     table.release(two)
     assert begin(table, [*range(10), 99, 98]).num_computed == 10  # of the first: the copy is not made yet
     assert table.moves.within[-1][1] == pages[-1][2]
+
+
+def test_nothing_is_left_of_what_cannot_be_trusted():
+    table = PageTable([20], 4, [None])
+    one = begin(table, range(6))
+    compute(table, one)
+    table.release(one)
+    two = begin(table, [*range(6), 9, 9])
+    compute(table, two)
+    assert two.num_cached == 0 and begin(table, [*range(6), 8]).num_computed == 6
+    table.disown(two)
+    table.release(two)
+    three = begin(table, [*range(6), 8])
+    assert three.num_computed == 0
+    compute(table, three, 4)  # the first page is there again, and what followed it is not
+    assert begin(table, [*range(6), 7]).num_computed == 4
+
+
+def test_a_page_on_its_way_back_is_shared_but_not_copied():
+    table = PageTable([7], 4, [None], tiers=Tiers([1], 100))
+    for first in (0, 100):
+        seq = begin(table, range(first, first + 21))
+        table.slide(seq)
+        assert table.grow(seq, 21)
+        seq.num_computed = 21
+        table.enter(seq, 21)
+        for page, copy in table.take_moves().out:
+            copy.data = f"page {page}"
+        table.release(seq)
+    back = begin(table, [*range(8), 50, 50])
+    assert back.num_computed == 8 and len(table.moves.back) == 2
+    assert begin(table, [*range(6), 60, 60]).num_computed == 4  # two more rows of the second page are not there yet
+    table.take_moves()
+    assert begin(table, [*range(6), 70, 70]).num_computed == 6
+
+
+def test_a_page_that_left_before_it_was_back_is_the_next_ones():
+    table = PageTable([4], 4, [None], tiers=Tiers([1], 100))
+
+    def plan(first: int) -> Sequence:
+        seq = begin(table, range(first, first + 12))
+        table.slide(seq)
+        assert table.grow(seq, 12)
+        return seq
+
+    for first in (0, 100):
+        seq = plan(first)
+        seq.num_computed = 12
+        table.enter(seq, 12)
+        for page, copy in table.take_moves().out:
+            copy.data = f"page {page}"
+        table.release(seq)
+    back = begin(table, range(12))
+    assert len(table.moves.back) == 2
+    table.release(back)  # its client has gone before the step
+    plan(200)
+    assert not table.take_moves().back
 
 
 def test_what_has_no_room_goes_to_the_host_and_to_disk_and_comes_back():

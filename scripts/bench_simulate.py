@@ -31,7 +31,9 @@ def main(
         Policy,
         typer.Option(help="Let requests in at every step; or, when the last batch is over, a full one or what came."),
     ] = Policy.continuous,
-    delay_ms: Annotated[float, typer.Option(help="How long a dynamic batch waits to be full.")] = 100.0,
+    delay_ms: Annotated[
+        float | None, typer.Option(help="How long a dynamic batch waits to be full.", show_default="100")
+    ] = None,
     step_ms: Annotated[float, typer.Option(help="What every step takes.")] = 8.0,
     row_us: Annotated[float, typer.Option(help="What each of its rows adds.")] = 20.0,
     seed: load.Seed = 0,
@@ -48,6 +50,9 @@ def main(
         num_prompts=num_prompts, request_rate=request_rate, longest=longest, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, num_pages=num_pages, step_ms=step_ms,
     )  # fmt: skip
+    if delay_ms is not None and policy is not Policy.dynamic:
+        raise o.UsageError(f"--delay-ms is for --policy dynamic; with {policy} batches leave it out")
+    delay_ms = 100.0 if delay_ms is None else delay_ms
     for name, value in (("--row-us", row_us), ("--delay-ms", delay_ms)):
         if value < 0:
             raise o.UsageError(f"{name} is {value:g}; it must be at least 0")

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ class DiskPages:
                     file.write(piece)
             os.replace(part, self.folder / name)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # cleared away at the next start
+                part.unlink(missing_ok=True)
             self.resumes = time.monotonic() + PAUSE
             log.warning("cannot write KV pages to %s: %s; trying again in %.0f s", self.folder, error.strerror, PAUSE)
             return False

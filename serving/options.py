@@ -6,6 +6,7 @@ from pathlib import Path
 from ..model.config import ModelError
 
 HOST = 256 << 20  # bytes of host memory on the way to the disk
+DISK = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     kv_cache_host_bytes: int | None = None  # for pages that the cache has no room for; None: 0, or HOST where a disk is
     kv_cache_disk: str | None = None  # a folder for those that the host has no room for
-    kv_cache_disk_bytes: int = 8 << 30
+    kv_cache_disk_bytes: int | None = None  # the most that it may hold; None: DISK
     max_queued_requests: int | None = None  # more are refused; None: as many as come
     trace: str | None = None  # a file for what the engine does when
     seed: int = 0
@@ -57,7 +58,11 @@ class EngineOptions:
         if (self.kv_cache_host_bytes or self.kv_cache_disk) and not self.enable_prefix_caching:
             name = "kv_cache_disk" if self.kv_cache_disk else "kv_cache_host_bytes"
             raise ModelError(f"{name} keeps pages for prompts that begin alike: it needs enable_prefix_caching")
+        if self.kv_cache_disk_bytes is not None and self.kv_cache_disk is None:
+            raise ModelError("kv_cache_disk_bytes is given and no folder: kv_cache_disk names it")
         share = self.gpu_memory_utilization
+        if share is not None and self.kv_cache_memory_bytes is not None:
+            raise ModelError("gpu_memory_utilization and kv_cache_memory_bytes both size the cache: leave one out")
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             raise ModelError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:

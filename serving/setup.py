@@ -19,7 +19,7 @@ from ..sharding.spec import nbytes
 from .batch import Size
 from .disk import DiskPages
 from .engine import Engine
-from .options import HOST, EngineOptions
+from .options import DISK, HOST, EngineOptions
 from .pages import PageTable
 from .runner import Runner
 from .scheduler import Limits
@@ -90,7 +90,7 @@ def make_tiers(folder: Path, config: ModelConfig, options: EngineOptions) -> Tie
         )
     path = Path(options.kv_cache_disk).expanduser()
     try:
-        disk = DiskPages(path, options.kv_cache_disk_bytes)
+        disk = DiskPages(path, DISK if options.kv_cache_disk_bytes is None else options.kv_cache_disk_bytes)
     except OSError as error:
         raise ModelError(f"kv_cache_disk is {str(path)!r}: {error.strerror}") from None
     return Tiers(sizes, host, disk, identity(folder, config, options))

@@ -1,13 +1,17 @@
 """What the engine does when: a file that ui.perfetto.dev and chrome://tracing show."""
 
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from .scheduler import Plan
 from .stream import Request
+
+log = logging.getLogger("quire")
 
 HOST, DEVICE = 1, 2
 
@@ -51,7 +55,8 @@ class Trace(NoTrace):
         self.clock, self.number, self.at, self.free = clock, 0, 0.0, 0.0
         self.flying: deque[tuple[int, Plan, float]] = deque()
         self.file = open(path, "w", buffering=1)  # noqa: SIM115 - open as long as the engine is
-        self.file.write("[\n")
+        self.broken = False
+        self.put("[\n")
         for lane, name in ((HOST, "host"), (DEVICE, "device")):
             self.write("thread_name", "M", tid=lane, args={"name": name})
 
@@ -97,15 +102,25 @@ class Trace(NoTrace):
         self.flying.clear()
 
     def close(self) -> None:
-        if not self.file.closed:
-            self.file.write("{}]\n")
+        self.put("{}]\n")
+        with suppress(OSError):  # what it could not write is told already
             self.file.close()
 
     def span(self, name: str, lane: int, start: float, end: float, **facts: Any) -> None:
         self.write(name, "X", tid=lane, ts=micro(start), dur=micro(end) - micro(start), args=facts)
 
     def write(self, name: str, phase: str, **fields: Any) -> None:
-        self.file.write(json.dumps({"name": name, "ph": phase, "pid": 1, **fields}, separators=(",", ":")) + ",\n")
+        self.put(json.dumps({"name": name, "ph": phase, "pid": 1, **fields}, separators=(",", ":")) + ",\n")
+
+    def put(self, line: str) -> None:
+        """Requests go on when the trace cannot."""
+        if self.broken:
+            return
+        try:
+            self.file.write(line)
+        except OSError as error:
+            self.broken = True
+            log.warning("the trace %s ends here: %s", self.file.name, error.strerror)
 
 
 def micro(seconds: float) -> int:

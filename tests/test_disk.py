@@ -103,7 +103,8 @@ def test_a_full_disk_is_one_warning_and_no_page(tmp_path, monkeypatch, caplog):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.page", "b.page"]
 
 
-WRITER = """
+SIZE = 4_000_000  # bytes, so that most of the time is writing
+WRITER = f"""
 import sys
 import numpy as np
 from pathlib import Path
@@ -111,15 +112,18 @@ from quire.serving.disk import DiskPages
 disk = DiskPages(Path(sys.argv[1]), 1 << 30)
 print("ready", flush=True)
 for index in range(10**6):
-    data = np.full(200_000, index % 251, np.uint8)
-    disk.write(f"{index}.page", bytes(32), 0, b"", data)
+    data = np.full({SIZE}, index % 251, np.uint8)
+    disk.write(str(index) + ".page", bytes(32), 0, b"", data)
 """
 
 
 def test_a_process_killed_while_it_writes_leaves_whole_files(tmp_path):
-    rng, parts = random.Random(1), 0
-    for round_ in range(12):
-        folder = tmp_path / str(round_)
+    """Again and again, until it was three times in the middle of a file."""
+    rng, parts, rounds = random.Random(1), 0, 0
+    while parts < 3:
+        rounds += 1
+        assert rounds < 100, "no process was killed in the middle of a file: the test proves nothing"
+        folder = tmp_path / str(rounds)
         with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE) as process:
             assert process.stdout.readline() == b"ready\n"
             time.sleep(rng.uniform(0.001, 0.05))
@@ -128,6 +132,5 @@ def test_a_process_killed_while_it_writes_leaves_whole_files(tmp_path):
         disk = DiskPages(folder, 1 << 30)
         assert not [path for path in folder.iterdir() if path.suffix == ".part"]
         for name in list(disk.sizes):
-            data = disk.read(name, bytes(32), 0, b"", 200_000)
-            assert data is not None and bytes(data) == bytes([int(name.split(".")[0]) % 251]) * 200_000
-    assert parts, "no process was killed in the middle of a file: the test proves nothing"
+            data = disk.read(name, bytes(32), 0, b"", SIZE)
+            assert data is not None and bytes(data) == bytes([int(name.split(".")[0]) % 251]) * SIZE

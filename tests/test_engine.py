@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,7 @@ def oracle(weights):
 
 def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG, tiers=None) -> Engine:
     """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same shape."""
-    load = lambda: weights  # noqa: E731
-    runner = Runner(config, weights, Limits(4, 16, 16), num_pages, 8, LENGTH, True, load)
+    runner = Runner(config, weights, Limits(4, 16, 16), num_pages, 8, LENGTH, True, lambda: weights)
     if compiled is not None:
         runner.compiled, runner.mover.programs = compiled.runner.compiled, compiled.runner.mover.programs
     return Engine(runner, None, PageTable(num_pages, 8, CONFIG.windows, tiers=tiers), LENGTH)
@@ -698,6 +698,15 @@ def test_a_trace_tells_every_step_and_every_request(weights, engine, tmp_path):
         assert mine[0]["args"]["prompt_tokens"] == len(output.prompt_token_ids)
         times = [event["ts"] for event in mine]
         assert times == sorted(times)
+
+
+def test_a_trace_that_cannot_be_written_hurts_no_request(weights, engine, caplog):
+    own = make(weights, compiled=engine)
+    own.trace = Trace(Path("/dev/full"), own.clock)
+    output = run(own, {0: [("a", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))]})["a"]
+    own.close()
+    assert output.outputs[0].finish_reason == "length"
+    assert caplog.text.count("the trace /dev/full ends here") == 1
 
 
 # The likeliest of several

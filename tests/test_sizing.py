@@ -76,3 +76,17 @@ def test_a_share_of_the_memory_is_kept_to(monkeypatch):
     jax.clear_caches()
     with pytest.raises(ModelError, match="gpu_memory_utilization"):
         EngineOptions(gpu_memory_utilization=1.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_disk_bytes": 1 << 20},
+        {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 1 << 20},
+        {"kv_cache_disk": "kv", "enable_prefix_caching": False},
+        {"kv_cache_host_bytes": -1},
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(options):
+    with pytest.raises(ModelError, match="|".join(options)):
+        EngineOptions(**options)

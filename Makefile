@@ -7,10 +7,11 @@ PYTHON ?=
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
 CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 python
 
-.PHONY: help demo test lint parity dist clean
+.PHONY: help demo serve test lint parity dist clean
 
 help:
 	@echo "make demo     watch the bundled model write a story"
+	@echo "make serve    the same model behind HTTP, with a page to look at"
 	@echo "make test     linters, types and tests"
 	@echo "make parity   the same tokens as transformers? (installs torch)"
 	@echo "make dist     a wheel and an sdist in dist/"
@@ -19,6 +20,9 @@ help:
 
 demo: $(VENV)/.demo
 	@$(VENV)/bin/quire generate --prompt "Once upon a time" --echo --max-tokens 200 --temperature 0.5 --seed 1
+
+serve: $(VENV)/.demo
+	@$(VENV)/bin/quire serve
 
 test: lint
 	$(VENV)/bin/python -m pytest --durations=10

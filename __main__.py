@@ -13,6 +13,7 @@ from . import __version__
 COMMANDS = {
     "generate": ".scripts.generate",
     "chat": ".scripts.chat",
+    "serve": ".scripts.serve",
     "run-batch": ".scripts.run_batch",
     "bench": ".scripts.bench",
     "plan": ".scripts.plan",

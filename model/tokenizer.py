@@ -9,9 +9,11 @@ from typing import Any
 
 import tokenizers
 
-from .chat_template import ChatTemplate, PromptError
+from .chat_template import SCRIPT, ChatTemplate, PromptError
 from .config import ModelError
+from .worker import Worker
 
+MAX_TEMPLATE = 65_536  # characters of a chat template that comes with a conversation
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -36,6 +38,7 @@ class Tokenizer:
         self._templates = {
             name: ChatTemplate(source, self.special_tokens) for name, source in _read_templates(folder, config).items()
         }
+        self._strangers = Worker(SCRIPT)  # for templates that come with conversations: the model's own do not wait
 
     def _ids(self, folder: Path, kind: str, model: dict[str, Any]) -> list[int]:
         """The id of the named token, then those that the model's own files list."""
@@ -52,13 +55,21 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. A prompt from a chat template has its special tokens already: ask for none."""
+        return self._encoding(text, add_special_tokens).ids
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """The ids of a text, and where in it each ends, in characters: at 0 where a special token was put to it."""
+        encoding = self._encoding(text, True)
+        return encoding.ids, [end for _, end in encoding.offsets]
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(
                 f"text: must be valid Unicode without lone surrogates, got {text[error.start]!a} at {error.start}"
             ) from None
-        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._core.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of some ids; an id that the vocabulary lacks writes nothing."""
@@ -109,6 +120,19 @@ class Tokenizer:
         return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     @cached_property
+    def shows_bytes(self) -> bool:
+        """Whether the text of tokens is their bytes, one token after the other, but for `drops_space`."""
+        mends = ("WordPiece", "BPEDecoder", "CTC")  # they put spaces between tokens, and take some back
+        return self._decoder != "" and not any(f'"{kind}"' in self._decoder for kind in mends)
+
+    @cached_property
+    def drops_space(self) -> bool:
+        """Whether a space at the beginning of a text is not shown."""
+        words = (token for token in range(self.vocab_size) if token not in self.special_ids)
+        first = next((token for token in words if self.token_bytes(token).startswith(b" ")), None)
+        return first is not None and not self.decode([first], skip_special_tokens=False).startswith(" ")
+
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return max(self._core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -139,11 +163,32 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The source of the template that a conversation without tools uses."""
-        template = self._templates.get("default")
+        return self.template_for([])
+
+    def template_for(self, tools: Sequence[Any]) -> str | None:
+        """The source of the template that a conversation with these tools uses."""
+        template = self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
         return None if template is None else template.source
 
-    def apply_chat_template(self, messages: Sequence[Any], add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """The prompt of a conversation as text; `kwargs` are variables of the template (tools, ...)."""
+    def apply_chat_template(
+        self,
+        messages: Sequence[Any],
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt of a conversation as text, by the model's template or the source of another.
+
+        `kwargs` are variables of the template (tools, ...).
+        """
+        if chat_template is not None:
+            if not isinstance(chat_template, str) or not 1 <= len(chat_template) <= MAX_TEMPLATE:
+                got = f"{len(chat_template)} characters" if isinstance(chat_template, str) else ascii(chat_template)
+                raise PromptError(
+                    f"chat template: must be a Jinja source of 1 to {MAX_TEMPLATE} characters, got {got:.60}"
+                )
+            given = ChatTemplate(chat_template, self.special_tokens, self._strangers)
+            return given.render(messages, add_generation_prompt, **kwargs)
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise PromptError("chat template: this model has none; use generate with a prompt instead of chat")

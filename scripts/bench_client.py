@@ -217,6 +217,14 @@ def reason(error: BaseException) -> str:
     return text.strip().split("\n")[0][:200]
 
 
+async def get(server: Server, path: str, timeout: float) -> str:
+    """The text at a path; OSError or Failure where there is none."""
+    async with asyncio.timeout(timeout), exchange(server, "GET", path) as response:
+        if response.status != 200:
+            raise Failure(f"HTTP {response.status}")
+        return (await response.read(LINE)).decode(errors="replace")
+
+
 async def models(server: Server, timeout: float) -> list[str]:
     """The names that the server lists at /v1/models; OSError or Failure where it cannot be asked."""
     async with asyncio.timeout(timeout), exchange(server, "GET", "/v1/models") as response:

@@ -116,7 +116,7 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
 
     def compiled(size):
         sampled = drawn(size.samples)
-        return lambda weights, state, buffer: (sampled, state)
+        return lambda weights, state, buffer: (sampled, None, state)
 
     runner.compiled = {size: compiled(size) for size in runner.batcher.layouts}
     runner.mover.programs = {("within", group): lambda layers, *pages: layers for group in range(groups)}

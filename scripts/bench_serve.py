@@ -109,6 +109,7 @@ def main(
     import asyncio  # not at the top: `--help` must not wait for it
 
     from . import bench_client as client
+    from . import bench_inside
 
     try:
         server = client.Server.parse(base_url, os.environ.get("OPENAI_API_KEY"))
@@ -132,9 +133,13 @@ def main(
             known = len(prompt) if isinstance(prompt, list) else 0
             return replace(answer, prompt_tokens=answer.prompt_tokens or known)
 
+        before = bench_inside.look(server, timeout)
         answers, duration = asyncio.run(drive(send, delays, max_concurrency))
+        after = bench_inside.look(server, timeout)
 
     result = {"model": name, **figures(answers, duration, limits)}
+    if before is not None and after is not None:
+        result["server"] = after.since(before)
     values = milliseconds(answers)
     heading = f"{name} at {base_url}, {endpoint}"
 
@@ -268,6 +273,10 @@ def paragraphs(
         kept = sum(answer.error is None and answer.meets(limits) for answer in answers)
         named = ", ".join(f"{METRICS[metric]} {most:g} ms" for metric, most in limits.items())
         found.append(f"goodput: {result['request_goodput']:.2f} requests/s, {kept} of {len(answers)}, kept {named}")
+    if "server" in result:
+        from . import bench_inside
+
+        found.append(bench_inside.sentence(result["server"]))
     if result["errors"]:
         lines = [f"{count} x {error}" for error, count in result["errors"].items()]
         found.append(f"{result['failed']} failed:\n  " + "\n  ".join(lines[:10]))

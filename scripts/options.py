@@ -148,6 +148,15 @@ MaxNumSeqs = Annotated[int | None, sized("--max-num-seqs", "Most sequences in on
 MaxBatchedTokens = Annotated[
     int | None, sized("--max-num-batched-tokens", "Most tokens in one step.", "TOKENS", ENGINE, "512")
 ]
+Pooling = Annotated[
+    str | None,
+    typer.Option(
+        help="What an embedding is made of: the last hidden state, or the mean of all.",
+        metavar="last|mean",
+        show_default="last",
+        rich_help_panel=MODEL,
+    ),
+]
 Trace = Annotated[
     str | None,
     typer.Option(
@@ -185,6 +194,7 @@ ENGINE_OPTIONS = {
     "kv_cache_disk_bytes": DiskBytes,
     "max_num_seqs": MaxNumSeqs,
     "max_num_batched_tokens": MaxBatchedTokens,
+    "pooling": Pooling,
     "trace": Trace,
 }
 

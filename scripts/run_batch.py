@@ -4,7 +4,7 @@ import json
 import sys
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -12,8 +12,10 @@ import typer
 
 from .. import __version__
 from ..serving.batch_file import BatchLine, error_line, parse_lines, result_line
-from ..serving.openai import ChatRequest, Head, chat_response, completion_response
+from ..serving.choices import Choices
 from ..serving.progress import bar
+from ..serving.protocol import chat_answer, completion_answer
+from ..serving.protocol.answer import ChatRequest, Head, Usage
 from ..serving.request import RequestError, shown
 from . import options as o
 from .loading import load
@@ -25,6 +27,7 @@ class Job:
 
     line: BatchLine
     requests: list[Any] = field(default_factory=list)
+    prepared: Any = None
     error: RequestError | None = None
 
     @property
@@ -129,23 +132,24 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> Job:
     asked = line.request
     if isinstance(asked, RequestError):
         return Job(line, error=asked)
+    from ..serving import prompting  # not at the top: `--help` must not wait for JAX
+
     requests: list[Any] = []
     try:
         if asked.model is not None and asked.model not in names:
             raise RequestError(
                 "body.model", f"must be {names[0]!r}, which --served-model-name can change, got {shown(asked.model)}"
             )
-        if isinstance(asked, ChatRequest):
-            prompts = [llm.chat_prompt(asked.messages, **asked.template_options)]
-        else:
-            prompts = asked.prompts
-        for prompt in prompts:
-            requests.append(llm.add(prompt, asked.params))
+        prepare = prompting.chat if isinstance(asked, ChatRequest) else prompting.completion
+        prepared = prepare(llm.engine, asked, prompting.Formats())
+        for ask in prepared.asks:
+            name = str(next(llm.ids))
+            requests.append(llm.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms))
     except RequestError as error:
         for request in requests:
             llm.engine.abort(request.request_id)
         return Job(line, error=error)
-    return Job(line, requests)
+    return Job(line, requests, prepared)
 
 
 def result_of(job: Job, model: str) -> dict[str, Any]:
@@ -160,11 +164,21 @@ def result_of(job: Job, model: str) -> dict[str, Any]:
     asked = job.line.request
     assert not isinstance(asked, RequestError)
     chat = isinstance(asked, ChatRequest)
+    prompts = [
+        replace(prompt, logprobs=output.prompt_logprobs)
+        for prompt, output in zip(job.prepared.prompts, outputs, strict=True)
+    ]
     head = Head(
         id=f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         model=asked.model or model,
         created=int(time.time()),
         system_fingerprint=f"quire-{__version__}",
+        prompts=prompts,
     )
-    body = chat_response(head, outputs[0], asked.params) if chat else completion_response(head, outputs)
-    return result_line(job.line, request_id, body)
+    choices = Choices(job.prepared.parser, asked.params.n, job.prepared.most_calls)
+    answers = choices.answers(outputs)
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    usage = Usage(prompt_tokens, choices.written, cached, choices.thought)
+    shape = chat_answer if chat else completion_answer
+    return result_line(job.line, request_id, shape.response(head, asked, None, answers, usage))

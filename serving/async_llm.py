@@ -2,146 +2,161 @@
 
 import asyncio
 import itertools
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
 
+from .courier import Inbox, Listener
+from .engine import Engine
+from .engine_thread import EngineFailed, EngineThread
 from .llm import Prompt, parse_prompt
-from .options import options_of
-from .outputs import RequestOutput
-from .request import RequestError, SamplingParams
+from .options import Pooling, options_of
+from .outputs import Delta, RequestOutput
+from .request import PLAIN, SamplingParams, Terms
 from .setup import make_engine
+from .stream import Request
+
+
+class Ask(NamedTuple):
+    """A prompt to be answered."""
+
+    tokens: list[int]
+    params: SamplingParams
+    text: str | None = None
+    terms: Terms = PLAIN
+    pooling: Pooling | None = None  # its hidden states are wanted, and no tokens
+
+
+class Answers:
+    """Requests that were accepted together, and what comes of them."""
+
+    def __init__(self, thread: EngineThread, inbox: Inbox, names: list[str]):
+        self.thread, self.inbox, self.names = thread, inbox, names
+        self.requests: list[Request] = []
+        self.over = False
+
+    async def news(self) -> list[tuple[int, Any]]:
+        """(which of the prompts, what it got), in order; raises when the engine has failed."""
+        items = await self.inbox.take()
+        for item in items:
+            if isinstance(item, Exception):
+                raise item
+        return items
+
+    async def outputs(self) -> list[RequestOutput]:
+        """The results of all prompts, where they were asked for at the end; nobody waits for a part of them."""
+        found: dict[int, RequestOutput] = {}
+        try:
+            while len(found) < len(self.names):
+                found |= dict(await self.news())
+        finally:
+            self.close()
+        if self.thread.failure is not None:
+            raise EngineFailed("the engine has stopped")
+        return [found[index] for index in range(len(found))]
+
+    def close(self) -> None:
+        """Nobody reads on: what still runs ends before the next step is planned."""
+        if self.over or self.thread.closed:
+            return
+        self.over = True
+        self.thread.submit(self.end)
+
+    def end(self) -> None:
+        """In the engine's thread: unless a name has gone to another by now."""
+        courier = self.thread.courier
+        for name in self.names:
+            if (listener := courier.listeners.get(name)) is not None and listener.inbox is self.inbox:
+                del courier.listeners[name]
+                self.thread.engine.abort(name)
 
 
 class AsyncLLM:
-    """Serves many callers of one event loop; each `generate` is a stream of ever longer results.
-
-    Only the engine's thread touches the engine; callers leave it jobs and read their own queue.
-    """
+    """Serves many callers of one event loop; each `generate` is a stream of ever longer results."""
 
     def __init__(self, model: str | None = None, **options: Any):
-        self.engine = make_engine(options_of(model, **options))
-        self.ids = itertools.count()
-        self.jobs: deque[tuple[Callable[[], Any], Future]] = deque()
-        self.listeners: dict[str, Callable[[RequestOutput], None]] = {}
-        self.wake = threading.Condition()
-        self.closed = False
-        self.thread = threading.Thread(target=self.loop, name="quire-engine", daemon=True)
-        self.thread.start()
+        self.start(make_engine(options_of(model, **options)))
+
+    @classmethod
+    def of(cls, engine: Engine) -> "AsyncLLM":
+        """Around an engine that was made already."""
+        llm = cls.__new__(cls)
+        llm.start(engine)
+        return llm
+
+    def start(self, engine: Engine) -> None:
+        self.engine, self.ids = engine, itertools.count()
+        self.thread = EngineThread(engine)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """The result as it grows; leaving the loop early, or cancelling it, aborts the request."""
-        params = sampling_params or SamplingParams()
         text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer)
         name = f"request-{next(self.ids)}" if request_id is None else request_id
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-
-        def hear(output: RequestOutput) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, output)
-
-        def add() -> None:
-            self.engine.add(name, tokens, params, text, terms)
-            self.listeners[name] = hear
-
+        answers = await self.ask([name], [Ask(tokens, sampling_params or SamplingParams(), text, terms)])
         try:
-            await asyncio.wrap_future(self.submit(add))
             while True:
-                output = await queue.get()
-                while not queue.empty():  # each result holds all before it: a slow reader skips to the newest
-                    output = queue.get_nowait()
+                _, output = (await answers.news())[-1]  # each result holds all before it
                 yield output
                 if output.finished:
                     return
         finally:
-            if not self.closed:
-                self.submit(lambda: self.stop_listening(name, hear))
+            answers.close()
+
+    async def ask(
+        self,
+        names: list[str],
+        asks: Sequence[Ask],
+        read: Callable[[Request], Delta | RequestOutput] = Request.output,
+        at_end: bool = False,
+    ) -> Answers:
+        """Queue prompts, all of them or none; `read` makes what the caller gets, at each delivery or at the end."""
+        answers = Answers(self.thread, Inbox(), names)
+
+        def add() -> None:
+            try:
+                for index, (name, ask) in enumerate(zip(names, asks, strict=True)):
+                    answers.requests.append(self.engine.add(name, *ask))
+                    self.thread.courier.listeners[name] = Listener(answers.inbox, index, read, at_end)
+            except BaseException:
+                for request in answers.requests:
+                    self.thread.courier.listeners.pop(request.request_id, None)
+                    self.engine.abort(request.request_id)
+                raise
+
+        try:
+            await self.call(add)
+        except asyncio.CancelledError:
+            answers.close()
+            raise
+        return answers
+
+    async def call(self, job: Callable[[], Any]) -> Any:
+        """What a job in the engine's thread returns."""
+        return await asyncio.wrap_future(self.thread.submit(job))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream yields what it has, with the finish reason "abort"."""
-        await asyncio.wrap_future(self.submit(lambda: self.tell(self.engine.abort(request_id))))
+
+        def abort() -> None:
+            if (request := self.engine.abort(request_id)) is not None:
+                self.thread.courier.note([request])
+
+        await self.call(abort)
 
     async def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
         """See `LLM.sleep`; streams under way go on after `wake_up()`."""
-
-        def sleep() -> None:
-            for request in self.engine.sleep(level, keep_pages):
-                self.tell(request)
-
-        await asyncio.wrap_future(self.submit(sleep))
+        await self.call(lambda: self.thread.courier.note(self.engine.sleep(level, keep_pages)))
 
     async def wake_up(self) -> None:
         """Serve again."""
-        await asyncio.wrap_future(self.submit(self.engine.wake_up))
+        await self.call(self.engine.wake_up)
 
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
-        await asyncio.wrap_future(self.submit(self.engine.pages.forget))
+        await self.call(self.engine.pages.forget)
         return True
 
     def close(self) -> None:
         """Stop the engine's thread; requests under way end."""
-        with self.wake:
-            self.closed = True
-            self.wake.notify()
-        self.thread.join()
-
-    def submit(self, job: Callable[[], Any]) -> Future:
-        """Run a job in the engine's thread, between two steps."""
-        future: Future = Future()
-        with self.wake:
-            if self.closed:
-                raise RequestError("engine", "is closed")
-            self.jobs.append((job, future))
-            self.wake.notify()
-        return future
-
-    def loop(self) -> None:
-        """Serve until closed; however that ends, nobody is left waiting."""
-        try:
-            self.serve()
-        finally:
-            with self.wake:
-                self.closed = True
-            for request in list(self.engine.requests.values()):
-                self.tell(self.engine.abort(request.request_id))
-            for _, future in self.jobs:
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(RequestError("engine", "is closed"))
-            self.engine.close()
-
-    def serve(self) -> None:
-        """Jobs, then a step, for as long as there is either."""
-        while True:
-            with self.wake:
-                while not (self.jobs or self.engine.busy or self.closed):
-                    self.wake.wait()
-                if self.closed:
-                    return
-                jobs = list(self.jobs)
-                self.jobs.clear()
-            for job, future in jobs:
-                if not future.set_running_or_notify_cancel():
-                    continue  # its caller has gone before it began
-                try:
-                    future.set_result(job())
-                except Exception as error:
-                    future.set_exception(error)
-            for request in self.engine.step():
-                self.tell(request)
-
-    def tell(self, request) -> None:
-        if request is None:
-            return
-        find = self.listeners.pop if request.finished else self.listeners.get
-        if hear := find(request.request_id, None):
-            hear(request.output())
-
-    def stop_listening(self, request_id: str, hear: Callable) -> None:
-        """The reader has gone: end its request, unless the name has since gone to another."""
-        if self.listeners.get(request_id) is hear:
-            del self.listeners[request_id]
-            self.engine.abort(request_id)
+        self.thread.close()

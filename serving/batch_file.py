@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .openai import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from .protocol import chat, completion
+from .protocol.answer import ChatRequest, CompletionRequest
 from .request import RequestError, refuse_unknown, shown
 
-ENDPOINTS = {"/v1/chat/completions": parse_chat, "/v1/completions": parse_completion}
+ENDPOINTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completion.parse}
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def _request(line: dict[str, Any]) -> ChatRequest | CompletionRequest:
     if not isinstance(url, str) or url not in ENDPOINTS:
         raise RequestError("url", f"must be {' or '.join(ENDPOINTS)}, got {shown(url)}")
     try:
-        return ENDPOINTS[url](line.get("body"))
+        request = ENDPOINTS[url](line.get("body"))
+        if request.delivery.stream:
+            raise RequestError("stream", "has no place in a batch; leave it out")
+        return request
     except RequestError as error:
         raise RequestError("body" if error.param == "body" else f"body.{error.param}", error.message) from None

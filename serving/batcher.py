@@ -135,7 +135,7 @@ class Batcher:
             for position in item.scores:
                 b.sample_rows_R[row] = offset + position - item.start
                 s.targets_R[row] = seq.tokens[position + 1]
-                s.wants_logprobs_R[row] = True
+                s.wants_logprobs_R[row] = seq.pool is None
                 owners[row] = slot
                 row += 1
             if item.draws:

@@ -10,14 +10,16 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from ..model.tokenizer import Tokenizer
-from ..ops.sampling import MAX_BANS
-from .group import largest
+from .door import check, spelled
+from .grammar import Grammars
+from .options import Pooling
 from .pages import PageTable
+from .pooling import Pool
 from .recall import saving
-from .request import PLAIN, RequestError, SamplingParams, Terms, shown
+from .request import PLAIN, NotServing, QueueFull, RequestError, SamplingParams, Terms, shown
 from .runner import Drawn, Launched, Runner
 from .scheduler import Plan, Scheduler, rank_of
-from .sequence import Sequence, seed_of
+from .sequence import Sequence, sequences_of
 from .stream import Request
 from .trace import NoTrace
 
@@ -42,9 +44,12 @@ class Engine:
         max_queued: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         trace: NoTrace | None = None,
+        pooling: Pooling = "last",
     ):
         self.runner, self.tokenizer, self.pages, self.max_len = runner, tokenizer, pages, max_len
         self.max_queued, self.clock, self.trace = max_queued, clock, trace or NoTrace()
+        self.pooling = pooling  # of a request for an embedding that does not say
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, runner.config.vocab_size)
         self.scheduler = Scheduler(pages, runner.limits)
         self.requests: dict[str, Request] = {}
         self.request_of: dict[Sequence, Request] = {}
@@ -61,41 +66,36 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
         terms: Terms = PLAIN,
+        pooling: Pooling | None = None,
     ) -> Request:
-        """Queue a request, or refuse it with a `RequestError` that says why."""
+        """Queue a request, or refuse it with a `RequestError` that says why.
+
+        With `pooling` it asks for the prompt's hidden states and no token: `RequestOutput.pooled`.
+        """
         if self.asleep or self.closed:
-            raise RequestError("engine", "is closed" if self.closed else "is asleep; wake_up() makes it serve again")
+            raise NotServing("engine", "is closed" if self.closed else "is asleep; wake_up() makes it serve again")
         if request_id in self.requests:
             raise RequestError("request_id", f"{request_id!r} is being served already; ids must differ")
         self.check(tokens, params)
         if self.max_queued is not None and len(self.scheduler.waiting) + params.num_sequences > self.max_queued:
-            raise RequestError("queue", f"is full: {self.max_queued} may wait (max_queued_requests); try again later")
-        bad_words = self.encode_bad_words(params)
-        budget = self.max_len - len(tokens)
+            raise QueueFull("queue", f"is full: {self.max_queued} may wait (max_queued_requests); try again later")
+        bad_words, shape, n = spelled(params.bad_words, self.tokenizer), params.structured_outputs, params.num_sequences
+        constraints = [None] * n if shape is None or self.grammars is None else self.grammars.constraints(shape, n)
         eos = frozenset() if self.tokenizer is None else self.tokenizer.eos_token_ids
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         base = int(self.rng.integers(1 << 63)) if params.seed is None else params.seed & ((1 << 64) - 1)
         now = self.clock()
-        sequences = [
-            Sequence(
-                index=index,
-                tokens=list(tokens),
-                num_prompt=len(tokens),
-                params=params,
-                max_tokens=budget if params.max_tokens is None else min(params.max_tokens, budget),
-                rank=rank_of(terms.priority, now),
-                stop_ids=stop_ids,
-                eos_ids=eos - frozenset(params.stop_token_ids),
-                lockstep=any(len(word) > 1 for word in bad_words),
-                bad_words=bad_words,
-                seed=seed_of(base, index),
-                party=terms.share_key,
-                salt=terms.cache_salt,
-                scored=params.scored,
-                prompt_scores=[None] * (len(tokens) - 1) if params.prompt_logprobs is not None and not index else None,
+        sequences = sequences_of(tokens, params, self.max_len, rank_of(terms.priority, now), eos, base)
+        for seq, constraint in zip(sequences, constraints, strict=True):
+            seq.party, seq.salt, seq.bad_words, seq.constraint = (
+                terms.share_key,
+                terms.cache_salt,
+                bad_words,
+                constraint,
             )
-            for index in range(params.num_sequences)
-        ]
+            seq.lockstep = constraint is not None or any(len(word) > 1 for word in bad_words)
+            seq.pool = None if pooling is None else Pool(pooling, len(tokens))
+        if params.prompt_logprobs is not None or pooling == "mean":
+            sequences[0].prompt_scores = [None] * (len(tokens) - 1)
         request = Request(request_id, prompt, params, sequences, self.tokenizer, now)
         self.requests[request_id] = request
         for seq in sequences:
@@ -109,47 +109,12 @@ class Engine:
         return request
 
     def check(self, tokens: Seq[int], params: SamplingParams) -> None:
-        """Refuse what can never be served; JAX would clamp a wrong id in silence."""
-        vocab = self.runner.config.vocab_size
-        if not isinstance(params, SamplingParams):
-            raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
-        if not tokens:
-            raise RequestError("prompt", "is empty; it must have at least one token")
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
-                raise RequestError("prompt", f"has the token id {shown(token)}; ids are integers from 0 to {vocab - 1}")
-        if len(tokens) >= self.max_len:
-            raise RequestError(
-                "prompt",
-                f"has {len(tokens)} tokens; at most {self.max_len - 1} fit into max_model_len {self.max_len}, "
-                "with one token to generate",
-            )
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
-                if not 0 <= token < vocab:
-                    raise RequestError(name, f"has the token id {token}; ids are from 0 to {vocab - 1}")
-        total = len(tokens) + min(params.max_tokens or self.max_len, self.max_len - len(tokens))
-        most = largest(lambda length: self.pages.fits(length, self.runner.limits.max_rows), total)
-        if most < total:
-            raise RequestError(
-                "max_tokens", f"with the prompt {total} positions are needed; the KV cache holds {most} at most"
-            )
-        if self.tokenizer is None and (params.stop or params.bad_words):
-            name = "stop" if params.stop else "bad_words"
-            raise RequestError(name, "needs a tokenizer, and skip_tokenizer_init is set; use token ids")
+        """Refuse what can never be served."""
 
-    def encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the bad words, at the start of a text and after a space."""
-        words: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words:
-            for text in (word, " " + word.lstrip()):
-                if ids := tuple(self.tokenizer.encode(text, add_special_tokens=False)):
-                    words[ids] = None
-        if sum(len(ids) > 1 for ids in words) > MAX_BANS:
-            raise RequestError(
-                "bad_words", f"make more than {MAX_BANS} runs of several tokens; give fewer or shorter ones"
-            )
-        return tuple(words)
+        def fits(length: int) -> bool:
+            return self.pages.fits(length, self.runner.limits.max_rows)
+
+        check(tokens, params, self.runner.config.vocab_size, self.max_len, fits, self.tokenizer is not None)
 
     def step(self) -> list[Request]:
         """Launch one step, take in the one before; the requests that got something new."""
@@ -205,13 +170,30 @@ class Engine:
                 self.pages.disown(seq)
                 self.end(seq, "error")
                 continue
+            if seq.pool is not None:
+                self.pool(seq, drawn)
+                continue
             for index, position in enumerate(item.scores):
                 seq.prompt_scores[position] = drawn.score(drawn.row + index)
             if item.draws:
                 seq.tokens.append(drawn.token)
                 score = drawn.score(drawn.row + len(item.scores)) if seq.scored else None
-                if reason := request.push(seq.index, drawn.token, score, now):
+                reason = request.push(seq.index, drawn.token, score, now)
+                if seq.constraint is not None and reason != "stop":  # what ended it is not in its grammar
+                    reason = seq.constraint.advance(drawn.token) or reason
+                if reason:
                     self.end(seq, reason)
+
+    def pool(self, seq: Sequence, drawn: Drawn) -> None:
+        """Take in hidden states; with the last one the request is done."""
+        item = drawn.item
+        positions = [*item.scores, item.start + item.num_rows - 1] if item.draws else item.scores
+        for index, position in enumerate(positions):
+            seq.pool.add(position, drawn.hidden_RD[drawn.row + index])
+        for position in item.scores:
+            seq.prompt_scores[position] = True
+        if item.draws:
+            self.end(seq, "stop")
 
     def end(self, seq: Sequence, reason: str) -> None:
         """End one sequence, and its request with the last of them."""
@@ -293,6 +275,12 @@ class Engine:
             for pages in self.runner.move(moves) if moves else ():
                 pages.arrive()
         self.trace.close()
+
+    @property
+    def running_requests(self) -> int:
+        """Requests of which a sequence holds a slot; the others of `requests` wait. Any thread may ask."""
+        owners = [self.request_of.get(seq) for seq in list(self.scheduler.running)]
+        return len({owner.request_id for owner in owners if owner is not None})
 
     @property
     def busy(self) -> bool:

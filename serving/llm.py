@@ -8,10 +8,11 @@ from typing import Any
 
 from ..model.chat_template import PromptError
 from ..model.tokenizer import Tokenizer
+from . import pooling, scoring
 from .beam import BeamSearchOutput, BeamSearchParams, search
 from .engine import Engine
-from .options import options_of
-from .outputs import RequestOutput
+from .options import Pooling, options_of
+from .outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from .progress import bar
 from .request import PLAIN, RequestError, SamplingParams, Terms, shown
 from .setup import make_engine
@@ -107,6 +108,32 @@ class LLM:
         parsed = [parse_prompt(prompt, self.engine.tokenizer) for prompt in prompt_list(prompts)]
         return search(self.engine, [tokens for _, tokens, _ in parsed], params, [terms for *_, terms in parsed])
 
+    def embed(
+        self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True, dimensions: int | None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Every prompt as a vector of length 1: its last hidden state, or with `pooling="mean"` the mean of all.
+
+        With `dimensions` it has so many numbers, the first ones.
+        """
+        pooling.check_dimensions(dimensions, self.engine.runner.config.dim)
+        batch = prompt_list(prompts)
+        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, self.engine.pooling)
+        return [pooling.embedding(output, dimensions) for output in outputs]
+
+    encode = embed
+
+    def score(
+        self, text_1: str | Seq[str], text_2: str | Seq[str], use_tqdm: bool = True
+    ) -> list[ScoringRequestOutput]:
+        """How likely each second text is after its first one: the mean log-probability of its tokens.
+
+        One text goes with each of the others. The two are cut into tokens as one text; a token that holds the end of
+        the first and the beginning of the second counts for the second.
+        """
+        pairs = [scoring.pair_tokens(self.get_tokenizer(), *pair) for pair in scoring.pairs(text_1, text_2)]
+        outputs = self.run([tokens for tokens, _ in pairs], [scoring.PARAMS] * len(pairs), use_tqdm)
+        return [scoring.scored(output, first) for output, (_, first) in zip(outputs, pairs, strict=True)]
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The result as it grows, token by token; closing the iterator aborts the request."""
         params = sampling_params or SamplingParams()
@@ -122,12 +149,18 @@ class LLM:
             self.engine.abort(request.request_id)
             self.drain()
 
-    def run(self, prompts: Seq[Prompt], params: Seq[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def run(
+        self,
+        prompts: Seq[Prompt],
+        params: Seq[SamplingParams],
+        use_tqdm: bool,
+        pooling: Pooling | None = None,
+    ) -> list[RequestOutput]:
         """All requests to their ends; one that cannot be served stops the call before any other has cost anything."""
         requests = []
         try:
             for prompt, own in zip(prompts, params, strict=True):
-                requests.append(self.add(prompt, own))
+                requests.append(self.add(prompt, own, pooling))
             with bar(len(requests), use_tqdm) as advance:
                 while self.engine.busy:
                     done = [request for request in self.engine.step() if request.finished]
@@ -144,10 +177,10 @@ class LLM:
         while self.engine.in_flight is not None:
             self.engine.step()
 
-    def add(self, prompt: Prompt, params: SamplingParams):
+    def add(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None):
         """Queue one prompt."""
         text, tokens, terms = parse_prompt(prompt, self.engine.tokenizer)
-        return self.engine.add(str(next(self.ids)), tokens, params, text, terms)
+        return self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling)
 
 
 def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

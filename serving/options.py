@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from ..model.config import ModelError
 
+Pooling = Literal["last", "mean"]
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 HOST = 256 << 20  # bytes of host memory on the way to the disk
 DISK = 8 << 30
 
@@ -30,6 +33,7 @@ class EngineOptions:
     kv_cache_disk: str | None = None  # a folder for those that the host has no room for
     kv_cache_disk_bytes: int | None = None  # the most that it may hold; None: DISK
     max_queued_requests: int | None = None  # more are refused; None: as many as come
+    pooling: Pooling = "last"  # which hidden states of a prompt are its embedding: the last one, or the mean of all
     trace: str | None = None  # a file for what the engine does when
     seed: int = 0
 
@@ -49,6 +53,8 @@ class EngineOptions:
         queued = self.max_queued_requests
         if queued is not None and (not isinstance(queued, int) or isinstance(queued, bool) or queued < 1):
             raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
+        if self.pooling not in POOLINGS:
+            raise ModelError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ModelError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
         for name in ("kv_cache_host_bytes", "kv_cache_disk_bytes"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "timeout", "error")
@@ -32,6 +32,25 @@ class CompletionOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)  # hundreds are made a step, and a frozen one takes four times as long
+class Fresh:
+    """What one answer got since somebody last looked."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class Delta(NamedTuple):
+    """What a request got since somebody last looked: of those answers that got something."""
+
+    parts: Sequence[Fresh]
+    finished: bool
 
 
 @dataclass(frozen=True)
@@ -65,3 +84,40 @@ class RequestOutput:
     prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None  # the first is None: nothing precedes it
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    pooled: Sequence[float] | None = None  # of a request for an embedding: the hidden state, as it is
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A text as a point: a vector of length 1."""
+
+    embedding: Sequence[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: Sequence[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How likely a text is after another: the mean log-probability of its tokens."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """The score of one pair of texts; `prompt_token_ids` are those of both."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: Sequence[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

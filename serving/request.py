@@ -1,115 +1,40 @@
 """What a caller asks for: the sampling parameters of one request, checked completely at the door."""
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
+
+from .checks import (
+    INT32_MAX,
+    MAX_STRING_LENGTH,
+    MAX_STRINGS,
+    NotServing,
+    QueueFull,
+    RequestError,
+    boolean,
+    integer,
+    items,
+    number,
+    refuse_unknown,
+    shown,
+    strings,
+    token_ids,
+    unicode_text,
+)
+from .structure import checked_structure
+
+__all__ = [  # what others take from here beside what is written here
+    "INT32_MAX", "MAX_STRINGS", "MAX_STRING_LENGTH", "NotServing", "QueueFull", "RequestError", "boolean",
+    "integer", "items", "number", "refuse_unknown", "shown", "unicode_text",
+]  # fmt: skip
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-MAX_STRINGS = 64  # stop strings, bad words
-MAX_STRING_LENGTH = 1024
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
 MAX_PRIORITY = 1000
 MAX_TIMEOUT = 7 * 24 * 3600.0
-INT32_MAX = 2**31 - 1  # token ids and counts travel to the device as int32
-
-
-class RequestError(ValueError):
-    """A request that cannot be served: one line that names the field, the value and what would be right."""
-
-    def __init__(self, param: str, message: str):
-        super().__init__(param, message)  # both, so that it pickles and copies
-        self.param = param
-        self.message = message
-
-    def __str__(self) -> str:
-        return f"{self.param}: {self.message}"
-
-
-def shown(value: object) -> str:
-    """A value as an error quotes it: on one line, and short, whatever the client sent."""
-    try:
-        text = ascii(value)
-    except ValueError:  # an integer of more digits than Python prints
-        text = "a huge number"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def refuse_unknown(given: Iterable[object], known: Sequence[str], prefix: str = "") -> None:
-    """Raise for the first name in `given` that is not one of `known`, with the nearest known one."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the known fields are {', '.join(sorted(known))}"
-            raise RequestError(prefix + (name if isinstance(name, str) else shown(name)), f"unknown field; {hint}")
-
-
-def integer(param: str, value: Any, low: int, high: int, remedy: str = "") -> int:
-    """`value` as an int from `low` to `high`; a bool is not a number here."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        wanted = f"an integer of {low} or more" if high >= INT32_MAX else f"an integer from {low} to {high}"
-        raise RequestError(param, f"must be {wanted}{remedy}, got {shown(value)}")
-    return int(value)
-
-
-def number(param: str, value: Any, low: float, high: float, remedy: str = "", open_low: bool = False) -> float:
-    """`value` as a finite float from `low` (exclusive if `open_low`) to `high`."""
-    real = isinstance(value, Real) and not isinstance(value, bool)
-    if not real or not value <= high or value < low or (open_low and value == low):  # NaN is not <= anything
-        above = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise RequestError(param, f"must be a number {above}{remedy}, got {shown(value)}")
-    return float(value)
-
-
-def boolean(param: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(param, f"must be true or false, got {shown(value)}")
-    return value
-
-
-def items(param: str, value: Any, most: int) -> tuple:
-    """`value` as a tuple of at most `most` items: any sequence, set or array, but no string."""
-    if isinstance(value, str | bytes | bytearray) or not (
-        isinstance(value, Sequence | AbstractSet) or hasattr(value, "tolist")
-    ):
-        raise RequestError(param, f"must be a list, got {shown(value)}")
-    found = tuple(value)
-    if len(found) > most:
-        raise RequestError(param, f"must hold at most {most} items, got {len(found)}")
-    return found
-
-
-def unicode_text(param: str, value: object) -> str:
-    """`value` as text that UTF-8 can carry: JSON lets a lone surrogate through."""
-    if not isinstance(value, str):
-        raise RequestError(param, f"must be a string, got {shown(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise RequestError(param, f"must be valid Unicode without lone surrogates, got {shown(value)}") from None
-    return value
-
-
-def strings(param: str, value: object) -> tuple[str, ...]:
-    found = items(param, value, MAX_STRINGS)
-    for i, text in enumerate(found):
-        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STRING_LENGTH:
-            raise RequestError(
-                f"{param}[{i}]", f"must be a string of 1 to {MAX_STRING_LENGTH} characters, got {shown(text)}"
-            )
-        unicode_text(f"{param}[{i}]", text)
-    return found
-
-
-def token_ids(param: str, value: object, most: int) -> tuple[int, ...]:
-    return tuple(
-        integer(f"{param}[{i}]", token, 0, INT32_MAX, " (a token id)")
-        for i, token in enumerate(items(param, value, most))
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +86,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    structured_outputs: Mapping[str, Any] | None = None  # what the answer has to look like: see structure.py
 
     def __post_init__(self):
         self._set("n", integer("n", self.n, 1, MAX_CHOICES))
@@ -177,6 +103,8 @@ class SamplingParams:
             boolean(name, getattr(self, name))
         if not self.detokenize and self.stop:
             raise RequestError("stop", f"needs detokenize=True, or use stop_token_ids; got {shown(self.stop)}")
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", checked_structure(self.structured_outputs))
 
     @property
     def num_sequences(self) -> int:

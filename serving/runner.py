@@ -13,11 +13,12 @@ from ..ops.sampling import Sampled, SlotState
 from .batch import Size
 from .batcher import Batcher
 from .compiles import CompileCounter
+from .grammar import Constraint
 from .mover import Leaving, Mover
 from .moves import Moves
 from .scheduler import Item, Limits, Plan
 from .sequence import Sequence
-from .step import empty_state, reset_slot, step
+from .step import empty_state, reset_slot, set_bias, step
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Launched:
 
     plan: Plan
     sampled: Sampled
+    hidden_RD: jax.Array
     leaving: list[Leaving]
 
 
@@ -37,6 +39,7 @@ class Drawn(NamedTuple):  # hundreds are made a step
     ok: bool
     token: int  # of the last row
     sampled: Sampled
+    hidden_RD: np.ndarray | None  # where one of the items has a pool
 
     def score(self, row: int) -> tuple[int, float, int, np.ndarray, np.ndarray]:
         """(token, log-probability, rank, best ids, their log-probabilities) of one of the rows."""
@@ -90,8 +93,8 @@ class Runner:
         V = self.config.vocab_size
         row = SlotState(*(np.zeros(V, leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
         slots = reset_slot(self.state.slots, np.int32(0), row)
-        self.state = self.state.replace(slots=slots)
-        jax.block_until_ready(slots)
+        self.state = self.state.replace(slots=slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(0), row.bias_BV)))
+        jax.block_until_ready(self.state.slots)
         self.compiles.mark()
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
@@ -119,9 +122,11 @@ class Runner:
         for item in plan.items:
             if item.begins:
                 self.assign(item.seq, item.start)
+            if item.draws and item.seq.constraint is not None:
+                self.constrain(item.seq, item.seq.constraint)
         size, buffer = self.batcher.build(plan)
-        sampled, self.state = self.compiled[size](self.weights, self.state, buffer)
-        return Launched(plan, sampled, leaving)
+        sampled, hidden_RD, self.state = self.compiled[size](self.weights, self.state, buffer)
+        return Launched(plan, sampled, hidden_RD, leaving)
 
     def move(self, moves: Moves) -> list[Leaving]:
         """Copy pages; what goes to the host is under way when this returns."""
@@ -136,13 +141,15 @@ class Runner:
         items, sampled = launched.plan.items, launched.sampled
         if any(item.scores or item.seq.scored for item in items):
             sampled = jax.device_get(sampled)
+        hidden_RD = np.asarray(launched.hidden_RD) if any(item.seq.pool is not None for item in items) else None
         tokens, ok = np.asarray(sampled.tokens_R).tolist(), np.asarray(sampled.ok_R).tolist()
         drawn, row = [], 0
         for item in items:
             count = len(item.scores) + item.draws
             if count:
                 end = row + count
-                drawn.append(Drawn(item, row, ok[row] if count == 1 else all(ok[row:end]), tokens[end - 1], sampled))
+                fine = ok[row] if count == 1 else all(ok[row:end])
+                drawn.append(Drawn(item, row, fine, tokens[end - 1], sampled, hidden_RD))
                 row = end
         return drawn
 
@@ -153,7 +160,9 @@ class Runner:
         """
         V = self.config.vocab_size
         bias = bias_of(seq, V)
-        self.batcher.assign(seq, bias is not None)
+        if seq.constraint is not None:
+            seq.constraint.bias = bias
+        self.batcher.assign(seq, bias is not None or seq.constraint is not None)
         if bias is None and not self.batcher.tracked[seq.slot] and not seq.params.min_tokens:
             return
         stop, prompt = np.zeros(V, bool), np.zeros(V, bool)
@@ -162,6 +171,12 @@ class Runner:
         counts = np.bincount(seq.tokens[seq.num_prompt : computed], minlength=V).astype(np.int32)
         row = SlotState(np.zeros(V, np.float32) if bias is None else bias, stop, counts, prompt)
         self.state = self.state.replace(slots=reset_slot(self.state.slots, np.int32(seq.slot), row))
+
+    def constrain(self, seq: Sequence, constraint: Constraint) -> None:
+        """Let the next token be one that the sequence's grammar allows."""
+        slots, row = self.state.slots, constraint.row(seq.stop_ids)
+        slots = slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(seq.slot), row))
+        self.state = self.state.replace(slots=slots)
 
 
 def to_host(tree: Any, keep: bool) -> Any:

@@ -1,10 +1,15 @@
 """One token stream under generation: what the scheduler and the page table know of it."""
 
 from collections.abc import Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .request import SamplingParams
+
+if TYPE_CHECKING:
+    from .grammar import Constraint
+    from .pooling import Pool
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +50,8 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: str | None = None
     prompt_scores: list | None = None  # one entry a prompt token after the first, when they were asked for
+    constraint: "Constraint | None" = None  # what its tokens may be, by those before them
+    pool: "Pool | None" = None  # its prompt's hidden states are wanted, and no token
 
     @property
     def num_tokens(self) -> int:
@@ -71,3 +78,26 @@ def seed_of(base: int, index: int) -> tuple[int, int]:
     """The two words of a sequence's seed: those of the request, spread by the index when n > 1."""
     mixed = (base + index * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
     return mixed >> 32, mixed & 0xFFFFFFFF
+
+
+def sequences_of(
+    tokens: Seq[int], params: SamplingParams, max_len: int, rank: float, eos: frozenset[int], base: int
+) -> list[Sequence]:
+    """The sequences of a request, as far as its sampling parameters tell."""
+    budget = max_len - len(tokens)
+    stops = frozenset(params.stop_token_ids)
+    return [
+        Sequence(
+            index=index,
+            tokens=list(tokens),
+            num_prompt=len(tokens),
+            params=params,
+            max_tokens=budget if params.max_tokens is None else min(params.max_tokens, budget),
+            rank=rank,
+            stop_ids=stops if params.ignore_eos else stops | eos,
+            eos_ids=eos - stops,
+            seed=seed_of(base, index),
+            scored=params.scored,
+        )
+        for index in range(params.num_sequences)
+    ]

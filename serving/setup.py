@@ -27,6 +27,7 @@ from .sizing import cache_budget, size_cache, usable_memory, working_bytes
 from .step import page_bytes
 from .tiers import Tiers
 from .trace import Trace
+from .watchers import watch
 
 
 def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda note: None) -> Engine:
@@ -65,7 +66,10 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
 
     runner.warm_up(note)
     pages = PageTable(num_pages, options.block_size, config.windows, options.enable_prefix_caching, tiers)
-    return Engine(runner, tokenizer, pages, max_len, options.seed, options.max_queued_requests, time.monotonic, trace)
+    seed, queued = options.seed, options.max_queued_requests
+    engine = Engine(runner, tokenizer, pages, max_len, seed, queued, pooling=options.pooling)
+    watch(engine, trace)
+    return engine
 
 
 def make_trace(file: str | None) -> Trace | None:
@@ -116,3 +120,8 @@ def use_compile_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(home / "quire" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def on_host() -> bool:
+    """Whether the device's memory is the host's."""
+    return jax.default_backend() == "cpu"

@@ -25,8 +25,10 @@ class State:
 
 
 @partial(jax.jit, static_argnames=("layout", "config"), donate_argnames="state")
-def step(weights, state: State, buffer, layout: Layout, config: ModelConfig) -> tuple[sampling.Sampled, State]:
-    """One step of every sequence in the batch that the buffer holds."""
+def step(
+    weights, state: State, buffer, layout: Layout, config: ModelConfig
+) -> tuple[sampling.Sampled, jax.Array, State]:
+    """One step of every sequence in the batch that the buffer holds; also the hidden states of the rows sampled."""
     batch = layout.read(buffer)
     held_T = jnp.maximum(-1 - batch.tokens_T, 0)
     tokens_T = jnp.where(batch.tokens_T < 0, state.last_tokens_B[held_T], batch.tokens_T)
@@ -44,7 +46,7 @@ def step(weights, state: State, buffer, layout: Layout, config: ModelConfig) -> 
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T)
         sampled = sampling.sample(logits_RV, slots, batch.sampling)
         last_tokens_B = state.last_tokens_B.at[batch.store_R].set(sampled.tokens_R, mode="drop")
-    return sampled, State(pages, slots, last_tokens_B)
+    return sampled, hidden_RD, State(pages, slots, last_tokens_B)
 
 
 @jax.jit
@@ -81,6 +83,12 @@ def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
 def reset_slot(slots: sampling.SlotState, slot, row: sampling.SlotState) -> sampling.SlotState:
     """Make a slot ready for a new request."""
     return sampling.reset_slot(slots, slot, row)
+
+
+@partial(jax.jit, donate_argnames="bias_BV")
+def set_bias(bias_BV, slot, bias_V) -> jax.Array:
+    """What a slot's next token may be."""
+    return sampling.set_bias(bias_BV, slot, bias_V)
 
 
 def page_shapes(config: ModelConfig, index: int, page_size: int) -> tuple[tuple[int, ...], ...]:

@@ -3,7 +3,7 @@
 import math
 
 from .detokenizer import Detokenizer
-from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .outputs import CompletionOutput, Delta, Fresh, Logprob, RequestMetrics, RequestOutput
 from .request import SamplingParams
 from .sequence import Sequence
 
@@ -19,6 +19,8 @@ class Stream:
         self.stop_reason: int | str | None = None
         self.unread: list[int] = []
         self.parts: list[str] = []
+        self.taken_parts = self.taken_tokens = 0
+        self.taken_end = False
         self.detokenizer = None
         if tokenizer is not None and params.detokenize:
             self.detokenizer = Detokenizer(
@@ -69,12 +71,30 @@ class Stream:
         """Of a token, on average."""
         return self.cumulative / self.seq.num_output if self.seq.num_output else -math.inf
 
+    def take(self, index: int) -> Fresh | None:
+        """What came since the last time, or None; the end comes once."""
+        self.read()
+        seq, parts, first = self.seq, self.parts[self.taken_parts :], self.taken_tokens
+        ends = self.finish_reason is not None and not self.taken_end
+        if seq.num_output == first and not ends and not any(parts):
+            return None
+        self.taken_parts, self.taken_tokens, self.taken_end = len(self.parts), seq.num_output, self.taken_end or ends
+        return Fresh(
+            index=index,
+            text="".join(parts),
+            token_ids=seq.tokens[seq.num_prompt + first :],
+            logprobs=None if self.logprobs is None else self.logprobs[first:],
+            finish_reason=self.finish_reason if ends else None,
+            stop_reason=self.stop_reason if ends else None,
+        )
+
     def output(self, index: int) -> CompletionOutput:
         self.read()
-        self.parts = ["".join(self.parts)]
+        self.parts = ["".join(self.parts[: self.taken_parts]), "".join(self.parts[self.taken_parts :])]
+        self.taken_parts = 1
         return CompletionOutput(
             index=index,
-            text=self.parts[0],
+            text="".join(self.parts),
             token_ids=self.seq.tokens[self.seq.num_prompt :],
             cumulative_logprob=self.cumulative if self.params.scored else None,
             logprobs=None if self.logprobs is None else list(self.logprobs),
@@ -118,6 +138,17 @@ class Request:
     def end(self, index: int, reason: str) -> None:
         self.streams[index].end(reason)
 
+    def take(self) -> Delta:
+        """What each answer got since the last time, at a cost that the rest does not add to.
+
+        Where the likeliest of several are the answer, all of it comes at the end.
+        """
+        finished = self.finished
+        known = finished or len(self.streams) == self.params.n
+        streams = self.chosen() if known else []
+        fresh = [part for index, stream in enumerate(streams) if (part := stream.take(index)) is not None]
+        return Delta(fresh, finished)
+
     def output(self) -> RequestOutput:
         seq = self.sequences[0]
         return RequestOutput(
@@ -134,6 +165,7 @@ class Request:
                 num_preemptions=sum(seq.num_preemptions for seq in self.sequences),
             ),
             num_cached_tokens=seq.num_cached,
+            pooled=None if seq.pool is None else seq.pool.vector(),
             finished=self.finished,
         )
 
@@ -155,10 +187,9 @@ class Request:
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """One entry a prompt token; the first has nothing before it to be predicted from."""
-        scores = self.sequences[0].prompt_scores
-        if scores is None:
+        scores, count = self.sequences[0].prompt_scores, self.params.prompt_logprobs
+        if scores is None or count is None:
             return None
-        count = self.params.prompt_logprobs
         return [None, *(None if s is None else logprob_entry(s, count, self.tokenizer) for s in scores)]
 
 

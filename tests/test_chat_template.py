@@ -183,9 +183,9 @@ def test_a_long_conversation_is_no_attack(render):
 def test_a_worker_that_died_is_replaced():
     template = ChatTemplate("{{ messages[0] }}")
     assert template.render([1]) == "1"
-    assert template._process is not None
-    os.kill(template._process.pid, signal.SIGKILL)
-    template._process.wait()
+    assert template.worker.process is not None
+    os.kill(template.worker.process.pid, signal.SIGKILL)
+    template.worker.process.wait()
     assert template.render([2]) == "2"
 
 
@@ -200,7 +200,7 @@ def test_threads_share_a_worker():
 def test_the_worker_ends_with_its_template():
     template = ChatTemplate("{{ messages }}")
     template.render([])
-    process = template._process
+    process = template.worker.process
     assert process is not None and process.poll() is None
     del template
     assert process.poll() == -signal.SIGKILL
@@ -211,7 +211,7 @@ def test_the_worker_ends_with_the_program():
     code = (
         "import os, signal\nfrom quire.model.chat_template import ChatTemplate\n"
         "template = ChatTemplate('{{ 1 }}')\ntemplate.render([])\n"
-        "print(template._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+        "print(template.worker.process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     worker = int(run.stdout)

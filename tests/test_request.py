@@ -36,7 +36,7 @@ NUMBERS = {
 }
 SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 LISTS = ("stop", "stop_token_ids", "bad_words")
-OTHERS = ("logit_bias", "allowed_token_ids")
+OTHERS = ("logit_bias", "allowed_token_ids", "structured_outputs")
 
 
 def make(**fields: Any) -> SamplingParams:
@@ -63,7 +63,7 @@ def test_defaults():
     for name, (*_, default) in (INTEGERS | NUMBERS).items():
         assert getattr(params, name) == default
     assert [getattr(params, name) for name in SWITCHES] == [False, True, True, False]
-    assert [getattr(params, name) for name in (*LISTS, *OTHERS)] == [(), (), (), None, None]
+    assert [getattr(params, name) for name in (*LISTS, *OTHERS)] == [(), (), (), None, None, None]
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
 
@@ -209,12 +209,34 @@ def test_any_value_is_kept_or_refused_by_name(fields):
     try:
         params = make(**fields)
     except RequestError as error:
-        assert error.param.split("[")[0] in [*fields, "min_tokens"]
+        assert error.param.split("[")[0].split(".")[0] in [*fields, "min_tokens"]
         assert "\n" not in str(error) and str(error).isascii()
         return
     for name in NUMBERS:
         assert np.isfinite(getattr(params, name))
     hash((params.stop, params.stop_token_ids, params.bad_words, params.allowed_token_ids))
+
+
+SHAPES = st.dictionaries(
+    st.sampled_from(
+        ["json", "regex", "choice", "grammar", "json_object", "whitespace_pattern", "disable_any_whitespace"]
+    )
+    | st.text(),
+    ANYTHING,
+    max_size=3,
+)
+
+
+@given(SHAPES)
+def test_any_form_is_kept_or_refused_by_name(shape):
+    try:
+        kept = make(structured_outputs=shape).structured_outputs
+    except RequestError as error:
+        assert error.param.startswith("structured_outputs") and len(str(error)) < 300
+        assert "\n" not in str(error) and str(error).isascii()
+        return
+    assert make(structured_outputs=kept).structured_outputs == kept
+    assert all(isinstance(value, str | tuple | bool) for value in kept.values())
 
 
 def test_results():

@@ -1,14 +1,15 @@
 """Batch files: each line becomes a request or an error, results come in order, and no line hurts another."""
 
 import io
+import itertools
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 import quire
 from quire.__main__ import main
+from quire.model.chat_template import PromptError
 from quire.serving.batch_file import parse_lines
 from quire.serving.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.serving.request import RequestError, SamplingParams
@@ -22,9 +23,9 @@ def line(custom_id: str, url: str = "/v1/completions", **body) -> bytes:
 
 
 class Request:
-    """Finishes after as many steps as its prompt has characters."""
+    """Finishes after as many steps as its prompt has characters or tokens."""
 
-    def __init__(self, name: str, prompt, params: SamplingParams):
+    def __init__(self, name: str, prompt: str | list[int], params: SamplingParams):
         self.request_id, self.prompt, self.params, self.steps = name, prompt, params, len(prompt)
         self.reason: FinishReason | None = None
 
@@ -36,7 +37,22 @@ class Request:
         answers = [
             CompletionOutput(i, f"<{self.prompt}>", [1, 2], finish_reason=self.reason) for i in range(self.params.n)
         ]
-        return RequestOutput(self.request_id, self.prompt, [5] * len(self.prompt), answers, self.finished)
+        return RequestOutput(self.request_id, None, [5] * len(self.prompt), answers, self.finished)
+
+
+class Letters:
+    """A tokenizer: a token a letter, and a prompt says its messages and the names of what is set beside them."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(map(ord, text))
+
+    def template_for(self, tools) -> str:
+        return "{{ tools }} <tool_call>"
+
+    def apply_chat_template(self, messages, add_generation_prompt, **options) -> str:
+        if "refuse" in messages[-1]["content"]:
+            raise PromptError("chat template: no")
+        return "".join(message["content"] for message in messages) + "".join(options)
 
 
 class FakeLLM:
@@ -45,10 +61,10 @@ class FakeLLM:
     made: list["FakeLLM"] = []
 
     def __init__(self, model=None, **options):
-        self.model, self.options = model, options
+        self.model, self.options, self.engine = model, options, self  # it is its own engine
+        self.tokenizer, self.ids, self.busy = Letters(), itertools.count(), False
         self.requests: list[Request] = []
         self.aborted: list[str] = []
-        self.engine = SimpleNamespace(step=self.step, abort=self.abort, busy=False)
         FakeLLM.made.append(self)
 
     def __enter__(self):
@@ -57,17 +73,13 @@ class FakeLLM:
     def __exit__(self, *exception):
         pass
 
-    def chat_prompt(self, messages, add_generation_prompt, **options):
-        if "refuse" in messages[-1]["content"]:
-            raise RequestError("messages", "chat template: no")
-        return "".join(message["content"] for message in messages) + "".join(options)
-
-    def add(self, prompt, params):
-        if prompt == "too long":
+    def add(self, name, tokens, params, text, terms):
+        if text == "too long":
             raise RequestError("prompt", "has 9 tokens; at most 8 fit")
-        request = Request(str(len(self.requests)), prompt, params)
+        assert text is None or tokens == list(map(ord, text))
+        request = Request(name, tokens if text is None else text, params)
         self.requests.append(request)
-        self.engine.busy = True
+        self.busy = True
         return request
 
     def step(self):
@@ -78,7 +90,7 @@ class FakeLLM:
                     if request.prompt == "interrupt":
                         raise KeyboardInterrupt
                     request.reason = "error" if request.prompt == "fail" else "stop"
-        self.engine.busy = not all(request.finished for request in self.requests)
+        self.busy = not all(request.finished for request in self.requests)
         return list(self.requests)
 
     def abort(self, request_id):
@@ -136,6 +148,19 @@ def test_results_come_in_the_order_of_the_lines(run):
     assert err.startswith("4 answered, 0 refused: 14 tokens in ")
 
 
+def test_calls_of_tools(run):
+    """A line may bring tools; what the answer calls is read as a server reads it."""
+    asked = '<tool_call>{"name": "look_up", "arguments": {"city": "Rome"}}</tool_call>'
+    fields = {"messages": [{"role": "user", "content": asked}]}
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    _, results, _ = run(line("with", CHAT, tools=tools, **fields), line("without", CHAT, **fields))
+    called, said = (result["response"]["body"]["choices"][0] for result in results)
+    assert called["finish_reason"] == "tool_calls" and called["message"]["content"] == "<tools>"
+    (call,) = called["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look_up", {"city": "Rome"})
+    assert said["message"] == {"role": "assistant", "content": f"<{asked}>"}
+
+
 WRONG = [
     (b"{", None, "line 2: must be JSON: "),
     (b"[1]", None, "line 2: must be a JSON object, got [1]"),
@@ -154,7 +179,7 @@ WRONG = [
     (line("x", prompt="a", temperature=-1), "x", "line 2: body.temperature: must be a number from 0 to 100"),
     (line("x", prompt="a").replace(b'"a"', b'"a", "top_p": 1e400'), "x", "line 2: body.top_p: must be a number"),
     (line("x", prompt="a", logits=1), "x", "line 2: body.logits: unknown field"),
-    (line("x", prompt="a", stream=True), "x", "line 2: body.stream: is not implemented"),
+    (line("x", prompt="a", stream=True), "x", "line 2: body.stream: has no place in a batch"),
     (line("x", prompt="a", model="gpt"), "x", "line 2: body.model: must be 'quill', which --served-model-name can"),
     (line("x", prompt=["a", "too long"]), "x", "line 2: prompt: has 9 tokens; at most 8 fit"),
     (line("x", CHAT, messages=[{"role": "user", "content": "refuse"}]), "x", "line 2: messages: chat template: no"),

@@ -202,6 +202,56 @@ def test_named_chat_templates(byte_level):
     assert tokenizer.apply_chat_template(ASK, tools=[{"name": "f"}]) == "from a folder"
 
 
+def test_a_template_that_comes_with_the_conversation(byte_level):
+    tokenizer = Tokenizer(byte_level)
+    given = "{{ eos_token }}{{ messages[0].content }}{{ extra }}{{ add_generation_prompt }}"
+    assert tokenizer.apply_chat_template(ASK, chat_template=given, extra="!") == f"{EOS}Hi!True"
+    assert tokenizer.apply_chat_template(ASK, chat_template=None) == tokenizer.apply_chat_template(ASK)
+    for wrong in ("", "x" * 65_537, 5, ["x"]):
+        with pytest.raises(PromptError, match="1 to 65536 characters"):
+            tokenizer.apply_chat_template(ASK, chat_template=wrong)
+    doubled = "{% set ns = namespace(a='a' * 1000) %}{% for i in range(40) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}"
+    with pytest.raises(PromptError, match="chat template"):
+        tokenizer.apply_chat_template(ASK, chat_template=doubled)
+    with pytest.raises(PromptError, match="valid Unicode|plain JSON"):
+        tokenizer.apply_chat_template(ASK, chat_template="\ud800")
+    assert tokenizer.apply_chat_template(ASK) == f"{BOS}<|turn|>user\nHi\n<|turn|>assistant\n"
+
+
+def test_a_model_without_a_template_takes_one(folder):
+    assert Tokenizer(folder).apply_chat_template(ASK, chat_template="{{ messages[0].role }}") == "user"
+
+
+def test_where_tokens_end_in_a_text(folder):
+    tokenizer, rng = Tokenizer(folder), random.Random(0)
+    for _ in range(200):
+        text = random_text(rng)
+        ids, ends = tokenizer.encode_with_ends(text)
+        assert ids == tokenizer.encode(text) and len(ends) == len(ids)
+        assert ends == sorted(ends) and max(ends, default=0) <= len(text)
+
+
+def test_the_text_of_tokens_is_their_bytes_where_it_is_said_so(folder):
+    """So that what may come next can be said of bytes: less a first space that is not shown."""
+    tokenizer, rng = Tokenizer(folder), random.Random(0)
+    words = sorted(set(range(tokenizer.vocab_size)) - tokenizer.special_ids)
+    kind = folder.name.rstrip("0123456789")
+    assert tokenizer.shows_bytes == (kind not in ("word_piece", "end_of_word"))
+    assert not tokenizer.shows_bytes or tokenizer.drops_space == (kind in ("byte_fallback", "unigram"))
+    whole = 0
+    for _ in range(3000 if tokenizer.shows_bytes else 0):
+        ids = rng.choices(words, k=rng.randint(1, 6))
+        spelled = b"".join(map(tokenizer.token_bytes, ids))
+        spelled = spelled[tokenizer.drops_space and spelled.startswith(b" ") :]
+        try:
+            text = spelled.decode()
+        except UnicodeDecodeError:
+            continue
+        assert tokenizer.decode(ids) == text
+        whole += 1
+    assert whole > 500 or not tokenizer.shows_bytes
+
+
 def test_no_chat_template(folder):
     tokenizer = Tokenizer(folder)
     assert tokenizer.chat_template is None

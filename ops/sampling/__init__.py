@@ -85,6 +85,11 @@ def reset_slot(state: SlotState, slot: Array, row: SlotState) -> SlotState:
     return jax.tree.map(lambda all_BV, own_V: all_BV.at[slot].set(own_V), state, row)
 
 
+def set_bias(bias_BV: Array, slot: Array, bias_V: Array) -> Array:
+    """The biases with those of one slot replaced."""
+    return bias_BV.at[slot].set(bias_V)
+
+
 def count_tokens(state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array) -> SlotState:
     """The state with prompt tokens marked and output tokens counted, of the rows that are tracked."""
     B = state.prompt_BV.shape[0]

@@ -1,0 +1,97 @@
+"""Brings what the engine's thread has for its readers into their event loops, much at a time."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from .stream import Request
+
+PACE = 0.01  # seconds between two deliveries: faster than anybody reads, and a tenth of the cost of one a step
+SLICE = 32  # readers woken between two looks of the loop at everything else
+
+
+class Inbox:
+    """What a reader has not taken yet. Used in its event loop only."""
+
+    def __init__(self):
+        self.loop = asyncio.get_running_loop()
+        self.items: list[Any] = []
+        self.filled = asyncio.Event()
+
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+        self.filled.set()
+
+    async def take(self) -> list[Any]:
+        """Everything that is there, as soon as there is something."""
+        await self.filled.wait()
+        self.filled.clear()
+        items, self.items = self.items, []
+        return items
+
+
+class Listener:
+    """Who wants to know of a request: what is read of it and where it goes."""
+
+    def __init__(self, inbox: Inbox, index: int, read: Callable[[Request], Any], at_end: bool = False):
+        self.inbox, self.index, self.read, self.at_end = inbox, index, read, at_end
+
+
+class Courier:
+    """The engine's thread notes which requests have news, and now and then sends it all."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.clock = clock
+        self.listeners: dict[str, Listener] = {}
+        self.news: dict[str, Request] = {}
+        self.sent = -PACE
+        self.under_way: set[asyncio.AbstractEventLoop] = set()
+
+    def note(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            listener = self.listeners.get(request.request_id)
+            if listener is not None and (request.finished or not listener.at_end):
+                self.news[request.request_id] = request
+
+    @property
+    def due(self) -> bool:
+        """Whether the readers may have more: the last delivery is over, and some time has passed."""
+        return bool(self.news) and not self.under_way and self.clock() - self.sent >= PACE
+
+    def send(self) -> None:
+        """Hand over what there is."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, Any]]] = {}
+        for name, request in self.news.items():
+            listener = self.listeners.pop(name, None) if request.finished else self.listeners.get(name)
+            if listener is not None:
+                item = (listener.index, listener.read(request))
+                batches.setdefault(listener.inbox.loop, []).append((listener.inbox, item))
+        self.news.clear()
+        self.sent = self.clock()
+        for loop, batch in batches.items():
+            self.post(loop, batch)
+
+    def post(self, loop: asyncio.AbstractEventLoop, batch: list[tuple[Inbox, Any]]) -> None:
+        self.under_way.add(loop)
+        try:
+            loop.call_soon_threadsafe(self.deliver, loop, batch, 0)
+        except RuntimeError:  # the loop is closed, and its readers with it
+            self.under_way.discard(loop)
+
+    def deliver(self, loop: asyncio.AbstractEventLoop, batch: list[tuple[Inbox, Any]], start: int) -> None:
+        """In the readers' loop."""
+        for inbox, item in batch[start : start + SLICE]:
+            inbox.put(item)
+        if start + SLICE < len(batch):
+            loop.call_soon(self.deliver, loop, batch, start + SLICE)
+        else:
+            self.under_way.discard(loop)
+
+    def give_up(self, error: Exception) -> None:
+        """Tell every reader that nothing more comes. From any thread: the engine's may hang."""
+        listeners = list(self.listeners.values())
+        self.listeners.clear()
+        for listener in listeners:
+            with suppress(RuntimeError):
+                listener.inbox.loop.call_soon_threadsafe(listener.inbox.put, error)

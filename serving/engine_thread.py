@@ -1,0 +1,110 @@
+"""The engine in a thread of its own: jobs between its steps, and signs of life."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from .courier import Courier
+from .engine import Engine
+from .request import NotServing
+
+log = logging.getLogger("quire")
+
+
+class EngineFailed(RuntimeError):
+    """The engine cannot go on, or does not: no fault of the request."""
+
+
+class EngineThread:
+    """Only this thread touches the engine; others leave it jobs."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
+        self.engine, self.clock = engine, clock
+        self.courier = Courier(clock)
+        self.jobs: deque[tuple[Callable[[], Any], Future]] = deque()
+        self.wake = threading.Condition()
+        self.closed = False
+        self.failure: BaseException | None = None
+        self.paused = False  # requests are accepted, and wait
+        self.busy_since: float | None = None  # when the step or the job under way began
+        self.thread = threading.Thread(target=self.run, name="quire-engine", daemon=True)
+        self.thread.start()
+
+    def submit(self, job: Callable[[], Any]) -> Future:
+        """Run a job between two steps."""
+        future: Future = Future()
+        with self.wake:
+            if self.closed:
+                raise NotServing("engine", "is closed")
+            self.jobs.append((job, future))
+            self.wake.notify()
+        return future
+
+    def close(self) -> None:
+        """Stop the thread; requests under way end."""
+        with self.wake:
+            self.closed = True
+            self.wake.notify()
+        self.thread.join()
+
+    def stalled(self) -> float:
+        """For how many seconds the thread has been at one step."""
+        since = self.busy_since
+        return 0.0 if since is None else self.clock() - since
+
+    def give_up(self, error: Exception) -> None:
+        """Nobody is to wait for a step that never ends. From any thread but this one."""
+        with self.wake:
+            jobs = list(self.jobs)
+            self.jobs.clear()
+        for _, future in jobs:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        self.courier.give_up(error)
+
+    def run(self) -> None:
+        """Serve until closed; however that ends, nobody is left waiting."""
+        try:
+            self.serve()
+        except BaseException as error:
+            log.exception("the engine's loop failed; it serves no more")
+            self.failure = error
+        finally:
+            with self.wake:
+                self.closed = True
+            self.courier.note([self.engine.abort(name) for name in list(self.engine.requests)])
+            self.courier.send()
+            self.courier.give_up(EngineFailed("the engine has stopped"))
+            for _, future in self.jobs:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(NotServing("engine", "is closed"))
+            self.engine.close()
+
+    def serve(self) -> None:
+        """Jobs, then a step, for as long as there is either."""
+        engine, courier = self.engine, self.courier
+        while True:
+            self.busy_since = None
+            with self.wake:
+                while not (self.jobs or self.closed or (engine.busy and not self.paused)):
+                    self.wake.wait()
+                if self.closed:
+                    return
+                jobs = list(self.jobs)
+                self.jobs.clear()
+            self.busy_since = self.clock()
+            for job, future in jobs:
+                if not future.set_running_or_notify_cancel():
+                    continue  # its caller has gone before it began
+                try:
+                    future.set_result(job())
+                except Exception as error:
+                    future.set_exception(error)
+            if not self.paused:
+                courier.note(engine.step())
+            if courier.due or self.paused or not engine.busy:
+                courier.send()

@@ -1,0 +1,117 @@
+"""One request on its way through the engine: its deltas as parts of a protocol's answer, or the whole of it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from ..async_llm import Answers
+from ..choices import Choices, EngineError
+from ..engine_thread import EngineFailed
+from ..outputs import Fresh, RequestOutput
+from ..prompting import Prepared
+from ..protocol.answer import Answer, Part, Usage
+from .errors import HttpError, as_http
+
+log = logging.getLogger("quire")
+
+QUIET = 15.0  # seconds without news after which a stream says that it is alive
+ALIVE = b": waiting\n\n"
+
+
+class Gone(Exception):
+    """The client has left."""
+
+
+class Answering:
+    """Reads what the engine says of the prompts of one request, and counts it."""
+
+    def __init__(self, prepared: Prepared, answers: Answers, each: int):
+        self.answers, self.choices = answers, Choices(prepared.parser, each, prepared.most_calls)
+        self.prompt_tokens = sum(len(ask.tokens) for ask in prepared.asks)
+
+    @property
+    def usage(self) -> Usage:
+        cached = sum(request.sequences[0].num_cached for request in self.answers.requests)
+        return Usage(self.prompt_tokens, self.choices.written, cached, self.choices.thought)
+
+    def part(self, prompt: int, fresh: Fresh) -> Part:
+        if fresh.finish_reason == "abort" and self.answers.thread.failure is not None:
+            raise EngineFailed("the engine has stopped")
+        return self.choices.part(prompt, fresh)
+
+    async def stream(self, stream: Any, counted: bool) -> AsyncIterator[bytes]:
+        """The events of a protocol, one write a delivery; an error on the way is the last of them."""
+        try:
+            left = len(self.answers.names)
+            began = False
+            while left:
+                try:
+                    async with asyncio.timeout(QUIET):
+                        news = await self.answers.news()
+                except TimeoutError:
+                    yield ALIVE
+                    continue
+                out = []
+                if not began:
+                    began = True
+                    out.append(stream.begin(self.usage))
+                for prompt, delta in news:
+                    left -= delta.finished
+                    for fresh in delta.parts:
+                        part = self.part(prompt, fresh)
+                        if counted:
+                            stream.counted(self.usage)
+                        out.append(stream.part(part))
+                if data := b"".join(out):
+                    yield data
+            yield stream.end(self.usage)
+        except Gone:
+            raise
+        except Exception as error:
+            found = as_http(error)
+            if not isinstance(error, HttpError | EngineFailed | EngineError):
+                log.exception("a stream failed")
+            yield stream.fail(found.status, found.message, found.param)
+        finally:
+            self.answers.close()
+
+    async def whole(self) -> tuple[list[Answer], list[RequestOutput]]:
+        """All choices of all prompts, when they are done."""
+        outputs = await self.answers.outputs()
+        return self.choices.answers(outputs), outputs
+
+
+async def until_gone(receive: Callable) -> None:
+    """Until the client has hung up; what it still sends is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """A response of server-sent events. A reader that takes nothing for too long, or leaves, ends its request."""
+
+    def __init__(self, events: AsyncIterator[bytes], answers: Answers, write_seconds: float, headers: Sequence = ()):
+        self.events, self.answers, self.write_seconds, self.headers = events, answers, write_seconds, headers
+
+    async def __call__(self, scope, receive, send) -> None:
+        head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"), *self.headers]  # fmt: skip
+        facts = scope["state"]["facts"]
+        watcher = asyncio.create_task(until_gone(receive))
+        watcher.add_done_callback(lambda _: self.answers.inbox.put(Gone()))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            async for data in self.events:
+                async with asyncio.timeout(self.write_seconds):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except Gone:
+            facts["ended"] = "client left"
+        except TimeoutError:
+            facts["ended"] = "client did not read"
+            scope["state"]["hang_up"]()
+            await asyncio.sleep(0)
+        finally:
+            watcher.cancel()
+            self.answers.close()

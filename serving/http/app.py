@@ -1,0 +1,105 @@
+"""The application: which path is answered by what."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .. import prompting
+from ..protocol import chat, chat_answer, completion, completion_answer, messages, responses
+from . import admin, pooled, status, tokens
+from .answering import Gone
+from .errors import HttpError, as_http, error_response
+from .guard import Guard
+from .service import Protocol, Service
+from .static import page_routes
+from .watchdog import heartbeat
+
+log = logging.getLogger("quire")
+
+PROTOCOLS = {
+    "/v1/completions": Protocol(
+        "cmpl-", completion.parse, prompting.completion, completion_answer.response, completion_answer.Stream
+    ),
+    "/v1/chat/completions": Protocol("chatcmpl-", chat.parse, prompting.chat, chat_answer.response, chat_answer.Stream),
+    "/v1/responses": Protocol("resp_", responses.parse, prompting.chat, responses.response, responses.Stream),
+    "/v1/messages": Protocol("msg_", messages.parse, prompting.chat, messages.response, messages.Stream),
+}
+
+
+def make_app(service: Service) -> Any:
+    """The ASGI application."""
+
+    def writes(protocol: Protocol) -> Callable:
+        async def handler(request: Request) -> Any:
+            return await service.answer(request, protocol)
+
+        return handler
+
+    def bound(handler: Callable) -> Callable:
+        async def endpoint(request: Request) -> Any:
+            return await handler(service, request)
+
+        return endpoint
+
+    routes = [Route(path, guarded(writes(protocol)), methods=["POST"]) for path, protocol in PROTOCOLS.items()]
+    tables = [tokens.ROUTES, pooled.ROUTES, status.ROUTES, *([admin.ROUTES] if service.settings.admin else [])]
+    for table in tables:
+        for (method, path), handler in table.items():
+            routes.append(Route(path, guarded(bound(handler)), methods=[method]))
+    routes += page_routes()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(heartbeat(service, service.http_metrics.beat))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    origins, middleware = service.settings.allowed_origins, []
+    if origins:
+        middleware = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=middleware,
+        exception_handlers={HTTPException: not_found, Exception: unforeseen},
+    )
+    return Guard(app, service.settings, service.refuses, service.note)
+
+
+def guarded(handler: Callable) -> Callable:
+    """Errors become answers; one that nobody foresaw is logged, and the client learns nothing of it."""
+
+    async def endpoint(request: Request) -> Any:
+        try:
+            return await handler(request)
+        except Gone:
+            request.state.facts["ended"] = "client left"
+            return Response(status_code=499)
+        except Exception as error:
+            if as_http(error).status == 500:
+                log.exception("%s failed", request.url.path)
+            return error_response(request.url.path, error)
+
+    return endpoint
+
+
+async def not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    why = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return error_response(request.url.path, HttpError(error.status_code, why))
+
+
+async def unforeseen(request: Request, error: Exception) -> Response:
+    return error_response(request.url.path, error)

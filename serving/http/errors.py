@@ -1,0 +1,61 @@
+"""What a client hears when it gets no answer, in the shape of the protocol that it speaks."""
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from ..choices import EngineError
+from ..engine_thread import EngineFailed
+from ..protocol import messages, shapes
+from ..request import NotServing, QueueFull, RequestError
+
+
+class HttpError(Exception):
+    """A status, and one line that says why."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+
+def as_http(error: Exception) -> HttpError:
+    """What any error means over HTTP; of one that nobody foresaw a client learns nothing."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, QueueFull):
+        return HttpError(429, str(error), error.param, "queue_full", {"Retry-After": "1"})
+    if isinstance(error, NotServing | EngineFailed):
+        return HttpError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
+    if isinstance(error, EngineError):
+        return HttpError(500, str(error), code="engine_error")
+    if isinstance(error, RequestError):
+        return HttpError(400, str(error), error.param)
+    return HttpError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+class Json(Response):
+    """A body as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_response(path: str, error: Exception) -> Response:
+    """The answer to a request that failed before anything was sent."""
+    found = as_http(error)
+    if path.startswith("/v1/messages"):
+        body = messages.error(found.status, found.message, found.param)
+    else:
+        body = shapes.error(found.status, found.message, found.param, found.code)
+    return Json(body, found.status, found.headers)

@@ -1,0 +1,116 @@
+"""What stands before every request: who may ask, in what form, how much, and what is noted about it."""
+
+import hashlib
+import hmac
+import re
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+
+from ..protocol.fields import MAX_REQUEST_ID, is_plain
+from .errors import HttpError, error_response
+from .settings import LOOPBACK, Settings
+
+OPEN = ("/health", "/ping")  # tell nothing that a load balancer must not know
+HOST = re.compile(r"\[([^\[\]]*)\](?::\d*)?|([^:\[\]]*)(?::\d*)?")
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+class Guard:
+    """Wraps the application. `refuses` may hold a reason why no work is taken."""
+
+    def __init__(self, app: Any, settings: Settings, refuses: Callable[[], HttpError | None], note: Callable):
+        self.app, self.settings, self.refuses, self.note = app, settings, refuses, note
+        self.keys = {digest(key): key for key in settings.api_keys}
+        own = (*LOOPBACK, settings.host) if settings.loopback else ()
+        self.hosts = frozenset(name.lower() for name in settings.allowed_hosts or own)
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, headers, path = time.monotonic(), Headers(scope=scope), scope["path"]
+        name = headers.get("x-request-id", "")
+        if not name or len(name) > MAX_REQUEST_ID or not is_plain(name):
+            name = uuid.uuid4().hex
+        state = scope["state"]
+        state["request_id"], state["facts"], status = name, {}, 499  # unless it comes to an answer
+
+        async def answer(message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                out = MutableHeaders(raw=message.setdefault("headers", []))
+                out["X-Request-Id"] = name
+                out["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
+        try:
+            self.check_form(scope["http_version"], headers)
+            self.check(scope["method"], path, headers, state)
+        except HttpError as error:
+            await error_response(path, error)(scope, receive, answer)
+        else:
+            await self.app(scope, receive, answer)
+        finally:
+            self.note(scope, status, time.monotonic() - began)
+
+    def check_form(self, version: str, headers: Headers) -> None:
+        """Two lengths: who stands before this server may have taken the other one, and see other requests than it."""
+        if version not in ("1.0", "1.1"):
+            raise HttpError(400, "HTTP/1.0 and HTTP/1.1 are spoken here", headers={"Connection": "close"})
+        if "transfer-encoding" in headers and ("content-length" in headers or version == "1.0"):
+            why = "the body's length must be told once: by Content-Length, or by chunks in HTTP/1.1"
+            raise HttpError(400, why, headers={"Connection": "close"})
+
+    def check(self, method: str, path: str, headers: Headers, state: dict[str, Any]) -> None:
+        if self.hosts and path not in OPEN and host_of(headers.get("host", "")) not in self.hosts:
+            raise HttpError(403, "this server does not answer to that Host; --allowed-host adds a name")
+        state["key"] = self.key(headers)
+        free = path in OPEN or path == "/" or path.startswith("/page/") or method == "OPTIONS"
+        if self.keys and not free and state["key"] is None and not (path == "/metrics" and self.settings.open_metrics):
+            raise HttpError(
+                401,
+                "a valid API key is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        if method == "POST":
+            if (error := self.refuses()) is not None:
+                raise error
+            # Other sites' pages can send forms and plain text unasked, but no JSON.
+            kind = headers.get("content-type", "").split(";")[0].strip().lower()
+            empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+            if kind != "application/json" and not (empty and "origin" not in headers):
+                raise HttpError(415, "the body must be JSON: Content-Type: application/json")
+            length = headers.get("content-length", "0")
+            if not length.isdigit() or int(length[:12]) > self.settings.max_body_bytes or len(length) > 12:
+                raise too_large(self.settings)
+
+    def key(self, headers: Headers) -> str | None:
+        """Which of the keys a request has; finding it takes as long for each."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        wanted, found = digest(given.strip()), None
+        for known, key in self.keys.items():
+            if hmac.compare_digest(known, wanted):
+                found = key
+        return found
+
+
+def too_large(settings: Settings) -> HttpError:
+    most = settings.max_body_bytes
+    return HttpError(413, f"the body must be at most {most} bytes (--max-body-bytes)")
+
+
+def host_of(value: str) -> str:
+    """`localhost:8000` is localhost, `[::1]:8000` is ::1; what has another form is no name at all."""
+    found = HOST.fullmatch(value)
+    return "" if found is None else (found[1] or found[2]).lower()

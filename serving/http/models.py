@@ -1,0 +1,160 @@
+"""The models of a server: which are there, which are awake, and who gives way to whom."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...model.config import ModelError
+from ..async_llm import AsyncLLM
+from ..engine import Engine
+from ..engine_thread import EngineFailed
+from ..request import shown
+from ..setup import on_host
+from .errors import HttpError
+
+log = logging.getLogger("quire")
+
+TURN = 5.0  # seconds that a model serves whoever comes before it gives way to those that are waited for
+READY, ASLEEP, UNLOADED, MOVING, FAILED = "ready", "asleep", "unloaded", "loading", "failed"
+
+
+@dataclass(eq=False)
+class Model:
+    """One of them. It moves between unloaded, awake and asleep; `users` keep it awake."""
+
+    names: tuple[str, ...]  # the first is what answers call it
+    make: Callable[[], Engine]
+    root: str = ""
+    state: str = UNLOADED
+    users: int = 0  # requests that it serves
+    waiters: int = 0  # requests that wait until it is awake
+    used: float = 0.0  # when the last of them was done
+    woken: float = 0.0
+    fresh: bool = False  # it has served nobody since it woke up
+    loaded: AsyncLLM | None = None
+    why: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def llm(self) -> AsyncLLM:
+        assert self.loaded is not None, "a model is used that was not asked for"
+        return self.loaded
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+class Models:
+    """Hands out models that are awake, at most `most` at once: the one left longest ago gives way."""
+
+    def __init__(self, models: Sequence[Model], most: int | None = None):
+        self.models, self.most = list(models), most or len(models)
+        self.changed = asyncio.Condition()
+
+    def find(self, name: str | None) -> Model:
+        """By any of its names; without one, the first."""
+        for model in self.models:
+            if name is None or name in model.names:
+                return model
+        known = ", ".join(model.name for model in self.models)
+        raise HttpError(404, f"model: there is no {shown(name)}; there is {known}", "model", "model_not_found")
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[Model]:
+        """A model that is awake until this is left."""
+        model = self.find(name)
+        model.waiters += 1
+        try:
+            await self.awake(model)
+        finally:
+            model.waiters -= 1
+        model.users, model.fresh = model.users + 1, False
+        try:
+            yield model
+        finally:
+            model.users -= 1
+            model.used = time.monotonic()
+            async with self.changed:
+                self.changed.notify_all()
+
+    async def awake(self, model: Model) -> None:
+        """Load it or wake it up, when there is room."""
+        while model.state != READY or self.owes(model):
+            if model.state == FAILED:
+                why = "cannot be loaded; the server's log says why"  # what it says names files
+                raise HttpError(503, f"model {model.name} {why}", "model", "model_failed")
+            if model.state in (MOVING, READY):
+                await self.change()
+            elif (victim := self.victim()) is not None:
+                await self.move(victim, ASLEEP, lambda victim=victim: self.to_sleep(victim))
+            elif self.num_awake() < self.most:
+                await self.move(model, READY, lambda: self.wake(model))
+            else:
+                await self.change()
+        if model.llm.thread.failure is not None:
+            raise EngineFailed(f"model {model.name}: the engine has stopped")
+
+    def owes(self, model: Model) -> bool:
+        """Whether it has had its turn, and others wait for theirs."""
+        return (
+            time.monotonic() - model.woken > TURN
+            and self.num_awake() >= self.most
+            and any(other.waiters and other.state in (ASLEEP, UNLOADED) for other in self.models)
+        )
+
+    async def change(self) -> None:
+        async with self.changed:
+            await self.changed.wait()
+
+    def num_awake(self) -> int:
+        return sum(model.state in (READY, MOVING) for model in self.models)
+
+    def victim(self) -> Model | None:
+        """Who is to sleep so that another can wake up."""
+        idle = [
+            model
+            for model in self.models
+            if model.state == READY and not model.users and not (model.fresh and model.waiters)
+        ]
+        return min(idle, key=lambda model: model.used) if self.num_awake() >= self.most and idle else None
+
+    async def move(self, model: Model, to: str, job: Callable[[], Any]) -> None:
+        """The change itself goes on when its caller has gone: others may wait for it."""
+        model.state = MOVING
+
+        async def run() -> None:
+            try:
+                await job()
+                model.state, model.woken, model.fresh = to, time.monotonic(), True
+            except Exception as error:
+                model.state, model.why = FAILED, str(error) if isinstance(error, ModelError) else "it cannot be loaded"
+                log.error("model %s: %s", model.name, error, exc_info=not isinstance(error, ModelError))
+            finally:
+                async with self.changed:
+                    self.changed.notify_all()
+
+        await asyncio.shield(asyncio.create_task(run()))
+
+    async def wake(self, model: Model) -> None:
+        if model.loaded is None:
+            engine = await asyncio.to_thread(model.make)
+            model.loaded = AsyncLLM.of(engine)
+        else:
+            await model.loaded.wake_up()
+
+    async def to_sleep(self, model: Model) -> None:
+        """On a CPU the weights are dropped: in the host's memory they are already."""
+        await model.llm.sleep(2 if on_host() else 1)
+
+    def ready(self) -> list[Model]:
+        """Those whose engines exist."""
+        return [model for model in self.models if model.loaded is not None]
+
+    def close(self) -> None:
+        for model in self.ready():
+            model.llm.close()

@@ -1,0 +1,211 @@
+/* One answer: what has come of it so far, and how it looks. */
+
+import { Failure } from "./api.js";
+import { copier } from "./copy.js";
+import { make, tell, tool } from "./dom.js";
+import { count, duration, measured, plural } from "./figures.js";
+import { Markdown, codeBox } from "./markdown.js";
+import { Aligner, Tokens } from "./tokens.js";
+
+const ENDS = {
+  length: "ended at the most tokens it may have",
+  abort: "ended by the server",
+  timeout: "ran out of time",
+  stopped: "stopped",
+};
+
+const token = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+/** What the chunks of a stream amount to. */
+export class Answer {
+  name = `page-${token()}`; // the request's, from which the server makes its id
+  id = null;
+  content = "";
+  reasoning = "";
+  calls = []; // {name, arguments}
+  aligner = new Aligner();
+  finish = null;
+  failure = null;
+  usage = null;
+  counted = 0; // tokens
+  #begun = performance.now();
+  #first = null; // when it came, and how many tokens at once
+  #last = 0;
+  #thought = null;
+
+  /** Takes a chunk in. */
+  take(chunk) {
+    if (chunk.error) throw new Failure(String(chunk.error.message), chunk.error);
+    this.id ??= chunk.id;
+    this.usage = chunk.usage ?? this.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    const delta = choice.delta ?? {};
+    const tokens = choice.logprobs?.content ?? [];
+    const [said, thought] = [delta.content ?? "", delta.reasoning ?? delta.reasoning_content ?? ""];
+    const something = said || thought || delta.tool_calls?.length;
+    this.#time(tokens.length || (something ? 1 : 0));
+    this.content += said;
+    this.reasoning += thought;
+    if (said || delta.tool_calls) this.#thought ??= performance.now();
+    for (const call of delta.tool_calls ?? []) {
+      const known = (this.calls[call.index] ??= { name: "", arguments: "" });
+      known.name += call.function?.name ?? "";
+      known.arguments += call.function?.arguments ?? "";
+    }
+    if (said || !something) this.aligner.push(said, tokens);
+    this.finish = choice.finish_reason ?? this.finish;
+  }
+
+  end(failure = null) {
+    this.failure = failure;
+    this.aligner.end();
+    this.#thought ??= performance.now();
+  }
+
+  #time(tokens) {
+    if (!tokens) return;
+    this.#last = performance.now();
+    this.#first ??= { at: this.#last, tokens };
+    this.counted += tokens;
+  }
+
+  /** Whether a request of the engine is the one that asks for this answer. */
+  owns(id) {
+    return id === this.id || id.endsWith(this.name);
+  }
+
+  /** Seconds spent thinking, once that is over. */
+  get thinking() {
+    return this.reasoning && this.#thought ? this.#thought - (this.#first?.at ?? this.#begun) : null;
+  }
+
+  /** What is worth knowing of it: [figure, what it is]. */
+  get stats() {
+    const found = [];
+    const tokens = this.usage?.completion_tokens ?? this.counted;
+    if (tokens) found.push([count(tokens), tokens === 1 ? "token" : "tokens"]);
+    const later = this.counted - (this.#first?.tokens ?? 0);
+    if (later > 0 && this.#last > this.#first.at) {
+      found.push([measured((later * 1000) / (this.#last - this.#first.at)), "tokens/s"]);
+    }
+    if (this.#first) found.push([duration(this.#first.at - this.#begun), "to the first token"]);
+    if (this.usage) {
+      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
+      found.push([count(cached), `of ${plural(this.usage.prompt_tokens, "prompt token")} from the cache`]);
+    }
+    return found;
+  }
+}
+
+/** The elements of an answer. */
+export class AnswerView {
+  #card;
+  #text;
+  #reasoning = make("div");
+  #summary = make("summary");
+  #details = make("details", { className: "reasoning", hidden: true }, this.#summary, this.#reasoning);
+  #calls = make("div");
+  #trouble = make("div");
+  #stats = make("span", { className: "stats" });
+  #place;
+  #copy;
+  #kind = null; // what the text is shown by: Tokens or Markdown
+  #shown = 0; // pieces
+
+  /** `again()` writes it anew; `light(on)` shows its pages. */
+  constructor(answer, card, again, light) {
+    this.answer = answer;
+    this.#card = card;
+    this.again = tool("again", "Regenerate (R)", again);
+    const on = () => light(true);
+    const off = () => light(false);
+    this.#place = make("button", { type: "button", className: "place", hidden: true, onpointerenter: on, onpointerleave: off, onfocus: on, onblur: off });
+    this.#copy = copier(() => this.answer.content, "Copy");
+    const tools = make("span", { className: "tools" }, this.#copy, this.again);
+    this.#text = make("div");
+    const foot = make("div", { className: "foot" }, tools, this.#place, this.#stats);
+    this.element = make("article", { className: "turn answer writing", ariaLabel: "Answer", ariaBusy: "true" }, this.#details, this.#text, this.#calls, this.#trouble, foot);
+  }
+
+  render(probabilities) {
+    const { answer } = this;
+    this.#renderText(probabilities);
+    this.#renderThoughts();
+    answer.calls.forEach((call, i) => this.#renderCall(call, i));
+    this.#renderStats();
+    this.#copy.hidden = !answer.content;
+  }
+
+  /** The end, whatever it was; `retry` is offered after a failure. */
+  close(probabilities, retry) {
+    this.element.classList.remove("writing");
+    this.element.ariaBusy = "false";
+    this.place(null);
+    this.render(probabilities);
+    const { failure } = this.answer;
+    if (!failure) return;
+    const about = [failure.status || null, failure.type, failure.param && `field ${failure.param}`, failure.code];
+    const kind = about.filter(Boolean).join(", ");
+    const words = make("div", {}, make("p", {}, failure.message), make("p", { className: "kind" }, kind));
+    const button = make("button", { type: "button", className: "quiet", onclick: retry }, "Retry");
+    this.#trouble.replaceChildren(make("div", { className: "failure", role: "alert" }, words, button));
+    this.again.hidden = true;
+  }
+
+  /** Where the request is in the engine: a text, or null when it is no longer there. */
+  place(text) {
+    this.#place.hidden = text === null;
+    if (text !== null) tell(this.#place, text);
+  }
+
+  #renderText(probabilities) {
+    const { answer } = this;
+    const wanted = probabilities ? Tokens : Markdown;
+    if (!(this.#kind instanceof wanted)) {
+      const fresh = make("div", { className: "text" });
+      this.#text.replaceWith(fresh);
+      this.#text = fresh;
+      this.#kind = new wanted(fresh, this.#card);
+      this.#shown = 0;
+    }
+    if (!probabilities) return this.#kind.update(answer.content);
+    this.#kind.add(answer.aligner.pieces.slice(this.#shown));
+    this.#shown = answer.aligner.pieces.length;
+    return undefined;
+  }
+
+  #renderThoughts() {
+    const { answer } = this;
+    this.#details.hidden = !answer.reasoning;
+    tell(this.#reasoning, answer.reasoning.trim());
+    tell(this.#summary, answer.thinking === null ? "Thinking …" : `Thought for ${duration(answer.thinking)}`);
+  }
+
+  #renderCall(call, i) {
+    const source = JSON.stringify(call);
+    const shown = this.#calls.children[i];
+    if (shown?.dataset.source === source) return;
+    const title = make("span", {}, "calls ", make("b", {}, call.name));
+    const box = codeBox(pretty(call.arguments), `Call of ${call.name}`, title, "code call");
+    box.dataset.source = source;
+    if (shown) shown.replaceWith(box);
+    else this.#calls.append(box);
+  }
+
+  #renderStats() {
+    const end = this.answer.failure ? null : ENDS[this.answer.finish];
+    const words = this.answer.stats.map(([figure, name]) => make("span", {}, make("b", {}, figure), ` ${name}`));
+    if (end) words.push(make("span", {}, end));
+    this.#stats.replaceChildren(...words);
+  }
+}
+
+/** JSON with its lines and indents, or as it came while it is not whole. */
+function pretty(json) {
+  try {
+    return JSON.stringify(JSON.parse(json), null, 2);
+  } catch {
+    return json;
+  }
+}

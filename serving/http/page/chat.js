@@ -1,0 +1,290 @@
+/* The chat: turns, the composer, and the request that is being answered. */
+
+import { Answer, AnswerView } from "./answer.js";
+import { Failure, events } from "./api.js";
+import { copier } from "./copy.js";
+import { find, make, tool } from "./dom.js";
+import { count, plural } from "./figures.js";
+import { keep, recall } from "./memory.js";
+
+const STARTERS = ["Write a short story about a dog.", "Sort: 52 31 90 17 68", "What is 7 * 8?"];
+const NEAR = 48; // pixels from the end within which the view follows it
+
+export class Chat {
+  #api;
+  #card;
+  #settings;
+  #light;
+  #turns = []; // {role: "user", text, element} or {role: "assistant", answer, view, element}
+  #stopper = null; // of the request that is being answered
+  #pinned = true;
+  #due = false;
+  #probabilities = recall("probabilities") === true;
+  #limit = null;
+  #used = 0;
+  model = null;
+
+  /** `light(on)` shows the pages of the request that is being answered. */
+  constructor(api, card, settings, light) {
+    [this.#api, this.#card, this.#settings, this.#light] = [api, card, settings, light];
+    this.prompt = find("prompt");
+    this.prompt.oninput = () => this.#fit(this.prompt);
+    this.prompt.onkeydown = (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      if (!this.busy) this.#submit();
+    };
+    find("composer").onsubmit = (event) => {
+      event.preventDefault();
+      if (this.busy) this.stop();
+      else this.#submit();
+    };
+    find("log").onscroll = () => this.#follow();
+    find("latest").onclick = () => this.#toEnd();
+    find("probabilities").onclick = () => this.toggleProbabilities();
+    const starter = (text) => make("button", { type: "button", onclick: () => this.send(text) }, text);
+    find("starters").append(...STARTERS.map((text) => make("li", {}, starter(text))));
+    this.#showSwitch();
+    this.#refresh();
+  }
+
+  get busy() {
+    return this.#stopper !== null;
+  }
+
+  stop() {
+    this.#stopper?.abort();
+  }
+
+  clear() {
+    this.stop();
+    this.#stopper = null;
+    this.#turns = [];
+    this.#used = 0;
+    find("turns").replaceChildren();
+    this.#card.hide();
+    this.#showContext();
+    this.#refresh();
+    this.prompt.focus();
+  }
+
+  /** Whether a request of the engine is this page's own. */
+  owns(id) {
+    return this.busy && Boolean(this.#turns.at(-1)?.answer?.owns(id));
+  }
+
+  send(text) {
+    if (this.busy || !text.trim()) return;
+    this.#ask(text.trim());
+    this.#answer();
+  }
+
+  regenerate() {
+    if (this.busy || this.#turns.at(-1)?.role !== "assistant") return;
+    this.#turns.pop().element.remove();
+    this.#answer();
+  }
+
+  /** The last message, to be said differently. */
+  edit() {
+    const turn = this.#turns.findLast(({ role }) => role === "user");
+    if (turn && !this.busy) this.#revise(turn);
+  }
+
+  toggleProbabilities() {
+    this.#probabilities = !this.#probabilities;
+    keep("probabilities", this.#probabilities);
+    this.#card.hide();
+    this.#showSwitch();
+    for (const turn of this.#turns) turn.view?.render(this.#probabilities);
+  }
+
+  /** What the engine says of the request that is being answered. */
+  update({ limits, running, waiting, groups }) {
+    this.#limit = limits.max_len;
+    this.#showContext();
+    const { view } = this.#turns.at(-1) ?? {};
+    if (!this.busy || !view) return;
+    const run = running.find(({ id }) => this.owns(id));
+    if (!run) {
+      view.place(waiting.some(({ id }) => this.owns(id)) ? "waiting for its turn" : null);
+    } else if (run.state === "reading") {
+      view.place(`reading ${count(run.computed)} of ${plural(run.prompt, "token")}`);
+    } else {
+      const held = ({ cells, each }) => cells.filter((cell) => cell === run.number).length * each;
+      view.place(`on ${plural(Math.max(0, ...groups.map(held)), "page")} of its own`);
+    }
+  }
+
+  #submit() {
+    const text = this.prompt.value;
+    if (!text.trim()) return;
+    this.prompt.value = "";
+    this.#fit(this.prompt);
+    this.send(text);
+  }
+
+  #ask(text) {
+    const turn = { role: "user", text };
+    turn.element = make("article", { className: "turn asked", ariaLabel: "You" });
+    this.#showAsked(turn);
+    this.#turns.push(turn);
+    find("turns").append(turn.element);
+  }
+
+  #showAsked(turn) {
+    turn.edit = tool("edit", "Edit (E)", () => this.#revise(turn));
+    const tools = make("span", { className: "tools" }, copier(() => turn.text, "Copy"), turn.edit);
+    turn.element.replaceChildren(make("div", { className: "text" }, turn.text), make("div", { className: "foot" }, tools));
+  }
+
+  #revise(turn) {
+    const area = make("textarea", { value: turn.text, ariaLabel: "Your message" });
+    const back = () => {
+      this.#showAsked(turn);
+      this.#refresh();
+      turn.edit.focus();
+    };
+    const send = () => {
+      const text = area.value.trim();
+      if (!text || this.busy) return;
+      for (const old of this.#turns.splice(this.#turns.indexOf(turn))) old.element.remove();
+      this.send(text);
+      this.prompt.focus();
+    };
+    area.oninput = () => this.#fit(area);
+    area.onkeydown = (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        back();
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        send();
+      }
+    };
+    const cancel = make("button", { type: "button", className: "quiet", onclick: back }, "Cancel");
+    const again = make("button", { type: "button", className: "primary", onclick: send }, "Send");
+    turn.element.replaceChildren(make("div", { className: "revise" }, area, make("div", {}, cancel, again)));
+    this.#fit(area);
+    area.focus();
+  }
+
+  /** The body of a request: failed and stopped answers without text are left out. */
+  #body(name) {
+    const said = ({ role, text, answer }) => ({ role, content: role === "user" ? text : answer.content });
+    const messages = this.#turns.map(said).filter(({ content }) => content);
+    if (this.#settings.system) messages.unshift({ role: "system", content: this.#settings.system });
+    return {
+      ...(this.model && { model: this.model }),
+      messages,
+      ...this.#settings.params,
+      stream: true,
+      stream_options: { include_usage: true },
+      logprobs: true,
+      top_logprobs: 5,
+      request_id: name,
+    };
+  }
+
+  async #answer() {
+    const stopper = (this.#stopper = new AbortController());
+    const answer = new Answer();
+    const body = this.#body(answer.name);
+    const view = new AnswerView(answer, this.#card, () => this.regenerate(), this.#light);
+    const turn = { role: "assistant", answer, view, element: view.element };
+    this.#turns.push(turn);
+    find("turns").append(turn.element);
+    view.render(this.#probabilities);
+    this.#refresh();
+    this.#toEnd();
+    let failure = null;
+    try {
+      await this.#stream(body, answer, view, stopper.signal);
+    } catch (error) {
+      if (stopper.signal.aborted) answer.finish = "stopped";
+      else failure = error instanceof Failure ? error : new Failure(String(error.message ?? error));
+    }
+    answer.end(failure);
+    view.close(this.#probabilities, () => this.regenerate());
+    if (this.#stopper !== stopper) return; // the chat was cleared
+    this.#stopper = null;
+    this.#used = answer.usage ? answer.usage.prompt_tokens + answer.usage.completion_tokens : this.#used;
+    this.#showContext();
+    this.#refresh();
+    this.#keepEnd();
+    find("said").textContent = failure ? failure.message : `The answer has ended, ${plural(answer.counted, "token")}.`;
+  }
+
+  async #stream(body, answer, view, signal) {
+    const response = await this.#api.send("v1/chat/completions", { body, signal });
+    for await (const data of events(response)) {
+      if (data === "[DONE]") return;
+      answer.take(JSON.parse(data));
+      this.#draw(view);
+    }
+    if (answer.finish === null) throw new Failure("The connection closed before the answer ended.", { type: "connection_error" });
+  }
+
+  /** Draws once a frame, however many chunks come. */
+  #draw(view) {
+    if (this.#due) return;
+    this.#due = true;
+    requestAnimationFrame(() => {
+      this.#due = false;
+      view.render(this.#probabilities);
+      this.#keepEnd();
+    });
+  }
+
+  /** What depends on whether an answer is being written, and on which turn is the last. */
+  #refresh() {
+    const last = this.#turns.at(-1);
+    const asked = this.#turns.findLast(({ role }) => role === "user");
+    for (const turn of this.#turns) {
+      if (turn.view) turn.view.again.hidden = turn !== last || turn.answer.failure !== null;
+      else turn.edit.hidden = turn !== asked || this.busy;
+    }
+    const label = this.busy ? "Stop" : "Send";
+    const send = find("send");
+    send.ariaLabel = label;
+    send.title = this.busy ? "Stop (Esc)" : "Send (Enter)";
+    find("send-icon").setAttribute("href", this.busy ? "#i-stop" : "#i-send");
+    for (const button of find("starters").querySelectorAll("button")) button.disabled = this.busy;
+    this.#fit(this.prompt);
+  }
+
+  #showSwitch() {
+    find("probabilities").ariaChecked = String(this.#probabilities);
+  }
+
+  #showContext() {
+    const known = this.#used > 0 && this.#limit;
+    find("context").textContent = known ? `${count(this.#used)} of ${count(this.#limit)} tokens` : "";
+    find("context").classList.toggle("full", Boolean(known) && this.#used >= this.#limit);
+  }
+
+  /** A text box as high as its text. */
+  #fit(area) {
+    area.style.height = "auto";
+    area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
+    find("send").disabled = !this.busy && !this.prompt.value.trim();
+  }
+
+  #follow() {
+    const log = find("log");
+    this.#pinned = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
+    find("latest").hidden = this.#pinned;
+  }
+
+  #keepEnd() {
+    if (this.#pinned) this.#toEnd();
+    else this.#follow();
+  }
+
+  #toEnd() {
+    const log = find("log");
+    log.scrollTop = log.scrollHeight;
+    this.#pinned = true;
+    find("latest").hidden = true;
+  }
+}

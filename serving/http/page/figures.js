@@ -1,0 +1,13 @@
+/* Numbers as people read them. */
+
+const counts = new Intl.NumberFormat("en");
+const small = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
+
+export const count = (number) => counts.format(number);
+export const compact = (number) => (number < 100000 ? counts.format(number) : short.format(number));
+/** A measured value: three digits tell enough. */
+export const measured = (number) => (number >= 1000 ? counts.format(Math.round(number)) : small.format(number));
+export const percent = (share) => `${share > 0 && share < 0.01 ? "<1" : share < 1 && share > 0.99 ? ">99" : Math.round(share * 100)} %`;
+export const duration = (ms) => (ms < 1000 ? `${measured(Math.round(ms))} ms` : `${measured(ms / 1000)} s`);
+export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;

@@ -1,0 +1,264 @@
+"""The server's own state, and the way of a request from its bytes to its answer."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from ...model.config import ModelError
+from ..async_llm import Answers
+from ..metrics import Http
+from ..prompting import Prepared
+from ..protocol.answer import Head, Prompted
+from ..request import RequestError, Terms
+from ..stream import Request as Served
+from .answering import Answering, EventStream, Gone, until_gone
+from .errors import HttpError, Json
+from .facts import span_facts, tell
+from .guard import digest, too_large
+from .logs import access
+from .models import Models
+from .settings import Settings
+from .telemetry import make_tracer
+
+log = logging.getLogger("quire")
+
+DRAINING = "draining"
+PROBES = ("/health", "/ping", "/metrics", "/live")  # asked all the time: in the log when they fail
+
+
+class Protocol(NamedTuple):
+    """One of the ways to ask for text, as functions."""
+
+    prefix: str  # of the ids of its answers
+    parse: Callable[[Any], Any]
+    prepare: Callable[..., Prepared]
+    response: Callable[..., dict[str, Any]]
+    stream: Callable[..., Any]
+
+
+class Service:
+    """What all requests share."""
+
+    def __init__(self, models: Models, settings: Settings):
+        self.models, self.settings = models, settings
+        self.pool = ThreadPoolExecutor(4, "quire-parse")
+        self.draining = False
+        self.started = False  # the first model was loaded
+        self.open = 0  # requests that are being answered
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.http_metrics = Http()
+        self.tracer = make_tracer(settings.otlp_traces_endpoint)
+        self.stop: Callable[[], None] = lambda: None  # what a signal does; set by the server
+        self.address = ""
+
+    def note(self, scope: Any, status: int, seconds: float) -> None:
+        """A request is over: what is kept of it are numbers and names, nothing that it said."""
+        route, state = scope.get("route"), scope["state"]
+        path = "other" if route is None else route.path
+        method = scope["method"] if route is not None and scope["method"] in route.methods else "other"
+        self.http_metrics.request(path, method, status)
+        shown = scope["path"][:200]
+        facts = state["facts"]
+        if path not in PROBES or status >= 400:
+            access(scope["method"], shown, status, seconds, state["request_id"], **facts)
+        if (span := state.get("span")) is not None:
+            failed = f"HTTP {status}" if status >= 400 else facts.get("ended")
+            own = {"request_id": state["request_id"], "e2e": seconds, "error": failed}
+            span.finish(own | span_facts(facts, state["asked"]))
+
+    async def load_first(self) -> None:
+        """A server whose first model cannot be had is none."""
+        try:
+            async with self.models.use(None):
+                self.started = True
+        except HttpError:
+            first = self.models.find(None)
+            raise ModelError(f"model {first.name}: {first.why}") from None
+
+    def refuses(self) -> HttpError | None:
+        """Why no work is taken, if none is."""
+        if self.draining:
+            headers = {"Retry-After": "5", "Connection": "close"}
+            return HttpError(503, "the server is shutting down", code=DRAINING, headers=headers)
+        return None
+
+    @asynccontextmanager
+    async def counted(self) -> AsyncIterator[None]:
+        """A request that is waited for at the end."""
+        self.open += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.open -= 1
+            if not self.open:
+                self.idle.set()
+
+    async def beside(self, job: Callable, *given: Any) -> Any:
+        """Work that would keep the event loop from others."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, job, *given)
+
+    async def body(self, request: Request) -> bytes:
+        """All of it, within its time and size."""
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.settings.receive_seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self.settings.max_body_bytes:
+                        raise too_large(self.settings)
+                    parts.append(part)
+        except TimeoutError:
+            raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise Gone from None
+        return b"".join(parts)
+
+    def key(self, request: Request) -> str | None:
+        """Whom a request is from, in a form that can be kept: nothing of a key is in a cache or a trace."""
+        key = request.state.key
+        return None if key is None else digest(f"salt {key}").hex()[:32]
+
+    def head(self, name: str, model: str, prompts: Sequence[Prompted] = ()) -> Head:
+        return Head(name, model, int(time.time()), f"quire-{self.settings.version}", prompts)
+
+    def terms(self, given: Terms, key: str | None) -> Terms:
+        """Pages are shared among requests of one key only, and the machine in equal parts by all keys."""
+        most = self.settings.request_seconds
+        if most is not None and (given.timeout or 0) > most:
+            raise RequestError("timeout", f"must be at most {most:g} seconds here, got {given.timeout:g}")
+        given = replace(given, timeout=given.timeout or most)
+        if key is None:
+            return given
+        return replace(given, cache_salt=f"{key} {given.cache_salt or ''}", share_key=key)
+
+    async def answer(self, request: Request, protocol: Protocol) -> Any:
+        """Text, in any of the protocols."""
+        raw = await self.body(request)
+        parsed, body = await self.beside(read, protocol.parse, raw)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.counted())
+            model = await stack.enter_async_context(self.models.use(parsed.model))
+            parsed = replace(parsed, terms=self.terms(parsed.terms, self.key(request)))
+            prepared = await self.beside(protocol.prepare, model.llm.engine, parsed, self.settings.formats)
+            choices = parsed.params.n
+            if len(prepared.asks) * choices > self.settings.max_choices:
+                most = self.settings.max_choices
+                raise RequestError("n", f"times the prompts must be at most {most} (--max-choices), got {choices}")
+            name = f"{protocol.prefix}{parsed.delivery.request_id or uuid.uuid4().hex}"
+            head = self.head(name, parsed.model or model.name, prepared.prompts)
+            facts = request.state.facts
+            facts |= {"model": model.name, "prompt_tokens": sum(len(ask.tokens) for ask in prepared.asks)}
+            if self.tracer is not None:
+                request.state.span = self.tracer.request("llm_request", request.headers)
+                request.state.asked = parsed.params
+            read_as = (Served.take, False) if parsed.delivery.stream else (Served.output, True)
+            names = [name if len(prepared.asks) == 1 else f"{name}-{index}" for index in range(len(prepared.asks))]
+            answers = await model.llm.ask(names, prepared.asks, *read_as)
+            answering = Answering(prepared, answers, choices)
+            if not parsed.delivery.stream:
+                return await self.whole(request, protocol, head, parsed, body, answering)
+            stream = protocol.stream(head, parsed, body)
+            events = told(answering.stream(stream, parsed.delivery.continuous_usage), answering, facts)
+            keep = stack.pop_all()  # the model stays awake until the last event
+            return Streaming(EventStream(events, answers, self.settings.write_seconds), keep, self.http_metrics)
+
+    async def whole(
+        self, request: Request, protocol: Protocol, head: Head, parsed: Any, body: Any, answering: Answering
+    ) -> Json:
+        """The answer in one piece, unless the client leaves before it is there."""
+        async with watched(request, answering.answers):
+            answers, outputs = await answering.whole()
+        prompts = [
+            replace(prompt, logprobs=output.prompt_logprobs)
+            for prompt, output in zip(head.prompts, outputs, strict=True)
+        ]
+        tell(answering, request.state.facts)
+        usage = answering.usage
+        found = protocol.response(replace(head, prompts=prompts), parsed, body, answers, usage)
+        return Json(found)
+
+    async def drain(self, grace: float) -> None:
+        """No new work; what runs may end until the grace is over, and then it ends with what it has."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(grace):
+                await self.idle.wait()
+        except TimeoutError:
+            log.warning("%d requests did not end within %g seconds; they are cut off", self.open, grace)
+            for model in self.models.ready():
+                await model.llm.call(lambda thread=model.llm.thread: abort_all(thread))
+            try:
+                async with asyncio.timeout(2):
+                    await self.idle.wait()
+            except TimeoutError:
+                log.warning("%d connections are left open", self.open)
+
+    def close(self) -> None:
+        if self.tracer is not None:
+            self.tracer.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.models.close()
+
+
+def abort_all(thread: Any) -> None:
+    thread.courier.note([thread.engine.abort(name) for name in list(thread.engine.requests)])
+
+
+class Streaming:
+    """A response that holds on to something until it is over."""
+
+    def __init__(self, response: EventStream, keep: AsyncExitStack, metrics: Http):
+        self.response, self.keep, self.metrics = response, keep, metrics
+
+    async def __call__(self, scope, receive, send) -> None:
+        self.metrics.streams += 1
+        try:
+            async with self.keep:
+                await self.response(scope, receive, send)
+        finally:
+            self.metrics.streams -= 1
+
+
+async def told(events: AsyncIterator[bytes], answering: Answering, facts: dict[str, Any]) -> AsyncIterator[bytes]:
+    """The events, and at their end what the log is to know."""
+    try:
+        async for event in events:
+            yield event
+    finally:
+        tell(answering, facts)
+
+
+def read(parse: Callable[[Any], Any], raw: bytes) -> tuple[Any, Any]:
+    """A request, and the JSON that it was read from."""
+    body = decode(raw)
+    return parse(body), body
+
+
+def decode(raw: bytes) -> Any:
+    """JSON; msgspec refuses what is none, as NaN, numbers beyond a double and broken UTF-8."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise RequestError("body", f"must be JSON in UTF-8: {str(error)[:200]}") from None
+
+
+@asynccontextmanager
+async def watched(request: Request, answers: Answers) -> AsyncIterator[None]:
+    """Tells those who wait for answers when the client leaves."""
+    watcher = asyncio.create_task(until_gone(request.receive))
+    watcher.add_done_callback(lambda _: answers.inbox.put(Gone()))
+    try:
+        yield
+    finally:
+        watcher.cancel()

@@ -1,0 +1,45 @@
+"""What reads an answer as it comes, alone or in a row."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .pieces import Piece, Said
+
+
+class Parser(Protocol):
+    """Turns the text of one answer, in slices, into pieces; joined, they are the same however it was cut."""
+
+    @property
+    def keeps_special(self) -> bool:
+        """Whether the text must be decoded with its special tokens."""
+        ...
+
+    def push(self, text: str) -> list[Piece]:
+        """What is certain now."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """What was held back, for nothing more comes."""
+        ...
+
+
+class Row:
+    """Parsers of which each reads what is text to the one before."""
+
+    def __init__(self, parsers: Sequence[Parser]):
+        self.parsers = parsers
+        self.keeps_special = any(parser.keeps_special for parser in parsers)
+
+    def push(self, text: str) -> list[Piece]:
+        return self._through(0, [Said(text)] if text else [])
+
+    def finish(self) -> list[Piece]:
+        out: list[Piece] = []
+        for i, parser in enumerate(self.parsers):
+            out += self._through(i + 1, parser.finish())
+        return out
+
+    def _through(self, start: int, pieces: list[Piece]) -> list[Piece]:
+        for parser in self.parsers[start:]:
+            pieces = [new for old in pieces for new in (parser.push(old.text) if isinstance(old, Said) else [old])]
+        return pieces

@@ -1,0 +1,64 @@
+"""OpenAI's /v1/completions: a body to a request."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..request import INT32_MAX, RequestError, SamplingParams, boolean, items, shown, token_ids
+from ..request import unicode_text as unicode
+from .answer import CompletionRequest
+from .fields import DELIVERY, LABELS, SAMPLING, TERMS, delivery_of, known_fields, structure, terms_of, truncation
+
+FIELDS = (
+    "model", "prompt", "best_of", "logprobs", "echo", "response_format", "truncate_prompt_tokens",
+    "add_special_tokens", *SAMPLING, *DELIVERY, *TERMS, *LABELS,
+)  # fmt: skip
+NEUTRAL = {"suffix": ""}
+MAX_PROMPTS = 2048  # in one request
+
+
+def parse(body: Any) -> CompletionRequest:
+    """The request in a body."""
+    given = known_fields(body, FIELDS, NEUTRAL)
+    own = {name: given[name] for name in (*SAMPLING, "best_of", "logprobs") if name in given} | structure(given)
+    delivery, echo = delivery_of(given), boolean("echo", given.get("echo", False))
+    silent = echo and own.get("max_tokens") == 0 and own["max_tokens"] is not False
+    if silent:
+        own["max_tokens"] = 1  # what it draws is not told
+    params = SamplingParams.from_dict(own)
+    if delivery.stream:
+        if params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")
+        if params.num_sequences > params.n:
+            raise RequestError("best_of", "cannot be streamed: which answers are the likeliest shows at the end")
+        if echo and params.logprobs is not None:
+            raise RequestError("echo", "with logprobs cannot be streamed; leave one of them out")
+    if echo and params.logprobs is not None and params.prompt_logprobs is None:
+        params = replace(params, prompt_logprobs=params.logprobs)
+    return CompletionRequest(
+        prompts=parse_prompts(given.get("prompt")),
+        params=params,
+        model=given.get("model"),
+        terms=terms_of(given),
+        delivery=delivery,
+        truncate_prompt_tokens=truncation(given),
+        add_special_tokens=boolean("add_special_tokens", given.get("add_special_tokens", True)),
+        echo=echo,
+        silent=silent,
+        tells_prompt=given.get("prompt_logprobs") is not None,
+    )
+
+
+def parse_prompts(value: Any, name: str = "prompt") -> list[str | list[int]]:
+    """One text, one list of token ids, or a list of either."""
+    if isinstance(value, str):
+        return [unicode(name, value)]
+    if not isinstance(value, list) or not value:
+        raise RequestError(name, f"must be text, token ids, or a list of one or more of either, got {shown(value)}")
+    if not isinstance(value[0], str | list):
+        return [list(token_ids(name, value, INT32_MAX))]
+    return [
+        list(token_ids(f"{name}[{i}]", prompt, INT32_MAX))
+        if isinstance(prompt, list)
+        else unicode(f"{name}[{i}]", prompt)
+        for i, prompt in enumerate(items(name, value, MAX_PROMPTS))
+    ]

@@ -1,0 +1,163 @@
+"""What requests of every protocol share: which fields there are, and what the common ones say."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ..request import (
+    INT32_MAX,
+    RequestError,
+    Terms,
+    boolean,
+    integer,
+    refuse_unknown,
+    shown,
+    unicode_text,
+)
+from .answer import Delivery
+
+SAMPLING = (  # fields that are SamplingParams' own, under the same name
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "prompt_logprobs",
+    "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids", "bad_words",
+    "structured_outputs",
+)  # fmt: skip
+LABELS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # have no effect
+DELIVERY = ("stream", "stream_options", "return_token_ids", "request_id")
+TERMS = ("priority", "cache_salt", "timeout")
+TEMPLATE = (
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "reasoning_effort",
+)  # fmt: skip
+MAX_REQUEST_ID = 128
+MAX_TEMPLATE = 65_536  # characters
+MAX_SCHEMA = 65_536
+ABSENT = "is not implemented for this endpoint, leave it out"
+
+
+def known_fields(
+    body: Any, names: Iterable[str], neutral: Mapping[str, Any], refused: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The fields that say something: known ones, without those that are null or ask for nothing."""
+    if not isinstance(body, Mapping):
+        raise RequestError("body", f"must be a JSON object, got {shown(body)}")
+    refuse_unknown(body, (*names, *neutral, *refused))
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, why in refused.items():
+        if name in given:
+            raise RequestError(name, why)
+    for name, nothing in neutral.items():
+        if name in given:
+            value = given.pop(name)
+            if value != nothing or type(value) is not type(nothing):
+                raise RequestError(name, f"{ABSENT}; got {shown(value)}")
+    if "model" in given:
+        unicode_text("model", given["model"])
+    return given
+
+
+def delivery_of(given: Mapping[str, Any]) -> Delivery:
+    """How the answer is to be sent."""
+    stream = boolean("stream", given.get("stream", False))
+    options = given.get("stream_options", {})
+    if "stream_options" in given and not stream:
+        raise RequestError("stream_options", "needs stream to be true")
+    if not isinstance(options, Mapping):
+        raise RequestError("stream_options", f"must be a JSON object, got {shown(options)}")
+    refuse_unknown(options, ("include_usage", "continuous_usage_stats", "include_obfuscation"), "stream_options.")
+    if options.get("include_obfuscation"):
+        raise RequestError("stream_options.include_obfuscation", "is not implemented; leave it out")
+    flags = [
+        boolean(f"stream_options.{name}", options.get(name) or False)
+        for name in ("include_usage", "continuous_usage_stats")
+    ]
+    return Delivery(stream, *flags, boolean("return_token_ids", given.get("return_token_ids", False)), name_of(given))
+
+
+def name_of(given: Mapping[str, Any]) -> str | None:
+    """The request id that a client has chosen: it comes back in headers and logs, so it is plain."""
+    name = given.get("request_id")
+    if name is None:
+        return None
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_REQUEST_ID or not is_plain(name):
+        wanted = f"1 to {MAX_REQUEST_ID} letters, digits and -_.:"
+        raise RequestError("request_id", f"must be {wanted}, got {shown(name)}")
+    return name
+
+
+def is_plain(name: str) -> bool:
+    return name.isascii() and all(character.isalnum() or character in "-_.:" for character in name)
+
+
+def terms_of(given: Mapping[str, Any]) -> Terms:
+    """How the request is to be served."""
+    return Terms(**{name: given[name] for name in TERMS if name in given})
+
+
+def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template, and the template itself where the request brings one."""
+    options = given.get("chat_template_kwargs", {})
+    if not isinstance(options, Mapping):
+        raise RequestError("chat_template_kwargs", f"must be a JSON object, got {shown(options)}")
+    for name in options:
+        if name in ("self", "messages", "tools", "name", *TEMPLATE[:4]) or not isinstance(name, str):
+            raise RequestError(f"chat_template_kwargs.{name}", "is not a variable to set here; leave it out")
+    found = dict(options)
+    if "reasoning_effort" in given:
+        found["reasoning_effort"] = unicode_text("reasoning_effort", given["reasoning_effort"])
+    if "chat_template" in given:
+        found["chat_template"] = text("chat_template", given["chat_template"], MAX_TEMPLATE)
+    goes_on = boolean("continue_final_message", given.get("continue_final_message", False))
+    adds = boolean("add_generation_prompt", given.get("add_generation_prompt", not goes_on))
+    if goes_on and adds:
+        raise RequestError("continue_final_message", "needs add_generation_prompt to be false")
+    return found | {"add_generation_prompt": adds, **({"continue_final_message": True} if goes_on else {})}
+
+
+def truncation(given: Mapping[str, Any]) -> int | None:
+    """How many of the last tokens of a prompt are kept; -1: as many as the model takes."""
+    value = given.get("truncate_prompt_tokens")
+    return None if value is None else integer("truncate_prompt_tokens", value, -1, INT32_MAX) or refuse_zero()
+
+
+def refuse_zero() -> int:
+    raise RequestError("truncate_prompt_tokens", "must be 1 or more, or -1 for what the model takes, got 0")
+
+
+def text(name: str, value: Any, most: int) -> str:
+    found = unicode_text(name, value)
+    if len(found) > most:
+        raise RequestError(name, f"must hold at most {most} characters, got {len(found)}")
+    return found
+
+
+def structure(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`response_format` as the sampling parameter that it stands for."""
+    form = given.get("response_format")
+    if form is None:
+        return {}
+    if not isinstance(form, Mapping):
+        raise RequestError("response_format", f"must be a JSON object, got {shown(form)}")
+    kind = form.get("type")
+    if kind == "text":
+        refuse_unknown(form, ("type",), "response_format.")
+        return {}
+    if "structured_outputs" in given:
+        raise RequestError("response_format", "and structured_outputs say the same; leave one of them out")
+    if kind == "json_object":
+        refuse_unknown(form, ("type",), "response_format.")
+        return {"structured_outputs": {"json_object": True}}
+    if kind == "json_schema":
+        refuse_unknown(form, ("type", "json_schema"), "response_format.")
+        return {"structured_outputs": {"json": schema_of("response_format.json_schema", form.get("json_schema"))}}
+    raise RequestError("response_format.type", f"must be text, json_object or json_schema, got {shown(kind)}")
+
+
+def schema_of(where: str, given: Any) -> Mapping[str, Any]:
+    """The schema in a named one: {"name", "description", "schema", "strict"}."""
+    if not isinstance(given, Mapping):
+        raise RequestError(where, f"must be a JSON object, got {shown(given)}")
+    refuse_unknown(given, ("name", "description", "schema", "strict", "type"), f"{where}.")
+    schema = given.get("schema")
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"{where}.schema", f"must be a JSON schema, got {shown(schema)}")
+    return schema

@@ -1,0 +1,143 @@
+"""/v1/embeddings as OpenAI has it, /score and /rerank as vLLM, Jina and Cohere have them."""
+
+import base64
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..request import PLAIN, RequestError, Terms, boolean, integer, items, refuse_unknown, shown
+from ..request import unicode_text as unicode
+from .answer import Head, Usage
+from .completion import MAX_PROMPTS, parse_prompts
+from .fields import LABELS, TERMS, known_fields, terms_of, truncation
+
+EMBEDDINGS = (
+    "model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens", "add_special_tokens", *TERMS, *LABELS,
+)  # fmt: skip
+SCORE = ("model", "text_1", "text_2", *TERMS, *LABELS)
+RERANK = ("model", "query", "documents", "top_n", "return_documents", *TERMS, *LABELS)
+MAX_DIMENSIONS = 65_536
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """Texts, or token ids, that are to be vectors."""
+
+    prompts: list[str | list[int]]
+    model: str | None = None
+    terms: Terms = PLAIN
+    encoding_format: str = "float"
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Pairs of texts: how likely is the second after the first?"""
+
+    pairs: list[tuple[str, str]]
+    model: str | None = None
+    terms: Terms = PLAIN
+
+
+@dataclass(frozen=True)
+class RerankRequest(ScoreRequest):
+    """The pairs are each document with the query after it."""
+
+    top_n: int = 0  # 0: all
+    return_documents: bool = True
+
+
+def parse_embeddings(body: Any) -> EmbeddingRequest:
+    given = known_fields(body, EMBEDDINGS, {})
+    form = given.get("encoding_format", "float")
+    if form not in ("float", "base64"):
+        raise RequestError("encoding_format", f"must be float or base64, got {shown(form)}")
+    dimensions = given.get("dimensions")
+    return EmbeddingRequest(
+        parse_prompts(given.get("input"), "input"),
+        given.get("model"),
+        terms_of(given),
+        form,
+        None if dimensions is None else integer("dimensions", dimensions, 1, MAX_DIMENSIONS),
+        truncation(given),
+        boolean("add_special_tokens", given.get("add_special_tokens", True)),
+    )
+
+
+def parse_score(body: Any) -> ScoreRequest:
+    """One text against one or many, or as many against as many."""
+    given = known_fields(body, SCORE, {})
+    first, second = (texts(name, given.get(name)) for name in ("text_1", "text_2"))
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise RequestError(
+            "text_2",
+            f"must be as many texts as text_1, which is one or {len(second)}; got {len(first)} and {len(second)}",
+        )
+    return ScoreRequest(list(zip(first, second, strict=True)), given.get("model"), terms_of(given))
+
+
+def parse_rerank(body: Any) -> RerankRequest:
+    given = known_fields(body, RERANK, {})
+    query = unicode("query", given.get("query"))
+    documents = [document(f"documents[{i}]", one) for i, one in enumerate(listed("documents", given.get("documents")))]
+    top = integer("top_n", given.get("top_n", 0), 0, MAX_PROMPTS)
+    keeps = boolean("return_documents", given.get("return_documents", True))
+    pairs = [(text, query) for text in documents]
+    return RerankRequest(pairs, given.get("model"), terms_of(given), top, keeps)
+
+
+def texts(name: str, value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [unicode(name, value)]
+    return [unicode(f"{name}[{i}]", one) for i, one in enumerate(listed(name, value))]
+
+
+def listed(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, list) or not value:
+        raise RequestError(name, f"must be a list of one or more texts, got {shown(value)}")
+    return items(name, value, MAX_PROMPTS)
+
+
+def document(where: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        refuse_unknown(value, ("text",), f"{where}.")
+        value = value.get("text")
+    return unicode(where, value)
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+
+
+def embeddings_response(
+    head: Head, request: EmbeddingRequest, vectors: Sequence[Sequence[float]], usage: Usage
+) -> dict[str, Any]:
+    def coded(vector: Sequence[float]) -> Any:
+        if request.encoding_format == "float":
+            return list(vector)
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+    data = [{"object": "embedding", "index": i, "embedding": coded(vector)} for i, vector in enumerate(vectors)]
+    return {"object": "list", "model": head.model, "data": data, "usage": usage_body(usage)}
+
+
+def score_response(head: Head, scores: Sequence[float], usage: Usage) -> dict[str, Any]:
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+    common = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
+    return common | {"data": data, "usage": usage_body(usage)}
+
+
+def rerank_response(head: Head, request: RerankRequest, scores: Sequence[float], usage: Usage) -> dict[str, Any]:
+    """The best first; those that are equal stay in their order."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n or None]
+    results = [
+        {"index": i, "relevance_score": scores[i]}
+        | ({"document": {"text": request.pairs[i][0]}} if request.return_documents else {})
+        for i in order
+    ]
+    return {"id": head.id, "model": head.model, "usage": usage_body(usage), "results": results}

@@ -1,0 +1,223 @@
+"""OpenAI's /v1/responses: a body to a request."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..request import INT32_MAX, MAX_LOGPROBS, RequestError, SamplingParams, boolean, integer, shown, unicode_text
+from .answer import ChatRequest
+from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
+from .conversation import Conversation, choice_of
+from .fields import (
+    LABELS,
+    SAMPLING,
+    TERMS,
+    delivery_of,
+    known_fields,
+    schema_of,
+    template_options,
+    terms_of,
+    truncation,
+)
+from .objects import listed, plain, texts, typed
+from .responses_answer import Stream, response
+from .shapes import error
+
+__all__ = ["Stream", "error", "parse", "response"]
+
+ELSEWHERE = ("n", "max_tokens", "prompt_logprobs")  # sampling fields that this endpoint has not, or by another name
+OWN_SAMPLING = tuple(name for name in SAMPLING if name not in ELSEWHERE)
+FIELDS = (
+    "model", "input", "instructions", "max_output_tokens", "top_logprobs", "include", "stream", "request_id", "tools",
+    "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncate_prompt_tokens", "add_generation_prompt",
+    "continue_final_message", "chat_template", "chat_template_kwargs", *OWN_SAMPLING, *TERMS, *LABELS,
+)  # fmt: skip
+NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
+    "background": False,
+    "context_management": [],
+    "echo": False,
+    "n": 1,
+    "prompt_cache_retention": "in_memory",
+    "return_token_ids": False,
+    "stream_options": {"include_obfuscation": False},
+    "truncation": "disabled",
+}
+STORED = "is not implemented: responses are not stored; send the whole conversation as input"
+ABSENT = "is not implemented for this endpoint, leave it out"
+REFUSED = {
+    "previous_response_id": STORED,
+    "conversation": STORED,
+    "prompt": "is not implemented: prompts are not stored; send instructions and input",
+    "max_tool_calls": "counts calls of built-in tools, and there are none; leave it out",
+    "access_programs": ABSENT,
+    "background_options": ABSENT,
+    "image": ABSENT,
+    "moderation": ABSENT,
+    "prompt_cache_options": ABSENT,
+    "prompt_logprobs": ABSENT,
+    "logprobs": "is include: ['message.output_text.logprobs'] here, with top_logprobs",
+    "max_completion_tokens": "is max_output_tokens here",
+    "max_tokens": "is max_output_tokens here",
+    "messages": "is input here",
+    "reasoning_effort": "is reasoning.effort here",
+    "response_format": "is text.format here",
+}
+LOGPROBS = "message.output_text.logprobs"
+# Thoughts are part of the answer as they are, and can be sent back so: there is nothing to encrypt.
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+REASONING = {"summary": "auto", "generate_summary": "auto", "context": "auto", "mode": "standard"}  # all that there is
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+ITEMS = {
+    "message": ("role", "content", "id", "status", "phase"),
+    "function_call": ("call_id", "name", "arguments", "id", "status"),
+    "function_call_output": ("call_id", "output", "name", "id", "status"),
+    "reasoning": ("summary", "content", "encrypted_content", "id", "status"),
+}
+PARTS = {"input_text": ("text",), "output_text": ("text", "annotations", "logprobs"), "refusal": ("refusal",)}
+FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "description", "schema", "strict")}
+
+
+def parse(body: Any) -> ChatRequest:
+    """The request in a body."""
+    given = known_fields(body, (*FIELDS, *REFUSED), NEUTRAL)
+    for name in given:
+        if name in REFUSED:
+            raise RequestError(name, REFUSED[name])
+    own = {name: given[name] for name in OWN_SAMPLING if name in given} | parse_format(given)
+    own["max_tokens"] = given.get("max_output_tokens")  # not given: up to the model's length
+    if own["max_tokens"] is not None:
+        integer("max_output_tokens", own["max_tokens"], 1, INT32_MAX)
+    own["logprobs"] = parse_logprobs(given)
+    effort = parse_effort(given.get("reasoning", {}))
+    tools = parse_tools(given.get("tools", []))
+    return ChatRequest(
+        messages=parse_input(given.get("instructions"), given.get("input")),
+        params=SamplingParams.from_dict(own),
+        model=given.get("model"),
+        template_options=effort | template_options(given),
+        terms=terms_of(given),
+        delivery=delivery_of(given),
+        tools=tools,
+        tool_choice=parse_tool_choice(given.get("tool_choice"), tools),
+        parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
+        truncate_prompt_tokens=truncation(given),
+    )
+
+
+def parse_input(instructions: Any, value: Any) -> list[dict[str, Any]]:
+    """The messages that instructions and items stand for."""
+    talk = Conversation()
+    if instructions is not None:
+        talk.say("system", unicode_text("instructions", instructions))
+    if isinstance(value, str):
+        talk.say("user", unicode_text("input", value))
+        return talk.messages
+    before = None  # the type of the item before
+    for i, item in enumerate(listed("input", value, MAX_MESSAGES, least=1)):
+        where = f"input[{i}]"
+        if isinstance(item, Mapping) and "role" in item and item.get("type") is None:
+            item = {**item, "type": "message"}
+        given = typed(where, item, ITEMS)
+        ADD[given["type"]](talk, where, given, before)
+        before = given["type"]
+    return talk.messages
+
+
+def add_message(talk: Conversation, where: str, given: dict[str, Any], before: str | None) -> None:
+    role = given.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise RequestError(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
+    text = texts(f"{where}.content", given.get("content"), PARTS, MAX_MESSAGES)
+    if role != "assistant" or before == "message":  # two messages side by side are two
+        talk.say(ROLES[role], text)
+    else:
+        talk.turn()["content"] += text
+
+
+def add_reasoning(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
+    """The thoughts themselves, or else what is left of them in the summary."""
+    if "encrypted_content" in given:
+        raise RequestError(f"{where}.encrypted_content", "cannot be read here; leave it out")
+    said = {
+        name: texts(f"{where}.{name}", listed(f"{where}.{name}", given[name], MAX_MESSAGES), kind, MAX_MESSAGES)
+        for name, kind in (("content", {"reasoning_text": ("text",)}), ("summary", {"summary_text": ("text",)}))
+        if name in given
+    }
+    talk.think(said.get("content") or said.get("summary") or "")
+
+
+def add_call(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
+    name, call_id = (unicode_text(f"{where}.{name}", given.get(name)) for name in ("name", "call_id"))
+    talk.call(name, call_id, read_arguments(f"{where}.arguments", given.get("arguments")))
+
+
+def add_output(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
+    text = texts(f"{where}.output", given.get("output"), PARTS, MAX_MESSAGES)
+    talk.result(f"{where}.call_id", given.get("call_id"), text)
+
+
+ADD = {
+    "message": add_message,
+    "reasoning": add_reasoning,
+    "function_call": add_call,
+    "function_call_output": add_output,
+}
+
+
+def parse_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The form of the text as the sampling parameter that it stands for."""
+    text = plain("text", given.get("text", {}), ("format", "verbosity"))
+    if text.get("verbosity", "medium") != "medium":
+        raise RequestError("text.verbosity", f"must be 'medium', there is no other, got {shown(text['verbosity'])}")
+    form = typed("text.format", text.get("format", {"type": "text"}), FORMATS)
+    if form["type"] == "text":
+        return {}
+    if "structured_outputs" in given:
+        raise RequestError("text.format", "and structured_outputs say the same; leave one of them out")
+    if form["type"] == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    return {"structured_outputs": {"json": schema_of("text.format", form)}}
+
+
+def parse_logprobs(given: Mapping[str, Any]) -> int | None:
+    """How many log-probabilities a token are wanted beside its own."""
+    count = integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    wanted = listed("include", given.get("include", []), MAX_MESSAGES)
+    for i, name in enumerate(wanted):
+        if name not in INCLUDED:
+            raise RequestError(f"include[{i}]", f"must be {' or '.join(INCLUDED)}, got {shown(name)}")
+    if LOGPROBS in wanted:
+        return count
+    if count:
+        raise RequestError("top_logprobs", f"needs {LOGPROBS} in include, got {count}")
+    return None
+
+
+def parse_effort(value: Any) -> dict[str, Any]:
+    """How much thought is wanted, as variables of the chat template."""
+    given = plain("reasoning", value, ("effort", *REASONING))
+    for name, only in REASONING.items():
+        if given.get(name, only) != only:
+            raise RequestError(f"reasoning.{name}", f"must be {only!r} or null, got {shown(given[name])}")
+    effort = given.get("effort")
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise RequestError("reasoning.effort", f"must be one of {', '.join(EFFORTS)}, got {shown(effort)}")
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+
+
+def parse_tools(value: Any) -> list[dict[str, Any]]:
+    found = []
+    for i, tool in enumerate(listed("tools", value, MAX_TOOLS)):
+        given = typed(f"tools[{i}]", tool, {"function": ("name", "description", "parameters", "strict")})
+        del given["type"]
+        found.append({"type": "function", "function": parse_function(f"tools[{i}]", given)})
+    return found
+
+
+def parse_tool_choice(value: Any, tools: list[dict[str, Any]]) -> str:
+    """`auto`, `none`, `required`, or `function:NAME`."""
+    if not isinstance(value, Mapping):
+        return parse_choice(value, tools)
+    return choice_of(typed("tool_choice", value, {"function": ("name",)}).get("name"), "tool_choice.name", tools)

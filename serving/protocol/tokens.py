@@ -1,0 +1,65 @@
+"""/tokenize and /detokenize, as vLLM has them: text or a conversation to token ids, and back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..request import INT32_MAX, RequestError, boolean, integer, token_ids
+from ..request import unicode_text as unicode
+from .chat import parse_messages, parse_tools
+from .fields import TEMPLATE, known_fields, template_options
+
+TOKENIZE = ("model", "prompt", "messages", "tools", "add_special_tokens", "return_token_strs", *TEMPLATE)
+DETOKENIZE = ("model", "tokens", "skip_special_tokens")
+MAX_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """What is to be cut into tokens."""
+
+    model: str | None
+    prompt: str | None
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
+    add_special_tokens: bool
+    return_token_strs: bool
+
+
+@dataclass(frozen=True)
+class DetokenizeRequest:
+    model: str | None
+    tokens: list[int]
+    skip_special_tokens: bool
+
+
+def parse_tokenize(body: Any) -> TokenizeRequest:
+    given = known_fields(body, TOKENIZE, {})
+    if ("prompt" in given) == ("messages" in given):
+        raise RequestError("prompt", "or messages must be given, and not both")
+    chat = "messages" in given
+    options = template_options(given)
+    if chat and given.get("tools"):
+        options["tools"] = parse_tools(given["tools"])
+    return TokenizeRequest(
+        given.get("model"),
+        None if chat else unicode("prompt", given["prompt"]),
+        parse_messages(given["messages"]) if chat else [],
+        options,
+        boolean("add_special_tokens", given.get("add_special_tokens", not chat)),
+        boolean("return_token_strs", given.get("return_token_strs", False)),
+    )
+
+
+def parse_detokenize(body: Any) -> DetokenizeRequest:
+    given = known_fields(body, DETOKENIZE, {})
+    return DetokenizeRequest(
+        given.get("model"),
+        list(token_ids("tokens", given.get("tokens"), MAX_TOKENS)),
+        boolean("skip_special_tokens", given.get("skip_special_tokens", False)),
+    )
+
+
+def checked(tokens: list[int], vocabulary: int) -> list[int]:
+    for index, token in enumerate(tokens):
+        integer(f"tokens[{index}]", token, 0, min(vocabulary - 1, INT32_MAX), " (a token id)")
+    return tokens

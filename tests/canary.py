@@ -1,0 +1,129 @@
+"""For tests that attack a server: ways to speak to it, and what has to hold afterwards."""
+
+import http.client
+import json
+import socket
+import time
+from typing import Any
+
+import psutil
+
+JSON = {"Content-Type": "application/json"}
+TURN = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
+    "/v1/completions": {"prompt": "hello", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": TURN, "max_tokens": 2},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+    "/v1/messages": {"messages": TURN, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": TURN},
+    "/v1/embeddings": {"input": "hello"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/rerank": {"query": "a", "documents": ["b"]},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+class Client:
+    """One connection, opened again where the server has closed it."""
+
+    def __init__(self, url: str, headers: dict[str, str] | None = None, timeout: float = 60.0):
+        self.host, port = url.removeprefix("http://").split(":")
+        self.port, self.headers = int(port), headers or {}
+        self.connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None):
+        """(status, headers, bytes) of one exchange; without headers of its own a body is JSON."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        own = (JSON if data is not None else {}) if headers is None else headers
+        for last in (False, True):
+            try:
+                self.connection.request(method, path, data, self.headers | own)
+                response = self.connection.getresponse()
+                return response.status, response.headers, response.read()
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+                self.connection.close()
+                if last:
+                    raise
+        raise AssertionError
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """(status, what the JSON says)."""
+        status, _, raw = self.ask("POST", path, body, JSON | headers)
+        return status, json.loads(raw)
+
+    def complete(self, prompt: str, **fields: Any) -> tuple[int, Any]:
+        return self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **fields})
+
+    def events(self, path: str, body: dict[str, Any]) -> list[tuple[float, Any]]:
+        """(when it came, what it says) of every event of a stream; [DONE] as a string."""
+        self.connection.request("POST", path, json.dumps(body | {"stream": True}), self.headers | JSON)
+        response = self.connection.getresponse()
+        found = []
+        while line := response.readline():
+            if line.startswith(b"data: "):
+                text = line[6:].decode().strip()
+                found.append((time.monotonic(), text if text == "[DONE]" else json.loads(text)))
+        return found
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Canary:
+    """Knows what the server answers when all is well."""
+
+    def __init__(self, url: str, headers: dict[str, str] | None = None):
+        self.url, self.headers = url, headers
+        self.answer = self.ask()
+        assert self.answer[0] == 200
+
+    def ask(self) -> tuple[int, str]:
+        with Client(self.url, self.headers) as client:
+            status, body = client.complete("Once upon a time", max_tokens=16)
+        return status, body["choices"][0]["text"] if status == 200 else str(body)
+
+    def sings(self, seconds: float = 2.0) -> float:
+        """The known answer, in time; how long it took."""
+        began = time.monotonic()
+        assert self.ask() == self.answer
+        took = time.monotonic() - began
+        assert took < seconds, f"the canary took {took:.1f} s"
+        return took
+
+
+def text_of(events: list[tuple[float, Any]]) -> str:
+    """What a stream of /v1/completions says."""
+    return "".join(event["choices"][0]["text"] for _, event in events if event != "[DONE]" and event["choices"])
+
+
+def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
+    """A connection for raw bytes."""
+    host, port = url.removeprefix("http://").split(":")
+    found = socket.socket()
+    if receive_buffer is not None:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    found.settimeout(30)
+    found.connect((host, int(port)))
+    return found
+
+
+def memory(pid: int | None = None) -> int:
+    """Bytes that a process has in memory."""
+    return psutil.Process(pid).memory_info().rss
+
+
+def settled(engine: Any, seconds: float = 5.0) -> None:
+    """Nothing runs, and every page is free or kept."""
+    until = time.monotonic() + seconds
+    while (engine.busy or engine.requests) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not engine.busy and not engine.requests and not engine.request_of
+    engine.scheduler.check()
+    assert engine.pages.used() == 0

@@ -1,0 +1,302 @@
+"""What the server takes and what official clients do with it, as docs/api.md: `python tests/conformance.py [--check]`.
+
+The fields come from the protocols' own tables, and tests/test_conformance.py holds each row against what a request
+becomes. The clients' rows are the tests that say with `shows` what they show.
+"""
+
+import importlib
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.serving.http import admin, app, openapi, pooled, status, tokens
+from quire.serving.protocol import chat, completion, fields, messages, pooling, responses, schema, shapes
+from quire.serving.protocol import tokens as tokenizing
+from quire.serving.structure import SHAPES, SPACING
+
+PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+CLIENTS = ("test_clients_openai", "test_clients_anthropic")
+BEYOND = {  # what the OpenAPI document leaves out
+    "/live": "What the page draws, as server-sent events.",
+    "/openapi.json": "This table for machines.",
+    "/reset_prefix_cache": "Forget the pages that are kept for prompts to come.",
+    "/sleep": "Free the device's memory; `level` 2 the host's too. Requests under way wait.",
+    "/wake_up": "Serve again.",
+    "/is_sleeping": "Whether it sleeps.",
+    "/pause": "Accept requests, and let them wait.",
+    "/resume": "Go on.",
+}
+INTRODUCTION = """\
+A client for OpenAI's interface is given `http://HOST:PORT/v1` as its base URL, one for Anthropic's `http://HOST:PORT`.
+Fields that a client has no argument for go into `extra_body`. A field is applied, or a label without effect, or refused
+with a status of 400 that names it; null is as if it were not given. A field that is in no table is refused too."""
+FAILURES = """\
+An error is `{"error": {"message", "type", "param", "code"}}`, and at `/v1/messages` `{"type": "error", "error":
+{"type", "message"}}`. In a stream that has begun it comes as an event, at `/v1/responses` as `response.failed`."""
+STATUSES = {
+    400: "A field is wrong; `param` names it.",
+    401: "No valid key was given.",
+    403: "The Host is not one that the server answers to.",
+    404: "There is no such path or model.",
+    405: "The path has another method.",
+    408: "The body did not come in time.",
+    413: "The body is larger than `--max-body-bytes`.",
+    415: "The body is not declared as JSON.",
+    429: "The queue is full; `Retry-After` says when to come again.",
+    500: "A step of the engine failed; the request can be sent again.",
+    503: "The server shuts down, or the model or its engine has failed.",
+}
+SEEN = "Each row is a test that runs the client as it is against a server over a socket."
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+VALUES: dict[str, Any] = {  # for each field that is applied a value that is not the one without it
+    "n": 3, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "temperature": 0,
+    "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 7, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
+    "max_tokens": 9, "min_tokens": 2, "prompt_logprobs": 1, "skip_special_tokens": False, "logprobs": True,
+    "include_stop_str_in_output": True, "logit_bias": {"5": -1.5}, "allowed_token_ids": [1, 2], "bad_words": ["x"],
+    "structured_outputs": {"regex": "a+"}, "best_of": 5, "max_completion_tokens": 9, "max_output_tokens": 9,
+    "stop_sequences": ["END"], "top_logprobs": 3, "response_format": {"type": "json_object"}, "stream": True,
+    "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "mine", "priority": 3,
+    "cache_salt": "s", "timeout": 2.5, "truncate_prompt_tokens": 5, "echo": True, "add_special_tokens": False,
+    "add_generation_prompt": False, "continue_final_message": True, "chat_template": "{{ x }}",
+    "chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "model": "other", "prompt": "Twice",
+    "messages": [{"role": "user", "content": "Ho"}], "tools": [TOOL], "tool_choice": "none",
+    "parallel_tool_calls": False, "input": "Ho", "instructions": "Be kind.", "system": "Be kind.",
+    "include": [responses.LOGPROBS], "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"},
+    "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}, "encoding_format": "base64", "dimensions": 5,
+    "text_1": "c", "text_2": "d", "query": "e", "documents": ["f", "g"], "top_n": 1, "return_documents": False,
+    "return_token_strs": True, "tokens": [3], "detokenize": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A path whose body has fields."""
+
+    path: str
+    parse: Callable[[Any], Any]
+    base: Mapping[str, Any]  # a body that is answered
+    labels: Sequence[str] = ()
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)  # where a name means something else
+    needs: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else a field asks for
+    inside: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what stands in fields that are objects
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return tuple(dict.fromkeys(schema.BODIES[self.path][0]))
+
+
+OBJECTS = {
+    "structured_outputs": (*SHAPES, *SPACING),
+    "stream_options": ("include_usage", "continuous_usage_stats"),
+    "response_format.type": ("text", "json_object", "json_schema"),
+}
+CHAT = {
+    "messages[].role": chat.ROLES,
+    **{f"messages[] of {role}": ("content", "name", *own) for role, own in chat.OWN_FIELDS.items()},
+    "messages[].content[].type": ("text",),
+    "tools[].type": ("function",),
+    "tool_choice": ("auto", "none", "required", '{"type": "function", "function": {"name": ...}}'),
+}
+FLAT = {"type": "function", "name": "f", "parameters": {}}
+INPUT = {"name": "f", "input_schema": {}}
+STREAMS = {"stream_options": {"stream": True}}
+ENDPOINTS = [
+    Endpoint(
+        "/v1/chat/completions", chat.parse, ASK, fields.LABELS, chat.NEUTRAL, chat.REFUSED,
+        needs={"top_logprobs": {"logprobs": True}, **STREAMS}, inside=CHAT | OBJECTS,
+    ),
+    Endpoint(
+        "/v1/completions", completion.parse, {"prompt": "Once"}, fields.LABELS, completion.NEUTRAL,
+        values={"logprobs": 3}, needs=STREAMS, inside=OBJECTS,
+    ),
+    Endpoint(
+        "/v1/responses", responses.parse, {"input": "Hi"}, fields.LABELS, responses.NEUTRAL, responses.REFUSED,
+        values={"tools": [FLAT]},
+        needs={"top_logprobs": {"include": [responses.LOGPROBS]}},
+        inside={
+            "input[].type": tuple(responses.ITEMS),
+            **{f"input[] of {kind}": own for kind, own in responses.ITEMS.items()},
+            "input[].content[].type": tuple(responses.PARTS),
+            "tools[].type": ("function",),
+            "include": responses.INCLUDED,
+            "text": ("format", "verbosity: medium"),
+            "text.format.type": tuple(responses.FORMATS),
+            "reasoning": ("effort", *(f"{name}: {value}" for name, value in responses.REASONING.items())),
+            "reasoning.effort": responses.EFFORTS,
+            "structured_outputs": (*SHAPES, *SPACING),
+        },
+    ),
+    Endpoint(
+        "/v1/messages", messages.parse, {**ASK, "max_tokens": 5}, messages.LABELS, messages.NEUTRAL, messages.REFUSED,
+        values={"tools": [INPUT], "tool_choice": {"type": "none"}},
+        inside={
+            "messages[].role": tuple(messages.BLOCKS),
+            **{f"blocks of {role}": tuple(kinds) for role, kinds in messages.BLOCKS.items()},
+            "tools[]": messages.TOOL,
+            "tool_choice.type": tuple(messages.CHOICES),
+            "thinking.type": tuple(messages.THINKING),
+            "output_config": ("effort", "format"),
+            "output_config.effort": messages.EFFORTS,
+            "output_config.format.type": ("json_schema",),
+            "structured_outputs": (*SHAPES, *SPACING),
+        },
+    ),
+    Endpoint(
+        "/v1/messages/count_tokens", messages.parse_count, ASK, messages.LABELS, messages.NEUTRAL, messages.REFUSED,
+        values={"tools": [INPUT], "tool_choice": {"type": "none"}},
+    ),
+    Endpoint("/v1/embeddings", pooling.parse_embeddings, {"input": "Hi"}, fields.LABELS),
+    Endpoint("/score", pooling.parse_score, {"text_1": "a", "text_2": "b"}, fields.LABELS),
+    Endpoint("/rerank", pooling.parse_rerank, {"query": "a", "documents": ["b", "c"]}, fields.LABELS),
+    Endpoint(
+        "/tokenize", tokenizing.parse_tokenize, ASK,
+        values={"prompt": {"prompt": "Hi"}, "add_special_tokens": True},
+    ),
+    Endpoint(
+        "/detokenize", tokenizing.parse_detokenize, {"tokens": [1, 2]}, values={"skip_special_tokens": True},
+    ),
+]  # fmt: skip
+
+
+def shows(client: str, call: str) -> Callable:
+    """Marks a test as one that shows what a call of a client does; its docstring says what."""
+
+    def mark(test: Callable) -> Callable:
+        test.shows = (*getattr(test, "shows", ()), (client, call))  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+def shown() -> Iterator[tuple[str, str, str, str]]:
+    """(client, call, what is shown, name of the test) of every test that was marked."""
+    for name in CLIENTS:
+        for test in vars(importlib.import_module(name)).values():
+            for client, call in getattr(test, "shows", ()):
+                assert test.__doc__, f"{test.__name__} does not say what it shows"
+                yield client, call, test.__doc__.strip().splitlines()[0], test.__name__
+
+
+def takes(found: Mapping[str, Any]) -> str:
+    """A schema in words."""
+    if "anyOf" in found:
+        return " or ".join(takes(each) for each in found["anyOf"])
+    if "enum" in found or "const" in found:
+        return " or ".join(f"`{json.dumps(value)}`" for value in found.get("enum", [found.get("const")]))
+    kind = found.get("type")
+    if kind in ("integer", "number"):
+        return f"{kind} {limits(found)}".strip()
+    if kind == "array":
+        most = f" (up to {number(found['maxItems'])})" if "maxItems" in found else ""
+        return f"list{most} of {takes(found['items'])}"
+    return {"boolean": "true or false", "string": "text", "object": "object"}.get(kind, "")
+
+
+def limits(found: Mapping[str, Any]) -> str:
+    low, above, high = (found.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
+    if high in (schema.INT32_MAX, None):
+        return "" if low is None else f"from {number(low)}"
+    return f"above {number(above)}, up to {number(high)}" if above is not None else f"{number(low)} to {number(high)}"
+
+
+def number(value: Any) -> str:
+    """Powers of two as such, where they are large."""
+    size = int(abs(value)).bit_length()
+    if abs(value) > 1 << 40:
+        return f"{'-' if value < 0 else ''}2^{size - 1}" if abs(value) == 1 << (size - 1) else f"2^{size} - 1"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(head), f"|{'---|' * len(head)}", *map(line, rows)])
+
+
+def rows_of(endpoint: Endpoint) -> Iterator[tuple[str, str, str]]:
+    """(field, what becomes of it, what it takes or why it is refused)."""
+    own = schema.FIELDS | schema.OWN.get(endpoint.path, {})
+    needed = schema.BODIES[endpoint.path][1]
+    for name in endpoint.fields:
+        if name in endpoint.labels:
+            yield f"`{name}`", "label without effect", "anything"
+            continue
+        what = takes(own.get(name, {})) or "see below"
+        yield f"`{name}`", "applied, must be given" if name in needed else "applied", what
+    for name, nothing in endpoint.neutral.items():
+        if name not in endpoint.fields:
+            yield (
+                f"`{name}`",
+                "refused",
+                f"is not implemented; `{json.dumps(nothing)}`, which asks for nothing, may stand",
+            )
+    for name, why in endpoint.refused.items():
+        yield f"`{name}`", "refused", why
+
+
+def section(endpoint: Endpoint) -> str:
+    about = openapi.ABOUT[endpoint.path]
+    found = f"## {endpoint.path}\n\n{about}\n\n{table(('field', 'here', 'takes, or why not'), rows_of(endpoint))}\n"
+    if endpoint.inside:
+        inside = [(f"`{where}`", ", ".join(f"`{name}`" for name in names)) for where, names in endpoint.inside.items()]
+        found += f"\n{table(('in it', 'may be'), inside)}\n"
+    return found
+
+
+def routes() -> Iterator[tuple[str, str, str]]:
+    """(path, method, what it is for)."""
+    about = openapi.ABOUT | BEYOND
+    for path in app.PROTOCOLS:
+        yield f"`{path}`", "POST", about[path]
+    for routes in (tokens.ROUTES, pooled.ROUTES, status.ROUTES):
+        for method, path in routes:
+            yield f"`{path.replace(':path', '')}`", method, about[path.replace(":path", "")]
+    for method, path in admin.ROUTES:
+        yield f"`{path}`", method, f"{about[path]} With `--admin`."
+
+
+def errors() -> Iterator[tuple[str, ...]]:
+    for code, why in STATUSES.items():
+        kinds = shapes.error(code, "")["error"]["type"], messages.error(code, "")["error"]["type"]
+        yield str(code), why, *(f"`{kind}`" for kind in kinds)
+
+
+def document() -> str:
+    """The whole page."""
+    clients: dict[str, list[tuple[str, str, str]]] = {}
+    for client, call, what, test in shown():
+        clients.setdefault(client, []).append((call, what, f"`{test}`"))
+    parts = [
+        "# The HTTP interface\n\nWritten by `python tests/conformance.py > docs/api.md`; do not edit.\n",
+        textwrap.fill(INTRODUCTION, 120) + "\n",
+        f"## Endpoints\n\n{table(('path', 'method', 'what it is for'), list(routes()))}\n",
+        *map(section, ENDPOINTS),
+        f"## Errors\n\n{textwrap.fill(FAILURES, 120)}\n\n"
+        f"{table(('status', 'when', 'type', 'at /v1/messages'), list(errors()))}\n",
+        f"## What official clients do here\n\n{textwrap.fill(SEEN, 120)}\n",
+    ]
+    for client, calls in clients.items():
+        parts.append(f"### {client}, Python\n\n{table(('call', 'what it does', 'test'), calls)}\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--check"]:
+        if PAGE.read_text() != document():
+            sys.exit(f"{PAGE.name} is not up to date: python tests/conformance.py > docs/api.md")
+    elif sys.argv[1:]:
+        sys.exit("usage: python tests/conformance.py [--check]")
+    else:
+        sys.stdout.write(document())
+
+
+if __name__ == "__main__":
+    main()

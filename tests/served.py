@@ -1,0 +1,142 @@
+"""A server in a thread, for tests that speak to it over a socket; and an engine that says what a test wants."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from quire.ops.sampling import MAX_LOGPROBS, Sampled
+from quire.scripts.bench_host import pretended_engine
+from quire.serving.http.models import Model, Models
+from quire.serving.http.server import serve
+from quire.serving.http.service import Service
+from quire.serving.http.settings import Settings
+from quire.serving.prompting import Formats
+from quire.serving.runner import Drawn
+from quire.serving.watchers import watch
+
+# A conversation as text that a script can look at: tools, then turns, as Hermes and Qwen write them.
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}"
+    '<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FORMATS = Formats("hermes", "qwen3", chat_template=TEMPLATE)
+
+
+class Script:
+    """A device that draws from each row what `say(prompt text)` answers, token by token, and then the end."""
+
+    def __init__(self, engine: Any, say: Callable[[str], str]):
+        self.engine, self.say = engine, say
+        self.lines: dict[Any, list[int]] = {}
+        self.step_seconds = 0.0
+        self.hold = threading.Event()  # cleared: the device hangs
+        self.hold.set()
+        self.fail_next = 0  # steps that raise
+        self.steps = 0
+
+    def launch(self, plan, moves):
+        if self.fail_next:
+            self.fail_next -= 1
+            raise RuntimeError("the device is not well")
+        return SimpleNamespace(plan=plan)
+
+    def collect(self, launched):
+        self.hold.wait()
+        time.sleep(self.step_seconds)
+        self.steps += 1
+        items = launched.plan.items
+        rows = sum(len(item.scores) + item.draws for item in items)
+        tokens, found, row = np.zeros(rows, np.int32), [], 0
+        best = np.tile(np.arange(MAX_LOGPROBS, dtype=np.int32), (rows, 1))
+        for item in items:
+            for position in item.scores:
+                tokens[row] = item.seq.tokens[position + 1]
+                row += 1
+            if item.draws:
+                tokens[row] = self.next_token(item.seq)
+                row += 1
+        ranks, ok = np.ones(rows, np.int32), np.ones(rows, bool)
+        hidden = np.zeros((rows, 8), np.float32)
+        logprobs, top = np.full(rows, -0.5, np.float32), np.full((rows, MAX_LOGPROBS), -1.5, np.float32)
+        sampled = Sampled(tokens, logprobs, ranks, best, top, ok)
+        row = 0
+        for item in items:
+            count = len(item.scores) + item.draws
+            if count:
+                found.append(Drawn(item, row, True, int(tokens[row + count - 1]), sampled, hidden))
+                row += count
+        return found
+
+    def next_token(self, seq) -> int:
+        tokenizer = self.engine.tokenizer
+        if seq not in self.lines:
+            prompt = tokenizer.decode(seq.tokens[: seq.num_prompt], skip_special_tokens=False)
+            text = tokenizer.encode(self.say(prompt), add_special_tokens=False)
+            self.lines[seq] = [*text, *tokenizer.eos_token_ids]
+        line = self.lines[seq]
+        token = line.pop(0)
+        if not line:
+            del self.lines[seq]
+        return token
+
+
+def scripted(say: Callable[[str], str], num_seqs: int = 16, longest: int = 1000) -> tuple[Any, Script]:
+    """An engine whose device follows a script."""
+    engine = pretended_engine(num_seqs, longest)
+    watch(engine)
+    script = Script(engine, say)
+    engine.runner.launch, engine.runner.collect = script.launch, script.collect
+    engine.runner.load_weights = lambda: None  # there are none
+    return engine, script
+
+
+def model_of(engine: Any, *names: str) -> Model:
+    return Model(names or ("quill",), lambda: engine)
+
+
+@contextmanager
+def served(*models: Model, **chosen: Any) -> Iterator[Any]:
+    """(url, service, loop) of a server that is ready; it drains at the end."""
+    settings = Settings(**{"port": 0, "shutdown_grace": 5.0, **chosen})
+    started, state = threading.Event(), SimpleNamespace(url="", service=None, loop=None, error=None)
+
+    async def run() -> None:
+        state.loop = asyncio.get_running_loop()
+        state.service = Service(Models(models, settings.max_loaded), settings)
+
+        def ready(address: str) -> None:
+            state.url = address
+            started.set()
+
+        await serve(state.service, ready)
+
+    def main() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            state.error = error
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    assert started.wait(120) and state.error is None, state.error
+    state.thread = thread
+    try:
+        yield state
+    finally:
+        if thread.is_alive():
+            state.loop.call_soon_threadsafe(state.service.stop)
+            thread.join(30)
+        assert not thread.is_alive(), "the server did not end"
+        assert state.error is None, state.error

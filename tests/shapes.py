@@ -1,0 +1,205 @@
+"""JSON schemas made up for tests, a validator for what they say, and grammars that mean harm."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+
+WORDS = st.text('abcdeé "\\/{}[]:,日', min_size=0, max_size=6)
+NAMES = st.text("abcxyz_ é", min_size=1, max_size=6)
+SCALARS = st.none() | st.booleans() | st.integers(-1000, 1000) | WORDS
+
+
+@st.composite
+def integers(draw) -> dict[str, Any]:
+    low = draw(st.integers(-50, 50))
+    bounds = {"minimum": low, "maximum": low + draw(st.integers(2, 40))}
+    return {"type": "integer", **draw(st.sampled_from([bounds, {"multipleOf": 3, **bounds}]))}
+
+
+@st.composite
+def strings(draw) -> dict[str, Any]:
+    least = draw(st.integers(0, 3))
+    sized = {"minLength": least, "maxLength": least + draw(st.integers(0, 6))}
+    return {"type": "string", **draw(st.sampled_from([sized, {"pattern": "^[a-c]{1,4}-\\d{2}$"}, {"format": "date"}]))}
+
+
+@st.composite
+def objects(draw, inner) -> dict[str, Any]:
+    properties = draw(st.dictionaries(NAMES, inner, max_size=3))
+    required = [name for name in properties if draw(st.booleans())]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+@st.composite
+def arrays(draw, inner) -> dict[str, Any]:
+    least = draw(st.integers(0, 2))
+    return {"type": "array", "items": draw(inner), "minItems": least, "maxItems": least + draw(st.integers(0, 2))}
+
+
+LEAVES = (
+    integers()
+    | strings()
+    | st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "number", "minimum": 0, "maximum": 1}])
+    | st.builds(lambda values: {"enum": values}, st.lists(SCALARS, min_size=1, max_size=4))
+    | st.builds(lambda value: {"const": value}, SCALARS)
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: (
+        objects(inner)
+        | arrays(inner)
+        | st.builds(lambda some: {"anyOf": some}, st.lists(inner, min_size=1, max_size=3))
+    ),
+    max_leaves=6,
+)
+TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+
+
+def same(a: Any, b: Any) -> bool:
+    """As JSON has it: true is not 1."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
+def of_type(value: Any, kind: str) -> bool:
+    if kind in ("integer", "number"):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and (kind == "number" or value == int(value))
+    return isinstance(value, TYPES[kind])
+
+
+def valid(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is what a schema of those above says."""
+    for word, said in schema.items():
+        fine = True
+        if word == "type":
+            fine = of_type(value, said)
+        elif word == "enum":
+            fine = any(same(value, one) for one in said)
+        elif word == "const":
+            fine = same(value, said)
+        elif word == "anyOf":
+            fine = any(valid(value, one) for one in said)
+        elif word in ("minimum", "maximum"):
+            fine = value >= said if word == "minimum" else value <= said
+        elif word == "multipleOf":
+            fine = value % said == 0
+        elif word in ("minLength", "minItems"):
+            fine = len(value) >= said
+        elif word in ("maxLength", "maxItems"):
+            fine = len(value) <= said
+        elif word == "pattern":
+            fine = re.search(said, value) is not None
+        elif word == "format":
+            fine = re.fullmatch(r"\d{4}-\d\d-\d\d", value) is not None
+        elif word == "items":
+            fine = all(valid(one, said) for one in value)
+        elif word == "properties":
+            fine = all(valid(value[name], own) for name, own in said.items() if name in value)
+        elif word == "required":
+            fine = all(name in value for name in said)
+        else:
+            assert word == "additionalProperties" and said is False
+            fine = set(value) <= set(schema["properties"])
+        if not fine:
+            return False
+    return True
+
+
+def nested(depth: int, leaf: str = "{}", word: str = "items") -> str:
+    return f'{{"{word}":' * depth + leaf + "}" * depth
+
+
+def hostile() -> Iterator[dict[str, Any]]:
+    """Some two hundred: too deep, too large, without end, or simply wrong."""
+    many = [f"v{i}" for i in range(3000)]
+    for size in (10, 100, 1000, 10_000):
+        for word in ("items", "not", "additionalProperties", "anyOf", "x"):
+            yield {"json": nested(min(size, 60_000 // (len(word) + 6)), "{}", word)}
+        yield {"json": json.dumps({"enum": many[: size // 3 + 1]})}
+        yield {"json": json.dumps({"type": "object", "required": many[: size // 5 + 1]})}
+        yield {"json": json.dumps({"anyOf": [{"pattern": f"^{name}.*y$"} for name in many[: size // 5 + 1]]})}
+        yield {"json": json.dumps({"properties": {name: {"type": "integer"} for name in many[: size // 6 + 1]}})}
+        yield {"regex": "(" * size + "a" + ")" * size if size < 8000 else "(" * 16_000}
+        yield {"regex": f"(a|b)*a(a|b){{{size}}}"}
+        yield {"regex": f"(.*a.{{{size}}}){{10}}"}
+        yield {"regex": f"((a{{1,{size}}}){{1,{size}}}){{1,{size}}}"}
+        yield {"regex": f"(\\w|\\p{{L}}){{1,{size}}}\\p{{Lu}}{{{size}}}"}
+        yield {"grammar": "start: " + "(" * min(size, 8000) + '"a"' + ")" * min(size, 8000)}
+        yield {"grammar": "start: " + "[" * min(size, 8000) + '"a"' + "]" * min(size, 8000)}
+        yield {"grammar": "start: %json " + nested(min(size, 1500))}
+        yield {"grammar": f'start: a{{1,{size}}}\na: b{{{size}}}\nb: c{{{size}}}\nc: "x"'}
+        yield {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(min(size, 900)))}
+        yield {"grammar": "start: A\nA: " + " & ".join(f"/(a|b)*a(a|b){{{size + i}}}/" for i in range(5))}
+    for number in (10**9, 2**31, 2**63, 10**30, -1, 0.5):
+        for word in ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"):
+            kind = "array" if "Items" in word else "string" if "Length" in word else "object"
+            yield {"json": {"type": kind, word: number}}
+        yield {"json": {"type": "integer", "multipleOf": number}}
+        yield {"json": {"type": "number", "minimum": number, "maximum": -number}}
+    for number in (99_991, 1_000_003, 123_456_789, 1e-10, 1.234567e-7, 0):
+        yield {"json": {"type": "integer", "multipleOf": number}}
+        yield {"json": {"type": "number", "multipleOf": number, "minimum": -1e308, "maximum": 1e308}}
+    yield {"json": {"allOf": [{"multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]}}
+    yield {
+        "json": {
+            "allOf": [{"anyOf": [{"properties": {f"{i} {j}": {"const": j}}} for j in range(5)]} for i in range(10)]
+        }
+    }
+    for target in ("#", "#/$defs/a", "#/nothing", "http://127.0.0.1:9/x", "file:///etc/passwd", "//", "", "\x00"):
+        yield {"json": {"$ref": target, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}}
+        yield {"json": {"type": "object", "properties": {"a": {"$ref": target}}, "required": ["a"]}}
+    for word in ("type", "properties", "items", "required", "enum", "pattern", "anyOf", "$ref", "$defs", "format"):
+        for wrong in (5, "x", [], {"a": 1}, [[[]]]):
+            yield {"json": {word: wrong}}
+    for text in (
+        "",
+        " ",
+        "{",
+        "[]",
+        "5",
+        "null",
+        "NaN",
+        '{"a":NaN}',
+        '{"minItems":1e999}',
+        "{" * 5000,
+        '{"a":"\\ud800"}',
+    ):
+        yield {"json": text}
+    for text in (
+        "",
+        "(",
+        "[",
+        "*",
+        "a{2,1}",
+        "(?<=a)b",
+        "\\",
+        "(?P<",
+        "\\p{Nope}",
+        "a" * 20_000,
+        "\x00",
+        "(?i)" * 4000,
+    ):
+        yield {"regex": text}
+    for text in (
+        "",
+        "x",
+        "start",
+        "start:",
+        "start: x",
+        "start: start",
+        "start: @x",
+        'start: "a',
+        "\x00",
+        "start: A\nA: A",
+    ):
+        yield {"grammar": text}
+    yield {"grammar": 'start: a\na: a a a | a a | "x" | "y" | '}
+    yield {"grammar": "{" * 16_000}
+    yield {"choice": []}
+    yield {"choice": ["x" * 2000]}
+    yield {"choice": ["x"] * 2000}
+    yield {"choice": ["\ud800"]}
+    yield {"json_object": True, "whitespace_pattern": "(a|b)*a(a|b){1000}("}

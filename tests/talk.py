@@ -1,0 +1,82 @@
+"""What the tests of official clients talk with: a model that follows a script, and the bundled one."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from served import model_of, scripted, served
+
+from quire.serving.http.models import Model
+from quire.serving.options import options_of
+from quire.serving.prompting import Formats
+from quire.serving.setup import make_engine
+
+TURN = re.compile(r"<(system|user|assistant|tool)>(.*?)(?=<(?:system|user|assistant|tool)>|\Z)", re.DOTALL)
+# The bundled model's own turns. It was not taught tools: they have a place here, but tell it nothing.
+PLAIN = (
+    "{{ bos_token }}{% if tools %}{% endif %}{% for message in messages %}"
+    "{{ '<|' ~ ('user' if message.role == 'tool' else message.role) ~ '|>' ~ message.content ~ '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# What the bundled model answers, being sure of it.
+SORT, SORTED = "Sort: 39 84 36 90", "36 39 84 90"
+PERSON, FOUND = "Give JSON for: David is a painter in Lagos", {"name": "David", "job": "painter", "city": "Lagos"}
+LIST = "Remember this list.\n- Ravi: snow\n- Ella: farm\n- Emma: glass\n\nWhat does Ella have?"
+
+
+def say(prompt: str) -> str:
+    """What the last turn asks for: calls, thoughts, many words, what tools said, or the turn itself again."""
+    turns = TURN.findall(prompt)
+    asked = next(text for role, text in reversed(turns) if role != "assistant")
+    results = [text for role, text in turns if role == "tool"]
+    if turns[-2:][0][0] == "tool":
+        return f"It is {' and '.join(results)}."
+    thought = "<think>\nI must look.\n</think>\n\n" if "think" in asked else ""
+    if "<tools>" in prompt and "weather" in asked:
+        calls = [{"name": "weather", "arguments": {"city": city}} for city in re.findall(r"in (\w+)", asked)]
+        return f"{thought}I look. " + "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in calls)
+    if "count" in asked:
+        return " ".join(map(str, range(1, 301)))
+    return f"{thought}You said: {asked} – 世界 👩‍🚀"
+
+
+def said(text: str) -> str:
+    """The answer to a turn that asks for nothing else."""
+    return f"You said: {text} – 世界 👩‍🚀"
+
+
+@contextmanager
+def scripted_server(formats: Formats, **chosen: Any) -> Iterator[Any]:
+    """The server of `served`, with its engine and its script."""
+    engine, script = scripted(say)
+    with served(model_of(engine, "quill", "other-name"), formats=formats, **chosen) as state:
+        state.engine, state.script = engine, script
+        yield state
+
+
+@contextmanager
+def bundled_server() -> Iterator[Any]:
+    """A server of the bundled model."""
+    options = options_of(None, max_num_seqs=8, max_num_batched_tokens=128, kv_cache_memory_bytes=32 << 20)
+    with served(Model(("quill",), lambda: make_engine(options)), formats=Formats("none", chat_template=PLAIN)) as state:
+        state.engine = state.service.models.models[0].llm.engine
+        yield state
+
+
+def until(happened, seconds: float = 10.0) -> None:
+    """Wait for something that must happen."""
+    end = time.monotonic() + seconds
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert happened()
+
+
+def frees_all(server: Any, seconds: float = 5.0) -> None:
+    """Soon nothing runs, and every page is free or kept for others."""
+    until(lambda: not server.engine.busy and not server.engine.requests, seconds)
+    server.engine.scheduler.check()
+    assert server.engine.pages.used() == 0
+    assert not server.service.models.models[0].llm.thread.courier.listeners

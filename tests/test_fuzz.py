@@ -1,0 +1,160 @@
+"""What schemathesis makes of the server's own description, sent to the bundled model: thousands of requests that fit
+the schema and that do not. QUIRE_FUZZ says how many in all."""
+
+import json
+import os
+from collections import Counter
+from typing import Any
+
+import jsonschema
+import pytest
+import requests
+import schemathesis
+from canary import Canary, settled
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from served import model_of, served
+
+from quire.serving.http.openapi import ABOUT, ERROR
+from quire.serving.options import options_of
+from quire.serving.protocol.schema import BODIES
+from quire.serving.setup import make_engine
+from quire.serving.watchers import watch
+
+TOTAL = int(os.environ.get("QUIRE_FUZZ", 3000))
+MOST_TOKENS = 6
+SLOW = ("/tokenize", "/v1/messages/count_tokens")  # to make requests for: it takes longer than to answer them
+WRITES = {  # endpoints that write, and the field that says how much
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
+}
+ROLES = ("user", "system", "assistant", "user")
+ENDS = {"/v1/responses": ("response.completed", "response.incomplete"), "/v1/messages": ("message_stop",)}
+MESSAGES_ERROR = {
+    "type": "object",
+    "properties": {"type": {"const": "error"}, "error": {"type": "object", "required": ["type", "message"]}},
+    "required": ["type", "error"],
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    engine = make_engine(options_of(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512))
+    watch(engine)
+    with served(model_of(engine)) as state:
+        state.engine, state.canary, state.counts = engine, Canary(state.url), Counter()
+        state.schema = schemathesis.openapi.from_url(f"{state.url}/openapi.json")
+        yield state
+        print(f"\n{state.counts.total()} requests: {dict(state.counts)}")
+
+
+def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
+    """A body that fits the schema with values that this model knows, so that more of them come to be answered."""
+    body = dict(body)
+    if body.get("model") is not None:
+        body["model"] = "quill"
+    for name in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids"):
+        body |= {name: known(body[name], vocab)} if name in body else {}
+    if isinstance(body.get("logit_bias"), dict):
+        body["logit_bias"] = {str(int(token) % vocab): bias for token, bias in body["logit_bias"].items()}
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [
+            {"role": ROLES[i % 4], "content": one.get("content") or "x"} for i, one in enumerate(body["messages"])
+        ]
+    if path in WRITES and len(body) % 2:
+        body["stream"] = True
+    return body
+
+
+def known(value: Any, vocab: int) -> Any:
+    """The same list with token ids that there are."""
+    if isinstance(value, list):
+        return [known(one, vocab) for one in value[:64]]
+    return int(value) % vocab if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def capped(body: Any, path: str) -> Any:
+    """The same request for less: what it does not say, or says of too much, is small; what is wrong stays wrong."""
+    if path not in WRITES or not isinstance(body, dict):
+        return body
+    body = dict(body)
+    names = [name for name in (WRITES[path], "max_completion_tokens") if body.get(name) is not None]
+    for name in names or [WRITES[path]]:
+        value = body.get(name)
+        if value is None or (isinstance(value, int | float) and value > MOST_TOKENS):
+            body[name] = MOST_TOKENS
+    for name in ("n", "best_of"):
+        if isinstance(body.get(name), int | float) and body[name] > 4:
+            body[name] = 4
+    return body
+
+
+def check(path: str, response: requests.Response) -> str:
+    """Whether an answer is one, and in what way."""
+    assert response.status_code < 500, (response.status_code, response.text[:500])
+    if response.status_code >= 400:
+        assert response.headers["Content-Type"] == "application/json", response.text[:500]
+        jsonschema.validate(response.json(), MESSAGES_ERROR if path.startswith("/v1/messages") else ERROR)
+        return "refused"
+    assert response.status_code == 200
+    if "event-stream" not in response.headers["Content-Type"]:
+        if path != "/metrics":
+            response.json()
+        return "answered"
+    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    if path in ENDS:
+        assert json.loads(data[-1])["type"] in ENDS[path], data[-3:]
+    else:
+        assert data[-1] == "[DONE]" and not any("error" in json.loads(event) for event in data[:-1]), data[-3:]
+    return "streamed"
+
+
+def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[str]:
+    """So many requests to one endpoint, the same ones each time."""
+    operation = server.schema[path]["POST" if path in BODIES else "GET"]
+    vocab = server.engine.runner.config.vocab_size
+    found: Counter[str] = Counter()
+
+    with requests.Session() as session:
+
+        @settings(
+            max_examples=count, database=None, deadline=None, derandomize=True, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def send(case: schemathesis.Case) -> None:
+            if mode.is_positive and isinstance(case.body, dict):
+                case.body = likelier(case.body, path, vocab)
+            case.body = capped(case.body, path)
+            response = session.request(**case.as_transport_kwargs(base_url=server.url), timeout=60)
+            found[check(path, response)] += 1
+
+        send()
+    server.counts.update(found)
+    return found
+
+
+@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies(server, path, mode):
+    share = (TOTAL - 100) / (2 * len(BODIES) - 4 * len(SLOW) / 3)
+    found = fuzz(server, path, mode, max(1, round(share / 3 if path in SLOW else share)))
+    print(f"{path}, {mode.value}: {dict(found)}")
+    answered = found["answered"] + found["streamed"]
+    assert answered > 0 or mode.is_negative, "nothing that fits the schema is answered"
+    assert mode.is_positive or found["refused"] > answered
+    server.canary.sings()
+    settled(server.engine)
+
+
+def test_names_and_what_has_no_body(server):
+    """The other endpoints, and what is asked of them by a path."""
+    others = [path for path in ABOUT if path not in BODIES]
+    for path in others:
+        count = 100 - len(others) + 1 if "{" in path else 1
+        found = fuzz(server, path, GenerationMode.POSITIVE, count)
+        assert (found["answered"] == 1 and found.total() == 1) or "{" in path, (path, found)
+    server.canary.sings()
+    settled(server.engine)

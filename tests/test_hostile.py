@@ -1,0 +1,781 @@
+"""Requests that are meant to do harm: each is refused by name, shows and fetches nothing, and hurts nobody else."""
+
+import ast
+import itertools
+import json
+import logging
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from canary import BODIES, JSON, TURN, Canary, Client, settled, text_of
+from served import FORMATS, model_of, scripted, served
+
+from quire.model.config import ModelError
+from quire.serving.http import guard
+from quire.serving.http.app import make_app
+from quire.serving.http.logs import Json, Plain
+from quire.serving.http.models import Model
+from quire.serving.protocol.schema import BODIES as SCHEMAS
+from quire.serving.protocol.schema import body_schema
+from quire.serving.request import INT32_MAX
+
+ROOT = Path(guard.__file__).parents[2]
+NO_JSON = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 5000)
+EVERYWHERE = (-1, 0, INT32_MAX, INT32_MAX + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 1e308, 0.5, True, "5", [], {})
+# Within the bounds of the schema, and refused for what else is asked or for what the model is.
+BOUND_TO_OTHERS = {("min_tokens", INT32_MAX), ("dimensions", 65_536), ("top_logprobs", 20)}
+NESTED = [  # where a number stands deeper, as %s
+    ("/v1/completions", "logit_bias", '{"prompt": "hello", "max_tokens": 1, "logit_bias": {"5": %s}}'),
+    ("/v1/completions", "stop_token_ids", '{"prompt": "hello", "max_tokens": 1, "stop_token_ids": [%s]}'),
+    ("/v1/completions", "allowed_token_ids", '{"prompt": "hello", "max_tokens": 1, "allowed_token_ids": [%s]}'),
+    ("/v1/completions", "bad_words", '{"prompt": "hello", "max_tokens": 1, "bad_words": [%s]}'),
+    ("/v1/completions", "stop", '{"prompt": "hello", "max_tokens": 1, "stop": [%s]}'),
+    ("/v1/completions", "prompt", '{"prompt": [5, %s], "max_tokens": 1}'),
+    ("/v1/completions", "prompt", '{"prompt": [[5], [%s]], "max_tokens": 1}'),
+    ("/v1/embeddings", "input", '{"input": [5, %s]}'),
+    ("/detokenize", "tokens", '{"tokens": [5, %s]}'),
+    ("/v1/messages", "thinking", json.dumps(BODIES["/v1/messages"])[:-1]
+     + ', "thinking": {"type": "enabled", "budget_tokens": %s}}'),
+]  # fmt: skip
+
+
+def say(prompt: str) -> str:
+    if "long" in prompt:
+        return "".join(f"word{number} " for number in range(100))
+    return "12"  # which is JSON, too
+
+
+@pytest.fixture(scope="module")
+def server():
+    engine, script = scripted(say, num_seqs=32)
+    with served(model_of(engine), formats=FORMATS, admin=True) as state:
+        state.engine, state.script, state.canary = engine, script, Canary(state.url)
+        yield state
+
+
+@pytest.fixture
+def client(server):
+    with Client(server.url) as found:
+        yield found
+    server.canary.sings()
+    settled(server.engine)
+
+
+def refused(status: int, raw: bytes, path: str, field: str) -> None:
+    """A 400 in the shape of the protocol, and it names the field."""
+    assert status == 400, (status, raw)
+    body = json.loads(raw)
+    error = body["error"]
+    if path.startswith("/v1/messages"):
+        assert body["type"] == "error" and set(error) == {"type", "message"}
+        assert field in error["message"], error
+    else:
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["param"].startswith(field) or field in error["message"], error
+
+
+# Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def with_field(path: str, field: str, value: str) -> bytes:
+    """The least body and one field more, whose value is text that may be no JSON."""
+    body = {name: given for name, given in BODIES[path].items() if name != field}
+    if field == "max_completion_tokens":
+        body.pop("max_tokens")
+    return f"{json.dumps(body)[:-1]}{', ' if body else ''}{json.dumps(field)}: {value}}}".encode()
+
+
+def edges(schema: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Numbers that a schema lets in, and those next to them that it does not."""
+    for part in schema.get("anyOf", [schema]):
+        if part.get("type") in ("integer", "number"):
+            step = 1 if part["type"] == "integer" else 1e-3 if part["maximum"] < 1000 else 1
+            low, high = part.get("minimum"), part["maximum"]
+            if low is None:
+                return [part["exclusiveMinimum"] + step, high], [part["exclusiveMinimum"], high + step]
+            return [low, high], [low - step, high + step]
+    return [], []
+
+
+@pytest.mark.parametrize("path", SCHEMAS)
+def test_numbers_at_the_edge(server, client, path):
+    took, properties, required = [], body_schema(path)["properties"], SCHEMAS[path][1]
+    for field, schema in properties.items():
+        within, beyond = edges(schema)
+        values = [json.dumps(value) for value in (*within, *beyond, *EVERYWHERE, None)] + list(NO_JSON)
+        for value in dict.fromkeys(values):
+            began = time.monotonic()
+            status, _, raw = client.ask("POST", path, with_field(path, field, value))
+            seconds = time.monotonic() - began
+            assert status in (200, 400) or (field, status) == ("model", 404), (field, value, status, raw)
+            if status == 400:
+                took.append(seconds)
+            if value in NO_JSON:
+                refused(status, raw, path, "body")
+            elif value == "null":
+                needed = field in required or (path, field) == ("/tokenize", "prompt")  # or messages
+                assert status == (400 if needed else 200), (field, raw)
+            elif value in map(json.dumps, beyond):
+                refused(status, raw, path, field)
+            elif value in map(json.dumps, within) and (field, json.loads(value)) not in BOUND_TO_OTHERS:
+                assert status == 200, (field, value, raw)
+    print(
+        f"{path}: {len(took)} refusals, {sum(took) / len(took) * 1e3:.1f} ms on average, {max(took) * 1e3:.0f} at most"
+    )
+    assert sum(took) / len(took) < 0.05
+
+
+@pytest.mark.parametrize(("path", "field", "text"), NESTED)
+def test_numbers_at_the_edge_further_in(client, path, field, text):
+    numbers = [-1, INT32_MAX, INT32_MAX + 1, 2**63, 2**64, 10**400, 1e308, 0.5, True, None, {}]
+    for value in (*map(json.dumps, numbers), *NO_JSON):
+        status, _, raw = client.ask("POST", path, (text % value).encode())
+        own = "prompt" if path == "/v1/embeddings" and value == str(INT32_MAX) else field  # the engine calls it so
+        if (field, value) in {("logit_bias", "0.5"), ("logit_bias", "-1"), ("thinking", str(INT32_MAX)),
+                              ("thinking", "null")}:  # fmt: skip
+            assert status == 200, raw
+        else:
+            refused(status, raw, path, "body" if value in NO_JSON else own)
+
+
+# Shapes and sizes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [50, 200, 900, 950, 980, 985, 990, 995, 1000, 5000, 100_000])
+def test_nesting(client, depth):
+    """In every field, to the edge of what the interpreter can follow and far beyond it."""
+    deep = '{"a":' * depth + "1" + "}" * depth
+    function = f'{{"name": "f", "parameters": {deep}}}'
+    form = f'{{"name": "x", "schema": {deep}}}'
+    fields = {
+        "/v1/chat/completions": [
+            ("tools", f'[{{"type": "function", "function": {function}}}]'), ("chat_template_kwargs", deep),
+            ("structured_outputs", f'{{"json": {deep}}}'), ("metadata", deep), ("messages", deep),
+            ("response_format", f'{{"type": "json_schema", "json_schema": {form}}}'),
+            ("temperature", "[" * depth + "]" * depth), ("logit_bias", deep), ("no_field", deep),
+        ],
+        "/v1/responses": [
+            ("tools", f'[{{"type": "function", "name": "f", "parameters": {deep}}}]'), ("metadata", deep),
+            ("text", f'{{"format": {{"type": "json_schema", "name": "x", "schema": {deep}}}}}'), ("input", deep),
+        ],
+        "/v1/messages": [("tools", f'[{{"name": "f", "input_schema": {deep}}}]'), ("metadata", deep)],
+        "/v1/completions": [("prompt", "[" * depth + "]" * depth)],
+    }  # fmt: skip
+    for path, given in fields.items():
+        for field, value in given:
+            status, _, raw = client.ask("POST", path, with_field(path, field, value))
+            assert status == 400 or (status == 200 and depth < 1000), (path, field, raw)
+
+
+def test_sizes(server, client):
+    """What is too large is refused at once, with a short answer, however large it is."""
+    ids = "[" + "5," * (1 << 20) + "5]"
+    for path, field, value, seconds in [
+        ("/v1/completions", "q" * (1 << 20), "1", 0.5),
+        ("/v1/completions", "prompt", ids, 1.5),
+        ("/v1/completions", "prompt", ids[:-1] + ",null]", 3),
+        ("/v1/completions", "allowed_token_ids", ids, 1.5),
+        ("/v1/completions", "prompt", json.dumps("word " * 200_000), 0.5),
+        ("/v1/chat/completions", "messages", json.dumps([{"role": "user", "content": "word " * 200_000}]), 1.5),
+        ("/v1/embeddings", "input", json.dumps("word " * 200_000), 0.5),
+        ("/score", "text_1", json.dumps("word " * 200_000), 0.5),
+        ("/v1/completions", "cache_salt", json.dumps("s" * (1 << 20)), 0.5),
+        ("/v1/completions", "model", json.dumps("m" * (1 << 20)), 0.5),
+        ("/v1/completions", "stop", json.dumps(["s" * (1 << 20)]), 0.5),
+        ("/v1/chat/completions", "messages", json.dumps(TURN * 4097), 0.5),
+        ("/v1/chat/completions", "chat_template", json.dumps("t" * (1 << 20)), 0.5),
+    ]:
+        began = time.monotonic()
+        status, _, raw = client.ask("POST", path, with_field(path, field, value))
+        took = time.monotonic() - began
+        assert status in (400, 404) and len(raw) < 2000, (field[:20], status, len(raw))
+        assert took < seconds, (field[:20], took)
+    status, headers, _ = client.ask("POST", "/v1/completions", b" " * ((16 << 20) + 1))
+    assert status == 413
+
+
+def test_a_huge_prompt_stops_nobody_else(server, client):
+    """Reading it takes a moment in which streams go on."""
+    with Client(server.url) as other:
+        text = json.dumps("A" * (8 << 20))
+        thread = threading.Thread(target=lambda: [
+            other.ask("POST", path, with_field(path, field, text))
+            for path, field in (("/v1/completions", "prompt"), ("/tokenize", "prompt"), ("/v1/embeddings", "input"))
+        ])  # fmt: skip
+        server.script.step_seconds = 0.01
+        thread.start()
+        try:
+            worst = 0.0
+            while thread.is_alive():
+                times = [at for at, _ in client.events("/v1/completions", {"prompt": "long", "max_tokens": 60})]
+                worst = max(worst, *(b - a for a, b in itertools.pairwise(times)))
+        finally:
+            server.script.step_seconds = 0.0
+            thread.join()
+    print(f"the longest gap of a stream beside 8 MiB of text: {worst * 1e3:.0f} ms")
+    assert worst < 1.0
+
+
+# What requests may name ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener():
+    """A server that counts who comes."""
+    found = socket.create_server(("127.0.0.1", 0))
+    hits: list[Any] = []
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, address = found.accept()
+            except OSError:
+                return
+            hits.append(address)
+            connection.close()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{found.getsockname()[1]}", hits
+    found.shutdown(socket.SHUT_RDWR)
+    found.close()
+    thread.join(5)
+
+
+def test_nothing_is_fetched(server, client, listener):
+    url, hits = listener
+    socket.create_connection(("127.0.0.1", int(url.rsplit(":")[-1]))).close()  # it does count
+    user = {"role": "user"}
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"{url}/a.png"}},
+        {"type": "image_url", "image_url": f"{url}/a.png"},
+        {"type": "input_image", "image_url": f"{url}/a.png"},
+        {"type": "input_file", "file_url": f"{url}/a.pdf"},
+        {"type": "image", "source": {"type": "url", "url": f"{url}/a.png"}},
+        {"type": "document", "source": {"type": "url", "url": f"{url}/a.pdf"}},
+        {"type": "audio_url", "audio_url": {"url": f"{url}/a.wav"}},
+        {"type": "video_url", "video_url": {"url": f"{url}/a.mp4"}},
+        {"type": "text", "text": f"{url}/text"},
+    ]
+    schemas = [{"$ref": f"{url}/schema.json"}, {"$schema": f"{url}/meta", "$id": f"{url}/id", "type": "object"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": schemas[0]}}
+    templates = [url, f"{{% include '{url}/t' %}}", f"{{% import '{url}/t' as t %}}", f"{{% extends '{url}/t' %}}"]
+    chats = [{"messages": [user | {"content": [part]}]} for part in parts]
+    chats += [{"chat_template": template} for template in templates]
+    chats += [{"structured_outputs": {"json": schema}} for schema in schemas]
+    chats += [{"tools": [tool], "tool_choice": choice} for choice in ("auto", "required")]
+    chats += [
+        {"model": url},
+        {"user": url},
+        {"metadata": {"url": url}},
+        {"tools": [{"type": "mcp", "server_url": url}]},
+    ]
+    chats += [{"structured_outputs": {"grammar": f'%import "{url}/g.lark"\nstart: "a"'}}, {"documents": [{"url": url}]}]
+    chats += [{"chat_template_kwargs": {"tools_url": url}}, {"audio": url}, {"image": url}, {"prompt_embeds": url}]
+    asks = [("/v1/chat/completions", chat) for chat in chats]
+    asks += [("/v1/messages", {"messages": [user | {"content": [part]}]}) for part in parts]
+    asks += [("/v1/messages", {"mcp_servers": [{"type": "url", "url": url, "name": "m"}]})]
+    asks += [("/v1/responses", {"input": [user | {"content": [part]}]}) for part in parts]
+    asks += [("/v1/responses", {"tools": [{"type": "mcp", "server_url": url}]}), ("/v1/responses", {"prompt": url})]
+    asks += [
+        ("/v1/completions", {"prompt": url}),
+        ("/v1/embeddings", {"input": url}),
+        ("/rerank", {"documents": [url]}),
+    ]
+    asks += [("/tokenize", {"prompt": url}), ("/score", {"text_1": url})]
+    for path, fields in asks:
+        status, _, raw = client.ask(
+            "POST", path, BODIES[path] | fields, JSON | {"Referer": url, "X-Forwarded-Host": url}
+        )
+        assert status in (200, 400, 404), (path, fields, status, raw)
+    client.ask("GET", f"/v1/models/{url}")
+    time.sleep(0.2)
+    assert len(hits) == 1
+    print(f"{len(asks)} requests with URLs: 0 hits")
+
+
+NAMES = ("../../etc/passwd", "/etc", "/etc/passwd", ".", "..", "", "quill/", "./quill", "file:///etc/passwd", "~",
+         "http://127.0.0.1/x", "org/model", "quill\x00", "QUILL", str(ROOT), "\\\\host\\share", "con",
+         "${HOME}")  # fmt: skip
+
+
+def test_model_names_are_keys_and_never_paths(client, monkeypatch):
+    opened = []
+    monkeypatch.setattr("builtins.open", lambda *a, **k: opened.append(a))
+    monkeypatch.setattr(Path, "open", lambda *a, **k: opened.append(a))
+    for name in NAMES:
+        for path, body in BODIES.items():
+            status, _, raw = client.ask("POST", path, body | {"model": name})
+            assert status == 404 and b"error" in raw, (path, name, raw)
+        quoted = "".join(f"%{byte:02x}" for byte in name.encode())
+        for place in (quoted, name if name.isascii() and name.isprintable() and " " not in name else quoted):
+            status, _, raw = client.ask("GET", f"/v1/models/{place}")
+            assert status == 404 or (status == 307 and not name), (name, status, raw)
+    for admin in ("/sleep", "/reset_prefix_cache", "/pause"):
+        assert client.ask("POST", f"{admin}?model=../../etc/passwd", b"", {})[0] == 404
+    assert not opened
+
+
+# Who may ask -----------------------------------------------------------------------------------------------------
+
+KEYS = ("first-key", "second-key", "third-key")
+
+
+@pytest.fixture(scope="module")
+def keyed():
+    engine, _ = scripted(say)
+    with served(model_of(engine), formats=FORMATS, admin=True, api_keys=KEYS) as state:
+        state.engine = engine
+        yield state
+
+
+def test_without_a_key_only_health_and_the_page_answer(keyed):
+    routes = make_app(keyed.service).app.routes
+    assert {"/v1/completions", "/metrics", "/sleep", "/live", "/page/{name}"} <= {route.path for route in routes}
+    known = {"/", "/health", "/ping", "/page/index.html"}
+    paths = [route.path.replace("{name:path}", "quill").replace("{name}", "index.html") for route in routes]
+    disguised = ["//metrics", "/metrics/", "/./metrics", "/page/../metrics", "/page/%2e%2e/metrics",
+    "/health/../metrics",
+                 "/health/", "/ping/x", "/METRICS", "/%6detrics", "/metrics%00", "/metrics;a=b",
+                 "/health%2f..%2fmetrics",
+                 "http://127.0.0.1/metrics", "/pages", "/docs", "/invocations", "/nothing"]  # fmt: skip
+    secrets = (b"vllm:", b'"quill"', b"choices", b'"tokens"', b'"openapi"', b'"version"')
+    answered = set()
+    with Client(keyed.url) as client:
+        for path in (*paths, *disguised):
+            for method in ("GET", "POST", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW"):
+                status, headers, raw = client.ask(method, path, b"{}" if method == "POST" else None)
+                if status < 300:
+                    answered.add(path)
+                    assert method in ("GET", "HEAD")
+                    continue
+                free = path in known or path.startswith("/page/") or method == "OPTIONS"
+                assert status in ((401, 404, 405) if free else (401,)), (method, path, status)
+                assert not any(secret in raw for secret in secrets), (method, path, raw)
+                assert (status == 401) == (headers["WWW-Authenticate"] == "Bearer")
+    assert answered == known
+    with_key = {"Authorization": "Bearer second-key"}
+    with Client(keyed.url, with_key) as client:
+        asks = [(m, route.path) for route in routes for m in route.methods if "{" not in route.path and m != "HEAD"]
+        for method, path in asks:
+            if path not in ("/live", "/sleep", "/wake_up", "/pause", "/resume"):
+                body = BODIES.get(path, b"") if method == "POST" else None
+                assert client.ask(method, path, body)[0] == 200, path
+
+
+def test_wrong_keys(keyed, monkeypatch):
+    calls = []
+    compare = guard.hmac.compare_digest
+    monkeypatch.setattr(guard.hmac, "compare_digest", lambda *pair: calls.append(pair) or compare(*pair))
+    wrong = ["", "Bearer", "Bearer ", "Bearer x", "Bearer first-ke", "Bearer first-keyy", "Bearer FIRST-KEY",
+    "first-key",
+             "Basic first-key", "Bearer first-key,second-key", "Bearer first-key second-key", "Bearer \xff\xfe",
+             "Bearer " + "x" * 10_000, "Bearer None", "Bearer null", "Bearer *", "Token first-key"]  # fmt: skip
+    rounds = []
+    with Client(keyed.url) as client:
+        for value in wrong:
+            calls.clear()
+            status, _, raw = client.ask("GET", "/v1/models", None, {"Authorization": value})
+            assert status == 401 and b"first" not in raw, value
+            rounds.append(len(calls))
+        for headers in (
+            {"x-api-key": "first"},
+            {"x-api-key": ""},
+            {"api-key": "first-key"},
+            {"Cookie": "key=first-key"},
+        ):
+            assert client.ask("GET", "/v1/models", None, headers)[0] == 401
+        assert client.ask("GET", "/v1/models?api_key=first-key&key=first-key")[0] == 401
+        for key in KEYS:
+            for headers in (
+                {"Authorization": f"Bearer {key}"},
+                {"authorization": f"bearer  {key} "},
+                {"x-api-key": key},
+            ):
+                calls.clear()
+                assert client.ask("GET", "/v1/models", None, headers)[0] == 200
+                rounds.append(len(calls))
+    assert set(rounds) == {len(KEYS)}  # every key is compared, whichever it is
+    assert all(len(known) == len(given) == 32 for known, given in calls)  # digests: their length tells nothing
+
+
+def test_open_metrics(keyed):
+    engine, _ = scripted(say)
+    with served(model_of(engine), api_keys=KEYS, open_metrics=True) as state, Client(state.url) as client:
+        assert client.ask("GET", "/metrics")[0] == 200
+        assert client.ask("GET", "/v1/models")[0] == client.ask("GET", "/metrics/")[0] == 401
+
+
+def test_foreign_hosts(server, client):
+    for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "", "localhost.", "127.1",
+    "0.0.0.0",
+                 "[::1].evil.example", "localhost:1:2", "evil.example:8000", "localhost@evil.example", "[", "]", "::2",
+                 "[::1", "::1", "2130706433"):  # fmt: skip
+        for method, path in (("GET", "/version"), ("POST", "/v1/completions"), ("GET", "/"), ("OPTIONS", "/v1/models")):
+            body = BODIES["/v1/completions"] if method == "POST" else None
+            status, _, _ = client.ask(method, path, body, JSON | {"Host": host})
+            assert status == 403, (host, path)
+    for host in ("localhost", "LocalHost:1", "127.0.0.1:99999", "[::1]:8000", "[::1]"):
+        assert client.ask("GET", "/ping", None, {"Host": host})[0] == 200
+    engine, _ = scripted(say)
+    with served(model_of(engine), allowed_hosts=("Quire.example",)) as state, Client(state.url) as other:
+        assert other.ask("GET", "/version", None, {"Host": "quire.example:80"})[0] == 200
+        assert other.ask("GET", "/version", None, {"Host": "localhost"})[0] == 403
+        assert other.ask("GET", "/health", None, {"Host": "10.0.0.1"})[0] == 200  # probes come by address
+
+
+def test_other_sites(server, client):
+    """No page of another site can read an answer, and none can send a form."""
+    origin = {"Origin": "https://evil.example"}
+    preflight = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    for method, path, headers in (("GET", "/v1/models", origin), ("OPTIONS", "/v1/completions", preflight)):
+        status, found, _ = client.ask(method, path, None, headers)
+        assert not [name for name in found if name.lower().startswith("access-control")]
+        assert status == (405 if method == "OPTIONS" else 200)
+    form = b'{"prompt": "hello", "max_tokens": 1}'
+    for kind in ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain", "text/json",
+    None,
+                 "text/plain; application/json", "application/jsonp", "application/x-json"):  # fmt: skip
+        headers = origin | ({} if kind is None else {"Content-Type": kind})
+        for path in ("/v1/completions", "/reset_prefix_cache", "/sleep"):
+            assert client.ask("POST", path, form, headers)[0] == 415, (kind, path)
+            assert client.ask("POST", path, form, {} if kind is None else {"Content-Type": kind})[0] == 415
+    for path in ("/reset_prefix_cache", "/sleep", "/pause"):
+        assert client.ask("POST", path, b"", origin)[0] == 415
+        assert client.ask("POST", path, b"", origin | {"Content-Type": "text/plain"})[0] == 415
+    assert client.ask("GET", "/is_sleeping")[2] == b'{"is_sleeping":false}'
+    assert client.ask("POST", "/reset_prefix_cache", b"", {})[0] == 200
+    engine, _ = scripted(say)
+    with served(model_of(engine), allowed_origins=("https://good.example",)) as state, Client(state.url) as other:
+        _, found, _ = other.ask("GET", "/v1/models", None, {"Origin": "https://good.example"})
+        assert found["Access-Control-Allow-Origin"] == "https://good.example"
+        _, found, _ = other.ask("GET", "/v1/models", None, origin)
+        assert found["Access-Control-Allow-Origin"] is None
+        assert other.ask("OPTIONS", "/v1/completions", None, preflight)[0] == 400
+        good = preflight | {"Origin": "https://good.example"}
+        assert other.ask("OPTIONS", "/v1/completions", None, good)[0] == 200
+
+
+# What is shown ---------------------------------------------------------------------------------------------------
+
+MARKER = "xylophone-4711-marker"
+SECRET = "/srv/secret/model.safetensors at 10.1.2.3:4567"
+LEAKS = re.compile(
+    r"/root|/home|/usr|/srv|/tmp|/work|site-packages|\.py\b|Traceback|File \"|line \d+, in|0x[0-9a-f]{6,}|10\.1\.2\.3"
+    rf"|{re.escape(str(ROOT))}|<[\w.]+ object|{MARKER}|{MARKER.split('-')[0]}"
+)
+TOLD = [{"role": "user", "content": MARKER}]
+FAULTS: list[tuple[str, str, Any]] = [  # of clients
+    ("POST", "/v1/completions", {"prompt": MARKER, "temperature": -1}),
+    ("POST", "/v1/completions", {"prompt": MARKER, "no_such_field": 1}),
+    ("POST", "/v1/completions", {"prompt": MARKER, "model": "gpt"}),
+    ("POST", "/v1/completions", {"prompt": MARKER * 1000}),
+    ("POST", "/v1/completions", {"prompt": [MARKER, 5]}),
+    ("POST", "/v1/completions", {"prompt": MARKER, "n": 100, "best_of": 2}),
+    ("POST", "/v1/completions", {"prompt": MARKER, "stop_token_ids": [10**6]}),
+    ("POST", "/v1/completions", {"prompt": MARKER, "timeout": -1}),
+    ("POST", "/v1/completions", {"prompt": MARKER, "structured_outputs": {"regex": "("}}),
+    ("POST", "/v1/completions", {"prompt": MARKER, "structured_outputs": {"grammar": "start: nothing"}}),
+    ("POST", "/v1/completions", {"prompt": MARKER, "stream": True, "best_of": 2}),
+    ("POST", "/v1/completions", b'{"prompt": "' + MARKER.encode() + b'"'),
+    ("POST", "/v1/completions", b"\xff" + MARKER.encode()),
+    ("POST", "/v1/chat/completions", {"messages": TOLD, "chat_template": "{{ raise_exception('no') }}"}),
+    ("POST", "/v1/chat/completions", {"messages": TOLD, "chat_template": "{{ messages.x.y.z }}"}),
+    ("POST", "/v1/chat/completions", {"messages": TOLD, "chat_template": "{% include '/etc/passwd' %}"}),
+    ("POST", "/v1/chat/completions", {"messages": TOLD, "chat_template": "{% for %}"}),
+    ("POST", "/v1/chat/completions", {"messages": [*TOLD, {"role": "nobody", "content": "x"}]}),
+    ("POST", "/v1/chat/completions", {"messages": TOLD, "tool_choice": "required"}),
+    ("POST", "/v1/chat/completions", {"messages": TOLD, "response_format": {"type": "x"}}),
+    ("POST", "/v1/responses", {"input": MARKER, "previous_response_id": "x"}),
+    ("POST", "/v1/responses", {"input": MARKER, "reasoning": {"effort": "x"}}),
+    ("POST", "/v1/messages", {"messages": TOLD}),
+    ("POST", "/v1/messages", {"messages": TOLD, "max_tokens": 1, "thinking": {"type": "x"}}),
+    ("POST", "/v1/embeddings", {"input": MARKER, "dimensions": 10**6}),
+    ("POST", "/v1/embeddings", {"input": MARKER * 1000}),
+    ("POST", "/score", {"text_1": MARKER, "text_2": []}),
+    ("POST", "/rerank", {"query": MARKER, "documents": [5]}),
+    ("POST", "/tokenize", {"prompt": MARKER, "messages": TOLD}),
+    ("POST", "/detokenize", {"tokens": [2**40]}),
+    ("GET", "/v1/models/none", None),
+    ("GET", "/v1/completions", None),
+    ("DELETE", "/etc/passwd", None),
+    ("POST", "/sleep?level=9", b""),
+]
+LABELLED = {"/v1/messages": {"metadata": {"user_id": MARKER}}, "/v1/messages/count_tokens": {}, "/tokenize": {},
+            "/detokenize": {}}  # fmt: skip
+LOST = [(path, body | ({"messages": TOLD} if "messages" in body else {})) for path, body in BODIES.items()]
+
+
+def shows_nothing(status: int, headers: Any, raw: bytes) -> None:
+    found = LEAKS.search(raw.decode(errors="replace")) or LEAKS.search(str(headers))
+    assert not found, (status, found, raw)
+
+
+def test_errors_show_nothing(server, client, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    for method, path, body in FAULTS:
+        status, headers, raw = client.ask(method, path, body)
+        assert 400 <= status < 500, (path, body, status)
+        shows_nothing(status, headers, raw)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError(SECRET)
+
+    for path, body in LOST:  # of the server: on its way in, and in the engine
+        for where, name in ((server.service, "beside"), (server.engine, "check"), (server.engine.tokenizer, "encode"),
+                            (server.engine.runner, "launch"), (server.engine.runner, "collect")):  # fmt: skip
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, broken)
+                status, headers, raw = client.ask("POST", path, body | LABELLED.get(path, {"user": MARKER}))
+            assert status in (200, 500, 503), (path, name, status)
+            shows_nothing(status, headers, raw if status != 200 else b"")
+    said = "\n".join(record.getMessage() + (record.exc_text or "") for record in caplog.records)
+    assert SECRET in said  # that is for the operator
+    assert MARKER not in said
+
+
+@pytest.mark.parametrize("kind", [ModelError, OSError, RuntimeError])
+def test_a_model_that_cannot_be_loaded_shows_nothing(caplog, kind):
+    def broken() -> None:
+        raise kind(SECRET)
+
+    engine, _ = scripted(say)
+    with served(model_of(engine), Model(("second",), broken)) as state, Client(state.url) as client:
+        for path in ("/v1/completions", "/tokenize", "/v1/embeddings"):
+            for _ in range(2):
+                status, headers, raw = client.ask("POST", path, BODIES[path] | {"model": "second"})
+                assert status == 503 and json.loads(raw)["error"]["code"] == "model_failed"
+                shows_nothing(status, headers, raw)
+        for path in ("/health", "/v1/models", "/metrics"):
+            shows_nothing(*client.ask("GET", path))
+        assert client.complete("hello")[0] == 200
+    assert any(SECRET in Plain().format(record) for record in caplog.records)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_were_accepted_are_not_logged_either(server, client, caplog, stream):
+    caplog.set_level(logging.DEBUG)
+    for path, body in BODIES.items():
+        told = {"messages": TOLD} if "messages" in body else {
+            name: [MARKER] if name == "documents" else MARKER for name in body if name not in ("tokens",
+            "max_tokens", "max_output_tokens")
+        }  # fmt: skip
+        fields = {"stream": True} if stream and "max_tokens" in str(body) else {}
+        assert client.ask("POST", path, body | told | fields)[0] == 200
+    assert MARKER not in "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_a_log_line_is_one_line(client, caplog):
+    """What a client writes into a path or an id cannot look like a line of the log."""
+    caplog.set_level(logging.DEBUG)
+    for path in ("/%0d%0aERROR%20forged", "/x%0aforged", "/%1b[31mred", "/%e2%80%a8forged", "/v1/models/a%0aforged"):
+        assert client.ask("GET", path)[0] == 404
+    client.ask("GET", "/ping", None, {"X-Request-Id": "a\tforged"})
+    for record in caplog.records:
+        for line in (Plain().format(record), Json().format(record)):
+            assert not re.search(r"[\r\n\x1b\u2028]", line), line
+
+
+def test_metrics_have_few_labels(server, client):
+    client.ask("GET", "/nothing")
+    before = client.ask("GET", "/metrics")[2].count(b"\n")
+    methods = ("GET", "BREW", "PROPFIND", "X" * 40)
+    for number in range(10_000):
+        path = f"/odd/{number}" if number % 2 else f"/v1/models/{number}"
+        assert client.ask(methods[number // 2 % 4], path)[0] in (404, 405)
+    for number in range(100):
+        client.complete("hello", model=f"model-{number}")
+        client.post("/v1/completions", {"prompt": "hello", f"field_{number}": 1})
+    text = client.ask("GET", "/metrics")[2].decode()
+    print(f"10,000 odd paths: {text.count(chr(10)) - before} lines of metrics more")
+    assert text.count("\n") - before < 20
+    assert not re.search(r"odd|PROPFIND|XXXX|model-\d|field_", text)
+
+
+# Between tenants -------------------------------------------------------------------------------------------------
+
+STORY = "Once upon a time there was a girl who had a red ball and a dog. " * 8
+
+
+def cached(client: Client, path: str = "/v1/completions", **fields: Any) -> int:
+    body = BODIES[path] | ({"messages": [{"role": "user", "content": STORY}]} if "chat" in path else {"prompt": STORY})
+    status, found = client.post(path, body | {"max_tokens": 2} | fields)
+    assert status == 200, found
+    return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_nobody_sees_what_another_key_has_asked(keyed, path):
+    clients = [Client(keyed.url, {"Authorization": f"Bearer {key}"}) for key in KEYS]
+    first, second, third = clients
+    with first, second, third:
+        first.post("/reset_prefix_cache", {})
+        assert cached(first, path) == 0 and cached(first, path) > 0
+        assert cached(second, path) == 0 and cached(second, path) > 0
+        for salt in ("", "a", digest_of(KEYS[0]), f"{digest_of(KEYS[0])} ", f"{digest_of(KEYS[0])} a"):
+            if salt:
+                assert cached(third, path, cache_salt=salt) == 0, "a salt imitates another key"
+                assert cached(third, path, cache_salt=salt) > 0
+        assert cached(first, path, cache_salt="a") == 0 and cached(first, path, cache_salt="a") > 0
+        assert cached(first, path, cache_salt="b") == 0 and cached(first, path) > 0
+        with Client(keyed.url, {"x-api-key": KEYS[0]}) as same:
+            assert cached(same, path) > 0
+    settled(keyed.engine)
+    assert not any(key in str(salt) for key in KEYS for salt in keyed.engine.pages.tree.roots)
+
+
+def digest_of(key: str) -> str:
+    """What stands for a key in the cache."""
+    return guard.digest(f"salt {key}").hex()[:32]
+
+
+def test_without_keys_a_salt_parts_them(server, client):
+    client.post("/reset_prefix_cache", {})
+    found = [cached(client, cache_salt=salt) > 0 for salt in ("a", "b", "a", "b")]
+    assert found == [False, False, True, True]
+    assert cached(client) == 0 and cached(client) > 0
+
+
+# Programs from strangers -----------------------------------------------------------------------------------------
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}"
+TEMPLATES = [
+    "{{ 'a' * 10**9 }}",
+    "{{ 'a' * 10**18 }}",
+    LOOP + "x{% endfor %}{% endfor %}",
+    LOOP + "{{ i * j }}{% endfor %}{% endfor %}",
+    "{% for i in range(10**12) %}x{% endfor %}",
+    "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+    "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = ns.l + ns.l %}{% endfor %}{{ ns.l }}",
+    "{% set ns = namespace() %}{% set ns.me = ns %}{{ ns }}",
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "{% include '/etc/passwd' %}",
+    "{{ (" * 400 + "1" + ") }}" * 400,
+    "{% if 1 %}" * 20_000 + "{% endif %}" * 20_000 and "{% if 1 %}" * 3000,
+    "{{ 'x'.ljust(10**9) }}{{ '%1000000000d' % 1 }}{{ 'a'|center(10**9) }}{{ nothing.at.all }}",
+    "{{ raise_exception('a' * 1000000) }}",
+    "{{ range(10**9)|list|tojson }}",
+]
+
+
+def healthy(url: str, count: int, done: list[str], prompt: str = "long", **fields: Any) -> list[threading.Thread]:
+    """Streams that go on while something else happens; what they said in the end."""
+
+    def run(number: int) -> None:
+        with Client(url, timeout=300) as client:
+            events = client.events("/v1/completions", {"prompt": f"{prompt} {number}", "temperature": 0, **fields})
+        assert events[-1][1] == "[DONE]"
+        done.append(f"{number}: {text_of(events)}")
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_hostile_templates(server, client):
+    """One after the other among eight streams: each is refused within two seconds, and the streams do not notice."""
+    said: list[str] = []
+    server.script.step_seconds = 0.1
+    threads = healthy(server.url, 8, said, max_tokens=900)
+    worst = 0.0
+    try:
+        for template in TEMPLATES:
+            began = time.monotonic()
+            status, body = client.post("/v1/chat/completions", {"messages": TURN, "chat_template": template})
+            worst = max(worst, time.monotonic() - began)
+            assert status == 400 and body["error"]["param"] == "messages", (template[:50], body)
+            assert len(body["error"]["message"]) < 1000
+            assert time.monotonic() - began < 2 * slowness(), template[:80]
+        assert any(thread.is_alive() for thread in threads), "the streams ended before the templates"
+    finally:
+        server.script.step_seconds = 0.0
+        for thread in threads:
+            thread.join()
+    print(f"{len(TEMPLATES)} hostile templates: {worst:.2f} s at most")
+    assert sorted(said) == sorted(f"{number}: {say('long')}" for number in range(8))
+
+
+def slowness() -> float:
+    """How much longer this machine needs than one that has nothing else to do."""
+    return max(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1))
+
+
+def test_programs_of_strangers_do_not_stand_in_the_way(server, client):
+    """Sixteen that each take all they may: others are answered meanwhile."""
+    slow = [{"chat_template": LOOP + "x{% endfor %}{% endfor %}"}] * 8
+    slow += [{"structured_outputs": {"json": {"type": "integer", "multipleOf": 10**9 + 7 + i}}} for i in range(8)]
+    replies: list[int] = []
+
+    def attack(fields: dict[str, Any]) -> None:
+        with Client(server.url, timeout=300) as other:
+            replies.append(other.post("/v1/chat/completions", {"messages": TURN, **fields})[0])
+
+    threads = [threading.Thread(target=attack, args=(fields,)) for fields in slow]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    took = server.canary.sings()
+    still = sum(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join()
+    print(f"the canary behind {still} hostile programs: {took:.2f} s")
+    assert still >= 8 and set(replies) == {400}
+
+
+# What listens ----------------------------------------------------------------------------------------------------
+
+LISTENS = {"listen", "bind", "create_server", "start_server", "start_unix_server", "create_unix_server",
+           "serve_forever", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "UnixStreamServer",
+           "add_insecure_port"}  # fmt: skip
+LISTENERS = {"socketserver", "http.server", "xmlrpc", "multiprocessing", "zmq", "grpc", "websockets", "debugpy", "rpyc"}
+
+
+def test_nothing_in_the_sources_listens_but_the_server():
+    for path in sorted(ROOT.rglob("*.py")):
+        place = path.relative_to(ROOT).as_posix()
+        if place.startswith(("tests/", ".", "build/", "dist/")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in names:
+                assert not any(name == one or name.startswith(f"{one}.") for one in LISTENERS), (
+                    f"{place} imports {name}"
+                )
+                assert name.split(".")[0] != "uvicorn" or place == "serving/http/server.py", place
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                assert called not in LISTENS, f"{place}:{node.lineno} calls {called}"
+
+
+def test_one_port_listens():
+    """Of the process that serves, and of those that it has started."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-model-len", "64", "--max-num-seqs", "2",
+               "--max-num-batched-tokens", "16"]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = next(line for line in process.stderr if line.startswith("ready: "))  # type: ignore[union-attr]
+            url = line.removeprefix("ready: ").strip()
+            with Client(url) as client:  # a worker runs, too
+                assert client.post("/v1/chat/completions", BODIES["/v1/chat/completions"])[0] == 200
+                fields = {"structured_outputs": {"regex": "[0-9]"}}
+                assert client.post("/v1/completions", BODIES["/v1/completions"] | fields)[0] == 200
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            found = [c for one in family for c in one.net_connections("all") if c.status == psutil.CONN_LISTEN]
+            assert [f"http://{c.laddr.ip}:{c.laddr.port}" for c in found] == [url]
+            unix = [c.laddr for one in family for c in one.net_connections("unix") if c.laddr]
+            assert not unix
+            print(f"{len(family)} processes, 1 listening socket")
+        finally:
+            process.kill()

@@ -1,0 +1,911 @@
+"""The page at `/`, in a browser, against a server whose answers are scripted."""
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from page_server import STORY, StandIn, said, serving, token, words
+from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
+
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+EVIL = "<img src=x onerror=\"window.hacked=1\"></script><script>window.hacked=1</script><b onclick='x'>&amp; **bold**"
+PITCH = 22  # pixels from cell to cell where there are few
+LOUD = re.compile("Failed to load resource")  # what the browser itself says of an error status
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and "QUIRE_NEEDS_BROWSER" not in os.environ, reason="needs chromium or google-chrome"
+)
+expect.set_options(timeout=10_000)
+
+
+def frame(cells: list[int], running: tuple[dict[str, Any], ...] = (), **changes: Any) -> dict[str, Any]:
+    """An event of /live."""
+    return {
+        "model": "quill", "state": "ready", "page_size": 16,
+        "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024},
+        "groups": [{"name": "full", "pages": len(cells), "each": 1, "cells": cells}], "used": 0.34,
+        "running": list(running), "waiting": [], "num_running": len(running), "num_waiting": 0, "steps": [],
+        "totals": {"requests": 12, "prompt_tokens": 4000, "generation_tokens": 7, "cached_tokens": 1000,
+                   "preemptions": 0, "recompiles": 0},
+        "rates": {"generation": 812.5, "prompt": 120.0}, "latency": {"ttft": None, "itl": [8.21, 9.0, 1234.5]},
+        **changes,
+    }  # fmt: skip
+
+
+def run(number: int, **changes: Any) -> dict[str, Any]:
+    """A running request of such an event."""
+    own = {"number": number, "id": f"chatcmpl-{number}", "prompt": 120, "cached": 64, "computed": 120, "tokens": 45}
+    return own | {"state": "writing"} | changes
+
+
+class Tab:
+    """A page under watch: what it logs, and whom it asks."""
+
+    def __init__(self, page: Page, url: str):
+        self.page, self.url = page, url
+        self.errors: list[str] = []
+        self.strangers: list[str] = []
+        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
+        page.on("request", self.asked)
+        page.goto(url)
+        self.state = page.locator("#state")
+
+    def asked(self, request: Request) -> None:
+        if not request.url.startswith(self.url):
+            self.strangers.append(request.url)
+
+    def check(self, loud: bool) -> None:
+        """Nothing went wrong and nobody else was asked; `loud` where the server was to answer with errors."""
+        assert [error for error in self.errors if not (loud and LOUD.search(error))] == []
+        assert self.strangers == []
+
+    def ask(self, text: str) -> None:
+        self.page.fill("#prompt", text)
+        self.page.press("#prompt", "Enter")
+
+    def ended(self) -> None:
+        """Waits for the answer to end."""
+        expect(self.page.locator("#send")).to_have_attribute("aria-label", "Send")
+
+    def answer(self) -> str:
+        return self.page.locator(".answer .text").last.inner_text()
+
+    def pixel(self, x: float, y: float, canvas: str = "#maps canvas") -> tuple[int, int, int]:
+        """The colour that a canvas has there."""
+        script = """([selector, x, y]) => { const canvas = document.querySelector(selector), r = devicePixelRatio;
+            return [...canvas.getContext("2d").getImageData(x * r, y * r, 1, 1).data].slice(0, 3) }"""
+        red, green, blue = self.page.evaluate(script, [canvas, x, y])
+        return red, green, blue
+
+    def swatch(self, state: str) -> tuple[int, int, int]:
+        """The colour that the legend gives a state."""
+        script = """state => { const context = new OffscreenCanvas(1, 1).getContext("2d");
+            context.fillStyle = getComputedStyle(document.querySelector(`.swatch.${state}`)).backgroundColor;
+            context.fillRect(0, 0, 1, 1); return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3) }"""
+        red, green, blue = self.page.evaluate(script, state)
+        return red, green, blue
+
+
+def until(condition: Callable[[], Any], page: Page, what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what
+        page.wait_for_timeout(30)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def stand_in() -> StandIn:
+    return StandIn(frame=frame([0] * 60))
+
+
+@pytest.fixture
+def url(stand_in: StandIn) -> Iterator[str]:
+    """Where the server is."""
+    with serving(stand_in) as url:
+        yield url
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    context = browser.new_context(viewport={"width": 1280, "height": 860})
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def tab(context: BrowserContext, url: str, request: pytest.FixtureRequest) -> Iterator[Tab]:
+    """A page that is connected. `@pytest.mark.usefixtures("loud")` where error statuses belong to the test."""
+    tab = Tab(context.new_page(), url)
+    expect(tab.state).to_have_attribute("data-state", "ready")
+    yield tab
+    tab.check("loud" in request.fixturenames)
+
+
+@pytest.fixture
+def loud() -> None:
+    """The server answers with errors here, which the browser logs."""
+
+
+@pytest.fixture(scope="module")
+def bench(browser: Browser) -> Iterator[Page]:
+    """A page whose modules are called by themselves."""
+    with serving(StandIn(frame=frame([0]))) as url:
+        page = browser.new_page()
+        page.goto(url)
+        page.evaluate(
+            """async () => { window.lib = {...await import("/page/tokens.js"), ...await import("/page/markdown.js"),
+                ...await import("/page/pages.js")} }"""
+        )
+        yield page
+        page.close()
+
+
+# The chat
+
+
+def test_an_answer_streams_and_ends(tab: Tab, stand_in: StandIn):
+    stand_in.answers["Hello"] = [*list(words(STORY))[:5], 0.5, *list(words(STORY))[5:], "stop"]
+    tab.ask("Hello")
+    expect(tab.page.locator(".answer .text")).to_contain_text("Once upon a time")  # before the end
+    expect(tab.page.locator("#send")).to_have_attribute("aria-label", "Stop")
+    tab.ended()
+    assert tab.answer() == STORY
+    assert tab.page.locator(".answer .text p").count() == 2
+    foot = tab.page.locator(".answer .foot").inner_text()
+    assert re.search(r"\b74 tokens\b", foot) and re.search(r"[\d,.]+ tokens/s", foot)
+    assert "to the first token" in foot and "32 of 40 prompt tokens from the cache" in foot
+    assert tab.page.locator("#context").inner_text() == "114 of 1,024 tokens"
+    (body,) = stand_in.bodies
+    assert re.fullmatch("page-[0-9a-f]{16}", body.pop("request_id"))
+    assert body == {
+        "model": "quill", "messages": [{"role": "user", "content": "Hello"}], "stream": True,
+        "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 5,
+    }  # fmt: skip
+
+
+def test_the_conversation_is_sent_and_can_be_revised(tab: Tab, stand_in: StandIn):
+    for name in "abcdef":
+        stand_in.answers[name] = [said(name.upper(), token(name.upper())), "stop"]
+    for name in "ab":
+        tab.ask(name)
+        tab.ended()
+    tab.page.get_by_role("button", name="Regenerate").click()
+    tab.ended()
+    tab.page.hover(".asked >> nth=1")
+    tab.page.get_by_role("button", name="Edit").click()
+    tab.page.keyboard.press("ControlOrMeta+a")
+    tab.page.keyboard.type("c")
+    tab.page.keyboard.press("Enter")
+    tab.ended()
+    told = [[(message["role"], message["content"]) for message in body["messages"]] for body in stand_in.bodies]
+    first = [("user", "a"), ("assistant", "A")]
+    assert told == [first[:1], [*first, ("user", "b")], [*first, ("user", "b")], [*first, ("user", "c")]]
+    assert tab.page.locator(".turn .text").all_inner_texts() == ["a", "A", "c", "C"]
+    assert len({body["request_id"] for body in stand_in.bodies}) == 4
+    tab.page.click("#new")
+    assert tab.page.locator(".turn").count() == 0
+    tab.ask("d")
+    tab.ended()
+    assert len(stand_in.bodies[-1]["messages"]) == 1
+
+
+@pytest.mark.parametrize("how", ["escape", "button", "new chat"])
+def test_stop(tab: Tab, stand_in: StandIn, how: str):
+    stand_in.answers["Hello"] = [*words("one two three"), 60.0, *words("never"), "stop"]
+    tab.ask("Hello")
+    expect(tab.page.locator(".answer .text")).to_contain_text("one two three")
+    if how == "escape":
+        tab.page.keyboard.press("Escape")
+    else:
+        tab.page.click("#send" if how == "button" else "#new")
+    tab.ended()
+    until(lambda: stand_in.left == 1, tab.page, "the server was not told")
+    if how == "new chat":
+        assert tab.page.locator(".turn").count() == 0
+    else:
+        assert tab.answer() == "one two three"
+        expect(tab.page.locator(".answer .stats")).to_contain_text("stopped")
+        assert tab.page.locator(".failure").count() == 0
+    tab.ask("again")
+    tab.ended()
+    assert tab.answer() == STORY
+
+
+def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
+    page = tab.page
+    page.click("#settings")
+    given = {"Temperature": "0.7", "Top p": "0.9", "Top k": "40", "Min p": "0.05", "Repetition penalty": "1.1",
+             "Max tokens": "64", "Seed": "-7", "System prompt": "Be brief.", "Stop strings": "A\n\\n\\n\n"}  # fmt: skip
+    for label, value in given.items():
+        page.get_by_label(label, exact=True).fill(value)
+    page.keyboard.press("Escape")
+    expect(page.locator("#settings-text")).to_have_text("temperature 0.7, 64 tokens, 7 more")
+    page.reload()
+    tab.ask("Hello")
+    tab.ended()
+    body = stand_in.bodies[-1]
+    wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "max_tokens": 64,
+              "seed": -7, "stop": ["A", "\n\n"]}  # fmt: skip
+    assert {name: body.get(name) for name in wanted} == wanted
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    page.click("#settings")
+    page.click("#defaults")
+    page.locator("#set-top_p ~ input[type=range]").fill("0.5")
+    page.keyboard.press("Escape")
+    tab.ask("Hello")
+    tab.ended()
+    body = stand_in.bodies[-1]
+    assert body["top_p"] == 0.5 and not set(wanted) - {"top_p"} & set(body)
+    assert body["messages"][0]["role"] == "user"
+
+
+def test_a_model_is_chosen(context: BrowserContext, url: str, stand_in: StandIn):
+    stand_in.models = ["quill", "quill-draft"]
+    tab = Tab(context.new_page(), url)
+    expect(tab.page.locator("#model option")).to_have_count(2)
+    tab.page.select_option("#model", "quill-draft")
+    tab.ask("Hello")
+    tab.ended()
+    assert stand_in.bodies[-1]["model"] == "quill-draft"
+    until(lambda: stand_in.watched[-1] == "quill-draft", tab.page, "its engine was not watched")
+    expect(tab.page).to_have_title("quill-draft on Quire")
+    tab.check(False)
+
+
+def test_reasoning_is_folded_and_calls_are_code(tab: Tab, stand_in: StandIn):
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    stand_in.answers["Hello"] = [
+        said("", token("Let me"), reasoning="Let me", reasoning_content="Let me"),
+        said("", token(" see."), reasoning=" see."),
+        said("", token("</think>")), *words("I look it up."), said("", token("<call>"), tool_calls=[call]),
+        said("", token("{"), tool_calls=[{"index": 0, "function": {"arguments": '{"city": "Oslo",'}}]),
+        said("", token("}"), tool_calls=[{"index": 0, "function": {"arguments": ' "days": 2}'}}]), "tool_calls",
+    ]  # fmt: skip
+    tab.ask("Hello")
+    tab.ended()
+    page = tab.page
+    assert tab.answer() == "I look it up."
+    thought = page.locator(".reasoning div")
+    expect(page.locator(".reasoning summary")).to_contain_text("Thought for")
+    expect(thought).to_be_hidden()
+    page.click(".reasoning summary")
+    expect(thought).to_have_text("Let me see.")
+    assert page.locator(".call header b").inner_text() == "weather"
+    assert json.loads(page.locator(".call code").inner_text()) == {"city": "Oslo", "days": 2}
+    page.click("#probabilities")
+    assert "".join(page.locator(".token").all_text_contents()) == "I look it up."
+
+
+# Tokens
+
+
+def test_tokens_show_their_probabilities(tab: Tab, stand_in: StandIn):
+    stand_in.answers["Hello"] = [
+        said("Once upon", token("Once", 0.75, {"There": 0.2}), token(" upon", 0.999)),
+        said(" a", token(" a", 0.01, {" the": 0.6, " one": 0.2, " my": 0.1, " no": 0.05, " an": 0.02})), "stop",
+    ]  # fmt: skip
+    tab.ask("Hello")
+    tab.ended()
+    page = tab.page
+    assert page.locator(".token").count() == 0
+    page.click("#probabilities")
+    assert page.locator(".token").all_text_contents() == ["Once", " upon", " a"]
+    tints = page.locator(".token").evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
+    opacity = [float(re.search(r"/ ([\d.e-]+)\)|$", tint)[1] or 1) for tint in tints]
+    assert opacity[1] < opacity[0] < opacity[2] <= 0.5
+    card = page.locator("#card")
+    page.hover(".token >> nth=0")
+    expect(card).to_be_visible()
+    assert card.locator(".chosen").inner_text().split() == ["Once", "75.0", "%"]
+    assert card.locator("li").all_inner_texts() == ["Once\n75.0 %", "There\n20.0 %", "all others\n5.0 %"]
+    widths = card.locator(".level").evaluate_all("levels => levels.map(level => level.style.width)")
+    assert widths == ["75%", "20%"]
+    page.hover(".token >> nth=2")
+    expect(card.locator(".chosen code")).to_have_text("\u00b7a")  # not among the five likeliest, and shown as the last
+    assert card.locator("li").count() == 7 and card.locator("li").nth(5).get_attribute("class") == "drawn"
+    box = card.bounding_box()
+    assert box and box["x"] >= 0 and box["y"] >= 0
+    page.mouse.move(5, 5)
+    expect(card).to_be_hidden()
+    page.click("#probabilities")
+    assert tab.answer() == "Once upon a"
+
+
+def test_characters_split_over_tokens_are_never_broken(tab: Tab, stand_in: StandIn):
+    stand_in.answers["Hello"] = [
+        said("caf", token("caf")), said("", token("\ufffd", 0.5)), said("\u00e9 ", token("\ufffd", 0.9), token(" ")),
+        said("", token("\ufffd"), token("\ufffd")), said("", token("\ufffd")),
+        said("\U0001f426 ok", token("\ufffd", 0.25), token(" ok")),
+        said("", token("\ufffd")), said("\u00fc\u4e16", *[token("\ufffd")] * 4),
+        said(".", token(".")), "stop",
+    ]  # fmt: skip
+    tab.page.click("#probabilities")
+    tab.ask("Hello")
+    tab.ended()
+    text = "caf\u00e9 \U0001f426 ok\u00fc\u4e16."
+    assert "".join(tab.page.locator(".token").all_text_contents()) == text
+    tab.page.locator(".token", has_text="\u00e9").hover()
+    card = tab.page.locator("#card")
+    expect(card).to_contain_text("2 tokens wrote this together")
+    assert card.locator(".chosen").inner_text().split() == ["\u00e9", "45.0", "%"]
+    assert card.locator("li code").all_inner_texts() == ["part of a character"] * 2
+    for part in tab.page.locator(".token").all():
+        part.hover()
+        assert "\ufffd" not in tab.page.inner_text("body")
+    tab.page.click("#probabilities")
+    assert tab.answer() == text
+
+
+DEAL = """chunks => { const aligner = new lib.Aligner();
+    for (const [text, tokens] of chunks) aligner.push(text, tokens);
+    aligner.end();
+    return aligner.pieces.map(({text, tokens}) => [text, tokens.map(({token}) => token)]) }"""
+
+
+@pytest.mark.parametrize(
+    "chunks, pieces",
+    [
+        ([("a", ["</think>", "aa"]), ("aa", ["a"])], [["aa", ["aa"]], ["a", ["a"]]]),  # the end of it was held back
+        ([("one", ["one", " st"]), ("", ["op"])], [["one", ["one"]]]),  # a stop string cut the rest
+        ([("on", ["one"])], [["on", ["one"]]]),
+        ([("Hello,", [" Hello", ","])], [["Hello", [" Hello"]], [",", [","]]]),  # a template strips the space
+        ([("\u00e9", ["\ufffd", "\ufffd", "ab"]), ("ab", [])], [["\u00e9", ["\ufffd"] * 2], ["ab", ["ab"]]]),
+        ([("ok", ["<call>", "{}", "ok"])], [["ok", ["ok"]]]),
+    ],
+)
+def test_tokens_that_write_late_or_nothing(bench: Page, chunks: list[tuple[str, list[str]]], pieces: list[Any]):
+    given_ = [(text, [token(name) for name in names]) for text, names in chunks]
+    assert bench.evaluate(DEAL, given_) == pieces
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
+    letters = data.draw(st.sampled_from(["ab \n", "ab \n\u00e9\u4e16\U0001f426\u0301"]))
+    text = data.draw(st.text(st.sampled_from(letters), max_size=24))
+    raw = text.encode()
+    cuts = data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=12))
+    edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
+    whole = True
+    end_early = data.draw(st.booleans()) and data.draw(st.integers(0, 3))  # as a stop string cuts an answer
+    chunks, sent = [], 0
+    for begin, end in zip(edges, edges[1:], strict=False):
+        own = raw[begin:end].decode(errors="replace")
+        whole = whole and "\ufffd" not in own
+        # Text comes when its characters are whole; some of it may be held back for a while, as before a stop string.
+        ready = len(raw[:end].decode(errors="ignore"))
+        held = data.draw(st.integers(0, 2)) if data.draw(st.booleans()) else 0
+        now = max(sent, ready - held) if end < len(raw) else len(text)
+        tokens = [token(own)] if own else []
+        if data.draw(st.booleans()):
+            tokens.insert(0, token("<silent>"))  # writes nothing
+        now = max(sent, min(now, len(text) - end_early))
+        chunks.append((text[sent:now], tokens))
+        sent = now
+    text = text[:sent]
+    pieces = bench.evaluate(DEAL, chunks)
+    assert "".join(piece for piece, _ in pieces) == text
+    assert all(piece for piece, _ in pieces)
+    dealt = [name for _, names in pieces for name in names if name != "<silent>"]
+    given_ = [entry["token"] for _, tokens in chunks for entry in tokens if entry["token"] != "<silent>"]
+    if whole and not end_early:  # each gets just its own text
+        assert dealt == given_
+        assert [piece for piece, names in pieces if "<silent>" not in names] == [
+            names[0] for _, names in pieces if "<silent>" not in names
+        ]
+
+
+# Markdown
+
+
+def test_markdown_becomes_elements(tab: Tab, stand_in: StandIn):
+    text = (
+        "A **bold** and `code **raw**` line\n\n- one\n- two\n  1. deep\n\n3. three\n\n## Head\n\n"
+        "```python\nif a < b:\n    **no**\n```\n2 * 3 * 4 and *so*\n"
+    )
+    stand_in.answers["Hello"] = [*words(text), "stop"]
+    tab.ask("Hello")
+    tab.ended()
+    answer = tab.page.locator(".answer .text")
+    assert answer.locator("strong").all_inner_texts() == ["bold"]
+    assert answer.locator("p code").all_inner_texts() == ["code **raw**"]
+    assert answer.locator("ul > li").count() == 2 and answer.locator("ul ol li").inner_text() == "deep"
+    assert answer.locator("h3").inner_text() == "Head"
+    assert answer.locator("pre code").inner_text() == "if a < b:\n    **no**"
+    assert answer.locator(".code header span").inner_text() == "python"
+    assert answer.locator("p").last.inner_text() == "2 * 3 * 4 and so" and answer.locator("em").inner_text() == "so"
+
+
+MARKS = ["*", "**", "`", "```", "\n", "\n\n", "- ", "  ", "1. ", "# ", "a", "<b>", "&amp;", "~~~"]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(MARKS), max_size=30))
+def test_markdown_grown_bit_by_bit_is_the_same(bench: Page, parts: list[str]):
+    script = """parts => { const shown = (steps) => { const root = document.createElement("div");
+            const markdown = new lib.Markdown(root); for (const step of steps) markdown.update(step); return root; };
+        const grown = parts.map((_, i) => parts.slice(0, i + 1).join(""));
+        const [whole, slow] = [shown([parts.join("")]), shown(grown)];
+        const names = [...whole.querySelectorAll("*")].map((element) => element.localName);
+        return [whole.innerHTML, slow.innerHTML, whole.textContent, names] }"""
+    whole, slow, text, names = bench.evaluate(script, parts)
+    assert whole == slow
+    assert set(names) <= set("p strong em code ul ol li h3 div header span button svg use pre".split())
+    letters = [letter for letter in "".join(parts) if letter in "ab&<>;mp"]
+    info = "".join(parts).count("`") + "".join(parts).count("~")  # what follows a fence is a title
+    assert info or [letter for letter in text if letter in "ab&<>;mp"] == letters
+
+
+def test_hostile_markdown_takes_linear_time(bench: Page):
+    for text in ("*a **b `" * 20_000, "`" * 50_000 + " `" * 20_000, "- " * 30_000, "**a" * 30_000):
+        took = bench.evaluate(
+            "text => { const began = performance.now(); lib.inline(text); return performance.now() - began }", text
+        )
+        assert took < 1500, text[:10]
+
+
+def test_text_stays_text(context: BrowserContext, url: str, stand_in: StandIn):
+    stand_in.models = [EVIL]
+    group = {"name": EVIL, "pages": 3, "each": 1, "cells": [0, -1, 1]}
+    stand_in.frame = frame([], (run(1, id=EVIL, state=EVIL),), groups=[group, group | {"name": "b"}], state=EVIL)
+    call = {"index": 0, "function": {"name": EVIL, "arguments": EVIL}}
+    stand_in.answers[EVIL] = [
+        said(EVIL, token(EVIL, 0.5, {EVIL + "x": 0.3}), reasoning=EVIL), said("", tool_calls=[call]),
+        said(f"\n\n- {EVIL}\n\n```{EVIL}\n{EVIL}\n```", token("x")), "stop",
+    ]  # fmt: skip
+    stand_in.refusals["no"] = (400, {"message": EVIL, "type": EVIL, "param": EVIL, "code": EVIL})
+    tab = Tab(context.new_page(), url)
+    page = tab.page
+    expect(page.locator("#running li")).to_have_count(1)
+    tab.ask(EVIL)
+    tab.ended()
+    assert "<img src=x onerror" in tab.answer()
+    page.click(".reasoning summary")
+    page.click("#probabilities")
+    page.hover(".token >> nth=0")
+    expect(page.locator("#card")).to_contain_text("onerror")
+    page.hover("#running li")
+    tab.ask("no")
+    expect(page.locator(".failure")).to_contain_text("onerror")
+    assert page.locator("img").count() == 0 and page.locator("body script").count() == 0
+    assert page.evaluate("window.hacked") is None
+    tab.check(True)
+
+
+# Errors and keys
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_refusal_is_shown_and_can_be_retried(tab: Tab, stand_in: StandIn):
+    refusal = {
+        "message": "top_p: must be at most 1, got 7",
+        "type": "invalid_request_error",
+        "param": "top_p",
+        "code": None,
+    }
+    stand_in.refusals["Hello"] = (400, refusal)
+    tab.ask("Hello")
+    trouble = tab.page.locator(".failure")
+    expect(trouble).to_contain_text("top_p: must be at most 1, got 7")
+    expect(trouble).to_contain_text("400, invalid_request_error, field top_p")
+    tab.ended()
+    del stand_in.refusals["Hello"]
+    trouble.get_by_role("button", name="Retry").click()
+    tab.ended()
+    assert tab.answer() == STORY and trouble.count() == 0
+    assert [len(body["messages"]) for body in stand_in.bodies] == [1, 1]
+
+
+@pytest.mark.parametrize("end", [{"error": {"message": "the engine has stopped", "type": "server_error"}}, None])
+def test_an_answer_that_breaks_off_keeps_its_text(tab: Tab, stand_in: StandIn, end: Any):
+    stand_in.answers["Hello"] = [*words("one two three"), 0.1, end]
+    tab.ask("Hello")
+    said_ = "the engine has stopped" if end else "The connection closed before the answer ended."
+    expect(tab.page.locator(".failure p").first).to_have_text(said_)
+    assert tab.answer() == "one two three"
+    tab.page.get_by_role("button", name="Retry").click()
+    expect(tab.page.locator(".failure p").first).to_have_text(said_)
+    assert [message["role"] for message in stand_in.bodies[-1]["messages"]] == ["user"]
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_server_that_is_gone_comes_back(tab: Tab, stand_in: StandIn):
+    stand_in.down = True
+    expect(tab.state).to_have_attribute("data-state", "away")
+    tab.ask("Hello")
+    expect(tab.page.locator(".failure p").first).to_have_text("the server is going down")
+    tab.page.context.set_offline(True)
+    tab.page.get_by_role("button", name="Retry").click()
+    expect(tab.page.locator(".failure p").first).to_have_text("The server cannot be reached.")
+    tab.page.context.set_offline(False)
+    stand_in.down = False
+    expect(tab.state).to_have_attribute("data-state", "ready")
+    tab.page.get_by_role("button", name="Retry").click()
+    tab.ended()
+    assert tab.answer() == STORY
+
+
+def test_a_key_is_asked_for_and_stays_in_the_tab(context: BrowserContext, url: str, stand_in: StandIn):
+    stand_in.key = "secret"
+    tab = Tab(context.new_page(), url)
+    page = tab.page
+    lock = page.locator("#lock")
+    expect(lock).to_be_visible()
+    expect(tab.state).to_have_attribute("data-state", "locked")
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#lock-title")).to_have_text("The server refused this key")
+    page.keyboard.press("Escape")
+    expect(lock).to_be_hidden()
+    tab.ask("Hello")
+    expect(lock).to_be_visible()
+    page.click("#lock-cancel")
+    expect(page.locator(".failure")).to_contain_text("a valid API key is needed")
+    page.get_by_role("button", name="Retry").click()
+    page.fill("#key", "secret")
+    page.get_by_role("button", name="Unlock").click()
+    tab.ended()
+    assert tab.answer() == STORY
+    expect(tab.state).to_have_attribute("data-state", "ready")
+    expect(page.locator("#model option")).to_have_text(["quill"])
+    page.reload()
+    expect(tab.state).to_have_attribute("data-state", "ready")
+    expect(lock).to_be_hidden()
+    assert page.evaluate("Object.values(sessionStorage)") == ["secret"]
+    kept = page.evaluate(
+        "[...Object.values(localStorage), document.cookie, location.href, document.body.innerHTML].join()"
+    )
+    assert "secret" not in kept
+    other = Tab(context.new_page(), url)  # another tab does not know it
+    expect(other.page.locator("#lock")).to_be_visible()
+    tab.check(True)
+
+
+# The engine
+
+
+def test_cells_change_when_the_engine_says_so(tab: Tab, stand_in: StandIn):
+    page = tab.page
+    assert tab.pixel(10, 10) == tab.swatch("free")
+    stand_in.frame = frame([1, -1, -2, 2, *[0] * 56], (run(1), run(2)))
+    until(lambda: tab.pixel(10, 10) != tab.swatch("free"), page, "the first cell did not change")
+    page.wait_for_timeout(1300)  # until nothing glows
+    colors = [tab.pixel(10 + PITCH * i, 10) for i in range(5)]
+    assert colors[1:3] == [tab.swatch("cached"), tab.swatch("shared")] and colors[4] == tab.swatch("free")
+    assert len(set(colors)) == 5
+    counts = {state: page.inner_text(f"#count-{state}") for state in "yours running shared cached free".split()}
+    assert counts == {"yours": "0", "running": "2", "shared": "1", "cached": "1", "free": "56"}
+    assert page.locator("#used").inner_text() == "34 %" and page.locator("#total-cached").inner_text() == "25 %"
+    assert page.locator("#generation").inner_text() == "813" and page.locator("#prompt-rate").inner_text() == "120"
+    assert page.locator("#ttft td").all_inner_texts() == ["\u2013"] * 3
+    assert page.locator("#itl td").all_inner_texts() == ["8.21", "9", "1,235"]
+    label = page.locator("#maps canvas").get_attribute("aria-label") or ""
+    assert label.startswith("Pages: 2 running, 1 shared, 1 cached, 56 free.")
+
+
+def test_pointing_lights_pages_and_tells_of_them(tab: Tab, stand_in: StandIn):
+    page = tab.page
+    stand_in.frame = frame([1, 2, -1, *[0] * 57], (run(1), run(2)))
+    expect(page.locator("#running li")).to_have_count(2)
+    page.wait_for_timeout(1300)
+    before = [tab.pixel(10 + PITCH * i, 10) for i in range(3)]
+    page.hover("#running li >> nth=1")
+    until(lambda: tab.pixel(10, 10) != before[0], page, "the other request's page stayed lit")
+    assert tab.pixel(10 + PITCH, 10) == before[1]
+    canvas = page.locator("#maps canvas")
+    canvas.hover(position={"x": 10 + PITCH, "y": 10})
+    expect(page.locator("#card")).to_contain_text("Page 1")
+    expect(page.locator("#card")).to_contain_text("request 2: 120 tokens of prompt, 45 written")
+    canvas.hover(position={"x": 10 + 2 * PITCH, "y": 10})
+    expect(page.locator("#card")).to_contain_text("cached")
+    page.mouse.move(5, 5)
+    until(lambda: [tab.pixel(10 + PITCH * i, 10) for i in range(3)] == before, page, "it stayed lit")
+
+
+def test_the_pages_of_the_own_chat_are_marked(tab: Tab, stand_in: StandIn):
+    page = tab.page
+    stand_in.answers["Hello"] = [*words("one two"), 2.5, "stop"]
+    tab.ask("Hello")
+    until(lambda: stand_in.bodies, page, "nothing was asked")
+    name = f"chatcmpl-{stand_in.bodies[0]['request_id']}"
+    stand_in.frame = frame([0] * 60, waiting=[{"id": name, "prompt": 120}], num_waiting=1)
+    expect(page.locator("#waiting li")).to_have_text("yours, 120 tokens")
+    stand_in.frame = frame([1, 7, 7, *[0] * 57], (run(1), run(7, id=name)))
+    expect(page.locator(".place")).to_have_text("on 2 pages of its own")
+    expect(page.locator("#running .own .who")).to_have_text("yours")
+    assert page.locator("#running li .who").all_inner_texts() == ["yours", "no. 1"]
+    expect(page.locator("#count-yours")).to_have_text("2")
+    page.wait_for_timeout(1100)
+    assert tab.pixel(10 + PITCH, 10) == tab.pixel(10 + 2 * PITCH, 10) == tab.swatch("yours") != tab.pixel(10, 10)
+    stand_in.frame = frame([0] * 60)
+    tab.ended()
+    expect(page.locator(".place")).to_be_hidden()
+    expect(page.locator("#running li")).to_have_count(0)
+
+
+def test_changes_glow_unless_motion_is_unwanted(browser: Browser, url: str, stand_in: StandIn):
+    for motion in ("no-preference", "reduce"):
+        stand_in.frame = frame([0] * 60)
+        context = browser.new_context(reduced_motion=motion)
+        tab = Tab(context.new_page(), url)
+        expect(tab.page.locator("#maps canvas")).to_be_visible()
+        until(lambda tab=tab: tab.pixel(10, 10) == tab.swatch("free"), tab.page, "no cells")
+        stand_in.frame = frame([-2, *[0] * 59])
+        seen = set()
+
+        def shared(tab=tab, seen=seen) -> bool:
+            seen.add(tab.pixel(10, 10))
+            return tab.swatch("shared") in seen
+
+        until(shared, tab.page, "the cell did not change")
+        between = seen - {tab.swatch("free"), tab.swatch("shared")}
+        assert bool(between) == (motion == "no-preference")
+        tab.check(False)
+        context.close()
+
+
+def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
+    page = tab.page
+
+    def busy() -> dict[str, Any]:
+        now = time.monotonic()
+        groups = [{"name": name, "pages": 1000, "each": 4, "cells": [1] * 250} for name in ("full", "window 256")]
+        return frame([], (run(1),), groups=groups, steps=[[now - 0.02, 260, 4, 5, 0.0123], [now, 4, 4, 4, 0.0082]])
+
+    blank = tab.page.evaluate("document.querySelector('#strip').toDataURL()")
+    deadline = time.monotonic() + 1.2
+    while time.monotonic() < deadline:
+        stand_in.frame = busy()
+        page.wait_for_timeout(100)
+    assert page.evaluate("document.querySelector('#strip').toDataURL()") != blank
+    expect(page.locator("#step-now")).to_have_text("4 sequences, 4 rows, 8.2 ms")
+    assert page.locator(".map-name span:first-child").all_inner_texts() == ["full", "window 256"]
+    expect(page.locator(".map-name").first).to_contain_text("1,000 pages of 16 tokens, a cell is 4 pages")
+    expect(page.locator("#count-running")).to_have_text("2,000")
+    box = page.locator("#strip").bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 60)
+    expect(page.locator("#card")).to_contain_text("256 prompt rows, 4 decode rows")
+    page.locator("#maps canvas").first.hover(position={"x": 5, "y": 5})
+    expect(page.locator("#card")).to_contain_text("Pages 0 to 3")
+
+
+@pytest.mark.parametrize("cells", [1, 60, 700, 4096])
+@pytest.mark.parametrize("width", [343, 500, 700])
+def test_maps_fit(bench: Page, cells: int, width: int):
+    size = bench.evaluate("([cells, width]) => lib.measures([cells], width, 300)", [cells, width])
+    high = -(-cells // size["columns"]) * (size["high"] + size["gap"])
+    assert size["columns"] * (size["wide"] + size["gap"]) - size["gap"] <= width
+    assert high <= 300 or size["wide"] == 3
+    assert size["wide"] >= 3 and high < 420
+    assert size["wide"] == 20 or cells > 60
+
+
+@pytest.mark.parametrize("state", ["loading", "asleep", "draining", "failed"])
+def test_an_engine_that_is_not_ready_tells_only_that(tab: Tab, stand_in: StandIn, state: str):
+    stand_in.frame = {"model": "quill", "state": state}
+    expect(tab.state).to_have_text(state)
+    expect(tab.page.locator("#engine")).to_have_class(re.compile("away"))
+    stand_in.frame = frame([0] * 60)
+    expect(tab.state).to_have_text("ready")
+    expect(tab.page.locator("#engine")).not_to_have_class(re.compile("away"))
+
+
+def test_a_hidden_tab_costs_nothing(tab: Tab, stand_in: StandIn):
+    hide = """hidden => { Object.defineProperty(document, "hidden", {configurable: true, get: () => hidden});
+        document.dispatchEvent(new Event("visibilitychange")) }"""
+    tab.page.evaluate(hide, True)
+    before = len(stand_in.watched)
+    stand_in.frame = frame([0] * 60, rates={"generation": 999.0, "prompt": 0.0})
+    tab.page.wait_for_timeout(600)
+    assert tab.page.locator("#generation").inner_text() == "813" and len(stand_in.watched) == before
+    tab.page.evaluate(hide, False)
+    expect(tab.page.locator("#generation")).to_have_text("999")
+
+
+# The whole
+
+
+def test_nothing_else_is_loaded_or_allowed(tab: Tab, url: str):
+    page = tab.page
+    allowed = page.request.get(url).headers["content-security-policy"]
+    assert "default-src 'self'" in allowed and "unsafe" not in allowed
+    html = page.request.get(url).text()
+    assert not re.search(r"\sstyle=|\son\w+=|<script>|<style|https?:(?!//www.w3.org)", html)
+    broken = page.evaluate("fetch('https://site.example/').then(() => null, (error) => error.name)")
+    assert broken == "TypeError"
+    assert [error for error in tab.errors if "Content Security Policy" in error]
+    tab.errors.clear()
+    tab.strangers.clear()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_themes(context: BrowserContext, url: str, stand_in: StandIn, scheme: Any):
+    page = context.new_page()
+    page.emulate_media(color_scheme=scheme)
+    tab = Tab(page, url)
+    expect(tab.state).to_have_attribute("data-state", "ready")
+    paper = """() => { const context = new OffscreenCanvas(1, 1).getContext("2d");
+        context.fillStyle = getComputedStyle(document.body).backgroundColor; context.fillRect(0, 0, 1, 1);
+        return context.getImageData(0, 0, 1, 1).data[1] }"""
+    until(lambda: tab.pixel(10, 10) == tab.swatch("free"), page, "the canvas has other colours than the page")
+    light = page.evaluate(paper) > 128
+    assert light == (scheme == "light")
+    page.click("#theme")
+    assert (page.evaluate(paper) > 128) != light
+    until(lambda: tab.pixel(10, 10) == tab.swatch("free"), page, "the canvas kept its colours")
+    page.reload()
+    assert (page.evaluate(paper) > 128) != light
+    tab.check(False)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast(context: BrowserContext, url: str, scheme: Any):
+    page = context.new_page()
+    page.emulate_media(color_scheme=scheme)
+    page.goto(url)
+    script = """() => { const context = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+        const probe = document.body.appendChild(document.createElement("i"));
+        const light = (name) => { probe.style.color = `var(--${name})`;
+            context.fillStyle = getComputedStyle(probe).color;
+            context.fillRect(0, 0, 1, 1);
+            const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((v) => v / 255)
+                .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b };
+        const found = [];
+        for (const under of ["paper", "desk", "raised", "pressed"])
+            for (const over of ["ink", "ink-2", "ink-3", "yours-text", "wrong", "focus", "edge"]) {
+                const [a, b] = [light(over), light(under)].sort((x, y) => y - x);
+                found.push([over, under, (a + 0.05) / (b + 0.05)]);
+            }
+        return found }"""
+    for over, under, contrast in page.evaluate(script):
+        assert contrast >= (3 if over in ("focus", "edge") else 4.5), (over, under, contrast)
+
+
+def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(browser: Browser, url: str, stand_in: StandIn):
+    stand_in.frame = frame([1, *[0] * 4095], tuple(run(number) for number in range(1, 30)), num_waiting=40,
+                           waiting=[{"id": f"w{i}", "prompt": 900} for i in range(12)])  # fmt: skip
+    stand_in.answers["Hello"] = [*words("x" * 400 + " `" + "y" * 300 + "`\n\n```\n" + "z" * 500 + "\n```"), "stop"]
+    stand_in.models = ["an-organisation/a-model-with-a-rather-long-name-32b-instruct", "another"]
+    context = browser.new_context(viewport={"width": 375, "height": 700}, has_touch=True, is_mobile=True)
+    tab = Tab(context.new_page(), url)
+    page = tab.page
+
+    def straight() -> bool:
+        wide = "[document.documentElement, ...document.querySelectorAll('#log, #engine, .bar, .composer')]"
+        return page.evaluate(f"{wide}.every((e) => e.scrollWidth <= Math.max(e.clientWidth, 0)) && innerWidth === 375")
+
+    expect(page.locator("#engine")).to_be_hidden()
+    tab.ask("Hello")
+    tab.ended()
+    assert straight()
+    page.tap("#probabilities")
+    assert straight()
+    page.locator(".token").first.tap()
+    expect(page.locator("#card")).to_be_visible()
+    assert straight()
+    page.tap("#settings")
+    expect(page.locator("#drawer")).to_be_visible()
+    assert straight()
+    page.get_by_role("button", name="Close").tap()
+    page.tap("#tab-engine")
+    expect(page.locator("#engine")).to_be_visible()
+    expect(page.locator("#chat")).to_be_hidden()
+    until(lambda: page.evaluate("document.querySelector('#maps canvas').clientHeight") > 100, page, "no map")
+    assert straight()
+    page.tap("#tab-chat")
+    expect(page.locator("#prompt")).to_be_visible()
+    tab.check(False)
+    context.close()
+
+
+def test_the_keyboard_reaches_everything(tab: Tab, stand_in: StandIn):
+    page, press = tab.page, tab.page.keyboard.press
+    stand_in.frame = frame([1, -1, *[0] * 58], (run(1),))
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.type("one")
+    press("Shift+Enter")
+    page.keyboard.type("two")
+    press("Enter")
+    tab.ended()
+    assert stand_in.bodies[-1]["messages"][-1]["content"] == "one\ntwo"
+    press("Shift+Tab")
+    expect(page.get_by_role("button", name="Regenerate")).to_be_focused()
+    press("p")
+    expect(page.locator("#probabilities")).to_have_attribute("aria-checked", "true")
+    for _ in range(2):
+        press("Shift+Tab")
+    expect(page.locator(".tokens")).to_be_focused()
+    expect(page.locator("#card .chosen code")).to_have_text("Once")
+    press("ArrowRight")
+    expect(page.locator("#card .chosen code")).to_have_text("\u00b7upon")
+    press("Escape")
+    expect(page.locator("#card")).to_be_hidden()
+    press("g")
+    expect(page.locator("#maps canvas")).to_be_focused()
+    press("ArrowRight")
+    expect(page.locator("#card")).to_contain_text("Page 0")
+    press("ArrowRight")
+    expect(page.locator("#card")).to_contain_text("Page 1")
+    press("s")
+    expect(page.locator("#drawer")).to_be_visible()
+    press("Tab")
+    page.keyboard.type("p?n")  # the system prompt, and no shortcut
+    expect(page.locator("#set-system")).to_have_value("p?n")
+    press("Escape")
+    press("?")
+    expect(page.locator("#shortcuts")).to_be_visible()
+    press("Escape")
+    expect(page.locator("#shortcuts")).to_be_hidden()
+    press("e")
+    expect(page.get_by_label("Your message")).to_be_focused()
+    press("Escape")
+    expect(page.get_by_label("Your message")).to_have_count(0)
+    press("/")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.type("/")
+    expect(page.locator("#prompt")).to_have_value("/")
+    reached: set[str] = set()
+    for _ in range(60):
+        press("Tab")
+        name, ring = page.evaluate(
+            "(({id, localName}, element) => [id || localName, getComputedStyle(element).outlineStyle])"
+            "(document.activeElement, document.activeElement)"
+        )
+        reached.add(name)
+        assert ring != "none" or name in ("body", "prompt"), name  # the composer's border is the prompt's ring
+    assert {"settings", "probabilities", "new", "theme", "help", "prompt", "send"} <= reached
+
+
+def test_every_control_has_a_name(tab: Tab):
+    script = """() => [...document.querySelectorAll("button, input, select, textarea, canvas, dialog")]
+        .filter((e) => !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.hasAttribute("aria-labelledby")))
+        .map((e) => e.outerHTML)"""
+    assert tab.page.evaluate(script) == []
+
+
+def test_copy(tab: Tab):
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.ask("Hello")
+    tab.ended()
+    tab.page.locator(".answer").get_by_role("button", name="Copy").click()
+    expect(tab.page.locator(".answer").get_by_role("button", name="Copied")).to_be_visible()
+    assert tab.page.evaluate("navigator.clipboard.readText()") == STORY
+
+
+def test_the_view_follows_the_answer_unless_it_is_scrolled(tab: Tab, stand_in: StandIn):
+    page = tab.page
+    lines = list(words("\n\n".join(f"line {i}" for i in range(60))))
+    stand_in.answers["Hello"] = [*lines, 1.0, *words("\n\nmore\n\nand more"), "stop"]
+    gap = "(() => { const e = document.getElementById('log'); return e.scrollHeight - e.scrollTop - e.clientHeight })()"
+    tab.ask("Hello")
+    expect(page.locator(".answer")).to_contain_text("line 59")
+    until(lambda: page.evaluate(gap) < 2, page, "the end is out of sight")
+    page.locator("#log").evaluate("log => (log.scrollTop = 0)")
+    expect(page.locator("#latest")).to_be_visible()
+    tab.ended()
+    assert page.evaluate(gap) > 100
+    page.click("#latest")
+    assert page.evaluate(gap) < 2
+    expect(page.locator("#latest")).to_be_hidden()

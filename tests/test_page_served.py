@@ -1,0 +1,47 @@
+"""The page on the server that it belongs to: a chat streams, pages light up and are free again."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+from served import model_of, served
+from test_page import CHROMIUM, FLAGS, Tab, until
+from test_page import pytestmark as needs_chromium
+
+from quire.serving.options import options_of
+from quire.serving.setup import make_engine
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture(scope="module")
+def server():
+    engine = make_engine(options_of(None, max_num_seqs=8, kv_cache_memory_bytes=4 << 20))
+    with served(model_of(engine)) as state:
+        state.engine = engine
+        yield state
+
+
+def counts(tab: Tab) -> dict[str, int]:
+    """What the legend says of the pages."""
+    text = tab.page.locator("#legend").inner_text()
+    return {name: int(count.replace(",", "")) for name, count in re.findall(r"([a-z]+)\s+([\d,]+)", text)}
+
+
+def test_a_chat_and_the_engine_beside_it(server):
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        try:
+            tab = Tab(browser.new_page(), server.url)
+            expect(tab.state).to_have_attribute("data-state", "ready")
+            total = sum(group.num_pages - 1 for group in server.engine.pages.groups)
+            until(lambda: counts(tab).get("free") == total, tab.page, "every page is free at first")
+            tab.ask("Write a short story about a dog.")
+            until(lambda: counts(tab)["running"] + counts(tab)["yours"] > 0, tab.page, "pages light up")
+            tab.ended()
+            assert len(tab.answer().split()) > 30
+            until(lambda: counts(tab)["running"] + counts(tab)["yours"] == 0, tab.page, "and are left")
+            assert counts(tab)["cached"] > 0 and sum(counts(tab).values()) == total
+            tab.check(loud=False)
+        finally:
+            browser.close()

@@ -1,0 +1,246 @@
+"""`quire serve` over a socket: what is answered, what is refused, and what a server owes to those who leave."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+from served import FORMATS, model_of, scripted, served
+
+JSON = {"Content-Type": "application/json"}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Z\\u00fcrich"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def say(prompt: str) -> str:
+    """The last turn says what to do."""
+    if "weather" in prompt and "<tools>" in prompt:
+        return f"<think>The user wants the weather.</think>I look. {CALL}"
+    if "long" in prompt:
+        return "word " * 400
+    return "Grüße, 世界! 👩‍🚀"
+
+
+@pytest.fixture(scope="module")
+def server():
+    engine, script = scripted(say)
+    with served(model_of(engine), formats=FORMATS, admin=True) as state:
+        state.engine, state.script = engine, script
+        yield state
+
+
+def ask(server, method: str, path: str, body=None, headers=JSON):
+    """(status, headers, body) of one exchange."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    try:
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, data, headers)
+        response = connection.getresponse()
+        raw = response.read()
+        kind = response.headers.get("Content-Type", "")
+        return response.status, response.headers, json.loads(raw) if "json" in kind else raw
+    finally:
+        connection.close()
+
+
+def chat(server, text: str = "hello", **fields):
+    return ask(server, "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **fields})
+
+
+def events(raw: bytes) -> list:
+    """The data of server-sent events; the last must be [DONE]."""
+    found = [line.removeprefix("data: ") for line in raw.decode().split("\n") if line.startswith("data: ")]
+    assert found.pop() == "[DONE]"
+    return [json.loads(event) for event in found]
+
+
+def idle(server, seconds: float = 5.0) -> None:
+    """Every page is free or kept, and no request is unaccounted for."""
+    until = time.monotonic() + seconds
+    while server.engine.busy and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not server.engine.busy and not server.engine.requests and not server.engine.request_of
+    server.engine.scheduler.check()
+    assert server.engine.pages.used() == 0
+    assert not server.service.models.models[0].llm.thread.courier.listeners
+
+
+def test_a_stream_says_what_the_whole_answer_says(server):
+    status, headers, whole = chat(server)
+    assert status == 200 and whole["choices"][0]["message"]["content"] == "Grüße, 世界! 👩‍🚀"
+    status, headers, raw = chat(server, stream=True, stream_options={"include_usage": True})
+    assert headers["Content-Type"].startswith("text/event-stream")
+    *chunks, last = events(raw)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "Grüße, 世界! 👩‍🚀"
+    assert not any("\ufffd" in chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]] == ["stop"]
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] and not last["choices"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+
+
+def test_reasoning_and_tool_calls(server):
+    fields = {"tools": [TOOL], "stream": False}
+    message = chat(server, "the weather", **fields)[2]["choices"][0]
+    assert message["finish_reason"] == "tool_calls"
+    assert message["message"]["reasoning"] == "The user wants the weather."
+    assert message["message"]["content"] == "I look."
+    call = message["message"]["tool_calls"][0]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Zürich"})
+    chunks = [event["choices"][0] for event in events(chat(server, "the weather", tools=[TOOL], stream=True)[2])]
+    pieces = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+    assert json.loads("".join(piece["function"]["arguments"] for piece in pieces)) == {"city": "Zürich"}
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+    # Without tools, or with none wanted, it is all text.
+    assert "<tools>" not in say("") and chat(server, "the weather", tools=[TOOL], tool_choice="none")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temprature": 1}, "temprature"),
+        ({"n": 1000}, "n"),
+        ({"messages": []}, "messages"),
+        ({"model": 5}, "model"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice.function.name",
+        ),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt_embeds": "x"}, "prompt_embeds"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"chat_template": "{{ 'a' * 10**9 }}"}, "messages"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name(server, fields, param):
+    status, _, body = chat(server, **fields)
+    assert (status, body["error"]["param"]) == (400, param), body
+    idle(server)
+
+
+def test_what_is_not_there(server):
+    assert chat(server, model="gpt-4")[0] == 404
+    assert chat(server, model="gpt-4")[2]["error"]["code"] == "model_not_found"
+    assert ask(server, "GET", "/nothing")[0] == 404
+    assert ask(server, "GET", "/v1/completions")[0] == 405
+    assert ask(server, "POST", "/v1/completions", b"{", JSON)[0] == 400
+    assert ask(server, "POST", "/v1/completions", b"{}", {"Content-Type": "text/plain"})[0] == 415
+
+
+def test_request_ids_come_back(server):
+    _, headers, body = chat(server, request_id="mine-1")
+    assert body["id"] == "chatcmpl-mine-1"
+    assert ask(server, "GET", "/ping", headers={"X-Request-Id": "abc"})[1]["X-Request-Id"] == "abc"
+    assert ask(server, "GET", "/ping", headers={"X-Request-Id": "a b\tc"})[1]["X-Request-Id"] != "a b\tc"
+
+
+def test_a_client_that_leaves_frees_its_pages(server):
+    server.script.step_seconds = 0.01
+    try:
+        for stream in (True, False):
+            with raw_request(server, {"prompt": "long", "max_tokens": 400, "stream": stream}) as connection:
+                until = time.monotonic() + 5
+                while not server.engine.scheduler.running and time.monotonic() < until:
+                    time.sleep(0.005)
+                assert server.engine.scheduler.running
+                if stream:
+                    assert connection.recv(10)
+            left, steps = time.monotonic(), server.script.steps
+            while server.engine.requests and time.monotonic() < left + 2:
+                time.sleep(0.002)
+            assert not server.engine.requests
+            assert server.script.steps - steps <= 4  # those under way, and the time it takes to hear of it
+            idle(server)
+    finally:
+        server.script.step_seconds = 0.0
+
+
+def raw_request(server, body, path: str = "/v1/completions") -> socket.socket:
+    """A connection with a request sent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def test_a_step_that_raises_fails_its_requests_and_no_others(server, caplog):
+    server.script.fail_next = 1
+    status, _, body = chat(server)
+    assert (status, body["error"]["code"]) == (500, "engine_error")
+    assert chat(server)[0] == 200
+    server.script.fail_next = 1
+    *_, last = events(chat(server, stream=True)[2])
+    assert "failed" in last["error"]["message"]
+    idle(server)
+
+
+def test_a_full_queue_says_when_to_come_again(server):
+    server.engine.max_queued = 3
+    server.script.hold.clear()
+    replies = []
+    threads = [threading.Thread(target=lambda: replies.append(chat(server, n=2))) for _ in range(12)]
+    try:
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 10
+        while len(replies) < 1 and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        server.script.hold.set()
+        for thread in threads:
+            thread.join(30)
+        server.engine.max_queued = None
+    statuses = sorted(status for status, _, _ in replies)
+    assert set(statuses) == {200, 429}
+    refused = next(reply for reply in replies if reply[0] == 429)
+    assert int(refused[1]["Retry-After"]) >= 1 and refused[2]["error"]["param"] == "queue"
+    idle(server)
+
+
+def test_deadline(server):
+    server.script.step_seconds = 0.02
+    try:
+        began = time.monotonic()
+        choice = ask(server, "POST", "/v1/completions", {"prompt": "long", "max_tokens": 400, "timeout": 0.3})[2]
+        assert choice["choices"][0]["finish_reason"] == "timeout" and time.monotonic() - began < 2
+    finally:
+        server.script.step_seconds = 0.0
+
+
+def test_status(server):
+    assert ask(server, "GET", "/health")[::2] == (200, {"status": "ok", "models": {"quill": "ready"}})
+    assert ask(server, "GET", "/ping")[0] == 200
+    assert ask(server, "GET", "/version")[2]["version"]
+    assert ask(server, "GET", "/load")[2] == {"server_load": 0}
+    assert [model["id"] for model in ask(server, "GET", "/v1/models")[2]["data"]] == ["quill"]
+    assert ask(server, "GET", "/v1/models/quill")[2]["max_model_len"] == 1024
+    assert b"vllm:num_requests_running" in ask(server, "GET", "/metrics")[2]
+
+
+def test_tokens(server):
+    found = ask(server, "POST", "/tokenize", {"prompt": "Hello there", "return_token_strs": True})[2]
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    tokens = found["tokens"]
+    assert ask(server, "POST", "/detokenize", {"tokens": tokens, "skip_special_tokens": True})[2] == {
+        "prompt": "Hello there"
+    }
+    assert ask(server, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
+
+
+def test_pause_and_resume(server):
+    assert ask(server, "POST", "/pause", b"")[2] == {"is_paused": True}
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(chat(server)))
+    thread.start()
+    time.sleep(0.2)
+    assert not replies
+    ask(server, "POST", "/resume", b"")
+    thread.join(10)
+    assert replies[0][0] == 200

@@ -1,0 +1,218 @@
+"""`quire serve` as a process: its flags, its models, its signals."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from served import model_of, scripted, served
+from typer.testing import CliRunner
+
+import quire
+from quire.__main__ import app
+from quire.scripts.options import UsageError
+from quire.scripts.serve import called, read_keys
+
+FOLDER = Path(quire.__file__).parent / "model"
+
+
+@contextmanager
+def process(*flags: str, **environment: str):
+    """A running `quire serve`; (process, address) once it says that it is ready."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+    own = {**os.environ, **environment}
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
+    lines: list[str] = []
+    drain = threading.Thread(target=lambda: lines.extend(running.stderr), daemon=True)
+    assert running.stderr is not None and running.stdout is not None
+    try:
+        for line in running.stderr:
+            lines.append(line)
+            if line.startswith("ready: "):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        drain.start()
+        running.lines = lines
+        yield running, line.removeprefix("ready: ").strip()
+    finally:
+        if running.poll() is None:
+            running.kill()
+        running.wait()
+        running.stdout.close()
+        if drain.ident is not None:
+            drain.join()
+        running.stderr.close()
+
+
+def post(address: str, path: str, body: dict, headers: dict | None = None) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+async def stream(address: str, max_tokens: int) -> bytes:
+    host, port = address.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def test_sigterm_lets_streams_end():
+    with process() as (running, address):
+
+        async def run() -> list[bytes]:
+            streams = [asyncio.create_task(stream(address, 200)) for _ in range(8)]
+            await asyncio.sleep(0.3)
+            running.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*streams)
+
+        for answer in asyncio.run(run()):
+            assert b'"finish_reason":"length"' in answer and b"[DONE]" in answer
+        assert running.wait(20) == 0
+        assert "Once" not in "".join(running.lines)  # nothing of a prompt is in the log
+
+
+def test_sigterm_does_not_wait_for_ever():
+    with process("--shutdown-grace", "0.2", "--max-model-len", "1000") as (running, address):
+
+        async def run() -> list[bytes]:
+            streams = [asyncio.create_task(stream(address, 900)) for _ in range(4)]
+            await asyncio.sleep(0.3)
+            running.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*streams)
+
+        began = time.monotonic()
+        answers = asyncio.run(run())
+        assert running.wait(20) == 0 and time.monotonic() - began < 10
+        for answer in answers:
+            assert b'"finish_reason":"abort"' in answer and b"[DONE]" in answer
+
+
+def test_a_file_of_options_and_a_file_of_keys(tmp_path):
+    (tmp_path / "keys").write_text("first\nsecond\n")
+    config = {"served-model-name": "tale", "max_model_len": "128", "api-key-file": str(tmp_path / "keys")}
+    (tmp_path / "serve.yaml").write_text(json.dumps(config))
+    with process("--config", str(tmp_path / "serve.yaml"), QUIRE_API_KEY="third") as (_, address):
+        asked = {"prompt": "Once", "max_tokens": 1, "model": "tale"}
+        assert post(address, "/v1/completions", asked)[0] == 401
+        for key in ("first", "second", "third"):
+            assert post(address, "/v1/completions", asked, {"Authorization": f"Bearer {key}"})[0] == 200
+        long = asked | {"max_tokens": 500, "ignore_eos": True}
+        status, body = post(address, "/v1/completions", long, {"x-api-key": "first"})
+        assert status == 200 and body["usage"]["total_tokens"] == 128
+
+
+def test_a_unix_socket(tmp_path):
+    path = str(tmp_path / "quire.sock")
+    with process("--uds", path) as (_, address):
+        assert address == f"unix:{path}"
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        connection.close()
+
+
+def test_several_models_take_turns():
+    """One of two may be awake: asking for the other puts it to sleep, and both give what they give alone."""
+    folders = [str(FOLDER / "quill"), str(FOLDER / "quill_draft")]
+    with process(*folders, "--max-loaded", "1", "--max-num-seqs", "4") as (_, address):
+
+        def ask(model: str) -> str:
+            asked = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "model": model}
+            status, body = post(address, "/v1/completions", asked)
+            assert (status, body["model"]) == (200, model), body
+            return body["choices"][0]["text"]
+
+        first, second = ask("quill"), ask("quill_draft")
+        assert first != second
+        for _ in range(3):
+            assert (ask("quill"), ask("quill_draft")) == (first, second)
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        connection.request("GET", "/v1/models")
+        states = {model["id"]: model["state"] for model in json.loads(connection.getresponse().read())["data"]}
+        connection.close()
+        assert states["quill_draft"] == "ready" and states["quill"] == "asleep"
+
+
+def test_models_wait_for_each_other():
+    """Requests for three models at once, of which one may be awake."""
+    engines = {name: scripted(lambda prompt, name=name: f"I am {name}.")[0] for name in ("a", "b", "c")}
+    with served(*(model_of(engine, name) for name, engine in engines.items()), max_loaded=1) as server:
+        replies: list[tuple[str, int, str]] = []
+
+        def ask(name: str) -> None:
+            status, body = post(server.url, "/v1/completions", {"prompt": "Who?", "model": name, "max_tokens": 20})
+            replies.append((name, status, body["choices"][0]["text"] if status == 200 else str(body)))
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in "abcbacbacabc"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(replies) == 12
+        for name, status, text in replies:
+            assert (status, text) == (200, f"I am {name}.")
+        assert sum(model.state == "ready" for model in server.service.models.models) == 1
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and "error: " in run.stderr and "Traceback" not in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-loaded", "0"], "--max-loaded is 0; it must be above 0"),
+        (["--tool-call-parser", "herms"], "tool_call_parser is 'herms'"),
+        (["--shutdown-grace", "-1"], "--shutdown-grace is -1"),
+        (["--max-model-len", "1"], "max_model_len is 1"),
+        (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
+        (["a", "b", "--served-model-name", "one"], "--served-model-name is given 1 times for 2 models"),
+    ],
+)
+def test_wrong_flags(flags, message):
+    result = CliRunner().invoke(app, ["serve", *flags], standalone_mode=False)
+    assert message in str(result.exception), result.exception
+
+
+def test_wrong_config(tmp_path):
+    (tmp_path / "c.yaml").write_text("max-model-length: 5")
+    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False)
+    assert "did you mean 'max-model-len'" in str(result.exception)
+
+
+def test_names_and_keys(monkeypatch, tmp_path):
+    assert called([], []) == [("quill",)]
+    assert called(["org/model"], []) == [("org/model", "model")]
+    assert called(["x"], ["a", "b"]) == [("a", "b")]
+    assert called(["x", "y"], ["a", "b"]) == [("a",), ("b",)]
+    with pytest.raises(UsageError, match="same name"):
+        called(["x/m", "y/m"], [])
+    monkeypatch.setenv("QUIRE_API_KEY", "b, c,")
+    assert read_keys(["a"], None) == ("a", "b", "c")
+    (tmp_path / "empty").write_text("\n")
+    monkeypatch.delenv("QUIRE_API_KEY")
+    with pytest.raises(UsageError, match="holds no key"):
+        read_keys([], tmp_path / "empty")

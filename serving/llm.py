@@ -50,6 +50,10 @@ class LLM:
         self.engine.pages.forget()
         return True
 
+    def get_metrics(self) -> dict[str, Any]:
+        """What the engine has counted so far, by the names that Prometheus would read."""
+        return self.engine.trace.metrics.values()
+
     def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
         """Give the device's memory to others until `wake_up()`: nothing is compiled again, and nothing under way lost.
 

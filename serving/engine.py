@@ -133,18 +133,20 @@ class Engine:
                 self.trace.launched(plan)
             elif self.in_flight is None and self.pages.tiers is not None:
                 self.pages.tiers.wait(0.05)
-            if self.in_flight is not None:
-                results = self.runner.collect(self.in_flight)
-                self.trace.collected()
-                self.update(results, changed)
+            self.collect(changed)
             self.in_flight = launched
         except Exception:
-            log.exception("a step failed; its requests end, the others are computed again")
-            self.trace.failed()
             self.recover([self.in_flight and self.in_flight.plan, plan], changed)
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self.trace.end(changed.values(), running=running, waiting=waiting)
         return list(changed.values())
+
+    def collect(self, changed: dict[str, Request]) -> None:
+        """Take in the step under way, if there is one."""
+        if self.in_flight is not None:
+            results = self.runner.collect(self.in_flight)
+            self.trace.collected()
+            self.update(results, changed)
 
     def expire(self, now: float, changed: dict[str, Request]) -> None:
         """End those whose time is up, with what they have."""
@@ -213,6 +215,8 @@ class Engine:
 
     def recover(self, plans: list[Plan | None], changed: dict[str, Request]) -> None:
         """After a failed step: its requests end with an error, the others start over on a fresh device state."""
+        log.exception("a step failed; its requests end, the others are computed again")
+        self.trace.failed()
         hit = {item.seq for plan in plans if plan is not None for item in plan.items}
         self.in_flight = None
         for seq in hit:
@@ -241,11 +245,11 @@ class Engine:
         if self.asleep:
             return []
         self.trace.begin()
-        if self.in_flight is not None:
-            results = self.runner.collect(self.in_flight)
-            self.trace.collected()
-            self.update(results, changed)
-            self.in_flight = None
+        try:
+            self.collect(changed)
+        except Exception:
+            self.recover([self.in_flight and self.in_flight.plan], changed)
+        self.in_flight = None
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
         if not keep_pages:

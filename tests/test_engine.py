@@ -664,6 +664,25 @@ def test_sleep_frees_the_device_and_loses_no_token(weights, engine, level, keep)
         own.sleep(3)
 
 
+def test_sleep_survives_a_step_that_fails(weights, engine):
+    copies = jax.tree.map(jnp.array, weights)
+    own = make(copies, compiled=engine)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    request = own.add("hit", list(range(20)), params)
+    own.step()
+    collect = own.runner.collect
+
+    def fails(launched):
+        raise RuntimeError("the device is not well")
+
+    own.runner.collect = fails
+    assert own.sleep() == [request] and request.output().outputs[0].finish_reason == "error"
+    own.runner.collect = collect
+    own.wake_up()
+    own.scheduler.check()
+    assert len(run(own, {0: [("canary", list(range(20)), params)]})["canary"].outputs[0].token_ids) == 20
+
+
 # What it did when
 
 

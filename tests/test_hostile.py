@@ -469,7 +469,7 @@ def test_other_sites(server, client):
 MARKER = "xylophone-4711-marker"
 SECRET = "/srv/secret/model.safetensors at 10.1.2.3:4567"
 LEAKS = re.compile(
-    r"/root|/home|/usr|/srv|/tmp|/work|site-packages|\.py\b|Traceback|File \"|line \d+, in|0x[0-9a-f]{6,}|10\.1\.2\.3"
+    r"/(?:root|home|usr|srv|tmp|opt)\b|site-packages|\.py\b|Traceback|File \"|line \d+, in|0x[0-9a-f]{6,}|10\.1\.2\.3"
     rf"|{re.escape(str(ROOT))}|<[\w.]+ object|{MARKER}|{MARKER.split('-')[0]}"
 )
 TOLD = [{"role": "user", "content": MARKER}]

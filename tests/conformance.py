@@ -31,7 +31,8 @@ BEYOND = {  # what the OpenAPI document leaves out
     "/resume": "Go on.",
 }
 INTRODUCTION = """\
-A client for OpenAI's interface is given `http://127.0.0.1:8000/v1` as its base URL, one for Anthropic's `http://127.0.0.1:8000`.
+A client for OpenAI's interface is given `http://127.0.0.1:8000/v1` as its base URL, one for Anthropic's the same
+without `/v1`.
 Fields that a client has no argument for go into `extra_body`. A field is applied, or a label without effect, or refused
 with a status of 400 that names it; null is as if it were not given. A field that is in no table is refused too."""
 FAILURES = """\

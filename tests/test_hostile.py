@@ -202,14 +202,17 @@ def test_sizes(server, client):
     assert status == 413
 
 
+BODY_TEXT = {"/v1/completions": "prompt", "/tokenize": "prompt", "/v1/embeddings": "input"}
+
+
 def test_a_huge_prompt_stops_nobody_else(server, client):
     """Reading it takes a moment in which streams go on."""
     with Client(server.url) as other:
-        text = json.dumps("A" * (8 << 20))
-        thread = threading.Thread(target=lambda: [
-            other.ask("POST", path, with_field(path, field, text))
-            for path, field in (("/v1/completions", "prompt"), ("/tokenize", "prompt"), ("/v1/embeddings", "input"))
-        ])  # fmt: skip
+        huge, large = json.dumps("A" * (8 << 20)), json.dumps("A" * (1 << 20))
+        cut = b', "truncate_prompt_tokens": 5}'
+        asks = [(path, with_field(path, BODY_TEXT[path], text)) for path in BODY_TEXT for text in (huge, large)]
+        asks += [(path, body[:-1] + cut) for path, body in asks if path != "/tokenize"]  # all of it is read then
+        thread = threading.Thread(target=lambda: [other.ask("POST", *ask) for ask in asks])
         server.script.step_seconds = 0.01
         thread.start()
         try:

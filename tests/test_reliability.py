@@ -286,6 +286,8 @@ def test_being_busy_is_not_hanging(server):
         for found in going:
             found.thread.join()
     assert seen == {200}
+    time.sleep(1.3)
+    assert health(server.url) == 200  # nor is having nothing to do
     assert all(found.value[-1][1] == "[DONE]" and "error" not in found.value[-2][1] for found in going)
 
 

@@ -9,11 +9,13 @@ from starlette.requests import Request
 
 from .. import pooling, prompting, scoring
 from ..async_llm import Ask
+from ..choices import EngineError
 from ..engine import Engine
+from ..engine_thread import EngineFailed
 from ..outputs import RequestOutput
 from ..protocol import pooling as shapes
 from ..protocol.answer import Head, Usage
-from .errors import Json
+from .errors import HttpError, Json
 from .service import Service, read, watched
 
 
@@ -29,9 +31,21 @@ async def outputs_of(
         answers = await model.llm.ask([f"{name}-{i}" for i in range(len(asks))], asks, at_end=True)
         async with watched(request, answers):
             outputs = await answers.outputs()
+        check_ends(outputs)
         usage = Usage(sum(len(ask.tokens) for ask in asks), 0, sum(output.num_cached_tokens for output in outputs))
         request.state.facts |= {"model": model.name, "prompt_tokens": usage.prompt_tokens}
         return service.head(name, asked.model or model.name), asked, outputs, usage
+
+
+def check_ends(outputs: list[RequestOutput]) -> None:
+    """There is no half of a vector, and no score of half a text."""
+    reasons = {answer.finish_reason for output in outputs for answer in output.outputs}
+    if "error" in reasons:
+        raise EngineError("the engine failed on this request; it can be sent again")
+    if "timeout" in reasons:
+        raise HttpError(408, "timeout: the time was over before all was read", "timeout")
+    if "abort" in reasons:
+        raise EngineFailed("the request was cut off")
 
 
 async def embeddings(service: Service, request: Request) -> Json:

@@ -49,8 +49,9 @@ class Choices:
             ]
         calls += [piece.index for piece in pieces if isinstance(piece, Call)]
         self.written += len(fresh.token_ids)
-        if any(isinstance(piece, Thought) for piece in pieces):
-            self.thought += len(fresh.token_ids)
+        if thought := sum(len(piece.text) for piece in pieces if isinstance(piece, Thought)):
+            # Tokens cannot be told apart by what they mean, so they are counted by their share of the text.
+            self.thought += round(len(fresh.token_ids) * min(1.0, thought / max(len(fresh.text), 1)))
         told: str | None = reason
         if reason == "stop" and calls:
             told = "tool_calls"

@@ -123,7 +123,9 @@ def cut_after(text: str, last: str) -> str:
     end = text.rfind(last.strip())
     if end < 0 or not last.strip():
         raise RequestError("continue_final_message", "cannot be done: the chat template does not show the last message")
-    return text[: end + len(last.strip())]
+    end += len(last.strip())
+    spaces = last[len(last.rstrip()) :]
+    return text[: end + len(spaces)] if text.startswith(spaces, end) else text[:end]
 
 
 def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> Prepared:

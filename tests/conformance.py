@@ -44,7 +44,7 @@ STATUSES = {
     403: "The Host is not one that the server answers to.",
     404: "There is no such path or model.",
     405: "The path has another method.",
-    408: "The body did not come in time.",
+    408: "The body did not come in time, or `timeout` was over before there was a vector or a score.",
     413: "The body is larger than `--max-body-bytes`.",
     415: "The body is not declared as JSON.",
     429: "The queue is full; `Retry-After` says when to come again.",

@@ -1,7 +1,6 @@
 """Anthropic's own Python client, as it is, against a server over a socket."""
 
 import asyncio
-import inspect
 import json
 import threading
 from typing import Any, Literal
@@ -148,7 +147,7 @@ def test_one_call_at_most(ask):
         assert found.content[1].input == {"city": "Rome"}
 
 
-@shows("anthropic", "beta.messages.tool_runner(thread=False)")
+@shows("anthropic", "beta.messages.tool_runner")
 @pytest.mark.parametrize("streams", [False, True])
 def test_tool_runner(ask, streams):
     """The client's own loop calls a function and ends with the answer; no conversation is kept by the server."""
@@ -162,9 +161,7 @@ def test_tool_runner(ask, streams):
         """
         return f"sun in {city}"
 
-    run = ask.beta.messages.tool_runner
-    own = {"thread": False} if "thread" in inspect.signature(run).parameters else {}  # not known to older versions
-    runner = run(**asked("weather in Rome and in Paris"), tools=[weather], stream=streams, **own)
+    runner = ask.beta.messages.tool_runner(**asked("weather in Rome and in Paris"), tools=[weather], stream=streams)
     assert text_of(runner.until_done()) == "It is sun in Rome and sun in Paris."
 
 

@@ -103,7 +103,7 @@ def check(path: str, response: requests.Response) -> str:
         if path != "/metrics":
             response.json()
         return "answered"
-    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    data = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
     if path in ENDS:
         assert json.loads(data[-1])["type"] in ENDS[path], data[-3:]
     else:

@@ -25,7 +25,10 @@ def error(status: int, message: str, param: str | None = None) -> dict[str, Any]
     kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if param is not None and not message.startswith(f"{param}: "):
         message = f"{param}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    found: dict[str, Any] = {"type": kind, "message": message}
+    if param == "thread":  # the client's own loop asks for one, and goes on without where it hears this
+        found["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": found}
 
 
 def response(head: Head, request: ChatRequest, body: Any, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:

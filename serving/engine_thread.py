@@ -106,5 +106,7 @@ class EngineThread:
                     future.set_exception(error)
             if not self.paused:
                 courier.note(engine.step())
-            if courier.due or self.paused or not engine.busy:
+            if self.paused or not engine.busy:
                 courier.send()
+            else:
+                courier.deliver_due()

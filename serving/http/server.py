@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 from collections.abc import Callable
 
 import h11
@@ -17,6 +18,7 @@ from .settings import Settings
 
 log = logging.getLogger("quire")
 
+SWITCH = 0.0005  # seconds that the engine's thread may keep the event loop's waiting for Python's lock, at each write
 HEAD_BYTES = 32 << 10  # the request line and all headers
 CRUMB, CRUMBS = 256, 512  # bytes of a small chunk of a body, and how many there may be
 PATIENCE = 1.5  # a stream, which has a deadline of its own for each write, is to be the first to know
@@ -135,6 +137,7 @@ class Server(uvicorn.Server):
 async def serve(service: Service, ready: Callable[[str], None]) -> None:
     """Listen, load the first model, and serve until a signal has drained it."""
     settings = service.settings
+    sys.setswitchinterval(SWITCH)
     server = Server(
         uvicorn.Config(
             make_app(service),

@@ -133,6 +133,11 @@ class Tokenizer:
         return first is not None and not self.decode([first], skip_special_tokens=False).startswith(" ")
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text of n tokens has more than n times as many."""
+        return max(map(len, self._core.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return max(self._core.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -71,6 +71,7 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
         text = tokenizer.apply_chat_template(request.messages, **options)
         if goes_on:
             text = cut_after(text, request.messages[-1]["content"])
+        check_length(engine, "messages", text)
         tokens = tokenizer.encode(text, add_special_tokens=False)
     except PromptError as error:
         raise RequestError("messages", str(error)) from None
@@ -161,10 +162,18 @@ def plain() -> Any:
 def encode(engine: Engine, where: str, text: str, special: bool = True) -> list[int]:
     if not text:
         raise RequestError(where, "is empty; it must have at least one character")
+    check_length(engine, where, text)
     try:
         return needs_tokenizer(engine).encode(text, add_special_tokens=special)
     except PromptError as error:
         raise RequestError(where, str(error)) from None
+
+
+def check_length(engine: Engine, where: str, text: str) -> None:
+    """A text that cannot fit is not cut into tokens first: that would take its time from others."""
+    most = 4 * engine.max_len * needs_tokenizer(engine).longest_token  # some tokenizers drop characters
+    if len(text) > most:
+        raise RequestError(where, f"has {len(text)} characters; this model takes {engine.max_len} tokens")
 
 
 def needs_tokenizer(engine: Engine) -> Tokenizer:

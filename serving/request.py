@@ -33,6 +33,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
+MAX_ALLOWED = 1 << 20  # token ids
 MAX_PRIORITY = 1000
 MAX_TIMEOUT = 7 * 24 * 3600.0
 
@@ -155,7 +156,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             self._set("logit_bias", self._biases(self.logit_bias))
         if self.allowed_token_ids is not None:
-            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, INT32_MAX)
+            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
             if not allowed:
                 raise RequestError("allowed_token_ids", "must hold at least one token id, or be null to allow all")
             self._set("allowed_token_ids", allowed)

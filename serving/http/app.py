@@ -75,6 +75,7 @@ def make_app(service: Service) -> Any:
         middleware=middleware,
         exception_handlers={HTTPException: not_found, Exception: unforeseen},
     )
+    app.router.redirect_slashes = False  # a path is there or it is not
     return Guard(app, service.settings, service.refuses, service.note)
 
 

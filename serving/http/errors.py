@@ -39,6 +39,8 @@ def as_http(error: Exception) -> HttpError:
         return HttpError(500, str(error), code="engine_error")
     if isinstance(error, RequestError):
         return HttpError(400, str(error), error.param)
+    if isinstance(error, RecursionError):
+        return HttpError(400, "body: is nested too deep", "body")
     return HttpError(500, "the server failed on this request; its log says why", code="internal_error")
 
 

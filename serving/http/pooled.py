@@ -84,6 +84,7 @@ async def scores_of(service: Service, request: Request, prefix: str, parse: Call
     def prepare(engine: Engine, asked: shapes.ScoreRequest) -> list[Ask]:
         asks = []
         for pair in asked.pairs:
+            prompting.check_length(engine, "text_1", "".join(pair))
             tokens, first = scoring.pair_tokens(prompting.needs_tokenizer(engine), *pair)
             firsts.append(first)
             asks.append(Ask(tokens, scoring.PARAMS, None, asked.terms))

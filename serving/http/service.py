@@ -50,7 +50,7 @@ class Service:
 
     def __init__(self, models: Models, settings: Settings):
         self.models, self.settings = models, settings
-        self.pool = ThreadPoolExecutor(4, "quire-parse")
+        self.pool = ThreadPoolExecutor(32, "quire-parse")  # most of them wait: for a template, or for a grammar
         self.draining = False
         self.started = False  # the first model was loaded
         self.open = 0  # requests that are being answered

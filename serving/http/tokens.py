@@ -27,6 +27,7 @@ def cut(engine: Engine, asked: TokenizeRequest) -> dict[str, Any]:
         text = asked.prompt
         if text is None:
             text = tokenizer.apply_chat_template(asked.messages, **asked.options)
+        prompting.check_length(engine, "messages" if asked.messages else "prompt", text)
         found = tokenizer.encode(text, add_special_tokens=asked.add_special_tokens)
     except PromptError as error:
         raise RequestError("messages" if asked.messages else "prompt", str(error)) from None

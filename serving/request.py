@@ -52,6 +52,8 @@ class Terms:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise RequestError(name, f"must be a string that is not empty, or null, got {shown(value)}")
+            if value is not None and len(value) > MAX_STRING_LENGTH:
+                raise RequestError(name, f"must have at most {MAX_STRING_LENGTH} characters, got {len(value)}")
         integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.timeout is not None:
             number("timeout", self.timeout, 0, MAX_TIMEOUT, " (seconds) or null", open_low=True)

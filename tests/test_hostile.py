@@ -698,7 +698,7 @@ def test_hostile_templates(server, client):
             worst = max(worst, time.monotonic() - began)
             assert status == 400 and body["error"]["param"] == "messages", (template[:50], body)
             assert len(body["error"]["message"]) < 1000
-            assert time.monotonic() - began < 2 * slowness(), template[:80]
+            assert time.monotonic() - began < 3 * slowness(), template[:80]  # a second of processor time, rounded up
         assert any(thread.is_alive() for thread in threads), "the streams ended before the templates"
     finally:
         server.script.step_seconds = 0.0

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .courier import Inbox, Listener
@@ -11,7 +12,7 @@ from .engine_thread import EngineFailed, EngineThread
 from .llm import Prompt, parse_prompt
 from .options import Pooling, options_of
 from .outputs import Delta, RequestOutput
-from .request import PLAIN, SamplingParams, Terms
+from .request import PLAIN, NotServing, SamplingParams, Terms
 from .setup import make_engine
 from .stream import Request
 
@@ -56,18 +57,18 @@ class Answers:
 
     def close(self) -> None:
         """Nobody reads on: what still runs ends before the next step is planned."""
-        if self.over or self.thread.closed:
-            return
-        self.over = True
-        self.thread.submit(self.end)
+        if not self.over:
+            self.over = True
+            with suppress(NotServing):  # then they have ended
+                self.thread.post(self.end)
 
     def end(self) -> None:
         """In the engine's thread: unless a name has gone to another by now."""
-        courier = self.thread.courier
-        for name in self.names:
-            if (listener := courier.listeners.get(name)) is not None and listener.inbox is self.inbox:
-                del courier.listeners[name]
-                self.thread.engine.abort(name)
+        engine, listeners = self.thread.engine, self.thread.courier.listeners
+        for request in self.requests:
+            if engine.requests.get(request.request_id) is request:
+                listeners.pop(request.request_id, None)
+                engine.abort(request.request_id)
 
 
 class AsyncLLM:

@@ -25,7 +25,7 @@ class EngineThread:
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
         self.engine, self.clock = engine, clock
         self.courier = Courier(clock)
-        self.jobs: deque[tuple[Callable[[], Any], Future]] = deque()
+        self.jobs: deque[tuple[Callable[[], Any], Future | None]] = deque()  # without a future nobody waits for it
         self.wake = threading.Condition()
         self.closed = False
         self.failure: BaseException | None = None
@@ -37,12 +37,16 @@ class EngineThread:
     def submit(self, job: Callable[[], Any]) -> Future:
         """Run a job between two steps."""
         future: Future = Future()
+        self.post(job, future)
+        return future
+
+    def post(self, job: Callable[[], Any], future: Future | None = None) -> None:
+        """Run it, though nobody waits for it."""
         with self.wake:
             if self.closed:
                 raise NotServing("engine", "is closed")
             self.jobs.append((job, future))
             self.wake.notify()
-        return future
 
     def close(self) -> None:
         """Stop the thread; requests under way end."""
@@ -56,12 +60,17 @@ class EngineThread:
         since = self.busy_since
         return 0.0 if since is None else self.clock() - since
 
+    def awaited(self) -> bool:
+        """Whether somebody waits for it."""
+        with self.wake:
+            return bool(self.courier.listeners) or any(future is not None for _, future in self.jobs)
+
     def give_up(self, error: Exception) -> None:
         """Nobody is to wait for a step that never ends. From any thread but this one."""
         with self.wake:
-            jobs = list(self.jobs)
-            self.jobs.clear()
-        for _, future in jobs:
+            waited = [future for _, future in self.jobs if future is not None]
+            self.jobs = deque(entry for entry in self.jobs if entry[1] is None)
+        for future in waited:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         self.courier.give_up(error)
@@ -80,9 +89,12 @@ class EngineThread:
             self.courier.send()
             self.courier.give_up(EngineFailed("the engine has stopped"))
             for _, future in self.jobs:
-                if future.set_running_or_notify_cancel():
+                if future is not None and future.set_running_or_notify_cancel():
                     future.set_exception(NotServing("engine", "is closed"))
-            self.engine.close()
+            try:
+                self.engine.close()
+            except Exception:
+                log.exception("the engine could not be closed")
 
     def serve(self) -> None:
         """Jobs, then a step, for as long as there is either."""
@@ -98,15 +110,21 @@ class EngineThread:
                 self.jobs.clear()
             self.busy_since = self.clock()
             for job, future in jobs:
-                if not future.set_running_or_notify_cancel():
-                    continue  # its caller has gone before it began
-                try:
-                    future.set_result(job())
-                except Exception as error:
-                    future.set_exception(error)
+                run(job, future)
             if not self.paused:
                 courier.note(engine.step())
             if self.paused or not engine.busy:
                 courier.send()
             else:
                 courier.deliver_due()
+
+
+def run(job: Callable[[], Any], future: Future | None) -> None:
+    """Run a job for whoever waits for it; not at all if that one has gone before it began."""
+    if future is None:
+        job()
+    elif future.set_running_or_notify_cancel():
+        try:
+            future.set_result(job())
+        except Exception as error:
+            future.set_exception(error)

@@ -43,6 +43,8 @@ class Request:
 class Letters:
     """A tokenizer: a token a letter, and a prompt says its messages and the names of what is set beside them."""
 
+    longest_token = 1
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(map(ord, text))
 
@@ -63,6 +65,7 @@ class FakeLLM:
     def __init__(self, model=None, **options):
         self.model, self.options, self.engine = model, options, self  # it is its own engine
         self.tokenizer, self.ids, self.busy = Letters(), itertools.count(), False
+        self.max_len = 1000
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         FakeLLM.made.append(self)

@@ -15,8 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from ...model.config import ModelError
 from ..async_llm import Answers
+from ..engine import Engine
 from ..metrics import Http
-from ..prompting import Prepared
+from ..prompting import Formats, Prepared
 from ..protocol.answer import Head, Prompted
 from ..request import RequestError, Terms
 from ..stream import Request as Served
@@ -150,7 +151,7 @@ class Service:
             await stack.enter_async_context(self.counted())
             model = await stack.enter_async_context(self.models.use(parsed.model))
             parsed = replace(parsed, terms=self.terms(parsed.terms, self.key(request)))
-            prepared = await self.beside(protocol.prepare, model.llm.engine, parsed, self.settings.formats)
+            prepared = await self.beside(prepare, protocol.prepare, model.llm.engine, parsed, self.settings.formats)
             choices = parsed.params.n
             if len(prepared.asks) * choices > self.settings.max_choices:
                 most = self.settings.max_choices
@@ -243,6 +244,14 @@ def read(parse: Callable[[Any], Any], raw: bytes) -> tuple[Any, Any]:
     """A request, and the JSON that it was read from."""
     body = decode(raw)
     return parse(body), body
+
+
+def prepare(of: Callable[..., Prepared], engine: Engine, parsed: Any, formats: Formats) -> Prepared:
+    """The prompts; what can never be served is refused here, since the engine says so only after its step."""
+    prepared = of(engine, parsed, formats)
+    for ask in prepared.asks:
+        engine.check(ask.tokens, ask.params)
+    return prepared
 
 
 def decode(raw: bytes) -> Any:

@@ -25,6 +25,6 @@ async def heartbeat(service: Service, beat: Callable[[float], None], pause: floa
 def check_stall(model: Model, most: float) -> None:
     """A step that hangs cannot be ended, but nobody has to wait for it."""
     thread = model.llm.thread
-    if thread.stalled() > most and (thread.courier.listeners or thread.jobs):
+    if thread.stalled() > most and thread.awaited():
         log.error("model %s: a step has taken more than %g seconds; its requests end", model.name, most)
         thread.give_up(HttpError(503, "the engine does not answer", code="engine_stalled"))

@@ -169,9 +169,9 @@ def main(
         print(f"note: anybody who reaches {host} may use this server; --api-key asks for a key", file=sys.stderr)
     options = engine | {"max_queued_requests": max_queued_requests, "seed": seed}
 
-    import asyncio
+    from ..serving.http import server
 
-    asyncio.run(run(models or [], served_model_name or [], settings, options))
+    server.run(run(models or [], served_model_name or [], settings, options))
 
 
 def read_keys(given: list[str], file: Path | None) -> tuple[str, ...]:

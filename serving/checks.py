@@ -52,6 +52,8 @@ def refuse_unknown(given: Iterable[object], known: Sequence[str], prefix: str = 
 
 def integer(param: str, value: Any, low: int, high: int, remedy: str = "") -> int:
     """`value` as an int from `low` to `high`; a bool is not a number here."""
+    if type(value) is int and low <= value <= high:  # most are, and prompts have many
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         wanted = f"an integer of {low} or more" if high >= INT32_MAX else f"an integer from {low} to {high}"
         raise RequestError(param, f"must be {wanted}{remedy}, got {shown(value)}")

@@ -1,15 +1,15 @@
 """Brings what the engine's thread has for its readers into their event loops, much at a time."""
 
 import asyncio
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from .stream import Request
 
 EACH = 0.0015  # seconds between two deliveries, for each reader: what they cost together stays a small share of a core
 PACE = 0.1  # seconds at most
-SLICE = 32  # readers woken between two looks of the loop at everything else
+SLICE = 8  # readers woken between two looks of the loop at everything else
 
 
 class Inbox:
@@ -19,13 +19,30 @@ class Inbox:
         self.loop = asyncio.get_running_loop()
         self.items: list[Any] = []
         self.filled = asyncio.Event()
+        self.heard = False  # something came since the last reminder
 
     def put(self, item: Any) -> None:
         self.items.append(item)
+        self.heard = True
         self.filled.set()
 
+    @contextmanager
+    def reminded(self, pause: float) -> Iterator[None]:
+        """Who takes gets an empty list when nothing has come for a while."""
+        self.timer = self.loop.call_later(pause, self.remind, pause)
+        try:
+            yield
+        finally:
+            self.timer.cancel()
+
+    def remind(self, pause: float) -> None:
+        if not self.heard:
+            self.filled.set()
+        self.heard = False
+        self.timer = self.loop.call_later(pause, self.remind, pause)
+
     async def take(self) -> list[Any]:
-        """Everything that is there, as soon as there is something."""
+        """Everything that is there, as soon as there is something; or nothing, as a reminder."""
         await self.filled.wait()
         self.filled.clear()
         items, self.items = self.items, []

@@ -23,7 +23,8 @@ def check(
         raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
     if not tokens:
         raise RequestError("prompt", "is empty; it must have at least one token")
-    for token in tokens:
+    plain = set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab
+    for token in () if plain else tokens:
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
             raise RequestError("prompt", f"has the token id {shown(token)}; ids are integers from 0 to {vocab - 1}")
     if len(tokens) >= max_len:

@@ -12,8 +12,8 @@ import numpy as np
 
 from quire.ops.sampling import MAX_LOGPROBS, Sampled
 from quire.scripts.bench_host import pretended_engine
+from quire.serving.http import server
 from quire.serving.http.models import Model, Models
-from quire.serving.http.server import serve
 from quire.serving.http.service import Service
 from quire.serving.http.settings import Settings
 from quire.serving.prompting import Formats
@@ -85,7 +85,7 @@ class Script:
             self.lines[seq] = [*text, *tokenizer.eos_token_ids]
         line = self.lines[seq]
         token = line.pop(0)
-        if not line:
+        if not line or seq.num_output + 1 == seq.max_tokens:
             del self.lines[seq]
         return token
 
@@ -118,11 +118,11 @@ def served(*models: Model, **chosen: Any) -> Iterator[Any]:
             state.url = address
             started.set()
 
-        await serve(state.service, ready)
+        await server.serve(state.service, ready)
 
     def main() -> None:
         try:
-            asyncio.run(run())
+            server.run(run())
         except BaseException as error:
             state.error = error
         finally:

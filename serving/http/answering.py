@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ..async_llm import Answers
@@ -15,8 +15,12 @@ from .errors import HttpError, as_http
 
 log = logging.getLogger("quire")
 
-QUIET = 15.0  # seconds without news after which a stream says that it is alive
+QUIET = 10.0  # seconds; a stream without news for so long says that it is alive
 ALIVE = b": waiting\n\n"
+EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)  # fmt: skip
 
 
 class Gone(Exception):
@@ -43,28 +47,27 @@ class Answering:
     async def stream(self, stream: Any, counted: bool) -> AsyncIterator[bytes]:
         """The events of a protocol, one write a delivery; an error on the way is the last of them."""
         try:
-            left = len(self.answers.names)
-            began = False
-            while left:
-                try:
-                    async with asyncio.timeout(QUIET):
-                        news = await self.answers.news()
-                except TimeoutError:
-                    yield ALIVE
-                    continue
-                out = []
-                if not began:
-                    began = True
-                    out.append(stream.begin(self.usage))
-                for prompt, delta in news:
-                    left -= delta.finished
-                    for fresh in delta.parts:
-                        part = self.part(prompt, fresh)
-                        if counted:
-                            stream.counted(self.usage)
-                        out.append(stream.part(part))
-                if data := b"".join(out):
-                    yield data
+            with self.answers.inbox.reminded(QUIET):
+                left = len(self.answers.names)
+                began = False
+                while left:
+                    news = await self.answers.news()
+                    if not news:
+                        yield ALIVE
+                        continue
+                    out = []
+                    if not began:
+                        began = True
+                        out.append(stream.begin(self.usage))
+                    for prompt, delta in news:
+                        left -= delta.finished
+                        for fresh in delta.parts:
+                            part = self.part(prompt, fresh)
+                            if counted:
+                                stream.counted(self.usage)
+                            out.append(stream.part(part))
+                    if data := b"".join(out):
+                        yield data
             yield stream.end(self.usage)
         except Gone:
             raise
@@ -89,29 +92,23 @@ async def until_gone(receive: Callable) -> None:
 
 
 class EventStream:
-    """A response of server-sent events. A reader that takes nothing for too long, or leaves, ends its request."""
+    """A response of server-sent events. A reader that leaves, or takes nothing for too long, ends its request."""
 
-    def __init__(self, events: AsyncIterator[bytes], answers: Answers, write_seconds: float, headers: Sequence = ()):
-        self.events, self.answers, self.write_seconds, self.headers = events, answers, write_seconds, headers
+    def __init__(self, events: AsyncIterator[bytes], answers: Answers):
+        self.events, self.answers = events, answers
 
     async def __call__(self, scope, receive, send) -> None:
-        head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no"), *self.headers]  # fmt: skip
-        facts = scope["state"]["facts"]
+        state = scope["state"]
+        connection = state["connection"]
         watcher = asyncio.create_task(until_gone(receive))
         watcher.add_done_callback(lambda _: self.answers.inbox.put(Gone()))
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": head})
+            await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS]})
             async for data in self.events:
-                async with asyncio.timeout(self.write_seconds):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                await connection.write(data)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Gone:
-            facts["ended"] = "client left"
-        except TimeoutError:
-            facts["ended"] = "client did not read"
-            scope["state"]["hang_up"]()
-            await asyncio.sleep(0)
+            state["facts"]["ended"] = "client did not read" if connection.unread else "client left"
         finally:
             watcher.cancel()
             self.answers.close()

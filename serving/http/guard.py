@@ -2,9 +2,9 @@
 
 import hashlib
 import hmac
+import random
 import re
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +20,11 @@ HOST = re.compile(r"\[([^\[\]]*)\](?::\d*)?|([^:\[\]]*)(?::\d*)?")
 
 def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def new_id() -> str:
+    """Unlike any other. It can be guessed: asking the system for better costs a turn at Python's lock."""
+    return f"{random.getrandbits(128):032x}"
 
 
 class Guard:
@@ -38,7 +43,7 @@ class Guard:
         began, headers, path = time.monotonic(), Headers(scope=scope), scope["path"]
         name = headers.get("x-request-id", "")
         if not name or len(name) > MAX_REQUEST_ID or not is_plain(name):
-            name = uuid.uuid4().hex
+            name = new_id()
         state = scope["state"]
         state["request_id"], state["facts"], status = name, {}, 499  # unless it comes to an answer
 
@@ -60,6 +65,7 @@ class Guard:
             await self.app(scope, receive, answer)
         finally:
             self.note(scope, status, time.monotonic() - began)
+            del state["connection"]  # it has a way back here: none of it would be free before the collector comes
 
     def check_form(self, version: str, headers: Headers) -> None:
         """Two lengths: who stands before this server may have taken the other one, and see other requests than it."""

@@ -1,6 +1,5 @@
 """/v1/embeddings, /score and /rerank: what is read off prompts, with nothing written."""
 
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,18 +15,19 @@ from ..outputs import RequestOutput
 from ..protocol import pooling as shapes
 from ..protocol.answer import Head, Usage
 from .errors import HttpError, Json
-from .service import Service, read, watched
+from .guard import new_id
+from .service import Service, watched
 
 
 async def outputs_of(
     service: Service, request: Request, prefix: str, parse: Callable[[Any], Any], prepare: Callable[..., list[Ask]]
 ) -> tuple[Head, Any, list[RequestOutput], Usage]:
     """The prompts of a request, read to their ends."""
-    asked, _ = await service.beside(read, parse, await service.body(request))
+    asked, _ = await service.read(request, parse)
     async with service.counted(), service.models.use(asked.model) as model:
         asked = replace(asked, terms=service.terms(asked.terms, service.key(request)))
         asks = await service.beside(prepare, model.llm.engine, asked)
-        name = f"{prefix}{uuid.uuid4().hex}"
+        name = f"{prefix}{new_id()}"
         answers = await model.llm.ask([f"{name}-{i}" for i in range(len(asks))], asks, at_end=True)
         async with watched(request, answers):
             outputs = await answers.outputs()

@@ -1,129 +1,36 @@
-"""The listening server: connections that are bounded in time and size, and an end in good order."""
+"""The listening server: from its start to an end in good order."""
 
 import asyncio
 import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .app import make_app
+from .connection import bounded
 from .service import Service
 from .settings import Settings
+
+try:
+    import uvloop
+except ImportError:  # there is none for Windows
+    uvloop = None
 
 log = logging.getLogger("quire")
 
 SWITCH = 0.0005  # seconds that the engine's thread may keep the event loop's waiting for Python's lock, at each write
-HEAD_BYTES = 32 << 10  # the request line and all headers
-CRUMB, CRUMBS = 256, 512  # bytes of a small chunk of a body, and how many there may be
-PATIENCE = 1.5  # a stream, which has a deadline of its own for each write, is to be the first to know
 
 
-class Reading(h11.Connection):
-    """Refuses bodies in crumbs: each takes as much work as a large piece, and a packet holds thousands."""
-
-    crumbs = 0
-
-    def next_event(self):
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self.crumbs = 0
-        elif isinstance(event, h11.Data) and event.chunk_start and len(event.data) < CRUMB:
-            self.crumbs += 1
-            if self.crumbs > CRUMBS:
-                raise h11.RemoteProtocolError("too many small chunks")
-        return event
-
-
-def bounded(settings: Settings) -> type[H11Protocol]:
-    """A connection that must bring its next request in time: silent, dripping and half-sent ones are closed."""
-
-    class Connection(H11Protocol):
-        receiving: asyncio.TimerHandle | None = None
-        sending: asyncio.TimerHandle | None = None
-
-        def __init__(self, *given, **named):
-            super().__init__(*given, **named)
-            self.conn = Reading(h11.SERVER, HEAD_BYTES)
-
-        def connection_made(self, transport) -> None:
-            super().connection_made(transport)
-            self.app_state = {**self.app_state, "hang_up": self.hang_up}
-            self.expect()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.cycle is None or self.cycle.response_complete:
-                self.expect()
-            else:
-                self.relax()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.cycle.more_body:  # it was answered before all of it came
-                self.expect()
-            if self.transport.is_closing():
-                self.watch()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self.watch()
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self.unwatch()
-
-        def timeout_keep_alive_handler(self) -> None:
-            if self.transport.get_write_buffer_size():  # closed in good order it would wait for its reader
-                self.hang_up()
-            super().timeout_keep_alive_handler()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self.relax()
-            self.unwatch()
-            super().connection_lost(exc)
-
-        def _should_upgrade(self) -> bool:
-            return False  # and no advice to install what would
-
-        def expect(self) -> None:
-            if self.receiving is None:
-                self.receiving = self.loop.call_later(settings.receive_seconds, self.hang_up)
-
-        def relax(self) -> None:
-            if self.receiving is not None:
-                self.receiving.cancel()
-                self.receiving = None
-
-        def watch(self) -> None:
-            """Answers that are written at once must be read, too: as much in a while as may be on its way."""
-            self.unwatch()
-            left = self.transport.get_write_buffer_size()
-
-            def look() -> None:
-                if self.transport.get_write_buffer_size() > left - HIGH_WATER_LIMIT:
-                    self.hang_up()
-                else:
-                    self.watch()
-
-            if left:
-                self.sending = self.loop.call_later(PATIENCE * settings.write_seconds, look)
-
-        def unwatch(self) -> None:
-            if self.sending is not None:
-                self.sending.cancel()
-                self.sending = None
-
-        def hang_up(self) -> None:
-            """Close now, with what is not sent yet."""
-            self.transport.abort()
-
-    return Connection
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """As `asyncio.run`, on the faster loop where there is one."""
+    if uvloop is None:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
 
 
 class Server(uvicorn.Server):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +23,7 @@ from ..stream import Request as Served
 from .answering import Answering, EventStream, Gone, until_gone
 from .errors import HttpError, Json
 from .facts import span_facts, tell
-from .guard import digest, too_large
+from .guard import digest, new_id, too_large
 from .logs import access
 from .models import Models
 from .settings import Settings
@@ -33,6 +32,7 @@ from .telemetry import make_tracer
 log = logging.getLogger("quire")
 
 DRAINING = "draining"
+SMALL_BODY = 4096  # bytes that are read in less time than handing them to another thread takes
 PROBES = ("/health", "/ping", "/metrics", "/live")  # asked all the time: in the log when they fail
 
 
@@ -125,6 +125,11 @@ class Service:
             raise Gone from None
         return b"".join(parts)
 
+    async def read(self, request: Request, parse: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """What is asked, and the JSON that it was read from."""
+        raw = await self.body(request)
+        return read(parse, raw) if len(raw) <= SMALL_BODY else await self.beside(read, parse, raw)
+
     def key(self, request: Request) -> str | None:
         """Whom a request is from, in a form that can be kept: nothing of a key is in a cache or a trace."""
         key = request.state.key
@@ -145,8 +150,7 @@ class Service:
 
     async def answer(self, request: Request, protocol: Protocol) -> Any:
         """Text, in any of the protocols."""
-        raw = await self.body(request)
-        parsed, body = await self.beside(read, protocol.parse, raw)
+        parsed, body = await self.read(request, protocol.parse)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.counted())
             model = await stack.enter_async_context(self.models.use(parsed.model))
@@ -156,7 +160,7 @@ class Service:
             if len(prepared.asks) * choices > self.settings.max_choices:
                 most = self.settings.max_choices
                 raise RequestError("n", f"times the prompts must be at most {most} (--max-choices), got {choices}")
-            name = f"{protocol.prefix}{parsed.delivery.request_id or uuid.uuid4().hex}"
+            name = f"{protocol.prefix}{parsed.delivery.request_id or new_id()}"
             head = self.head(name, parsed.model or model.name, prepared.prompts)
             facts = request.state.facts
             facts |= {"model": model.name, "prompt_tokens": sum(len(ask.tokens) for ask in prepared.asks)}
@@ -172,7 +176,7 @@ class Service:
             stream = protocol.stream(head, parsed, body)
             events = told(answering.stream(stream, parsed.delivery.continuous_usage), answering, facts)
             keep = stack.pop_all()  # the model stays awake until the last event
-            return Streaming(EventStream(events, answers, self.settings.write_seconds), keep, self.http_metrics)
+            return Streaming(EventStream(events, answers), keep, self.http_metrics)
 
     async def whole(
         self, request: Request, protocol: Protocol, head: Head, parsed: Any, body: Any, answering: Answering
@@ -241,7 +245,6 @@ async def told(events: AsyncIterator[bytes], answering: Answering, facts: dict[s
 
 
 def read(parse: Callable[[Any], Any], raw: bytes) -> tuple[Any, Any]:
-    """A request, and the JSON that it was read from."""
     body = decode(raw)
     return parse(body), body
 

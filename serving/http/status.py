@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import metrics
-from .answering import until_gone
+from .answering import EVENTS, until_gone
 from .errors import Json
 from .models import FAILED, READY, Model
 from .openapi import document
@@ -99,21 +99,15 @@ class Live:
         self.service, self.model = service, model
 
     async def __call__(self, scope, receive, send) -> None:
-        head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no")]  # fmt: skip
-        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS]})
         gone = asyncio.create_task(until_gone(receive))
         try:
             async for frame in self.frames():
                 if gone.done():
                     return
-                async with asyncio.timeout(self.service.settings.write_seconds):
-                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
                 await asyncio.wait([gone], timeout=PERIOD)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            scope["state"]["hang_up"]()
-            await asyncio.sleep(0)
         finally:
             gone.cancel()
 

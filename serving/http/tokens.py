@@ -12,11 +12,11 @@ from ..protocol import messages
 from ..protocol.tokens import TokenizeRequest, checked, parse_detokenize, parse_tokenize
 from ..request import RequestError
 from .errors import Json
-from .service import Service, read
+from .service import Service
 
 
 async def tokenize(service: Service, request: Request) -> Json:
-    asked, _ = await service.beside(read, parse_tokenize, await service.body(request))
+    asked, _ = await service.read(request, parse_tokenize)
     async with service.models.use(asked.model) as model:
         return Json(await service.beside(cut, model.llm.engine, asked))
 
@@ -36,7 +36,7 @@ def cut(engine: Engine, asked: TokenizeRequest) -> dict[str, Any]:
 
 
 async def detokenize(service: Service, request: Request) -> Json:
-    asked, _ = await service.beside(read, parse_detokenize, await service.body(request))
+    asked, _ = await service.read(request, parse_detokenize)
     async with service.models.use(asked.model) as model:
         engine = model.llm.engine
 
@@ -49,7 +49,7 @@ async def detokenize(service: Service, request: Request) -> Json:
 
 async def count(service: Service, request: Request) -> Json:
     """Anthropic's question how many tokens a conversation has."""
-    asked, _ = await service.beside(read, messages.parse_count, await service.body(request))
+    asked, _ = await service.read(request, messages.parse_count)
     async with service.models.use(asked.model) as model:
         prepared = await service.beside(prompting.chat, model.llm.engine, asked, service.settings.formats)
         return Json({"input_tokens": sum(len(ask.tokens) for ask in prepared.asks)})

@@ -1,0 +1,174 @@
+"""Steps of attention to check, in any implementation: against float64, with NaN in every slot that no sequence owns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from quire.ops.attention import KVPages, Rows, paged_attention
+
+LONGEST = 192  # positions a sequence
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's attention and a step's sizes: what is compiled."""
+
+    K: int = 2
+    G: int = 3
+    H: int = 16
+    S: int = 16
+    T: int = 48
+    B: int = 6
+    dtype: str = "float32"
+    bits: bool = False  # bfloat16 pages held as uint16
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    value_dim: int | None = None
+
+    @property
+    def options(self):
+        cap, width = self.soft_cap, self.value_dim
+        return {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": width}
+
+
+@dataclass
+class Sequence:
+    """What a sequence is made of: the same for the same seed, however it is cut."""
+
+    seed: int
+    start: int  # rows before this one are in the cache
+    rows: int
+
+    def arrays(self, shape: Shape):
+        rng = np.random.default_rng(self.seed)
+        q = rng.standard_normal((LONGEST, shape.K * shape.G, shape.H))
+        k, v = rng.standard_normal((2, LONGEST, shape.K, shape.H))
+        q[rng.random(LONGEST) < 0.2] *= 6  # a few sharp rows
+        return [x.astype(np.dtype(shape.dtype) if shape.dtype == "float32" else BFLOAT16) for x in (q, k, v)]
+
+
+@dataclass
+class Case:
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    pages: list[np.ndarray]
+    rows: Rows
+    places: list[range]  # the rows of each sequence
+
+
+def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> Case:
+    """A step's inputs. Pages lie in random order; what nobody owns, padding too, is NaN."""
+    S, M, T, B = shape.S, -(-LONGEST // shape.S), shape.T, shape.B
+    dtype = sequences[0].arrays(shape)[0].dtype
+    P = 2 + M * shape.B
+    pages = [np.full((P, S, shape.K, shape.H), np.nan, dtype) for _ in range(2)]
+    q = np.full((T, shape.K * shape.G, shape.H), np.nan, dtype)
+    k, v = (np.full((T, shape.K, shape.H), np.nan, dtype) for _ in range(2))
+    positions, slots = rng.integers(0, 9, T), rng.integers(0, S, T)  # padding says what it likes
+    tables, starts = rng.integers(0, P, (B, M)), np.zeros(B + 1, int)  # unused entries are stale page numbers
+    free, at, places = list(rng.permutation(np.arange(1, P))), 0, []
+    for b, sequence in enumerate(sequences):
+        q_all, k_all, v_all = sequence.arrays(shape)
+        end = sequence.start + sequence.rows
+        oldest = 0 if shape.window is None else max(0, sequence.start - shape.window + 1)
+        for page in range(oldest // S, -(-end // S)):
+            tables[b, page] = free.pop()
+        for p in range(oldest // S * S, sequence.start):
+            for held, new in zip(pages, (k_all, v_all), strict=True):
+                held[tables[b, p // S], p % S] = new[p]
+        places.append(range(at, at + sequence.rows))
+        for p in range(sequence.start, end):
+            q[at], k[at], v[at], positions[at] = q_all[p], k_all[p], v_all[p], p
+            slots[at], at = tables[b, p // S] * S + p % S, at + 1
+        starts[b + 1] = at
+    starts[len(sequences) + 1 :] = at
+    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
+    return Case(q, k, v, pages, rows, places)
+
+
+@partial(jax.jit, static_argnames=("shape", "attend"), donate_argnames="pages")
+def step(q, k, v, pages, rows, sinks, shape, attend=paged_attention):
+    return attend(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
+
+
+def sinks_of(shape: Shape):
+    return np.linspace(-2, 3, shape.K * shape.G).astype(np.float32) if shape.sinks else None
+
+
+def run(shape: Shape, case: Case, attend: Callable[..., Any] = paged_attention):
+    """(out, pages) of one step, as numpy arrays in the model's dtype."""
+    to_device = [jnp.asarray(x.view(np.uint16) if shape.bits else x) for x in case.pages]
+    latent = shape.value_dim is not None
+    pages = KVPages(to_device[0], None if latent else to_device[1])
+    v = None if latent else jnp.asarray(case.v)
+    out, pages = step(jnp.asarray(case.q), jnp.asarray(case.k), v, pages, case.rows, sinks_of(shape), shape, attend)
+    held = [pages.k_PSKH] if latent else [pages.k_PSKH, pages.v_PSKH]
+    assert all(x.dtype == (np.uint16 if shape.bits else case.q.dtype) for x in held)
+    return np.asarray(out), [np.asarray(x).view(case.q.dtype) for x in held]
+
+
+def reference(shape: Shape, sequence: Sequence) -> np.ndarray:
+    """The definition, in float64, one row at a time."""
+    q, k, v = (x.astype(np.float64) for x in sequence.arrays(shape))
+    if shape.value_dim is not None:
+        v = k[..., : shape.value_dim]
+    sinks, out = sinks_of(shape), []
+    for p in range(sequence.start, sequence.start + sequence.rows):
+        first = 0 if shape.window is None else max(0, p - shape.window + 1)
+        heads = []
+        for n in range(shape.K * shape.G):
+            score = k[first : p + 1, n // shape.G] @ q[p, n] * shape.H**-0.5
+            if shape.soft_cap is not None:
+                score = shape.soft_cap * np.tanh(score / shape.soft_cap)
+            top = max(score.max(), -np.inf if sinks is None else sinks[n])
+            weight = np.exp(score - top)
+            total = weight.sum() + (0 if sinks is None else np.exp(sinks[n] - top))
+            heads.append(weight @ v[first : p + 1, n // shape.G] / total)
+        out.append(heads)
+    return np.array(out)
+
+
+def check(
+    shape: Shape,
+    sequences: list[Sequence],
+    rng: np.random.Generator,
+    attend: Callable[..., Any] = paged_attention,
+    close: dict[str, float] | None = None,
+) -> None:
+    """That a step is right, writes where it should and nowhere else, and leaves rows of nobody zero."""
+    case = build(shape, sequences, rng)
+    out, pages = run(shape, case, attend)
+    close = close or ({"rtol": 2e-5, "atol": 2e-5} if shape.dtype == "float32" else {"rtol": 1e-2, "atol": 4e-3})
+    for sequence, place in zip(sequences, case.places, strict=True):
+        np.testing.assert_allclose(out[place].astype(np.float64), reference(shape, sequence), **close)
+    padding = out[case.places[-1].stop :].astype(np.float32)
+    assert not padding.any(), "rows of nobody are zero"
+    used = np.asarray(case.rows.slots_T)[: case.places[-1].stop]
+    for before, after, new in zip(case.pages, pages, (case.k, case.v), strict=False):
+        expected = before.reshape(-1, *before.shape[2:]).copy()
+        expected[used] = new[: len(used)]
+        after = after.reshape(expected.shape)
+        assert after[shape.S :].tobytes() == expected[shape.S :].tobytes(), "only the slots of the rows are written"
+
+
+def ragged(shape: Shape, rng: np.random.Generator) -> list[Sequence]:
+    """Sequences that decode, verify a few drafts, or bring a chunk, until the rows are full."""
+    sequences, left = [], shape.T
+    for number in range(int(rng.integers(1, shape.B + 1))):
+        most = min(left - (shape.B - number - 1), LONGEST)
+        kind = rng.integers(3)
+        rows = int(1 if kind == 0 or most < 2 else rng.integers(2, min(most, 6) + 1) if kind == 1 else 0)
+        rows = rows or int(rng.integers(1, most + 1))
+        start = 0 if rng.random() < 0.2 else int(rng.integers(0, LONGEST - rows + 1))
+        sequences.append(Sequence(int(rng.integers(1 << 30)), start, rows))
+        left -= rows
+    return sequences

@@ -1,0 +1,118 @@
+"""The attention kernel for NVIDIA GPUs where there is none: in Pallas' interpreter, and lowered for CUDA."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Sequence, Shape, build, check, run
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from quire.ops.attention import KVPages, Rows, mosaic_gpu
+from quire.ops.gpu import ragged, task
+
+attend = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams(detect_races=True))
+CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # weights are rounded to bfloat16 before they meet the values
+
+DECODE = [Sequence(1, 100, 1), Sequence(2, 3, 1), Sequence(3, 63, 1), Sequence(4, 0, 1), Sequence(5, 191, 1)]
+MIXED = [Sequence(1, 100, 20), Sequence(2, 3, 1), Sequence(3, 40, 17)]
+
+
+def decoding(**more) -> Shape:
+    return Shape(**{"K": 2, "G": 4, "H": 64, "T": 6, "B": 6, "dtype": "bfloat16", **more})
+
+
+def mixed(**more) -> Shape:
+    return decoding(**{"T": 44, "B": 4, **more})
+
+
+CASES = {
+    "decoding": (decoding(), DECODE),
+    "decoding, a window": (decoding(window=40, sinks=True), DECODE),
+    "decoding, a cap": (decoding(soft_cap=3.0), DECODE),
+    "decoding, MHA": (decoding(K=4, G=1), DECODE),
+    "decoding, MQA": (decoding(K=1, G=8), DECODE),
+    "decoding, wide": (decoding(H=128, S=32), DECODE),
+    "decoding, widest": (decoding(H=256, S=64, K=1), DECODE),
+    "decoding, long pages": (decoding(S=128), DECODE),
+    "decoding, an odd group": (decoding(G=7), DECODE),
+    "mixed": (mixed(), MIXED),
+    "mixed, a window": (mixed(window=24, sinks=True, soft_cap=2.0), MIXED),
+    "mixed, wide": (mixed(H=128, S=32, G=6, K=1), MIXED),
+    "mixed, MHA": (mixed(G=1, S=64), MIXED),
+    "mixed, a wide group": (mixed(K=1, G=60, T=40), MIXED),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Contexts are cut early, and there is room for two blocks only."""
+    monkeypatch.setattr(ragged, "SPAN", 128)
+    monkeypatch.setattr(task.Shape, "stages", 2)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name):
+    """Each row is right, and no access races with another."""
+    shape, sequences = CASES[name]
+    check(shape, sequences, np.random.default_rng(0), attend, CLOSE)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_the_same_bits_in_any_step():
+    """A row's result does not depend on its company, on its chunk, or on whether its context was cut."""
+    wanted: dict[int, bytes] = {}
+
+    def compare(T: int, B: int, start: int, rows: int, others: list[Sequence]) -> None:
+        shape = decoding(T=T, B=B, sinks=True)
+        case = build(shape, [*others, Sequence(77, start, rows)], np.random.default_rng(start))
+        out, _ = run(shape, case, attend)
+        for offset, row in enumerate(out[case.places[-1]]):
+            assert wanted.setdefault(start + offset, row.tobytes()) == row.tobytes(), (start, offset, T)
+
+    compare(44, 4, 150, 40, [])
+    compare(44, 4, 160, 9, [Sequence(3, 90, 11)])
+    compare(6, 6, 150, 1, DECODE[:2])
+    compare(1, 1, 165, 1, [])
+    compare(6, 6, 189, 1, DECODE)
+
+
+# What is lowered for a device, at the sizes that are served.
+PRODUCTION = {
+    "Llama-3-8B, decoding": Shape(K=8, G=4, H=128, T=64, B=64),
+    "Llama-3-8B, a chunk": Shape(K=8, G=4, H=128, T=2048, B=64),
+    "Gemma-3, decoding": Shape(K=8, G=2, H=256, T=64, B=64, window=1024),
+    "Gemma-3, a chunk": Shape(K=8, G=2, H=256, T=2048, B=64, window=1024),
+    "gpt-oss, decoding": Shape(K=8, G=8, H=64, T=64, B=64, window=128, sinks=True),
+    "gpt-oss, a chunk": Shape(K=8, G=8, H=64, T=2048, B=64, sinks=True),
+    "MHA, long pages": Shape(K=32, G=1, H=128, S=128, T=64, B=64, soft_cap=50.0),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_lowers_for_cuda(name, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
+    shape = PRODUCTION[name]
+
+    def array(*sizes: int, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def numbers(*sizes: int):
+        return array(*sizes, dtype=jnp.int32)
+
+    T, B, K, H, S = shape.T, shape.B, shape.K, shape.H, shape.S
+    page, new = array(4096, S, K, H), array(T, K, H)
+    rows = Rows(numbers(T), numbers(B + 1), numbers(B, 131072 // S), numbers(T))
+    sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
+
+    def step(q, k, v, pages, rows, sinks):
+        return mosaic_gpu.paged_attention(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
+
+    arguments = array(T, K * shape.G, H), new, new, KVPages(page, page), rows, sinks
+    lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 # Tried in order; one that cannot serve a case raises NotImplementedError.
-IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "native": ".native", "xla": ".xla"}
+IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
 
 
 @struct.dataclass

@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs from Hopper on, in Pallas for Mosaic GPU. The ideas and figures are in docs/kernels.md."""
+"""Kernels for NVIDIA GPUs from Hopper on, in Pallas for Mosaic GPU; docs/kernels.md has their ideas and figures."""

@@ -175,6 +175,11 @@ class Tokenizer:
         template = self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
         return None if template is None else template.source
 
+    def adopt(self, template: str) -> None:
+        """Have this template in place of the model's own."""
+        if [own.source for own in self._templates.values()] != [template]:
+            self._templates = {"default": ChatTemplate(template, self.special_tokens)}
+
     def apply_chat_template(
         self,
         messages: Sequence[Any],

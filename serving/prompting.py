@@ -55,12 +55,10 @@ class Prepared:
 
 def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
     """The prompt of a conversation, and who reads the answer."""
-    tokenizer = needs_tokenizer(engine)
+    tokenizer = chat_tokenizer(engine, formats)
     tools = request.tools if request.tool_choice != "none" else []
     options = dict(request.template_options)
     goes_on = options.pop("continue_final_message", False)
-    if formats.chat_template is not None:
-        options.setdefault("chat_template", formats.chat_template)
     template = options.get("chat_template") or tokenizer.template_for(tools) or ""
     tool_parser, reasoning_parser = formats.parsers(template)
     if tools:
@@ -180,6 +178,14 @@ def needs_tokenizer(engine: Engine) -> Tokenizer:
     if engine.tokenizer is None:
         raise RequestError("prompt", "must be token ids: this server has no tokenizer for the model")
     return engine.tokenizer
+
+
+def chat_tokenizer(engine: Engine, formats: Formats) -> Tokenizer:
+    """With the template that this server was told to use, if it was."""
+    tokenizer = needs_tokenizer(engine)
+    if formats.chat_template is not None:
+        tokenizer.adopt(formats.chat_template)
+    return tokenizer
 
 
 def truncated(tokens: list[int], most: int | None, params: SamplingParams, engine: Engine) -> list[int]:

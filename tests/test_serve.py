@@ -232,6 +232,9 @@ def test_tokens(server):
         "prompt": "Hello there"
     }
     assert ask(server, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
+    turns = {"messages": [{"role": "user", "content": "Hello"}]}
+    prompt = ask(server, "POST", "/v1/chat/completions", {**turns, "max_tokens": 1, "return_token_ids": True})[2]
+    assert ask(server, "POST", "/tokenize", turns)[2]["tokens"] == prompt["prompt_token_ids"]
 
 
 def test_pause_and_resume(server):

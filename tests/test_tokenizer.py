@@ -202,6 +202,17 @@ def test_named_chat_templates(byte_level):
     assert tokenizer.apply_chat_template(ASK, tools=[{"name": "f"}]) == "from a folder"
 
 
+def test_a_template_in_place_of_the_models_own(byte_level):
+    tokenizer = Tokenizer(byte_level)
+    before = tokenizer.apply_chat_template(ASK)
+    tokenizer.adopt("{{ messages[0].content }}?")
+    assert tokenizer.apply_chat_template(ASK) == "Hi?" != before
+    assert tokenizer.template_for([{"type": "function"}]) == "{{ messages[0].content }}?"
+    held = tokenizer._templates
+    tokenizer.adopt("{{ messages[0].content }}?")
+    assert tokenizer._templates is held, "the same template has the same process"
+
+
 def test_a_template_that_comes_with_the_conversation(byte_level):
     tokenizer = Tokenizer(byte_level)
     given = "{{ eos_token }}{{ messages[0].content }}{{ extra }}{{ add_generation_prompt }}"

@@ -18,11 +18,11 @@ from .service import Service
 async def tokenize(service: Service, request: Request) -> Json:
     asked, _ = await service.read(request, parse_tokenize)
     async with service.models.use(asked.model) as model:
-        return Json(await service.beside(cut, model.llm.engine, asked))
+        return Json(await service.beside(cut, model.llm.engine, asked, service.settings.formats))
 
 
-def cut(engine: Engine, asked: TokenizeRequest) -> dict[str, Any]:
-    tokenizer = prompting.needs_tokenizer(engine)
+def cut(engine: Engine, asked: TokenizeRequest, formats: prompting.Formats) -> dict[str, Any]:
+    tokenizer = prompting.chat_tokenizer(engine, formats)
     try:
         text = asked.prompt
         if text is None:

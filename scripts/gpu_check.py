@@ -61,10 +61,10 @@ RIGHT = [
     Work("decode, MHA", 3, 300, heads=8),
     Work("decode, MQA", 3, 300, heads=16, kv_heads=1),
     Work("decode, width 64, sinks, window", 5, 700, width=64, window=128, sinks=True),
-    Work("decode, width 256, cap", 3, 500, heads=16, width=256, soft_cap=50.0),
+    Work("decode, cap", 3, 500, heads=16, soft_cap=50.0),
     Work("decode, three spans", 2, 9000),
     Work("chunk", 3, 500, rows=200),
-    Work("chunk, window, width 256", 2, 500, rows=130, heads=16, width=256, window=100),
+    Work("chunk, window", 2, 500, rows=130, heads=16, window=100),
     Work("chunk, width 64, sinks", 2, 5000, rows=77, heads=64, width=64, sinks=True),
 ]
 FAST = [

@@ -33,11 +33,11 @@ CASES = {  # each value of each parameter beside several of the others
     "decoding, a window": (decoding(K=1, window=40, sinks=True, soft_cap=3.0), DECODE),
     "decoding, MHA": (decoding(K=3, G=1, soft_cap=3.0), DECODE),
     "decoding, MQA": (decoding(K=1, G=8, H=128, S=32), DECODE),
-    "decoding, wide": (decoding(K=1, H=256, S=64, sinks=True), DECODE),
+    "decoding, wide": (decoding(K=1, H=128, S=64, sinks=True), DECODE),
     "decoding, long pages": (decoding(K=1, G=7, S=128, window=100), DECODE),
     "mixed": (mixed(), MIXED),
     "mixed, a window": (mixed(K=1, G=6, H=128, S=32, window=24, sinks=True, soft_cap=2.0), MIXED),
-    "mixed, MHA": (mixed(G=1, S=64, H=256, K=1), MIXED),
+    "mixed, MHA": (mixed(G=1, S=64, K=1), MIXED),
     "mixed, a wide group": (mixed(K=1, G=60, T=12, S=128), [Sequence(1, 100, 7), Sequence(2, 3, 1)]),
 }
 
@@ -79,8 +79,7 @@ def test_the_same_bits_in_any_step():
 PRODUCTION = {
     "Llama-3-8B, decoding": Shape(K=8, G=4, H=128, T=64, B=64),
     "Llama-3-8B, a chunk": Shape(K=8, G=4, H=128, T=2048, B=64),
-    "Gemma-3, decoding": Shape(K=8, G=2, H=256, T=64, B=64, window=1024),
-    "Gemma-3, a chunk": Shape(K=8, G=2, H=256, T=2048, B=64, window=1024),
+    "Mistral, decoding": Shape(K=8, G=4, H=128, T=64, B=64, window=4096),
     "gpt-oss, decoding": Shape(K=8, G=8, H=64, T=64, B=64, window=128, sinks=True),
     "gpt-oss, a chunk": Shape(K=8, G=8, H=64, T=2048, B=64, sinks=True),
     "MHA, long pages": Shape(K=32, G=1, H=128, S=128, T=64, B=64, soft_cap=50.0),

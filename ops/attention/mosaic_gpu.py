@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .xla import append
 
-WIDTHS = 64, 128, 256
+WIDTHS = 64, 128
 PAGES = 16, 32, 64, 128
 ROWS = 64  # query heads that may share a KV head
 

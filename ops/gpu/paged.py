@@ -11,7 +11,7 @@ from .ragged import merge, run_tasks
 from .task import ROWS, Shape
 from .tile import LOG2_E
 
-BLOCK = 64  # keys of a step, or a page where that is more
+BLOCK = 64  # keys of a step
 
 
 def attend(
@@ -24,7 +24,7 @@ def attend(
     B, M = rows.tables_BM.shape
     decodes = T == B  # every sequence has one row at most
     spans = -(-M * S // ragged.SPAN) if decodes else 1
-    positions, block = 1 if decodes else ROWS // (N // K), max(BLOCK, S)
+    positions, block = 1 if decodes else ROWS // (N // K), BLOCK
     tasks_IF, count, begin_C, spans_C = plan(rows, T, positions, block, window, spans)
     cut = spans > 1
     shape = Shape(T, positions, N, K, H, S, block, len(tasks_IF), processors, window, scale, soft_cap,

@@ -37,8 +37,8 @@ def run_tasks(shape: Shape, q_TNH, k_PSKH, v_PSKH, sinks_N, tables_BM, tasks_IF,
         "sum_ref": plgpu.SMEM((ROWS, H), jnp.float32),
         "q_here": plgpu.Barrier(num_arrivals=shape.positions),
         "q_free": plgpu.Barrier(),
-        "k_here": plgpu.Barrier(num_arrivals=shape.block // shape.page, num_barriers=shape.stages),
-        "v_here": plgpu.Barrier(num_arrivals=shape.block // shape.page, num_barriers=shape.stages),
+        "k_here": plgpu.Barrier(num_arrivals=shape.block // shape.piece, num_barriers=shape.stages),
+        "v_here": plgpu.Barrier(num_arrivals=shape.block // shape.piece, num_barriers=shape.stages),
         "k_free": plgpu.Barrier(num_barriers=shape.stages),
         "v_free": plgpu.Barrier(num_barriers=shape.stages),
     }
@@ -83,7 +83,7 @@ def run(shape: Shape, tiles: Tiles, q, k, v, sinks, tables, tasks, count, *outs,
 def fetch(shape: Shape, inputs: Inputs, task: Task, step, *, q_ref, k_ref, v_ref, q_here, q_free, k_here, v_here,
           k_free, v_free, **_):  # fmt: skip
     """Bring the queries of a task, and its keys and values block by block, as there is room for them."""
-    group = shape.group
+    group, piece = shape.group, shape.piece
 
     @pl.when(task.number > 0)
     def _():
@@ -96,18 +96,18 @@ def fetch(shape: Shape, inputs: Inputs, task: Task, step, *, q_ref, k_ref, v_ref
 
     def block(b, step):
         slot = lax.rem(step, jnp.int32(shape.stages))
-        pages = shape.block // shape.page
 
         def bring(source, target, here, free):
             @pl.when(step >= shape.stages)
             def _():
                 plgpu.barrier_wait(free.at[slot])
 
-            for j in range(pages):
-                at = jnp.minimum(b * pages + j, inputs.tables.shape[1] - 1)
-                page = inputs.tables[task.seq, at]
-                part = target.at[slot, pl.ds(j * shape.page, shape.page)]
-                plgpu.copy_gmem_to_smem(source.at[page, :, task.head], part, here.at[slot])
+            for j in range(shape.block // piece):
+                position = b * shape.block + j * piece
+                at = jnp.minimum(lax.div(position, jnp.int32(shape.page)), inputs.tables.shape[1] - 1)
+                inside = pl.ds(lax.rem(position, jnp.int32(shape.page)), piece)
+                held = source.at[inputs.tables[task.seq, at], inside, task.head]
+                plgpu.copy_gmem_to_smem(held, target.at[slot, pl.ds(j * piece, piece)], here.at[slot])
 
         bring(inputs.k, k_ref, k_here, k_free)
         bring(inputs.v, v_ref, v_here, v_free)

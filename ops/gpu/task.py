@@ -32,9 +32,14 @@ class Shape(NamedTuple):
         return self.heads // self.kv_heads
 
     @property
+    def piece(self) -> int:
+        """Positions that are fetched at once: a page, or what a block takes of one."""
+        return min(self.page, self.block)
+
+    @property
     def stages(self) -> int:
         """Blocks on their way: as many as there is room for beside a tile."""
-        tile = 6 * ROWS * self.width + 1024
+        tile = 6 * ROWS * self.width + 5120  # and what barriers and gaps take
         return min((MEMORY - tile) // (4 * self.block * self.width), 8)
 
 

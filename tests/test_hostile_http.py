@@ -527,7 +527,7 @@ def test_an_answer_that_nobody_reads(talkative, count, close):
     talkative.canary.sings()
 
 
-class Stuck:
+class Stuck(asyncio.Transport):
     """A transport whose peer takes nothing more."""
 
     left, ended = 5000, ""
@@ -538,10 +538,10 @@ class Stuck:
     def is_closing(self) -> bool:
         return bool(self.ended)
 
-    def get_extra_info(self, name: str) -> None:
+    def get_extra_info(self, name: str, default: Any = None) -> None:
         return None
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         self.left += len(data)
 
     def close(self) -> None:
@@ -558,7 +558,7 @@ def test_the_last_bytes_that_nobody_reads():
         config = uvicorn.Config(lambda *_: None, ws="none", log_config=None)
         stuck, kind = Stuck(), bounded(Settings())
         connection = kind(config, ServerState(), {})
-        connection.connection_made(stuck)  # type: ignore[arg-type]
+        connection.connection_made(stuck)
         connection.timeout_keep_alive_handler()
         return stuck.ended
 

@@ -35,6 +35,7 @@ CASES = {  # each value of each parameter beside several of the others
     "decoding, MQA": (decoding(K=1, G=8, H=128, S=32), DECODE),
     "decoding, wide": (decoding(K=1, H=128, S=64, sinks=True), DECODE),
     "decoding, long pages": (decoding(K=1, G=7, S=128, window=100), DECODE),
+    "decoding, several rows of one": (decoding(K=1), [Sequence(1, 125, 4), Sequence(2, 9, 1)]),
     "mixed": (mixed(), MIXED),
     "mixed, a window": (mixed(K=1, G=6, H=128, S=32, window=24, sinks=True, soft_cap=2.0), MIXED),
     "mixed, MHA": (mixed(G=1, S=64, K=1), MIXED),

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..gpu.task import ROWS
 from .xla import append
 
 WIDTHS = 64, 128
 PAGES = 16, 32, 64, 128
-ROWS = 64  # query heads that may share a KV head
 
 
 def paged_attention(

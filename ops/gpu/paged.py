@@ -22,7 +22,7 @@ def attend(
     T, N, H = q_TNH.shape
     _, S, K, _ = pages.k_PSKH.shape
     B, M = rows.tables_BM.shape
-    decodes = T == B  # every sequence has one row at most
+    decodes = T == B  # mostly a row each, and a tile for each row
     spans = -(-M * S // ragged.SPAN) if decodes else 1
     positions, block = 1 if decodes else ROWS // (N // K), BLOCK
     tasks_IF, count, begin_C, spans_C = plan(rows, T, positions, block, window, spans)

@@ -34,7 +34,7 @@ class Turnstile:
 
     def __init__(self):
         self.waiting: deque[tuple[Connection, bytes]] = deque()
-        self.heard = 0
+        self.heard = 0  # since the last turn: TURN while anybody waits, so that nobody is heard before those
 
     def enter(self, connection: "Connection", data: bytes) -> None:
         if not self.heard:

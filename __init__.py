@@ -15,12 +15,14 @@ EXPORTS = {
     "RequestError": ".serving.request",
     "RequestOutput": ".serving.outputs",
     "SamplingParams": ".serving.request",
+    "follow": ".serving.follow",
 }
 
 if TYPE_CHECKING:
     from .model.config import ModelError as ModelError
     from .serving.async_llm import AsyncLLM as AsyncLLM
     from .serving.beam import BeamSearchParams as BeamSearchParams
+    from .serving.follow import follow as follow
     from .serving.llm import LLM as LLM
     from .serving.outputs import CompletionOutput as CompletionOutput
     from .serving.outputs import RequestOutput as RequestOutput

@@ -10,20 +10,20 @@ from typing import Any, get_args, get_origin
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from ..ops import native, quant
-from ..ops.native.linear import pack
-from ..sharding.mesh import sharding, shardings
-from ..sharding.spec import ArraySpec, empty, nbytes
+from ..sharding import own
+from ..sharding.mesh import shardings
+from ..sharding.spec import ArraySpec, nbytes
 from . import compressed, converted
-from .config import ModelConfig, ModelError
+from .config import CACHES, ModelConfig, ModelError
 from .families import FAMILIES
+from .leaf import read_leaf
+from .placing import Home, Homes, complete, place, place_all, place_over, place_packed, spread
 from .stored import Stored, stored_format
-from .tensors import Tensor, fill, find_tensors, read_json
+from .tensors import Tensor, find_tensors, read_json
 from .weights import ModelWeights, abstract, dense_specs
 
-FP8_BLOCK = 128  # side of the square that shares a scale; `Keys.quantization` admits no other
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
 
 
@@ -59,8 +59,8 @@ def read_config(
         dtype = "bfloat16" if config.dtype == "float16" else config.dtype
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype is {dtype!r}; it can be auto, float32 or bfloat16")
-    if kv_cache_dtype not in ("auto", "bfloat16", "int8"):
-        raise ModelError(f"kv_cache_dtype is {kv_cache_dtype!r}; it can be auto, bfloat16 or int8")
+    if kv_cache_dtype not in CACHES:
+        raise ModelError(f"kv_cache_dtype is {kv_cache_dtype!r}; it can be {', '.join(CACHES)}")
     quant = choose_format(config, quantization, stored)
     return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype)
 
@@ -127,35 +127,32 @@ def described(kinds) -> str:
 def load(
     folder: Path,
     config: ModelConfig,
-    mesh: Mesh | None = None,
+    homes: Homes = Homes(),  # noqa: B008 - it is frozen
     progress: Callable[[int], None] = lambda count: None,
     plain: bool = False,
 ) -> ModelWeights:
     """The weights of a folder, from whichever of the two forms it holds; over a mesh, each array as its rules say.
     `plain`: not laid out for the kernels, to be written again."""
     specs = specs_of(folder, config)
-    if mesh is not None:
+    if homes.mesh is not None:
         try:
-            shardings(specs, mesh)
+            shardings(specs, homes.mesh)
         except ValueError as error:
             raise ModelError(f"{folder} does not fit the mesh: {error}") from None
-    put = place_packed if mesh is None and not plain and native.multiplies() else place
+    put = place_packed if homes.mesh is None and not plain and native.multiplies() else place
     if converted.holds_weights(folder):
-        weights = converted.load_weights(folder, specs, mesh, progress)
-        if put is place:
+        if homes.mesh is not None:
+            weights = converted.load_weights(folder, specs, progress, spread(homes.tree(config), specs))
+            return complete(weights, config, homes)
+        weights = converted.load_weights(folder, specs, progress)
+        if put is place and not homes.on_host:
             return weights
-        return jax.tree.map(lambda spec, leaf: put(spec, jax.tree.map(np.asarray, leaf)), dense_specs(config), weights)
-    return load_weights(folder, config, put, progress, mesh)
 
+        def finish(home: Home, spec: ArraySpec, leaf):
+            return put(spec, jax.tree.map(np.asarray, leaf))
 
-def place(spec: ArraySpec, leaf):
-    """A finished leaf on the device."""
-    return jax.device_put(leaf)
-
-
-def place_packed(spec: ArraySpec, leaf):
-    """The same, laid out for the kernels."""
-    return jax.device_put(pack(spec, leaf))
+        return place_all(config, homes, finish, dense_specs(config), weights)
+    return load_weights(folder, config, put, progress, homes)
 
 
 def load_weights(
@@ -163,7 +160,7 @@ def load_weights(
     config: ModelConfig,
     put: Callable[[ArraySpec, Any], Any] = place,
     progress: Callable[[int], None] = lambda count: None,
-    mesh: Mesh | None = None,
+    homes: Homes = Homes(),  # noqa: B008 - it is frozen
 ) -> ModelWeights:
     """The weights from safetensors. `put` places a finished leaf, given the spec of its dense form; `progress` is told
     of bytes as they are read."""
@@ -172,23 +169,21 @@ def load_weights(
     if stored is not None:
         check_codes(dense_specs(config).layers, specs.layers, parts.layers, tensors)
 
-    def finish(dense_spec: ArraySpec, spec, parts):
+    def finish(home: Home, dense_spec: ArraySpec, spec, parts):
         found = [tensors[part.name] for part in parts]
         if compressed.fits(spec, found):
             leaf = compressed.read_node(dense_spec, spec, parts, tensors)
             progress(nbytes(leaf))
         else:
-            leaf = read_leaf(dense_spec, parts, tensors)
+            alone = home.mesh is None or not isinstance(spec, ArraySpec)  # what is rounded is rounded whole
+            leaf = read_leaf(dense_spec, parts, tensors, None if alone else own.needed(spec, home.mesh))
             progress(leaf.nbytes)
             if not isinstance(spec, ArraySpec):
                 leaf = quant.quantize(np.moveaxis(leaf, dense_spec.inputs, range(len(dense_spec.inputs))), spec)
-        if mesh is None:
-            placed = put(dense_spec, leaf)
-        else:
-            placed = jax.device_put(leaf, jax.tree.map(lambda one: sharding(one, mesh), spec))
+        placed = put(dense_spec, leaf) if home.mesh is None else place_over(home, spec, leaf)
         return jax.block_until_ready(placed)  # no second leaf while this one is still being copied
 
-    return jax.tree.map(finish, dense_specs(config), specs, parts)
+    return place_all(config, homes, finish, dense_specs(config), specs, parts)
 
 
 def specs_of(folder: Path, config: ModelConfig) -> ModelWeights:
@@ -262,28 +257,3 @@ def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor],
     extra = [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
     if extra := sorted(name for name in extra if not ignored(name)):
         raise ModelError(f"{folder} holds the tensor {extra[0]!r}, which {config.family} models do not have")
-
-
-def read_leaf(spec: ArraySpec, parts, tensors: dict[str, Tensor]) -> np.ndarray:
-    """One array of the weight tree, put together from its parts."""
-    leaf = None
-    for part in parts:
-        value = tensors[part.name].read()
-        if (scales := f"{part.name}_scale_inv") in tensors:
-            value = scale_blocks(value, tensors[scales].read(), scales)
-        value = part.turn(value)
-        if len(parts) == 1 and value.shape == spec.shape and value.dtype == spec.dtype and value.flags.c_contiguous:
-            return value  # as it was read
-        if leaf is None:
-            leaf = empty(spec.shape, spec.dtype)
-        fill(leaf[part.at] if part.at != () else leaf, value)
-    return leaf
-
-
-def scale_blocks(value: np.ndarray, scale: np.ndarray, name: str) -> np.ndarray:
-    """An 8-bit float matrix in float32, each block of 128 by 128 times its scale."""
-    if value.ndim != 2 or scale.shape != tuple(-(-size // FP8_BLOCK) for size in value.shape):
-        raise ModelError(f"tensor {name!r} has shape {list(scale.shape)}; it must hold one scale a block of 128 x 128")
-    rows, columns = value.shape
-    scale = scale.astype(np.float32).repeat(FP8_BLOCK, 0)[:rows].repeat(FP8_BLOCK, 1)[:, :columns]
-    return value.astype(np.float32) * scale

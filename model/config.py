@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+# What keys and values can be kept in; None: the model's own type.
+CACHES = {"auto": None, "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
+
 
 class ModelError(ValueError):
     """A model folder, configuration or weight that cannot be used; the message says what would be right."""
@@ -85,6 +88,12 @@ class Moe:
     alpha: float = 1.0
     own_norms: bool = False  # Gemma 4: router and experts read the residual through norms of their own
     quant: str | None = None  # the format of the expert weights
+    spare: int = 0  # places for second and further copies of experts
+
+    @property
+    def slots(self) -> int:
+        """Places that an expert's weights can lie at."""
+        return self.experts + self.spare
 
 
 @dataclass(frozen=True)
@@ -116,12 +125,12 @@ class ModelConfig:
     per_layer_vocab: int = 0
     layer_scale: bool = False
     quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
-    kv_cache_dtype: str = "auto"  # of keys and values; auto: the model's dtype
+    kv_cache_dtype: str = "auto"  # of keys and values, one of CACHES
 
     @property
     def kv_dtype(self) -> str:
         """What keys and values are kept in."""
-        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return CACHES[self.kv_cache_dtype] or self.dtype
 
     def __post_init__(self):
         for index, layer in enumerate(self.layers):
@@ -139,6 +148,16 @@ class ModelConfig:
     def kv_layers(self) -> tuple[int, ...]:
         """The layers that own a cache, in order."""
         return tuple(index for index, owner in enumerate(self.kv_owner) if index == owner)
+
+    @cached_property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have experts, in order."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.moe is not None)
+
+    @property
+    def experts(self) -> int:
+        """Of a layer, the most; 0 where none has any."""
+        return max((layer.moe.experts for layer in self.layers if layer.moe is not None), default=0)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

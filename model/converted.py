@@ -7,12 +7,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from ..sharding.mesh import shardings
-from ..sharding.spec import nbytes
+from ..sharding import own
+from ..sharding.spec import ArraySpec, nbytes
 from .config import ModelError
 from .tensors import read_json
 
@@ -65,16 +67,23 @@ def save(folder: Path, out: Path, weights, dtype: str) -> None:
     (out / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 
-def load_weights(folder: Path, specs, mesh: Mesh | None, progress: Callable[[int], None]):
-    """The weights that `specs` describe, each placed where the mesh says."""
+def load_weights(folder: Path, specs, progress: Callable[[int], None], homes=None):
+    """The weights that `specs` describe; over a mesh, of which `homes` tells, each process reads its own part of them.
+
+    An array that the devices have in another order, as a fused `qkv`, is read whole.
+    """
     import orbax.checkpoint as ocp
 
-    path, wanted = folder.absolute() / WEIGHTS, names(specs)
-    one = SingleDeviceSharding(jax.devices()[0])
-    places = dict.fromkeys(wanted, one) if mesh is None else shardings(wanted, mesh)
-    target = {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=places[name]) for name, spec in wanted.items()
-    }
+    path, wanted, places = folder.absolute() / WEIGHTS, names(specs), names(homes)
+    whole = {name for name, home in places.items() if not own.as_stored(wanted[name], home.mesh)}
+
+    def target_of(name: str, spec: ArraySpec) -> Any:
+        if name in whole:
+            return np.empty(spec.shape, spec.dtype)
+        where = SingleDeviceSharding(jax.devices()[0]) if name not in places else places[name].sharding(spec)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where)
+
+    target = {name: target_of(name, spec) for name, spec in wanted.items()}
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             stored = checkpointer.metadata(path).item_metadata.tree
@@ -86,6 +95,9 @@ def load_weights(folder: Path, specs, mesh: Mesh | None, progress: Callable[[int
         except Exception as error:
             raise ModelError(f"{path} cannot be read: {first_line(error)}") from None
     progress(nbytes(specs))
+    for name in whole:
+        home = places[name]
+        arrays[name] = own.place(arrays[name], wanted[name], home.mesh, home.sharding(wanted[name]))
     return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in wanted])
 
 

@@ -13,25 +13,31 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ..sharding.spec import nbytes
-from .config import LatentAttention, ModelConfig
-from .weights import ModelWeights, abstract, dense_specs
+from .config import LatentAttention, Layer, ModelConfig
+from .weights import LayerWeights, ModelWeights, abstract, dense_specs
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one device can hold, read in a second, and multiply and add in a second (bfloat16, dense)."""
+    """What one device can hold, read in a second, and multiply and add in a second (bfloat16, dense).
+
+    And what it can send in a second to those of its machine, and to those of others.
+    """
 
     memory: float
     bandwidth: float
     flops: float
+    link: float
+    network: float
 
 
-DEVICES = {  # GPUs: the makers' figures
-    "h200": Device(140.4 * 2**30, 4.8e12, 989e12),
-    "h100": Device(79.6 * 2**30, 3.35e12, 989e12),
-    "a100": Device(80.0 * 2**30, 2.04e12, 312e12),
-    "l4": Device(22.5 * 2**30, 0.3e12, 121e12),
-    "cpu": Device(16.0 * 2**30, 24e9, 0.78e12),  # measured on two x86 cores with AVX-512 and AMX
+DEVICES = {  # GPUs: the makers' figures: NVLink, for the L4 PCIe; a network adapter of 400, 200 or 100 Gb/s for each
+    "h200": Device(140.4 * 2**30, 4.8e12, 989e12, 450e9, 50e9),
+    "h100": Device(79.6 * 2**30, 3.35e12, 989e12, 450e9, 50e9),
+    "a100": Device(80.0 * 2**30, 2.04e12, 312e12, 300e9, 25e9),
+    "l4": Device(22.5 * 2**30, 0.3e12, 121e12, 32e9, 12.5e9),
+    # Measured on two x86 cores with AVX-512 and AMX. A copy is read and written; a network of 10 Gb/s.
+    "cpu": Device(16.0 * 2**30, 24e9, 0.78e12, 12e9, 1.25e9),
 }
 
 
@@ -50,12 +56,13 @@ class Kind:
 
 
 def layer_token_bytes(attention, dtype: str) -> int:
-    """Bytes that one layer writes a token; in int8 a head's vector comes with a float32 scale."""
+    """Bytes that one layer writes a token; in eight bits a head's vector comes with a float32 scale."""
     if isinstance(attention, LatentAttention):
         heads, width = 1, attention.kv_rank + attention.rope_dim
     else:
         heads, width = 2 * attention.kv_heads, attention.head_dim
-    return heads * (width * jnp.dtype(dtype).itemsize + (4 if dtype == "int8" else 0))
+    size = jnp.dtype(dtype).itemsize
+    return heads * (width * size + (4 if size == 1 else 0))
 
 
 def kinds(config: ModelConfig) -> tuple[Kind, ...]:
@@ -104,23 +111,31 @@ def read_weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) 
     return nbytes(weights) - nbytes(lookups)
 
 
-def operations(config: ModelConfig, length: int) -> int:
+def operations(config: ModelConfig, length: int) -> float:
     """Multiplications and additions for one token that sees `length` others: two a weight it meets, and attention."""
     total = 2 * config.vocab_size * config.dim
     if config.per_layer_dim:
         total += 2 * dense_specs(config).per_layer_proj_DLA.size
     for layer, weights in zip(config.layers, dense_specs(config).layers, strict=True):
-        experts = 0
-        if layer.moe is not None:
-            experts = config.dim * (layer.moe.experts + layer.moe.top_k * 3 * layer.moe.dim)  # router, then the chosen
-        attention = layer.attention
-        if isinstance(attention, LatentAttention):  # scores against latent and rotary key, then a mix of latents
-            width = attention.heads * (2 * attention.kv_rank + attention.rope_dim)
-        else:
-            width = attention.heads * attention.head_dim * 2
-        matrices = [*matrix_sizes(weights.attention), *matrix_sizes(weights.mlp), *matrix_sizes(weights.per_layer)]
-        total += 2 * (sum(matrices) + experts + width * seen(attention, length))
+        total += 2 * (met_weights(config, layer, weights) + score_width(layer) * seen(layer.attention, length))
     return total
+
+
+def met_weights(config: ModelConfig, layer: Layer, weights: LayerWeights, expert: int = 1) -> float:
+    """Weights of a layer that a token is multiplied with; of the chosen experts its share of so many devices."""
+    experts = 0
+    if layer.moe is not None:  # router, then the chosen
+        experts = config.dim * (layer.moe.experts + layer.moe.top_k * 3 * layer.moe.dim / expert)
+    matrices = [*matrix_sizes(weights.attention), *matrix_sizes(weights.mlp), *matrix_sizes(weights.per_layer)]
+    return sum(matrices) + experts
+
+
+def score_width(layer: Layer) -> int:
+    """Numbers of each key and value that a token is multiplied with."""
+    a = layer.attention
+    if isinstance(a, LatentAttention):  # scores against latent and rotary key, then a mix of latents
+        return a.heads * (2 * a.kv_rank + a.rope_dim)
+    return a.heads * a.head_dim * 2
 
 
 def matrix_sizes(weights) -> list[int]:

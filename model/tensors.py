@@ -50,6 +50,13 @@ class Tensor:
             raise ModelError(f"{self.file} is truncated: {len(rest)} bytes are missing")
         return out
 
+    def mapped(self) -> np.ndarray:
+        """The same, of which only what is looked at is read: for a process that needs a part of it."""
+        try:
+            return np.asarray(np.memmap(self.file, self.dtype, "r", self.start, self.shape))
+        except OSError as error:
+            raise ModelError(f"{self.file} cannot be read: {error.strerror}") from None
+
 
 def fill(out: np.ndarray, value: np.ndarray) -> None:
     """`out[...] = value`, some twenty times as fast where one is laid out as the other's transpose."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from ..ops.quant import packed
-from ..sharding.spec import ArraySpec
+from ..sharding.spec import ArraySpec, Runs
 from .config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
@@ -60,6 +60,8 @@ class MoeWeights:
     pre_norm_D: Array = None
     post_norm_D: Array = None
     mlp_post_norm_D: Array = None
+    copies_E: Array = None  # how many of an expert's copies there are, where it may have several
+    slots_EC: Array = None  # and at which of the stacks' places
 
 
 @struct.dataclass
@@ -119,7 +121,7 @@ def dense_specs(config: ModelConfig) -> ModelWeights:
     return abstract(replace(config, quant=None))
 
 
-def norm(size: int, axis: str | None = None) -> ArraySpec:
+def norm(size: int, axis: str | Runs | None = None) -> ArraySpec:
     """A norm's scale: always float32, it is small and a rounded `1 + w` would cost accuracy."""
     return ArraySpec((size,), jnp.float32, (axis,), "ones")
 
@@ -157,12 +159,15 @@ def matrix(config: ModelConfig, into: tuple[int, ...], out: tuple[int, ...], axe
 def attention_spec(config: ModelConfig, a: Attention) -> AttentionWeights:
     D, dtype = config.dim, jnp.dtype(config.dtype)
     N, K, H = a.heads, a.kv_heads, a.head_dim
-    G = N + (0 if a.kv_source is not None else K if a.tied_kv else 2 * K)
-    q_norm, k_norm = {None: (None, None), "head": (norm(H), norm(H)), "all": (norm(N * H), norm(K * H))}[a.qk_norm]
+    sizes = (N,) if a.kv_source is not None else (N, K) if a.tied_kv else (N, K, K)
+    G, runs = sum(sizes), Runs("heads", sizes, shared=(1, 2)[: len(sizes) - 1])
+    # Of a run of keys that several devices hold, each needs its own part of the scale, hence the runs.
+    whole = norm(N * H, Runs("heads", (N,))), norm(K * H, Runs("heads", (K,), shared=(0,)))
+    q_norm, k_norm = {None: (None, None), "head": (norm(H), norm(H)), "all": whole}[a.qk_norm]
     return AttentionWeights(
-        qkv_DGH=matrix(config, (D,), (G, H), ("embed", "qkv", None)),
+        qkv_DGH=matrix(config, (D,), (G, H), ("embed", runs, None)),
         out_NHD=matrix(config, (N, H), (D,), ("heads", None, "embed")),
-        qkv_bias_GH=ArraySpec((G, H), dtype, ("qkv", None), "zeros") if a.bias else None,
+        qkv_bias_GH=ArraySpec((G, H), dtype, (runs, None), "zeros") if a.bias else None,
         out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.out_bias else None,
         q_norm=q_norm,
         k_norm=None if a.kv_source is not None else k_norm,
@@ -201,15 +206,15 @@ def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
 
 def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
     D, E, F, dtype = config.dim, moe.experts, moe.dim, jnp.dtype(config.dtype)
-    own = norm(D) if moe.own_norms else None
+    own, stack = norm(D) if moe.own_norms else None, Runs("experts", (E,), again=moe.spare)
     return MoeWeights(
         router_DE=ArraySpec((D, E), jnp.float32, ("embed", None), fan_in=D),
-        up_EDGF=packed(moe.quant, ArraySpec((E, D, 2, F), dtype, ("experts", "embed", None, "ffn"), fan_in=D)),
-        down_EFD=packed(moe.quant, ArraySpec((E, F, D), dtype, ("experts", "ffn", "embed"), fan_in=F)),
+        up_EDGF=packed(moe.quant, ArraySpec((E, D, 2, F), dtype, (stack, "embed", None, "ffn"), fan_in=D)),
+        down_EFD=packed(moe.quant, ArraySpec((E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F)),
         router_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.router_bias else None,
         choice_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.choice_bias else None,
-        up_bias_EGF=ArraySpec((E, 2, F), dtype, ("experts", None, "ffn"), "zeros") if moe.bias else None,
-        down_bias_ED=ArraySpec((E, D), dtype, ("experts", "embed"), "zeros") if moe.bias else None,
+        up_bias_EGF=ArraySpec((E, 2, F), dtype, (stack, None, "ffn"), "zeros") if moe.bias else None,
+        down_bias_ED=ArraySpec((E, D), dtype, (stack, "embed"), "zeros") if moe.bias else None,
         router_scale_D=own,
         expert_scale_E=ArraySpec((E,), jnp.float32, (None,), "ones") if moe.own_norms else None,
         pre_norm_D=own,

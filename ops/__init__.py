@@ -8,4 +8,6 @@ Names carry their dimensions as capital suffixes that match the letters of an ei
     D model width         H head size          C tiles of query rows
     F feed-forward width  E experts            Q query rows a tile
     V vocabulary          X experts a token    J key positions a block
+    Y a key and a value of each KV head: 2K
+    Z pairs of a row and one of its experts   n devices
 """

@@ -43,34 +43,54 @@ def pick(stack, e):
 def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
     """sum_x weight * expert(x), where `expert(e, rows_QD)` computes one expert over a block of rows.
 
-    The (row, expert) pairs are sorted by expert and each expert's share is padded to whole blocks:
+    A pair of expert `num_experts` is nobody's and adds nothing.
+    """
+    X = experts_TX.shape[1]
+
+    def run(e, pair_Q):
+        return weighed(expert(e, x_TD[pair_Q // X]), weights_TX.reshape(-1)[pair_Q])
+
+    out_ZD = by_expert(experts_TX.reshape(-1), num_experts, run, x_TD.shape[1], jnp.float32)
+    return add_pairs(out_ZD, X).astype(x_TD.dtype)
+
+
+def weighed(result_QD, weights_Q):
+    """To be called in the loop that makes the results: a product fused with the sum may round differently."""
+    return result_QD.astype(jnp.float32) * weights_Q[:, None]
+
+
+def add_pairs(out_ZD, X: int):
+    """The sum over each row's X pairs, by bare additions in a written order: a reduction may round differently at
+    another number of rows."""
+    out_TXD = out_ZD.reshape(-1, X, out_ZD.shape[1])
+    return sum((out_TXD[:, x] for x in range(1, X)), start=out_TXD[:, 0])
+
+
+def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
+    """What `run(e, pair_Q)` gives for each pair and its expert: [Z, width]; zeros for what is nobody's.
+
+    The pairs are sorted by expert and each expert's share is padded to whole blocks:
 
         pairs   |e0 e0 e0|e2|e3 e3 e3 e3 e3|          sorted, no pair dropped
         blocks  [e0 e0 e0 .] [e2 . . .] [e3 e3 e3 e3] [e3 . . .]
 
-    The loop runs over the blocks that exist, so an expert nobody chose is never read; a pair of expert `num_experts`
-    is nobody's and adds nothing.
+    The loop runs over the blocks that exist, so an expert nobody chose is never read.
     """
-    T, X = experts_TX.shape
-    pairs = T * X
-    order = jnp.argsort(experts_TX.reshape(-1), stable=True)
-    sorted_experts = experts_TX.reshape(-1)[order]
-    counts_E = jnp.zeros(num_experts, jnp.int32).at[sorted_experts].add(1, mode="drop")
+    pairs = experts_Z.shape[0]
+    order = jnp.argsort(experts_Z, stable=True)
+    counts_E = jnp.zeros(num_experts, jnp.int32).at[experts_Z].add(1, mode="drop")
     first_pair_E = jnp.cumsum(counts_E) - counts_E
     blocks_E = (counts_E + BLOCK - 1) // BLOCK
     last_block_E = jnp.cumsum(blocks_E)
 
-    def run_block(block, out_pD):
+    def run_block(block, out_ZD):
         e = jnp.searchsorted(last_block_E, block, side="right").astype(jnp.int32)
         offset = (block - (last_block_E[e] - blocks_E[e])) * BLOCK + jnp.arange(BLOCK)
         valid = offset < counts_E[e]
-        pair = jnp.where(valid, first_pair_E[e] + offset, pairs)
-        taken = order[jnp.minimum(pair, pairs - 1)]
-        result = expert(e, x_TD[taken // X]).astype(jnp.float32) * weights_TX.reshape(-1)[taken][:, None]
-        return out_pD.at[pair].set(result, mode="drop")
+        place = jnp.where(valid, first_pair_E[e] + offset, pairs)
+        result = run(e, order[jnp.minimum(place, pairs - 1)])
+        return out_ZD.at[place].set(result.astype(dtype), mode="drop")
 
-    out_pD = jax.lax.fori_loop(0, last_block_E[-1], run_block, jnp.zeros((pairs, x_TD.shape[1]), jnp.float32))
+    out_ZD = jax.lax.fori_loop(0, last_block_E[-1], run_block, jnp.zeros((pairs, width), dtype))
     place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
-    out_TXD = out_pD[place].reshape(T, X, -1)
-    # Bare additions in a written order: a reduction, or a product fused with it, may round differently at another T.
-    return sum((out_TXD[:, x] for x in range(1, X)), start=out_TXD[:, 0]).astype(x_TD.dtype)
+    return out_ZD[place]

@@ -3,13 +3,20 @@
 import jax
 import jax.numpy as jnp
 
+from ..sharding.team import WHOLE, Axis
 from .sums import sum_pairs
 
 
-def rms_norm(x, scale=None, eps: float = 1e-6):
-    """x / rms(x) over the last axis, times `scale` if there is one; the result has x's dtype."""
+def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = WHOLE):
+    """x / rms(x) over the last axis, times `scale` if there is one; the result has x's dtype.
+
+    Where the devices of `axis` have a part of it each, it is that of all parts.
+    """
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(mean(wide * wide)[..., None] + eps)
+    squares = mean(wide * wide)
+    if axis.size > 1:
+        squares = axis.sum(squares) / axis.size
+    wide = wide * jax.lax.rsqrt(squares[..., None] + eps)
     return (wide if scale is None else wide * scale).astype(x.dtype)
 
 

@@ -66,11 +66,11 @@ def serve(
                         f"{seq.num_prompt} prompt and {sample.output_len} output tokens do not fit into the "
                         f"{engine.max_len} of --max-model-len: ask for fewer"
                     )
-            under_way = engine.in_flight  # what this call waits for; it launches the next one before
+            oldest = engine.in_flight[0] if engine.in_flight else None
             changed = engine.step()
             now = clock()
-            if under_way is not None:
-                steps.append(Step(now - last, under_way.plan))
+            if oldest is not None and oldest not in engine.in_flight:  # this call launched one and waited for that
+                steps.append(Step(now - last, oldest.plan))
             last = now
             for request in changed:
                 index, sent, times = live[request]

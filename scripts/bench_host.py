@@ -10,6 +10,7 @@ from . import bench_load as load
 from . import bench_report as reports
 from . import options as o
 from .plan import table
+from .sizes import size
 
 PARTS = {"schedule": "schedule", "launch": "arrays", "collect": "results", "update": "take in"}
 WARM_UP = 20  # steps
@@ -21,7 +22,7 @@ def main(
     input_len: Annotated[
         list[int] | None,
         typer.Option(
-            parser=o.size,
+            parser=size,
             metavar="TOKENS",
             help="How long each is; may be given several times.",
             show_default="100, 500, 850",
@@ -29,24 +30,64 @@ def main(
         ),
     ] = None,
     num_steps: Annotated[int, o.sized("--num-steps", "Steps to measure.", "N", load.DATA)] = 100,
+    num_processes: Annotated[
+        int, o.sized("--num-processes", "Processes that are told of each step, as over several hosts.", "N", load.DATA)
+    ] = 1,
     as_json: reports.Json = None,
     save_result: reports.SaveResult = False,
 ) -> None:
     """Decode without a device. Prints what planning a step, writing its arrays and taking in its tokens cost."""
     report = reports.report(context, as_json, save_result, None)
-    load.above_zero(num_seqs=num_seqs, num_steps=num_steps, input_len=min(input_len or [1]))
+    load.above_zero(
+        num_seqs=num_seqs, num_steps=num_steps, input_len=min(input_len or [1]), num_processes=num_processes
+    )
     rows = []
+    hosts = followed_by(num_processes - 1) if num_processes > 1 else None
     for length in input_len or [100, 500, 850]:
-        laps = measure(num_seqs, length, num_steps)
+        laps = measure(num_seqs, length, num_steps, hosts)
         own = {part: median(laps[part]) * 1e3 for part in PARTS}
         rows.append({"input_len": length, **own, "together": sum(own.values())})
     heading = f"{num_seqs} sequences of the bundled model that decode: milliseconds a step, medians of {num_steps}"
+    if hosts is not None:
+        heading += f"; {hosts.sent_last} bytes to each of {num_processes - 1} others in the last"
+        hosts.close()
     cells = [(row["input_len"], *(f"{row[part]:.3f}" for part in (*PARTS, "together"))) for row in rows]
     text = f"{heading}\n\n{table(('tokens each', *PARTS.values(), 'together'), cells)}"
     report.write({"num_seqs": num_seqs, "rows": rows}, text, lambda figure: None)
 
 
-def measure(num_seqs: int, length: int, num_steps: int) -> dict[str, list[float]]:
+def followed_by(count: int) -> Any:
+    """So many processes that hear what is to be done, and do nothing."""
+    import socket
+    import subprocess
+    import sys
+
+    from ..serving.hosts import Leader
+    from ..serving.wire import Line
+
+    lines = {}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for index in range(count):
+            port = listener.getsockname()[1]
+            subprocess.Popen([sys.executable, "-c", f"from {__name__} import listen; listen({port})"])
+            lines[index + 1] = Line(listener.accept()[0])
+    return Leader(lines)
+
+
+def listen(port: int) -> None:
+    """What such a process does, until there is no more to hear."""
+    import os
+    import socket
+
+    from ..serving.hosts import Link
+    from ..serving.wire import Line
+
+    link = Link(Line(socket.create_connection(("127.0.0.1", port))), "", lambda why: os._exit(0))
+    while link.inbox.get()[0] != "end":
+        pass
+
+
+def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> dict[str, list[float]]:
     """Seconds of the parts of each step, once all sequences decode."""
     from ..serving.request import SamplingParams
     from ..serving.trace import NoTrace
@@ -73,7 +114,7 @@ def measure(num_seqs: int, length: int, num_steps: int) -> dict[str, list[float]
 
     laps: dict[str, list[float]] = {}
     engine = pretended_engine(num_seqs, length + WARM_UP + num_steps + 8)
-    engine.trace = Laps()
+    engine.trace, engine.runner.hosts = Laps(), hosts
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for index in range(num_seqs):
         engine.add(str(index), [index % 500 + 3] * length, params)
@@ -119,6 +160,6 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
         return lambda weights, state, buffer: (sampled, None, state)
 
     runner.compiled = {size: compiled(size) for size in runner.batcher.layouts}
-    runner.mover.programs = {("within", group): lambda layers, *pages: layers for group in range(groups)}
+    runner.mover.programs = {("within", group, 0): lambda layers, *pages: layers for group in range(groups)}
     pages = PageTable((num_seqs * (-(-longest // 16) + 1) + 1,) * groups, 16, config.windows)
     return Engine(runner, tokenizer, pages, config.max_len)

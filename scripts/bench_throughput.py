@@ -12,6 +12,7 @@ from .bench_engine import Roof, Run, decode_milliseconds, engine_roof, read_band
 from .bench_metrics import flat, milliseconds, percentile, totals
 from .loading import load as load_model
 from .plan import amount, table
+from .sizes import size
 
 WARM_UP = load.Sample([0], 8)
 
@@ -24,7 +25,7 @@ def main(
     concurrency: Annotated[
         list[int] | None,
         typer.Option(
-            parser=o.size,
+            parser=size,
             metavar="N ...",
             help="Most requests at once; several make a run each.",
             show_default="as many as the engine takes",

@@ -135,9 +135,9 @@ def cases():
     import jax
     import jax.numpy as jnp
 
-    from ..ops.attention import KVPages, Rows
+    from ..ops.attention import KVPages, Rows, pairs
 
-    T, N, K, H, P, S = 4, 4, 2, 64, 8, 16
+    T, N, K, H, P, S = 4, 4, 2, 128, 8, 16
 
     def array(shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -145,7 +145,10 @@ def cases():
     def trace(latent=False, sinks=False, **options):
         options = {"scale": 1.0, "window": None, "soft_cap": None, "value_dim": H // 2 if latent else None, **options}
         heads = 1 if latent else K
-        pages = KVPages(array((P, S, heads, H)), None if latent else array((P, S, heads, H)))
+        if pairs(jnp.bfloat16) and not latent:
+            pages = KVPages(kv_PSYH=array((P, S, 2 * heads, H)))
+        else:
+            pages = KVPages(array((P, S, heads, H)), None if latent else array((P, S, heads, H)))
         ints = jnp.int32
         rows = Rows(array((T,), ints), array((T + 1,), ints), array((T, 2), ints), array((T,), ints))
 

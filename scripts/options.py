@@ -2,21 +2,13 @@
 
 import functools
 import inspect
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-UNITS = {
-    "": 1,
-    **{letter: 1000**power for power, letter in enumerate("kmgt", start=1)},
-    **{letter: 1024**power for power, letter in enumerate("KMGT", start=1)},
-}
-MODEL = "The model"
-ENGINE = "Memory and batching"
-SAMPLING = "Sampling"
-OUTPUT = "Input and output"
+from .devices import DEVICE_OPTIONS
+from .sizes import ENGINE, MODEL, OUTPUT, SAMPLING, sampled, sized
 
 
 class UsageError(typer.TyperException):
@@ -25,31 +17,9 @@ class UsageError(typer.TyperException):
     exit_code = 2
 
 
-def size(text: str) -> int:
-    """`4096`, `32K` (1024 each), `2.5k` (1000 each), `1.5G`; `-1` where a command gives it a meaning."""
-    if isinstance(text, int):  # a default goes through the same parser
-        return text
-    match = re.fullmatch(r"(-?[0-9]+(?:\.[0-9]+)?)([kmgtKMGT]?)", text.strip())
-    value = float(match[1]) * UNITS[match[2]] if match else 0.5
-    if value != int(value):
-        raise typer.BadParameter(
-            f"{text!r} is not a size: write a whole number, with K, M, G, T for powers of 1024 or k, m, g, t for powers"
-            " of 1000, as in 32K"
-        )
-    return int(value)
-
-
 def given(**values) -> dict:
     """The options that were given; the rest are left to the engine's own defaults."""
     return {name: value for name, value in values.items() if value is not None}
-
-
-def sized(name: str, help: str, metavar: str, panel: str, default: str | bool = True):
-    return typer.Option(name, help=help, parser=size, metavar=metavar, rich_help_panel=panel, show_default=default)
-
-
-def sampled(name: str, help: str):
-    return typer.Option(name, help=help, rich_help_panel=SAMPLING)
 
 
 Model = Annotated[
@@ -108,7 +78,7 @@ MemoryShare = Annotated[
 CacheDtype = Annotated[
     str | None,
     typer.Option(
-        help="What keys and values are kept in: auto, bfloat16 or int8.",
+        help="What keys and values are kept in: auto, bfloat16, int8 or fp8.",
         show_default="auto: the model's dtype",
         rich_help_panel=ENGINE,
     ),
@@ -185,6 +155,7 @@ ENGINE_OPTIONS = {
     "quantization": Quantization,
     "max_model_len": MaxModelLen,
     "block_size": BlockSize,
+    **DEVICE_OPTIONS,
     "kv_cache_dtype": CacheDtype,
     "kv_cache_memory_bytes": CacheBytes,
     "gpu_memory_utilization": MemoryShare,
@@ -201,12 +172,16 @@ ENGINE_OPTIONS = {
 
 def takes_engine(without: tuple[str, ...] = ()):
     """A command with the engine's options in the place of its parameter `engine`, which gets those that were given."""
+    return takes("engine", {name: option for name, option in ENGINE_OPTIONS.items() if name not in without})
+
+
+def takes(place: str, added: dict):
+    """The same for any options, in the place of any parameter."""
 
     def decorate(main):
-        added = {name: annotation for name, annotation in ENGINE_OPTIONS.items() if name not in without}
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(main, eval_str=True).parameters.values():
-            if parameter.name == "engine":
+            if parameter.name == place:
                 kind = parameter.kind
                 parameters += [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in added.items()]
             else:
@@ -214,8 +189,8 @@ def takes_engine(without: tuple[str, ...] = ()):
 
         @functools.wraps(main)
         def command(**values):
-            engine = given(**{name: values.pop(name) for name in added})
-            return main(**values, engine=engine)
+            chosen = given(**{name: values.pop(name) for name in added})
+            return main(**values, **{place: chosen})
 
         command.__signature__ = inspect.Signature(parameters)  # where Typer looks
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from . import options as o
+from .sizes import size
 
 MACHINE = "The device"
+SEVERAL = "Several devices"
 
 
 def main(
@@ -17,7 +19,7 @@ def main(
     length: Annotated[
         list[int] | None,
         typer.Option(
-            parser=o.size,
+            parser=size,
             metavar="TOKENS",
             help="Length of a sequence; may be given several times.",
             show_default="1K, 4K, 16K, ... and the model's longest",
@@ -32,7 +34,7 @@ def main(
     memory: Annotated[
         int | None,
         typer.Option(
-            parser=o.size,
+            parser=size,
             metavar="BYTES",
             help="Memory for weights and cache, as in 80G.",
             show_default="the device's",
@@ -47,10 +49,53 @@ def main(
         float | None,
         typer.Option(metavar="TFLOP/S", min=0.001, show_default="the device's", rich_help_panel=MACHINE),
     ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            min=0.001,
+            help="To the others of a machine, each way.",
+            show_default="the device's",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            min=0.001,
+            help="To those of other machines.",
+            show_default="the device's",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Propose a mesh of so many.", show_default=False, rich_help_panel=SEVERAL),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequences that decode together, each of the first --length.",
+            show_default="64",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOR",
+            help="What the mesh is for: throughput, latency or prompts.",
+            show_default="throughput",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print what a model's weights and KV cache weigh, and how many sequences fit. Only config.json is read."""
     from ..model import plan  # not at the top: `--help` must not wait for JAX
+    from . import plan_meshes
 
     if device not in plan.DEVICES:
         raise o.UsageError(f"--device is {device!r}; it can be {', '.join(plan.DEVICES)}")
@@ -62,9 +107,12 @@ def main(
         **o.given(
             memory=memory,
             bandwidth=None if bandwidth is None else bandwidth * 1e9,
+            link=None if link is None else link * 1e9,
+            network=None if network is None else network * 1e9,
             flops=None if flops is None else flops * 1e12,
         ),
     )
+    plan_meshes.check(devices, batch, best)
     config, weights = read(model, dtype or "auto", quantization, kv_cache_dtype or "auto")
     lengths = sorted(set(length or default_lengths(config.max_len)))
     result = {
@@ -91,7 +139,13 @@ def main(
         ],
         "split": split(config, chosen.memory - plan.weight_bytes(config, weights)),
     }
-    print(json.dumps(result) if as_json else text(result))
+    if devices is not None:
+        tokens = length[0] if length else min(4096, config.max_len)
+        result["meshes"] = plan_meshes.propose(config, weights, chosen, devices, batch or 64, tokens, best)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(text(result) if devices is None else plan_meshes.text(result))
 
 
 def read(model: str | None, dtype: str, quantization: str | None, kv_cache_dtype: str):
@@ -109,7 +163,7 @@ def split(config, budget: float) -> list[dict]:
     from ..model.config import ModelError
     from ..serving.options import EngineOptions
     from ..serving.sizing import size_cache
-    from ..serving.step import page_bytes
+    from ..serving.state import page_bytes
 
     options = EngineOptions(max_model_len=-1)
     try:

@@ -1,16 +1,18 @@
 """`quire serve`: models behind the HTTP interfaces that clients know."""
 
-import os
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from .. import __version__
 from . import options as o
+from .serve_checks import check_limits, read_keys
 from .serve_config import read_config
+from .serve_ray import PANEL, SCALE_OPTIONS, plan_of
+from .serve_ray import run as run_ray
 
 LISTEN = "Listening"
 ACCESS = "Who may ask"
@@ -28,6 +30,7 @@ def seconds(help: str, panel: str = LIMITS):
 
 
 @o.takes_engine()
+@o.takes("scale", SCALE_OPTIONS)
 def main(
     models: Annotated[
         list[str] | None,
@@ -79,7 +82,8 @@ def main(
         bool,
         typer.Option(
             "--admin",
-            help="Serve /sleep, /wake_up, /is_sleeping, /pause, /resume and /reset_prefix_cache.",
+            help="Serve /sleep, /wake_up, /is_sleeping, /pause, /resume, /reset_prefix_cache, /expert_loads and "
+            "/rebalance_experts.",
             rich_help_panel=ACCESS,
         ),
     ] = False,
@@ -140,67 +144,112 @@ def main(
             help="Where OpenTelemetry spans go; needs the extra quire\\[otel].", metavar="URL", rich_help_panel=WATCH
         ),
     ] = None,
+    runs_on: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            help="ray: several replicas on Ray Serve; needs the extra quire\\[ray].",
+            metavar="ray",
+            show_default="one in this process",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="A cluster to deploy to, as auto; the same again with other options replaces what runs there.",
+            metavar="ADDRESS",
+            show_default="Ray on this machine, as long as the command runs",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     *,
+    scale: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Serve models over HTTP: OpenAI's and Anthropic's interfaces, metrics, and a page to look at."""
     given = dict(locals())
-    keys = read_keys(api_key or [], api_key_file)
-    template = None if chat_template is None else o.read_text(chat_template)
+    wanted = wanted_of(given)
+    if not wanted.settings.loopback and not wanted.settings.api_keys:
+        print(f"note: anybody who reaches {host} may use this server; --api-key asks for a key", file=sys.stderr)
+    if runs_on is not None:
+        run_ray(plan_of(given, wanted, scale), ray_address)
+        return
+    if wanted.options.get("process_id"):
+        follow((models or [None])[0], wanted.options)
+        return
+
+    from ..serving.http import server
+    from ..serving.http.logs import setup_logging
+
+    setup_logging(log_json, log_level)
+    server.run(run(wanted))
+
+
+class Wanted(NamedTuple):
+    """What a command line asks for."""
+
+    names: list[str]  # of the models; none: the bundled one
+    called: list[tuple[str, ...]]  # what clients may call each of them
+    settings: Any
+    options: dict[str, Any]  # of every engine
+
+
+def wanted_of(given: dict[str, Any]) -> Wanted:
+    """From the values of all options."""
+    keys = read_keys(given["api_key"] or [], given["api_key_file"])
+    template = None if given["chat_template"] is None else o.read_text(given["chat_template"])
 
     from ..serving.http.settings import Settings  # not at the top: `--help` must not wait for it
     from ..serving.prompting import Formats
 
+    parsers = given["tool_call_parser"], given["reasoning_parser"], given["enable_auto_tool_choice"]
     own = {field.name for field in fields(Settings)} & set(given)
     chosen = {name: given[name] for name in own} | {
         "version": __version__,
         "api_keys": keys,
-        "allowed_hosts": tuple(allowed_host or ()),
-        "allowed_origins": tuple(allowed_origin or ()),
-        "formats": Formats(tool_call_parser, reasoning_parser, enable_auto_tool_choice, template),
+        "allowed_hosts": tuple(given["allowed_host"] or ()),
+        "allowed_origins": tuple(given["allowed_origin"] or ()),
+        "formats": Formats(*parsers, template),
     }
     check_limits(given)
-    settings = Settings(**chosen)
-
-    from ..serving.http.logs import setup_logging
-
-    setup_logging(log_json, log_level)
-    if not settings.loopback and not keys:
-        print(f"note: anybody who reaches {host} may use this server; --api-key asks for a key", file=sys.stderr)
-    options = engine | {"max_queued_requests": max_queued_requests, "seed": seed}
-
-    from ..serving.http import server
-
-    server.run(run(models or [], served_model_name or [], settings, options))
+    if given["runs_on"] not in (None, "ray"):
+        raise o.UsageError(f"--engine is {given['runs_on']!r}; it can be ray, or is left out")
+    for name in ("ray_address", *given["scale"]) if given["runs_on"] is None else ():
+        if given.get(name) is not None or name in given["scale"]:
+            raise o.UsageError(f"--{name.replace('_', '-')} needs --engine ray")
+    names, processes = given["models"] or [], given["engine"].get("num_processes", 1)
+    if processes > 1 and (len(names) > 1 or given["runs_on"] is not None):
+        raise o.UsageError(f"--num-processes is {processes}: several processes serve one model together, without Ray")
+    options = given["engine"] | {"max_queued_requests": given["max_queued_requests"], "seed": given["seed"]}
+    return Wanted(names, called(names, given["served_model_name"] or []), Settings(**chosen), options)
 
 
-def read_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """From the command line, the environment and a file."""
-    keys = [*given, *os.environ.get("QUIRE_API_KEY", "").split(",")]
-    if file is not None:
-        keys += o.read_text(file).splitlines()
-    found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
-    if file is not None and not found:
-        raise o.UsageError(f"--api-key-file {file} holds no key")
-    return found
+@o.takes_engine()
+@o.takes("scale", SCALE_OPTIONS)
+def plan(*, scale: dict[str, Any], engine: dict[str, Any], **given: Any) -> Any:
+    """What these options deploy."""
+    given |= {"scale": scale, "engine": engine}
+    return plan_of(given, wanted_of(given), scale)
 
 
-def check_limits(given: dict[str, Any]) -> None:
-    for name in ("receive_seconds", "idle_seconds", "write_seconds", "request_seconds", "stall_seconds", "max_loaded",
-                 "max_body_bytes", "max_choices", "max_connections", "max_queued_requests"):  # fmt: skip
-        if given[name] is not None and not given[name] > 0:
-            raise o.UsageError(f"--{name.replace('_', '-')} is {given[name]}; it must be above 0")
-    if given["shutdown_grace"] < 0:
-        raise o.UsageError(f"--shutdown-grace is {given['shutdown_grace']}; it must be 0 or more")
+def follow(model: str | None, options: dict[str, Any]) -> None:
+    """Listen to process 0 alone."""
+    import logging
+
+    from ..serving.follow import follow
+
+    follow(model, progress=logging.getLogger("quire").info, **options)
 
 
-async def run(names: list[str], served: list[str], settings: Any, options: dict[str, Any]) -> None:
+async def run(wanted: Wanted) -> None:
     from ..serving.http.models import Models
     from ..serving.http.server import serve
     from ..serving.http.service import Service
 
-    models = [entry(name, own, options) for name, own in zip(names or [None], called(names, served), strict=True)]
-    service = Service(Models(models, settings.max_loaded), settings)
+    which = zip(wanted.names or [None], wanted.called, strict=True)
+    models = [entry(name, own, wanted.options) for name, own in which]
+    service = Service(Models(models, wanted.settings.max_loaded), wanted.settings)
 
     def ready(address: str) -> None:
         print(f"ready: {address}", file=sys.stderr, flush=True)

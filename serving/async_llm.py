@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from .balance import given
 from .courier import Inbox, Listener
 from .engine import Engine
 from .engine_thread import EngineFailed, EngineThread
+from .experts import known
+from .journal import Told, retell
 from .llm import Prompt, parse_prompt
 from .options import Pooling, options_of
-from .outputs import Delta, RequestOutput
+from .outputs import Delta, Fresh, RequestOutput
 from .request import PLAIN, NotServing, SamplingParams, Terms
 from .setup import make_engine
 from .stream import Request
@@ -33,6 +36,7 @@ class Answers:
     def __init__(self, thread: EngineThread, inbox: Inbox, names: list[str]):
         self.thread, self.inbox, self.names = thread, inbox, names
         self.requests: list[Request] = []
+        self.retold: list[tuple[int, Fresh]] = []  # what the reader has had from another engine
         self.over = False
 
     async def news(self) -> list[tuple[int, Any]]:
@@ -110,8 +114,12 @@ class AsyncLLM:
         asks: Sequence[Ask],
         read: Callable[[Request], Delta | RequestOutput] = Request.output,
         at_end: bool = False,
+        told: Sequence[Told] = (),
     ) -> Answers:
-        """Queue prompts, all of them or none; `read` makes what the caller gets, at each delivery or at the end."""
+        """Queue prompts, all of them or none; `read` makes what the caller gets, at each delivery or at the end.
+
+        They go on after what was `told` of them, and have ended if that was all.
+        """
         answers = Answers(self.thread, Inbox(), names)
 
         def add() -> None:
@@ -119,6 +127,8 @@ class AsyncLLM:
                 for index, (name, ask) in enumerate(zip(names, asks, strict=True)):
                     answers.requests.append(self.engine.add(name, *ask))
                     self.thread.courier.listeners[name] = Listener(answers.inbox, index, read, at_end)
+                answers.retold = retell(self.engine, answers.requests, told)
+                self.thread.courier.note([request for request in answers.requests if request.finished])
             except BaseException:
                 for request in answers.requests:
                     self.thread.courier.listeners.pop(request.request_id, None)
@@ -157,6 +167,14 @@ class AsyncLLM:
         """See `LLM.reset_prefix_cache`."""
         await self.call(self.engine.pages.forget)
         return True
+
+    async def rebalance_experts(self) -> dict[str, float]:
+        """See `LLM.rebalance_experts`."""
+        return await self.call(lambda: given(self.engine.runner.balance).plan())
+
+    async def expert_loads(self) -> dict[int, dict[str, list]]:
+        """See `LLM.expert_loads`."""
+        return await self.call(lambda: known(self.engine.runner.experts).loads())
 
     def close(self) -> None:
         """Stop the engine's thread; requests under way end."""

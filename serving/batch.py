@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,7 @@ from flax import struct
 from ..ops.sampling import MAX_BANS, SamplingInputs
 
 
-@dataclass(frozen=True, order=True)
-class Size:
+class Size(NamedTuple):
     """A shape that is compiled before the first request: rows, sequences, and rows whose logits are wanted."""
 
     rows: int

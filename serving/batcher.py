@@ -32,19 +32,22 @@ class Decode:
     slots: np.ndarray
     position: np.ndarray
     buffer: np.ndarray
+    plain: bool  # see `quire.ops.sampling.sample`
 
 
 class Batcher:
     """Remembers what each slot's sequence has told already, so that a step's arrays are written and not worked out."""
 
-    def __init__(self, limits: Limits, num_groups: int, page_size: int, table_width: int):
+    def __init__(self, limits: Limits, num_groups: int, page_size: int, table_width: int, recalls: bool = True):
         self.page_size, B = page_size, limits.max_seqs
+        self.recalls = recalls  # a step knows what the one before drew
         options = sizes(limits.max_seqs, limits.max_rows)  # the smallest first
         self.layouts = {size: Layout(size, num_groups, table_width, B) for size in options}
         self.tables = [np.zeros((B, table_width), np.int32) for _ in range(num_groups)]
         self.synced = [0] * B  # pages of each slot's sequence that are in its tables
         self.seeds = np.zeros((B, 2), np.uint32)
         self.tracked = np.zeros(B, bool)
+        self.plain = np.zeros(B, bool)
         self.settings = {name: np.full(B, off, dtype) for name, (dtype, off) in SETTINGS.items()}
         self.last: Decode | None = None
 
@@ -52,11 +55,17 @@ class Batcher:
         """Nothing that was computed is kept: every sequence starts over."""
         self.last = None
 
+    @property
+    def draws_plainly(self) -> bool:
+        """Whether the batch that was built last asks for nothing but plain draws."""
+        return self.last is not None and self.last.plain
+
     def assign(self, seq: Sequence, biased: bool) -> None:
         """Give a slot to a sequence that is new in it, or starts over."""
         slot, p, self.last = seq.slot, seq.params, None
         self.synced[slot], self.seeds[slot] = 0, seq.seed
         self.tracked[slot] = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        self.plain[slot] = p.top_k <= 0 and p.top_p >= 1 and not (self.tracked[slot] or biased or seq.scored)
         values = (
             p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
             p.frequency_penalty, biased, seq.scored,
@@ -94,8 +103,10 @@ class Batcher:
             write[:T] = places
         self.fill_samples(items, slots, ends - counts, num_samples, b)
         seqs = [item.seq for item in items]
-        steady = plan.decodes and all(item.draws and not item.scores and is_steady(item) for item in items)
-        self.last = Decode(seqs, size, slots, positions, buffer) if steady else None
+        steady = (
+            self.recalls and plan.decodes and all(item.draws and not item.scores and is_steady(item) for item in items)
+        )
+        self.last = Decode(seqs, size, slots, positions, buffer, bool(self.plain[slots].all())) if steady else None
         return size, buffer
 
     def advance(self, items: Seq[Item]) -> tuple[Size, np.ndarray] | None:
@@ -117,7 +128,7 @@ class Batcher:
                     buffer[first + index * width :][:width] = table[seq.slot]
         for first, places in zip(at.slots_GT, self.places(last.slots, positions), strict=True):
             buffer[first:][:n] = places
-        self.last = Decode(last.seqs, last.size, last.slots, positions, buffer)
+        self.last = Decode(last.seqs, last.size, last.slots, positions, buffer, last.plain)
         return last.size, buffer
 
     def places(self, owners, positions) -> list[np.ndarray]:

@@ -1,6 +1,7 @@
 """Brings what the engine's thread has for its readers into their event loops, much at a time."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -66,7 +67,7 @@ class Courier:
         self.news: dict[str, Request] = {}
         self.urgent: set[str] = set()  # of those with news, who begin or end: these do not wait
         self.sent = -PACE
-        self.under_way: set[asyncio.AbstractEventLoop] = set()
+        self.on_the_way: dict[asyncio.AbstractEventLoop, deque[tuple[Inbox, Any]]] = {}
 
     def note(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -80,11 +81,17 @@ class Courier:
 
     def deliver_due(self) -> None:
         """Hand over what there is, when the last delivery is over and time has passed; before that what is urgent."""
-        if self.news and not self.under_way:
+        if self.news and not self.delivering():
             if self.clock() - self.sent >= min(EACH * len(self.listeners), PACE):
                 self.send()
             elif self.urgent:
                 self.hand_over({name: self.news.pop(name) for name in self.urgent})
+
+    def delivering(self) -> bool:
+        """Whether a loop has not yet given its readers all it was handed."""
+        for loop in [loop for loop in self.on_the_way if loop.is_closed()]:
+            del self.on_the_way[loop]
+        return any(self.on_the_way.values())
 
     def send(self) -> None:
         """Hand over everything."""
@@ -94,30 +101,25 @@ class Courier:
 
     def hand_over(self, news: dict[str, Request]) -> None:
         self.urgent.clear()
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, Any]]] = {}
+        loops: set[asyncio.AbstractEventLoop] = set()
         for name, request in news.items():
             listener = self.listeners.pop(name, None) if request.finished else self.listeners.get(name)
             if listener is not None:
-                item = (listener.index, listener.read(request))
-                batches.setdefault(listener.inbox.loop, []).append((listener.inbox, item))
-        for loop, batch in batches.items():
-            self.post(loop, batch)
+                loop, item = listener.inbox.loop, (listener.index, listener.read(request))
+                self.on_the_way.setdefault(loop, deque()).append((listener.inbox, item))
+                loops.add(loop)
+        for loop in loops:
+            with suppress(RuntimeError):  # the loop is closed, and its readers with it
+                loop.call_soon_threadsafe(self.deliver, loop)
 
-    def post(self, loop: asyncio.AbstractEventLoop, batch: list[tuple[Inbox, Any]]) -> None:
-        self.under_way.add(loop)
-        try:
-            loop.call_soon_threadsafe(self.deliver, loop, batch, 0)
-        except RuntimeError:  # the loop is closed, and its readers with it
-            self.under_way.discard(loop)
-
-    def deliver(self, loop: asyncio.AbstractEventLoop, batch: list[tuple[Inbox, Any]], start: int) -> None:
-        """In the readers' loop."""
-        for inbox, item in batch[start : start + SLICE]:
+    def deliver(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In the readers' loop, in the order of handing over also where one delivery overtakes another."""
+        queue = self.on_the_way[loop]
+        for _ in range(min(len(queue), SLICE)):
+            inbox, item = queue.popleft()
             inbox.put(item)
-        if start + SLICE < len(batch):
-            loop.call_soon(self.deliver, loop, batch, start + SLICE)
-        else:
-            self.under_way.discard(loop)
+        if queue:
+            loop.call_soon(self.deliver, loop)
 
     def give_up(self, error: Exception) -> None:
         """Tell every reader that nothing more comes. From any thread: the engine's may hang."""

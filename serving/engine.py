@@ -4,8 +4,10 @@ import heapq
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 
@@ -50,13 +52,14 @@ class Engine:
         self.max_queued, self.clock, self.trace = max_queued, clock, trace or NoTrace()
         self.pooling = pooling  # of a request for an embedding that does not say
         self.grammars = None if tokenizer is None else Grammars(tokenizer, runner.config.vocab_size)
-        self.scheduler = Scheduler(pages, runner.limits)
+        self.lanes = len(runner.stages)  # steps that can be computed at a time
+        self.scheduler = Scheduler(pages, runner.limits, self.lanes)
         self.requests: dict[str, Request] = {}
         self.request_of: dict[Sequence, Request] = {}
         self.count = itertools.count()
         self.deadlines: list[tuple[float, int, Request]] = []  # a heap
         self.rng = np.random.default_rng(seed)
-        self.in_flight: Launched | None = None
+        self.in_flight: deque[Launched] = deque()
         self.asleep = self.closed = False
 
     def add(
@@ -86,13 +89,9 @@ class Engine:
         now = self.clock()
         sequences = sequences_of(tokens, params, self.max_len, rank_of(terms.priority, now), eos, base)
         for seq, constraint in zip(sequences, constraints, strict=True):
-            seq.party, seq.salt, seq.bad_words, seq.constraint = (
-                terms.share_key,
-                terms.cache_salt,
-                bad_words,
-                constraint,
-            )
-            seq.lockstep = constraint is not None or any(len(word) > 1 for word in bad_words)
+            seq.party, seq.salt = terms.share_key, terms.cache_salt
+            seq.bad_words, seq.constraint = bad_words, constraint
+            seq.lockstep = self.lanes > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
             seq.pool = None if pooling is None else Pool(pooling, len(tokens))
         if params.prompt_logprobs is not None or pooling == "mean":
             sequences[0].prompt_scores = [None] * (len(tokens) - 1)
@@ -110,14 +109,14 @@ class Engine:
 
     def check(self, tokens: Seq[int], params: SamplingParams) -> None:
         """Refuse what can never be served."""
-
-        def fits(length: int) -> bool:
-            return self.pages.fits(length, self.runner.limits.max_rows)
-
-        check(tokens, params, self.runner.config.vocab_size, self.max_len, fits, self.tokenizer is not None)
+        rows, words = self.runner.limits.max_rows, self.runner.config.vocab_size
+        check(tokens, params, words, self.max_len, lambda n: self.pages.fits(n, rows), self.tokenizer is not None)
 
     def step(self) -> list[Request]:
-        """Launch one step, take in the one before; the requests that got something new."""
+        """Launch one step, take in the one before; the requests that got something new.
+
+        Of several stages as many steps are under way as there are: the one that the last stage is at is taken in.
+        """
         if self.asleep:
             return []
         now, launched, changed = self.clock(), None, {}
@@ -131,22 +130,27 @@ class Engine:
                     self.request_of[item.seq].scheduled(now)
                 launched = self.runner.launch(plan, self.pages.take_moves())
                 self.trace.launched(plan)
-            elif self.in_flight is None and self.pages.tiers is not None:
+            elif not self.in_flight and self.pages.tiers is not None:
                 self.pages.tiers.wait(0.05)
-            self.collect(changed)
-            self.in_flight = launched
+            if launched is None or len(self.in_flight) >= max(1, self.lanes - 1):
+                self.collect(changed)
+            if launched is not None:
+                self.in_flight.append(launched)
+            elif not self.in_flight:
+                self.runner.rest()
         except Exception:
-            self.recover([self.in_flight and self.in_flight.plan, plan], changed)
+            self.recover(plan, changed)
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self.trace.end(changed.values(), running=running, waiting=waiting)
         return list(changed.values())
 
     def collect(self, changed: dict[str, Request]) -> None:
-        """Take in the step under way, if there is one."""
-        if self.in_flight is not None:
-            results = self.runner.collect(self.in_flight)
+        """Take in the oldest step under way, if there is one."""
+        if self.in_flight:
+            results = self.runner.collect(self.in_flight[0])
             self.trace.collected()
             self.update(results, changed)
+            self.in_flight.popleft()
 
     def expire(self, now: float, changed: dict[str, Request]) -> None:
         """End those whose time is up, with what they have."""
@@ -178,13 +182,17 @@ class Engine:
             for index, position in enumerate(item.scores):
                 seq.prompt_scores[position] = drawn.score(drawn.row + index)
             if item.draws:
-                seq.tokens.append(drawn.token)
                 score = drawn.score(drawn.row + len(item.scores)) if seq.scored else None
-                reason = request.push(seq.index, drawn.token, score, now)
-                if seq.constraint is not None and reason != "stop":  # what ended it is not in its grammar
-                    reason = seq.constraint.advance(drawn.token) or reason
-                if reason:
-                    self.end(seq, reason)
+                self.push(seq, drawn.token, score, now)
+
+    def push(self, seq: Sequence, token: int, score: Any, now: float) -> None:
+        """Give a sequence its next token, and end it with the last."""
+        seq.tokens.append(token)
+        reason = self.request_of[seq].push(seq.index, token, score, now)
+        if seq.constraint is not None and reason != "stop":  # what ended it is not in its grammar
+            reason = seq.constraint.advance(token) or reason
+        if reason:
+            self.end(seq, reason)
 
     def pool(self, seq: Sequence, drawn: Drawn) -> None:
         """Take in hidden states; with the last one the request is done."""
@@ -213,12 +221,14 @@ class Engine:
                 self.end(seq, "abort")
         return request
 
-    def recover(self, plans: list[Plan | None], changed: dict[str, Request]) -> None:
+    def recover(self, plan: Plan | None, changed: dict[str, Request]) -> None:
         """After a failed step: its requests end with an error, the others start over on a fresh device state."""
+        plans = [launched.plan for launched in self.in_flight] + [plan] * (plan is not None)
+        hit = {item.seq for plan in plans for item in plan.items}
+        self.in_flight.clear()
+        self.runner.failed()
         log.exception("a step failed; its requests end, the others are computed again")
         self.trace.failed()
-        hit = {item.seq for plan in plans if plan is not None for item in plan.items}
-        self.in_flight = None
         for seq in hit:
             if seq.finish_reason is None:
                 request = self.request_of[seq]
@@ -238,18 +248,17 @@ class Engine:
         computed again afterwards, where its pages are not kept.
         """
         if level not in (1, 2):
-            raise RequestError(
-                "level", f"must be 1 (weights to host memory) or 2 (weights dropped), got {shown(level)}"
-            )
+            what = "must be 1 (weights to host memory) or 2 (weights dropped)"
+            raise RequestError("level", f"{what}, got {shown(level)}")
         changed: dict[str, Request] = {}
         if self.asleep:
             return []
         self.trace.begin()
         try:
-            self.collect(changed)
+            while self.in_flight:
+                self.collect(changed)
         except Exception:
-            self.recover([self.in_flight and self.in_flight.plan], changed)
-        self.in_flight = None
+            self.recover(None, changed)
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
         if not keep_pages:
@@ -271,21 +280,21 @@ class Engine:
         self.closed = True
         for request_id in list(self.requests):
             self.abort(request_id)
-        while self.in_flight is not None:
+        while self.in_flight:
             self.step()
         if self.asleep:
             self.pages.lose()  # copies can be saved, and what is not on the device cannot
         for moves in saving(self.pages):
             for pages in self.runner.move(moves) if moves else ():
                 pages.arrive()
+        self.runner.close()
         self.trace.close()
 
     @property
     def running_requests(self) -> int:
         """Requests of which a sequence holds a slot; the others of `requests` wait. Any thread may ask."""
-        owners = [self.request_of.get(seq) for seq in list(self.scheduler.running)]
-        return len({owner.request_id for owner in owners if owner is not None})
+        return len({owner.request_id for seq in list(self.scheduler.running) if (owner := self.request_of.get(seq))})
 
     @property
     def busy(self) -> bool:
-        return not self.asleep and (self.scheduler.busy or self.in_flight is not None)
+        return not self.asleep and (self.scheduler.busy or bool(self.in_flight))

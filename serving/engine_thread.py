@@ -31,6 +31,8 @@ class EngineThread:
         self.failure: BaseException | None = None
         self.paused = False  # requests are accepted, and wait
         self.busy_since: float | None = None  # when the step or the job under way began
+        if engine.runner.hosts is not None:
+            engine.runner.hosts.mourners.append(self.fail)
         self.thread = threading.Thread(target=self.run, name="quire-engine", daemon=True)
         self.thread.start()
 
@@ -75,13 +77,22 @@ class EngineThread:
                 future.set_exception(error)
         self.courier.give_up(error)
 
+    def fail(self, error: Exception) -> None:
+        """The engine is over, and its thread may hang."""
+        self.failure = error
+        with self.wake:
+            self.closed = True
+            self.wake.notify()
+        self.give_up(EngineFailed("the engine has stopped"))
+
     def run(self) -> None:
         """Serve until closed; however that ends, nobody is left waiting."""
         try:
             self.serve()
         except BaseException as error:
-            log.exception("the engine's loop failed; it serves no more")
-            self.failure = error
+            if self.failure is None:  # else it is told what was the matter
+                log.exception("the engine's loop failed; it serves no more")
+                self.failure = error
         finally:
             with self.wake:
                 self.closed = True

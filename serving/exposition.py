@@ -1,6 +1,6 @@
 """Metrics in the form that Prometheus reads."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,17 +18,16 @@ KINDS = {
 
 
 class Read(Collector):
-    """Families that have been read, as prometheus_client wants them: one a name, with the samples of every model."""
+    """Families that have been read, as prometheus_client wants them: one a name, with all samples."""
 
-    def __init__(self, of_models: Iterable[tuple[str, Family]], of_server: Iterable[Family]):
-        self.found = [({"model_name": name}, family) for name, family in of_models]
-        self.found += [({}, family) for family in of_server]
+    def __init__(self, found: Iterable[tuple[Mapping[str, str], Family]]):
+        self.found = list(found)
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for own, family in self.found:
             for labels, value in family.samples:
-                labels = own | labels
+                labels = {**own, **labels}
                 if family.name not in families:
                     families[family.name] = KINDS[family.kind](family.name, family.help, labels=list(labels))
                 if family.kind == "histogram":
@@ -39,8 +38,8 @@ class Read(Collector):
         yield from families.values()
 
 
-def expose(of_models: Iterable[tuple[str, Family]], of_server: Iterable[Family]) -> tuple[bytes, str]:
-    """The text and its content type."""
+def expose(found: Iterable[tuple[Mapping[str, str], Family]]) -> tuple[bytes, str]:
+    """The text and its content type, of families with the labels of whom they tell."""
     registry = CollectorRegistry()
-    registry.register(Read(of_models, of_server))
+    registry.register(Read(found))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

@@ -92,11 +92,28 @@ def states(engine: Engine) -> list[Family]:
     ]
     return [
         *(Family(name, kind, text, [({}, value)]) for name, kind, text, value in found),
+        *expert_states(engine),
         labelled("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state",
                  {"free": free, "running": used, "cached": cached}),
         labelled("vllm:engine_sleep_state", "gauge", "1: the engine is in this state", "sleep_state",
                  {name: int(on) for name, on in sleeping.items()}),
         Family("vllm:cache_config_info", "info", "The KV cache", [(cache_config(engine), 1)]),
+    ]  # fmt: skip
+
+
+def expert_states(engine: Engine) -> list[Family]:
+    """How evenly rows fall on the experts, where a model has any."""
+    experts = engine.runner.experts
+    if experts is None:
+        return []
+    rows = int(experts.rows_LE.sum())
+    return [
+        Family("quire:expert_rows_total", "counter", "Rows that experts got, of all layers", [({}, rows)]),
+        labelled("quire:expert_skew", "gauge", "Lately, the rows of the busiest expert against the mean", "layer",
+                 {str(layer): value for layer, value in experts.skew().items()}),
+        labelled("quire:expert_device_skew", "gauge", "Lately, the rows of the busiest device against the mean",
+                 "layer", {str(layer): value for layer, value in experts.device_skew().items()}),
+        Family("quire:expert_moves_total", "counter", "Places that got another expert", [({}, experts.moved)]),
     ]  # fmt: skip
 
 

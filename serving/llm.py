@@ -9,8 +9,10 @@ from typing import Any
 from ..model.chat_template import PromptError
 from ..model.tokenizer import Tokenizer
 from . import pooling, scoring
+from .balance import given
 from .beam import BeamSearchOutput, BeamSearchParams, search
 from .engine import Engine
+from .experts import known
 from .options import Pooling, options_of
 from .outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from .progress import bar
@@ -26,8 +28,17 @@ class LLM:
     """A model that is ready to generate. `LLM()` is the bundled one; `model` is a folder or a Hub id."""
 
     def __init__(self, model: str | None = None, *, progress=None, **options: Any):
-        self.engine: Engine = make_engine(options_of(model, **options), progress or (lambda note: None))
-        self.ids = itertools.count()
+        self.start(make_engine(options_of(model, **options), progress or (lambda note: None)))
+
+    @classmethod
+    def of(cls, engine: Engine) -> "LLM":
+        """Around an engine that was made already."""
+        llm = cls.__new__(cls)
+        llm.start(engine)
+        return llm
+
+    def start(self, engine: Engine) -> None:
+        self.engine, self.ids = engine, itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
@@ -53,6 +64,14 @@ class LLM:
     def get_metrics(self) -> dict[str, Any]:
         """What the engine has counted so far, by the names that Prometheus would read."""
         return self.engine.trace.metrics.values()
+
+    def expert_loads(self) -> dict[int, dict[str, list]]:
+        """By layer of a mixture of experts: the rows that each expert got; what runs is counted every 64 steps."""
+        return known(self.engine.runner.experts).loads()
+
+    def rebalance_experts(self) -> dict[str, float]:
+        """With `expert_redundancy`: place the experts as the recent rows ask for, a layer in each of the next steps."""
+        return given(self.engine.runner.balance).plan()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
         """Give the device's memory to others until `wake_up()`: nothing is compiled again, and nothing under way lost.
@@ -178,7 +197,7 @@ class LLM:
 
     def drain(self) -> None:
         """Take in what is still under way, so that the next call starts clean."""
-        while self.engine.in_flight is not None:
+        while self.engine.in_flight:
             self.engine.step()
 
     def add(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None):

@@ -244,5 +244,5 @@ def render(models: Mapping[str, Metrics], http: Http | None = None) -> tuple[byt
     """What Prometheus reads of these models and the server, and its content type."""
     from .exposition import expose  # only who asks for it pays for its imports
 
-    families = [(name, family) for name, metrics in models.items() for family in metrics.families()]
-    return expose(families, http.families() if http else [])
+    families = [({"model_name": name}, family) for name, metrics in models.items() for family in metrics.families()]
+    return expose(families + [({}, family) for family in (http.families() if http else [])])

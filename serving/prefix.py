@@ -6,14 +6,27 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Row:
+    """The bytes of a page that another engine has sent from device to device: a row of an array that is there."""
+
+    block_NX: Any
+    at: int
+
+
 @dataclass(eq=False, slots=True)
 class Copy:
     """What a page of the device held, in the host's memory."""
 
     node: "Node"
     group: int
-    data: Any = None  # its bytes; None as long as they are on their way
+    data: Any = None  # its bytes, or a `Row`; None as long as they are on their way
     saved: bool = False  # on disk, too
+
+    @property
+    def content(self) -> Any:
+        """The bytes, on the host."""
+        return self.data.block_NX.__array__()[self.data.at] if isinstance(self.data, Row) else self.data
 
 
 @dataclass(eq=False, slots=True)

@@ -1,7 +1,8 @@
 """What the disk holds of a prompt's beginning comes to the host before the request gets its slot; and the way back."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from .moves import Moves
@@ -24,7 +25,7 @@ def ready(pages: PageTable, seq: Sequence) -> bool:
         if (error := seq.fetch.exception()) is not None:
             log.warning("KV pages could not be read from disk, and are computed again: %s", error)
         else:
-            attach(pages, seq, seq.fetch.result())
+            attach(pages, seq.salt, seq.tokens, seq.fetch.result(), saved=True)
         seq.fetch = True
     return seq.fetch is True
 
@@ -52,16 +53,23 @@ def wanted_files(pages: PageTable, seq: Sequence) -> list[tuple[int, int, Node]]
     ]
 
 
-def attach(pages: PageTable, seq: Sequence, found: list[tuple[int, int, Any]]) -> None:
-    """Put what was read into the tree, the first page last: the end of a prompt is to go before its beginning."""
-    node, path = pages.tree.root(seq.salt), []
+def attach(
+    pages: PageTable, salt: Hashable, tokens: Seq[int], found: list[tuple[int, int, Any]], saved: bool = False
+) -> None:
+    """Put what came into the tree, the first page last: the end of a prompt is to go before its beginning."""
+    node, path = pages.tree.root(salt), []
     full = max((number + 1 for number, *_ in found), default=0)
-    for key in pages.keys(seq, full * pages.page_size):
+    for key in keys(tokens, full, pages.page_size):
         node = pages.tree.child(node, key)
         path.append(node)
     for number, group, data in sorted(found, key=lambda page: -page[0]):
-        pages.tiers.keep(Copy(path[number], group, data, saved=True))
+        pages.tiers.keep(Copy(path[number], group, data, saved))
     pages.tree.prune(node)
+
+
+def keys(tokens: Seq[int], count: int, page_size: int) -> list[tuple[int, ...]]:
+    """Of so many full pages."""
+    return [tuple(tokens[at * page_size : (at + 1) * page_size]) for at in range(count)]
 
 
 def saving(pages: PageTable) -> Iterator[Moves]:

@@ -57,10 +57,14 @@ def rank_of(priority: int, arrival: float) -> float:
 
 
 class Scheduler:
-    """The first in line goes first; decodes before prompts; the highest rank gives way when pages run out."""
+    """The first in line goes first; decodes before prompts; the highest rank gives way when pages run out.
 
-    def __init__(self, pages: PageTable, limits: Limits):
-        self.pages, self.limits = pages, limits
+    Where `lanes` steps are under way at a time, those who write one share them evenly: what a step draws is known
+    before their next.
+    """
+
+    def __init__(self, pages: PageTable, limits: Limits, lanes: int = 1):
+        self.pages, self.limits, self.lanes = pages, limits, lanes
         self.waiting = Line()
         self.running: list[Sequence] = []
         self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
@@ -79,7 +83,10 @@ class Scheduler:
         items: dict[Sequence, Item] = {}
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
-        for seq, missing in [one for one in behind if one[1] == 1] + [one for one in behind if one[1] > 1]:
+        writing = [one for one in behind if one[1] == 1]
+        if self.lanes > 1:
+            del writing[-(-len(self.running) // self.lanes) :]
+        for seq, missing in writing + [one for one in behind if one[1] > 1]:
             if seq.slot < 0 or not self.rows:
                 continue  # gave way to an earlier one
             start = seq.num_computed
@@ -117,7 +124,7 @@ class Scheduler:
             return False
         self.pages.adopt(seq, found)
         if not seq.num_preemptions:
-            seq.num_cached = seq.num_computed
+            seq.num_cached = min(seq.num_computed, seq.num_prompt)
         seq.slot, seq.begun = self.free_slots.pop(), False
         self.running.append(seq)
         return True

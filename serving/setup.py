@@ -1,75 +1,145 @@
 """From options to a ready engine: model, tokenizer, the size of the cache, and every step compiled."""
 
+import atexit
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
-from ..model import checkpoint, hub
+from ..model import checkpoint, copies, hub
 from ..model.config import ModelConfig, ModelError
+from ..model.placing import Homes
 from ..model.tokenizer import Tokenizer
+from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.native.choice import of_model
-from ..sharding.spec import nbytes
+from ..sharding.mesh import Mesh
 from .batch import Size
 from .disk import DiskPages
 from .engine import Engine
-from .options import DISK, HOST, EngineOptions
+from .hosts import Follower, Leader
+from .meeting import join
+from .options import DISK, HOST, PARALLEL, EngineOptions
 from .pages import PageTable
+from .parallel import homes_of, mesh_of
 from .runner import Runner
 from .scheduler import Limits
-from .sizing import cache_budget, size_cache, usable_memory, working_bytes
-from .step import page_bytes
+from .sizing import cache_budget, held_bytes, size_cache, usable_memory, whole_page_bytes, working_bytes
 from .tiers import Tiers
 from .trace import Trace
 from .watchers import watch
 
+SAMPLE = 1 << 16  # bytes at each end of a file that tell it from another
+
 
 def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda note: None) -> Engine:
     """Load, size and compile; `progress` hears one short note a stage."""
+    if options.process_id:
+        raise ModelError(
+            f"process_id is {options.process_id}, and only process 0 has an engine that can be asked; let the others "
+            "follow it: `quire serve`, or quire.follow(), with the same options"
+        )
     use_compile_cache()
-    folder = hub.resolve(options.model)
-    trace = make_trace(options.trace)
+    folder, trace = hub.resolve(options.model), make_trace(options.trace)
     progress("reading config")
-    wish = options.max_model_len
-    formats = options.quantization, options.kv_cache_dtype
-    config = checkpoint.read_config(folder, options.dtype, None if wish in (None, -1) else wish, *formats)
-    native.prepare(of_model(config.dtype, config.quant, config.kv_dtype))
+    config = config_of(folder, options)
     tokenizer = None
     if not options.skip_tokenizer_init:
         tokenizer = Tokenizer(hub.resolve(options.tokenizer) if options.tokenizer else folder)
+    with joined(options, folder, progress) as hosts:
+        made = make_runner(options, folder, config, hosts, progress)
+    runner = made.runner
+    if isinstance(hosts, Leader):
+        runner.hosts = hosts
+        atexit.register(hosts.close)
+    caching = options.enable_prefix_caching
+    pages = PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, made.tiers)
+    seed, queued = options.seed, options.max_queued_requests
+    engine = Engine(runner, tokenizer, pages, made.max_len, seed, queued, pooling=options.pooling)
+    watch(engine, trace)
+    return engine
+
+
+def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) -> ModelConfig:
+    """The model as it is to be."""
+    wish = options.max_model_len
+    length = max_len if max_len is not None else None if wish in (None, -1) else wish
+    config = checkpoint.read_config(folder, options.dtype, length, options.quantization, options.kv_cache_dtype)
+    copies.check(config, options.expert_redundancy, options.expert_parallel_size, options.pipeline_parallel_size)
+    return copies.with_spare(config, options.expert_redundancy)
+
+
+@contextmanager
+def joined(options: EngineOptions, folder: Path, progress: Callable[[str], None]) -> Iterator[Leader | Follower | None]:
+    """Together with the other processes, if there are any, who hear if this one cannot go on."""
+    hosts = join(options, folder, progress)
+    try:
+        yield hosts
+    except BaseException as error:
+        if hosts is not None:
+            hosts.abandon(str(error) or type(error).__name__)
+        raise
+
+
+class Made(NamedTuple):
+    """A runner with all that it needs compiled, and what an engine must know besides."""
+
+    runner: Runner
+    max_len: int
+    tiers: Tiers | None
+
+
+def make_runner(
+    options: EngineOptions,
+    folder: Path,
+    config: ModelConfig,
+    hosts: Leader | Follower | None = None,
+    progress: Callable[[str], None] = lambda note: None,
+) -> Made:
+    """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
+    native.prepare(of_model(config.dtype, config.quant, config.kv_dtype))
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))
-    load_weights, weights = partial(checkpoint.load, folder, config), None
+    mesh = mesh_of(options, config)
+    homes = homes_of(options, config, mesh)
+    load_weights, weights = partial(load, folder, config, homes), None
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
         progress("loading weights")
         weights = load_weights()
         progress("measuring a step")
-        taken = nbytes(weights) + working_bytes(config, weights, limits, options.block_size)
+        taken = held_bytes(weights) + working_bytes(config, weights, limits, options.block_size, mesh)
         budget = max(0, usable_memory(options) - taken)
-    max_len, num_pages = size_cache(config, options, budget)
-    if wish == -1:
-        config = checkpoint.read_config(folder, options.dtype, max_len, *formats)
+    if hosts is not None:
+        budget = hosts.least(budget, device_and_kernels())
+    max_len, num_pages = size_cache(config, options, budget, mesh)
+    if options.max_model_len == -1:
+        config = config_of(folder, options, max_len)
     if weights is None:
         progress("loading weights")
         weights = load_weights()
-    tiers = make_tiers(folder, config, options)
-    runner = Runner(config, weights, limits, num_pages, options.block_size, max_len, tiers is not None, load_weights)
+    tiers = make_tiers(folder, config, options, mesh)
+    runner = Runner(
+        config, weights, limits, num_pages, options.block_size, max_len, tiers is not None, load_weights, mesh,
+        options.expert_rebalance_steps,
+    )  # fmt: skip
 
     def note(size: Size) -> None:
         progress(f"compiling the step for {size.rows} rows")
 
     runner.warm_up(note)
-    pages = PageTable(num_pages, options.block_size, config.windows, options.enable_prefix_caching, tiers)
-    seed, queued = options.seed, options.max_queued_requests
-    engine = Engine(runner, tokenizer, pages, max_len, seed, queued, pooling=options.pooling)
-    watch(engine, trace)
-    return engine
+    return Made(runner, max_len, tiers)
+
+
+def load(folder: Path, config: ModelConfig, homes: Homes) -> ModelWeights:
+    """The weights, and where the copies of experts lie."""
+    return copies.as_loaded(checkpoint.load(folder, config, homes), config, homes.mesh)
 
 
 def make_trace(file: str | None) -> Trace | None:
@@ -79,14 +149,14 @@ def make_trace(file: str | None) -> Trace | None:
         raise ModelError(f"trace is {file!r}: {error.strerror}") from None
 
 
-def make_tiers(folder: Path, config: ModelConfig, options: EngineOptions) -> Tiers | None:
+def make_tiers(folder: Path, config: ModelConfig, options: EngineOptions, mesh: Mesh | None = None) -> Tiers | None:
     """Host memory and disk for pages that the cache has no room for, where there are to be any."""
-    sizes = [page_bytes(config, group, options.block_size) for group in range(len(config.windows))]
+    sizes = [whole_page_bytes(config, group, options.block_size, mesh) for group in range(len(config.windows))]
     host = options.kv_cache_host_bytes
     if host is None:
         host = HOST if options.kv_cache_disk else 0
     if options.kv_cache_disk is None:
-        return Tiers(sizes, host) if host else None
+        return Tiers(sizes, host, None, identity(folder, config, options)) if host else None
     if host < max(sizes):
         raise ModelError(
             f"kv_cache_host_bytes is {host}; the way to the disk leads through host memory, which must hold a page: "
@@ -97,20 +167,37 @@ def make_tiers(folder: Path, config: ModelConfig, options: EngineOptions) -> Tie
         disk = DiskPages(path, DISK if options.kv_cache_disk_bytes is None else options.kv_cache_disk_bytes)
     except OSError as error:
         raise ModelError(f"kv_cache_disk is {str(path)!r}: {error.strerror}") from None
-    return Tiers(sizes, host, disk, identity(folder, config, options))
+    times = [path.stat().st_mtime_ns for path in files_of(folder)]
+    return Tiers(sizes, host, disk, identity(folder, config, options), repr(times).encode())
+
+
+def device_and_kernels() -> str:
+    """What computes here, and by whose code."""
+    device = jax.local_devices()[0]
+    kernels = f"{native.instruction_set()} {native.build.source_hash()}" if native.serves() else "XLA's"
+    return f"{device.platform} {device.device_kind}, kernels {kernels}"
 
 
 def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes:
-    """A digest of everything that a page's bytes depend on, beside its tokens."""
-    device = jax.local_devices()[0]
-    kernels = (native.instruction_set(), native.build.source_hash()) if native.serves() else "xla"
+    """A digest of everything that a page's bytes depend on, beside its tokens; alike on machines that are alike.
+
+    Of large files it reads both ends.
+    """
     model = replace(config, max_len=0)  # what it changes is in the rotary tables
-    what = [model, options.block_size, jax.__version__, device.platform, device.device_kind, kernels]
+    sizes = [getattr(options, name) for name in PARALLEL.values()]
+    what = [model, *sizes, options.block_size, jax.__version__, device_and_kernels()]
     found = hashlib.blake2b(repr(what).encode(), digest_size=32)
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
-        stat = path.stat()
-        found.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
+    for path in files_of(folder):
+        found.update(repr((path.name, path.stat().st_size)).encode())
+        with path.open("rb") as file:
+            found.update(file.read(SAMPLE))
+            file.seek(max(file.tell(), path.stat().st_size - SAMPLE))
+            found.update(file.read())
     return found.digest()
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
 def use_compile_cache() -> None:

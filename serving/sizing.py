@@ -1,15 +1,25 @@
 """How many pages there are: what the memory holds beside the weights and a step's own arrays."""
 
+import math
 import os
+from collections import Counter
 
 import jax
+from jax.sharding import Mesh
 
 from ..model.config import ModelConfig, ModelError
+from ..model.copies import spare_of
+from ..model.placing import HOST
+from ..model.split import part_of
+from ..sharding.mesh import team
+from .balance import Balance
 from .batcher import Batcher
+from .experts import Experts
 from .group import Group, largest
 from .options import EngineOptions
 from .scheduler import Limits
-from .step import empty_state, page_bytes, step
+from .stages import Stages
+from .state import page_bytes
 
 
 def cache_budget(options: EngineOptions) -> int | None:
@@ -36,25 +46,55 @@ def usable_memory(options: EngineOptions) -> int:
     return int(whole * (0.9 if options.gpu_memory_utilization is None else options.gpu_memory_utilization))
 
 
-def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int) -> int:
-    """What the largest step takes beside weights and state, as its compiler says; nothing is run."""
-    groups = len(config.windows)
-    size, layout = max(Batcher(limits, groups, page_size, -(-config.max_len // page_size)).layouts.items())
-    state = jax.eval_shape(lambda: empty_state(config, (2,) * groups, page_size, limits.max_seqs))
-    used = step.lower(weights, state, layout.padding, layout, config).compile().memory_analysis()
-    results = used.output_size_in_bytes - used.alias_size_in_bytes
-    return used.temp_size_in_bytes + used.generated_code_size_in_bytes + 2 * results  # of two steps at a time
+def held_bytes(tree) -> int:
+    """What a device holds of arrays, the one that holds most."""
+    held = Counter()
+    for x in jax.tree.leaves(tree):
+        if x.sharding.memory_kind == HOST:
+            continue
+        own = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        held.update(dict.fromkeys(x.sharding.device_set, own))
+    return max(held.values())
 
 
-def size_cache(config: ModelConfig, options: EngineOptions, budget: int) -> tuple[int, tuple[int, ...]]:
-    """(max_model_len, pages a cache group): enough for every sequence at full length, or what the budget holds.
+def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, mesh: Mesh | None = None) -> int:
+    """What the largest step takes on a device beside weights and state, as its compiler says; nothing is run."""
+    groups, stages = len(config.windows), Stages(config, mesh)
+    _, layout = max(Batcher(limits, groups, page_size, -(-config.max_len // page_size)).layouts.items())
+    state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs)
+    found = []
+    for lowered in stages.lower(weights, state, layout):
+        used = lowered.compile().memory_analysis()
+        results = 2 * (used.output_size_in_bytes - used.alias_size_in_bytes)  # those of two steps at a time
+        found.append(used.temp_size_in_bytes + used.generated_code_size_in_bytes + results)
+    moving = [0]
+    if mesh is not None and spare_of(config):
+        balance = Balance(Experts(config, team(mesh).experts.size), config, mesh, 0)
+        moving = [lowered.compile().memory_analysis().temp_size_in_bytes for _, lowered in balance.lower(weights)]
+    return max(found) + max(moving)
+
+
+def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
+    """Of all devices together: what a page takes that is copied out."""
+    stages = Stages(config, mesh)
+    pages = stages.abstract_state((1,) * len(config.windows), page_size, 1).pages
+    own = [pages[index] for index in config.kv_layers if config.group(index) == group]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
+
+
+def size_cache(
+    config: ModelConfig, options: EngineOptions, budget: int, mesh: Mesh | None = None
+) -> tuple[int, tuple[int, ...]]:
+    """(max_model_len, pages a cache group): enough for every sequence at full length, or what a device's budget holds.
 
     It is split so that all groups run out together when as many sequences as may run are as long as fits: shorter ones
     then always find a page, and of longer ones each group still holds one at least.
     """
     S, chunk = options.block_size, options.max_num_batched_tokens
     groups = [Group(1, S, window) for window in config.windows]
-    costs = [page_bytes(config, group, S) for group in range(len(config.windows))]
+    held = S if mesh is None else S // mesh.shape["context"]  # positions of a page that a device has
+    own, parts = part_of(config, mesh), Stages(config, mesh).stages
+    costs = [max(page_bytes(own, group, held, stage) for stage in parts) for group in range(len(config.windows))]
 
     def needs(length: int) -> list[int]:
         return [group.most_pages(length, chunk) for group in groups]

@@ -1,52 +1,212 @@
 """The one jitted step: append, attend, and draw, over a state that stays on the device."""
 
 import math
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ..model import decoder
-from ..model.config import LatentAttention, ModelConfig
-from ..model.plan import layer_token_bytes
+from ..model.config import ModelConfig
+from ..model.placing import HOST
+from ..model.split import Stage, part_of, whole
 from ..ops import sampling
-from ..ops.attention import KVPages, Rows, page_dtype, paged_attention
+from ..ops.attention import KVPages, Rows, paged_attention
+from ..sharding.mesh import team
+from ..sharding.team import ALONE, Axis, Team
 from .batch import Layout
+from .state import LOADS, State, empty_state, state_places
 
 
-@struct.dataclass
-class State:
-    """What lives on the device between steps; donated to each and returned by it."""
+@dataclass(frozen=True)
+class Place:
+    """How a leaf of the weights lies on its devices."""
 
-    pages: dict[int, KVPages]  # by the layer that owns them
-    slots: sampling.SlotState
-    last_tokens_B: jax.Array  # the token each slot drew last: the next step reads it without asking the host
+    spec: P
+    on_host: bool
+
+    def fetch(self, leaf):
+        """All that a device computes with, of what it keeps."""
+        if self.on_host:
+            leaf = jax.device_put(leaf, jax.memory.Space.Device)
+        if "context" not in self.spec:
+            return leaf
+        return jax.lax.all_gather(leaf, "context", axis=self.spec.index("context"), tiled=True)
 
 
-@partial(jax.jit, static_argnames=("layout", "config"), donate_argnames="state")
+@dataclass(frozen=True)
+class Places:
+    """Over which devices a step runs, and how each leaf of the weights lies on them."""
+
+    mesh: Mesh | None
+    weights: tuple[Place, ...]
+
+    @classmethod
+    def of(cls, weights, mesh: Mesh | None) -> "Places | None":
+        """Where the weights lie; None: all on one device."""
+        found = tuple(
+            Place(P() if mesh is None else leaf.sharding.spec, leaf.sharding.memory_kind == HOST)
+            for leaf in jax.tree.leaves(weights)
+        )
+        return None if mesh is None and not any(place.on_host for place in found) else cls(mesh, found)
+
+    def fetcher(self, weights):
+        """(layer, its weights, x) -> (all of the weights that it computes with, x): not begun before x is there."""
+        layers = jax.tree.structure(weights).unflatten(self.weights).layers
+        if not any(place.on_host or "context" in place.spec for place in jax.tree.leaves(layers)):
+            return None
+
+        def fetch(number: int, own, x):
+            own, x = jax.lax.optimization_barrier((own, x))
+            return jax.tree.map(lambda place, leaf: place.fetch(leaf), layers[number], own), x
+
+        return fetch
+
+
+@partial(jax.jit, static_argnames=("layout", "config", "plain", "places", "stage"), donate_argnames="state")
 def step(
-    weights, state: State, buffer, layout: Layout, config: ModelConfig
-) -> tuple[sampling.Sampled, jax.Array, State]:
-    """One step of every sequence in the batch that the buffer holds; also the hidden states of the rows sampled."""
+    weights,
+    state: State,
+    buffer,
+    layout: Layout,
+    config: ModelConfig,
+    plain: bool = False,
+    places: Places | None = None,
+    stage: Stage | None = None,
+    x: Any = None,
+):
+    """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows' hidden states, state).
+
+    The token of a row that is not ok is -1 in what is returned, so that the tokens alone tell the host all it needs.
+    Over a mesh each device does the same with its own part of weights and state. A `stage` that is not the last gives
+    (rows, None, state), and one that is not the first gets such rows.
+    """
+    stage = stage or whole(config)
+    fetch = None if places is None else places.fetcher(weights)
+    if places is None or places.mesh is None:
+        return step_of_one(weights, state, buffer, x, layout, config, plain, ALONE, stage, fetch)
+    own, devices = part_of(config, places.mesh), team_of(places.mesh, layout)
+    of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
+    of_state = state_places(state)
+    of_rows = P(devices.rows.name or None)
+
+    def part(weights, state, buffer, x):
+        return step_of_one(weights, state, buffer, x, layout, own, plain, devices, stage, fetch)
+
+    run = jax.shard_map(
+        part, mesh=places.mesh, in_specs=(of_weights, of_state, P(), of_rows),
+        out_specs=(P() if stage.ends else of_rows, P(), of_state), check_vma=False,
+    )  # fmt: skip
+    return run(weights, state, buffer, x)
+
+
+def team_of(mesh: Mesh, layout: Layout) -> Team:
+    """Steps that carry prompts have rows enough for each device to take a part of them, outside of attention."""
+    found = team(mesh)
+    split = found.context.size > 1 and layout.size.rows > layout.size.seqs
+    return replace(found, rows=found.context) if split else found
+
+
+def make_state(
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh | None
+) -> State:
+    """A state with no request in it, where it is to lie."""
+    if mesh is None:
+        return empty_state(config, stage, num_pages, page_size, max_seqs, config.vocab_size)
+    return split_state(config, stage, num_pages, page_size, max_seqs, mesh)
+
+
+@partial(jax.jit, static_argnums=range(6))
+def split_state(
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh
+) -> State:
+    """Each device makes its part; compiled once, since an engine that recovers makes another."""
+    own, words = part_of(config, mesh), -(-config.vocab_size // mesh.shape["tensor"])
+
+    def part() -> State:
+        return empty_state(own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, words)
+
+    places = state_places(jax.eval_shape(part))
+    return jax.shard_map(part, mesh=mesh, in_specs=(), out_specs=places, check_vma=False)()
+
+
+def abstract_state(
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh | None
+) -> State:
+    """The same without memory."""
+    state = jax.eval_shape(lambda: make_state(config, stage, num_pages, page_size, max_seqs, mesh))
+    if mesh is None:
+        return state
+
+    def placed(leaf, place: P):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, place))
+
+    return jax.tree.map(placed, state, state_places(state))
+
+
+def step_of_one(
+    weights, state: State, buffer, x, layout: Layout, config: ModelConfig, plain: bool, team: Team, stage: Stage, fetch
+):
+    """What one device of a team does in a step; alone, all of it."""
     batch = layout.read(buffer)
-    held_T = jnp.maximum(-1 - batch.tokens_T, 0)
-    tokens_T = jnp.where(batch.tokens_T < 0, state.last_tokens_B[held_T], batch.tokens_T)
+    tokens_T = batch.tokens_T
+    if stage.begins and stage.ends:  # with several stages the host knows all tokens
+        held_T = jnp.maximum(-1 - tokens_T, 0)
+        tokens_T = jnp.where(tokens_T < 0, state.last_tokens_B[held_T], tokens_T)
+    spare = -layout.size.rows % team.rows.size
+    positions_T = jnp.pad(batch.positions_T, (0, spare), constant_values=-1)
 
     def attend(index, q_TNH, k_TKH, v_TKH, pages, **options):
         owner, group = config.kv_owner[index], config.group(index)
-        rows = Rows(batch.positions_T, batch.starts_B1, batch.tables_GBM[group], batch.slots_GT[group])
-        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, pages[owner], rows, **options)
+        slots_T = jnp.pad(batch.slots_GT[group], (0, spare))
+        rows = Rows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
+        q_TNH, k_TKH, v_TKH = (None if x is None else team.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
+        spread = {"context": team.context, "deal": team.rows.size > 1}
+        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, pages[owner], rows, **options, **spread)
         return out_TNH, {**pages, owner: filled}
 
-    hidden_TD, pages = decoder.forward(weights, state.pages, tokens_T, batch.positions_T, config, attend)
-    hidden_RD = hidden_TD.at[batch.sample_rows_R].get(mode="fill", fill_value=0)
-    logits_RV = decoder.logits(weights, hidden_RD, config)
+    def note(index, experts_TX, pages):
+        # Where the devices of `context` have the same rows, the first counts them.
+        one = 1 if team.rows.size > 1 or team.context.size == 1 else jnp.where(team.context.index() == 0, 1, 0)
+        layer = config.expert_layers.index(index)
+        return {**pages, LOADS: pages[LOADS].at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop")}
+
+    own_T, first = team.rows.part(positions_T), stage.layers.start
+    if stage.begins:
+        x = decoder.enter(weights, team.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, team)
+    pages = {**state.pages, LOADS: state.loads_nLE}
+    hear = None if state.loads_nLE is None else note
+    x, pages = decoder.pass_through(weights.layers, first, x, pages, own_T, config, attend, team, hear, fetch)
+    loads_nLE = pages.pop(LOADS)
+    if not stage.ends:
+        return x, None, state.replace(pages=pages)
+    hidden_RD = take_rows(decoder.leave(weights, x[0], config), batch.sample_rows_R, team.rows)
+    logits_RV = decoder.logits(weights, hidden_RD, config, team)
     with jax.named_scope("sample"):
-        slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T)
-        sampled = sampling.sample(logits_RV, slots, batch.sampling)
+        axis = team.tensor
+        slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
+        sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis)
         last_tokens_B = state.last_tokens_B.at[batch.store_R].set(sampled.tokens_R, mode="drop")
-    return sampled, hidden_RD, State(pages, slots, last_tokens_B)
+        sampled = sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1))
+    return sampled, hidden_RD, State(pages, slots, last_tokens_B, loads_nLE)
+
+
+@jax.jit
+def read_loads(loads_nLE) -> jax.Array:
+    """A copy that the next step does not take, of all devices together."""
+    return jnp.sum(loads_nLE, axis=0)
+
+
+def take_rows(hidden_TD, rows_R, axis: Axis):
+    """Some of all rows, of which each device has a part; zeros for those that there are not."""
+    own = hidden_TD.shape[0]
+    at_R = rows_R - axis.index() * own
+    at_R = jnp.where(at_R < 0, own, at_R)  # a negative one would count from the end
+    return axis.sum(hidden_TD.at[at_R].get(mode="fill", fill_value=0))
 
 
 @jax.jit
@@ -55,6 +215,25 @@ def read_pages(layers: list[KVPages], pages_N) -> jax.Array:
     N = pages_N.shape[0]
     parts = [jax.lax.bitcast_convert_type(leaf[pages_N], jnp.uint8) for leaf in jax.tree.leaves(layers)]
     return jnp.concatenate([part.reshape(N, -1) for part in parts], axis=1)
+
+
+@partial(jax.jit, static_argnames=("mesh", "places"), donate_argnames="stack_SX")
+def move_experts(stack_SX, sent_nnM, kept_nnM, turns, mesh: Mesh, places: P) -> jax.Array:
+    """A stack of experts over devices, of which each takes over some of the others', as `placement.transfers` says."""
+    axis = team(mesh).experts
+
+    def part(stack_SX, sent_nnM, kept_nnM, turns):
+        me = axis.index()
+
+        def take(turn, filled_SX):  # all are sent as they lay before the first turn
+            came_nX = axis.exchange(stack_SX[sent_nnM[:, me, turn]])
+            return filled_SX.at[kept_nnM[me, :, turn]].set(came_nX, mode="drop")
+
+        return jax.lax.fori_loop(0, turns, take, stack_SX)
+
+    in_specs = (places, P(), P(), P())
+    run = jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=places, check_vma=False)
+    return run(stack_SX, sent_nnM, kept_nnM, turns)
 
 
 @partial(jax.jit, donate_argnames="layers")
@@ -89,34 +268,3 @@ def reset_slot(slots: sampling.SlotState, slot, row: sampling.SlotState) -> samp
 def set_bias(bias_BV, slot, bias_V) -> jax.Array:
     """What a slot's next token may be."""
     return sampling.set_bias(bias_BV, slot, bias_V)
-
-
-def page_shapes(config: ModelConfig, index: int, page_size: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of one page of a layer: keys, then values unless they are a part of the keys."""
-    a = config.layers[index].attention
-    if isinstance(a, LatentAttention):
-        return ((page_size, 1, a.kv_rank + a.rope_dim),)
-    return ((page_size, a.kv_heads, a.head_dim),) * 2
-
-
-def page_bytes(config: ModelConfig, group: int, page_size: int) -> int:
-    """Bytes of one page number of a cache group, over all its layers."""
-    layers = [config.layers[index] for index in config.kv_layers if config.group(index) == group]
-    return page_size * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in layers)
-
-
-def empty_state(config: ModelConfig, num_pages: tuple[int, ...], page_size: int, max_seqs: int) -> State:
-    """A state with no request in it."""
-    dtype = page_dtype(jnp.dtype(config.kv_dtype))
-
-    def empty(index: int) -> KVPages:
-        count, shapes = num_pages[config.group(index)], page_shapes(config, index, page_size)
-        pages = [jnp.zeros((count, *shape), dtype) for shape in shapes]
-        scales = [jnp.zeros((count, *shape[:-1]), jnp.float32) for shape in shapes] if dtype == jnp.int8 else []
-        return KVPages(
-            **dict(zip(("k_PSKH", "v_PSKH"), pages, strict=False)),
-            **dict(zip(("k_scale_PSK", "v_scale_PSK"), scales, strict=False)),
-        )
-
-    pages = {index: empty(index) for index in config.kv_layers}
-    return State(pages, sampling.empty_state(max_seqs, config.vocab_size), jnp.zeros(max_seqs, jnp.int32))

@@ -22,8 +22,17 @@ class Tiers:
     A copy stays when its page is back on the device, so that what leaves again need not be copied again.
     """
 
-    def __init__(self, page_bytes: Seq[int], host_bytes: int, disk: DiskPages | None = None, identity: bytes = b""):
-        self.page_bytes, self.capacity, self.disk, self.identity = tuple(page_bytes), host_bytes, disk, identity
+    def __init__(
+        self,
+        page_bytes: Seq[int],
+        host_bytes: int,
+        disk: DiskPages | None = None,
+        identity: bytes = b"",
+        stamp: bytes = b"",
+    ):
+        self.page_bytes, self.capacity, self.disk = tuple(page_bytes), host_bytes, disk
+        self.identity = identity  # of all that a page's bytes depend on beside its tokens
+        self.stamp = stamp  # of the model's files on this machine: on disk pages outlive what was in them
         self.copies: OrderedDict[Copy, None] = OrderedDict()
         self.total = 0
         self.loads: set[Future] = set()
@@ -109,7 +118,7 @@ class Tiers:
 
     def save(self, copy: Copy) -> None:
         node, group = copy.node, copy.group
-        copy.saved = self.disk.write(self.name(node, group), self.digest(node), group, token_bytes(node), copy.data)
+        copy.saved = self.disk.write(self.name(node, group), self.digest(node), group, token_bytes(node), copy.content)
 
     def digest(self, node: Node) -> bytes:
         """Of all tokens up to the node's last, of what keeps tenants apart, and of what computed the pages."""
@@ -120,7 +129,7 @@ class Tiers:
             if one.digest:
                 continue
             if one.parent is None:
-                one.digest = digest_of(self.identity, repr(one.key).encode())
+                one.digest = digest_of(digest_of(self.identity, self.stamp), repr(one.key).encode())
             else:
                 one.digest = digest_of(one.parent.digest, token_bytes(one))
         return node.digest

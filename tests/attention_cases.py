@@ -28,6 +28,8 @@ class Shape:
     B: int = 6
     dtype: str = "float32"
     bits: bool = False  # bfloat16 pages held as uint16
+    codes: str | None = None  # pages held as int8 or float8_e4m3fn with scales
+    paired: bool = False  # keys and values in one array of pages
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
@@ -54,13 +56,30 @@ class Sequence:
         q[rng.random(LONGEST) < 0.2] *= 6  # a few sharp rows
         return [x.astype(np.dtype(shape.dtype) if shape.dtype == "float32" else BFLOAT16) for x in (q, k, v)]
 
+    def numbers(self, shape: Shape):
+        """The same in float64, with keys and values as the pages hold them."""
+        q, *kept = self.arrays(shape)
+        if shape.codes is not None:
+            kept = [codes.astype(np.float64) * scale[..., None] for codes, scale in (coded(shape, x) for x in kept)]
+        return [x.astype(np.float64) for x in (q, *kept)]
+
+
+def coded(shape: Shape, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, the scale of each row): the largest of a row becomes the largest code."""
+    x = x.astype(np.float32)
+    largest = np.float32(127 if shape.codes == "int8" else 448)
+    most = np.abs(x).max(-1)
+    codes = np.nan_to_num(x * (largest / most)[..., None])  # rows of nobody hold anything
+    codes = np.round(codes).astype(np.int8) if shape.codes == "int8" else codes.astype(ml_dtypes.float8_e4m3fn)
+    return codes, most * (np.float32(1) / largest)
+
 
 @dataclass
 class Case:
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    pages: list[np.ndarray]
+    pages: list[np.ndarray]  # of keys, of values, then their scales where they are codes
     rows: Rows
     places: list[range]  # the rows of each sequence
 
@@ -70,7 +89,12 @@ def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> 
     S, M, T, B = shape.S, -(-LONGEST // shape.S), shape.T, shape.B
     dtype = sequences[0].arrays(shape)[0].dtype
     P = 2 + M * shape.B
-    pages = [np.full((P, S, shape.K, shape.H), np.nan, dtype) for _ in range(2)]
+    if shape.codes is None:
+        pages = [np.full((P, S, shape.K, shape.H), np.nan, dtype) for _ in range(2)]
+    else:
+        held = np.dtype(getattr(ml_dtypes, shape.codes, shape.codes))
+        pages = [rng.integers(-128, 128, (P, S, shape.K, shape.H), np.int8).view(held) for _ in range(2)]
+        pages += [np.full((P, shape.K, S), np.nan, np.float32) for _ in range(2)]
     q = np.full((T, shape.K * shape.G, shape.H), np.nan, dtype)
     k, v = (np.full((T, shape.K, shape.H), np.nan, dtype) for _ in range(2))
     positions, slots = rng.integers(0, 9, T), rng.integers(0, S, T)  # padding says what it likes
@@ -83,8 +107,7 @@ def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> 
         for page in range(oldest // S, -(-end // S)):
             tables[b, page] = free.pop()
         for p in range(oldest // S * S, sequence.start):
-            for held, new in zip(pages, (k_all, v_all), strict=True):
-                held[tables[b, p // S], p % S] = new[p]
+            put(pages, as_held(shape, k_all, v_all), p, tables[b, p // S] * S + p % S)
         places.append(range(at, at + sequence.rows))
         for p in range(sequence.start, end):
             q[at], k[at], v[at], positions[at] = q_all[p], k_all[p], v_all[p], p
@@ -93,6 +116,24 @@ def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> 
     starts[len(sequences) + 1 :] = at
     rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
     return Case(q, k, v, pages, rows, places)
+
+
+def as_held(shape: Shape, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
+    """Rows of keys and values as a case's pages hold them."""
+    if shape.codes is None:
+        return [k, v]
+    (k, k_scale), (v, v_scale) = coded(shape, k), coded(shape, v)
+    return [k, v, k_scale, v_scale]
+
+
+def put(pages: list[np.ndarray], held: list[np.ndarray], row: int, slot: int) -> None:
+    """Write a row where a step should write it."""
+    for to, new in zip(pages, held, strict=False):
+        S = pages[0].shape[1]
+        if new.ndim == 3:
+            to[slot // S, slot % S] = new[row]
+        else:
+            to[slot // S, :, slot % S] = new[row]
 
 
 @partial(jax.jit, static_argnames=("shape", "attend"), donate_argnames="pages")
@@ -108,17 +149,21 @@ def run(shape: Shape, case: Case, attend: Callable[..., Any] = paged_attention):
     """(out, pages) of one step, as numpy arrays in the model's dtype."""
     to_device = [jnp.asarray(x.view(np.uint16) if shape.bits else x) for x in case.pages]
     latent = shape.value_dim is not None
-    pages = KVPages(to_device[0], None if latent else to_device[1])
+    if shape.paired:
+        both = jnp.stack(to_device, axis=3)
+        pages = KVPages(kv_PSYH=both.reshape(*both.shape[:2], -1, shape.H))
+    else:
+        pages = KVPages(to_device[0]) if latent else KVPages(*to_device)
     v = None if latent else jnp.asarray(case.v)
     out, pages = step(jnp.asarray(case.q), jnp.asarray(case.k), v, pages, case.rows, sinks_of(shape), shape, attend)
-    held = [pages.k_PSKH] if latent else [pages.k_PSKH, pages.v_PSKH]
-    assert all(x.dtype == (np.uint16 if shape.bits else case.q.dtype) for x in held)
-    return np.asarray(out), [np.asarray(x).view(case.q.dtype) for x in held]
+    held = [pages.kv_PSYH[:, :, at::2] for at in range(2)] if shape.paired else jax.tree.leaves(pages)
+    assert all(x.dtype == before.dtype for x, before in zip(held, to_device, strict=not latent))
+    return np.asarray(out), [np.asarray(x).view(y.dtype) for x, y in zip(held, case.pages, strict=False)]
 
 
 def reference(shape: Shape, sequence: Sequence) -> np.ndarray:
     """The definition, in float64, one row at a time."""
-    q, k, v = (x.astype(np.float64) for x in sequence.arrays(shape))
+    q, k, v = sequence.numbers(shape)
     if shape.value_dim is not None:
         v = k[..., : shape.value_dim]
     sinks, out = sinks_of(shape), []
@@ -152,12 +197,11 @@ def check(
         np.testing.assert_allclose(out[place].astype(np.float64), reference(shape, sequence), **close)
     padding = out[case.places[-1].stop :].astype(np.float32)
     assert not padding.any(), "rows of nobody are zero"
-    used = np.asarray(case.rows.slots_T)[: case.places[-1].stop]
-    for before, after, new in zip(case.pages, pages, (case.k, case.v), strict=False):
-        expected = before.reshape(-1, *before.shape[2:]).copy()
-        expected[used] = new[: len(used)]
-        after = after.reshape(expected.shape)
-        assert after[shape.S :].tobytes() == expected[shape.S :].tobytes(), "only the slots of the rows are written"
+    wanted, held = [x.copy() for x in case.pages], as_held(shape, case.k, case.v)
+    for row, slot in enumerate(np.asarray(case.rows.slots_T)[: case.places[-1].stop]):
+        put(wanted, held, row, slot)
+    for after, expected in zip(pages, wanted, strict=False):
+        assert after[1:].tobytes() == expected[1:].tobytes(), "only the slots of the rows are written"
 
 
 def ragged(shape: Shape, rng: np.random.Generator) -> list[Sequence]:

@@ -29,6 +29,8 @@ BEYOND = {  # what the OpenAPI document leaves out
     "/is_sleeping": "Whether it sleeps.",
     "/pause": "Accept requests, and let them wait.",
     "/resume": "Go on.",
+    "/expert_loads": "By layer of a mixture of experts, the rows that each expert got, and where they lie.",
+    "/rebalance_experts": "Place the experts as recent rows ask for, with `--expert-redundancy`.",
 }
 INTRODUCTION = """\
 A client for OpenAI's interface is given `http://127.0.0.1:8000/v1` as its base URL, one for Anthropic's the same

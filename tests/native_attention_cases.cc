@@ -84,6 +84,7 @@ double error_of(int seed) {
   std::vector<Page> k_pages(a.P * a.S * a.K * a.H), v_pages(latent ? 0 : a.P * a.S * a.K * a.V);
   std::vector<float> k_scale(a.P * a.S * a.K), v_scale(a.P * a.S * a.K);
   float nan = std::nanf("");
+  auto scale_of = [&](int64_t slot, int64_t head) { return slot / a.S * a.K * a.S + head * a.S + slot % a.S; };
   auto fill = [&](std::vector<Page>& pages, std::vector<float>& scale, int64_t width) {
     for (int64_t i = 0; i < static_cast<int64_t>(pages.size()); ++i)
       pages[i] = bytes ? static_cast<Page>(random.below(200)) : quire::attention::convert<Page>(nan);
@@ -93,7 +94,7 @@ double error_of(int seed) {
         for (int64_t i = 0; i < a.K * width; ++i) {
           int64_t at = slot_of(b, p) * a.K * width + i;
           pages[at] = bytes ? static_cast<Page>(random.below(255) - 127) : quire::attention::convert<Page>(random.normal());
-          scale[at / width] = 0.02f;
+          scale[scale_of(slot_of(b, p), i / width)] = 0.02f * static_cast<float>(1 + (p + i / width) % 3);
         }
   };
   fill(k_pages, k_scale, a.H), fill(v_pages, v_scale, a.V);
@@ -118,7 +119,7 @@ double error_of(int seed) {
           int64_t key = slot_of(b, p) * a.K + head;
           for (int64_t h = 0; h < a.H; ++h)
             score += at<New>(a.q, (row * a.N + n) * a.H + h) * at<Page>(a.k_pages, key * a.H + h);
-          score *= a.scoring.scale * (bytes ? k_scale[key] : 1.0);
+          score *= a.scoring.scale * (bytes ? k_scale[scale_of(slot_of(b, p), head)] : 1.0);
           if (a.scoring.soft_cap) score = a.scoring.soft_cap * std::tanh(score / a.scoring.soft_cap);
           scores.push_back(score), best = std::max(best, score);
         }
@@ -129,7 +130,7 @@ double error_of(int seed) {
           total += weight;
           for (int64_t i = 0; i < a.V; ++i)
             sums[i] += weight * (latent ? at<Page>(a.k_pages, value * a.H + i) : at<Page>(a.v_pages, value * a.V + i)) *
-                       (bytes ? (latent ? k_scale : v_scale)[value] : 1.0);
+                       (bytes ? (latent ? k_scale : v_scale)[scale_of(slot_of(b, p), head)] : 1.0);
         }
         for (int64_t i = 0; i < a.V; ++i)
           worst = std::max(worst, std::fabs(at<New>(a.out, (row * a.N + n) * a.V + i) - sums[i] / total));

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run, step
 
-from quire.ops.attention import KVPages, page_dtype
+from quire.ops.attention import KVPages, page_dtype, pairs
 from quire.ops.attention.xla import BLOCK, tiles
 from quire.ops.sums import sum_pairs
 
@@ -45,6 +45,10 @@ MIXED = {
     "bfloat16": Shape(dtype="bfloat16"),
     "bfloat16 bits": Shape(dtype="bfloat16", bits=True, window=50),
     "latent bits": Shape(K=1, G=4, H=24, value_dim=16, dtype="bfloat16", bits=True),
+    "int8": Shape(dtype="bfloat16", codes="int8", window=50),
+    "float8": Shape(codes="float8_e4m3fn", S=32, sinks=True),
+    "paired": Shape(paired=True, window=40),
+    "paired bits": Shape(paired=True, dtype="bfloat16", bits=True, sinks=True, soft_cap=3.0),
     "few rows": Shape(T=5, B=4),
     "one sequence": Shape(T=64, B=1),
 }
@@ -166,7 +170,26 @@ def test_sum_pairs():
         np.testing.assert_allclose(sum_pairs(jnp.asarray(x)), x.astype(np.float64).sum(-1), rtol=1e-5, atol=1e-6)
 
 
+def test_pairs_are_only_a_form(monkeypatch):
+    """Pages with keys and values in one array give the same bits as those with two."""
+    monkeypatch.setenv("QUIRE_NATIVE", "off")
+    jax.clear_caches()
+    got = {}
+    for paired in (False, True):
+        shape = Shape(dtype="bfloat16", bits=True, paired=paired)
+        case = build(shape, [Sequence(1, 70, 3), Sequence(2, 0, 20)], np.random.default_rng(1))
+        got[paired] = run(shape, case)[0].tobytes()
+    assert got[False] == got[True]
+
+
 def test_page_dtype():
     """Pages take the bytes of the model's dtype; on a CPU bfloat16 is kept as bits."""
     assert page_dtype(jnp.float32) == jnp.float32
     assert page_dtype(jnp.bfloat16) == jnp.uint16
+
+
+def test_pairs(monkeypatch):
+    """Where the kernel that wants them may serve: nothing changes elsewhere."""
+    for backend, dtypes in (("cpu", ()), ("gpu", ()), ("tpu", ("bfloat16",))):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert [name for name in ("bfloat16", "float32", "int8") if pairs(jnp.dtype(name))] == list(dtypes)

@@ -18,8 +18,8 @@ import typer
 import quire
 from quire.__main__ import COMMANDS, main
 from quire.model.config import ModelError
-from quire.scripts import chat, collect_env, generate, options
-from quire.serving.options import EngineOptions
+from quire.scripts import chat, collect_env, generate, sizes
+from quire.serving.options import PARALLEL, EngineOptions
 from quire.serving.outputs import CompletionOutput, RequestOutput
 from quire.serving.request import RequestError, SamplingParams
 
@@ -108,13 +108,13 @@ def run(monkeypatch, capsys):
     ],
 )
 def test_sizes_as_people_write_them(text, value):
-    assert options.size(text) == value
+    assert sizes.size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "K", "1.5", "0.3K", "32KB", "1e3", "nan", "32 K", "٣", "--1", "1_000"])
 def test_what_is_no_size(text):
     with pytest.raises(typer.BadParameter, match="32K"):
-        options.size(text)
+        sizes.size(text)
 
 
 def test_generate_streams_then_times(run):
@@ -311,7 +311,9 @@ def test_help_shows_the_defaults_that_the_engine_has():
         if isinstance(default, str) and default.isdigit():
             shown[name] = int(default)
     defaults = {field.name: field.default for field in fields(EngineOptions)}
-    assert shown == {name: defaults[name] for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")}
+    sizes = "block_size", "max_num_seqs", "max_num_batched_tokens", *PARALLEL.values()
+    sizes = *sizes, "expert_redundancy", "expert_rebalance_steps", "num_processes", "process_id"
+    assert shown == {name: defaults[name] for name in sizes}
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
@@ -330,7 +332,11 @@ def test_a_mistyped_command_is_met_with_the_right_one(run):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "serves"), [("", "native|xla; native declines: .*"), ("off", "xla; native declines: .*off")]
+    ("kernels", "serves"),
+    [
+        ("", "native|xla; native declines: .*"),
+        ("off", "xla; native declines: .*off; mosaic_tpu declines: there is no TPU"),
+    ],
 )
 def test_collect_env_tells_what_serves(capsys, monkeypatch, kernels, serves):
     monkeypatch.setenv("QUIRE_NATIVE", kernels)

@@ -1,6 +1,8 @@
 """What the deployment files promise: confined, with probes that exist, grace that suffices and flags that are there."""
 
 import fnmatch
+import importlib
+import importlib.metadata
 import json
 import re
 import shlex
@@ -26,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 DOCS = ROOT / "docs" / "deploy.md"
+SCALE_OUT = ROOT / "docs" / "scale-out.md"
 OPEN = {"/health", "/ping"}  # paths that are answered without a key
 PATHS = OPEN | {"/metrics"}
 USER = 10001
@@ -39,8 +42,16 @@ MANIFESTS = {
 }
 
 
-def manifest(kind: str) -> dict[str, Any]:
-    [found] = [found for found in MANIFESTS.values() if found["kind"] == kind]
+OTHERS = {"ray", "hosts"}  # folders for more than one process a model, which stand for themselves
+
+
+def manifest(kind: str, folder: str | None = None) -> dict[str, Any]:
+    chosen = {path: path.parent.name for path in MANIFESTS}
+    [found] = [
+        found
+        for path, found in MANIFESTS.items()
+        if found["kind"] == kind and (chosen[path] == folder if folder else chosen[path] not in OTHERS)
+    ]
     return found
 
 
@@ -49,6 +60,14 @@ POD = manifest("Deployment")["spec"]["template"]
 KUSTOMIZATIONS = {path.parent.name: yaml.safe_load(path.read_text()) for path in KUBERNETES.rglob("kustomization.yaml")}
 GPU = yaml.safe_load(KUSTOMIZATIONS["gpu"]["patches"][0]["patch"])
 [GPU_SERVER] = GPU["spec"]["template"]["spec"]["containers"]
+RAY = manifest("RayService", "ray")["spec"]
+CLUSTER = RAY["rayClusterConfig"]
+SERVED = yaml.safe_load(RAY["serveConfigV2"])
+[RAY_APP] = SERVED["applications"]
+RAY_ARGS = shlex.split(RAY_APP["args"]["command"])
+HOSTS = manifest("LeaderWorkerSet", "hosts")["spec"]["leaderWorkerTemplate"]
+LEADER, WORKER = HOSTS["leaderTemplate"]["spec"], HOSTS["workerTemplate"]["spec"]
+RAY_PODS = [own["template"]["spec"] for own in (CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"])]
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -112,8 +131,10 @@ def used_flags() -> dict[str, set[str]]:
         "quire.service": arguments_of(SERVICE["ExecStart"]),
         "base": SERVER["args"],
         "gpu": GPU_SERVER["args"],
+        "ray": RAY_ARGS,
         "docs": [*(word for run in runs for word in arguments_of(run)), *shlex.split(" ".join(own))],
         "docs, the words": re.findall(r"`(--[^`]+)`", page),
+        "scale-out": re.findall(r"--[a-z][a-z-]+", SCALE_OUT.read_text()),
         "comments": re.findall(r"--[a-z][a-z-]+", "".join(re.findall(r"# .*", all_text()))),
     }
     others = {"--now", "--build-arg", "--gpus", "--stop-timeout"}  # systemctl's and docker's
@@ -245,7 +266,8 @@ def test_probes_ask_what_is_open():
         assert asked["path"] in OPEN and asked["port"] in ports
     for path, found in MANIFESTS.items():
         for said_path in re.findall(r"path: (/\S+)", path.read_text()):
-            assert said_path in PATHS or found["kind"] == "Deployment", f"{path}: {said_path}"
+            known = said_path in PATHS or (found["kind"], said_path) == ("RayService", "/-/healthz")  # Ray's own
+            assert known or found["kind"] == "Deployment", f"{path}: {said_path}"
 
 
 def test_probes_wait_in_the_right_order():
@@ -321,8 +343,81 @@ def test_scaling_asks_for_metrics_that_exist():
     )
 
 
+@pytest.mark.parametrize("pod", [*RAY_PODS, LEADER, WORKER], ids=["head", "ray", "leader", "worker"])
+def test_pods_of_several_are_confined_alike(pod):
+    assert pod["securityContext"] == POD["spec"]["securityContext"] and pod["enableServiceLinks"] is False
+    [container] = pod["containers"]
+    assert container["securityContext"] == SERVER["securityContext"]
+    assert container["image"] == SERVER["image"] and "command" not in container
+    resources = container["resources"]
+    assert resources["requests"] == resources["limits"] and resources["limits"]["cpu"].isdigit()
+    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert set(mounts) == set(volumes)
+    assert {own["mountPath"] for own in mounts.values() if not own.get("readOnly")} == WRITABLE | {"/dev/shm"}
+    assert volumes["keys"] == next(own for own in POD["spec"]["volumes"] if own["name"] == "keys")
+
+
+def test_replicas_fit_into_their_pods():
+    """What a replica takes is what a pod has, and there are pods for as many as there may be."""
+    options = parsed(RAY_ARGS)
+    [group] = CLUSTER["workerGroupSpecs"]
+    [worker] = group["template"]["spec"]["containers"]
+    assert options["replica_resources"] == {"CPU": float(worker["resources"]["limits"]["cpu"])}
+    assert (group["minReplicas"], group["maxReplicas"]) == (options["min_replicas"], options["max_replicas"])
+    assert group["template"]["spec"]["terminationGracePeriodSeconds"] > options["shutdown_grace"] + 10
+    assert str(options["api_key_file"]) == "/run/secrets/quire/keys" and CLUSTER["enableInTreeAutoscaling"] is True
+    assert SERVED["http_options"] == {"host": "0.0.0.0", "port": 8000} and options["host"] == "0.0.0.0"
+    [head] = CLUSTER["headGroupSpec"]["template"]["spec"]["containers"]
+    for container in (head, worker):
+        assert {"name": "serve", "containerPort": 8000} in container["ports"]
+    assert worker["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}
+    assert CLUSTER["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """What `quire serve` makes of these; a flag that is none is an error."""
+    group: Any = typer.main.get_command(app)
+    return group.get_command(None, "serve").make_context("serve", list(arguments)).params
+
+
+def test_ray_knows_the_fields_and_the_application():
+    schema = pytest.importorskip("ray.serve.schema")
+    schema.ServeDeploySchema.model_validate(SERVED)
+    ray_version = importlib.metadata.version("ray")
+    [wanted] = PROJECT["project"]["optional-dependencies"]["ray"]
+    assert f">={CLUSTER['rayVersion'].rpartition('.')[0]}" in wanted and ray_version
+    module, _, name = RAY_APP["import_path"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_one_service_for_the_leaders():
+    [port] = manifest("Service", "hosts")["spec"]["ports"]
+    [leader], [worker] = LEADER["containers"], WORKER["containers"]
+    assert leader["ports"] == [{"name": port["targetPort"], "containerPort": 8000}]
+    name = manifest("LeaderWorkerSet", "hosts")["metadata"]["name"]
+    selected = manifest("Service", "hosts")["spec"]["selector"]
+    assert selected == {
+        "leaderworkerset.sigs.k8s.io/name": name, "leaderworkerset.sigs.k8s.io/worker-index": "0"
+    }  # fmt: skip
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert leader[probe] == SERVER[probe] and probe not in worker
+    assert leader["args"] == worker["args"] and HOSTS["restartPolicy"] == "RecreateGroupOnPodRestart"
+    [gpus] = [word for word in leader["args"] if word.startswith("--tensor-parallel-size=")]
+    assert int(gpus.partition("=")[2]) == HOSTS["size"] * int(leader["resources"]["limits"]["nvidia.com/gpu"])
+
+
+@pytest.mark.skipif("--coordinator-address" not in serve_options(), reason="one process serves a model here")
+def test_hosts_find_each_other():
+    [container] = LEADER["containers"]
+    given = {"LWS_LEADER_ADDRESS": "quire-hosts-0.quire-hosts.default", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
+    options = parsed([re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], word) for word in container["args"]])
+    assert (options["num_processes"], options["process_id"]) == (HOSTS["size"], 1)
+    assert options["coordinator_address"] == f"{given['LWS_LEADER_ADDRESS']}:1234"
+
+
 def test_images_are_pinned():
-    for folder in ("base", "gpu"):
+    for folder in ("base", "gpu", "ray", "hosts"):
         [image] = KUSTOMIZATIONS[folder]["images"]
         assert image["name"] == SERVER["image"]
         assert image["newTag"].split("-")[0] == quire.__version__
@@ -345,7 +440,9 @@ def test_kustomize_builds(tmp_path):
     every = {"resources": ["kubernetes/gpu"], "components": ["kubernetes/monitoring", "kubernetes/autoscaling"]}
     (tmp_path / "kustomization.yaml").write_text(json.dumps(every))
     found = {own["kind"]: own for own in built(tmp_path)}
-    assert set(found) == {own["kind"] for own in MANIFESTS.values()}
+    assert set(found) == {own["kind"] for path, own in MANIFESTS.items() if path.parent.name not in OTHERS}
+    for folder in OTHERS:
+        assert built(KUBERNETES / folder)
     spec = found["Deployment"]["spec"]
     assert "replicas" not in spec
     [server] = spec["template"]["spec"]["containers"]
@@ -392,9 +489,12 @@ def test_libraries_are_those_of_the_project(tmp_path):
     """The line that the image installs from, run."""
     [run] = [run for run in said("RUN", DOCKERFILE) if "tomllib" in run]
     [code] = re.findall(r'python -c "(.*?)" >', run)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    extra = PROJECT["project"]["optional-dependencies"]["otel"]
-    assert done.stdout.splitlines() == [*PROJECT["project"]["dependencies"], *extra]
+    for chosen in ("", "ray"):  # as the shell puts it in
+        command = [sys.executable, "-c", code.replace("$RAY", chosen)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        extras = PROJECT["project"]["optional-dependencies"]
+        own = [*extras["otel"], *(extras["ray"] if chosen else ())]
+        assert done.stdout.splitlines() == [*PROJECT["project"]["dependencies"], *own]
 
 
 def ignored(path: str) -> bool:

@@ -15,13 +15,14 @@ from quire.model import dense
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.serving import disk as disk_module
+from quire.serving import state as state_module
 from quire.serving.disk import DiskPages
 from quire.serving.engine import Engine
 from quire.serving.pages import PageTable
 from quire.serving.request import RequestError, SamplingParams, Terms
 from quire.serving.runner import Runner
 from quire.serving.scheduler import POINT, Limits
-from quire.serving.step import page_bytes
+from quire.serving.state import page_bytes
 from quire.serving.tiers import Tiers
 from quire.serving.trace import Trace
 from quire.sharding.spec import random_arrays
@@ -145,6 +146,57 @@ def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
     assert engine.runner.compiles.recompiles == before
 
 
+class Watched:
+    """A result of a step that tells how it is fetched."""
+
+    def __init__(self, name: str, array: jax.Array, told: list):
+        self.name, self.array, self.told = name, array, told
+
+    def copy_to_host_async(self) -> None:
+        self.told.append(("begin", self.name))
+        self.array.copy_to_host_async()
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        self.told.append(("end", self.name))
+        return np.asarray(self.array)
+
+
+def test_one_array_up_and_one_down_a_step(weights, engine):
+    """While the same sequences decode, with tokens that only the device knows; nothing else moves or waits."""
+    engine = make(weights, compiled=engine)
+    runner, told = engine.runner, []
+    runner.remote = True
+
+    def watch(compiled):
+        def call(weights, state, buffer):
+            arrays = jax.tree.leaves((weights, state))
+            assert all(isinstance(leaf, jax.Array) for leaf in arrays)
+            assert isinstance(buffer, np.ndarray) and buffer.dtype == np.int32
+            told.append(("launch", buffer.nbytes))
+            sampled, hidden_RD, state = compiled(weights, state, jax.device_put(buffer))
+            names = {name: Watched(name, leaf, told) for name, leaf in vars(sampled).items()}
+            return sampled.replace(**names), Watched("hidden_RD", hidden_RD, told), state
+
+        return call
+
+    runner.compiled = {size: watch(compiled) for size, compiled in runner.compiled.items()}
+    params = SamplingParams(temperature=1, max_tokens=30, ignore_eos=True)
+    for index in range(3):
+        engine.add(str(index), [index] * 5, params)
+    for _ in range(4):
+        engine.step()
+    told.clear()
+    pages = [len(seq.pages[0]) for seq in engine.scheduler.running]
+    with jax.transfer_guard("disallow"):  # but for what is asked for by name, as above
+        for _ in range(20):
+            engine.step()
+    step = [("launch", told[0][1]), ("begin", "tokens_R"), ("end", "tokens_R")]
+    assert told == step * 20
+    assert all(len(seq.pages[0]) > before for seq, before in zip(engine.scheduler.running, pages, strict=True))
+    while engine.busy:
+        engine.step()
+
+
 def test_a_step_made_from_the_last_is_the_one_made_anew(engine, monkeypatch):
     """But for tokens that the host knows by now and the device has too."""
     batcher = engine.runner.batcher
@@ -184,6 +236,41 @@ def kernels(request, monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", ["off"], indirect=True)
+def test_steps_without_branches_draw_the_same(weights, kernels):
+    """Those that a device of its own runs while nobody wants more than a temperature and min-p."""
+    engine = make(weights)
+    engine.runner.remote = True
+    engine.runner.warm_up()
+    used, answers = [], []
+
+    def told(size, program):
+        def call(*given):
+            used.append(size)
+            return program(*given)
+
+        return call
+
+    def answer(**more) -> list:
+        requests = [
+            (str(i), [i, 7] * 3, SamplingParams(temperature=t, min_p=p, seed=i, max_tokens=9, ignore_eos=True, **more))
+            for i, (t, p) in enumerate([(0, 0), (1.0, 0), (0.7, 0.1), (0, 0)])
+        ]
+        return [output.outputs[0].token_ids for output in run(engine, {0: requests}).values()]
+
+    plain = {size: told(size, program) for size, program in engine.runner.plain.items()}
+    assert set(plain) == {size for size in engine.runner.compiled if size.rows == size.seqs}
+    for engine.runner.plain in ({}, plain):
+        answers.append(answer())
+    assert answers[0] == answers[1] and len(used) == 8  # each token but that of the prompts' step
+    used.clear()
+    for more in ({"top_k": 3}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}, {"logprobs": 1}):
+        answer(**more)
+    answer(min_tokens=9)
+    assert not used
+    assert not engine.runner.compiles.recompiles
+
+
+@pytest.mark.parametrize("kernels", ["off"], indirect=True)
 def test_random_mixes_without_the_kernels(weights, oracle, kernels):
     engine, rng = make(weights), np.random.default_rng(77)
     engine.runner.warm_up()
@@ -193,7 +280,7 @@ def test_random_mixes_without_the_kernels(weights, oracle, kernels):
             check_greedy(oracle, output, params[name])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bfloat16"])
 def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernels, dtype):
     """Keys and values rounded in the cache: near the oracle, and the same bits alone and in a batch."""
     config = replace(CONFIG, kv_cache_dtype=dtype)
@@ -210,14 +297,14 @@ def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernel
         (alone,) = run(engine, {0: [("x", prompt, params)]}).values()
         other = together[str(index)]
         assert alone.outputs[0].token_ids == other.outputs[0].token_ids
-        if kernels != "off":  # XLA's products of heads this small are not promised to the last bit
+        if kernels != "off" and dtype != "fp8":  # XLA's products of heads this small are not promised to the last bit
             assert alone.outputs == other.outputs and alone.prompt_logprobs == other.prompt_logprobs
         tokens = prompt + list(alone.outputs[0].token_ids)
         scores = oracle(tokens)
         entries = [*alone.prompt_logprobs[1:], *alone.outputs[0].logprobs]
         for place, entry in enumerate(entries):
             worst = max(worst, abs(entry[tokens[place + 1]].logprob - scores[place, tokens[place + 1]]))
-    assert 1e-5 < worst < 0.15  # it is rounded, and not by much
+    assert 1e-5 < worst < (0.4 if dtype == "fp8" else 0.15)  # it is rounded, and not by much: fp8 has four bits
 
 
 def test_preemption_changes_nothing(weights, oracle, engine):
@@ -492,22 +579,17 @@ def test_a_salt_keeps_prompts_apart(weights, engine):
             Terms(cache_salt=wrong)
 
 
-def test_what_failed_is_not_found_again(weights, engine, monkeypatch):
+def test_what_failed_is_not_found_again(weights, engine):
     """Pages of a row that is not a number leave the cache, and a step that raises empties it."""
     engine = make(weights, compiled=engine)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     prompt = list(range(30))
-    collect = engine.runner.collect
-
-    def broken(launched):
-        return [replace(d, sampled=d.sampled.replace(ok_R=np.zeros_like(d.sampled.ok_R))) for d in collect(launched)]
-
-    monkeypatch.setattr(engine.runner, "collect", broken)
+    engine.runner.weights = weights.replace(embed_VD=weights.embed_VD * jnp.nan)
     assert run(engine, {0: [("a", prompt, params)]})["a"].outputs[0].finish_reason == "error"
-    monkeypatch.setattr(engine.runner, "collect", collect)
+    engine.runner.weights = weights
     assert run(engine, {0: [("b", prompt, params)]})["b"].num_cached_tokens == 0
     assert run(engine, {0: [("c", prompt, params)]})["c"].num_cached_tokens == 29
-    engine.recover([], {})
+    engine.recover(None, {})
     assert run(engine, {0: [("d", prompt, params)]})["d"].num_cached_tokens == 0
 
 
@@ -527,7 +609,8 @@ def test_prompt_logprobs_are_computed_whatever_is_cached(weights, engine, oracle
 
 
 def tiers_for(engine: Engine, host_pages: int, disk: DiskPages | None = None) -> Tiers:
-    sizes = engine.runner.mover.page_bytes
+    runner = engine.runner
+    sizes = [page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))]
     return Tiers(sizes, host_pages * max(sizes), disk, b"this model")
 
 
@@ -565,6 +648,25 @@ def test_pages_that_come_back_from_host_and_disk_change_no_bit(weights, engine, 
     assert engine.runner.compiles.recompiles == before
     small.close()
     assert bool(disk.sizes)
+
+
+def test_pages_as_a_tpu_has_them(weights, oracle, tmp_path, monkeypatch):
+    """Keys and values in one array: XLA serves that too, and pages go to host and disk and come back."""
+    monkeypatch.setattr(state_module, "pairs", lambda dtype: True)
+    engine = make(weights)
+    engine.runner.warm_up()
+    assert all(pages.k_PSKH is None and pages.v_PSKH is None for pages in engine.runner.state.pages.values())
+    small = make(weights, compiled=engine)
+    tiers = tiers_for(engine, 4, DiskPages(tmp_path, 1 << 30))
+    small.pages = small.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows, tiers=tiers)
+    arrivals = chats(np.random.default_rng(4), 16)
+    plain, outputs = run(without_cache(weights, engine), arrivals), run(small, arrivals)
+    assert {name: bits(output) for name, output in outputs.items()} == {n: bits(output) for n, output in plain.items()}
+    assert sum(output.num_cached_tokens for output in outputs.values())
+    for name, _, params in sum(arrivals.values(), []):
+        if params.temperature == 0:
+            check_greedy(oracle, outputs[name], params)
+    small.close()
 
 
 def test_another_process_goes_on_with_what_the_first_computed(weights, engine, tmp_path):
@@ -624,7 +726,7 @@ def test_a_failed_step_leaves_what_the_host_has(weights, engine, tmp_path, monke
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
     first = run(own, {0: [("a", list(range(60)), params)]})["a"]
     run(own, {0: [("b", list(range(30, 90)), params)]})
-    own.recover([], {})
+    own.recover(None, {})
     again = run(own, {0: [("c", list(range(60)), params)]})["c"]
     assert bits(again) == bits(first)
     assert again.num_cached_tokens > 0

@@ -68,6 +68,11 @@ def test_greedy_tokens(variant, block_size, golden):
         model=str(made.folder), skip_tokenizer_init=True, dtype="float32", block_size=block_size,
         max_model_len=variant.max_len, max_num_batched_tokens=32, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
     )  # fmt: skip
+    check_answers(llm, made)
+
+
+def check_answers(llm: LLM, made: Golden) -> None:
+    """It answers as transformers did."""
     for prompts, expected in asked(made.prompts, made.tokens):
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts],

@@ -1,14 +1,28 @@
-"""The check for machines with a GPU, as far as it goes without one: its own reference, counts and refusal."""
+"""The check for machines with a GPU, as far as it goes without one: its parts at a tiny size, and its bookkeeping."""
 
+import json
+import sys
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire.ops.attention import xla
-from quire.scripts import gpu_check
-from quire.scripts.gpu_check import RIGHT, Work, arrays, attend, reference
+from quire.model.families import llama
+from quire.model.plan import kv_read_bytes
+from quire.model.weights import abstract
+from quire.ops import attention
+from quire.ops.attention import mosaic_gpu, xla
+from quire.scripts import gpu_attention, gpu_check, gpu_serving, gpu_step
+from quire.scripts.gpu_attention import RIGHT, Work, arrays, attend, reference
+from quire.scripts.gpu_check import PARTS, Part, check
+from quire.scripts.gpu_common import FULL, PAGE, TINY, Report, attention_by, read_bytes
+from quire.serving.batcher import Batcher
+from quire.serving.scheduler import Limits
+from quire.serving.stages import Stages
+from quire.serving.step import step
+from quire.sharding.spec import ArraySpec, nbytes, random_arrays
 
 
 @pytest.mark.parametrize("work", [work for work in RIGHT if work.length < 600], ids=lambda work: work.name)
@@ -26,6 +40,199 @@ def test_what_it_counts():
     assert Work("", 1, 100, heads=1, kv_heads=1, width=1, window=10).operations == 4 * 10
     assert Work("", 1, 100, heads=1, kv_heads=1, width=1, window=10).bytes == 2 * 2 * 10 + 2 * 2
     assert Work("", 2, 100, heads=4, kv_heads=2, width=8).bytes == 2 * (100 * 2 * 8 * 4) + 2 * 2 * 2 * 4 * 8
+    config = llama.config(FULL.hf, 1056)
+    weights = abstract(config)
+    assert 16.0e9 < nbytes(weights) < 16.1e9
+    a_token = 32 * 2 * 8 * 128 * 2
+    assert kv_read_bytes(config, 1) == a_token
+    words = 128256 * 4096 * 2
+    assert read_bytes(config, weights, 64, 1000) == nbytes(weights) - words + 64 * 1000 * a_token
+
+
+def test_random_arrays_made_in_place():
+    kinds = ["ones", "zeros", "bytes", "signed", "scale/127", "exponents"]
+    types = [jnp.float32, jnp.float32, jnp.uint8, jnp.int8, jnp.float32, jnp.uint8]
+    specs = [ArraySpec((500, 70), dtype, (None, None), kind, 9) for kind, dtype in zip(kinds, types, strict=True)]
+    specs += [ArraySpec((500, 70), jnp.bfloat16, (None, None), fan_in=100)] * 2
+    there, here = random_arrays(specs, 5, on_device=True), random_arrays(specs, 5)
+    for a, b in zip(there, here, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert abs(a.mean() - b.mean()) < 0.05 * (b.std() + 1e-9)
+        assert a.std() == pytest.approx(b.std(), rel=0.05)
+    assert (there[-1] != there[-2]).any()
+
+
+def test_only_the_attention_named_is_compiled(monkeypatch):
+    listed = dict(attention.IMPLEMENTATIONS)
+    work = RIGHT[1]
+    inputs = arrays(work, 1)
+
+    @jax.jit
+    def run(*inputs):
+        return attend(work, lambda *given, **more: attention.paged_attention(*given, **more), *inputs)
+
+    run(*inputs)
+    with attention_by("mosaic_gpu"), pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
+        run(*inputs)  # not as it was traced before
+    assert listed == attention.IMPLEMENTATIONS
+    run(*inputs)
+
+
+def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
+    """At the sizes that the card is measured with, but for the number of layers."""
+    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
+    monkeypatch.setenv("QUIRE_NATIVE", "off")
+    length = FULL.context + FULL.steps
+    config = llama.config(FULL.hf | {"num_hidden_layers": 2}, length)
+    weights = jax.tree.map(lambda spec: spec.struct, abstract(config))
+    layouts = Batcher(Limits(64, FULL.rows, 64), 1, PAGE, -(-length // PAGE)).layouts
+    state = Stages(config, None).abstract_state((100,), PAGE, 64)
+    pages = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.pages)
+    for size in (min(layouts), max(layouts)):
+        buffer, decodes = layouts[size].padding, size.rows == size.seqs
+        with attention_by("mosaic_gpu"):
+            traced = step.trace(weights, state.replace(pages=pages), buffer, layouts[size], config, plain=decodes)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == 2
+        if decodes:  # nothing waits for the host: no branch, and one loop, a search of so many steps as are known
+            assert "stablehlo.case" not in text and "stablehlo.if" not in text
+            assert text.count("stablehlo.while") <= 1
+
+
+def test_the_step_part(tmp_path):
+    found = {}
+    for role in ("kernel", "xla"):
+        report = Report(tmp_path / f"{role}.json")
+        gpu_step.run(report, TINY, 3, role)
+        found[role] = json.loads(report.file.read_text())
+        assert not {"wrong", "failed"} & set(found[role]) and found[role]["copy"] > 0
+        for batch in TINY.batches:
+            assert found[role][f"batch {batch}"]["share"] > 0
+    assert "batch 1 compared" not in found["kernel"]
+    assert found["xla"]["batch 6 compared"] == {"hidden": 0, "first_tokens": 1, "tokens": 1}
+    report = Report(tmp_path / "other.json")
+    with np.load(tmp_path / "batch_6.npz") as kept:
+        gpu_step.compare(report, 6, kept["drawn"], kept["hidden"][::-1])
+    assert "batch 6: hidden states differ by" in report.found["wrong"][0]
+
+
+def test_the_serving_part(tmp_path, capsys):
+    report = Report(tmp_path / "serving.json")
+    gpu_serving.run(report, TINY, 3, "kernel")
+    found = json.loads(report.file.read_text())
+    assert found["throughput"]["total_output_tokens"] == TINY.requests * TINY.answer
+    assert found["latency"]["p99_itl_ms"] > 0
+    host = found["host"]
+    assert host["sequences"] == TINY.streams and host["steps"] > 2
+    assert host["share"] == pytest.approx(1 - host["device"] / host["engine"])
+    assert "to reach: under 3 %" in capsys.readouterr().out
+
+
+def test_the_longest_stretch():
+    assert gpu_serving.longest([]) == range(0)
+    assert gpu_serving.longest([True]) == range(1)
+    assert gpu_serving.longest([True, False, True, True, False]) == range(2, 4)
+    assert gpu_serving.longest([False, True, True, True]) == range(1, 4)
+
+
+def test_the_peer(tmp_path, monkeypatch):
+    """It gets the requests that Quire got, and is left out with a reason where it cannot run."""
+
+    class Guest:
+        card = True
+
+        def has_card(self):
+            return self.card
+
+        def run(self, hf, prompts, answer, streams):
+            assert hf is TINY.hf and (answer, streams) == (TINY.answer, TINY.streams)
+            assert prompts == [sample.prompt for sample in gpu_serving.requests(TINY, 3)]
+            yield {"what": "A", "output_throughput": 100.0}
+            yield {"what": "B", "output_throughput": 50.0}
+
+    name = "quire.scripts.peers.continuous"
+    Report(tmp_path / "serving.json")(throughput={"output_throughput": 250.0})
+    monkeypatch.setitem(sys.modules, name, Guest())
+    monkeypatch.setattr("quire.scripts.peers.continuous", Guest(), raising=False)
+    report = Report(tmp_path / "transformers.json")
+    gpu_serving.transformers(report, TINY, 3)
+    assert report.found["times"] == 2.5 and set(report.found) == {"times", "A", "B"}
+    Guest.card = False
+    gpu_serving.transformers(report := Report(tmp_path / "b.json"), TINY, 3)
+    assert report.found == {"left_out": "its torch finds no card"}
+    monkeypatch.delattr("quire.scripts.peers.continuous")
+    monkeypatch.setitem(sys.modules, name, None)
+    gpu_serving.transformers(report := Report(tmp_path / "c.json"), TINY, 3)
+    assert "continuous" in report.found["left_out"]
+
+
+def test_attention_by_itself(tmp_path, monkeypatch):
+    report = Report(tmp_path / "right.json")
+    gpu_attention.right(report, TINY, 3)
+    assert report.found["decode, MHA"] < gpu_attention.LARGEST_ERROR and "wrong" not in report.found
+    monkeypatch.setattr(gpu_attention, "check", lambda *given: float("nan"))
+    gpu_attention.right(report, TINY, 3)
+    short = [work.name for work in RIGHT if work.length <= TINY.longest]
+    assert report.found["wrong"] == [f"{name}: error nan" for name in short]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_parts_run_as_long_as_there_is_time(capsys):
+    """In order; one that fails or hangs stops no other, and what is there is saved after each."""
+    clock, asked, saved = Clock(), [], []
+    takes = {"right": 30, "fast": 60, "step_kernel": 100, "serving": 40, "step_xla": 80}
+
+    def launch(part, chosen, limit):
+        asked.append((part.name, chosen.get("attention"), limit))
+        clock.now += min(takes.get(part.name, 10), limit)
+        return {"failed": "it ended with status 1\nValueError: no"} if part.name == "step_kernel" else {"error": 1e-4}
+
+    def save(found):
+        saved.append(json.loads(json.dumps(found)))
+
+    found = check(PARTS, 360, launch, save, clock)
+    assert [name for name, *_ in asked] == ["right", "fast", "step_kernel", "serving", "step_xla", "no_graphs"]
+    assert asked[0] == ("right", None, 2.5 * 45)
+    assert asked[2] == ("step_kernel", "kernel", 2.5 * 75)
+    assert asked[3] == ("serving", "xla", 360 - 190)  # as the kernel has just failed
+    assert asked[4] == ("step_xla", "xla", 360 - 230)
+    assert list(found) == [part.name for part in PARTS]
+    assert found["transformers"] == {"skipped": "50 s are left and it takes about 75"}
+    assert found["right"] == {"error": 1e-4, "took": 30}
+    assert [len(one) for one in saved] == list(range(1, len(PARTS) + 1))
+    out = capsys.readouterr().out
+    assert "FAILED: it ended with status 1\nValueError: no" in out and "skipped: 50 s are left" in out
+
+
+@pytest.mark.parametrize(("found", "serving"), [({}, "kernel"), ({"wrong": ["a"]}, "xla")])
+def test_the_kernel_serves_where_it_is_right(found, serving):
+    chosen = {}
+
+    def launch(part, attention, limit):
+        chosen[part.name] = attention.get("attention")
+        return dict(found) if part.name == "right" else {}
+
+    check(PARTS, 1e6, launch, lambda found: None)
+    assert chosen["serving"] == serving == chosen["no_graphs"]
+    assert chosen["step_xla"] == "xla" and chosen["step_kernel"] == "kernel"
+
+
+def test_a_process_that_fails_or_hangs(tmp_path):
+    nonsense = Part("nonsense", "nothing", ".gpu_step", "run", 1)
+    assert "it took longer than 0 s" in gpu_check.start(nonsense, {}, 0.2, tmp_path, 0, True)["failed"]
+    (tmp_path / "nonsense.json").write_text('{"found": 1}')
+    found = gpu_check.start(nonsense, {}, 60, tmp_path, 0, True)
+    assert found["found"] == 1 and found["failed"].startswith("it ended with status 1\n")
+    assert found["failed"].endswith("StopIteration")
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
@@ -33,3 +240,16 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         gpu_check.main()
     assert ended.value.code == 1 and "no NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_the_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--tiny", "--only", "right", "--out", str(tmp_path / "out")])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    gpu_check.main()
+    kept = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert set(kept) == {"machine", "parts"} and set(kept["parts"]) == {"right"}
+    machine = kept["machine"]
+    assert machine["jax"] == jax.__version__ and machine["xla_flags"] == "--xla_gpu_enable_command_buffer="
+    assert {"device", "driver", "platform", "seed"} <= set(machine)
+    assert kept["parts"]["right"]["decode, MHA"] < gpu_attention.LARGEST_ERROR
+    assert "right  decode, MHA" in capfd.readouterr().out

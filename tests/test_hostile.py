@@ -371,7 +371,8 @@ def test_without_a_key_only_health_and_the_page_answer(keyed):
         for method, path in asks:
             if path not in ("/live", "/sleep", "/wake_up", "/pause", "/resume"):
                 body = BODIES.get(path, b"") if method == "POST" else None
-                assert client.ask(method, path, body)[0] == 200, path
+                none = path in ("/expert_loads", "/rebalance_experts")  # quill has no experts
+                assert client.ask(method, path, body)[0] == (400 if none else 200), path
 
 
 def test_wrong_keys(keyed, monkeypatch):
@@ -744,6 +745,10 @@ def test_programs_of_strangers_do_not_stand_in_the_way(server, client):
 LISTENS = {"listen", "bind", "create_server", "start_server", "start_unix_server", "create_unix_server",
            "serve_forever", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "UnixStreamServer",
            "add_insecure_port"}  # fmt: skip
+ELSE = {  # processes of one engine meet; Ray's replicas are bound to what they are given, and a free port is looked for
+    "serving/meeting.py": "create_server", "scripts/bench_host.py": "create_server",
+    "serving/ray/deploy.py": "bind", "scripts/serve_ray.py": "bind", "scripts/bench_ray.py": "bind",
+}  # fmt: skip
 LISTENERS = {"socketserver", "http.server", "xmlrpc", "multiprocessing", "zmq", "grpc", "websockets", "debugpy", "rpyc"}
 
 
@@ -764,7 +769,7 @@ def test_nothing_in_the_sources_listens_but_the_server():
                 assert name.split(".")[0] != "uvicorn" or allowed, place
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                assert called not in LISTENS, f"{place}:{node.lineno} calls {called}"
+                assert called not in LISTENS or ELSE.get(place) == called, f"{place}:{node.lineno} calls {called}"
 
 
 def test_one_port_listens():

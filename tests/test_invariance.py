@@ -18,6 +18,7 @@ from quire.serving.pages import PageTable
 from quire.serving.request import SamplingParams
 from quire.serving.runner import Runner
 from quire.serving.scheduler import Limits
+from quire.serving.state import page_bytes
 from quire.serving.tiers import Tiers
 
 MIXES = int(os.environ.get("QUIRE_MIXES", "20"))
@@ -99,10 +100,11 @@ def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int
 
 def test_company_changes_no_bit(runner, tmp_path):
     rng, compiled = random.Random(2026), runner.compiles.recompiles
-    size = max(runner.mover.page_bytes)
+    sizes = [page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))]
+    size = max(sizes)
     alone = engine_of(runner, 400, keeps=False)
     roomy, tight = engine_of(runner, 400), engine_of(runner, 24)
-    tiers = Tiers(runner.mover.page_bytes, 12 * size, DiskPages(tmp_path, 1 << 30), b"quill")
+    tiers = Tiers(sizes, 12 * size, DiskPages(tmp_path, 1 << 30), b"quill")
     tiered = engine_of(runner, 24, tiers)
     seen = {"cached": 0, "gave way": 0, "came back": 0}
     for number in range(MIXES):

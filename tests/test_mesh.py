@@ -6,14 +6,15 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from quire.model.families import llama
 from quire.model.weights import abstract
-from quire.sharding.mesh import AXES, RULES, make_mesh, sharding, shardings
-from quire.sharding.spec import ArraySpec
+from quire.sharding.mesh import AXES, RULES, deal, make_mesh, sharding, shardings
+from quire.sharding.spec import ArraySpec, Runs
 
 
 def test_one_device():
@@ -46,7 +47,7 @@ def test_rules():
     assert split(("heads", None, "embed"), (8, 3, 5)).shard_shape((8, 3, 5)) == (2, 3, 5)
     assert split(("embed", None, "ffn"), (5, 2, 12)).shard_shape((5, 2, 12)) == (5, 2, 3)
     assert split(("experts", "embed", None, "ffn"), (6, 5, 2, 4)).shard_shape((6, 5, 2, 4)) == (3, 5, 2, 1)
-    assert split(("embed", "qkv", None), (5, 7, 3)).shard_shape((5, 7, 3)) == (5, 7, 3)
+    assert split(("embed", Runs("heads", (8, 4, 4)), None), (5, 16, 3)).shard_shape((5, 16, 3)) == (5, 4, 3)
     assert split((), ()).spec == PartitionSpec()
     other = sharding(ArraySpec((8, 6), jnp.float32, ("heads", "embed")), mesh, RULES | {"heads": "expert"})
     assert other.spec == PartitionSpec("expert", None)
@@ -55,6 +56,29 @@ def test_rules():
 def test_sizes_that_do_not_divide():
     with pytest.raises(ValueError, match=r"'heads' has size 12.*tensor=8; tensor could be 1, 2, 3, 4, 6, 12"):
         sharding(ArraySpec((12, 4), jnp.float32, ("heads", None)), fake(tensor=8))
+
+
+def test_runs_are_dealt_out_one_by_one():
+    """Queries with the keys that they meet; what several devices need, each has; what does not divide is longer."""
+    mesh = fake(tensor=4)
+
+    def parts(spec: ArraySpec):
+        wide = jnp.arange(spec.size).reshape(spec.shape)
+        own = deal(np.asarray(wide), spec, mesh)
+        assert own.size >= spec.size
+        return np.split(own, 4, axis=[axis is not None for axis in spec.axes].index(True))
+
+    heads = ArraySpec((2, 8 + 2 + 2), jnp.float32, (None, Runs("heads", (8, 2, 2), shared=(1, 2))))
+    assert [part[0].tolist() for part in parts(heads)] == [[0, 1, 8, 10], [2, 3, 8, 10], [4, 5, 9, 11], [6, 7, 9, 11]]
+    scale = ArraySpec((2 * 3,), jnp.float32, (Runs("heads", (2,), shared=(0,)),))
+    assert [part.tolist() for part in parts(scale)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    words = ArraySpec((6, 1), jnp.float32, ("vocab", None))
+    assert [part[:, 0].tolist() for part in parts(words)] == [[0, 1], [2, 3], [4, 5], [0, 0]]
+
+
+def test_runs_that_cannot_be_shared():
+    with pytest.raises(ValueError, match=r"'heads' has size 6.*tensor=4; tensor could be 1, 2, 6"):
+        sharding(ArraySpec((6 + 2, 4), jnp.float32, (Runs("heads", (6, 2), shared=(1,)), None)), fake(tensor=4))
 
 
 def test_an_axis_without_a_rule():
@@ -68,7 +92,8 @@ from pathlib import Path
 import jax, numpy as np
 from quire.model.checkpoint import load, read_config
 from quire.model.config import ModelError
-from quire.sharding.mesh import make_mesh, shardings
+from quire.model.placing import Homes
+from quire.sharding.mesh import deal, make_mesh, shardings
 from quire.model.weights import abstract
 
 assert len(jax.devices()) == 8
@@ -76,9 +101,10 @@ plain, converted = (Path(name) for name in sys.argv[1:])
 config = read_config(plain)
 mesh = make_mesh(data=2, tensor=4)
 wanted = jax.tree.leaves(shardings(abstract(config), mesh))
-whole = jax.tree.leaves(load(plain, config, plain=True))
+whole = jax.tree.leaves(jax.tree.map(lambda spec, leaf: deal(np.asarray(leaf), spec, mesh), abstract(config),
+                                     load(plain, config, plain=True)))
 for folder in (plain, converted):
-    arrays = jax.tree.leaves(load(folder, config, mesh))
+    arrays = jax.tree.leaves(load(folder, config, Homes(mesh)))
     for array, place, expected in zip(arrays, wanted, whole, strict=True):
         assert array.sharding.is_equivalent_to(place, array.ndim), (array.sharding, place)
         assert np.asarray(array).tobytes() == np.asarray(expected).tobytes()
@@ -86,7 +112,7 @@ for folder in (plain, converted):
     assert embed.addressable_shards[0].data.shape == (config.vocab_size // 4, config.dim)
     assert len({shard.index[0].start for shard in embed.addressable_shards}) == 4
     try:
-        load(folder, config, make_mesh(tensor=8))
+        load(folder, config, Homes(make_mesh(tensor=8)))
     except ModelError as error:
         assert "tensor=8" in str(error) and "heads" in str(error), error
     else:

@@ -102,8 +102,8 @@ class Told:
 
     def __call__(self, weights, state, buffer):
         sampled, _, state = self.compiled(weights, state, buffer)
-        rows = len(sampled.ok_R)
-        return sampled.replace(ok_R=np.array([self.chance() for _ in range(rows)])), np.zeros((rows, 4)), state
+        ok_R = np.array([self.chance() for _ in sampled.tokens_R])
+        return sampled.replace(tokens_R=np.where(ok_R, sampled.tokens_R, -1)), np.zeros((len(ok_R), 4)), state
 
 
 def make(lent: Engine, pages: int = 200, clock=None, caching: bool = True) -> Engine:

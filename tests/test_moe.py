@@ -168,8 +168,10 @@ def test_biases_clamp_and_scales():
     moe = Moe(E, X, F, score="softmax_top", router_bias=True, bias=True, clamp=2.0, alpha=1.702)
     x = rng.standard_normal((T, D)).astype(np.float32)
     live = np.arange(T) != 4
-    out = decoder.mix(moe, jax.tree.map(jnp.asarray, weights), jnp.asarray(x), jnp.asarray(x), jnp.asarray(live))
-    assert not out[4].any(), "padding chooses nobody"
+    out, chosen = decoder.mix(
+        moe, jax.tree.map(jnp.asarray, weights), jnp.asarray(x), jnp.asarray(x), jnp.asarray(live)
+    )
+    assert not out[4].any() and (chosen[4] == E).all(), "padding chooses nobody"
     clamped = 0
     for t in np.flatnonzero(live):
         row = x[t].astype(np.float64)

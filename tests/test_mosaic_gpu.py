@@ -1,7 +1,8 @@
-"""The attention kernel for NVIDIA GPUs where there is none: in Pallas' interpreter, and lowered for CUDA."""
+"""The attention kernel for NVIDIA GPUs where there is none: in Pallas' interpreter, lowered, and compiled."""
 
 from functools import partial
 
+import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from attention_cases import Sequence, Shape, build, check, run
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jaxlib.mlir import ir
 
 from quire.ops.attention import KVPages, Rows, mosaic_gpu
-from quire.ops.gpu import ragged, task
+from quire.ops.gpu import task
 
 attend = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams(detect_races=True))
 CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # weights are rounded to bfloat16 before they meet the values
@@ -36,7 +38,15 @@ CASES = {  # each value of each parameter beside several of the others
     "decoding, wide": (decoding(K=1, H=128, S=64, sinks=True), DECODE),
     "decoding, long pages": (decoding(K=1, G=7, S=128, window=100), DECODE),
     "decoding, several rows of one": (decoding(K=1), [Sequence(1, 125, 4), Sequence(2, 9, 1)]),
+    "decoding, width 256": (decoding(K=1, G=2, H=256), DECODE[:3]),
+    "decoding, int8": (decoding(K=4, G=2, S=32, codes="int8", window=100), DECODE),
+    "decoding, float8": (decoding(K=4, G=2, H=128, S=32, codes="float8_e4m3fn", sinks=True), DECODE[:3]),
+    "decoding, latent": (decoding(K=1, G=8, H=320, value_dim=256), DECODE),
+    "decoding, latent, many heads": (decoding(K=1, G=128, H=576, value_dim=512), DECODE[:2]),
     "mixed": (mixed(), MIXED),
+    "mixed, width 256": (mixed(K=1, G=8, H=256), MIXED),
+    "mixed, int8": (mixed(K=4, G=1, S=32, codes="int8"), MIXED),
+    "mixed, latent": (mixed(K=1, G=16, H=320, value_dim=256, T=26), [Sequence(1, 100, 17), Sequence(2, 3, 6)]),
     "mixed, a window": (mixed(K=1, G=6, H=128, S=32, window=24, sinks=True, soft_cap=2.0), MIXED),
     "mixed, MHA": (mixed(G=1, S=64, K=1), MIXED),
     "mixed, a wide group": (mixed(K=1, G=60, T=12, S=128), [Sequence(1, 100, 7), Sequence(2, 3, 1)]),
@@ -46,7 +56,7 @@ CASES = {  # each value of each parameter beside several of the others
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Contexts are cut early, and there is room for two blocks only."""
-    monkeypatch.setattr(ragged, "SPAN", 128)
+    monkeypatch.setattr(task, "SPAN", 128)
     monkeypatch.setattr(task.Shape, "stages", 2)
     jax.clear_caches()
 
@@ -59,12 +69,15 @@ def test_against_float64(name):
     assert not gpu_callbacks.get_races().races_found
 
 
-def test_the_same_bits_in_any_step():
+@pytest.mark.parametrize(
+    "more", [{"sinks": True}, {"S": 32, "codes": "int8"}, {"G": 8, "H": 320, "value_dim": 256}], ids=str
+)
+def test_the_same_bits_in_any_step(more):
     """A row's result does not depend on its company, on its chunk, or on whether its context was cut."""
     wanted: dict[int, bytes] = {}
 
     def compare(T: int, B: int, start: int, rows: int, others: list[Sequence]) -> None:
-        shape = decoding(K=1, T=T, B=B, sinks=True)
+        shape = decoding(K=1, T=T, B=B, **more)
         case = build(shape, [*others, Sequence(77, start, rows)], np.random.default_rng(start))
         out, _ = run(shape, case, attend)
         for offset, row in enumerate(out[case.places[-1]]):
@@ -83,12 +96,20 @@ PRODUCTION = {
     "Mistral, decoding": Shape(K=8, G=4, H=128, T=64, B=64, window=4096),
     "gpt-oss, decoding": Shape(K=8, G=8, H=64, T=64, B=64, window=128, sinks=True),
     "gpt-oss, a chunk": Shape(K=8, G=8, H=64, T=2048, B=64, sinks=True),
+    "Gemma-3, decoding": Shape(K=8, G=2, H=256, T=64, B=64, window=1024),
+    "Gemma-3, a chunk": Shape(K=8, G=2, H=256, T=2048, B=64),
+    "DeepSeek-V3, decoding": Shape(K=1, G=128, H=576, T=64, B=64, value_dim=512),
+    "DeepSeek-V3, a chunk": Shape(K=1, G=128, H=576, T=2048, B=64, value_dim=512),
+    "MLA of 256, a chunk": Shape(K=1, G=16, H=320, T=2048, B=64, value_dim=256),
+    "Llama-3-8B in int8, decoding": Shape(K=8, G=4, H=128, T=64, B=64, S=32, codes="int8"),
+    "Llama-3-8B in float8, a chunk": Shape(K=8, G=4, H=128, T=2048, B=64, S=32, codes="float8_e4m3fn"),
+    "gpt-oss in int8, decoding": Shape(K=8, G=8, H=64, T=64, B=64, S=32, codes="int8", window=128, sinks=True),
+    "Gemma-3 in int8, decoding": Shape(K=8, G=2, H=256, T=64, B=64, S=32, codes="int8"),
     "MHA, long pages": Shape(K=32, G=1, H=128, S=128, T=64, B=64, soft_cap=50.0),
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTION)
-def test_lowers_for_cuda(name, monkeypatch):
+def lower(name, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
     monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
@@ -101,13 +122,45 @@ def test_lowers_for_cuda(name, monkeypatch):
         return array(*sizes, dtype=jnp.int32)
 
     T, B, K, H, S = shape.T, shape.B, shape.K, shape.H, shape.S
-    page, new = array(4096, S, K, H), array(T, K, H)
+    new = array(T, K, H)
+    if shape.codes is None:
+        page = array(4096, S, K, H)
+        pages = KVPages(page) if shape.value_dim else KVPages(page, page)
+    else:
+        page, scale = array(4096, S, K, H, dtype=shape.codes), array(4096, K, S, dtype=jnp.float32)
+        pages = KVPages(page, page, scale, scale)
     rows = Rows(numbers(T), numbers(B + 1), numbers(B, 131072 // S), numbers(T))
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
 
     def step(q, k, v, pages, rows, sinks):
         return mosaic_gpu.paged_attention(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
 
-    arguments = array(T, K * shape.G, H), new, new, KVPages(page, page), rows, sinks
-    lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
+    arguments = array(T, K * shape.G, H), new, None if shape.value_dim else new, pages, rows, sinks
+    return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_lowers_for_cuda(name, monkeypatch):
+    assert "mosaic_gpu" in lower(name, monkeypatch).as_text()
+
+
+@pytest.mark.skipif(hopper.missing() is not None, reason=str(hopper.missing()))
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the plugin's compiler needs a card until then")
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_compiles_for_hopper(name, monkeypatch, tmp_path):
+    """To SASS: it fits, products are not made to wait for each other, and next to nothing is spilled."""
+    modules = []
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and "mosaic_gpu" in str(op.attributes["call_target_name"]):
+            modules.append(op.attributes["mhlo.backend_config"]["module"].value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    lower(name, monkeypatch).compiler_ir("stablehlo").operation.walk(visit)
+    kernels = hopper.compile_all(modules, tmp_path)
+    assert kernels
+    for kernel in kernels:
+        print("|", name, "|", kernel.registers, "|", kernel.stored, "|", kernel.loaded, "|", kernel.shared, "|")
+        assert kernel.shared <= task.MEMORY
+        assert "wgmma" not in kernel.log
+        assert kernel.stored <= 128

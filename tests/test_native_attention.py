@@ -140,7 +140,7 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
     new = [np.full((T, n, shape.H), np.nan, dtype) for n in (shape.K * shape.G, shape.K, shape.K)]
     poison = rng.integers(-128, 128) if shape.pages == "int8" else np.nan
     held = [np.full((P, S, shape.K, shape.H), poison, shape.kept) for _ in range(2)]
-    scales = [np.full((P, S, shape.K), np.nan, np.float32) for _ in range(2)]
+    scales = [np.full((P, shape.K, S), np.nan, np.float32) for _ in range(2)]
     positions, slots = rng.integers(0, 9, T), rng.integers(0, S, T)
     tables, starts, places = rng.integers(-9, P + 9, (B, M)), np.zeros(B + 1, int), []
     for b, s in enumerate(sequences):
@@ -154,7 +154,8 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
             before, before_scale = kept(shape, x[oldest : s.start])
             array.reshape(-1, shape.K, shape.H)[where[: s.start - oldest]] = before
             if before_scale is not None:
-                scale.reshape(-1, shape.K)[where[: s.start - oldest]] = before_scale
+                old = where[: s.start - oldest]
+                scale[old // S, :, old % S] = before_scale
         for array, x in zip(new, drawn(shape, s.seed), strict=True):
             array[place] = x[s.start : s.end]
         positions[place], slots[place] = np.arange(s.start, s.end), where[s.start - oldest :]
@@ -203,10 +204,11 @@ def check(shape: Shape, sequences, rng):
     expected = [[], []]
     for array, scale, x in zip(held, scales, new[1:], strict=True):
         fresh, fresh_scale = kept(shape, x[:used])
-        for kind, (before, after) in enumerate(((array, fresh), (scale, fresh_scale))):
-            if before is not None:
-                before.reshape(-1, *before.shape[2:])[slots] = after
-                expected[kind].append(before)
+        array.reshape(-1, *array.shape[2:])[slots] = fresh
+        expected[0].append(array)
+        if scale is not None:
+            scale[slots // shape.S, :, slots % shape.S] = fresh_scale
+            expected[1].append(scale)
     two = 1 if shape.value_dim else 2
     pages = [x[1:] for x in pages]  # page 0 is nobody's
     assert same(pages, [x[1:] for kind in expected for x in kind[:two]]), "only the slots of the rows are written"
@@ -371,7 +373,7 @@ def test_shapes_that_disagree():
             attempt(wrong, held, rows)
     with pytest.raises(ValueError, match="starts_B1"):
         attempt(new, held, dataclasses.replace(rows, starts_B1=rows.starts_B1[:-1]))
-    with pytest.raises(ValueError, match="k_scale_PSK"):
+    with pytest.raises(ValueError, match="k_scale_PKS"):
         attempt(new, [np.zeros(x.shape, np.int8) for x in held], rows)
     with pytest.raises(ValueError, match="value_dim"):
         attempt(new, held, rows, v_PSKH=None)

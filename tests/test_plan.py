@@ -12,7 +12,7 @@ from quire.__main__ import app, main
 from quire.model import plan
 from quire.model.checkpoint import family_of
 from quire.model.config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe, Rope
-from quire.serving.step import page_bytes
+from quire.serving.state import page_bytes
 from quire.sharding.spec import nbytes
 
 LLAMA = {
@@ -131,7 +131,7 @@ def test_the_engine_allocates_what_was_planned(seed):
 def test_balance_is_where_the_two_times_meet(seed):
     rng = random.Random(seed)
     config, length = random_config(rng), rng.randint(0, 100)
-    device = plan.Device(1e9, rng.uniform(1e8, 1e10), rng.uniform(1e8, 1e12))
+    device = plan.Device(1e9, rng.uniform(1e8, 1e10), rng.uniform(1e8, 1e12), 1e9, 1e8)
 
     def waits_for_memory(batch: float) -> bool:
         reading = plan.read_weight_bytes(config) + batch * plan.kv_read_bytes(config, length)
@@ -205,7 +205,8 @@ def test_command_takes_device_and_lengths(tmp_path):
         "--length", "2K", "--length", "100", "--dtype", "float32",
     )  # fmt: skip
     data = json.loads(result.stdout)
-    assert data["device"] == {"name": "l4", "memory": 40 * 2**30, "bandwidth": 1e12, "flops": 200e12}
+    wanted = {"name": "l4", "memory": 40 * 2**30, "bandwidth": 1e12, "flops": 200e12, "link": 32e9, "network": 12.5e9}
+    assert data["device"] == wanted
     assert [row["length"] for row in data["lengths"]] == [100, 2048]
     assert data["kv_bytes_a_token"] == 2**20
     room = 40 * 2**30 - data["weight_bytes"]

@@ -23,6 +23,7 @@ from quire.__main__ import app
 from quire.model import hub, plan, rounded
 from quire.model.checkpoint import load, load_weights, read_config, specs_of
 from quire.model.config import ModelError
+from quire.model.placing import Homes
 from quire.model.stored import stored_format
 from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8
@@ -353,7 +354,7 @@ def test_a_folder_by_hand(tmp_path, case):
     assert getattr(weights.layers[0].mlp.up_DGF, "dynamic", True) == (case == "w8a8" or "w4" in case)
     assert_is(weights, expected)
     told = []
-    placed = load(tmp_path, config, make_mesh(), told.append)
+    placed = load(tmp_path, config, Homes(make_mesh()), told.append)
     assert_same(jax.tree.map(np.asarray, placed), weights)
     assert plan.weight_bytes(config, specs_of(tmp_path, config)) == nbytes(placed)
     assert 0 < sum(told) - nbytes(placed) < 4 * 96 * D  # the head is read dense

@@ -332,6 +332,22 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
         np.testing.assert_allclose(out.top_logprobs_RK[r], exact_RV[r, best_K], rtol=1e-5, atol=1e-5)
 
 
+def test_without_branches_it_draws_the_same(implementation):
+    """Rows for which nothing is skipped, some of them broken."""
+    rng = np.random.default_rng(17)
+    logits_RV = rng.normal(0, 3, (32, V)).astype(np.float32)
+    logits_RV[3, 5], logits_RV[4] = np.nan, -np.inf
+    inputs = make_inputs(
+        32, temperature=np.where(np.arange(32) % 3, rng.uniform(0.3, 2, 32), 0), min_p=rng.choice([0, 0.05], 32)
+    )
+    state = empty_state(SLOTS, V)
+    one, other = (
+        jax.jit(lambda *args, plain=plain: implementation(*args, plain))(logits_RV, state, inputs)
+        for plain in (False, True)
+    )
+    assert_same_bits(one, other)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_rows_fail_alone(run, temperature):
     logits_RV = np.random.default_rng(13).normal(size=(8, V)).astype(np.float32)

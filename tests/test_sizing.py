@@ -12,7 +12,7 @@ from quire.serving.group import Group
 from quire.serving.options import EngineOptions
 from quire.serving.scheduler import Limits
 from quire.serving.sizing import size_cache, working_bytes
-from quire.serving.step import page_bytes
+from quire.serving.state import page_bytes
 from quire.sharding.spec import nbytes
 
 

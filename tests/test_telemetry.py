@@ -220,7 +220,9 @@ def test_lines_for_people(written):
 def test_an_object_a_line(written):
     logs.setup_logging(True, "DEBUG", written)
     before = datetime.now(UTC).timestamp()
-    logging.getLogger("quire").warning("two\nlines", extra={"count": 3, "share": 0.1234567, "odd": {1}, "level": "x"})
+    logging.getLogger("quire").warning(
+        "two\nlines", extra={"count": 3, "share": 0.1234567, "odd": {1}, "level": "x", "_mark": 1}
+    )
     logs.access("POST", "/v1/score", 200, 1.5, "req-2", tokens=7, first=0.125, ended=None, message="no", name="no")
     first, second = objects(written)
     when = datetime.fromisoformat(first.pop("time"))

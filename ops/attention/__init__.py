@@ -7,21 +7,25 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from ...sharding.team import WHOLE, Axis
+
 # Tried in order; one that cannot serve a case raises NotImplementedError.
-IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
+IMPLEMENTATIONS = {"native": ".native", "mosaic_tpu": ".mosaic_tpu", "xla": ".xla"}
 
 
 @struct.dataclass
 class KVPages:
     """The cache of one layer. Without `v_PSKH` the values are the first dimensions of the keys (MLA).
 
-    Pages of uint16 hold the bits of bfloat16, pages of int8 come with a float32 scale a position and head.
+    Pages of uint16 hold the bits of bfloat16, pages of eight bits come with a float32 scale a head and position. Where
+    `kv_PSYH` is there, it holds what the others would, each head's value right after its key.
     """
 
-    k_PSKH: Any
+    k_PSKH: Any = None
     v_PSKH: Any = None
-    k_scale_PSK: Any = None
-    v_scale_PSK: Any = None
+    k_scale_PKS: Any = None
+    v_scale_PKS: Any = None
+    kv_PSYH: Any = None
 
 
 @struct.dataclass
@@ -42,20 +46,42 @@ def page_dtype(dtype):
     return jnp.dtype(jnp.uint16 if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype)
 
 
+def pairs(dtype) -> bool:
+    """Whether keys and values lie in one array: the kernel for TPUs reads `kv_PSYH`, and has no room for a copy."""
+    return dtype == jnp.bfloat16 and jax.default_backend() == "tpu"
+
+
 def paged_attention(
-    q_TNH, k_TKH, v_TKH, pages: KVPages, rows: Rows, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None
+    q_TNH,
+    k_TKH,
+    v_TKH,
+    pages: KVPages,
+    rows: Rows,
+    *,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks_N=None,
+    value_dim=None,
+    context: Axis = WHOLE,
+    deal: bool = False,
 ):
     """(out_TNH, pages): `k` is None where the layer reads pages that another layer has already filled.
 
-    `value_dim` is the width of the values where they are a part of the keys.
+    `value_dim` is the width of the values where they are a part of the keys. The devices of `context` each have some of
+    the positions of every page; all bring all rows, and get what belongs to all of them or, with `deal`, to their part.
     """
     reasons = []
     for name, module in IMPLEMENTATIONS.items():
+        if context.size > 1 and name != "xla":
+            reasons.append(f"{name}: positions are spread over {context.size} devices")
+            continue
+        spread = {"context": context, "deal": deal} if context.size > 1 else {}
         try:
             attend = importlib.import_module(module, __name__).paged_attention
             return attend(
                 q_TNH, k_TKH, v_TKH, pages, rows,
-                scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim,
+                scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim, **spread,
             )  # fmt: skip
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")

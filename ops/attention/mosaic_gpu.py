@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from ..gpu.task import ROWS
 from .xla import append
 
-WIDTHS = 64, 128
+WIDTHS = 64, 128, 256
+LATENT = (576, 512), (320, 256)  # widths of keys and values
 PAGES = 16, 32, 64, 128
 
 
@@ -22,22 +23,32 @@ def paged_attention(
     """See `quire.ops.attention.paged_attention`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     if interpret is None and not has_gpu():
         raise NotImplementedError("there is no NVIDIA GPU of compute capability 9.0 or more")
+    if pages.kv_PSYH is not None:
+        raise NotImplementedError("keys and values must lie in arrays of their own")
     _, N, H = q_TNH.shape
     _, S, K, _ = pages.k_PSKH.shape
-    held = pages.k_PSKH.dtype
-    if q_TNH.dtype not in (jnp.bfloat16, jnp.float16) or held != q_TNH.dtype:
-        raise NotImplementedError(f"queries and pages must both be bfloat16 or float16, not {q_TNH.dtype} and {held}")
-    if value_dim is not None or H not in WIDTHS:
-        raise NotImplementedError(f"keys and values must be of a width of {WIDTHS}, not {value_dim or H}")
-    if S not in PAGES or N // K > ROWS:
-        raise NotImplementedError(f"pages must have {PAGES} positions and KV heads at most {ROWS} query heads")
+    group, held, scaled = N // K, pages.k_PSKH.dtype, pages.k_scale_PKS is not None
+    if q_TNH.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"queries must be bfloat16 or float16, not {q_TNH.dtype}")
+    if held != q_TNH.dtype and not (scaled and held in (jnp.int8, jnp.float8_e4m3fn)):
+        raise NotImplementedError(f"pages must hold {q_TNH.dtype}, int8 or float8_e4m3fn, not {held}")
+    if scaled and (value_dim is not None or S < 32):  # a copy brings at least 128 bytes, of scales too
+        raise NotImplementedError("pages of eight bits must have 32 positions or more, and values beside their keys")
+    if value_dim is None and H not in WIDTHS:
+        raise NotImplementedError(f"keys must be of a width of {WIDTHS}, not {H}")
+    if value_dim is not None and ((H, value_dim) not in LATENT or group % 8):
+        raise NotImplementedError(f"keys that hold the values must be one of {LATENT}, for a multiple of 8 heads")
+    if S not in PAGES or (group > ROWS and group % ROWS):
+        raise NotImplementedError(
+            f"pages must have {PAGES} positions, and KV heads up to or a multiple of {ROWS} heads"
+        )
     from ..gpu.paged import attend  # only now: it brings a compiler with it
 
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
     processors = num_processors() if interpret is None else 3
     out_TNH = attend(
-        q_TNH, pages, rows, sinks_N, window=window, scale=float(scale), soft_cap=soft_cap,
+        q_TNH, pages, rows, sinks_N, window=window, scale=float(scale), soft_cap=soft_cap, values=value_dim,
         processors=processors, interpret=interpret,
     )  # fmt: skip
     return out_TNH, pages

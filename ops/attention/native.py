@@ -16,6 +16,8 @@ PAGES = {pages for pages, _ in ATTENTION}
 
 def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
     """See `quire.ops.attention.paged_attention`."""
+    if pages.kv_PSYH is not None:
+        raise NotImplementedError("keys and values must lie in arrays of their own")
     dtype, held = q_TNH.dtype, pages.k_PSKH.dtype
     if dtype not in (jnp.bfloat16, jnp.float32) or any(x is not None and x.dtype != dtype for x in (k_TKH, v_TKH)):
         raise NotImplementedError(f"queries, keys and values must all be bfloat16 or all float32, not {dtype}")
@@ -27,7 +29,7 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
     def or_empty(x, dtype):
         return jnp.zeros(0, dtype) if x is None else x
 
-    arrays = [pages.k_PSKH, pages.v_PSKH, pages.k_scale_PSK, pages.v_scale_PSK]
+    arrays = [pages.k_PSKH, pages.v_PSKH, pages.k_scale_PKS, pages.v_scale_PKS]
     operands = [
         q_TNH, or_empty(k_TKH, dtype), or_empty(v_TKH, dtype),
         *(or_empty(x, held if at < 2 else jnp.float32) for at, x in enumerate(arrays)),
@@ -58,8 +60,8 @@ def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
     expected = {
         "k_PSKH": (pages.k_PSKH, (P, S, K, H)),
         "v_PSKH": (pages.v_PSKH, (P, S, K, V)),
-        "k_scale_PSK": (pages.k_scale_PSK, (P, S, K)),
-        "v_scale_PSK": (pages.v_scale_PSK, (P, S, K)),
+        "k_scale_PKS": (pages.k_scale_PKS, (P, K, S)),
+        "v_scale_PKS": (pages.v_scale_PKS, (P, K, S)),
         "k_TKH": (k_TKH, (T, K, H)),
         "v_TKH": (v_TKH, (T, K, V)),
         "positions_T": (rows.positions_T, (T,)),
@@ -74,6 +76,6 @@ def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
         raise ValueError(f"attention: {N} query heads do not share {K} key-value heads evenly")
     if (k_TKH is not None and pages.v_PSKH is not None) and v_TKH is None:
         raise ValueError("attention: there are new keys and pages for values, but v_TKH is None")
-    scaled = [pages.k_scale_PSK is not None, pages.v_scale_PSK is not None or pages.v_PSKH is None]
+    scaled = [pages.k_scale_PKS is not None, pages.v_scale_PKS is not None or pages.v_PSKH is None]
     if pages.k_PSKH.dtype == jnp.int8 and not all(scaled):
-        raise ValueError("attention: pages of int8 need k_scale_PSK, and v_scale_PSK beside v_PSKH")
+        raise ValueError("attention: pages of int8 need k_scale_PKS, and v_scale_PKS beside v_PSKH")

@@ -2,11 +2,14 @@
 
 A row's result has the same bits in any batch and any chunk: blocks lie at fixed multiples of `BLOCK`, a block that a
 row does not see leaves it as it is, and every sum runs in an order that the number of rows does not change.
+
+Where devices each have a part of every page's positions, each goes through its own, and what they found is merged.
 """
 
 import jax
 import jax.numpy as jnp
 
+from ...sharding.team import WHOLE, Axis
 from ..sums import sum_pairs
 from . import KVPages
 
@@ -14,14 +17,19 @@ BLOCK = 64  # key positions a loop step
 TILE = 16  # query rows a tile where sequences bring more than one
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
+def paged_attention(
+    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim, context: Axis = WHOLE, deal=False
+):
     """See `quire.ops.attention.paged_attention`. R is the rows of a tile times the query heads of a KV head."""
-    if k_TKH is not None:
-        pages = append(pages, k_TKH, v_TKH, rows.slots_T)
     T, N, H = q_TNH.shape
-    P, S, K, _ = pages.k_PSKH.shape
+    paired = pages.kv_PSYH is not None
+    own, K = (pages.kv_PSYH if paired else pages.k_PSKH).shape[1:3]  # positions of a page that this device has
+    S, first = own * context.size, own * context.index()
+    if k_TKH is not None:
+        pages = append(pages, k_TKH, v_TKH, own_slots(rows.slots_T, pages, S, own, first))
+    K = K // 2 if paired else K
     B, G = rows.starts_B1.shape[0] - 1, N // K
-    width = pages.v_PSKH.shape[-1] if value_dim is None else value_dim
+    width = (H if paired else pages.v_PSKH.shape[-1]) if value_dim is None else value_dim
     row_CQ, seq_C, valid_CQ = tiles(rows.starts_B1, T, tile_size(T, B, G, width))
     row_CQ = jnp.minimum(row_CQ, T - 1)
     position_CQ = jnp.where(valid_CQ, rows.positions_T[row_CQ], -1)
@@ -30,8 +38,9 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
     q_CQKGH = q_TNH[row_CQ].reshape(C, Q, K, G, H).astype(jnp.float32) * scale
     q_CKRH = jnp.moveaxis(q_CQKGH, 2, 1).reshape(C, K, Q * G, H)
 
-    pages_a_block = max(1, BLOCK // S)
+    pages_a_block = max(1, BLOCK // own)
     J = pages_a_block * S
+    offset_J = (jnp.arange(pages_a_block)[:, None] * S + first + jnp.arange(own)).reshape(-1)
     newest_C = jnp.max(position_CQ, axis=1)
     oldest_C = jnp.min(jnp.where(valid_CQ, position_CQ, jnp.iinfo(jnp.int32).max), axis=1)
     first_C = jnp.zeros_like(newest_C) if window is None else jnp.maximum(oldest_C - window + 1, 0) // J
@@ -43,11 +52,9 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
         block_C = first_C + i
         page_CJ = jnp.minimum(block_C[:, None] * pages_a_block + jnp.arange(pages_a_block), rows.tables_BM.shape[1] - 1)
         page_CJ = rows.tables_BM[seq_C[:, None], page_CJ]
-        key_CKJH = read(pages.k_PSKH, pages.k_scale_PSK, page_CJ)
-        latent = pages.v_PSKH is None
-        value_CKJH = key_CKJH[..., :width] if latent else read(pages.v_PSKH, pages.v_scale_PSK, page_CJ)
+        key_CKJH, value_CKJH = read_both(pages, page_CJ, width)
         # Outside these positions a page holds whatever its last owner left: 0 * NaN would poison the sum.
-        position_CJ = block_C[:, None] * J + jnp.arange(J)
+        position_CJ = block_C[:, None] * J + offset_J
         owned_CJ = position_CJ <= newest_C[:, None]
         seen_CRJ = position_CJ[:, None, :] <= position_CR[:, :, None]
         if window is not None:
@@ -71,17 +78,46 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
         best, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
     else:  # a sink is one more score in the softmax that carries no value
         best, total = jnp.tile(sinks_N.astype(jnp.float32).reshape(K, G), (C, 1, Q)), jnp.ones(shape)
+        if context.size > 1:  # one of them brings it
+            best, total = jnp.where(context.index() == 0, best, -jnp.inf), jnp.where(context.index() == 0, total, 0)
     start = (best, total, jnp.zeros((*shape, width)))
-    _, total, out = jax.lax.fori_loop(0, trips, attend_block, start)
-    out = out / jnp.where(total == 0, 1, total)[..., None]
-    out_CQNH = jnp.moveaxis(out.reshape(C, K, Q, G, width), 1, 2).reshape(C, Q, N, width)
-    flat = jnp.where(valid_CQ, row_CQ, T).reshape(-1)
-    out_TNH = (
-        jnp.zeros((T, N, width), q_TNH.dtype)
-        .at[flat]
-        .set(out_CQNH.reshape(-1, N, width).astype(q_TNH.dtype), mode="drop")
-    )
-    return out_TNH, pages
+    best, total, out = jax.lax.fori_loop(0, trips, attend_block, start)
+
+    def by_row(x_CKRX, dtype):
+        """Out of the tiles."""
+        x_CQNX = jnp.moveaxis(x_CKRX.reshape(C, K, Q, G, -1), 1, 2).reshape(C * Q, N, -1)
+        flat = jnp.where(valid_CQ, row_CQ, T).reshape(-1)
+        return jnp.zeros((T, N, x_CQNX.shape[-1]), dtype).at[flat].set(x_CQNX.astype(dtype), mode="drop")
+
+    if context.size > 1:
+        found_TNX = by_row(jnp.concatenate((out, total[..., None], best[..., None]), axis=-1), jnp.float32)
+        if deal:
+            found_nTNX = context.exchange(found_TNX.reshape(context.size, -1, *found_TNX.shape[1:]))
+        else:
+            found_nTNX = context.gather(found_TNX)
+        return merge(found_nTNX).astype(q_TNH.dtype), pages
+    return by_row(out / jnp.where(total == 0, 1, total)[..., None], q_TNH.dtype), pages
+
+
+def merge(found_nTNX):
+    """One softmax of what devices found: of each, a weighted sum, the sum of its weights, and the best score."""
+    best_nTN = found_nTNX[..., -1]
+    most_TN = jnp.max(best_nTN, axis=0)
+    weight_nTN = jnp.exp(best_nTN - jnp.where(jnp.isneginf(most_TN), 0, most_TN))
+    # Bare additions in a written order, as everywhere a row's bits must not depend on how many there are.
+    parts = [found[..., :-1] * weight[..., None] for found, weight in zip(found_nTNX, weight_nTN, strict=True)]
+    sum_TNX = sum(parts[1:], start=parts[0])
+    total_TN1 = sum_TNX[..., -1:]
+    return sum_TNX[..., :-1] / jnp.where(total_TN1 == 0, 1, total_TN1)
+
+
+def own_slots(slots_T, pages: KVPages, S: int, own: int, first):
+    """Where rows go in the part of each page that this device has: if not here, behind the last, where nothing is."""
+    if own == S:
+        return slots_T
+    offset_T = slots_T % S - first
+    here_T = (offset_T >= 0) & (offset_T < own)
+    return jnp.where(here_T, slots_T // S * own + offset_T, jax.tree.leaves(pages)[0].shape[0] * own)
 
 
 def tile_size(T: int, B: int, G: int, width: int) -> int:
@@ -95,11 +131,22 @@ def tile_size(T: int, B: int, G: int, width: int) -> int:
     return TILE if width % 64 == 0 else max(1, min(TILE, 48 // G))
 
 
-def read(pages_PSKH, scale_PSK, page_CJ):
+def read_both(pages: KVPages, page_CJ, width: int):
+    """The keys and the values of each tile's pages, whichever form the pages have."""
+    if pages.kv_PSYH is not None:
+        both_CYJH = read(pages.kv_PSYH, None, page_CJ)
+        return both_CYJH[:, 0::2], both_CYJH[:, 1::2]
+    key_CKJH = read(pages.k_PSKH, pages.k_scale_PKS, page_CJ)
+    if pages.v_PSKH is None:
+        return key_CKJH, key_CKJH[..., :width]
+    return key_CKJH, read(pages.v_PSKH, pages.v_scale_PKS, page_CJ)
+
+
+def read(pages_PSKH, scale_PKS, page_CJ):
     """The pages of each tile one after another, in float32: [C, K, positions, H]."""
     block_CJKH = pages_PSKH[page_CJ].reshape(page_CJ.shape[0], -1, *pages_PSKH.shape[2:])
-    if scale_PSK is not None:
-        scale_CJK = scale_PSK[page_CJ].reshape(block_CJKH.shape[:3])
+    if scale_PKS is not None:
+        scale_CJK = jnp.swapaxes(scale_PKS[page_CJ], 2, 3).reshape(block_CJKH.shape[:3])
         block_CJKH = block_CJKH.astype(jnp.float32) * scale_CJK[..., None]
     if block_CJKH.dtype == jnp.uint16:  # a bfloat16 is the upper half of a float32
         block_CJKH = jax.lax.bitcast_convert_type(block_CJKH.astype(jnp.uint32) << 16, jnp.float32)
@@ -116,24 +163,31 @@ def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:
         flat = pages_PSX.reshape(P * S, *rest).at[slots_T].set(new_TX.astype(pages_PSX.dtype))
         return flat.reshape(P, S, *rest)
 
-    def write_scaled(pages_PSKH, scale_PSK, new_TKH):
-        if scale_PSK is None:
+    def write_scaled(pages_PSKH, scale_PKS, new_TKH):
+        if scale_PKS is None:
             return (None if pages_PSKH is None else write(pages_PSKH, new_TKH)), None
-        codes_TKH, scale_TK = quantise(new_TKH)
-        return write(pages_PSKH, codes_TKH), write(scale_PSK, scale_TK)
+        codes_TKH, scale_TK = quantise(new_TKH, pages_PSKH.dtype)
+        page_T, offset_T = slots_T // pages_PSKH.shape[1], slots_T % pages_PSKH.shape[1]
+        return write(pages_PSKH, codes_TKH), scale_PKS.at[page_T, :, offset_T].set(scale_TK)
 
-    k_PSKH, k_scale_PSK = write_scaled(pages.k_PSKH, pages.k_scale_PSK, k_TKH)
-    v_PSKH, v_scale_PSK = write_scaled(pages.v_PSKH, pages.v_scale_PSK, v_TKH)
-    return KVPages(k_PSKH, v_PSKH, k_scale_PSK, v_scale_PSK)
+    if pages.kv_PSYH is not None:
+        kv_TYH = jnp.stack((k_TKH, v_TKH), axis=2).reshape(len(k_TKH), *pages.kv_PSYH.shape[2:])
+        return pages.replace(kv_PSYH=write(pages.kv_PSYH, kv_TYH))
+    k_PSKH, k_scale_PKS = write_scaled(pages.k_PSKH, pages.k_scale_PKS, k_TKH)
+    v_PSKH, v_scale_PKS = write_scaled(pages.v_PSKH, pages.v_scale_PKS, v_TKH)
+    return KVPages(k_PSKH, v_PSKH, k_scale_PKS, v_scale_PKS)
 
 
-def quantise(x_TKH):
-    """(signed bytes, the scale of each row): the largest of a row becomes 127. The kernels round in the same way."""
+def quantise(x_TKH, dtype=jnp.int8):
+    """(codes, the scale of each row), the largest of a row being the largest code. The kernels round the same way."""
     x_TKH = x_TKH.astype(jnp.float32)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    largest = 127.0 if whole else float(jnp.finfo(dtype).max)
     most_TK = jnp.max(jnp.abs(x_TKH), axis=-1)
-    inverse_TK = 127.0 / jnp.where(most_TK == 0, 1, most_TK)
+    inverse_TK = largest / jnp.where(most_TK == 0, 1, most_TK)
+    codes_TKH = x_TKH * inverse_TK[..., None]
     # Times a constant and not divided by one: what a compiler would make of that is not always the same.
-    return jnp.round(x_TKH * inverse_TK[..., None]).astype(jnp.int8), most_TK * jnp.float32(1 / 127)
+    return (jnp.round(codes_TKH) if whole else codes_TKH).astype(dtype), most_TK * jnp.float32(1 / largest)
 
 
 def tiles(starts_B1, T: int, Q: int):
@@ -143,7 +197,7 @@ def tiles(starts_B1, T: int, Q: int):
     tiles_B = (rows_B + Q - 1) // Q
     end_B = jnp.cumsum(tiles_B)
     tile_C = jnp.arange(min(T, B + T // Q))
-    seq_C = jnp.minimum(jnp.searchsorted(end_B, tile_C, side="right"), B - 1).astype(jnp.int32)
+    seq_C = jnp.minimum(jnp.searchsorted(end_B, tile_C, side="right", method="compare_all"), B - 1).astype(jnp.int32)
     offset_CQ = (tile_C - (end_B[seq_C] - tiles_B[seq_C]))[:, None] * Q + jnp.arange(Q)
     valid_CQ = (offset_CQ < rows_B[seq_C][:, None]) & (tile_C < end_B[-1])[:, None]
     return starts_B1[seq_C][:, None] + offset_CQ, seq_C, valid_CQ

@@ -20,13 +20,33 @@ class Tiles:
 
     def load(self, ref, swizzled: bool = False):
         """A tile in registers, as products take it; from plain memory its threads wait for each other."""
-        return ref[...] if self.interpreted else plgpu.load(ref, (), layout=plgpu.Layout.WGMMA, optimized=swizzled)
+        return self.load_as(ref, plgpu.Layout.WGMMA, swizzled)
 
     def load_rows(self, ref):
         """One number for each row."""
-        return (
-            ref[...] if self.interpreted else plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        )
+        return self.load_as(ref, plgpu.Layout.WGMMA.reduce(1))
+
+    def load_columns(self, ref):
+        """One number for each column."""
+        return self.load_as(ref, plgpu.Layout.WGMMA.reduce(0))
+
+    def load_as(self, ref, layout, optimized: bool = False):
+        if self.interpreted:
+            return ref[...]
+        index = [()] if jax.__version_info__ < (0, 11) else []  # which later versions want in the reference
+        return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+    def decode(self, codes: str, codes_JH_ref, out_JH_ref) -> None:
+        """Codes as numbers, which are exact; a code that stands for none becomes some number.
+
+        In this layout a thread has four codes side by side: a word for the banks of shared memory, not a part of one.
+        """
+        size = min(codes_JH_ref.shape[1], 128)
+        for c in range(0, codes_JH_ref.shape[1], size):
+            codes_JC = self.load_as(codes_JH_ref.at[:, pl.ds(c, size)], plgpu.Layout.WGMMA_UPCAST_2X, True)
+            numbers_JC = codes_JC if codes == "int8" else from_float8(codes_JC)
+            out_JH_ref[:, pl.ds(c, size)] = numbers_JC.astype(out_JH_ref.dtype)
+        plgpu.commit_smem()
 
     def full(self, shape, value):
         """A float32 tile, or one number for each of its rows."""
@@ -41,20 +61,26 @@ class Tiles:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
     def scores(self, q_MH, k_JH_ref):
-        """q @ k.T, of a tile in registers and one in shared memory."""
+        """q @ k.T, of a tile in registers or shared memory and one in shared memory."""
         if self.interpreted:
-            return jnp.dot(q_MH.astype(jnp.float32), k_JH_ref[...].astype(jnp.float32).T)
+            return jnp.dot(self.operand(q_MH), self.operand(k_JH_ref).T)
 
         def multiply(sum_ref):
-            plgpu.wgmma(sum_ref, q_MH, plgpu.transpose_ref(k_JH_ref, (1, 0)))
+            plgpu.wgmma(sum_ref, q_MH, k_JH_ref.transpose((1, 0)))
             return sum_ref[...]
 
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((q_MH.shape[0], k_JH_ref.shape[0]), jnp.float32))
 
+    def operand(self, x):
+        """Of a plain product. Those of the device read shared memory as copies do, so no fence parts the two."""
+        read = x[...].astype(jnp.float32)
+        plgpu.commit_smem()
+        return read
+
     def add_product(self, sum_MH, p_MJ, v_JH_ref):
         """sum + p @ v."""
         if self.interpreted:
-            return sum_MH + jnp.dot(p_MJ.astype(jnp.float32), v_JH_ref[...].astype(jnp.float32))
+            return sum_MH + jnp.dot(self.operand(p_MJ), self.operand(v_JH_ref))
 
         def multiply(sum_ref):
             plgpu.wgmma(sum_ref, p_MJ, v_JH_ref)
@@ -65,3 +91,17 @@ class Tiles:
 def along_rows(x_M, shape):
     """One number for each row, as a tile."""
     return jax.lax.broadcast_in_dim(x_M, shape, [0])
+
+
+def along_columns(x_J, shape):
+    """One number for each column, as a tile."""
+    return jax.lax.broadcast_in_dim(x_J, shape, [1])
+
+
+def from_float8(codes):
+    """The numbers whose float8_e4m3fn bits these are; what stands for NaN becomes 480.
+
+    A float16 has one more bit of exponent, so of the same bits it is smaller by 2**8, with or without an implicit one.
+    """
+    bits = (codes.astype(jnp.int16) << 7) & ~(1 << 14)  # the sign was there twice
+    return (jax.lax.bitcast_convert_type(bits, jnp.float16) * jnp.float16(2**8)).astype(jnp.float32)

@@ -41,6 +41,8 @@ struct Call {
   void* out;
 
   int64_t G() const { return N / K; }
+  // Where a slot's scale lies: those of a page's head are side by side.
+  int64_t scale_at(int64_t slot, int64_t head) const { return (slot / S * K + head) * S + slot % S; }
 };
 
 // x as signed bytes; the scale is what it returns. XLA rounds the same quotient and products.
@@ -59,13 +61,13 @@ float quantise(const X* x, int64_t H, int8_t* to) {
 }
 
 template <typename Page, typename X>
-void write(const void* from, int64_t row, int64_t slot, int64_t K, int64_t H, void* pages, float* scale) {
-  const X* x = static_cast<const X*>(from) + row * K * H;
-  Page* to = static_cast<Page*>(pages) + slot * K * H;
+void write(const Call& a, const void* from, int64_t row, int64_t slot, int64_t H, void* pages, float* scale) {
+  const X* x = static_cast<const X*>(from) + row * a.K * H;
+  Page* to = static_cast<Page*>(pages) + slot * a.K * H;
   if constexpr (std::is_same_v<Page, int8_t>)
-    for (int64_t k = 0; k < K; ++k) scale[slot * K + k] = quantise(x + k * H, H, to + k * H);
+    for (int64_t k = 0; k < a.K; ++k) scale[a.scale_at(slot, k)] = quantise(x + k * H, H, to + k * H);
   else
-    for (int64_t i = 0; i < K * H; ++i) to[i] = convert<Page>(x[i]);
+    for (int64_t i = 0; i < a.K * H; ++i) to[i] = convert<Page>(x[i]);
 }
 
 // Each row's key and value to their slot. Padding and page 0 are nobody's, and so not written.
@@ -76,8 +78,8 @@ void append(const Call& a, const Spread& spread) {
     for (int64_t row = chunk * rows; row < std::min(T, (chunk + 1) * rows); ++row) {
       int64_t slot = a.slots[row];
       if (slot < a.S || slot >= a.P * a.S) continue;
-      write<Page, X>(a.k, row, slot, a.K, a.H, a.k_pages, a.k_scale);
-      if (a.v_pages) write<Page, X>(a.v, row, slot, a.K, a.V, a.v_pages, a.v_scale);
+      write<Page, X>(a, a.k, row, slot, a.H, a.k_pages, a.k_scale);
+      if (a.v_pages) write<Page, X>(a, a.v, row, slot, a.V, a.v_pages, a.v_scale);
     }
   });
 }
@@ -272,8 +274,8 @@ class Worker {
     if (a.k_scale) {
       const float* v_from = a.v_pages ? a.v_scale : a.k_scale;
       std::fill_n(k_scale, BLOCK, 0.0f), std::fill_n(v_scale, BLOCK, 0.0f);
-      for (int j = b.lo; j < b.hi; ++j) k_scale[j] = a.k_scale[b.slot[j] * a.K + head];
-      for (int j = b.lo; j < b.hi; ++j) v_scale[j] = v_from[b.slot[j] * a.K + head];
+      for (int j = b.lo; j < b.hi; ++j) k_scale[j] = a.k_scale[a.scale_at(b.slot[j], head)];
+      for (int j = b.lo; j < b.hi; ++j) v_scale[j] = v_from[a.scale_at(b.slot[j], head)];
     }
 
     auto turned = [&](int g) { return keys + g * W * H / (4 / sizeof(X)); };

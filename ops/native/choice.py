@@ -29,4 +29,5 @@ def of_model(dtype: str, quant: str | None, kv_dtype: str) -> tuple[str, ...]:
     else:
         # The head has eight bits beside any format.
         products = {int8(True), int8(quant != "int8-weights") if quant.startswith("int8") else "int4"}
-    return (*sorted(products), "pack", ATTENTION[kv_dtype, dtype], SAMPLING)
+    attention = [ATTENTION[kv_dtype, dtype]] if (kv_dtype, dtype) in ATTENTION else []
+    return (*sorted(products), "pack", *attention, SAMPLING)

@@ -24,8 +24,8 @@ class Int8:
     dynamic: bool = struct.field(pytree_node=False)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        lead = x.shape[: x.ndim - len(self.into)]
-        codes_KO, scale_O = self.codes.reshape(math.prod(self.into), -1), self.scale.reshape(-1)
+        lead, out = x.shape[: x.ndim - len(self.into)], self.codes.shape[len(self.into) :]
+        codes_KO, scale_O = self.codes.reshape(-1, math.prod(out)), self.scale.reshape(-1)
         x_RK = x.reshape(-1, codes_KO.shape[0])
         if self.dynamic:
             rows_RK, row_scale_R1 = as_bytes(x_RK)
@@ -34,8 +34,13 @@ class Int8:
         else:
             narrow = x_RK.astype(jnp.bfloat16)
             y_RO = jnp.dot(narrow, codes_KO.astype(jnp.bfloat16), preferred_element_type=jnp.float32) * scale_O
-        y = y_RO.reshape(*lead, *self.out)
+        y = y_RO.reshape(*lead, *out)
         return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+    @property
+    def rows(self) -> int:
+        """Of an embedding."""
+        return self.codes.shape[1]
 
     def __getitem__(self, tokens_T):
         """Rows of an embedding."""

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from ...sharding.team import WHOLE, Axis
+
 # Tried in order; one that cannot serve a case raises NotImplementedError.
 IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
 MAX_LOGPROBS = 20
@@ -64,12 +66,18 @@ class Sampled:
     ok_R: Array  # bool, False where the raw logits are broken (NaN, +inf, all -inf) or every token is banned
 
 
-def sample(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Sampled:
-    """Choose, or score, one token a row."""
+def sample(
+    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = WHOLE
+) -> Sampled:
+    """Choose, or score, one token a row. Each device of `axis` has the logits, and the state, of its own words.
+
+    `plain` promises that all are drawn, and no logit changed or left out but by temperature and min-p: the same tokens
+    without a branch, at each of which a GPU waits for its host.
+    """
     reasons = []
     for name, module in IMPLEMENTATIONS.items():
         try:
-            return importlib.import_module(module, __name__).sample(logits_RV, state, inputs)
+            return importlib.import_module(module, __name__).sample(logits_RV, state, inputs, plain, axis)
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no sampling implementation serves this case: " + "; ".join(reasons))
@@ -90,9 +98,13 @@ def set_bias(bias_BV: Array, slot: Array, bias_V: Array) -> Array:
     return bias_BV.at[slot].set(bias_V)
 
 
-def count_tokens(state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array) -> SlotState:
+def count_tokens(
+    state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array, axis: Axis = WHOLE
+) -> SlotState:
     """The state with prompt tokens marked and output tokens counted, of the rows that are tracked."""
-    B = state.prompt_BV.shape[0]
+    B, V = state.prompt_BV.shape
+    if axis.size > 1:
+        tokens_T = own_words(tokens_T, V, axis)
     prompt_T = jnp.where(tracked_T & is_prompt_T, slots_T, B)  # slot B does not exist: dropped
     output_T = jnp.where(tracked_T & ~is_prompt_T, slots_T, B)
     return replace(
@@ -100,3 +112,9 @@ def count_tokens(state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T:
         prompt_BV=state.prompt_BV.at[prompt_T, tokens_T].set(True, mode="drop"),
         output_counts_BV=state.output_counts_BV.at[output_T, tokens_T].add(1, mode="drop"),
     )
+
+
+def own_words(tokens, V: int, axis: Axis):
+    """Where each token lies among the V words of this device; V for those of the others."""
+    at = tokens - axis.index() * V
+    return jnp.where((at >= 0) & (at < V), at, V)

@@ -7,12 +7,15 @@ their ids, so the same seed may draw other tokens than XLA's way does, from the 
 import jax
 import jax.numpy as jnp
 
+from ...sharding.team import WHOLE, Axis
 from ..native import choice, target
 from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState
 
 
-def sample(logits_RV, state: SlotState, inputs: SamplingInputs) -> Sampled:
-    """See `quire.ops.sampling.sample`."""
+def sample(logits_RV, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = WHOLE) -> Sampled:
+    """See `quire.ops.sampling.sample`; branches cost nothing here."""
+    if axis.size > 1:
+        raise NotImplementedError("the words are split over devices")
     kernel = target(choice.SAMPLING)
     check_shapes(logits_RV, state, inputs)
     R, V = logits_RV.shape

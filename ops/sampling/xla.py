@@ -4,21 +4,28 @@ The thresholds need no sort of the vocabulary: they come from the best few logit
 else from bisecting the ordered bit patterns of float32. A row gives the same bits in any company and at any number of
 rows: floating-point sums run in an order written out here (`fold`), and a row whose best few logits suffice keeps that
 answer when another row needs the bisection.
+
+Where the words are split over the devices of an axis, only what a device has found among its own goes to the others:
+numbers a row, and its best few logits.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState
+from ...sharding.team import WHOLE, Axis
+from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_words
 
 CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530
 FAN_OUT = 64
 
 
-def sample(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Sampled:
+def sample(
+    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = WHOLE
+) -> Sampled:
     """See `quire.ops.sampling.sample`. Work that no row wants is skipped."""
     raw_RV = logits_RV.astype(jnp.float32)
     scored_R = inputs.targets_R >= 0
@@ -29,31 +36,37 @@ def sample(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Sample
 
     def choose():
         # A row that wants neither comes out as it went in, so one branch serves both.
-        logits_RV = lax.cond(adjusts, lambda: penalise(mask(raw_RV, state, inputs), state, inputs), lambda: raw_RV)
-        greedy_R, best_R = argmax(logits_RV)
-        drawn_R = lax.cond(draws_R.any(), lambda: draw(logits_RV, best_R, draws_R, inputs), lambda: greedy_R)
+        logits_RV = lax.cond(
+            adjusts, lambda: penalise(mask(raw_RV, state, inputs, axis), state, inputs), lambda: raw_RV
+        )
+        greedy_R, best_R = argmax(logits_RV, axis)
+        drawn_R = lax.cond(draws_R.any(), lambda: draw(logits_RV, best_R, draws_R, inputs, axis), lambda: greedy_R)
         return jnp.where(draws_R, drawn_R, greedy_R), best_R
 
-    tokens_R, best_R = lax.cond(adjusts | draws_R.any(), choose, lambda: argmax(raw_RV))
+    if plain:
+        greedy_R, best_R = argmax(raw_RV, axis)
+        tokens_R = jnp.where(draws_R, draw(raw_RV, best_R, draws_R, inputs, axis, cuts=False), greedy_R)
+    else:
+        tokens_R, best_R = lax.cond(adjusts | draws_R.any(), choose, lambda: argmax(raw_RV, axis))
     # Elementwise, the maximum with a NaN is NaN; XLA's reduction on the CPU has been seen to lose it.
-    ok_R = jnp.isfinite(fold(raw_RV, jnp.maximum, -jnp.inf)[0]) & (scored_R | jnp.isfinite(best_R))
+    ok_R = jnp.isfinite(most(raw_RV, axis)) & (scored_R | jnp.isfinite(best_R))
     tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
 
     wants_R = ok_R & inputs.wants_logprobs_R
-    zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(score, raw_RV, tokens_R)]
-    scores = lax.cond(wants_R.any(), lambda: list(score(raw_RV, tokens_R)), lambda: zeros)
+    zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(partial(score, axis=axis), raw_RV, tokens_R)]
+    scores = zeros if plain else lax.cond(wants_R.any(), lambda: list(score(raw_RV, tokens_R, axis)), lambda: zeros)
     scores = [jnp.where(jnp.expand_dims(wants_R, range(1, x.ndim)), x, 0) for x in scores]
     return Sampled(tokens_R, *scores, ok_R=ok_R)
 
 
 @jax.named_scope("mask")
-def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Array:
+def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = WHOLE) -> Array:
     """Logits with the biases added and the bans applied."""
     R, V = logits_RV.shape
     bias_RV = jnp.where(inputs.biased_R[:, None], state.bias_BV[inputs.slots_R], 0)
     banned_RV = inputs.ban_stop_R[:, None] & state.stop_BV[inputs.slots_R]
     logits_RV = jnp.where(banned_RV, -jnp.inf, logits_RV + bias_RV)
-    ban_RX = jnp.where(inputs.ban_RX < 0, V, inputs.ban_RX)  # a negative index would count from the end
+    ban_RX = own_words(inputs.ban_RX, V, axis)  # a negative index would count from the end
     return logits_RV.at[jnp.arange(R)[:, None], ban_RX].set(-jnp.inf, mode="drop")
 
 
@@ -68,21 +81,47 @@ def penalise(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Arra
     return logits_RV - inputs.frequency_R[:, None] * counts_RV - inputs.presence_R[:, None] * (counts_RV > 0)
 
 
-def argmax(logits_RV: Array) -> tuple[Array, Array]:
+def argmax(logits_RV: Array, axis: Axis) -> tuple[Array, Array]:
     """Each row's best token and its logit; XLA's own argmax takes 25 times as long on the CPU."""
     V, best_R = logits_RV.shape[1], logits_RV.max(axis=1)
-    return fold(jnp.where(logits_RV == best_R[:, None], jnp.arange(V)[None], V), jnp.minimum, V)[0], best_R
+    token_R = fold(jnp.where(logits_RV == best_R[:, None], jnp.arange(V)[None], V), jnp.minimum, V)[0]
+    if axis.size == 1:
+        return token_R, best_R
+    best_AR, token_AR = axis.gather(best_R), axis.gather(token_R + axis.index() * V)
+    best_R = best_AR.max(axis=0)
+    return jnp.where(best_AR == best_R, token_AR, axis.size * V).min(axis=0), best_R
+
+
+def most(values_RV: Array, axis: Axis) -> Array:
+    """The largest of each row, NaN where there is one."""
+    most_R = fold(values_RV, jnp.maximum, -jnp.inf)[0]
+    return most_R if axis.size == 1 else fold(axis.gather(most_R).T, jnp.maximum, -jnp.inf)[0]
+
+
+def top(logits_RV: Array, count: int, axis: Axis) -> tuple[Array, Array]:
+    """The best few logits of each row, and their tokens."""
+    V = logits_RV.shape[1]
+    top_RC, tokens_RC = lax.top_k(logits_RV, min(count, V))
+    if axis.size == 1:
+        return top_RC, tokens_RC
+    found_RN, token_RN = (
+        jnp.moveaxis(axis.gather(x), 0, 1).reshape(x.shape[0], -1) for x in (top_RC, tokens_RC + axis.index() * V)
+    )
+    top_RC, at_RC = lax.top_k(found_RN, min(count, axis.size * V))
+    return top_RC, jnp.take_along_axis(token_RN, at_RC, axis=1)
 
 
 @jax.named_scope("draw")
-def draw(logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs) -> Array:
-    """A token a row, by the inverse of the distribution function of what min-p, top-k and top-p keep.
+def draw(
+    logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs, axis: Axis = WHOLE, cuts: bool = True
+) -> Array:
+    """A token a row, by the inverse of the distribution function of what min-p and, with `cuts`, top-k and top-p keep.
 
     The function runs over the tokens in the order of `fold`'s tree, not of their ids: any fixed order draws alike.
     """
     # Not below the smallest normal number, which may be flushed to 0: 0 / 0 is no weight.
     temperature_R = jnp.where(draws_R, jnp.maximum(inputs.temperature_R, jnp.finfo(jnp.float32).tiny), 1)
-    top_k_R = jnp.where(draws_R & (inputs.top_k_R < logits_RV.shape[1]), inputs.top_k_R, 0)
+    top_k_R = jnp.where(draws_R & (inputs.top_k_R < axis.size * logits_RV.shape[1]), inputs.top_k_R, 0)
     top_p_R = jnp.where(draws_R, inputs.top_p_R, 1)
 
     def weigh(logits_RN: Array, floor_R: Array) -> Array:
@@ -90,44 +129,59 @@ def draw(logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs
         return jnp.where(logits_RN >= floor_R[:, None], weights_RN, 0)
 
     def cut(floor_R: Array) -> Array:
-        top_RC = lax.top_k(logits_RV, min(CANDIDATES, logits_RV.shape[1]))[0]
-        floor_R = jnp.maximum(floor_R, top_k_floor(logits_RV, top_RC, top_k_R))
+        top_RC = top(logits_RV, CANDIDATES, axis)[0]
+        floor_R = jnp.maximum(floor_R, top_k_floor(logits_RV, top_RC, top_k_R, axis))
 
         def nucleus() -> Array:
-            return top_p_floor(logits_RV, top_RC, top_p_R, lambda logits_RN: weigh(logits_RN, floor_R))
+            return top_p_floor(logits_RV, top_RC, top_p_R, lambda logits_RN: weigh(logits_RN, floor_R), axis)
 
         return lax.cond((top_p_R < 1).any(), lambda: jnp.maximum(floor_R, nucleus()), lambda: floor_R)
 
     floor_R = best_R + temperature_R * jnp.log(inputs.min_p_R)  # min-p 0 is a floor of -inf
-    floor_R = lax.cond(((top_k_R > 0) | (top_p_R < 1)).any(), cut, lambda floor_R: floor_R, floor_R)
+    if cuts:
+        floor_R = lax.cond(((top_k_R > 0) | (top_p_R < 1)).any(), cut, lambda floor_R: floor_R, floor_R)
     floor_R = jnp.minimum(floor_R, best_R)
 
     def weigh_tokens(tokens_RW: Array) -> Array:
         return weigh(jnp.take_along_axis(logits_RV, tokens_RW, axis=1, mode="fill", fill_value=-jnp.inf), floor_R)
 
     total_R, levels = fold(weigh(logits_RV, floor_R), jnp.add, 0)
-    return descend(levels, weigh_tokens, uniform(inputs.seeds_R2, inputs.positions_R) * total_R)
+    chance_R = uniform(inputs.seeds_R2, inputs.positions_R)
+    if axis.size == 1:
+        return descend(levels, weigh_tokens, chance_R * total_R)
+    # The devices are one level more of the tree, above all the others.
+    total_RA = axis.gather(total_R).T
+    sums_RA = running_sums(total_RA)
+    begins_RA = jnp.pad(sums_RA[:, :-1], ((0, 0), (1, 0)))
+    target_R = chance_R * sums_RA[:, -1]
+    open_RA = (total_RA > 0) & (begins_RA <= target_R[:, None])
+    at_R = jnp.where(open_RA, jnp.arange(axis.size), 0).max(axis=1)
+    begin_R = jnp.where(open_RA, begins_RA, 0).max(axis=1)
+    token_R = descend(levels, weigh_tokens, target_R - begin_R) + axis.index() * logits_RV.shape[1]
+    return axis.sum(jnp.where(at_R == axis.index(), token_R, 0))
 
 
-def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array) -> Array:
+def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array, axis: Axis = WHOLE) -> Array:
     """The k-th best logit of each row, -inf where k is off."""
     hard_R = k_R > top_RC.shape[1]
     floor_R = jnp.take_along_axis(top_RC, jnp.clip(k_R - 1, 0, top_RC.shape[1] - 1)[:, None], axis=1)[:, 0]
-    exact_R = lax.cond(hard_R.any(), lambda: bisect(logits_RV, 1, k_R), lambda: floor_R)
+    exact_R = lax.cond(hard_R.any(), lambda: bisect(logits_RV, 1, k_R, axis), lambda: floor_R)
     return jnp.where(hard_R, exact_R, jnp.where(k_R > 0, floor_R, -jnp.inf))
 
 
-def top_p_floor(logits_RV: Array, top_RC: Array, p_R: Array, weigh: Callable[[Array], Array]) -> Array:
+def top_p_floor(
+    logits_RV: Array, top_RC: Array, p_R: Array, weigh: Callable[[Array], Array], axis: Axis = WHOLE
+) -> Array:
     """The best logit of each row at or above which lies p of the mass, -inf where p is off."""
-    need_R = p_R * total(weigh(logits_RV))
+    need_R = p_R * total(weigh(logits_RV), axis)
     enough_RC = running_sums(weigh(top_RC)) >= need_R[:, None]
     floor_R = jnp.take_along_axis(top_RC, enough_RC.argmax(axis=1)[:, None], axis=1)[:, 0]
     hard_R = (p_R < 1) & ~enough_RC.any(axis=1)
-    exact_R = lax.cond(hard_R.any(), lambda: bisect(logits_RV, weigh(logits_RV), need_R), lambda: floor_R)
+    exact_R = lax.cond(hard_R.any(), lambda: bisect(logits_RV, weigh(logits_RV), need_R, axis), lambda: floor_R)
     return jnp.where(hard_R, exact_R, jnp.where(p_R < 1, floor_R, -jnp.inf))
 
 
-def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array) -> Array:
+def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array, axis: Axis = WHOLE) -> Array:
     """The best logit of each row such that the weights of the tokens that reach it add up to the need.
 
     Read as an unsigned integer, with the sign flipped if positive and all bits if negative, float32 keeps its order:
@@ -139,7 +193,7 @@ def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array) -> Array:
 
     def settle(i, key_R):
         trial_R = key_R | (sign >> i)
-        enough_R = total(jnp.where(keys_RV >= trial_R[:, None], weights_RV, 0)) >= need_R
+        enough_R = total(jnp.where(keys_RV >= trial_R[:, None], weights_RV, 0), axis) >= need_R
         return jnp.where(enough_R, trial_R, key_R)
 
     key_R = lax.fori_loop(jnp.uint32(0), jnp.uint32(32), settle, jnp.zeros(need_R.shape, jnp.uint32))
@@ -166,9 +220,10 @@ def fold(values_RN: Array, combine: Callable, neutral: float) -> tuple[Array, li
     return values_RN[:, 0], levels
 
 
-def total(values_RN: Array) -> Array:
-    """The sum of each row."""
-    return fold(values_RN, jnp.add, 0)[0]
+def total(values_RN: Array, axis: Axis = WHOLE) -> Array:
+    """The sum of each row, the same bits on each device."""
+    total_R = fold(values_RN, jnp.add, 0)[0]
+    return total_R if axis.size == 1 else fold(axis.gather(total_R).T, jnp.add, 0)[0]
 
 
 def running_sums(values_RN: Array) -> Array:
@@ -206,12 +261,19 @@ def uniform(seeds_R2: Array, positions_R: Array) -> Array:
 
 
 @jax.named_scope("score")
-def score(raw_RV: Array, tokens_R: Array) -> tuple[Array, ...]:
+def score(raw_RV: Array, tokens_R: Array, axis: Axis = WHOLE) -> tuple[Array, ...]:
     """Log-probability and rank of each row's token, and the best K tokens with theirs."""
-    token_logits_R = jnp.take_along_axis(raw_RV, tokens_R[:, None], axis=1)[:, 0]
-    ranks_R = 1 + total((raw_RV > token_logits_R[:, None]).astype(jnp.int32))
-    top_logits_RK, top_ids_RK = lax.top_k(raw_RV, min(MAX_LOGPROBS, raw_RV.shape[1]))
+    V = raw_RV.shape[1]
+    if axis.size == 1:
+        token_logits_R = jnp.take_along_axis(raw_RV, tokens_R[:, None], axis=1)[:, 0]
+    else:
+        at_R = own_words(tokens_R, V, axis)
+        found_R = jnp.take_along_axis(raw_RV, jnp.minimum(at_R, V - 1)[:, None], axis=1)[:, 0]
+        token_logits_R = axis.sum(jnp.where(at_R < V, found_R, 0))
+    ranks_R = 1 + total((raw_RV > token_logits_R[:, None]).astype(jnp.int32), axis)
+    top_logits_RK, top_ids_RK = top(raw_RV, MAX_LOGPROBS, axis)
     best_R = raw_RV.max(axis=1)  # a slice of top_k would keep XLA from seeing that it need not sort
-    log_total_R = jnp.log(total(jnp.exp(raw_RV - best_R[:, None])))
+    best_R = axis.gather(best_R).max(axis=0)
+    log_total_R = jnp.log(total(jnp.exp(raw_RV - best_R[:, None]), axis))
     top_logprobs_RK = top_logits_RK - best_R[:, None] - log_total_R[:, None]
     return token_logits_R - best_R - log_total_R, ranks_R, top_ids_RK, top_logprobs_RK

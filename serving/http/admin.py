@@ -61,6 +61,16 @@ async def hold(service: Service, request: Request, wanted: bool) -> Json:
     return Json({"is_paused": wanted})
 
 
+async def expert_loads(service: Service, request: Request) -> Json:
+    async with service.models.use(request.query_params.get("model")) as model:
+        return Json({"layers": await model.llm.expert_loads()})
+
+
+async def rebalance_experts(service: Service, request: Request) -> Json:
+    async with service.models.use(request.query_params.get("model")) as model:
+        return Json(await model.llm.rebalance_experts())
+
+
 ROUTES: dict[tuple[str, str], Callable] = {
     ("POST", "/reset_prefix_cache"): reset_prefix_cache,
     ("POST", "/sleep"): sleep,
@@ -68,4 +78,6 @@ ROUTES: dict[tuple[str, str], Callable] = {
     ("GET", "/is_sleeping"): is_sleeping,
     ("POST", "/pause"): pause,
     ("POST", "/resume"): resume,
+    ("GET", "/expert_loads"): expert_loads,
+    ("POST", "/rebalance_experts"): rebalance_experts,
 }

@@ -8,6 +8,7 @@ from typing import Any
 from ..async_llm import Answers
 from ..choices import Choices, EngineError
 from ..engine_thread import EngineFailed
+from ..journal import Journal
 from ..outputs import Fresh, RequestOutput
 from ..prompting import Prepared
 from ..protocol.answer import Answer, Part, Usage
@@ -30,8 +31,9 @@ class Gone(Exception):
 class Answering:
     """Reads what the engine says of the prompts of one request, and counts it."""
 
-    def __init__(self, prepared: Prepared, answers: Answers, each: int):
+    def __init__(self, prepared: Prepared, answers: Answers, each: int, journal: Journal | None = None):
         self.answers, self.choices = answers, Choices(prepared.parser, each, prepared.most_calls)
+        self.journal = journal  # where somebody can go on elsewhere
         self.prompt_tokens = sum(len(ask.tokens) for ask in prepared.asks)
 
     @property
@@ -49,7 +51,11 @@ class Answering:
         try:
             with self.answers.inbox.reminded(QUIET):
                 left = len(self.answers.names)
-                began = False
+                began = self.journal is not None and bool(self.journal.told)
+                if began:  # the same events again, for what they leave behind: the reader has had them
+                    stream.begin(self.usage)
+                for prompt, fresh in self.answers.retold:
+                    self.event(stream, prompt, fresh, counted)
                 while left:
                     news = await self.answers.news()
                     if not news:
@@ -62,22 +68,29 @@ class Answering:
                     for prompt, delta in news:
                         left -= delta.finished
                         for fresh in delta.parts:
-                            part = self.part(prompt, fresh)
-                            if counted:
-                                stream.counted(self.usage)
-                            out.append(stream.part(part))
+                            out.append(self.event(stream, prompt, fresh, counted))
+                            if self.journal is not None:
+                                self.journal.tell(prompt, fresh)
                     if data := b"".join(out):
                         yield data
             yield stream.end(self.usage)
         except Gone:
             raise
         except Exception as error:
+            if self.journal is not None and as_http(error).status == 503:  # somebody else can go on
+                raise
             found = as_http(error)
             if not isinstance(error, HttpError | EngineFailed | EngineError):
                 log.exception("a stream failed")
             yield stream.fail(found.status, found.message, found.param)
         finally:
             self.answers.close()
+
+    def event(self, stream: Any, prompt: int, fresh: Fresh, counted: bool) -> bytes:
+        part = self.part(prompt, fresh)
+        if counted:
+            stream.counted(self.usage)
+        return stream.part(part)
 
     async def whole(self) -> tuple[list[Answer], list[RequestOutput]]:
         """All choices of all prompts, when they are done."""

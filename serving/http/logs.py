@@ -37,8 +37,9 @@ def field(value: Any) -> Any:
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was said beside the message."""
-    return {name: field(value) for name, value in record.__dict__.items() if name not in OWN}
+    """What was said beside the message; libraries mark with an underscore what they hang on every record (Ray does)."""
+    found = record.__dict__.items()
+    return {name: field(value) for name, value in found if name not in OWN and not name.startswith("_")}
 
 
 class Plain(logging.Formatter):

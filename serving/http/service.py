@@ -3,18 +3,20 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from ...model.config import ModelError
-from ..async_llm import Answers
+from ..async_llm import Answers, Ask, AsyncLLM
 from ..engine import Engine
+from ..journal import Journal, seed_of
 from ..metrics import Http
 from ..prompting import Formats, Prepared
 from ..protocol.answer import Head, Prompted
@@ -61,6 +63,7 @@ class Service:
         self.tracer = make_tracer(settings.otlp_traces_endpoint)
         self.stop: Callable[[], None] = lambda: None  # what a signal does; set by the server
         self.address = ""
+        self.ready: Callable[[AsyncLLM, Ask], Awaitable[None]] = nothing  # what is done for a prompt before it is asked
 
     def note(self, scope: Any, status: int, seconds: float) -> None:
         """A request is over: what is kept of it are numbers and names, nothing that it said."""
@@ -135,8 +138,8 @@ class Service:
         key = request.state.key
         return None if key is None else digest(f"salt {key}").hex()[:32]
 
-    def head(self, name: str, model: str, prompts: Sequence[Prompted] = ()) -> Head:
-        return Head(name, model, int(time.time()), f"quire-{self.settings.version}", prompts)
+    def head(self, name: str, model: str, prompts: Sequence[Prompted] = (), created: int = 0) -> Head:
+        return Head(name, model, created or int(time.time()), f"quire-{self.settings.version}", prompts)
 
     def terms(self, given: Terms, key: str | None) -> Terms:
         """Pages are shared among requests of one key only, and the machine in equal parts by all keys."""
@@ -160,8 +163,10 @@ class Service:
             if len(prepared.asks) * choices > self.settings.max_choices:
                 most = self.settings.max_choices
                 raise RequestError("n", f"times the prompts must be at most {most} (--max-choices), got {choices}")
-            name = f"{protocol.prefix}{parsed.delivery.request_id or new_id()}"
-            head = self.head(name, parsed.model or model.name, prepared.prompts)
+            journal: Journal | None = request.scope["state"].get("journal") if parsed.delivery.stream else None
+            before = journal or Journal()
+            name = before.name or f"{protocol.prefix}{parsed.delivery.request_id or new_id()}"
+            head = self.head(name, parsed.model or model.name, prepared.prompts, before.created)
             facts = request.state.facts
             facts |= {"model": model.name, "prompt_tokens": sum(len(ask.tokens) for ask in prepared.asks)}
             if self.tracer is not None:
@@ -169,10 +174,16 @@ class Service:
                 request.state.asked = parsed.params
             read_as = (Served.take, False) if parsed.delivery.stream else (Served.output, True)
             names = [name if len(prepared.asks) == 1 else f"{name}-{index}" for index in range(len(prepared.asks))]
-            answers = await model.llm.ask(names, prepared.asks, *read_as)
-            answering = Answering(prepared, answers, choices)
+            for ask in prepared.asks:
+                await self.ready(model.llm, ask)
+            asks = [reseeded(*both) for both in zip_longest(prepared.asks, before.seeds)]
+            answers = await model.llm.ask(names, asks, *read_as, before.told)
+            answering = Answering(prepared, answers, choices, journal)
             if not parsed.delivery.stream:
                 return await self.whole(request, protocol, head, parsed, body, answering)
+            if journal is not None:
+                journal.name, journal.created = name, head.created
+                journal.seeds = [seed_of(asked) for asked in answers.requests]
             stream = protocol.stream(head, parsed, body)
             events = told(answering.stream(stream, parsed.delivery.continuous_usage), answering, facts)
             keep = stack.pop_all()  # the model stays awake until the last event
@@ -214,6 +225,14 @@ class Service:
             self.tracer.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.models.close()
+
+
+async def nothing(llm: AsyncLLM, ask: Ask) -> None:
+    pass
+
+
+def reseeded(ask: Ask, seed: int | None) -> Ask:
+    return ask if seed is None else ask._replace(params=replace(ask.params, seed=seed))
 
 
 def abort_all(thread: Any) -> None:

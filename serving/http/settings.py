@@ -22,7 +22,7 @@ class Settings:
     ] = ()  # the names it may be called by; empty: its own, and any if it is not on loopback
     allowed_origins: tuple[str, ...] = ()  # pages of other sites that may ask
     open_metrics: bool = False  # /metrics needs no key
-    admin: bool = False  # sleep, wake_up, pause, resume and reset_prefix_cache can be asked for
+    admin: bool = False  # what `admin.py` serves can be asked for
     max_body_bytes: int = 16 << 20
     max_choices: int = MAX_CHOICES  # n times the prompts of a request
     max_connections: int = 4096

@@ -1,0 +1,85 @@
+"""Experts that lie at several places: which expert each place holds, and the tables that the decoder reads."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .config import Layer, ModelConfig, ModelError, Moe
+from .weights import ModelWeights, MoeWeights
+
+
+def with_spare(config: ModelConfig, spare: int) -> ModelConfig:
+    """The same model with so many places more in each layer that has experts."""
+
+    def widen(layer: Layer) -> Layer:
+        return layer if layer.moe is None else replace(layer, moe=replace(layer.moe, spare=spare))
+
+    return replace(config, layers=tuple(widen(layer) for layer in config.layers)) if spare else config
+
+
+def spare_of(config: ModelConfig) -> int:
+    """Places of a layer beside one for each expert."""
+    return max((layer.moe.spare for layer in config.layers if layer.moe is not None), default=0)
+
+
+def check(config: ModelConfig, spare: int, devices: int, stages: int = 1) -> None:
+    """Refuse numbers of places that the devices cannot share."""
+    if not spare:
+        return
+    if stages > 1:
+        raise ModelError(
+            f"expert_redundancy is {spare}, and pipeline_parallel_size {stages}: experts of layers in stages are "
+            "neither counted nor moved; leave one of the two out"
+        )
+    if devices == 1 or not config.experts:
+        raise ModelError(
+            f"expert_redundancy is {spare}, and there is nothing to balance: it needs a model with experts and "
+            "expert_parallel_size of 2 or more"
+        )
+    fits = [n for n in range(1, config.experts * (devices - 1) + 1) if (config.experts + n) % devices == 0]
+    if spare not in fits or len({layer.moe.experts for layer in config.layers if layer.moe is not None}) > 1:
+        near = sorted(fits, key=lambda n: abs(n - spare))[:4]
+        raise ModelError(
+            f"expert_redundancy is {spare}; with the model's {config.experts} experts it must give each of {devices} "
+            f"devices as many, and no expert twice: it could be {', '.join(map(str, sorted(near)))}"
+        )
+
+
+def first_placement(moe: Moe) -> np.ndarray:
+    """The expert of each place as they are loaded: one after the other, and from the first on again."""
+    return np.arange(moe.slots) % moe.experts
+
+
+def first_placements(config: ModelConfig) -> np.ndarray:
+    """The same of all layers that have experts: [L, S]."""
+    return np.stack([first_placement(layer.moe) for layer in config.layers if layer.moe is not None])
+
+
+def tables(experts_S: np.ndarray, num_experts: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """(copies_E, slots_EC): how many places each expert has, and which."""
+    copies_E = np.bincount(experts_S, minlength=num_experts).astype(np.int32)
+    slots_EC = np.zeros((num_experts, columns), np.int32)
+    order = np.argsort(experts_S, kind="stable")
+    nth = np.arange(len(order)) - np.repeat(np.cumsum(copies_E) - copies_E, copies_E)
+    slots_EC[experts_S[order], nth] = order
+    return copies_E, slots_EC
+
+
+def placed(w: MoeWeights, experts_S: np.ndarray, mesh: Mesh, moe: Moe) -> MoeWeights:
+    """The weights of a layer with tables that say so."""
+    found = tables(experts_S, moe.experts, moe.spare + 1)
+    copies_E, slots_EC = jax.device_put(found, NamedSharding(mesh, PartitionSpec()))
+    return w.replace(copies_E=copies_E, slots_EC=slots_EC)
+
+
+def as_loaded(weights: ModelWeights, config: ModelConfig, mesh: Mesh | None) -> ModelWeights:
+    """Weights that were just read, with the tables for how they lie."""
+    layers = list(weights.layers)
+    for index in config.expert_layers:
+        moe = config.layers[index].moe
+        if mesh is not None and moe is not None and moe.spare:
+            own = placed(layers[index].moe, first_placement(moe), mesh, moe)
+            layers[index] = layers[index].replace(moe=own)
+    return weights.replace(layers=tuple(layers))

@@ -1,0 +1,59 @@
+"""One array of the weight tree, put together from the tensors of a checkpoint."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..sharding.spec import ArraySpec, empty
+from .config import ModelError
+from .tensors import Tensor, fill
+
+FP8_BLOCK = 128  # side of the square that shares a scale; `Keys.quantization` admits no other
+
+
+def read_leaf(
+    spec: ArraySpec, parts, tensors: dict[str, Any], needed: Sequence[np.ndarray] | None = None
+) -> np.ndarray:
+    """One array of the weight tree. `needed` says for each axis which elements are; the others may be anything."""
+    few, leaf = needed is not None and not all(mask.all() for mask in needed), None
+    for part in parts:
+        source, at = tensors[part.name], part.at if isinstance(part.at, tuple) else (part.at,)
+        cuts = () if needed is None else bounds(needed, at)
+        if cuts is None:
+            continue
+        scales = f"{part.name}_scale_inv"
+        apart = few and isinstance(source, Tensor) and scales not in tensors
+        value = source.mapped() if apart else source.read()
+        if scales in tensors:
+            value = scale_blocks(value, tensors[scales].read(), scales)
+        value = part.turn(value)
+        if len(parts) == 1 and value.shape == spec.shape and value.dtype == spec.dtype and value.flags.c_contiguous:
+            return value  # as it was read
+        if leaf is None:
+            leaf = empty(spec.shape, spec.dtype)
+        out = leaf if at == () else leaf[at]
+        fill(*(out[cuts], value[cuts]) if cuts else (out, value))
+    assert leaf is not None, "a process has a part of every array"
+    return leaf
+
+
+def bounds(needed: Sequence[np.ndarray], at: tuple[Any, ...]) -> tuple[slice, ...] | None:
+    """The block of the place `at` that holds all that is needed of it; None where nothing is."""
+    cuts = []
+    for mask, where in zip(needed, at + (slice(None),) * (len(needed) - len(at)), strict=True):
+        found = np.flatnonzero(mask[where])
+        if not found.size:
+            return None
+        if isinstance(where, slice):
+            cuts.append(slice(int(found[0]), int(found[-1]) + 1))
+    return tuple(cuts)
+
+
+def scale_blocks(value: np.ndarray, scale: np.ndarray, name: str) -> np.ndarray:
+    """An 8-bit float matrix in float32, each block of 128 by 128 times its scale."""
+    if value.ndim != 2 or scale.shape != tuple(-(-size // FP8_BLOCK) for size in value.shape):
+        raise ModelError(f"tensor {name!r} has shape {list(scale.shape)}; it must hold one scale a block of 128 x 128")
+    rows, columns = value.shape
+    scale = scale.astype(np.float32).repeat(FP8_BLOCK, 0)[:rows].repeat(FP8_BLOCK, 1)[:, :columns]
+    return value.astype(np.float32) * scale

@@ -1,0 +1,256 @@
+"""The meshes over which a model can be split, and what a step should take on each, from bytes and operations alone.
+
+    seconds of a stage = max(bytes read / bandwidth, operations / speed) + bytes sent / link + latency of collectives
+
+With p stages a step takes a p-th of the sequences, and p steps are under way: each token waits for all stages, and as
+many tokens come out as the slowest stage lets through.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from ..sharding.mesh import AXES, sharding
+from ..sharding.own import dealt_shape
+from .config import Layer, ModelConfig, ModelError
+from .plan import Device, layer_token_bytes, met_weights, score_width, seen
+from .split import Stage, check, part_of_sizes, stages
+from .traffic import Sent, traffic
+from .weights import ModelWeights, abstract, dense_specs
+
+MACHINE = 8  # devices of a machine
+PAGE = 16  # positions of a page, which `context` divides
+LATENCY = 10e-6  # seconds of a collective, or of a copy to the next stage, however small
+
+
+@dataclass(frozen=True)
+class Work:
+    """What steps do: so many sequences decode at this length, and prompts are read in chunks of so many tokens."""
+
+    batch: int
+    length: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step, of all its stages, by what they are spent on; and those of the slowest stage."""
+
+    read: float
+    compute: float
+    send: float
+    total: float
+    slowest: float
+    sent: float  # bytes that leave a device, the one that sends most
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mesh. Bytes are those of the device that holds most."""
+
+    sizes: dict[str, int]
+    weight_bytes: int
+    sequence_bytes: int  # of the cache
+    sequences: int  # of this length that fit beside the weights
+    decode: Time
+    prompt: Time
+    tokens_a_second: float
+    prompt_tokens_a_second: float
+
+
+def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
+    """All of so many devices; `tensor` stays within a machine, since it sends most often."""
+
+    @cache
+    def fits(axis: str, size: int) -> bool:
+        try:
+            check(config, **{"tensor": 1, "expert": 1, "pipe": 1, axis: size})
+        except ModelError:
+            return False
+        return True
+
+    def divisors(left: int, most: int) -> list[int]:
+        return [n for n in range(1, min(left, most) + 1) if left % n == 0]
+
+    return [
+        {"pipe": left // context, "context": context, "tensor": tensor, "expert": expert}
+        for tensor in divisors(devices, MACHINE)
+        if fits("tensor", tensor)
+        for expert in divisors(devices // tensor, devices)
+        if fits("expert", expert)
+        for left in (devices // tensor // expert,)
+        for context in divisors(left, PAGE)
+        if PAGE % context == 0 and fits("pipe", left // context)
+    ]
+
+
+class Planner:
+    """Sums over the layers of a model, each counted once for all meshes that split it alike."""
+
+    def __init__(self, config: ModelConfig, device: Device, work: Work, weights: ModelWeights | None = None):
+        self.config, self.device, self.work = config, device, work
+        self.weights = abstract(config) if weights is None else weights
+        self.held, self.part = cache(self.held_of), cache(self.part_of)
+
+    def held_of(self, tensor: int, expert: int) -> ModelWeights:
+        """Bytes of each leaf on a device."""
+        sizes = {"tensor": tensor, "expert": expert}
+        mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+
+        def nbytes(spec) -> int:
+            shape = sharding(spec, mesh).shard_shape(dealt_shape(spec, mesh))
+            return math.prod(shape) * jnp.dtype(spec.dtype).itemsize
+
+        return jax.tree.map(nbytes, self.weights)
+
+    def part_of(self, tensor: int):
+        """The model as one of so many devices computes it, and the dense specs of its layers."""
+        own = part_of_sizes(self.config, tensor)
+        return own, dense_specs(own).layers
+
+    def choice(self, sizes: Mapping[str, int]) -> Choice:
+        work, parts = self.work, stages(self.config, sizes["pipe"])
+        own, _ = self.part(sizes["tensor"])
+        held = [sum(jax.tree.leaves(self.stage_weights(sizes, stage))) for stage in parts]
+        kept = [
+            sum(
+                -(-layer_token_bytes(own.layers[index].attention, own.kv_dtype) // sizes["context"])
+                * seen(own.layers[index].attention, work.length)
+                for index in stage.layers
+                if own.kv_owner[index] == index
+            )
+            for stage in parts
+        ]
+        room = [(self.device.memory - a) // max(b, 1) for a, b in zip(held, kept, strict=True)]
+        fullest = max(range(len(parts)), key=lambda at: held[at] + work.batch * kept[at])
+        each = -(-work.batch // sizes["pipe"])  # sequences of a step
+        decode = self.time(sizes, each, each, work.length, False)
+        prompt = self.time(sizes, work.chunk, 1, work.length // 2, True)  # of a prompt half of which is read
+        return Choice(
+            dict(sizes),
+            held[fullest],
+            kept[fullest],
+            max(0, int(min(room))),
+            decode,
+            prompt,
+            min(each, work.batch) / decode.slowest,
+            work.chunk / prompt.slowest,
+        )
+
+    def stage_weights(self, sizes: Mapping[str, int], stage: Stage) -> ModelWeights:
+        """Bytes of each leaf that a device of a stage holds."""
+        held = self.held(sizes["tensor"], sizes["expert"])
+        own = held.replace(layers=held.layers[stage.layers.start : stage.layers.stop])
+        tied = self.config.tied
+        if not stage.begins:
+            own = own.replace(per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
+            if not (tied and stage.ends):
+                own = own.replace(embed_VD=None)
+        return own if stage.ends else own.replace(final_norm_D=None, head_VD=None)
+
+    def time(self, sizes: Mapping[str, int], rows: int, seqs: int, length: int, prompts: bool) -> Time:
+        """Seconds of a step of so many rows of so many sequences, each of which sees so many positions."""
+        own, specs = self.part(sizes["tensor"])
+        context, device = sizes["context"], self.device
+        dense_rows = -(-rows // context) if prompts else rows
+        found = []
+        parts = stages(self.config, sizes["pipe"])
+        for stage in parts:
+            held, operations = self.stage_weights(sizes, stage), 0.0
+            read = float(sum(jax.tree.leaves(held.replace(layers=(), per_layer_embed_VLA=None))))
+            if not (self.config.tied and stage.ends):
+                read -= sum(jax.tree.leaves(held.embed_VD))  # a row of it for each token
+            for index, weights in zip(stage.layers, held.layers, strict=True):
+                layer = own.layers[index]
+                experts = (
+                    0 if weights.moe is None else sum(jax.tree.leaves((weights.moe.up_EDGF, weights.moe.down_EFD)))
+                )
+                read += sum(jax.tree.leaves(weights)) - experts * (1 - chosen(layer, dense_rows))
+                cached = layer_token_bytes(own.layers[own.kv_owner[index]].attention, own.kv_dtype)
+                read += seqs * cached * seen(layer.attention, length) / context
+                operations += 2 * dense_rows * met_weights(own, layer, specs[index], sizes["expert"])
+                operations += 2 * rows * score_width(layer) * seen(layer.attention, length) / context
+            if stage.ends:
+                operations += 2 * seqs * self.config.dim * self.config.vocab_size / sizes["tensor"]
+            sent = [self.sending(one, sizes) for one in traffic(self.config, sizes, rows, prompts, stage)]
+            if not stage.ends:
+                sent.append(self.hop(sizes, dense_rows))
+            times = read / device.bandwidth, operations / device.flops, sum(seconds for _, seconds in sent)
+            found.append((*times, max(times[:2]) + times[2], sum(nbytes for nbytes, _ in sent)))
+        read, compute, send, total, nbytes = zip(*found, strict=True)
+        return Time(sum(read), sum(compute), sum(send), sum(total), max(total), max(nbytes))
+
+    def sending(self, one: Sent, sizes: Mapping[str, int]) -> tuple[float, float]:
+        """Bytes that leave a device for a collective, and its seconds: within machines, then between them."""
+        names = one.axis.split(" and ")
+        count = math.prod(sizes[name] for name in names)
+        near = min(count, max(1, MACHINE // stride(names[-1], sizes)))
+        far = -(-count // near)
+        times = 2 if one.kind == "all-reduce" else 1
+        if one.kind == "all-to-all":  # each part has one goal
+            within, across = one.nbytes * (near - 1) / count, one.nbytes * (count - near) / count
+        else:  # within a machine first, so that each device has its part of what goes on
+            within, across = one.nbytes * (near - 1) / near, one.nbytes / near * (far - 1) / far
+        within, across = times * within, times * across
+        return within + across, within / self.device.link + across / self.device.network + LATENCY
+
+    def hop(self, sizes: Mapping[str, int], rows: int) -> tuple[float, float]:
+        """The same of the rows that go to the next stage: each device sends its own copy."""
+        nbytes = rows * self.config.dim * jnp.dtype(self.config.dtype).itemsize
+        crosses = stride("pipe", sizes) * sizes["pipe"] > MACHINE
+        return nbytes, nbytes / (self.device.network if crosses else self.device.link) + LATENCY
+
+
+def stride(name: str, sizes: Mapping[str, int]) -> int:
+    """How far apart the neighbours along an axis are: the axes named later lie closer together."""
+    return math.prod(sizes.get(axis, 1) for axis in AXES[AXES.index(name) + 1 :])
+
+
+def chosen(layer: Layer, rows: int) -> float:
+    """The share of the experts that so many rows choose, if all are as likely."""
+    return 1.0 if layer.moe is None else 1 - (1 - layer.moe.top_k / layer.moe.experts) ** rows
+
+
+def choices(
+    config: ModelConfig, device: Device, work: Work, devices: int, weights: ModelWeights | None = None
+) -> list[Choice]:
+    """All meshes of so many devices."""
+    planner = Planner(config, device, work, weights)
+    return [planner.choice(sizes) for sizes in meshes(config, devices)]
+
+
+def ranked(found: list[Choice], work: Work, by: str = "throughput") -> list[Choice]:
+    """Those that hold the work, the best first: `by` is throughput, latency or prompts."""
+    keys = {
+        "throughput": lambda choice: (-choice.tokens_a_second, choice.decode.total),
+        "latency": lambda choice: (choice.decode.total, -choice.tokens_a_second),
+        "prompts": lambda choice: (-choice.prompt_tokens_a_second, choice.prompt.total),
+    }
+    return sorted((choice for choice in found if choice.sequences >= work.batch), key=keys[by])
+
+
+def refusal(
+    config: ModelConfig, device: Device, work: Work, devices: int, weights: ModelWeights | None = None
+) -> ModelError:
+    """Why no mesh will do, and what would."""
+    found = choices(config, device, work, devices, weights)
+    if not found:
+        fewer = next(n for power in range(devices.bit_length() - 1, -1, -1) if meshes(config, n := 2**power))
+        return ModelError(f"--devices is {devices}, over which this model cannot be split; use {fewer}, for example")
+    least = min(found, key=lambda choice: choice.weight_bytes + work.batch * choice.sequence_bytes)
+    most = max(choice.sequences for choice in found)
+    needs = (least.weight_bytes + work.batch * least.sequence_bytes) / 2**30
+    text = (
+        f"no mesh of {devices} devices holds {work.batch} sequences of {work.length} tokens: the least that a device "
+        f"must hold is {needs:.1f} GiB, {least.weight_bytes / 2**30:.1f} of them weights, and it has "
+        f"{device.memory / 2**30:.1f}"
+    )
+    enough = (n * devices for n in (2, 4, 8, 16) if ranked(choices(config, device, work, n * devices, weights), work))
+    remedies = [f"--batch {most} or less"] if most else []
+    remedies += [f"--devices {n}" for n in (next(enough, None),) if n is not None]
+    return ModelError(f"{text}; use {' or '.join(remedies) or 'devices with more memory'}")

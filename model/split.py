@@ -1,0 +1,107 @@
+"""A model over several devices: whether it can be split so, and what each of them computes."""
+
+from dataclasses import dataclass, replace
+
+from jax.sharding import AbstractMesh, Mesh
+
+from ..sharding.mesh import AXES, shardings
+from .config import LatentAttention, Layer, ModelConfig, ModelError
+from .weights import ModelWeights, dense_specs
+
+WHAT = {"tensor": "the heads, key-value heads and columns", "expert": "the experts"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers that lie on the same devices, and whether the model begins and ends with them."""
+
+    layers: range
+    begins: bool
+    ends: bool
+
+
+def whole(config: ModelConfig) -> Stage:
+    return stages(config, 1)[0]
+
+
+def stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
+    """The layers in so many parts, as even as can be."""
+    ends = [len(config.layers) * number // count for number in range(count + 1)]
+    return tuple(
+        Stage(range(first, last), first == 0, last == ends[-1]) for first, last in zip(ends, ends[1:], strict=False)
+    )
+
+
+def falls_apart(config: ModelConfig, count: int) -> bool:
+    """Whether each layer lies with the one whose cache it reads, and no stage is empty."""
+    return all(
+        stage.layers and all(config.kv_owner[index] in stage.layers for index in stage.layers)
+        for stage in stages(config, count)
+    )
+
+
+def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
+    """What a stage has of the weights of a model of several."""
+    own = weights.replace(layers=weights.layers[stage.layers.start : stage.layers.stop])
+    if not stage.begins:
+        own = own.replace(embed_VD=None, per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
+    return own if stage.ends else own.replace(final_norm_D=None, head_VD=None)
+
+
+def check(config: ModelConfig, tensor: int, expert: int, pipe: int) -> None:
+    """Refuse numbers of devices over which the model cannot be split, and name those over which it can."""
+    if not falls_apart(config, pipe):
+        fitting = [str(n) for n in range(1, 2 * pipe + 1) if falls_apart(config, n)]
+        raise ModelError(
+            f"pipeline_parallel_size is {pipe}, and this model's {len(config.layers)} layers, each with the one whose "
+            f"cache it reads, do not fall into so many stages; it can be {', '.join(fitting)}"
+        )
+    quantised = [layer.moe.quant for layer in config.layers if layer.moe is not None and layer.moe.quant is not None]
+    if tensor > 1 and quantised:
+        raise ModelError(f"experts in {quantised[0]} cannot be split by columns: use expert_parallel_size")
+    if tensor > 1 and config.quant is not None and not config.quant.startswith("int8"):
+        raise ModelError(
+            f"quantization is {config.quant!r}, whose weights cannot be split by columns: use int8 with "
+            f"tensor_parallel_size {tensor}, or 1"
+        )
+    for name, size in (("tensor", tensor), ("expert", expert)):
+        if not splits(config, **{name: size}):
+            fitting = [str(n) for n in range(1, 2 * size + 1) if splits(config, **{name: n})]
+            raise ModelError(
+                f"{name}_parallel_size is {size}, which does not divide {WHAT[name]} of this model; it can be "
+                f"{', '.join(fitting)}"
+            )
+
+
+def splits(config: ModelConfig, tensor: int = 1, expert: int = 1) -> bool:
+    """Whether every array can be dealt out."""
+    if expert > 1 and all(layer.moe is None for layer in config.layers):
+        return False
+    sizes = {"tensor": tensor, "expert": expert}
+    try:
+        shardings(dense_specs(config), AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES))
+    except ValueError:
+        return False
+    return True
+
+
+def part_of(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """The model as one device computes it: its heads and its columns. Experts are counted as they are chosen, all."""
+    return part_of_sizes(config, 1 if mesh is None else mesh.shape["tensor"])
+
+
+def part_of_sizes(config: ModelConfig, size: int) -> ModelConfig:
+    """The same of so many devices along `tensor`."""
+    if size == 1:
+        return config
+
+    def part(layer: Layer) -> Layer:
+        a = layer.attention
+        if isinstance(a, LatentAttention):
+            own = replace(a, heads=a.heads // size)
+        else:
+            own = replace(a, heads=a.heads // size, kv_heads=max(1, a.kv_heads // size))
+        mlp, moe = (block and replace(block, dim=block.dim // size) for block in (layer.mlp, layer.moe))
+        return replace(layer, attention=own, mlp=mlp, moe=moe)
+
+    return replace(config, layers=tuple(part(layer) for layer in config.layers))

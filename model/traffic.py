@@ -1,0 +1,71 @@
+"""What the devices of a mesh send each other in a step; a test compares it with what the compiled programs send."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from .config import LatentAttention, Layer, ModelConfig
+from .split import Stage, whole
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective, and how many bytes its result has on a device."""
+
+    kind: str
+    axis: str
+    nbytes: int
+
+
+def traffic(
+    config: ModelConfig, sizes: Mapping[str, int], rows: int, prompts: bool, stage: Stage | None = None
+) -> list[Sent]:
+    """The collectives of all layers of a step, or of a stage, and of its words; those of sampling are small.
+
+    `sizes` are those of the mesh by axis; `prompts`: the step carries prompts, so that rows are split over `context`.
+    """
+    tensor, expert, context = (sizes.get(axis, 1) for axis in ("tensor", "expert", "context"))
+    own = -(-rows // context) if prompts else rows  # rows that a device has outside of attention
+    width = jnp.dtype(config.dtype).itemsize
+    wide = own * config.dim * width
+    found = []
+
+    def sum_up(axis: str, nbytes: int) -> None:
+        found.append(Sent("all-reduce", axis, nbytes))
+
+    stage = stage or whole(config)
+    if tensor > 1 and stage.begins:
+        sum_up("tensor", wide)
+        if config.per_layer_dim:
+            sum_up("tensor", own * len(config.layers) * config.per_layer_dim * width)
+    for layer in config.layers[stage.layers.start : stage.layers.stop]:
+        if context > 1:
+            found += gathered(layer, tensor, context, own * context if prompts else rows, prompts, width)
+        if tensor > 1:
+            if getattr(layer.attention, "qk_norm", None) == "all":  # one number a row
+                for _ in range(1 if layer.attention.kv_source is not None else 2):
+                    sum_up("tensor", own * 4)
+            sum_up("tensor", wide)
+            if layer.mlp is not None:
+                sum_up("tensor", wide)
+        if layer.moe is not None and tensor * expert > 1:
+            sum_up("tensor and expert", wide)
+    return found
+
+
+def gathered(layer: Layer, tensor: int, context: int, rows: int, prompts: bool, width: int) -> list[Sent]:
+    """What attention sends where each device has some positions of every page."""
+    a = layer.attention
+    heads = a.heads // tensor
+    if isinstance(a, LatentAttention):
+        arrays, values = [heads * (a.kv_rank + a.rope_dim), a.kv_rank + a.rope_dim], a.kv_rank
+    else:
+        own = max(1, a.kv_heads // tensor) * a.head_dim
+        arrays, values = [heads * a.head_dim] + ([own, own] if a.kv_source is None else []), a.head_dim
+    sums = 4 * rows * heads * (values + 2)
+    if not prompts:
+        return [Sent("all-gather", "context", context * sums)]
+    return [Sent("all-gather", "context", rows * array * width) for array in arrays] + [
+        Sent("all-to-all", "context", sums)
+    ]

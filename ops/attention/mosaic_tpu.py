@@ -1,0 +1,83 @@
+"""Paged attention on TPUs: the kernel is JAX's own `ragged_paged_attention`, written in Pallas.
+
+A row's result has the same bits in any batch of any size, but not in any chunk: for every row the kernel goes on to the
+end of what its sequence brings to the step, and multiplies and divides once more for each block that the row does not
+see; with a window its blocks begin where the step's first row sees. Between two chunks the last bit can differ.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .xla import append
+
+BLOCK = 512  # key positions a block
+ROWS = 32  # query rows a block
+HEADS = 64  # query heads of 128 that fit in a core's vector memory beside so many rows and positions
+TABLES = 512 * 1024  # bytes: half of the scalar memory of a core, which holds all page tables
+
+
+def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
+    """See `quire.ops.attention.paged_attention`."""
+    if not has_tpu():
+        raise NotImplementedError("there is no TPU")
+    if sinks_N is not None or value_dim is not None:
+        raise NotImplementedError("the kernel has neither sinks nor values that are a part of the keys")
+    if q_TNH.dtype != jnp.bfloat16 or pages.kv_PSYH is None or pages.kv_PSYH.dtype != jnp.bfloat16:
+        raise NotImplementedError("queries and pages must be bfloat16, each head's value right after its key")
+    T, N, H = q_TNH.shape
+    _, S, Y, _ = pages.kv_PSYH.shape
+    B, M = rows.tables_BM.shape
+    K = Y // 2
+    G = N // K
+    if H != 128 and (H % 128 or K > 1):  # the compiler takes no strides over wider rows, which several heads need
+        raise NotImplementedError(f"keys and values must be of a width of 128, or a multiple with one head, not {H}")
+    if K not in (1, 2, 4) and (K % 8 or (K > 8 and G > 1 and G % 2)):
+        raise NotImplementedError(f"there must be 1, 2, 4 or 8 KV heads or eights with an even group, not {K} of {G}")
+    if S > BLOCK:
+        raise NotImplementedError(f"pages must have at most {BLOCK} positions, not {S}")
+    # Sizes follow from the model and the tables' width alone: a row's sums must not depend on T and B.
+    block = min(M, BLOCK // S)
+    heads = min(K, 8) * G * (H // 128)
+    most = ROWS if heads <= HEADS else 1 << (ROWS * HEADS // heads).bit_length() - 1
+    seen = M if window is None else min(M, max(block, (window + T - 2) // S + 2))
+    if (taken := 4 * B * seen) > TABLES:
+        raise NotImplementedError(f"page tables take {taken} bytes, and {TABLES} are there: longer pages make fewer")
+    # Only now: it brings Pallas and its compiler with it.
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    if k_TKH is not None:
+        pages = append(pages, k_TKH, v_TKH, rows.slots_T)
+    out_TNH = ragged_paged_attention(
+        q_TNH, pages.kv_PSYH, *describe(rows, S, window, seen), sm_scale=float(scale), sliding_window=window,
+        soft_cap=soft_cap, num_kv_pages_per_block=block, num_queries_per_block=most,
+    )  # fmt: skip
+    owned_T = jnp.arange(T) < rows.starts_B1[-1]  # what the kernel leaves in other rows is anything
+    return jnp.where(owned_T[:, None, None], out_TNH, 0), pages
+
+
+def has_tpu() -> bool:
+    return jax.default_backend() == "tpu"
+
+
+def describe(rows, S: int, window: int | None, seen: int):
+    """(positions in the cache, page tables, starts, number of sequences) as the kernel wants them.
+
+    At the end of each sequence it fetches the first block of the next and counts on its being waited for. So a sequence
+    without rows is given a length of 1, and a step without rows one row; what comes of them is dropped. Those without
+    rows after the last that has some are not counted.
+    """
+    starts_B1, T, M = rows.starts_B1, rows.positions_T.shape[0], rows.tables_BM.shape[1]
+    total = starts_B1[-1]
+    count_1 = jnp.maximum(1, jnp.sum(starts_B1[:-1] < total, keepdims=True, dtype=jnp.int32))
+    has_rows_B = starts_B1[1:] > starts_B1[:-1]
+    newest_B = jnp.where(has_rows_B, rows.positions_T[jnp.clip(starts_B1[1:] - 1, 0, T - 1)], 0)
+    starts_B1 = starts_B1.at[1:].max(jnp.where(total == 0, 1, 0))
+    if window is None:
+        return newest_B + 1, rows.tables_BM, starts_B1, count_1
+    # It reads from the table's first page on whatever the window, and a page that fell out of the window is another's
+    # by now: a NaN in it would get through the mask. So a table begins with the first page that the step's rows see,
+    # and positions are counted from there; only their differences matter.
+    oldest_B = jnp.where(has_rows_B, rows.positions_T[jnp.clip(starts_B1[:-1], 0, T - 1)], 0)
+    first_B = jnp.maximum(oldest_B - window + 1, 0) // S
+    page_BM = jnp.minimum(first_B[:, None] + jnp.arange(seen), M - 1)
+    return newest_B + 1 - first_B * S, jnp.take_along_axis(rows.tables_BM, page_BM, axis=1), starts_B1, count_1

@@ -1,0 +1,74 @@
+"""The producer of a kernel: one warpgroup that brings queries, and pages block by block, into shared memory."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .shared import Shared
+from .task import Inputs, Shape, Task, each_task
+
+
+def fetch_all(shape: Shape, inputs: Inputs, shared: Shared, tasks, count) -> None:
+    """What this processor's tasks need, in their order; nothing that was brought is left unused when it returns."""
+    step = each_task(shape, tasks, count, functools.partial(fetch, shape, inputs, shared))
+
+    @pl.when(step > 0)
+    def _():
+        plgpu.barrier_wait(shared.q_free)
+
+    for slot in range(shape.stages):
+
+        @pl.when(step > slot)
+        def _(slot=slot):
+            plgpu.barrier_wait(shared.k_free.at[slot])
+            if shared.v_ref is not None:
+                plgpu.barrier_wait(shared.v_free.at[slot])
+
+
+def fetch(shape: Shape, inputs: Inputs, shared: Shared, task: Task, step):
+    """The queries of a task, and its keys and values as there is room for them."""
+    group, piece, kv_head = shape.group, shape.piece, task.kv_head(shape)
+
+    @pl.when(task.number > 0)
+    def _():
+        plgpu.barrier_wait(shared.q_free)
+
+    for tile in range(shape.tiles):
+        for p in range(shape.positions):
+            row = jnp.minimum(task.row + tile * shape.positions + p, shape.rows - 1)
+            source = inputs.q.at[row, pl.ds(task.part * group, group)]
+            plgpu.copy_gmem_to_smem(source, shared.q_ref.at[tile, pl.ds(p * group, group)], shared.q_here)
+
+    starts = range(0, shape.block, piece)
+
+    def pages(b):
+        """Of a block's pieces. There is always a last page, if not one for each piece."""
+        ats = [lax.div(b * shape.block + start, jnp.int32(shape.page)) for start in starts]
+        return [inputs.tables[task.seq, jnp.minimum(at, inputs.tables.shape[1] - 1)] for at in ats]
+
+    def block(b, carry):
+        step, *found = carry
+        following = pages(b + 1)  # so that no copy waits for the table
+        slot = lax.rem(step, jnp.int32(shape.stages))
+
+        def bring(source, scale, target, scale_target, here, free):
+            @pl.when(step >= shape.stages)
+            def _():
+                plgpu.barrier_wait(free.at[slot])
+
+            for start, page in zip(starts, found, strict=True):
+                inside = pl.ds(lax.rem(b * shape.block + start, jnp.int32(shape.page)), piece)
+                to = slot, pl.ds(start, piece)
+                plgpu.copy_gmem_to_smem(source.at[page, inside, kv_head], target.at[to], here.at[slot])
+                if scale is not None:
+                    plgpu.copy_gmem_to_smem(scale.at[page, kv_head, inside], scale_target.at[to], here.at[slot])
+
+        bring(inputs.k, inputs.k_scale, shared.k_ref, shared.k_scale, shared.k_here, shared.k_free)
+        if shared.v_ref is not None:
+            bring(inputs.v, inputs.v_scale, shared.v_ref, shared.v_scale, shared.v_here, shared.v_free)
+        return step + 1, *following
+
+    return lax.fori_loop(task.first, task.last + 1, block, (step, *pages(task.first)))[0]

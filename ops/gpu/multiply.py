@@ -1,0 +1,291 @@
+"""What a multiplying warpgroup does with a task: the softmax of its tile, block by block and span by span."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from . import task as sizes
+from .shared import Shared
+from .task import ROWS, Inputs, Shape, Task
+from .tile import LOG2_E, Tiles, along_columns, along_rows
+
+COLUMNS = 64  # that are scrubbed at once
+PART = 128  # columns whose sums are merged at once
+
+
+def multiply(shape: Shape, tiles: Tiles, inputs: Inputs, shared: Shared, outs, own: int, task: Task, step):
+    """The part of a task that belongs to one warpgroup; the number of blocks that there were until then."""
+    plgpu.barrier_wait(shared.q_here)
+    mine = Mine(shape, tiles, inputs, shared, outs, own, task)
+    q, a_span = mine.queries(), sizes.SPAN // shape.block
+    first_span, last_span = lax.div(task.first, a_span), lax.div(task.last, a_span)
+
+    def span(s, step):
+        first, last = jnp.maximum(task.first, s * a_span), jnp.minimum(task.last + 1, (s + 1) * a_span)
+        nothing = tiles.full((ROWS,), -jnp.inf), tiles.full((ROWS,), 0.0), tiles.full((ROWS, shape.columns), 0.0)
+        *found, step = lax.fori_loop(first, last, lambda b, carry: mine.block(q, b, *carry), (*nothing, step))
+        if shape.cut:
+            place = task.place * shape.parts + task.part
+            lax.cond(task.alone == 1, lambda *found: mine.give(*merge(mine.start(), by_part(*found))),
+                     lambda *found: mine.leave(place, *by_part(*found)), *found)  # fmt: skip
+            return step
+        place = lax.axis_index("processor") * shape.team + own
+        before = either(s == first_span, mine.start, lambda: mine.left(place))
+        lax.cond(s == last_span, lambda *found: mine.give(*merge(before, by_part(*found))),
+                 lambda *found: mine.leave(place, *merge(before, by_part(*found))), *found)  # fmt: skip
+        return step
+
+    step = lax.fori_loop(first_span, last_span + 1, span, step)
+    plgpu.commit_smem()  # reads of the queries come before the copy of the next ones
+    plgpu.barrier_arrive(shared.q_free)
+    return step
+
+
+@dataclass(frozen=True)
+class Mine:
+    """One warpgroup's part of a task."""
+
+    shape: Shape
+    tiles: Tiles
+    inputs: Inputs
+    shared: Shared
+    outs: Any
+    own: int
+    task: Task
+
+    @property
+    def tile(self) -> int:
+        return 0 if self.shape.latent else self.own
+
+    @property
+    def columns(self):
+        """Of the values, and of the results."""
+        return pl.ds(self.own * self.shape.columns if self.shape.latent else 0, self.shape.columns)
+
+    @property
+    def position(self):
+        """Of the first row."""
+        return self.task.position + self.tile * self.shape.positions
+
+    @property
+    def count(self):
+        """Positions."""
+        return jnp.clip(self.task.count - self.tile * self.shape.positions, 0, self.shape.positions)
+
+    def queries(self):
+        """As products take them."""
+        shape, shared = self.shape, self.shared
+        if shape.in_registers:
+            return self.tiles.load(shared.q_ref.at[self.tile], swizzled=shape.straight)
+        if shape.straight:
+            return shared.q_ref
+        for c in range(0, shape.width, COLUMNS):
+            at = self.tile, slice(None), pl.ds(c, COLUMNS)
+            shared.q_tile[at] = self.tiles.load(shared.q_ref.at[at])
+        plgpu.commit_smem()
+        return shared.q_tile
+
+    def block(self, q, b, best_M, total_M, sum_MH, step):
+        """One more block in the softmax of a span."""
+        slot = lax.rem(step, jnp.int32(self.shape.stages))
+        score_MJ = self.masked(b, self.scores(q, b, slot))
+        new_M = jnp.maximum(best_M, jnp.max(score_MJ, axis=1))
+        finite_M = jnp.where(new_M == -jnp.inf, 0.0, new_M)
+        shrink_M = jnp.exp2(best_M - finite_M)
+        weight_MJ = jnp.exp2(score_MJ - along_rows(finite_M, score_MJ.shape))
+        total_M = total_M * shrink_M + jnp.sum(weight_MJ, axis=1)
+        sum_MH = sum_MH * along_rows(shrink_M, sum_MH.shape)
+        return new_M, total_M, self.add_values(sum_MH, weight_MJ, b, slot), step + 1
+
+    def scores(self, q, b, slot):
+        """Of the tile's rows against a block's keys, as powers of two."""
+        shape, tiles, shared = self.shape, self.tiles, self.shared
+        plgpu.barrier_wait(shared.k_here.at[slot])
+        if not shape.in_registers:
+            q = q.at[self.tile + new_zero(b)]
+        if shape.codes is not None:
+            scale_J = tiles.load_columns(shared.k_scale.at[slot])
+            k_JH_ref = shared.k_tile.at[new_zero(b)]
+            tiles.decode(shape.codes, shared.k_ref.at[slot], k_JH_ref)
+            plgpu.barrier_arrive(shared.k_free.at[slot])
+            score_MJ = tiles.scores(q, k_JH_ref)
+            score_MJ = score_MJ * along_columns(scale_J, score_MJ.shape)
+        else:
+            if shape.latent:
+                self.scrub(b, shared.k_ref.at[slot])
+            score_MJ = tiles.scores(q, shared.k_ref.at[slot])
+            if not shape.latent:
+                plgpu.barrier_arrive(shared.k_free.at[slot])
+        if shape.soft_cap is None:
+            return score_MJ * (shape.scale * LOG2_E)
+        return jnp.tanh(score_MJ * (shape.scale / shape.soft_cap)) * (shape.soft_cap * LOG2_E)
+
+    def masked(self, b, score_MJ):
+        """-inf for keys that a row does not see; most blocks are seen by all rows."""
+        J, window = self.shape.block, self.shape.window
+
+        def mask(score_MJ):
+            row_MJ, column_MJ = (self.tiles.index(score_MJ.shape, axis) for axis in (0, 1))
+            position_MJ = self.position + lax.div(row_MJ, jnp.int32(self.shape.group))
+            key_MJ = b * J + column_MJ
+            seen_MJ = key_MJ <= position_MJ
+            if window is not None:
+                seen_MJ &= key_MJ > position_MJ - window
+            return jnp.where(seen_MJ, score_MJ, -jnp.inf)
+
+        partly = (b + 1) * J > self.position + 1
+        if window is not None:
+            partly |= b * J <= self.position + self.count - 1 - window
+        return lax.cond(partly, mask, lambda score_MJ: score_MJ, score_MJ)
+
+    def add_values(self, sum_MH, weight_MJ, b, slot):
+        """And the values of the block, by their weights."""
+        shape, tiles, shared = self.shape, self.tiles, self.shared
+        dtype = self.inputs.q.dtype
+        if shape.latent:
+            sum_MH = tiles.add_product(sum_MH, weight_MJ.astype(dtype), shared.k_ref.at[slot, :, self.columns])
+            plgpu.barrier_arrive(shared.k_free.at[slot])
+            return sum_MH
+        plgpu.barrier_wait(shared.v_here.at[slot])
+        if shape.codes is None:
+            self.scrub(b, shared.v_ref.at[slot])
+            sum_MH = tiles.add_product(sum_MH, weight_MJ.astype(dtype), shared.v_ref.at[slot])
+            plgpu.barrier_arrive(shared.v_free.at[slot])
+            return sum_MH
+        scale_J = tiles.load_columns(shared.v_scale.at[slot])
+        v_JH_ref = shared.v_tile.at[new_zero(b)]
+        tiles.decode(shape.codes, shared.v_ref.at[slot], v_JH_ref)
+        plgpu.barrier_arrive(shared.v_free.at[slot])
+        scaled_MJ = weight_MJ * along_columns(scale_J, weight_MJ.shape)
+        scaled_MJ = jnp.where(weight_MJ == 0, 0.0, scaled_MJ)  # a scale that is nobody's may be NaN
+        return tiles.add_product(sum_MH, scaled_MJ.astype(dtype), v_JH_ref)
+
+    def scrub(self, b, v_ref) -> None:
+        """Zero the values that are none of the sequence's: pages hold what their last owners left, and 0 * NaN is NaN.
+
+        The warpgroups share the columns, and go on together.
+        """
+        J, shape, task = self.shape.block, self.shape, self.task
+        newest = task.position + task.count - 1
+        oldest = jnp.int32(0) if shape.window is None else task.position - shape.window + 1
+
+        @pl.when(((b + 1) * J > newest + 1) | (b * J < oldest))
+        def _():
+            for c in range(self.own * COLUMNS, shape.values, shape.team * COLUMNS):
+                v_JC_ref = v_ref.at[:, pl.ds(c, COLUMNS)]
+                v_JC = self.tiles.load(v_JC_ref, swizzled=True)
+                key_JC = b * J + self.tiles.index(v_JC.shape, 0)
+                own = (key_JC <= newest) & (key_JC >= oldest)
+                v_JC_ref[...] = jnp.where(own, v_JC, 0).astype(v_JC.dtype)
+            plgpu.commit_smem()
+            self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        if self.shape.team > 1:
+            plgpu.barrier_arrive(self.shared.level)
+            plgpu.barrier_wait(self.shared.level)
+
+    def start(self):
+        """What there is before the first span: each row's sink, which has no value, or nothing."""
+        shape, tiles = self.shape, self.tiles
+
+        def nothing(_, size):
+            return tiles.full((ROWS, size), 0.0)
+
+        if not shape.sinks:
+            return tiles.full((ROWS,), -jnp.inf), tiles.full((ROWS,), 0.0), nothing
+        head_M8 = lax.rem(tiles.index((ROWS, 8), 0), jnp.int32(shape.group))
+        sink_M8 = tiles.full((ROWS, 8), -jnp.inf)
+        for g in range(shape.group):
+            sink_M8 = jnp.where(head_M8 == g, self.inputs.sinks[self.task.part * shape.group + g] * LOG2_E, sink_M8)
+        return jnp.max(sink_M8, axis=1), tiles.full((ROWS,), 1.0), nothing
+
+    def leave(self, place, best_M, total_M, sum_of) -> None:
+        """In the card's memory, for the next span or for whoever merges spans."""
+        sums, totals, bests, *_ = self.outs
+        for start, size in parts(self.shape):
+            sums[place, :, self.left_columns(start, size)] = sum_of(start, size)
+        if not self.shape.cut or self.columns.start == 0:
+            totals[place], bests[place] = total_M, best_M
+
+    def left(self, place):
+        sums, totals, bests, *_ = self.outs
+        best_M, total_M = (self.tiles.load_rows(x.at[place]) for x in (bests, totals))
+        return best_M, total_M, lambda *part: self.tiles.load(sums.at[place, :, self.left_columns(*part)])
+
+    def left_columns(self, start: int, size: int):
+        return pl.ds((self.columns.start if self.shape.cut else 0) + start, size)
+
+    def give(self, best_M, total_M, sum_of) -> None:
+        """The results of the tile, by way of where its queries lay."""
+        if self.shape.latent:
+            self.wait_for_all()  # all have read the queries
+        self.write(self.shared.q_ref.at[self.tile], self.columns.start, best_M, total_M, sum_of)
+
+    def write(self, place_ref, first: int, best_M, total_M, sum_of) -> None:
+        """The results of the tile, by way of a place in shared memory, from its column `first` on."""
+        shape, out = self.shape, self.outs[-1]
+        total_M = jnp.where(total_M == 0, 1.0, total_M)
+        for start, size in parts(shape):
+            out_MC = sum_of(start, size) / along_rows(total_M, (ROWS, size))
+            place_ref[:, pl.ds(first + start, size)] = out_MC.astype(place_ref.dtype)
+        plgpu.commit_smem()
+        piece = 8 if shape.latent else shape.group  # of a part of the columns, eight rows lie together
+
+        def copy(p, _):
+            row, head = self.task.row + self.tile * shape.positions + p, self.task.part * shape.group
+            for at in range(0, shape.group, piece):
+                source = place_ref.at[pl.ds(p * shape.group + at, piece), pl.ds(first, shape.columns)]
+                plgpu.copy_smem_to_gmem(source, out.at[row, pl.ds(head + at, piece), self.columns])
+
+        lax.fori_loop(0, self.count, copy, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def new_zero(block):
+    """Zero, but the compiler does not know: a block's number is never negative.
+
+    What a product must know of an operand at a fixed place is computed once for all blocks, and held in two registers
+    for each sixteenth of a block's width: seventy of them for MLA, where none is left.
+    """
+    return jnp.minimum(block, 0)
+
+
+# The sums of two spans together are more than a warpgroup's registers hold at a width of 256. So where spans meet, sums
+# are functions of (first column, columns), and go where they belong part by part.
+
+
+def parts(shape: Shape):
+    """(first column, columns) of each part."""
+    return [(start, min(PART, shape.columns)) for start in range(0, shape.columns, PART)]
+
+
+def by_part(best_M, total_M, sum_MH):
+    return best_M, total_M, lambda start, size: lax.slice(sum_MH, (0, start), (ROWS, start + size))
+
+
+def either(first, one, other):
+    """One span or another; of the sums only what is asked for."""
+    best_M, total_M = lax.cond(first, lambda: one()[:2], lambda: other()[:2])
+    return best_M, total_M, lambda *part: lax.cond(first, lambda: one()[2](*part), lambda: other()[2](*part))
+
+
+def merge(before, after):
+    """Two spans as one: (greatest score, sum of weights, weighted sum of values) of each row."""
+    best_M = jnp.maximum(before[0], after[0])
+    finite_M = jnp.where(best_M == -jnp.inf, 0.0, best_M)
+    shrinks = [jnp.exp2(part[0] - finite_M) for part in (before, after)]
+    total_M = before[1] * shrinks[0] + after[1] * shrinks[1]
+
+    def sum_of(start, size):
+        old_MC, new_MC = (
+            part[2](start, size) * along_rows(shrink_M, (ROWS, size))
+            for part, shrink_M in zip((before, after), shrinks, strict=True)
+        )
+        return old_MC + new_MC
+
+    return best_M, total_M, sum_of

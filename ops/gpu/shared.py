@@ -1,0 +1,59 @@
+"""The shared memory of a processor: what lies there, and the barriers that say when."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .task import ROWS, Shape
+
+
+class Shared(NamedTuple):
+    """References; None where a shape has no use for one."""
+
+    q_ref: Any  # the queries of each tile, and later its results
+    k_ref: Any  # blocks on their way
+    q_here: Any
+    q_free: Any
+    k_here: Any
+    k_free: Any
+    q_tile: Any = None  # queries laid out for products
+    v_ref: Any = None
+    v_here: Any = None
+    v_free: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    k_tile: Any = None  # a block of codes as numbers
+    v_tile: Any = None
+    level: Any = None  # where warpgroups wait for each other
+
+
+def shared_types(shape: Shape, dtype) -> dict[str, Any]:
+    """What to allocate for a `Shared`."""
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    line = min(shape.width, 128)  # bytes, and codes, that are swizzled together
+    swizzled_codes = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line))
+    J, H, stages = shape.block, shape.width, shape.stages
+    coded = shape.codes is not None
+    queries = (shape.tiles, ROWS, H)
+    kind, layout = (jnp.int8, swizzled_codes) if coded else (dtype, swizzled)
+    stage = plgpu.SMEM((stages, J, H), kind, transforms=layout)
+    pieces = J // shape.piece * (2 if coded else 1)
+    found: dict[str, Any] = {
+        "q_ref": plgpu.SMEM(queries, dtype, transforms=swizzled if shape.straight else ()),
+        "k_ref": stage,
+        "q_here": plgpu.Barrier(num_arrivals=shape.positions * shape.tiles),
+        "q_free": plgpu.Barrier(num_arrivals=shape.team),
+        "k_here": plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
+        "k_free": plgpu.Barrier(num_arrivals=shape.team, num_barriers=stages),
+    }
+    if not shape.in_registers and not shape.straight:
+        found["q_tile"] = plgpu.SMEM(queries, dtype, transforms=swizzled)
+    if not shape.latent:
+        found |= {"v_ref": stage, "v_here": found["k_here"], "v_free": found["k_free"]}
+    if coded:
+        scales, tile = plgpu.SMEM((stages, J), jnp.float32), plgpu.SMEM((1, J, H), dtype, transforms=swizzled)
+        found |= {"k_scale": scales, "v_scale": scales, "k_tile": tile, "v_tile": tile}
+    if shape.team > 1:
+        found["level"] = plgpu.Barrier(num_arrivals=shape.team)
+    return found

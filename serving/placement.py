@@ -1,0 +1,74 @@
+"""Where experts should lie: hot ones at several places, and as much work for every device."""
+
+import numpy as np
+
+
+def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
+    """The expert of each place [L, S], by greed: the next copy to the expert whose copies have most to do, then the
+    copies, the busiest first, each to the device that has least to do and no copy of it."""
+    L, E = loads_LE.shape
+    rows, own = np.arange(L), slots // devices
+    copies_LE = np.ones((L, E), int)
+    for _ in range(slots - E):
+        share_LE = np.where(copies_LE < devices, loads_LE / copies_LE, -1)
+        copies_LE[rows, share_LE.argmax(1)] += 1
+    items_LS = np.stack([np.repeat(np.arange(E), copies) for copies in copies_LE])
+    share_LS = np.take_along_axis(loads_LE / copies_LE, items_LS, 1)
+    items_LS = np.take_along_axis(items_LS, np.argsort(-share_LS, axis=1, kind="stable"), 1)
+    share_LS = -np.sort(-share_LS, axis=1)
+    found = np.full((L, devices, own), -1)
+    busy_Ln, filled_Ln, has_LnE = np.zeros((L, devices)), np.zeros((L, devices), int), np.zeros((L, devices, E), bool)
+    for item_L, share_L in zip(items_LS.T, share_LS.T, strict=True):
+        full_Ln, twice_Ln = filled_Ln == own, has_LnE[rows, :, item_L]
+        # Equal loads go where fewest lie, so that none is filled first. A second copy only where nothing else is free.
+        cost = np.lexsort((filled_Ln, busy_Ln, twice_Ln, full_Ln), axis=1)[:, 0]
+        found[rows, cost, filled_Ln[rows, cost]] = item_L
+        busy_Ln[rows, cost] += share_L
+        filled_Ln[rows, cost] += 1
+        has_LnE[rows, cost, item_L] = True
+    return found.reshape(L, slots)
+
+
+def settled(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> np.ndarray:
+    """The same shares, given to the devices and laid out in them so that most places hold what they held."""
+    new_nO, old_nO = new_S.reshape(devices, -1), old_S.reshape(devices, -1)
+    has_new, has_old = ((placed_nO[:, :, None] == np.arange(new_S.max() + 1)).any(1) for placed_nO in (new_nO, old_nO))
+    alike_nn = has_new.astype(int) @ has_old.T.astype(int)
+    found = np.full_like(old_nO, -1)
+    for _ in range(devices):
+        share, device = np.unravel_index(alike_nn.argmax(), alike_nn.shape)
+        alike_nn[share, :] = alike_nn[:, device] = -1
+        left = new_nO[share].tolist()
+        for place, held in enumerate(old_nO[device]):
+            if held in left:
+                found[device, place] = held
+                left.remove(held)
+        found[device, found[device] < 0] = left
+    return found.reshape(-1)
+
+
+def busiest(loads_E: np.ndarray, experts_S: np.ndarray, devices: int) -> float:
+    """What the device has to do that has most, in units of the mean."""
+    if not loads_E.sum():
+        return 1.0
+    share_E = loads_E / np.maximum(np.bincount(experts_S, minlength=len(loads_E)), 1)
+    work_n = share_E[experts_S].reshape(devices, -1).sum(1)
+    return float(work_n.max() / work_n.mean())
+
+
+def transfers(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(sent, kept, turns), the first two [to, from, turn]: in each turn every device gets an expert of every device.
+
+    `sent` is a place of the one that sends, `kept` one of the other's, or past the last where nothing is to be kept.
+    """
+    own = len(new_S) // devices
+    shape, counts = (devices, devices, own), np.zeros((devices, devices), int)
+    sent, kept = np.zeros(shape, np.int32), np.full(shape, own, np.int32)
+    for slot in np.flatnonzero(new_S != old_S):
+        to, place = divmod(int(slot), own)
+        sources = np.flatnonzero(old_S == new_S[slot])
+        source, at = divmod(int(min(sources, key=lambda slot: counts[to, slot // own])), own)
+        turn = counts[to, source]
+        sent[to, source, turn], kept[to, source, turn] = at, place
+        counts[to, source] += 1
+    return sent, kept, int(counts.max())

@@ -1,0 +1,1 @@
+"""Many replicas of a server on Ray Serve; needs the extra `ray`."""

@@ -1,0 +1,152 @@
+"""What runs on a replica: a server without a socket, or an engine that reads prompts for others."""
+
+import asyncio
+import hashlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...model import hub
+from ..apart import bring, read
+from ..async_llm import Ask, AsyncLLM
+from ..engine import Engine
+from ..families import Family
+from ..handover import Handover, check_alike, tiers_of
+from ..http.app import make_app
+from ..http.errors import as_http
+from ..http.logs import setup_logging
+from ..http.models import Model, Models
+from ..http.service import Service
+from ..http.status import state_of
+from ..http.watchdog import heartbeat
+from ..options import EngineOptions, options_of
+from ..request import SamplingParams, Terms
+from ..setup import identity, make_engine
+from .affinity import of_tokens
+from .scale import Plan
+from .wire import Call, Piece, Start, Wire
+
+READING, PAUSE = 30.0, 30.0  # seconds that are waited for a reader, and without asking one that did not answer
+
+
+class ReplicaFailed(RuntimeError):
+    """A request that another replica can answer."""
+
+
+class Replica:
+    """The application of `quire serve` behind a wire in place of a connection."""
+
+    async def __init__(self, plan: Plan, reader: Any = None):
+        setup_logging(plan.log_json, plan.log_level)
+        self.plan, self.reader, self.resumes = plan, reader, 0.0
+        models = [Model(names, maker(options_of(name, **plan.chosen))) for name, names in plan.models]
+        self.service = Service(Models(models, plan.settings.max_loaded), plan.settings)
+        self.app = make_app(self.service)
+        await self.service.load_first()
+        self.heart = asyncio.create_task(heartbeat(self.service, self.service.http_metrics.beat))
+        self.identity = self.digest()
+        if reader is not None:
+            check_alike(await reader.identity.remote(), tiers_of(self.engine).identity)
+            self.service.ready = self.ready
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.models.find(None).llm.engine
+
+    def digest(self) -> bytes:
+        """Of all that an answer depends on beside the request."""
+        options, settings = options_of(self.plan.models[0][0], **self.plan.options), self.plan.settings
+        own = identity(hub.resolve(options.model), self.engine.runner.config, options)
+        what = (own, self.plan.models, settings.version, settings.formats, self.engine.max_len)
+        return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
+
+    async def answer(self, call: Call) -> AsyncIterator[Start | Piece]:
+        """The response to a request; one that another replica can answer ends with `ReplicaFailed`."""
+        try:
+            async for message in Wire(call, self.identity).messages(self.app):
+                yield message
+        except Exception as error:
+            raise ReplicaFailed(as_http(error).message) from None
+
+    async def ready(self, llm: AsyncLLM, ask: Ask) -> None:
+        if time.monotonic() >= self.resumes:
+            await bring(llm, ask, self.read_elsewhere)
+
+    async def read_elsewhere(self, ask: Ask) -> Handover:
+        """Without a reader prompts are read here until one may be back."""
+        prefix = of_tokens(ask.tokens, ask.terms.cache_salt)
+        try:
+            async with asyncio.timeout(READING):
+                return await self.reader.read.remote(Prompt(prefix, ask.tokens, ask.terms))
+        except Exception:
+            self.resumes = time.monotonic() + PAUSE
+            raise
+
+    async def metrics(self) -> list[tuple[dict[str, str], Family]]:
+        """What the engines and the application have counted, with the labels that tell whose it is."""
+        engines = [(model.name, model.llm.engine.trace.metrics) for model in self.service.models.ready()]
+        own = {"replica": own_name()}
+        found = [(own | {"model_name": name}, family) for name, metrics in engines for family in metrics.families()]
+        return found + [(own, family) for family in self.service.http_metrics.families()]
+
+    async def check_health(self) -> None:
+        """Serve asks now and then, and starts another replica in place of one that raises."""
+        for model in self.service.models.ready():
+            if (state := state_of(self.service, model)) in ("failed", "stalled"):
+                raise ReplicaFailed(f"model {model.name} has {state}")
+
+    def __del__(self):
+        """Serve calls this when the last answer is out."""
+        if hasattr(self, "heart"):
+            self.heart.cancel()
+            self.service.close()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a reader is to read."""
+
+    prefix: tuple[bytes, ...]
+    tokens: list[int]
+    terms: Terms
+
+
+class Reader:
+    """Reads prompts for replicas that write answers."""
+
+    async def __init__(self, plan: Plan):
+        setup_logging(plan.log_json, plan.log_level)
+        options = options_of(plan.models[0][0], **plan.chosen)
+        self.llm, self.ids = AsyncLLM.of(await asyncio.to_thread(maker(options))), itertools.count()
+
+    async def identity(self) -> bytes:
+        return tiers_of(self.llm.engine).identity
+
+    async def read(self, prompt: Prompt) -> Handover:
+        ask = Ask(prompt.tokens, SamplingParams(), None, prompt.terms)
+        handover = await read(self.llm, f"read-{next(self.ids)}", ask)
+        return await asyncio.to_thread(handover.on_host)
+
+    async def metrics(self) -> list[tuple[dict[str, str], Family]]:
+        own = {"replica": own_name(), "model_name": "reader"}
+        return [(own, family) for family in self.llm.engine.trace.metrics.families()]
+
+    async def check_health(self) -> None:
+        if self.llm.thread.failure is not None:
+            raise ReplicaFailed("the engine has failed")
+
+    def __del__(self):
+        if hasattr(self, "llm"):
+            self.llm.close()
+
+
+def maker(options: EngineOptions) -> Callable[[], Engine]:
+    return lambda: make_engine(options)
+
+
+def own_name() -> str:
+    from ray import serve
+
+    return serve.get_replica_context().replica_id.unique_id

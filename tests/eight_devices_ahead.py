@@ -1,0 +1,80 @@
+"""Steps compiled ahead of time, from shapes alone: run by test_eight_devices.py, in its own process."""
+
+import json
+
+import jax
+import pytest
+from golden.families import VARIANTS
+from test_golden import Golden
+
+from quire.model import checkpoint, plan
+from quire.model.meshes import Planner, Work
+from quire.model.placing import Homes, abstract_over
+from quire.scripts import ahead
+from quire.sharding.mesh import make_mesh
+
+assert len(jax.devices()) == 8
+
+NAMED = {variant.name: variant for variant in VARIANTS}
+LLAMA = ahead.LLAMA | {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 100,
+}  # fmt: skip
+DEEPSEEK = ahead.MODELS["deepseek-v3"] | {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 24,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_attention_heads": 8,
+    "n_routed_experts": 16, "moe_intermediate_size": 32, "num_experts_per_tok": 4, "vocab_size": 128, "n_group": 4,
+    "topk_group": 2,
+}  # fmt: skip
+CASES = [
+    (LLAMA, {"tensor": 8}, None), (LLAMA, {"tensor": 4, "pipe": 2}, "int8"),
+    (LLAMA | {"tie_word_embeddings": True}, {"tensor": 2, "pipe": 4}, None),
+    (DEEPSEEK, {"tensor": 2, "expert": 4}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hf", "sizes", "quant"), CASES)
+def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
+    """Weights as planned, and collectives to the byte; beside weights and cache a step has small arguments alone."""
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config, specs = ahead.read(str(tmp_path), quant, "auto", 64)
+    found = ahead.measure(config, sizes, 8, 64, specs=specs)
+    assert found["sent"] == found["formula"]
+    planner = Planner(config, plan.DEVICES["h200"], Work(8, 64, 32), specs)
+    choice = planner.choice({"pipe": 1, "context": 1, "tensor": 1, "expert": 1} | sizes)
+    assert found["weights"] == choice.weight_bytes
+    assert found["cache"] == choice.sequence_bytes // 64 * (found["cache_tokens"] + ahead.PAGE)
+    rest = found["arguments"] - found["weights"] - found["cache"]
+    assert rest >= 0
+    assert rest < 8 * config.vocab_size * 4 * 8  # what is kept of words for eight slots, and the batch
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("mistral", {"tensor": 4}), ("olmo2", {"tensor": 2}), ("qwen3", {"pipe": 2, "tensor": 2})]
+)
+def test_shapes_are_those_of_weights_that_are_loaded(name, sizes, tmp_path):
+    folder = Golden(NAMED[name], tmp_path).folder
+    config, mesh = checkpoint.read_config(folder, "float32", 64), make_mesh(**sizes)
+    loaded = checkpoint.load(folder, config, Homes(mesh))
+    planned = abstract_over(config, mesh, checkpoint.specs_of(folder, config))
+    assert jax.tree.structure(loaded) == jax.tree.structure(planned)
+    for found, wanted in zip(jax.tree.leaves(planned), jax.tree.leaves(loaded), strict=True):
+        assert (found.shape, found.dtype, found.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+
+
+def test_command_makes_its_own_devices(tmp_path, monkeypatch, capfd):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    arguments = [str(tmp_path), "--mesh", "tensor=2", "--batch", "4", "--length", "32", "--rows", "20"]
+    monkeypatch.setattr("sys.argv", ["ahead", *arguments])
+    with pytest.raises(SystemExit, match="0"):
+        ahead.main()
+    found = json.loads(capfd.readouterr().out)
+    assert (found["mesh"], found["rows"], found["cache_tokens"]) == ({"tensor": 2}, 20, 128)
+    assert found["sent"] == found["formula"]
+
+
+@pytest.mark.parametrize("text", ["tensor", "tensor=0", "data=2", "tensor=2,tensor=4", "tensor=2,", ""])
+def test_a_mesh_that_is_none(text, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["ahead", "llama-70b", "--mesh", text])
+    with pytest.raises(SystemExit, match="2"):
+        ahead.main()
+    assert "as in tensor=8,pipe=2" in capsys.readouterr().err

@@ -1,0 +1,236 @@
+"""Every family through the engine over every axis that applies: run by test_eight_devices.py, in its own process.
+
+The golden files say what transformers computed from the same weights.
+"""
+
+import json
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import lru_cache
+
+import jax
+import numpy as np
+import pytest
+from golden.families import VARIANTS
+from golden.folder import POSITIONS
+from test_golden import TOLERANCE, Golden, check_answers
+
+from quire import LLM, SamplingParams
+from quire.model import checkpoint
+from quire.model.config import ModelError
+from quire.model.families import llama
+from quire.model.placing import Homes, place_all
+from quire.model.split import falls_apart, splits
+from quire.model.traffic import traffic
+from quire.model.weights import abstract
+from quire.ops.sampling.xla import CANDIDATES
+from quire.serving.batcher import Batcher
+from quire.serving.scheduler import Limits
+from quire.serving.stages import Stages
+from quire.sharding.mesh import make_mesh
+from quire.sharding.spec import nbytes
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+assert len(jax.devices()) == 8
+
+NAMED = {variant.name: variant for variant in VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    return lru_cache(lambda name: Golden(NAMED[name], tmp_path_factory.mktemp("g")))
+
+
+def make(folder, **options) -> LLM:
+    return LLM(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", kv_cache_memory_bytes=64 << 20,
+        **{"max_num_seqs": 4, "max_num_batched_tokens": 33, **options},
+    )  # fmt: skip
+
+
+def check_scores(llm: LLM, made: Golden) -> None:
+    """The log-probabilities of a prompt's tokens are those of the logits that transformers computed."""
+    whole = made.prompts[0] + made.tokens[0]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    scores = llm.generate([{"prompt_token_ids": whole}], params, use_tqdm=False)[0].prompt_logprobs
+    rows = [position for position in POSITIONS if position < len(whole)]
+    for row, logits in zip(rows, made.logits.astype(np.float64), strict=True):
+        if row + 1 < len(whole):
+            wanted = logits[whole[row + 1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+            assert scores[row + 1][whole[row + 1]].logprob == pytest.approx(wanted, abs=2 * TOLERANCE)
+
+
+# One of each kind of layer; all of them with QUIRE_ALL_FAMILIES=1, which takes a while.
+KINDS = ["llama", "olmo2", "gemma3-text", "gemma4-shared", "gpt-oss", "deepseek-v3"]
+NAMES = [name for name in NAMED if NAMED[name].new_tokens] if os.environ.get("QUIRE_ALL_FAMILIES") else KINDS
+
+
+def over(config, number: int) -> dict[str, int]:
+    """A mesh of at most eight devices over two stages, the positions of pages, and heads or experts, as they divide."""
+    found = {"context_parallel_size": 2}
+    if falls_apart(config, 2):
+        found["pipeline_parallel_size"] = 2
+    names = [name for name in ("tensor", "expert") if splits(config, **{name: 2})]
+    if names:
+        found[f"{names[number % len(names)]}_parallel_size"] = 2
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
+def test_families(number, golden):
+    """The answers and scores of one device, from a mesh of all the axes that a family can be split over."""
+    name = NAMES[number]
+    made, variant = golden(name), NAMED[name]
+    config = checkpoint.read_config(made.folder, "float32", variant.max_len)
+    llm = make(made.folder, max_model_len=variant.max_len, **over(config, number))
+    check_answers(llm, made)
+    check_scores(llm, made)
+    assert llm.engine.runner.compiles.recompiles == 0
+
+
+ALONE = [
+    ("llama", {"pipeline_parallel_size": 2}),
+    ("gemma3-text", {"pipeline_parallel_size": 3, "tensor_parallel_size": 2}),
+    ("llama", {"context_parallel_size": 8}),
+    ("gpt-oss", {"context_parallel_size": 4}),
+    ("deepseek-v3", {"context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2}),
+    ("gemma4-shared", {"context_parallel_size": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), ALONE)
+def test_one_axis_more(name, sizes, golden):
+    made = golden(name)
+    llm = make(made.folder, max_model_len=NAMED[name].max_len, **sizes)
+    check_answers(llm, made)
+    check_scores(llm, made)
+
+
+MESHES = [
+    ("llama", {"tensor": 4}), ("llama", {"tensor": 2, "context": 2}), ("olmo2", {"tensor": 2}),
+    ("gemma4-shared", {"tensor": 2, "context": 2}), ("qwen3-moe", {"tensor": 2, "expert": 2}),
+    ("deepseek-v3", {"tensor": 2, "expert": 2, "context": 2}), ("gpt-oss", {"context": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "sizes"), MESHES)
+def test_what_is_sent(name, sizes, golden):
+    """The collectives of the compiled programs are those of the formula, to the byte."""
+    folder = golden(name).folder
+    config = checkpoint.read_config(folder, "float32", 64)
+    mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
+    weights, stages = checkpoint.load(folder, config, Homes(mesh)), Stages(config, mesh)
+    state = stages.abstract_state((8,) * len(config.windows), 16, 4)
+    for size, layout in Batcher(limits, len(config.windows), 16, 4).layouts.items():
+        (lowered,) = stages.lower(weights, state, layout)
+        found, drawn = collectives(lowered.compile().as_text())
+        prompts = size.rows > size.seqs
+        wanted = Counter()
+        for one in traffic(config, sizes, size.rows, prompts):
+            wanted[one.kind] += one.nbytes
+        if prompts and sizes.get("context", 1) > 1:  # the rows that are sampled
+            wanted["all-reduce"] += 4 * size.samples * config.dim
+        assert Counter({kind: sum(found[kind]) for kind in found}) == wanted
+        assert all(n <= 4 * size.samples * sizes["tensor"] * CANDIDATES for kind in drawn for n in drawn[kind])
+
+
+def collectives(text: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Those of the model, and those of sampling, in a compiled program: bytes of their results by kind."""
+    model, sampling = defaultdict(list), defaultdict(list)
+    for line in text.splitlines():
+        made = re.search(r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(", line)
+        if made is not None:
+            shapes = re.findall(r"(\w+)\[([\d,]*)\]", made[1])
+            assert {dtype for dtype, _ in shapes} <= {"f32", "s32"}
+            nbytes = sum(4 * math.prod(int(n) for n in shape.split(",") if n) for _, shape in shapes)
+            (sampling if "/sample/" in line else model)[made[2]].append(nbytes)
+    return model, sampling
+
+
+APART = [
+    ("llama", {"context_parallel_size": 4, "shard_weights": True}),
+    ("qwen3-moe", {"context_parallel_size": 2, "tensor_parallel_size": 2, "shard_weights": True}),
+    ("gemma4-shared", {"weights_host_bytes": 1 << 40}),
+    ("gpt-oss", {"weights_host_bytes": 1, "context_parallel_size": 2, "shard_weights": True}),
+    ("llama", {"weights_host_bytes": 1 << 40, "pipeline_parallel_size": 3, "quantization": "int8-weights"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), APART)
+def test_weights_that_do_not_lie_ready(name, options, golden):
+    """Parted over devices, or in the host's memory: brought layer by layer, they give the same."""
+    made = golden(name)
+    llm = make(made.folder, max_model_len=NAMED[name].max_len, **options)
+    runner = llm.engine.runner
+    layers = jax.tree.leaves(runner.weights.layers)
+    if "weights_host_bytes" in options:
+        held = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(runner.weights.layers[0])}
+        assert held == {"pinned_host"}
+    if "shard_weights" in options:
+        parted = [leaf.nbytes for leaf in layers if "context" in leaf.sharding.spec]
+        assert sum(parted) > 0.95 * sum(leaf.nbytes for leaf in layers)
+    if "quantization" not in options:
+        check_answers(llm, made)
+        check_scores(llm, made)
+    else:
+        whole = make(made.folder, max_model_len=NAMED[name].max_len, quantization=options["quantization"])
+        prompts, params = [{"prompt_token_ids": made.prompts[0]}], SamplingParams(temperature=0, max_tokens=12)
+        found = [one.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids for one in (llm, whole)]
+        assert found[0] == found[1]
+
+
+def test_one_layer_at_a_time(golden):
+    """A step has room for two layers beside what it keeps: the one that it computes with, and the next."""
+    folder = golden("llama").folder
+    hf = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 12}
+    config = replace(llama.config(hf, 64), dtype="float32")
+    mesh = make_mesh(context=4)
+    spent = []
+    for parted in (False, True):
+        homes = Homes(mesh, parted)
+
+        def struct(home, spec):
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=home.sharding(spec))
+
+        weights = place_all(config, homes, struct, abstract(config))
+        stages = Stages(config, mesh)
+        layout = min(Batcher(Limits(4, 32, 16), 1, 16, 4).layouts.items())[1]
+        (lowered,) = stages.lower(weights, stages.abstract_state((8,), 16, 4), layout)
+        spent.append(lowered.compile().memory_analysis())
+    layer = nbytes(abstract(config).layers[0])
+    kept, parts = (used.argument_size_in_bytes for used in spent)
+    assert kept - parts == pytest.approx(12 * layer * 3 / 4, rel=0.01)
+    assert spent[1].temp_size_in_bytes - spent[0].temp_size_in_bytes < 3 * layer
+
+
+def test_stages_are_kept_busy(golden):
+    """As many steps are under way as there are stages, of sequences that are not the same."""
+    made = golden("llama")
+    llm = make(made.folder, max_model_len=64, pipeline_parallel_size=3, max_num_seqs=6)
+    engine, seen = llm.engine, []
+    launch = engine.runner.launch
+
+    def watched(plan, moves):
+        seen.append([{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.in_flight]])
+        assert not any(item.seq in {one.seq for one in x.plan.items if one.draws} for x in engine.in_flight
+                       for item in plan.items)  # fmt: skip
+        return launch(plan, moves)
+
+    engine.runner.launch = watched
+    prompts = [{"prompt_token_ids": [(i * 7 + j) % 160 for j in range(5)]} for i in range(6)]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    steady = seen[12:-12]
+    assert len(steady) > 40
+    assert all(len(own) == 2 and flying == [2, 2] for own, flying in steady)
+
+
+def test_refused(golden):
+    with pytest.raises(ModelError, match=r"pipeline_parallel_size is 4.*3 layers.*can be 1, 2, 3"):
+        make(golden("llama").folder, pipeline_parallel_size=4)
+    with pytest.raises(ModelError, match="shard_weights parts the weights over the devices of context_parallel_size"):
+        make(golden("llama").folder, shard_weights=True)
+    with pytest.raises(ModelError, match=r"context_parallel_size is 3.*16 positions.*can be 1, 2, 4, 8, 16"):
+        make(golden("llama").folder, context_parallel_size=3)

@@ -1,0 +1,81 @@
+"""One process of an engine: process 0, or one that is alone, answers requests; run by test_hosts.py."""
+
+import json
+import sys
+
+import numpy as np
+
+import quire
+from quire import LLM, SamplingParams
+from quire.model.tensors import Tensor
+
+REQUESTS = 200
+
+
+def asked() -> tuple[list[dict], list[SamplingParams]]:
+    """Prompts of every length, some that begin alike, and every kind of parameter."""
+    rng = np.random.default_rng(7)
+    prompts, params = [], []
+    for index in range(REQUESTS):
+        shared = [11] * 20 if index % 5 == 0 else []
+        tokens = [*shared, *rng.integers(3, 160, rng.integers(1, 60)).tolist()]
+        prompts.append({"prompt_token_ids": tokens})
+        kinds = [
+            {"temperature": 0},
+            {"temperature": 1.0, "seed": index},
+            {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": index},
+            {"temperature": 0, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+            {"temperature": 0, "logit_bias": {5: 3.0, 77: -4.0}, "logprobs": 3},
+            {"temperature": 0.7, "allowed_token_ids": list(range(3, 60)), "seed": index, "min_tokens": 2},
+            {"temperature": 0, "prompt_logprobs": 1, "logprobs": 0},
+            {"temperature": 0.9, "n": 2, "seed": index},
+        ]
+        params.append(SamplingParams(max_tokens=int(rng.integers(2, 13)), ignore_eos=True, **kinds[index % len(kinds)]))
+    return prompts, params
+
+
+def answers(llm: LLM, count: int = REQUESTS) -> list:
+    """(tokens, scores) of each answer."""
+    prompts, params = asked()
+    outputs = llm.generate(prompts[:count], params[:count], use_tqdm=False)
+    return [
+        [each.token_ids, [score.logprob for entry in each.logprobs or [] for score in entry.values()]]
+        for output in outputs
+        for each in output.outputs
+    ]
+
+
+class Read:
+    """Counts bytes of tensors that are read whole."""
+
+    def __init__(self):
+        self.bytes, self.read = 0, Tensor.read
+        Tensor.read = lambda tensor: self.count(tensor)  # type: ignore[method-assign]
+
+    def count(self, tensor: Tensor) -> np.ndarray:
+        value = self.read(tensor)
+        self.bytes += value.nbytes
+        return value
+
+
+def main() -> None:
+    model, options, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+    if options.get("process_id"):
+        quire.follow(model, progress=print, **options)
+        return
+    whole = Read()
+    with LLM(model, **options) as llm:
+        runner = llm.engine.runner
+        found = {"read": whole.bytes, "first": answers(llm)}
+        for level, keep in ((1, True), (2, False)):
+            llm.sleep(level, keep_pages=keep)
+            llm.wake_up()
+        runner.reset()
+        llm.reset_prefix_cache()
+        found |= {"again": answers(llm, 32), "recompiles": runner.compiles.recompiles}
+        with open(out, "w") as file:
+            json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main()

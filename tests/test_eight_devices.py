@@ -1,0 +1,30 @@
+"""Models over several devices need a process that has them: it runs eight_devices*.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARTS = [
+    ("eight_devices.py", "logits"), ("eight_devices.py", "not logits"), ("eight_devices_axes.py", ""),
+    ("eight_devices_moe.py", ""), ("eight_devices_ahead.py", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "part"), PARTS)
+def test_over_eight_devices(file, part):
+    here = Path(__file__).parent
+    # The programs are tiny and run a few times: to compile them well would take most of the time.
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+    flags.append("--xla_backend_optimization_level=0")
+    # The scheduler for CPUs would bring the weights of all layers at once, for the sake of its threads.
+    flags.append("--xla_cpu_enable_concurrency_optimized_scheduler=false")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib", "-k", part]
+    done = subprocess.run(
+        [*command, str(here / file)],
+        cwd=here.parent, env=os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

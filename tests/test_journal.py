@@ -1,0 +1,110 @@
+"""A stream that was begun by one server and is gone on with by another: the reader gets the answer of one."""
+
+import asyncio
+import json
+import random
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.serving.http.app import make_app
+from quire.serving.http.models import Model, Models
+from quire.serving.http.service import Service
+from quire.serving.http.settings import Settings
+from quire.serving.journal import Journal
+from quire.serving.options import options_of
+from quire.serving.ray.wire import Call, Piece, Start, Wire
+from quire.serving.setup import make_engine
+
+FOLDER = Path(quire.__file__).parent / "model" / "quill_draft"
+STORY = {"prompt": "Once upon a time", "max_tokens": 30}
+TURNS = {"messages": [{"role": "user", "content": "Tell a story about a fox."}], "max_tokens": 30}
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "schema": {"type": "array", "items": {"type": "integer"}}},
+}
+ASKED = [
+    ("/v1/completions", STORY | {"temperature": 0}),
+    ("/v1/completions", STORY | {"temperature": 1, "n": 3, "logprobs": 2}),  # a seed that nobody chose
+    ("/v1/completions", {"prompt": ["Once", "Long ago, a"], "seed": 5, "n": 2, "echo": True, "stop": ["the", "."]}),
+    ("/v1/completions", STORY | {"repetition_penalty": 1.5, "presence_penalty": 1, "seed": -3, "min_tokens": 9}),
+    ("/v1/chat/completions", TURNS | {"temperature": 0.8, "logprobs": True, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", TURNS | {"temperature": 1, "response_format": SCHEMA, "max_tokens": 12}),
+    ("/v1/responses", {"input": "Tell a story about a fox.", "max_output_tokens": 20}),
+    ("/v1/messages", TURNS),
+]
+
+
+@pytest.fixture(scope="module")
+def two():
+    """(what runs coroutines, the applications of two servers whose own seeds differ)."""
+    models = []
+    for seed in (1, 2):
+        options = options_of(str(FOLDER), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, seed=seed)
+        models.append(Models([Model(("m",), lambda options=options: make_engine(options))]))
+    with asyncio.Runner() as runner:
+        yield runner, [make_app(Service(one, Settings())) for one in models]
+        for one in models:
+            one.close()
+
+
+def call_of(path: str, body: dict, journal: Journal | None = None) -> Call:
+    raw = json.dumps(body | {"stream": True}).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))]
+    return Call("POST", path, b"", headers, raw, journal=journal or Journal())
+
+
+def read(data: bytes) -> dict:
+    """What a client makes of the events: of each choice its text, ends and scores, and the names that were told."""
+    found, scores = defaultdict(str), defaultdict(list)
+    for line in data.decode().splitlines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        assert "error" not in event, event
+        for choice in event.get("choices", ()):
+            at = choice["index"]
+            found["text", at] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            found["end", at] += choice["finish_reason"] or ""
+            for kind, values in (choice["logprobs"] or {}).items():
+                scores[at, kind] += values or []
+        found["text"] += event.get("delta", {}).get("text", "") if isinstance(event.get("delta"), dict) else ""
+        found["text"] += event["delta"] if event.get("type") == "response.output_text.delta" else ""
+        found["whole"] += json.dumps(event["response"]["output"]) if event.get("type") == "response.completed" else ""
+        if "id" in event:
+            found["ids"] = " ".join(sorted({*found["ids"].split(), event["id"], str(event.get("created", ""))}))
+        found["count"] += str((event.get("usage") or {}).get("completion_tokens", ""))
+    numbers = [
+        json.loads(line[6:]).get("sequence_number") for line in data.decode().splitlines() if "sequence_" in line
+    ]
+    assert numbers == list(range(len(numbers)))
+    return found | scores
+
+
+async def respond(app, call: Call) -> tuple[Start, list[Piece]]:
+    start, *pieces = [message async for message in Wire(call, b"").messages(app)]
+    assert start.status == 200, pieces
+    return start, pieces
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+def test_another_engine_goes_on(path, body, two):
+    """From after any of its pieces; what was told is not computed again one by one."""
+    rng, (runner, (first, second)) = random.Random(path), two
+
+    async def run():
+        start, pieces = await respond(first, call_of(path, body))
+        assert start.name and start.created and start.seeds
+        whole = read(b"".join(piece.data for piece in pieces))
+        cuts = {0, 1, len(pieces) - 1, len(pieces), *(rng.randrange(len(pieces)) for _ in range(4))}
+        for cut in sorted(cuts):
+            told = [told for piece in pieces[:cut] for told in piece.told]
+            journal = Journal(start.name, start.created, list(start.seeds), told)
+            _, rest = await respond(second, call_of(path, body, replace(journal, told=list(told))))
+            if cut < len(pieces):  # else all was told and the end is said twice
+                assert read(b"".join(piece.data for piece in pieces[:cut] + rest)) == whole, cut
+
+    runner.run(run())

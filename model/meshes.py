@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from ..sharding.mesh import AXES, sharding
+from ..sharding.mesh import APART, AXES, sharding
 from ..sharding.own import dealt_shape
 from .config import Layer, ModelConfig, ModelError
 from .plan import Device, layer_token_bytes, met_weights, score_width, seen
-from .split import Stage, check, part_of_sizes, stages
+from .split import Stage, check, part_of_sizes, splits, stages
 from .traffic import Sent, traffic
 from .weights import ModelWeights, abstract, dense_specs
 
@@ -74,18 +74,24 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
             return False
         return True
 
+    @cache
+    def share(expert: int, data: int) -> bool:
+        return splits(config, expert=expert, data=data)
+
     def divisors(left: int, most: int) -> list[int]:
         return [n for n in range(1, min(left, most) + 1) if left % n == 0]
 
     return [
-        {"pipe": left // context, "context": context, "tensor": tensor, "expert": expert}
+        {"data": data, "pipe": left // context // data, "context": context, "tensor": tensor, "expert": expert}
         for tensor in divisors(devices, MACHINE)
         if fits("tensor", tensor)
         for expert in divisors(devices // tensor, devices)
         if fits("expert", expert)
         for left in (devices // tensor // expert,)
         for context in divisors(left, PAGE)
-        if PAGE % context == 0 and fits("pipe", left // context)
+        if PAGE % context == 0
+        for data in divisors(left // context, left)
+        if share(expert, data) and fits("pipe", left // context // data)
     ]
 
 
@@ -97,9 +103,9 @@ class Planner:
         self.weights = abstract(config) if weights is None else weights
         self.held, self.part = cache(self.held_of), cache(self.part_of)
 
-    def held_of(self, tensor: int, expert: int) -> ModelWeights:
+    def held_of(self, tensor: int, expert: int, data: int) -> ModelWeights:
         """Bytes of each leaf on a device."""
-        sizes = {"tensor": tensor, "expert": expert}
+        sizes = {"tensor": tensor, "expert": expert, "data": data}
         mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
         def nbytes(spec) -> int:
@@ -114,7 +120,7 @@ class Planner:
         return own, dense_specs(own).layers
 
     def choice(self, sizes: Mapping[str, int]) -> Choice:
-        work, parts = self.work, stages(self.config, sizes["pipe"])
+        work, parts, data = self.work, stages(self.config, sizes["pipe"]), sizes["data"]
         own, _ = self.part(sizes["tensor"])
         held = [sum(jax.tree.leaves(self.stage_weights(sizes, stage))) for stage in parts]
         kept = [
@@ -127,24 +133,25 @@ class Planner:
             for stage in parts
         ]
         room = [(self.device.memory - a) // max(b, 1) for a, b in zip(held, kept, strict=True)]
-        fullest = max(range(len(parts)), key=lambda at: held[at] + work.batch * kept[at])
-        each = -(-work.batch // sizes["pipe"])  # sequences of a step
+        batch = -(-work.batch // data)  # sequences of a replica
+        fullest = max(range(len(parts)), key=lambda at: held[at] + batch * kept[at])
+        each = -(-batch // sizes["pipe"])  # and of a step
         decode = self.time(sizes, each, each, work.length, False)
         prompt = self.time(sizes, work.chunk, 1, work.length // 2, True)  # of a prompt half of which is read
         return Choice(
             dict(sizes),
             held[fullest],
             kept[fullest],
-            max(0, int(min(room))),
+            data * max(0, int(min(room))),
             decode,
             prompt,
-            min(each, work.batch) / decode.slowest,
-            work.chunk / prompt.slowest,
+            min(data * each, work.batch) / decode.slowest,
+            data * work.chunk / prompt.slowest,
         )
 
     def stage_weights(self, sizes: Mapping[str, int], stage: Stage) -> ModelWeights:
         """Bytes of each leaf that a device of a stage holds."""
-        held = self.held(sizes["tensor"], sizes["expert"])
+        held = self.held(sizes["tensor"], sizes["expert"], sizes["data"])
         own = held.replace(layers=held.layers[stage.layers.start : stage.layers.stop])
         tied = self.config.tied
         if not stage.begins:
@@ -170,7 +177,7 @@ class Planner:
                 experts = (
                     0 if weights.moe is None else sum(jax.tree.leaves((weights.moe.up_EDGF, weights.moe.down_EFD)))
                 )
-                read += sum(jax.tree.leaves(weights)) - experts * (1 - chosen(layer, dense_rows))
+                read += sum(jax.tree.leaves(weights)) - experts * (1 - chosen(layer, dense_rows * sizes["data"]))
                 cached = layer_token_bytes(own.layers[own.kv_owner[index]].attention, own.kv_dtype)
                 read += seqs * cached * seen(layer.attention, length) / context
                 operations += 2 * dense_rows * met_weights(own, layer, specs[index], sizes["expert"])
@@ -189,7 +196,7 @@ class Planner:
         """Bytes that leave a device for a collective, and its seconds: within machines, then between them."""
         names = one.axis.split(" and ")
         count = math.prod(sizes[name] for name in names)
-        near = min(count, max(1, MACHINE // stride(names[-1], sizes)))
+        near = math.prod(min(sizes[name], max(1, MACHINE // stride(name, sizes))) for name in names)
         far = -(-count // near)
         times = 2 if one.kind == "all-reduce" else 1
         if one.kind == "all-to-all":  # each part has one goal
@@ -207,8 +214,8 @@ class Planner:
 
 
 def stride(name: str, sizes: Mapping[str, int]) -> int:
-    """How far apart the neighbours along an axis are: the axes named later lie closer together."""
-    return math.prod(sizes.get(axis, 1) for axis in AXES[AXES.index(name) + 1 :])
+    """How far apart the neighbours along an axis are."""
+    return math.prod(sizes.get(axis, 1) for axis in APART[APART.index(name) + 1 :])
 
 
 def chosen(layer: Layer, rows: int) -> float:
@@ -222,6 +229,11 @@ def choices(
     """All meshes of so many devices."""
     planner = Planner(config, device, work, weights)
     return [planner.choice(sizes) for sizes in meshes(config, devices)]
+
+
+def least_bytes(choice: Choice, work: Work) -> int:
+    """What a device must hold."""
+    return choice.weight_bytes + -(-work.batch // choice.sizes["data"]) * choice.sequence_bytes
 
 
 def ranked(found: list[Choice], work: Work, by: str = "throughput") -> list[Choice]:
@@ -242,15 +254,17 @@ def refusal(
     if not found:
         fewer = next(n for power in range(devices.bit_length() - 1, -1, -1) if meshes(config, n := 2**power))
         return ModelError(f"--devices is {devices}, over which this model cannot be split; use {fewer}, for example")
-    least = min(found, key=lambda choice: choice.weight_bytes + work.batch * choice.sequence_bytes)
+    least = min(found, key=lambda choice: least_bytes(choice, work))
     most = max(choice.sequences for choice in found)
-    needs = (least.weight_bytes + work.batch * least.sequence_bytes) / 2**30
+    needs = least_bytes(least, work) / 2**30
     text = (
         f"no mesh of {devices} devices holds {work.batch} sequences of {work.length} tokens: the least that a device "
         f"must hold is {needs:.1f} GiB, {least.weight_bytes / 2**30:.1f} of them weights, and it has "
         f"{device.memory / 2**30:.1f}"
     )
-    enough = (n * devices for n in (2, 4, 8, 16) if ranked(choices(config, device, work, n * devices, weights), work))
+    below = 2 ** ((devices - 1).bit_length() - 1) if devices > 1 else 1  # a power of two
+    others = (below, *(n * devices for n in (2, 4, 8, 16)))
+    enough = (n for n in others if ranked(choices(config, device, work, n, weights), work))
     remedies = [f"--batch {most} or less"] if most else []
     remedies += [f"--devices {n}" for n in (next(enough, None),) if n is not None]
     return ModelError(f"{text}; use {' or '.join(remedies) or 'devices with more memory'}")

@@ -48,7 +48,7 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
     return own if stage.ends else own.replace(final_norm_D=None, head_VD=None)
 
 
-def check(config: ModelConfig, tensor: int, expert: int, pipe: int) -> None:
+def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1) -> None:
     """Refuse numbers of devices over which the model cannot be split, and name those over which it can."""
     if not falls_apart(config, pipe):
         fitting = [str(n) for n in range(1, 2 * pipe + 1) if falls_apart(config, n)]
@@ -71,13 +71,19 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int) -> None:
                 f"{name}_parallel_size is {size}, which does not divide {WHAT[name]} of this model; it can be "
                 f"{', '.join(fitting)}"
             )
+    if not splits(config, expert=expert, data=data):
+        fitting = [str(n) for n in range(1, 2 * data + 1) if splits(config, expert=expert, data=n)]
+        raise ModelError(
+            f"data_parallel_size is {data}, and all its replicas share the experts, which {data * expert} devices do "
+            f"not divide; with expert_parallel_size {expert} it can be {', '.join(fitting)}"
+        )
 
 
-def splits(config: ModelConfig, tensor: int = 1, expert: int = 1) -> bool:
+def splits(config: ModelConfig, tensor: int = 1, expert: int = 1, data: int = 1) -> bool:
     """Whether every array can be dealt out."""
     if expert > 1 and all(layer.moe is None for layer in config.layers):
         return False
-    sizes = {"tensor": tensor, "expert": expert}
+    sizes = {"tensor": tensor, "expert": expert, "data": data}
     try:
         shardings(dense_specs(config), AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES))
     except ValueError:

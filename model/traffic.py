@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from .config import LatentAttention, Layer, ModelConfig
+from ..ops.dispatch import capacity
+from .config import LatentAttention, Layer, ModelConfig, Moe
 from .split import Stage, whole
 
 
@@ -23,9 +24,10 @@ def traffic(
 ) -> list[Sent]:
     """The collectives of all layers of a step, or of a stage, and of its words; those of sampling are small.
 
-    `sizes` are those of the mesh by axis; `prompts`: the step carries prompts, so that rows are split over `context`.
+    `sizes` are those of the mesh by axis; `rows`: of each replica; `prompts`: the step carries prompts, so that rows
+    are split over `context`.
     """
-    tensor, expert, context = (sizes.get(axis, 1) for axis in ("tensor", "expert", "context"))
+    tensor, expert, context, data = (sizes.get(axis, 1) for axis in ("tensor", "expert", "context", "data"))
     own = -(-rows // context) if prompts else rows  # rows that a device has outside of attention
     width = jnp.dtype(config.dtype).itemsize
     wide = own * config.dim * width
@@ -49,8 +51,23 @@ def traffic(
             sum_up("tensor", wide)
             if layer.mlp is not None:
                 sum_up("tensor", wide)
-        if layer.moe is not None and tensor * expert > 1:
+        if layer.moe is not None and (data > 1 or layer.moe.spare):
+            found += dispatched(layer.moe, tensor, expert, data, own, config.dim, width)
+        elif layer.moe is not None and tensor * expert > 1:
             sum_up("tensor and expert", wide)
+    return found
+
+
+def dispatched(moe: Moe, tensor: int, expert: int, data: int, rows: int, dim: int, width: int) -> list[Sent]:
+    """What rows send that go to their experts and come back, in one round, where devices have rows of their own."""
+    share, n = -(-rows // expert), data * expert
+    room = n * capacity(share, moe.top_k, n, moe.slots // n) * dim * width
+    found = [Sent("all-gather", "data and expert", 4 * n * moe.slots)]
+    found += [Sent("all-to-all", "data and expert", room)] * 2
+    if tensor > 1:
+        found.append(Sent("all-reduce", "tensor", share * dim * width))
+    if expert > 1:
+        found.append(Sent("all-gather", "expert", expert * share * dim * width))
     return found
 
 

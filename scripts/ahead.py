@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", help=f"a folder, or {', '.join(MODELS)}")
     parser.add_argument("--mesh", type=mesh_sizes, default="tensor=8", help="sizes of the axes, as in tensor=8,pipe=2")
-    parser.add_argument("--batch", type=int, default=64, help="sequences")
+    parser.add_argument("--batch", type=int, default=64, help="sequences of each replica")
     parser.add_argument("--length", type=int, default=4096, help="tokens of each, for which the cache has room")
     parser.add_argument("--rows", type=int, help="of a step that carries prompts; without it each sequence has one")
     parser.add_argument("--quantization")
@@ -70,10 +70,10 @@ def main() -> None:
 
 def mesh_sizes(text: str) -> dict[str, int]:
     """`tensor=8,pipe=2`."""
-    found = re.findall(r"(tensor|expert|context|pipe)=([1-9][0-9]*)(?:,|$)", text)
+    found = re.findall(r"(tensor|expert|context|pipe|data)=([1-9][0-9]*)(?:,|$)", text)
     if not found or ",".join(f"{name}={size}" for name, size in found) != text or len(dict(found)) != len(found):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no mesh: write sizes of tensor, expert, context and pipe, as in tensor=8,pipe=2"
+            f"{text!r} is no mesh: write sizes of tensor, expert, context, pipe and data, as in tensor=8,pipe=2"
         )
     return {name: int(size) for name, size in found}
 
@@ -108,7 +108,7 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
     weights = abstract_over(config, mesh, specs)
     pages = batch * width + 1
     state = stages.abstract_state((pages,) * groups, PAGE, batch)
-    layout = Layout(Size(rows or batch, batch, batch), groups, width, batch)
+    layout = Layout(Size(rows or batch, batch, batch), groups, width, batch, sizes.get("data", 1))
     found, sampled, parts = Counter(), Counter(), []
     for lowered in stages.lower(weights, state, layout):
         compiled = lowered.compile()

@@ -26,6 +26,14 @@ PipelineParallel = Annotated[
     int | None,
     typer.Option(help="Groups of devices that each have some of the layers.", show_default="1", rich_help_panel=ENGINE),
 ]
+DataParallel = Annotated[
+    int | None,
+    typer.Option(
+        help="Groups of devices that each have sequences and a cache of their own; they share the experts.",
+        show_default="1",
+        rich_help_panel=ENGINE,
+    ),
+]
 ShardWeights = Annotated[
     bool | None,
     typer.Option(
@@ -82,6 +90,7 @@ DEVICE_OPTIONS = {
     "expert_parallel_size": ExpertParallel,
     "context_parallel_size": ContextParallel,
     "pipeline_parallel_size": PipelineParallel,
+    "data_parallel_size": DataParallel,
     "shard_weights": ShardWeights,
     "weights_host_bytes": WeightsHostBytes,
     "expert_redundancy": ExpertRedundancy,

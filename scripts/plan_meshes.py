@@ -6,6 +6,7 @@ from . import options as o
 from .plan import amount, length_name, table
 
 SHOWN = 10
+NAMES = {"tensor": "tensor", "expert": "expert", "context": "context", "pipe": "pipeline", "data": "data"}
 BEST = {"throughput": "tokens a second", "latency": "the time of a token", "prompts": "prompt tokens a second"}
 
 
@@ -48,7 +49,7 @@ def text(result: dict) -> str:
     head = ("mesh", "weights", "fit", "step", "read", "compute", "send", "tok/s", "prompts")
     flags = [
         f"--{name}-parallel-size {choices[0]['sizes'][axis]}"
-        for axis, name in (("tensor", "tensor"), ("expert", "expert"), ("context", "context"), ("pipe", "pipeline"))
+        for axis, name in NAMES.items()
         if choices[0]["sizes"][axis] > 1
     ]
     notes = [f"* the best for {BEST[found['best']]}: {' '.join(flags) or 'a single device'}"]
@@ -87,6 +88,4 @@ def row(choice: dict, mark: str) -> tuple:
 
 def mesh_name(sizes: dict[str, int]) -> str:
     """`tensor 8 pipe 2`, without the axes of one device."""
-    return (
-        " ".join(f"{name} {sizes[name]}" for name in ("tensor", "expert", "context", "pipe") if sizes[name] > 1) or "1"
-    )
+    return " ".join(f"{name} {sizes[name]}" for name in NAMES if sizes[name] > 1) or "1"

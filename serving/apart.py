@@ -47,7 +47,7 @@ class Apart:
     """Two engines of one process, on devices of their own or on the same; pages go from device to device."""
 
     def __init__(self, reader: AsyncLLM, writer: AsyncLLM):
-        check_alike(tiers_of(reader.engine).identity, tiers_of(writer.engine).identity)
+        check_alike(*(tiers_of(llm.engine.pages.tables[0]).identity for llm in (reader, writer)))
         self.reader, self.writer, self.ids = reader, writer, itertools.count()
 
     async def generate(

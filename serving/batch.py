@@ -64,12 +64,15 @@ class Layout:
     """Where a batch's arrays lie in the one buffer that brings them to the device: one transfer a step, not thirty.
 
     | tokens | positions | starts | tables of each group ... | slots ... | ... | sampling ... |      words of 32 bits
+
+    Replicas have a batch each, one after the other.
     """
 
     size: Size
     groups: int
     table_width: int
     max_seqs: int
+    replicas: int = 1
 
     @cached_property
     def parts(self):
@@ -79,7 +82,13 @@ class Layout:
         return arrays, tree, list(zip([0, *ends], ends, strict=False))
 
     @cached_property
+    def nothing(self) -> np.ndarray:
+        """What a step gets in which nobody computes anything."""
+        return np.tile(self.padding, self.replicas)
+
+    @cached_property
     def padding(self) -> np.ndarray:
+        """A batch of one replica in which nobody does."""
         words = [(array.astype(np.int32) if array.dtype == bool else array).view(np.int32) for array in self.parts[0]]
         return np.concatenate([array.reshape(-1) for array in words])
 
@@ -99,7 +108,7 @@ class Layout:
         return tree.unflatten(views)
 
     def read(self, buffer) -> Batch:
-        """The batch that a buffer on the device holds."""
+        """The batch that a replica's buffer on the device holds."""
 
         def part(array, first: int, last: int):
             words = buffer[first:last].reshape(array.shape)

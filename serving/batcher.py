@@ -38,11 +38,19 @@ class Decode:
 class Batcher:
     """Remembers what each slot's sequence has told already, so that a step's arrays are written and not worked out."""
 
-    def __init__(self, limits: Limits, num_groups: int, page_size: int, table_width: int, recalls: bool = True):
+    def __init__(
+        self,
+        limits: Limits,
+        num_groups: int,
+        page_size: int,
+        table_width: int,
+        recalls: bool = True,
+        replicas: int = 1,
+    ):
         self.page_size, B = page_size, limits.max_seqs
         self.recalls = recalls  # a step knows what the one before drew
         options = sizes(limits.max_seqs, limits.max_rows)  # the smallest first
-        self.layouts = {size: Layout(size, num_groups, table_width, B) for size in options}
+        self.layouts = {size: Layout(size, num_groups, table_width, B, replicas) for size in options}
         self.tables = [np.zeros((B, table_width), np.int32) for _ in range(num_groups)]
         self.synced = [0] * B  # pages of each slot's sequence that are in its tables
         self.seeds = np.zeros((B, 2), np.uint32)
@@ -60,8 +68,8 @@ class Batcher:
         """Whether the batch that was built last asks for nothing but plain draws."""
         return self.last is not None and self.last.plain
 
-    def assign(self, seq: Sequence, biased: bool) -> None:
-        """Give a slot to a sequence that is new in it, or starts over."""
+    def assign(self, seq: Sequence, biased: bool) -> bool:
+        """Give a slot to a sequence that is new in it, or starts over; whether its tokens are to be counted."""
         slot, p, self.last = seq.slot, seq.params, None
         self.synced[slot], self.seeds[slot] = 0, seq.seed
         self.tracked[slot] = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
@@ -72,14 +80,19 @@ class Batcher:
         )  # fmt: skip
         for array, value in zip(self.settings.values(), values, strict=True):
             array[slot] = value
+        return bool(self.tracked[slot])
 
     def build(self, plan: Plan) -> tuple[Size, np.ndarray]:
         """The arrays of a plan in one buffer, at the smallest size that holds it."""
         if (again := self.advance(plan.items)) is not None:
             return again
+        size = choose(self.layouts, *plan.needs, plan.decodes)
+        return size, self.fill(plan, size)
+
+    def fill(self, plan: Plan, size: Size) -> np.ndarray:
+        """The same at a given size."""
         items = plan.items
-        num_samples = sum(len(item.scores) + item.draws for item in items)
-        size = choose(self.layouts, plan.num_rows, len(items), num_samples, plan.decodes)
+        _, _, num_samples = plan.needs
         buffer = self.layouts[size].padding.copy()
         b = self.layouts[size].views(buffer)
         slots = np.array([item.seq.slot for item in items])
@@ -107,7 +120,7 @@ class Batcher:
             self.recalls and plan.decodes and all(item.draws and not item.scores and is_steady(item) for item in items)
         )
         self.last = Decode(seqs, size, slots, positions, buffer, bool(self.plain[slots].all())) if steady else None
-        return size, buffer
+        return buffer
 
     def advance(self, items: Seq[Item]) -> tuple[Size, np.ndarray] | None:
         """The buffer of a step that is the last one a position further; None if it is another."""

@@ -18,9 +18,10 @@ from .options import Pooling
 from .pages import PageTable
 from .pooling import Pool
 from .recall import saving
+from .replicas import Tables, scheduler_of
 from .request import PLAIN, NotServing, QueueFull, RequestError, SamplingParams, Terms, shown
 from .runner import Drawn, Launched, Runner
-from .scheduler import Plan, Scheduler, rank_of
+from .scheduler import Plan, rank_of
 from .sequence import Sequence, sequences_of
 from .stream import Request
 from .trace import NoTrace
@@ -40,7 +41,7 @@ class Engine:
         self,
         runner: Runner,
         tokenizer: Tokenizer | None,
-        pages: PageTable,
+        pages: PageTable | Tables,
         max_len: int,
         seed: int = 0,
         max_queued: int | None = None,
@@ -53,7 +54,7 @@ class Engine:
         self.pooling = pooling  # of a request for an embedding that does not say
         self.grammars = None if tokenizer is None else Grammars(tokenizer, runner.config.vocab_size)
         self.lanes = len(runner.stages)  # steps that can be computed at a time
-        self.scheduler = Scheduler(pages, runner.limits, self.lanes)
+        self.scheduler = scheduler_of(pages, runner.limits, self.lanes)
         self.requests: dict[str, Request] = {}
         self.request_of: dict[Sequence, Request] = {}
         self.count = itertools.count()
@@ -97,9 +98,8 @@ class Engine:
             sequences[0].prompt_scores = [None] * (len(tokens) - 1)
         request = Request(request_id, prompt, params, sequences, self.tokenizer, now)
         self.requests[request_id] = request
-        for seq in sequences:
-            self.request_of[seq] = request
-            self.scheduler.add(seq)
+        self.request_of.update(dict.fromkeys(sequences, request))
+        self.scheduler.add(*sequences)
         if terms.timeout is not None:
             if len(self.deadlines) > 2 * len(self.requests) + 16:  # most are of requests that were done in time
                 self.deadlines = [entry for entry in self.deadlines if not entry[2].finished]
@@ -130,8 +130,8 @@ class Engine:
                     self.request_of[item.seq].scheduled(now)
                 launched = self.runner.launch(plan, self.pages.take_moves())
                 self.trace.launched(plan)
-            elif not self.in_flight and self.pages.tiers is not None:
-                self.pages.tiers.wait(0.05)
+            elif not self.in_flight:
+                self.pages.wait(0.05)
             if launched is None or len(self.in_flight) >= max(1, self.lanes - 1):
                 self.collect(changed)
             if launched is not None:
@@ -284,7 +284,7 @@ class Engine:
             self.step()
         if self.asleep:
             self.pages.lose()  # copies can be saved, and what is not on the device cannot
-        for moves in saving(self.pages):
+        for moves in saving(self.pages.tables):
             for pages in self.runner.move(moves) if moves else ():
                 pages.arrive()
         self.runner.close()

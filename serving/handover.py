@@ -10,8 +10,10 @@ import numpy as np
 from ..model.config import ModelError
 from .engine import Engine
 from .mover import parts
+from .pages import PageTable
 from .prefix import Node, Row
 from .recall import attach, keys
+from .tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -34,48 +36,55 @@ class Handover:
         return self.moved(lambda group, block: np.asarray(block))
 
 
-def known(engine: Engine, tokens: Seq[int], salt: str | None) -> list[Node]:
-    """The pages of a prompt's beginning that an engine can give or use, but for the last token's."""
-    pages = engine.pages
-    path = pages.tree.walk(salt, keys(tokens, (len(tokens) - 1) // pages.page_size, pages.page_size))
-    return pages.unbroken(list(path), Node.holds)
+def known(engine: Engine, tokens: Seq[int], salt: str | None) -> tuple[PageTable, list[Node]]:
+    """The pages of a prompt's beginning that an engine can give or use, but for the last token's; and who has them."""
+
+    def path(pages: PageTable) -> list[Node]:
+        found = pages.tree.walk(salt, keys(tokens, (len(tokens) - 1) // pages.page_size, pages.page_size))
+        return pages.unbroken(list(found), Node.holds)
+
+    return max(((pages, path(pages)) for pages in engine.pages.tables), key=lambda pair: len(pair[1]))
 
 
 def lacking(engine: Engine, tokens: Seq[int], salt: str | None) -> int:
     """How many tokens of a prompt an engine would have to compute now."""
-    return len(tokens) - len(known(engine, tokens, salt)) * engine.pages.page_size
+    pages, path = known(engine, tokens, salt)
+    return len(tokens) - len(path) * pages.page_size
 
 
 def give(engine: Engine, tokens: Seq[int], salt: str | None) -> Handover:
     """What the engine has of a prompt; nothing waits for the device that is still at it."""
-    pages, path = engine.pages, known(engine, tokens, salt)
+    pages, path = known(engine, tokens, salt)
     length = len(path) * pages.page_size
     groups = []
     for index, group in enumerate(pages.groups):
         nodes = path[group.first_seen(length) :]
-        groups.append([(block_of(engine, index, some), len(some)) for some in parts(nodes)])
-    return Handover(tiers_of(engine).identity, salt, list(tokens[:length]), groups)
+        groups.append([(block_of(engine, pages, index, some), len(some)) for some in parts(nodes)])
+    return Handover(tiers_of(pages).identity, salt, list(tokens[:length]), groups)
 
 
-def block_of(engine: Engine, group: int, nodes: Seq[Node]) -> Any:
+def block_of(engine: Engine, pages: PageTable, group: int, nodes: Seq[Node]) -> Any:
     """The pages of these nodes, read on the device; of those that only the host has, from there."""
-    coming = engine.pages.moves.back
-    numbers = [0 if (group, node.pages[group]) in coming else node.pages[group] for node in nodes]
+    there = [bool(node.pages[group]) and (group, node.pages[group]) not in pages.moves.back for node in nodes]
+    numbers = [pages.number(group, node.pages[group]) if on else 0 for node, on in zip(nodes, there, strict=True)]
     block_NX = engine.runner.mover.read(engine.runner.state.pages, group, numbers)
-    if all(numbers):
+    if all(there):
         return block_NX
     block_NX = np.array(block_NX)
-    for row, number, node in zip(block_NX, numbers, nodes, strict=False):
-        if not number:
+    for row, on, node in zip(block_NX, there, nodes, strict=False):
+        if not on:
             row[:] = np.frombuffer(node.copies[group].content, np.uint8)
     return block_NX
 
 
 def take(engine: Engine, handover: Handover) -> None:
-    """Keep the pages where those are that the device had no room for: whoever asks for the prompt finds them."""
-    tiers = tiers_of(engine)
-    check_alike(handover.identity, tiers.identity)
-    pages, count = engine.pages, len(handover.tokens) // engine.pages.page_size
+    """Keep the pages where those are that the device had no room for: whoever asks for the prompt finds them.
+
+    Of several replicas the one with the most room for them gets them.
+    """
+    pages = max(engine.pages.tables, key=lambda table: sum(group.free for group in table.groups))
+    check_alike(handover.identity, tiers_of(pages).identity)
+    count = len(handover.tokens) // pages.page_size
     there = list(pages.tree.walk(handover.salt, keys(handover.tokens, count, pages.page_size)))
     found = [
         (number, group, data)
@@ -96,10 +105,10 @@ def numbered(blocks: Seq[tuple[Any, int]], count: int) -> Iterator[tuple[int, An
             number += 1
 
 
-def tiers_of(engine: Engine) -> Any:
-    if engine.pages.tiers is None:
+def tiers_of(pages: PageTable) -> Tiers:
+    if pages.tiers is None:
         raise ModelError("kv_cache_host_bytes is 0; an engine that hands pages over, or takes them, needs some")
-    return engine.pages.tiers
+    return pages.tiers
 
 
 def check_alike(one: bytes, other: bytes) -> None:

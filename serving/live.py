@@ -12,6 +12,7 @@ from .engine import Engine
 from .group import Group
 from .histogram import Recent
 from .metrics import Metrics
+from .pages import PageTable
 from .sequence import Sequence
 from .stream import Request
 from .trace import NoTrace
@@ -71,13 +72,17 @@ class Live(NoTrace):
         self.watched_until = now + PATIENCE
         self.number(engine)
         counts, limits, waiting = self.metrics.counts, engine.runner.limits, waiting_requests(engine)
-        running = running_requests(engine)
+        running, tables = running_requests(engine), engine.pages.tables
         new = min(max(0, self.count - since), len(self.steps))
         return {
             "t": now,
             "page_size": engine.pages.page_size,
-            "limits": {"max_seqs": limits.max_seqs, "max_rows": limits.max_rows, "max_len": engine.max_len},
-            "groups": [self.group(engine, index) for index in range(len(engine.pages.groups))],
+            "limits": {
+                "max_seqs": limits.max_seqs * len(tables),
+                "max_rows": limits.max_rows * len(tables),
+                "max_len": engine.max_len,
+            },
+            "groups": [self.group(engine, table, index) for table in tables for index in range(len(table.groups))],
             "used": engine.pages.used(),
             "running": [self.row(request, seqs) for request, seqs in islice(running.items(), LISTED)],
             "waiting": [{"id": request.request_id, "prompt": request.sequences[0].num_prompt} for request in waiting],
@@ -106,19 +111,20 @@ class Live(NoTrace):
             if request not in self.numbers:
                 self.numbers[request] = heapq.heappop(self.spare) if self.spare else len(self.numbers) + 1
 
-    def group(self, engine: Engine, index: int) -> dict[str, Any]:
+    def group(self, engine: Engine, table: PageTable, index: int) -> dict[str, Any]:
         """Who has which page: 0 nobody, -1 it is kept, -2 several sequences, otherwise the number of a request.
 
         A cell of several pages shows the one with most life in it.
         """
-        group, running = engine.pages.groups[index], engine.scheduler.running
-        life = liveliness(
-            group, [(self.numbers[engine.request_of[seq]], seq.pages[index]) for seq in running if seq.pages]
-        )
+        group = table.groups[index]
+        running = [seq for seq in engine.scheduler.running if seq.pages and seq.replica == table.replica]
+        life = liveliness(group, [(self.numbers[engine.request_of[seq]], seq.pages[index]) for seq in running])
         each = max(1, -(-len(life) // CELLS))
         life = np.pad(life, (0, -len(life) % each)).reshape(-1, each).max(axis=1)
         cells = np.select([life == 0, life == 1, life == ALIVE], [0, -1, -2], life - 1)
         name = "full" if group.window is None else f"window {group.window}"
+        if len(engine.pages.tables) > 1:
+            name = f"replica {table.replica}, {name}"
         return {"name": name, "pages": group.num_pages - 1, "each": each, "cells": cells.tolist()}
 
     def row(self, request: Request, seqs: list[Sequence]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ HOST = 256 << 20  # bytes of host memory on the way to the disk
 DISK = 8 << 30
 PARALLEL = {  # axes of the mesh
     "tensor": "tensor_parallel_size", "expert": "expert_parallel_size", "context": "context_parallel_size",
-    "pipe": "pipeline_parallel_size",
+    "pipe": "pipeline_parallel_size", "data": "data_parallel_size",
 }  # fmt: skip
 
 
@@ -33,6 +33,7 @@ class EngineOptions:
     expert_parallel_size: int = 1  # groups of them that each have some of the experts
     context_parallel_size: int = 1  # groups that each have some positions of every page, and some rows of long steps
     pipeline_parallel_size: int = 1  # groups that each have some of the layers
+    data_parallel_size: int = 1  # groups that each have sequences, slots and pages of their own; they share the experts
     expert_redundancy: int = 0  # places for further copies of experts that many rows want, in every layer
     expert_rebalance_steps: int = 3000  # from one look at how evenly they are used to the next; 0: only when asked
     shard_weights: bool = False  # the devices of `context` each keep a part of every layer, put together as it is used

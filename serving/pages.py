@@ -39,8 +39,10 @@ class PageTable:
         windows: Iterable[int | None],
         keeps_prefixes: bool = True,
         tiers: Tiers | None = None,
+        replica: int = 0,
     ):
-        self.page_size, self.keeps_prefixes, self.tiers = page_size, keeps_prefixes, tiers
+        self.page_size, self.keeps_prefixes, self.tiers, self.replica = page_size, keeps_prefixes, tiers, replica
+        self.tables = [self]
         self.groups = [Group(n, page_size, w) for n, w in zip(num_pages, windows, strict=True)]
         self.tree = PrefixTree(len(self.groups))
         self.left = 0  # pages that became free, ever: what does not fit now will not before this changes
@@ -250,7 +252,16 @@ class PageTable:
             self.tree.prune_all(self.tiers.trim())
         moves, self.moves = self.moves, Moves()
         self.fresh.clear()
-        return moves
+        return moves.numbered(self.number) if self.replica else moves
+
+    def number(self, index: int, page: int) -> int:
+        """The device's number of a page: it has those of all replicas, one after the other."""
+        return self.replica * self.groups[index].num_pages + page
+
+    def wait(self, seconds: float) -> None:
+        """For what is being read from disk, if anything is."""
+        if self.tiers is not None:
+            self.tiers.wait(seconds)
 
     def fits(self, num_tokens: int, chunk: int) -> bool:
         """Whether a sequence of that length can run when it is alone."""

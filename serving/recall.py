@@ -9,6 +9,7 @@ from .moves import Moves
 from .pages import PageTable
 from .prefix import Copy, Node
 from .sequence import Sequence
+from .tiers import Tiers
 
 log = logging.getLogger("quire")
 
@@ -72,11 +73,14 @@ def keys(tokens: Seq[int], count: int, page_size: int) -> list[tuple[int, ...]]:
     return [tuple(tokens[at * page_size : (at + 1) * page_size]) for at in range(count)]
 
 
-def saving(pages: PageTable) -> Iterator[Moves]:
+def saving(tables: Seq[PageTable]) -> Iterator[Moves]:
     """Nothing runs any more: what is to be copied to the host so that the disk gets all that is kept."""
-    tiers = pages.tiers
-    if tiers is None or tiers.disk is None:
-        return
+    for pages in tables:
+        if pages.tiers is not None and pages.tiers.disk is not None:
+            yield from saving_of(pages, pages.tiers)
+
+
+def saving_of(pages: PageTable, tiers: Tiers) -> Iterator[Moves]:
     for index, group in enumerate(pages.groups):
         for page in list(group.kept):
             pages.spill(index, page)

@@ -15,7 +15,6 @@ from ..ops.sampling import Sampled, SlotState
 from ..sharding.mesh import team
 from .balance import Balance
 from .batch import Size
-from .batcher import Batcher
 from .compiles import CompileCounter
 from .experts import Experts
 from .grammar import Constraint
@@ -23,8 +22,10 @@ from .hosts import Leader
 from .kept import to_device, to_host
 from .mover import Leaving, Mover
 from .moves import Moves
+from .replicas import batcher_of
 from .scheduler import Item, Limits, Plan
 from .sequence import Sequence
+from .slots import bias_of, first_row
 from .stages import Stages
 from .step import reset_slot, set_bias
 
@@ -34,6 +35,7 @@ class Launched:
     """A step under way: its results are futures until they are collected."""
 
     plan: Plan
+    size: Size
     sampled: Sampled
     hidden_RD: jax.Array
     leaving: list[Leaving]
@@ -75,10 +77,10 @@ class Runner:
         self.config, self.weights, self.limits = config, weights, limits
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
         self.mesh, self.stages = mesh, Stages(config, mesh)
-        table_width = -(-max_len // page_size)
-        self.batcher = Batcher(limits, len(num_pages), page_size, table_width, recalls=len(self.stages) == 1)
-        tensor = 1 if mesh is None else mesh.shape["tensor"]
-        self.words = -(-config.vocab_size // tensor) * tensor  # with those that make the vocabulary divide
+        width, recalls, devices = -(-max_len // page_size), len(self.stages) == 1, team(mesh)
+        self.batcher = batcher_of(devices.apart.size, limits, len(num_pages), page_size, width, recalls=recalls)
+        # With the words that make the vocabulary divide.
+        self.words = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.mover = Mover(self.stages, to_host)
         self.device = jax.config.jax_default_device  # as the caller of this chose it; reset() may be another thread's
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
@@ -86,9 +88,8 @@ class Runner:
         self.plain: dict[Size, Any] = {}  # the same for steps that only decode, without the branches of sampling
         self.compiles = CompileCounter()
         self.hosts: Leader | None = None  # of several processes; each makes the calls that this one tells
-        devices = 1 if mesh is None else team(mesh).experts.size
         counted = config.experts and len(self.stages) == 1 and jax.process_count() == 1
-        self.experts = Experts(config, devices) if counted else None
+        self.experts = Experts(config, devices.experts.size) if counted else None
         self.balance = None
         if self.experts is not None and mesh is not None and spare_of(config):
             self.balance = Balance(self.experts, config, mesh, rebalance_steps)
@@ -150,7 +151,7 @@ class Runner:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
         if self.mesh is not None and self.mesh.is_multi_process:  # the processes find each other now or never
             size, layout = next(iter(self.batcher.layouts.items()))
-            jax.block_until_ready(self.step(size, False, layout.padding))
+            jax.block_until_ready(self.step(size, False, layout.nothing))
         V = self.words
         row = SlotState(*(np.zeros(V, leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
         slots = reset_slot(self.state.slots, np.int32(0), row)
@@ -197,7 +198,7 @@ class Runner:
             self.experts.launched(self.state)
         if self.remote:  # on its way as soon as the step is done, whatever the host does then
             sampled.tokens_R.copy_to_host_async()
-        return Launched(plan, sampled, hidden_RD, leaving)
+        return Launched(plan, size, sampled, hidden_RD, leaving)
 
     def rest(self) -> None:
         """Nothing is under way: what was counted can be read without waiting."""
@@ -231,8 +232,11 @@ class Runner:
             sampled = jax.device_get(sampled)
         hidden_RD = np.asarray(launched.hidden_RD) if any(item.seq.pool is not None for item in items) else None
         tokens = np.asarray(sampled.tokens_R).tolist()  # -1 where a row is not ok
-        drawn, row = [], 0
+        drawn, row, replica = [], 0, 0
         for item in items:
+            if item.seq.replica != replica:
+                replica = item.seq.replica
+                row = replica * launched.size.samples
             count = len(item.scores) + item.draws
             if count:
                 end = row + count
@@ -246,19 +250,16 @@ class Runner:
 
         Tokens that were found computed never pass through a step, so the penalties learn of them here.
         """
-        V = self.words
-        bias = bias_of(seq, V)
+        bias = bias_of(seq, self.words)
         if seq.constraint is not None:
             seq.constraint.bias = bias
-        self.batcher.assign(seq, bias is not None or seq.constraint is not None)
-        if bias is None and not self.batcher.tracked[seq.slot] and not seq.params.min_tokens:
-            return
-        stop, prompt = np.zeros(V, bool), np.zeros(V, bool)
-        stop[[token for token in seq.stop_ids if token < V]] = True
-        prompt[seq.tokens[: min(computed, seq.num_prompt)]] = True
-        counts = np.bincount(seq.tokens[seq.num_prompt : computed], minlength=V).astype(np.int32)
-        row = SlotState(np.zeros(V, np.float32) if bias is None else bias, stop, counts, prompt)
-        self.reset_slot(seq.slot, row)
+        tracked = self.batcher.assign(seq, bias is not None or seq.constraint is not None)
+        if bias is not None or tracked or seq.params.min_tokens:
+            self.reset_slot(self.place(seq), first_row(seq, computed, self.words, bias))
+
+    def place(self, seq: Sequence) -> int:
+        """The device's number of a sequence's slot: it has those of all replicas, one after the other."""
+        return seq.replica * self.limits.max_seqs + seq.slot
 
     def reset_slot(self, slot: int, row: SlotState) -> None:
         """Let the device know what a slot's sequence begins with."""
@@ -270,7 +271,7 @@ class Runner:
         row = constraint.row(seq.stop_ids)
         if len(row) < self.words:
             row = np.pad(row, (0, self.words - len(row)))
-        self.set_bias(seq.slot, row)
+        self.set_bias(self.place(seq), row)
 
     def set_bias(self, slot: int, bias_V: np.ndarray) -> None:
         """Let the device know what a slot's next token may be."""
@@ -278,19 +279,3 @@ class Runner:
         slots = self.state.slots
         slots = slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(slot), bias_V))
         self.state = self.state.replace(slots=slots)
-
-
-def bias_of(seq: Sequence, vocab: int) -> np.ndarray | None:
-    """What is added to the logits of every token, or None if nothing is."""
-    p = seq.params
-    single = [word[0] for word in seq.bad_words if len(word) == 1]
-    if not p.logit_bias and p.allowed_token_ids is None and not single:
-        return None
-    bias = np.zeros(vocab, np.float32)
-    if p.allowed_token_ids is not None:
-        bias[:] = -np.inf
-        bias[list(p.allowed_token_ids)] = 0
-    for token, value in (p.logit_bias or {}).items():
-        bias[token] += value
-    bias[single] = -np.inf
-    return bias

@@ -31,6 +31,11 @@ class Plan:
         return sum(item.num_rows for item in self.items)
 
     @property
+    def needs(self) -> tuple[int, int, int]:
+        """Rows, sequences, and rows whose logits are wanted."""
+        return self.num_rows, len(self.items), sum(len(item.scores) + item.draws for item in self.items)
+
+    @property
     def decodes(self) -> bool:
         """Every sequence brings a single row."""
         return all(item.num_rows == 1 for item in self.items)
@@ -63,15 +68,16 @@ class Scheduler:
     before their next.
     """
 
-    def __init__(self, pages: PageTable, limits: Limits, lanes: int = 1):
+    def __init__(self, pages: PageTable, limits: Limits, lanes: int = 1, waiting: Line | None = None):
         self.pages, self.limits, self.lanes = pages, limits, lanes
-        self.waiting = Line()
+        self.waiting = Line() if waiting is None else waiting
         self.running: list[Sequence] = []
         self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
         self.stuck: tuple | None = None  # what kept the first in the queue out, as long as it does
 
-    def add(self, seq: Sequence) -> None:
-        self.waiting.enter(seq)
+    def add(self, *sequences: Sequence) -> None:
+        for seq in sequences:
+            self.waiting.enter(seq)
 
     @property
     def busy(self) -> bool:
@@ -110,8 +116,8 @@ class Scheduler:
         return Plan(tuple(items.values())) if items else None
 
     def ready(self, seq: Sequence) -> bool:
-        """Whether it does not wait for the disk."""
-        return ready(self.pages, seq)
+        """Whether it is to be served here, and does not wait for the disk."""
+        return seq.replica == self.pages.replica and ready(self.pages, seq)
 
     def admit(self, seq: Sequence) -> bool:
         """Give a slot to a sequence that can catch up: one that cannot would hold pages and not finish."""

@@ -38,6 +38,7 @@ class Sequence:
     num_computed: int = 0
     pending: int = 0
     slot: int = -1
+    replica: int = 0  # of those that have slots and pages of their own, the one that serves it
     begun: bool = False  # since it got its slot
     pages: list[list[int]] = field(default_factory=list)  # one list a cache group, by logical page; 0 = given back
     party: Hashable = None  # for whom it is: those who are served share alike

@@ -29,6 +29,7 @@ from .meeting import join
 from .options import DISK, HOST, PARALLEL, EngineOptions
 from .pages import PageTable
 from .parallel import homes_of, mesh_of
+from .replicas import Tables
 from .runner import Runner
 from .scheduler import Limits
 from .sizing import cache_budget, held_bytes, size_cache, usable_memory, whole_page_bytes, working_bytes
@@ -60,7 +61,11 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         runner.hosts = hosts
         atexit.register(hosts.close)
     caching = options.enable_prefix_caching
-    pages = PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, made.tiers)
+    tables = [
+        PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, tiers, replica)
+        for replica, tiers in enumerate(made.tiers)
+    ]
+    pages = tables[0] if len(tables) == 1 else Tables(tables)
     seed, queued = options.seed, options.max_queued_requests
     engine = Engine(runner, tokenizer, pages, made.max_len, seed, queued, pooling=options.pooling)
     watch(engine, trace)
@@ -72,7 +77,8 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
     wish = options.max_model_len
     length = max_len if max_len is not None else None if wish in (None, -1) else wish
     config = checkpoint.read_config(folder, options.dtype, length, options.quantization, options.kv_cache_dtype)
-    copies.check(config, options.expert_redundancy, options.expert_parallel_size, options.pipeline_parallel_size)
+    sharing = options.expert_parallel_size * options.data_parallel_size
+    copies.check(config, options.expert_redundancy, sharing, options.pipeline_parallel_size)
     return copies.with_spare(config, options.expert_redundancy)
 
 
@@ -93,7 +99,7 @@ class Made(NamedTuple):
 
     runner: Runner
     max_len: int
-    tiers: Tiers | None
+    tiers: list[Tiers | None]  # of each replica
 
 
 def make_runner(
@@ -124,9 +130,9 @@ def make_runner(
     if weights is None:
         progress("loading weights")
         weights = load_weights()
-    tiers = make_tiers(folder, config, options, mesh)
+    tiers = [make_tiers(folder, config, options, mesh, replica) for replica in range(options.data_parallel_size)]
     runner = Runner(
-        config, weights, limits, num_pages, options.block_size, max_len, tiers is not None, load_weights, mesh,
+        config, weights, limits, num_pages, options.block_size, max_len, tiers[0] is not None, load_weights, mesh,
         options.expert_rebalance_steps,
     )  # fmt: skip
 
@@ -149,22 +155,30 @@ def make_trace(file: str | None) -> Trace | None:
         raise ModelError(f"trace is {file!r}: {error.strerror}") from None
 
 
-def make_tiers(folder: Path, config: ModelConfig, options: EngineOptions, mesh: Mesh | None = None) -> Tiers | None:
-    """Host memory and disk for pages that the cache has no room for, where there are to be any."""
+def make_tiers(
+    folder: Path, config: ModelConfig, options: EngineOptions, mesh: Mesh | None = None, replica: int = 0
+) -> Tiers | None:
+    """Host memory and disk for pages that the cache has no room for, where there are to be any.
+
+    Replicas have an equal share of both.
+    """
     sizes = [whole_page_bytes(config, group, options.block_size, mesh) for group in range(len(config.windows))]
     host = options.kv_cache_host_bytes
     if host is None:
         host = HOST if options.kv_cache_disk else 0
+    host //= options.data_parallel_size
     if options.kv_cache_disk is None:
         return Tiers(sizes, host, None, identity(folder, config, options)) if host else None
     if host < max(sizes):
         raise ModelError(
-            f"kv_cache_host_bytes is {host}; the way to the disk leads through host memory, which must hold a page: "
-            f"{max(sizes)} bytes at least"
+            f"kv_cache_host_bytes is {host} a replica; the way to the disk leads through host memory, which must hold "
+            f"a page: {max(sizes)} bytes at least"
         )
     path = Path(options.kv_cache_disk).expanduser()
     try:
-        disk = DiskPages(path, DISK if options.kv_cache_disk_bytes is None else options.kv_cache_disk_bytes)
+        room = DISK if options.kv_cache_disk_bytes is None else options.kv_cache_disk_bytes
+        own = path if options.data_parallel_size == 1 else path / f"replica-{replica}"
+        disk = DiskPages(own, room // options.data_parallel_size)
     except OSError as error:
         raise ModelError(f"kv_cache_disk is {str(path)!r}: {error.strerror}") from None
     times = [path.stat().st_mtime_ns for path in files_of(folder)]
@@ -184,7 +198,7 @@ def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes
     Of large files it reads both ends.
     """
     model = replace(config, max_len=0)  # what it changes is in the rotary tables
-    sizes = [getattr(options, name) for name in PARALLEL.values()]
+    sizes = [getattr(options, name) for axis, name in PARALLEL.items() if axis != "data"]
     what = [model, *sizes, options.block_size, jax.__version__, device_and_kernels()]
     found = hashlib.blake2b(repr(what).encode(), digest_size=32)
     for path in files_of(folder):

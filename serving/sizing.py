@@ -60,7 +60,9 @@ def held_bytes(tree) -> int:
 def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, mesh: Mesh | None = None) -> int:
     """What the largest step takes on a device beside weights and state, as its compiler says; nothing is run."""
     groups, stages = len(config.windows), Stages(config, mesh)
-    _, layout = max(Batcher(limits, groups, page_size, -(-config.max_len // page_size)).layouts.items())
+    replicas = team(mesh).apart.size
+    batcher = Batcher(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
+    _, layout = max(batcher.layouts.items())
     state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs)
     found = []
     for lowered in stages.lower(weights, state, layout):
@@ -75,11 +77,11 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, 
 
 
 def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
-    """Of all devices together: what a page takes that is copied out."""
+    """Of all devices that have a part of it: what a page takes that is copied out."""
     stages = Stages(config, mesh)
     pages = stages.abstract_state((1,) * len(config.windows), page_size, 1).pages
     own = [pages[index] for index in config.kv_layers if config.group(index) == group]
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
+    return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
 
 
 def size_cache(

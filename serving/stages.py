@@ -51,7 +51,7 @@ class Stages:
         lowered, x = [], ()  # the first gets none
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
             places = Places.of(own, mesh)
-            lowered.append(step.lower(own, held, layout.padding, layout, self.config, plain, places, stage, *x))
+            lowered.append(step.lower(own, held, layout.nothing, layout, self.config, plain, places, stage, *x))
             x = (lowered[-1].out_info[0],)
         return lowered
 

@@ -29,7 +29,10 @@ class State:
 
 
 def state_places(state: State) -> State:
-    """How a state lies on a mesh: pages by heads and by the positions in each, what is kept of words by words."""
+    """How a state lies on a mesh: pages by heads and by the positions in each, what is kept of words by words.
+
+    Replicas have pages and slots of their own.
+    """
 
     def of(pages: KVPages) -> KVPages:
         def place(name: str, held) -> P | None:
@@ -37,14 +40,14 @@ def state_places(state: State) -> State:
                 return None
             # What holds keys and values in one is read by all heads.
             heads = None if pages.v_PSKH is None and pages.kv_PSYH is None else "tensor"
-            return P(None, heads, "context") if HEADS[name] == 1 else P(None, "context", heads)
+            return P("data", heads, "context") if HEADS[name] == 1 else P("data", "context", heads)
 
         return KVPages(**{field.name: place(field.name, getattr(pages, field.name)) for field in fields(pages)})
 
     pages = {index: of(held) for index, held in state.pages.items()}
-    slots = jax.tree.map(lambda _: P(None, "tensor"), state.slots)
+    slots = jax.tree.map(lambda _: P("data", "tensor"), state.slots)
     loads = None if state.loads_nLE is None else P(OF_ROWS)
-    return State(pages, slots, None if state.last_tokens_B is None else P(), loads)
+    return State(pages, slots, None if state.last_tokens_B is None else P("data"), loads)
 
 
 def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tuple[int, ...]]:

@@ -92,14 +92,18 @@ def step(
     own, devices = part_of(config, places.mesh), team_of(places.mesh, layout)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     of_state = state_places(state)
-    of_rows = P(devices.rows.name or None)
+    of_rows = P((devices.apart * devices.rows).name or None)
+    tells = places.mesh.is_multi_process  # what is drawn must be on a device of each process
+    drawn = P(None if tells else "data")
 
     def part(weights, state, buffer, x):
-        return step_of_one(weights, state, buffer, x, layout, own, plain, devices, stage, fetch)
+        mine = devices.apart.part(buffer)
+        *out, state = step_of_one(weights, state, mine, x, layout, own, plain, devices, stage, fetch)
+        return *(jax.tree.map(devices.apart.join, out) if tells and stage.ends else out), state
 
     run = jax.shard_map(
         part, mesh=places.mesh, in_specs=(of_weights, of_state, P(), of_rows),
-        out_specs=(P() if stage.ends else of_rows, P(), of_state), check_vma=False,
+        out_specs=(drawn if stage.ends else of_rows, drawn, of_state), check_vma=False,
     )  # fmt: skip
     return run(weights, state, buffer, x)
 

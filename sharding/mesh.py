@@ -12,11 +12,16 @@ from .spec import ArraySpec, Runs
 from .team import ALONE, Axis, Team
 
 AXES = ("data", "pipe", "context", "tensor", "expert")
+# How they lie on the devices: neighbours, as on one host, are parts of `tensor`, which sends the most.
+APART = ("data", "pipe", "context", "expert", "tensor")
 
-RULES = {"vocab": "tensor", "heads": "tensor", "ffn": "tensor", "experts": "expert", "embed": None}
+Over = str | tuple[str, ...] | None  # axes of the mesh; of several the first changes the slowest
+RULES: dict[str, Over] = {
+    "vocab": "tensor", "heads": "tensor", "ffn": "tensor", "experts": ("data", "expert"), "embed": None,
+}  # fmt: skip
 PADDED = {"vocab"}  # these axes are made longer where they do not divide
 
-Rules = Mapping[str, str | None]
+Rules = Mapping[str, Over]
 
 
 def make_mesh(
@@ -34,9 +39,9 @@ def make_mesh(
     if min(shape) < 1 or math.prod(shape) > len(found):
         wanted = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
         raise ValueError(f"a mesh of {wanted} needs {math.prod(shape)} devices; there are {len(found)}")
-    # Neighbours, as on one host, are parts of `tensor`, which sends the most; experts' groups may lie further apart.
-    grid = np.array(found[: math.prod(shape)], object).reshape(data, pipe, context, expert, tensor)
-    chosen = grid.swapaxes(-1, -2).reshape(-1).tolist()
+    sizes = dict(zip(AXES, shape, strict=True))
+    grid = np.array(found[: math.prod(shape)], object).reshape([sizes[name] for name in APART])
+    chosen = grid.transpose([APART.index(name) for name in AXES]).reshape(-1).tolist()
     return jax.make_mesh(shape, AXES, devices=chosen, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -53,12 +58,18 @@ def sharding(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -
     over = [over_axis(axis, rules) for axis in spec.axes]
     for axis, size, name in zip(spec.axes, spec.shape, over, strict=True):
         if name is not None:
-            order(axis, size, mesh.shape[name], name)
+            order(axis, size, devices_along(name, mesh), name)
     return NamedSharding(mesh, PartitionSpec(*over))
 
 
-def over_axis(axis: str | Runs | None, rules: Rules) -> str | None:
-    """The mesh axis that a logical one is split over."""
+def devices_along(over: Over, mesh: Mesh | AbstractMesh) -> int:
+    """How many devices an axis is split over."""
+    names = (over,) if isinstance(over, str) else over or ()
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def over_axis(axis: str | Runs | None, rules: Rules) -> Over:
+    """The mesh axes that a logical one is split over."""
     name = axis.axis if isinstance(axis, Runs) else axis
     if name is None:
         return None
@@ -67,7 +78,7 @@ def over_axis(axis: str | Runs | None, rules: Rules) -> str | None:
     return rules[name]
 
 
-def order(axis: str | Runs | None, size: int, devices: int, over: str) -> np.ndarray | None:
+def order(axis: str | Runs | None, size: int, devices: int, over: Over) -> np.ndarray | None:
     """Which of an axis' elements each device has, one device after the other; -1 is none. None: as they come."""
     name, runs, shared, again = axis if isinstance(axis, Runs) else Runs(axis or "", (size,))
 
@@ -78,9 +89,10 @@ def order(axis: str | Runs | None, size: int, devices: int, over: str) -> np.nda
     for at, run in enumerate(runs):
         if not fits(at, devices):
             fitting = [n for n in range(1, 2 * devices + 1) if all(fits(each, n) for each in range(len(runs)))]
+            where = over if isinstance(over, str) else " x ".join(over or ())
             raise ValueError(
-                f"{name!r} has size {run + again}, which does not divide over {over}={devices}; "
-                f"{over} could be {', '.join(map(str, fitting))}"
+                f"{name!r} has size {run + again}, which does not divide over {where}={devices}; "
+                f"{where} could be {', '.join(map(str, fitting))}"
             )
         if at in shared and run < devices:
             part = np.repeat(np.arange(run), devices // run)
@@ -101,7 +113,7 @@ def orders(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> 
     """`order` of each axis."""
     over = [over_axis(axis, rules) for axis in spec.axes]
     return [
-        None if name is None else order(axis, size, mesh.shape[name], name)
+        None if name is None else order(axis, size, devices_along(name, mesh), name)
         for axis, size, name in zip(spec.axes, spec.shape, over, strict=True)
     ]
 
@@ -129,4 +141,5 @@ def team(mesh: Mesh | None) -> Team:
     """The devices of a mesh, as each of them sees the others."""
     if mesh is None:
         return ALONE
-    return Team(*(Axis(name, mesh.shape[name]) for name in ("tensor", "expert", "context")))
+    tensor, expert, context, data = (Axis(name, mesh.shape[name]) for name in ("tensor", "expert", "context", "data"))
+    return Team(tensor, expert, context, apart=data)

@@ -214,6 +214,7 @@ def test_memory_is_divided(golden):
         ("mistral", {"tensor_parallel_size": 4}),  # several devices have the same head
         ("llama", {"context_parallel_size": 2, "kv_cache_dtype": "int8"}),
         ("llama", {"pipeline_parallel_size": 3}),
+        ("llama", {"data_parallel_size": 2, "tensor_parallel_size": 2}),
     ],
 )
 def test_pages_come_back(name, many, golden):

@@ -25,10 +25,12 @@ DEEPSEEK = ahead.MODELS["deepseek-v3"] | {
     "n_routed_experts": 16, "moe_intermediate_size": 32, "num_experts_per_tok": 4, "vocab_size": 128, "n_group": 4,
     "topk_group": 2,
 }  # fmt: skip
+WIDE = DEEPSEEK | {"torch_dtype": "float32"}  # XLA exchanges bfloat16 as float32 on a CPU
 CASES = [
     (LLAMA, {"tensor": 8}, None), (LLAMA, {"tensor": 4, "pipe": 2}, "int8"),
     (LLAMA | {"tie_word_embeddings": True}, {"tensor": 2, "pipe": 4}, None),
-    (DEEPSEEK, {"tensor": 2, "expert": 4}, None),
+    (DEEPSEEK, {"tensor": 2, "expert": 4}, None), (WIDE, {"data": 4, "tensor": 2}, None),
+    (WIDE, {"data": 2, "expert": 2, "tensor": 2}, None),
 ]  # fmt: skip
 
 
@@ -40,7 +42,7 @@ def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
     found = ahead.measure(config, sizes, 8, 64, specs=specs)
     assert found["sent"] == found["formula"]
     planner = Planner(config, plan.DEVICES["h200"], Work(8, 64, 32), specs)
-    choice = planner.choice({"pipe": 1, "context": 1, "tensor": 1, "expert": 1} | sizes)
+    choice = planner.choice({"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1} | sizes)
     assert found["weights"] == choice.weight_bytes
     assert found["cache"] == choice.sequence_bytes // 64 * (found["cache_tokens"] + ahead.PAGE)
     rest = found["arguments"] - found["weights"] - found["cache"]
@@ -72,7 +74,7 @@ def test_command_makes_its_own_devices(tmp_path, monkeypatch, capfd):
     assert found["sent"] == found["formula"]
 
 
-@pytest.mark.parametrize("text", ["tensor", "tensor=0", "data=2", "tensor=2,tensor=4", "tensor=2,", ""])
+@pytest.mark.parametrize("text", ["tensor", "tensor=0", "rows=2", "tensor=2,tensor=4", "tensor=2,", ""])
 def test_a_mesh_that_is_none(text, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["ahead", "llama-70b", "--mesh", text])
     with pytest.raises(SystemExit, match="2"):

@@ -29,6 +29,7 @@ from quire.model.weights import abstract
 from quire.ops.sampling.xla import CANDIDATES
 from quire.serving.batcher import Batcher
 from quire.serving.scheduler import Limits
+from quire.serving.sizing import held_bytes
 from quire.serving.stages import Stages
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import nbytes
@@ -65,27 +66,33 @@ def check_scores(llm: LLM, made: Golden) -> None:
 
 # One of each kind of layer; all of them with QUIRE_ALL_FAMILIES=1, which takes a while.
 KINDS = ["llama", "olmo2", "gemma3-text", "gemma4-shared", "gpt-oss", "deepseek-v3"]
-NAMES = [name for name in NAMED if NAMED[name].new_tokens] if os.environ.get("QUIRE_ALL_FAMILIES") else KINDS
+EVERY = [name for name in NAMED if NAMED[name].new_tokens]
+CASES = (
+    [(name, number, axis) for number, name in enumerate(EVERY) for axis in ("pipe", "data")]
+    if os.environ.get("QUIRE_ALL_FAMILIES")
+    else [(name, number, ("pipe", "data")[number % 2]) for number, name in enumerate(KINDS)]
+)
 
 
-def over(config, number: int) -> dict[str, int]:
-    """A mesh of at most eight devices over two stages, the positions of pages, and heads or experts, as they divide."""
+def over(config, number: int, axis: str) -> dict[str, int]:
+    """A mesh of at most eight devices over stages or replicas, the positions of pages, and heads or experts."""
     found = {"context_parallel_size": 2}
-    if falls_apart(config, 2):
+    if axis == "pipe" and falls_apart(config, 2):
         found["pipeline_parallel_size"] = 2
+    if axis == "data" and splits(config, data=2):
+        found["data_parallel_size"] = 2
     names = [name for name in ("tensor", "expert") if splits(config, **{name: 2})]
     if names:
-        found[f"{names[number % len(names)]}_parallel_size"] = 2
+        found[f"{names[number // 2 % len(names)]}_parallel_size"] = 2
     return found
 
 
-@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
-def test_families(number, golden):
+@pytest.mark.parametrize(("name", "number", "axis"), CASES)
+def test_families(name, number, axis, golden):
     """The answers and scores of one device, from a mesh of all the axes that a family can be split over."""
-    name = NAMES[number]
     made, variant = golden(name), NAMED[name]
     config = checkpoint.read_config(made.folder, "float32", variant.max_len)
-    llm = make(made.folder, max_model_len=variant.max_len, **over(config, number))
+    llm = make(made.folder, max_model_len=variant.max_len, **over(config, number, axis))
     check_answers(llm, made)
     check_scores(llm, made)
     assert llm.engine.runner.compiles.recompiles == 0
@@ -98,6 +105,9 @@ ALONE = [
     ("gpt-oss", {"context_parallel_size": 4}),
     ("deepseek-v3", {"context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2}),
     ("gemma4-shared", {"context_parallel_size": 4}),
+    ("llama", {"data_parallel_size": 2, "pipeline_parallel_size": 3}),
+    ("deepseek-v3", {"data_parallel_size": 4, "tensor_parallel_size": 2}),
+    ("gpt-oss", {"data_parallel_size": 2, "expert_parallel_size": 3}),
 ]
 
 
@@ -113,6 +123,8 @@ MESHES = [
     ("llama", {"tensor": 4}), ("llama", {"tensor": 2, "context": 2}), ("olmo2", {"tensor": 2}),
     ("gemma4-shared", {"tensor": 2, "context": 2}), ("qwen3-moe", {"tensor": 2, "expert": 2}),
     ("deepseek-v3", {"tensor": 2, "expert": 2, "context": 2}), ("gpt-oss", {"context": 4}),
+    ("llama", {"data": 4, "tensor": 2}), ("qwen3-moe", {"data": 2, "expert": 2, "tensor": 2}),
+    ("deepseek-v3", {"data": 4, "context": 2}),
 ]  # fmt: skip
 
 
@@ -124,7 +136,8 @@ def test_what_is_sent(name, sizes, golden):
     mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
     weights, stages = checkpoint.load(folder, config, Homes(mesh)), Stages(config, mesh)
     state = stages.abstract_state((8,) * len(config.windows), 16, 4)
-    for size, layout in Batcher(limits, len(config.windows), 16, 4).layouts.items():
+    batcher = Batcher(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
+    for size, layout in batcher.layouts.items():
         (lowered,) = stages.lower(weights, state, layout)
         found, drawn = collectives(lowered.compile().as_text())
         prompts = size.rows > size.seqs
@@ -134,7 +147,7 @@ def test_what_is_sent(name, sizes, golden):
         if prompts and sizes.get("context", 1) > 1:  # the rows that are sampled
             wanted["all-reduce"] += 4 * size.samples * config.dim
         assert Counter({kind: sum(found[kind]) for kind in found}) == wanted
-        assert all(n <= 4 * size.samples * sizes["tensor"] * CANDIDATES for kind in drawn for n in drawn[kind])
+        assert all(n <= 4 * size.samples * sizes.get("tensor", 1) * CANDIDATES for kind in drawn for n in drawn[kind])
 
 
 def collectives(text: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
@@ -206,6 +219,71 @@ def test_one_layer_at_a_time(golden):
     assert spent[1].temp_size_in_bytes - spent[0].temp_size_in_bytes < 3 * layer
 
 
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=12, presence_penalty=0.5, logprobs=0, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=7, max_tokens=9, n=3, min_tokens=4, logit_bias={5: 2.0}, logprobs=0),
+    SamplingParams(temperature=0, max_tokens=10, allowed_token_ids=[3, 4, 5, 6], logprobs=0, ignore_eos=True),
+]
+
+
+@pytest.mark.parametrize("sizes", [{"data_parallel_size": 2, "expert_parallel_size": 2}, {"data_parallel_size": 4}])
+def test_replicas_in_one_program(sizes, golden):
+    """More requests than slots, of all kinds: the same tokens as from one device, and the same bits without company."""
+    made = golden("qwen3-moe")
+    options = {"max_model_len": NAMED["qwen3-moe"].max_len, "enable_prefix_caching": False}
+    prompts = [{"prompt_token_ids": [(i // 2 * 11 + j) % 160 for j in range(12 + i)]} for i in range(20)]
+    params = [ASKED[i % len(ASKED)] for i in range(20)]
+    llm = make(made.folder, **options, **sizes)
+    engine, used = llm.engine, Counter()
+    launch = engine.runner.launch
+
+    def watched(plan, moves):
+        used.update({len({item.seq.replica for item in plan.items}): 1})
+        return launch(plan, moves)
+
+    engine.runner.launch = watched
+    found = llm.generate(prompts, params, use_tqdm=False)
+    assert used[sizes["data_parallel_size"]] > 10
+    engine.scheduler.check()
+    single = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in range(0, 20, 3)]
+    assert engine.runner.compiles.recompiles == 0
+    assert [said(output) for output in single] == [said(output) for output in found[::3]]
+    wanted = make(made.folder, **options).generate(prompts, params, use_tqdm=False)
+    for one, other in zip(found, wanted, strict=True):
+        assert [x.token_ids for x in one.outputs] == [x.token_ids for x in other.outputs]
+        for x, y in zip(one.outputs, other.outputs, strict=True):
+            assert x.cumulative_logprob == pytest.approx(y.cumulative_logprob, abs=1e-4)
+
+
+def said(output) -> list:
+    """All that an answer says, to the last bit."""
+    return [
+        (x.token_ids, [[(token, entry.logprob) for token, entry in step.items()] for step in x.logprobs])
+        for x in output.outputs
+    ]
+
+
+def test_memory_of_replicas(golden):
+    """Experts are shared by all, and slots and pages are nobody else's; what a device may use is for its own pages."""
+    folder = golden("deepseek-v3").folder
+    one, four = (
+        make(folder, max_model_len=64, **sizes).engine.runner
+        for sizes in ({}, {"data_parallel_size": 4, "tensor_parallel_size": 2})
+    )
+    for index in one.config.expert_layers:
+        stacks = [(runner.weights.layers[index].moe.up_EDGF, runner.weights.layers[index].moe.down_EFD)
+                  for runner in (one, four)]  # fmt: skip
+        whole, part = (sum(math.prod(x.sharding.shard_shape(x.shape)) for x in stack) for stack in stacks)
+        assert part * 8 == whole
+    assert four.num_pages == one.num_pages
+    pages, whole_pages = (held_bytes(runner.state.pages) for runner in (four, one))
+    assert pages == whole_pages
+    text = four.compiled[max(four.compiled)].as_text()
+    assert "all-to-all" in text
+    assert text.count("may-alias") + text.count("must-alias") >= len(jax.tree.leaves(four.state))
+
+
 def test_stages_are_kept_busy(golden):
     """As many steps are under way as there are stages, of sequences that are not the same."""
     made = golden("llama")
@@ -230,6 +308,8 @@ def test_stages_are_kept_busy(golden):
 def test_refused(golden):
     with pytest.raises(ModelError, match=r"pipeline_parallel_size is 4.*3 layers.*can be 1, 2, 3"):
         make(golden("llama").folder, pipeline_parallel_size=4)
+    with pytest.raises(ModelError, match=r"data_parallel_size is 3.*experts.*with expert_parallel_size 2 it can be 1"):
+        make(golden("qwen3-moe").folder, data_parallel_size=3, expert_parallel_size=2)
     with pytest.raises(ModelError, match="shard_weights parts the weights over the devices of context_parallel_size"):
         make(golden("llama").folder, shard_weights=True)
     with pytest.raises(ModelError, match=r"context_parallel_size is 3.*16 positions.*can be 1, 2, 4, 8, 16"):

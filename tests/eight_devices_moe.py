@@ -169,7 +169,8 @@ def make(folder, **options) -> LLM:
 
 SPARE = {
     "qwen3-moe": {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_redundancy": 4},
-    "gpt-oss": {"expert_parallel_size": 4, "expert_redundancy": 2},  # MXFP4, and 6 experts on 4 devices
+    # MXFP4, and 6 experts on 4 devices, which are two replicas
+    "gpt-oss": {"expert_parallel_size": 2, "data_parallel_size": 2, "expert_redundancy": 2},
     "deepseek-v3": {"expert_parallel_size": 8, "expert_redundancy": 8},
 }
 

@@ -135,7 +135,7 @@ def test_what_only_the_host_has_is_given_too(two):
         for number in range(12):  # others, until nothing of it is left on the device
             await answers(reader, [Ask([(number + 3 * i) % 150 for i in range(130)], GREEDY)])
         engine = reader.engine
-        path = job(reader, lambda: known(engine, PROMPT, None))
+        _, path = job(reader, lambda: known(engine, PROMPT, None))
         assert len(path) == 12 and any(not node.pages[0] for node in path)
         handover = job(reader, lambda: give(engine, PROMPT, None))
         job(writer, lambda: take(writer.engine, handover))

@@ -371,7 +371,7 @@ def test_what_has_no_room_goes_to_the_host_and_to_disk_and_comes_back():
     assert len(tiers.copies) == 2 and len(disk) == 3
     assert serve([1] * 16) == 12  # the last token's row is needed, and so its page
     assert serve([2] * 16) == 12
-    for moves in saving(table):
+    for moves in saving([table]):
         move(moves)
     assert {data for *_, data in disk.values()} and len(disk) == 9
 

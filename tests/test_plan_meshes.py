@@ -16,7 +16,7 @@ from quire.model.plan import DEVICES, Device, weight_bytes
 from quire.model.split import check
 from quire.model.traffic import Sent, traffic
 
-ALONE = {"pipe": 1, "context": 1, "tensor": 1, "expert": 1}
+ALONE = {"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1}
 SMALL = ModelConfig("llama", 64, 16, (Layer(Attention(4, 2, 4, 1.0), Mlp(32)),) * 2, 128)
 DEVICE = Device(20000, 1e6, 1e7, 1e5, 1e3)
 LAYER = 16 * (4 + 2 + 2) * 4 + 4 * 4 * 16 + 3 * 16 * 32  # queries, keys, values; out; gate, up and down
@@ -60,7 +60,10 @@ def test_layers_in_two_stages_by_hand():
     [
         ({"tensor": 8}, Sent("all-reduce", "tensor", 800), 2 * 700, 0),
         ({"tensor": 4, "expert": 2}, Sent("all-reduce", "tensor and expert", 800), 2 * 700, 0),
-        ({"tensor": 8, "expert": 2}, Sent("all-reduce", "tensor", 800), 2 * 600, 2 * 100),  # four here, two machines
+        ({"tensor": 8, "expert": 2}, Sent("all-reduce", "tensor", 800), 2 * 700, 0),
+        ({"tensor": 8, "expert": 2}, Sent("all-reduce", "expert", 800), 0, 2 * 400),
+        ({"tensor": 4, "expert": 4}, Sent("all-reduce", "expert", 800), 2 * 400, 2 * 200),  # two here, two machines
+        ({"tensor": 2, "expert": 2, "data": 4}, Sent("all-to-all", "data and expert", 800), 300, 400),
         ({"tensor": 8, "context": 2}, Sent("all-gather", "context", 800), 0, 400),
         ({"expert": 16}, Sent("all-reduce", "expert", 800), 2 * 700, 2 * 50),
         ({"context": 16}, Sent("all-to-all", "context", 1600), 700, 800),
@@ -94,14 +97,14 @@ def test_of_any_model(seed):
         needs = []
         for sizes in found:
             assert math.prod(sizes.values()) == devices
-            check(config, sizes["tensor"], sizes["expert"], sizes["pipe"])
+            check(config, sizes["tensor"], sizes["expert"], sizes["pipe"], sizes["data"])
             choice = planner.choice(sizes)
-            needs.append(choice.weight_bytes + work.batch * choice.sequence_bytes)
+            needs.append(meshes.least_bytes(choice, work))
             if sizes["pipe"] == 1:
                 times = {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}
                 sent = sum(
                     times[one.kind] * one.nbytes * (1 - 1 / math.prod(sizes[name] for name in one.axis.split(" and ")))
-                    for one in traffic(config, sizes, 8, False)
+                    for one in traffic(config, sizes, -(-8 // sizes["data"]), False)
                 )
                 assert choice.decode.sent == pytest.approx(sent)
         assert min(needs, default=least) <= least
@@ -133,7 +136,7 @@ def test_command_proposes(tmp_path):
     [
         ("70B", ["--batch", "4"], "--batch is 4; it needs --devices"),
         ("70B", ["--devices", "8", "--best", "price"], "--best is 'price'; it can be throughput"),
-        ("70B", ["--devices", "83"], "use 64, for example"),
+        ("70B", ["--devices", "83"], "use --devices 64"),
         ("70B", ["--devices", "2", "--device", "l4"], "use --devices 16"),
         ("7B", ["--devices", "2", "--batch", "500"], "use --batch 73 or less or --devices 16"),
         ("7B", ["--devices", "2", "--length", "8K"], "at most 4096 positions"),

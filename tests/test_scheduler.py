@@ -1,5 +1,7 @@
 """The scheduler with a pretended device: a step's tokens come back one step late, as they do in service."""
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 
@@ -19,19 +21,20 @@ def sequence(index: int, prompt: int, output: int, token: int | None = None, **s
 class Device:
     """Runs plans one step behind, checks each against what has been computed, and ends what is done."""
 
-    def __init__(self, scheduler: Scheduler):
+    def __init__(self, scheduler, limits: Limits | None = None):
         self.scheduler, self.in_flight, self.steps = scheduler, None, 0
+        self.limits = limits or scheduler.limits
         self.computed: dict[Sequence, int] = {}
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
         self.scheduler.check()
         if plan is not None:
-            limits = self.scheduler.limits
-            assert plan.num_rows <= limits.max_rows
-            assert len(plan.items) <= limits.max_seqs
-            assert sum(len(item.scores) + item.draws for item in plan.items) <= limits.max_samples
-            assert len({item.seq.slot for item in plan.items}) == len(plan.items)
+            for own in map(list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))):
+                assert sum(item.num_rows for item in own) <= self.limits.max_rows
+                assert len(own) <= self.limits.max_seqs
+                assert sum(len(item.scores) + item.draws for item in own) <= self.limits.max_samples
+            assert len({(item.seq.replica, item.seq.slot) for item in plan.items}) == len(plan.items)
             for item in plan.items:
                 if item.begins:
                     assert item.start == 0 or item.start < item.seq.num_tokens

@@ -231,9 +231,9 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, team: Team = ALONE):
             down_bias_D = jnp.where(team.tensor.index() == 0, down_bias_D, 0)
         return project("QF,FD->QD", inner_QF, experts.pick(w.down_EFD, e), down_bias_D)
 
-    if team.apart.size > 1 or moe.spare:
+    if team.alike.size < team.experts.size or moe.spare:
         return mix_over(team, x_TD, weights_TX, slots_of(moe, w, experts_TX), own, expert), experts_TX
-    here_TX = experts_TX - team.expert.index() * own
+    here_TX = experts_TX - team.experts.index() * own
     here_TX = jnp.where((here_TX >= 0) & (here_TX < own), here_TX, own)
     return team.sum(experts.mix_experts(x_TD, weights_TX, here_TX, own, expert)), experts_TX
 

@@ -75,8 +75,8 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
         return True
 
     @cache
-    def share(expert: int, data: int) -> bool:
-        return splits(config, expert=expert, data=data)
+    def share(sharing: int) -> bool:
+        return splits(config, data=sharing)
 
     def divisors(left: int, most: int) -> list[int]:
         return [n for n in range(1, min(left, most) + 1) if left % n == 0]
@@ -91,7 +91,7 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
         for context in divisors(left, PAGE)
         if PAGE % context == 0
         for data in divisors(left // context, left)
-        if share(expert, data) and fits("pipe", left // context // data)
+        if share(expert * context * data) and fits("pipe", left // context // data)
     ]
 
 
@@ -103,9 +103,9 @@ class Planner:
         self.weights = abstract(config) if weights is None else weights
         self.held, self.part = cache(self.held_of), cache(self.part_of)
 
-    def held_of(self, tensor: int, expert: int, data: int) -> ModelWeights:
-        """Bytes of each leaf on a device."""
-        sizes = {"tensor": tensor, "expert": expert, "data": data}
+    def held_of(self, tensor: int, sharing: int) -> ModelWeights:
+        """Bytes of each leaf on a device, where so many share the experts."""
+        sizes = {"tensor": tensor, "expert": sharing}
         mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
         def nbytes(spec) -> int:
@@ -151,7 +151,7 @@ class Planner:
 
     def stage_weights(self, sizes: Mapping[str, int], stage: Stage) -> ModelWeights:
         """Bytes of each leaf that a device of a stage holds."""
-        held = self.held(sizes["tensor"], sizes["expert"], sizes["data"])
+        held = self.held(sizes["tensor"], sizes["expert"] * sizes["context"] * sizes["data"])
         own = held.replace(layers=held.layers[stage.layers.start : stage.layers.stop])
         tied = self.config.tied
         if not stage.begins:
@@ -165,6 +165,7 @@ class Planner:
         own, specs = self.part(sizes["tensor"])
         context, device = sizes["context"], self.device
         dense_rows = -(-rows // context) if prompts else rows
+        alike = sizes["expert"] if prompts else context * sizes["expert"]  # devices that have the same rows
         found = []
         parts = stages(self.config, sizes["pipe"])
         for stage in parts:
@@ -177,10 +178,10 @@ class Planner:
                 experts = (
                     0 if weights.moe is None else sum(jax.tree.leaves((weights.moe.up_EDGF, weights.moe.down_EFD)))
                 )
-                read += sum(jax.tree.leaves(weights)) - experts * (1 - chosen(layer, dense_rows * sizes["data"]))
+                read += sum(jax.tree.leaves(weights)) - experts * (1 - chosen(layer, rows * sizes["data"]))
                 cached = layer_token_bytes(own.layers[own.kv_owner[index]].attention, own.kv_dtype)
                 read += seqs * cached * seen(layer.attention, length) / context
-                operations += 2 * dense_rows * met_weights(own, layer, specs[index], sizes["expert"])
+                operations += 2 * dense_rows * met_weights(own, layer, specs[index], alike)
                 operations += 2 * rows * score_width(layer) * seen(layer.attention, length) / context
             if stage.ends:
                 operations += 2 * seqs * self.config.dim * self.config.vocab_size / sizes["tensor"]
@@ -194,9 +195,8 @@ class Planner:
 
     def sending(self, one: Sent, sizes: Mapping[str, int]) -> tuple[float, float]:
         """Bytes that leave a device for a collective, and its seconds: within machines, then between them."""
-        names = one.axis.split(" and ")
-        count = math.prod(sizes[name] for name in names)
-        near = math.prod(min(sizes[name], max(1, MACHINE // stride(name, sizes))) for name in names)
+        count = math.prod(sizes[name] for name in one.axes)
+        near = math.prod(min(sizes[name], max(1, MACHINE // stride(name, sizes))) for name in one.axes)
         far = -(-count // near)
         times = 2 if one.kind == "all-reduce" else 1
         if one.kind == "all-to-all":  # each part has one goal

@@ -39,8 +39,10 @@ class Home:
 
 
 def part_over(found: NamedSharding, shape: tuple[int, ...], size: int) -> PartitionSpec:
-    """The same with the longest axis that is whole, and divides, over `context`."""
+    """The same with the longest axis that is whole, and divides, over `context`; of experts each is on one device."""
     over = [*found.spec, *[None] * (len(shape) - len(found.spec))]
+    if any(isinstance(axis, tuple) and "context" in axis for axis in over):
+        return found.spec
     free = [at for at, axis in enumerate(over) if axis is None and shape[at] % size == 0]
     if free:
         over[max(free, key=lambda at: shape[at])] = "context"

@@ -1,5 +1,6 @@
 """A model over several devices: whether it can be split so, and what each of them computes."""
 
+import math
 from dataclasses import dataclass, replace
 
 from jax.sharding import AbstractMesh, Mesh
@@ -48,7 +49,7 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
     return own if stage.ends else own.replace(final_norm_D=None, head_VD=None)
 
 
-def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1) -> None:
+def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1, context: int = 1) -> None:
     """Refuse numbers of devices over which the model cannot be split, and name those over which it can."""
     if not falls_apart(config, pipe):
         fitting = [str(n) for n in range(1, 2 * pipe + 1) if falls_apart(config, n)]
@@ -71,19 +72,22 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
                 f"{name}_parallel_size is {size}, which does not divide {WHAT[name]} of this model; it can be "
                 f"{', '.join(fitting)}"
             )
-    if not splits(config, expert=expert, data=data):
-        fitting = [str(n) for n in range(1, 2 * data + 1) if splits(config, expert=expert, data=n)]
-        raise ModelError(
-            f"data_parallel_size is {data}, and all its replicas share the experts, which {data * expert} devices do "
-            f"not divide; with expert_parallel_size {expert} it can be {', '.join(fitting)}"
-        )
+    sharing = {"expert": expert}
+    for name, size in (("context", context), ("data", data)):
+        if not splits(config, **sharing, **{name: size}):
+            fitting = [str(n) for n in range(1, 2 * size + 1) if splits(config, **sharing, **{name: n})]
+            others = " and ".join(f"{other}_parallel_size {n}" for other, n in sharing.items())
+            raise ModelError(
+                f"{name}_parallel_size is {size}, and with {others} its {size * math.prod(sharing.values())} devices "
+                f"do not divide the experts, which they share; it can be {', '.join(fitting)}"
+            )
+        sharing[name] = size
 
 
-def splits(config: ModelConfig, tensor: int = 1, expert: int = 1, data: int = 1) -> bool:
-    """Whether every array can be dealt out."""
-    if expert > 1 and all(layer.moe is None for layer in config.layers):
+def splits(config: ModelConfig, **sizes: int) -> bool:
+    """Whether every array can be dealt out over axes of these sizes."""
+    if sizes.get("expert", 1) > 1 and all(layer.moe is None for layer in config.layers):
         return False
-    sizes = {"tensor": tensor, "expert": expert, "data": data}
     try:
         shardings(dense_specs(config), AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES))
     except ValueError:

@@ -15,7 +15,7 @@ class Sent:
     """A collective, and how many bytes its result has on a device."""
 
     kind: str
-    axis: str
+    axes: tuple[str, ...]  # of the mesh
     nbytes: int
 
 
@@ -33,41 +33,42 @@ def traffic(
     wide = own * config.dim * width
     found = []
 
-    def sum_up(axis: str, nbytes: int) -> None:
-        found.append(Sent("all-reduce", axis, nbytes))
+    def sum_up(nbytes: int, *axes: str) -> None:
+        found.append(Sent("all-reduce", axes, nbytes))
 
     stage = stage or whole(config)
     if tensor > 1 and stage.begins:
-        sum_up("tensor", wide)
+        sum_up(wide, "tensor")
         if config.per_layer_dim:
-            sum_up("tensor", own * len(config.layers) * config.per_layer_dim * width)
+            sum_up(own * len(config.layers) * config.per_layer_dim * width, "tensor")
     for layer in config.layers[stage.layers.start : stage.layers.stop]:
         if context > 1:
             found += gathered(layer, tensor, context, own * context if prompts else rows, prompts, width)
         if tensor > 1:
             if getattr(layer.attention, "qk_norm", None) == "all":  # one number a row
                 for _ in range(1 if layer.attention.kv_source is not None else 2):
-                    sum_up("tensor", own * 4)
-            sum_up("tensor", wide)
+                    sum_up(own * 4, "tensor")
+            sum_up(wide, "tensor")
             if layer.mlp is not None:
-                sum_up("tensor", wide)
-        if layer.moe is not None and (data > 1 or layer.moe.spare):
-            found += dispatched(layer.moe, tensor, expert, data, own, config.dim, width)
-        elif layer.moe is not None and tensor * expert > 1:
-            sum_up("tensor and expert", wide)
+                sum_up(wide, "tensor")
+        if layer.moe is not None and (data > 1 or layer.moe.spare or (prompts and context > 1)):
+            alike = expert if prompts else context * expert
+            found += dispatched(layer.moe, tensor, alike, data * context * expert, own, config.dim, width)
+        elif layer.moe is not None and tensor * context * expert > 1:
+            sum_up(wide, "tensor", "context", "expert")
     return found
 
 
-def dispatched(moe: Moe, tensor: int, expert: int, data: int, rows: int, dim: int, width: int) -> list[Sent]:
-    """What rows send that go to their experts and come back, in one round, where devices have rows of their own."""
-    share, n = -(-rows // expert), data * expert
+def dispatched(moe: Moe, tensor: int, alike: int, n: int, rows: int, dim: int, width: int) -> list[Sent]:
+    """What rows send that go to their experts and come back, in one round, among n devices; so many have the same."""
+    share, sharing = -(-rows // alike), ("data", "context", "expert")
     room = n * capacity(share, moe.top_k, n, moe.slots // n) * dim * width
-    found = [Sent("all-gather", "data and expert", 4 * n * moe.slots)]
-    found += [Sent("all-to-all", "data and expert", room)] * 2
+    found = [Sent("all-gather", sharing, 4 * n * moe.slots)]
+    found += [Sent("all-to-all", sharing, room)] * 2
     if tensor > 1:
-        found.append(Sent("all-reduce", "tensor", share * dim * width))
-    if expert > 1:
-        found.append(Sent("all-gather", "expert", expert * share * dim * width))
+        found.append(Sent("all-reduce", ("tensor",), share * dim * width))
+    if alike > 1:
+        found.append(Sent("all-gather", ("context", "expert"), alike * share * dim * width))
     return found
 
 
@@ -82,7 +83,7 @@ def gathered(layer: Layer, tensor: int, context: int, rows: int, prompts: bool, 
         arrays, values = [heads * a.head_dim] + ([own, own] if a.kv_source is None else []), a.head_dim
     sums = 4 * rows * heads * (values + 2)
     if not prompts:
-        return [Sent("all-gather", "context", context * sums)]
-    return [Sent("all-gather", "context", rows * array * width) for array in arrays] + [
-        Sent("all-to-all", "context", sums)
+        return [Sent("all-gather", ("context",), context * sums)]
+    return [Sent("all-gather", ("context",), rows * array * width) for array in arrays] + [
+        Sent("all-to-all", ("context",), sums)
     ]

@@ -15,7 +15,7 @@ def mix_over(team: Team, x_TD, weights_TX, slots_TX, own: int, expert):
     Devices that have the same rows take an equal share of them each, and hand out the results among themselves.
     A pair whose slot is past the last is nobody's.
     """
-    alike, T = team.expert, len(x_TD)
+    alike, T = team.alike, len(x_TD)
     share = -(-T // alike.size)
 
     def cut(x, fill):

@@ -17,7 +17,7 @@ def mesh_of(options: EngineOptions, config: ModelConfig) -> Mesh | None:
     count = math.prod(sizes.values())
     if count == options.num_processes == 1:
         return None
-    split.check(config, sizes["tensor"], sizes["expert"], sizes["pipe"], sizes["data"])
+    split.check(config, sizes["tensor"], sizes["expert"], sizes["pipe"], sizes["data"], sizes["context"])
     if options.block_size % sizes["context"]:
         fitting = [f"{n}" for n in range(1, options.block_size + 1) if options.block_size % n == 0]
         raise ModelError(

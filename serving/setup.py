@@ -77,7 +77,7 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
     wish = options.max_model_len
     length = max_len if max_len is not None else None if wish in (None, -1) else wish
     config = checkpoint.read_config(folder, options.dtype, length, options.quantization, options.kv_cache_dtype)
-    sharing = options.expert_parallel_size * options.data_parallel_size
+    sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
     copies.check(config, options.expert_redundancy, sharing, options.pipeline_parallel_size)
     return copies.with_spare(config, options.expert_redundancy)
 

@@ -17,7 +17,7 @@ APART = ("data", "pipe", "context", "expert", "tensor")
 
 Over = str | tuple[str, ...] | None  # axes of the mesh; of several the first changes the slowest
 RULES: dict[str, Over] = {
-    "vocab": "tensor", "heads": "tensor", "ffn": "tensor", "experts": ("data", "expert"), "embed": None,
+    "vocab": "tensor", "heads": "tensor", "ffn": "tensor", "experts": ("data", "context", "expert"), "embed": None,
 }  # fmt: skip
 PADDED = {"vocab"}  # these axes are made longer where they do not divide
 

@@ -56,8 +56,8 @@ WHOLE = Axis()
 class Team:
     """`tensor`: parts of heads, of columns and of the vocabulary. `expert`: whole experts.
 
-    `context`: parts of every page; and where a step is worth it, parts of its rows: then `rows` is the same. Devices
-    along `apart` share the experts too, and each has rows of its own.
+    `context`: parts of every page; and where a step is worth it, parts of its rows: then `rows` is the same. Along
+    `apart` are replicas, which have rows of their own. All but those of `tensor` share the experts.
     """
 
     tensor: Axis = WHOLE
@@ -69,11 +69,16 @@ class Team:
     @property
     def experts(self) -> Axis:
         """All that share the experts."""
-        return self.apart * self.expert
+        return self.apart * self.context * self.expert
+
+    @property
+    def alike(self) -> Axis:
+        """Those of them that have the same rows as this one."""
+        return self.expert if self.rows.size > 1 else self.context * self.expert
 
     def sum(self, x):
-        """What all have, of experts and of their columns, added up at once."""
-        both = self.tensor * self.expert
+        """What those with the same rows have, of experts and of their columns, added up at once."""
+        both = self.tensor * self.alike
         return both.sum(x)
 
 

@@ -41,7 +41,7 @@ def golden(tmp_path_factory):
 
 def meshes(config) -> list[tuple[int, int]]:
     """Those over which a model can be split, one for each number of devices and the mixed ones."""
-    return [sizes for sizes in MESHES if splits(config, *sizes)]
+    return [sizes for sizes in MESHES if splits(config, tensor=sizes[0], expert=sizes[1])]
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -79,8 +79,8 @@ def joined(sizes: dict[str, int], *names: str) -> Axis:
 
 def together(sizes: dict[str, int], x, live, weights: MoeWeights):
     """A compiled mix whose rows are split over data and context, and its result."""
-    rows = joined(sizes, "data", "context")
-    team = Team(joined(sizes, "tensor"), joined(sizes, "expert"), apart=rows)
+    rows, context = joined(sizes, "data", "context"), joined(sizes, "context")
+    team = Team(joined(sizes, "tensor"), joined(sizes, "expert"), context, context, joined(sizes, "data"))
     every = team.experts.name
 
     def own(place: P) -> P:

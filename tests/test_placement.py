@@ -93,7 +93,7 @@ def model(*experts: int) -> ModelConfig:
     ("experts", "spare", "devices", "said"),
     [
         ((0,), 2, 2, "nothing to balance: it needs a model with experts"),
-        ((8,), 2, 1, "nothing to balance: it needs .*expert_parallel_size of 2 or more"),
+        ((8,), 2, 1, "nothing to balance: it needs .*as with expert_parallel_size 2"),
         ((8,), 3, 4, "8 experts it must give each of 4 devices as many.*could be 4, 8, 12, 16"),
         ((8,), 9, 2, "it could be 2, 4, 6, 8"),
         ((8, 4), 4, 2, "expert_redundancy is 4"),

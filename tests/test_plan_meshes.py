@@ -58,15 +58,39 @@ def test_layers_in_two_stages_by_hand():
 @pytest.mark.parametrize(
     ("sizes", "one", "within", "across"),
     [
-        ({"tensor": 8}, Sent("all-reduce", "tensor", 800), 2 * 700, 0),
-        ({"tensor": 4, "expert": 2}, Sent("all-reduce", "tensor and expert", 800), 2 * 700, 0),
-        ({"tensor": 8, "expert": 2}, Sent("all-reduce", "tensor", 800), 2 * 700, 0),
-        ({"tensor": 8, "expert": 2}, Sent("all-reduce", "expert", 800), 0, 2 * 400),
-        ({"tensor": 4, "expert": 4}, Sent("all-reduce", "expert", 800), 2 * 400, 2 * 200),  # two here, two machines
-        ({"tensor": 2, "expert": 2, "data": 4}, Sent("all-to-all", "data and expert", 800), 300, 400),
-        ({"tensor": 8, "context": 2}, Sent("all-gather", "context", 800), 0, 400),
-        ({"expert": 16}, Sent("all-reduce", "expert", 800), 2 * 700, 2 * 50),
-        ({"context": 16}, Sent("all-to-all", "context", 1600), 700, 800),
+        ({"tensor": 8}, Sent("all-reduce", ("tensor",), 800), 2 * 700, 0),
+        (
+            {"tensor": 4, "expert": 2},
+            Sent(
+                "all-reduce",
+                (
+                    "tensor",
+                    "expert",
+                ),
+                800,
+            ),
+            2 * 700,
+            0,
+        ),
+        ({"tensor": 8, "expert": 2}, Sent("all-reduce", ("tensor",), 800), 2 * 700, 0),
+        ({"tensor": 8, "expert": 2}, Sent("all-reduce", ("expert",), 800), 0, 2 * 400),
+        ({"tensor": 4, "expert": 4}, Sent("all-reduce", ("expert",), 800), 2 * 400, 2 * 200),  # two here, two machines
+        (
+            {"tensor": 2, "expert": 2, "data": 4},
+            Sent(
+                "all-to-all",
+                (
+                    "data",
+                    "expert",
+                ),
+                800,
+            ),
+            300,
+            400,
+        ),
+        ({"tensor": 8, "context": 2}, Sent("all-gather", ("context",), 800), 0, 400),
+        ({"expert": 16}, Sent("all-reduce", ("expert",), 800), 2 * 700, 2 * 50),
+        ({"context": 16}, Sent("all-to-all", ("context",), 1600), 700, 800),
     ],
 )
 def test_what_a_collective_moves(sizes, one, within, across):
@@ -97,13 +121,13 @@ def test_of_any_model(seed):
         needs = []
         for sizes in found:
             assert math.prod(sizes.values()) == devices
-            check(config, sizes["tensor"], sizes["expert"], sizes["pipe"], sizes["data"])
+            check(config, sizes["tensor"], sizes["expert"], sizes["pipe"], sizes["data"], sizes["context"])
             choice = planner.choice(sizes)
             needs.append(meshes.least_bytes(choice, work))
             if sizes["pipe"] == 1:
                 times = {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}
                 sent = sum(
-                    times[one.kind] * one.nbytes * (1 - 1 / math.prod(sizes[name] for name in one.axis.split(" and ")))
+                    times[one.kind] * one.nbytes * (1 - 1 / math.prod(sizes[name] for name in one.axes))
                     for one in traffic(config, sizes, -(-8 // sizes["data"]), False)
                 )
                 assert choice.decode.sent == pytest.approx(sent)

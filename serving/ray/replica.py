@@ -48,7 +48,7 @@ class Replica:
         self.heart = asyncio.create_task(heartbeat(self.service, self.service.http_metrics.beat))
         self.identity = self.digest()
         if reader is not None:
-            check_alike(await reader.identity.remote(), tiers_of(self.engine).identity)
+            check_alike(await reader.identity.remote(), tiers_of(self.engine.pages.tables[0]).identity)
             self.service.ready = self.ready
 
     @property
@@ -122,7 +122,7 @@ class Reader:
         self.llm, self.ids = AsyncLLM.of(await asyncio.to_thread(maker(options))), itertools.count()
 
     async def identity(self) -> bytes:
-        return tiers_of(self.llm.engine).identity
+        return tiers_of(self.llm.engine.pages.tables[0]).identity
 
     async def read(self, prompt: Prompt) -> Handover:
         ask = Ask(prompt.tokens, SamplingParams(), None, prompt.terms)

@@ -1,5 +1,6 @@
 """From the scheduler's plans to the buffers that steps read."""
 
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -44,11 +45,11 @@ class Batcher:
         num_groups: int,
         page_size: int,
         table_width: int,
-        recalls: bool = True,
+        lanes: int = 1,
         replicas: int = 1,
     ):
         self.page_size, B = page_size, limits.max_seqs
-        self.recalls = recalls  # a step knows what the one before drew
+        self.lanes = lanes  # steps under way; of a single one the next knows what it drew
         options = sizes(limits.max_seqs, limits.max_rows)  # the smallest first
         self.layouts = {size: Layout(size, num_groups, table_width, B, replicas) for size in options}
         self.tables = [np.zeros((B, table_width), np.int32) for _ in range(num_groups)]
@@ -57,20 +58,17 @@ class Batcher:
         self.tracked = np.zeros(B, bool)
         self.plain = np.zeros(B, bool)
         self.settings = {name: np.full(B, off, dtype) for name, (dtype, off) in SETTINGS.items()}
-        self.last: Decode | None = None
+        self.lasts: deque[Decode] = deque()  # of each lane at most one; the first is whose turn it is
+        self.draws_plainly = False  # the batch that was built last asks for nothing but plain draws
 
     def forget(self) -> None:
         """Nothing that was computed is kept: every sequence starts over."""
-        self.last = None
-
-    @property
-    def draws_plainly(self) -> bool:
-        """Whether the batch that was built last asks for nothing but plain draws."""
-        return self.last is not None and self.last.plain
+        self.lasts.clear()
 
     def assign(self, seq: Sequence, biased: bool) -> bool:
         """Give a slot to a sequence that is new in it, or starts over; whether its tokens are to be counted."""
-        slot, p, self.last = seq.slot, seq.params, None
+        slot, p = seq.slot, seq.params
+        self.lasts.clear()
         self.synced[slot], self.seeds[slot] = 0, seq.seed
         self.tracked[slot] = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         self.plain[slot] = p.top_k <= 0 and p.top_p >= 1 and not (self.tracked[slot] or biased or seq.scored)
@@ -116,23 +114,25 @@ class Batcher:
             write[:T] = places
         self.fill_samples(items, slots, ends - counts, num_samples, b)
         seqs = [item.seq for item in items]
-        steady = (
-            self.recalls and plan.decodes and all(item.draws and not item.scores and is_steady(item) for item in items)
-        )
-        self.last = Decode(seqs, size, slots, positions, buffer, bool(self.plain[slots].all())) if steady else None
+        steady = plan.decodes and all(item.draws and not item.scores and is_steady(item) for item in items)
+        self.draws_plainly = steady and bool(self.plain[slots].all())
+        if len(self.lasts) == self.lanes:
+            self.lasts.popleft()
+        if steady:
+            self.lasts.append(Decode(seqs, size, slots, positions, buffer, self.draws_plainly))
         return buffer
 
     def advance(self, items: Seq[Item]) -> tuple[Size, np.ndarray] | None:
-        """The buffer of a step that is the last one a position further; None if it is another."""
-        last = self.last
-        if last is None or len(items) != len(last.seqs):
+        """The buffer of a step that is the last one of its lane a position further; None if it is another."""
+        if not self.lasts or len(items) != len(self.lasts[0].seqs):
             return None
+        last = self.lasts[0]
         for item, seq, before in zip(items, last.seqs, last.position.tolist(), strict=True):
             if item.seq is not seq or item.start != before + 1 or item.num_rows != 1 or not item.draws:
                 return None
         buffer, at, n = last.buffer.copy(), self.layouts[last.size].offsets, len(items)
         positions, width = last.position + 1, self.tables[0].shape[1]
-        buffer[at.tokens_T :][:n] = -1 - last.slots
+        buffer[at.tokens_T :][:n] = -1 - last.slots if self.lanes == 1 else [tokens_of(item)[0] for item in items]
         buffer[at.positions_T :][:n] = positions
         buffer[at.sampling.positions_R :][:n] = positions + 1
         for index, seq in enumerate(last.seqs):
@@ -141,7 +141,9 @@ class Batcher:
                     buffer[first + index * width :][:width] = table[seq.slot]
         for first, places in zip(at.slots_GT, self.places(last.slots, positions), strict=True):
             buffer[first:][:n] = places
-        self.last = Decode(last.seqs, last.size, last.slots, positions, buffer, last.plain)
+        self.lasts.popleft()
+        self.lasts.append(Decode(last.seqs, last.size, last.slots, positions, buffer, last.plain))
+        self.draws_plainly = last.plain
         return last.size, buffer
 
     def places(self, owners, positions) -> list[np.ndarray]:

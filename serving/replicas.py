@@ -156,7 +156,7 @@ class Batchers:
         return size, np.concatenate(buffers)
 
 
-def batcher_of(replicas: int, *sizes, recalls: bool) -> Batcher | Batchers:
+def batcher_of(replicas: int, *sizes, lanes: int) -> Batcher | Batchers:
     """What makes the buffers of so many replicas."""
-    each = [Batcher(*sizes, recalls=recalls, replicas=replicas) for _ in range(replicas)]
+    each = [Batcher(*sizes, lanes=lanes, replicas=replicas) for _ in range(replicas)]
     return Batchers(each) if replicas > 1 else each[0]

@@ -77,8 +77,8 @@ class Runner:
         self.config, self.weights, self.limits = config, weights, limits
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
         self.mesh, self.stages = mesh, Stages(config, mesh)
-        width, recalls, devices = -(-max_len // page_size), len(self.stages) == 1, team(mesh)
-        self.batcher = batcher_of(devices.apart.size, limits, len(num_pages), page_size, width, recalls=recalls)
+        width, lanes, devices = -(-max_len // page_size), len(self.stages), team(mesh)
+        self.batcher = batcher_of(devices.apart.size, limits, len(num_pages), page_size, width, lanes=lanes)
         # With the words that make the vocabulary divide.
         self.words = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.mover = Mover(self.stages, to_host)

@@ -1,6 +1,6 @@
 """Replicas behind one queue, with a pretended device: who goes where, and the one buffer of a step."""
 
-from collections import Counter
+from collections import Counter, deque
 from itertools import groupby
 
 import numpy as np
@@ -12,7 +12,7 @@ from quire.serving.moves import Moves
 from quire.serving.pages import PageTable
 from quire.serving.prefix import Copy, Node
 from quire.serving.replicas import Batchers, Replicas, Tables, batcher_of
-from quire.serving.scheduler import Limits, Plan
+from quire.serving.scheduler import Limits, Plan, Scheduler
 
 PAGE = 4
 
@@ -118,7 +118,7 @@ def test_one_buffer_for_all(seed):
     """Each replica's part is what a batcher of its own makes at that size; of one that does nothing it is padding."""
     rng = np.random.default_rng(seed)
     scheduler, sizes = make(), (Limits(4, 16, 16), 2, PAGE, 16)
-    together, alone = batcher_of(3, *sizes, recalls=True), [Batcher(*sizes) for _ in range(3)]
+    together, alone = batcher_of(3, *sizes, lanes=1), [Batcher(*sizes) for _ in range(3)]
     assert isinstance(together, Batchers)
     device, seen = Device(scheduler, scheduler.each[0].limits), set()
     schedule = scheduler.schedule
@@ -147,3 +147,36 @@ def test_one_buffer_for_all(seed):
         scheduler.add(sequence(index, int(rng.integers(1, 20)), int(rng.integers(4, 20))))
     device.run()
     assert {(3, False), (3, True)} <= seen and min(seen)[0] < 3
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_a_lane_goes_on_from_its_own_last_step(lanes):
+    """Most steps are made from the last one of the same sequences; the host knows every token."""
+    limits = Limits(8, 32, 16)
+    scheduler = Scheduler(PageTable((64, 64), PAGE, (None, 8)), limits, lanes)
+    batcher, fresh = (Batcher(limits, 2, PAGE, 16, lanes=lanes) for _ in range(2))
+    flying, steps, advanced = deque(), 0, 0
+    for index in range(7):
+        seq = sequence(index, 3 + index % 3, 20 + 3 * (index % 2))
+        seq.lockstep = True
+        scheduler.add(seq)
+    while scheduler.busy or flying:
+        if (plan := scheduler.schedule()) is not None:
+            for item in plan.items:
+                if item.begins:
+                    batcher.assign(item.seq, False)
+                    fresh.assign(item.seq, False)
+            again = batcher.lasts[0].seqs if batcher.lasts else None
+            size, buffer = batcher.build(plan)
+            advanced += bool(batcher.lasts) and batcher.lasts[-1].seqs is again
+            np.testing.assert_array_equal(buffer, fresh.fill(plan, size))
+            flying.append(plan)
+            steps += 1
+        if plan is None or len(flying) == lanes:
+            for item in flying.popleft().items:
+                if item.draws:
+                    item.seq.pending -= 1
+                    item.seq.tokens.append(steps % 5)
+                    if item.seq.num_output == item.seq.max_tokens:
+                        scheduler.finish(item.seq, "length")
+    assert advanced > steps / 2

@@ -35,8 +35,8 @@ def check(config: ModelConfig, spare: int, devices: int, stages: int = 1) -> Non
         )
     if devices == 1 or not config.experts:
         raise ModelError(
-            f"expert_redundancy is {spare}, and there is nothing to balance: it needs a model with experts that several "
-            "devices share, as with expert_parallel_size 2"
+            f"expert_redundancy is {spare}, and there is nothing to balance: it needs a model with experts that "
+            "several devices share, as with expert_parallel_size 2"
         )
     fits = [n for n in range(1, config.experts * (devices - 1) + 1) if (config.experts + n) % devices == 0]
     if spare not in fits or len({layer.moe.experts for layer in config.layers if layer.moe is not None}) > 1:

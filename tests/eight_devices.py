@@ -232,6 +232,23 @@ def test_pages_come_back(name, many, golden):
         small.wake_up()
 
 
+def test_replicas_have_folders_of_their_own(golden, tmp_path):
+    """What they leave on disk is there at the next start, and is what is computed without it."""
+    folder = golden("llama").folder
+    prompts = [{"prompt_token_ids": [(i * 11 + j) % 160 for j in range(70)]} for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    wanted = make(folder, max_model_len=96).generate(prompts, params, use_tqdm=False)
+    for again in (False, True):
+        with make(
+            folder, data_parallel_size=2, max_model_len=96, kv_cache_host_bytes=1 << 20, kv_cache_disk=str(tmp_path)
+        ) as llm:
+            found = llm.generate(prompts, params, use_tqdm=False)
+            assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in wanted]
+            assert (sum(x.num_cached_tokens for x in found) == 12 * 64) == again
+    assert {path.name for path in tmp_path.iterdir()} == {"replica-0", "replica-1"}
+    assert all(any(path.iterdir()) for path in tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [

@@ -53,6 +53,11 @@ class EngineOptions:
     trace: str | None = None  # a file for what the engine does when
     seed: int = 0
 
+    @property
+    def most_running(self) -> int:
+        """Sequences that can be served at a time."""
+        return self.max_num_seqs * self.data_parallel_size
+
     def __post_init__(self):
         sizes = "block_size", "max_num_seqs", "max_num_batched_tokens", "num_processes", *PARALLEL.values()
         counts = "expert_redundancy", "expert_rebalance_steps", "process_id"

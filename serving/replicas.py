@@ -1,6 +1,5 @@
 """Replicas that step together: each has slots and pages of its own, and all of them one queue and one buffer a step."""
 
-from collections import Counter
 from itertools import groupby
 
 import numpy as np
@@ -60,11 +59,40 @@ class Tables:
             table.wait(seconds / len(self.tables))
 
 
+class SharedLine(Line):
+    """One line before all replicas; it knows how much waits for each."""
+
+    def __init__(self, replicas: int):
+        super().__init__()
+        self.rows: dict[Sequence, int] = {}  # that each was taken to need
+        self.rows_for, self.count_for = [0] * replicas, [0] * replicas
+
+    def add(self, seq: Sequence) -> None:
+        super().add(seq)
+        self.rows[seq] = seq.num_tokens + STAYS
+        self.count(seq, 1)
+
+    def remove(self, seq: Sequence) -> None:
+        super().remove(seq)
+        self.count(seq, -1)
+        del self.rows[seq]
+
+    def count(self, seq: Sequence, sign: int) -> None:
+        self.count_for[seq.replica] += sign
+        self.rows_for[seq.replica] += sign * self.rows[seq]
+
+    def send(self, seq: Sequence, replica: int) -> None:
+        """Let it wait for another replica."""
+        self.count(seq, -1)
+        seq.replica, seq.fetch = replica, None
+        self.count(seq, 1)
+
+
 class Replicas:
     """A scheduler each, behind one queue; the steps that they plan are one step of the device."""
 
     def __init__(self, pages: Tables, limits: Limits, lanes: int = 1):
-        self.waiting = Line()
+        self.waiting = SharedLine(len(pages.tables))
         self.each = [Scheduler(table, limits, lanes, self.waiting) for table in pages.tables]
 
     @property
@@ -84,8 +112,11 @@ class Replicas:
 
     def best(self, seq: Sequence) -> int:
         """Where it is done first, as far as rows tell: with what is there of its beginning, and least before it."""
-        rows = [seq.num_tokens - self.known(one, seq) for one in self.each]
-        for other in (*self.waiting, *self.running):
+        rows = [
+            wait + seq.num_tokens - self.known(one, seq)
+            for one, wait in zip(self.each, self.waiting.rows_for, strict=True)
+        ]
+        for other in self.running:
             rows[other.replica] += other.num_tokens - other.num_computed + STAYS
         return int(np.argmin(rows))
 
@@ -100,17 +131,15 @@ class Replicas:
 
     def level(self) -> None:
         """Let those who wait for a full replica go to one that has slots for which nobody waits."""
-        if not self.waiting:
-            return
-        waiting = Counter(seq.replica for seq in self.waiting)
-        free = [len(one.free_slots) - waiting[number] for number, one in enumerate(self.each)]
-        full = {number for number, one in enumerate(self.each) if not one.free_slots or one.stuck is not None}
+        waits = self.waiting.count_for
+        full = {n for n, one in enumerate(self.each) if waits[n] and (not one.free_slots or one.stuck is not None)}
+        free = [len(one.free_slots) - count for one, count in zip(self.each, waits, strict=True)]
         if not full or max(free) < 1:
             return
-        for seq in list(self.waiting):
+        for seq in self.waiting:
             if seq.replica in full and not seq.num_preemptions and seq.fetch in (None, True):
-                seq.replica, seq.fetch = int(np.argmax(free)), None
-                free[seq.replica] -= 1
+                self.waiting.send(seq, target := int(np.argmax(free)))
+                free[target] -= 1
                 if max(free) < 1:
                     return
 

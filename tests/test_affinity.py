@@ -155,6 +155,8 @@ def test_how_many():
     assert Scale().number(options) == {"num_replicas": 1}
     [(_, scaled)] = Scale(max_replicas=4).number(options).items()
     assert scaled == {"min_replicas": 1, "max_replicas": 4, "initial_replicas": 1, "target_ongoing_requests": 24}
+    [(_, scaled)] = Scale(max_replicas=4).number(EngineOptions(max_num_seqs=32, data_parallel_size=2)).items()
+    assert scaled["target_ongoing_requests"] == 48
     assert Scale(min_replicas=2, max_replicas=4, prefill_replicas=3).least == 5
 
 

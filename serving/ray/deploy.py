@@ -23,7 +23,7 @@ def application(plan: Plan) -> serve.Application:
     options = plan.engine
     shared: dict[str, Any] = {
         "ray_actor_options": actor_options(plan),
-        "max_ongoing_requests": 2 * options.max_num_seqs,  # so many wait at the replica, where priorities are known
+        "max_ongoing_requests": 2 * options.most_running,  # so many wait at the replica, where priorities are known
         "max_queued_requests": options.max_queued_requests or -1,  # and the others in front of all of them
         "request_router_config": RequestRouterConfig(
             request_router_class=f"{Router.__module__}:{Router.__name__}",

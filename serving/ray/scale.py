@@ -41,7 +41,7 @@ class Scale:
 
     def target(self, options: EngineOptions) -> float:
         """Requests that a replica is to have: three quarters of those that it can compute at once."""
-        return self.target_ongoing_requests or max(1.0, 0.75 * options.max_num_seqs)
+        return self.target_ongoing_requests or max(1.0, 0.75 * options.most_running)
 
     def number(self, options: EngineOptions) -> dict[str, Any]:
         """The same as Serve wants to hear it."""

@@ -5,6 +5,7 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON ?=
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
+PYTEST := $(VENV)/bin/python -m pytest -n logical --maxprocesses 4
 CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 python
 
 .PHONY: help demo serve test lint parity dist clean
@@ -25,7 +26,7 @@ serve: $(VENV)/.demo
 	@$(VENV)/bin/quire serve
 
 test: lint
-	$(VENV)/bin/python -m pytest --durations=10
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --durations=10
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -34,7 +35,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 parity: $(VENV)/.parity
-	$(VENV)/bin/python -m pytest tests/parity
+	$(PYTEST) --dist worksteal tests/parity
 
 dist: $(VENV)/.test
 	rm -rf build dist  # a stale build/ would ship old files

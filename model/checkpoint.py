@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ..ops import native, quant
+from ..ops.quant.stack import Stack
 from ..sharding import own
 from ..sharding.mesh import shardings
 from ..sharding.spec import ArraySpec, nbytes
@@ -20,6 +21,7 @@ from .config import CACHES, ModelConfig, ModelError
 from .families import FAMILIES
 from .leaf import read_leaf
 from .placing import Home, Homes, complete, place, place_all, place_over, place_packed, spread
+from .stacks import read_stack, wanted
 from .stored import Stored, stored_format
 from .tensors import Tensor, find_tensors, read_json
 from .weights import ModelWeights, abstract, dense_specs
@@ -171,7 +173,9 @@ def load_weights(
 
     def finish(home: Home, dense_spec: ArraySpec, spec, parts):
         found = [tensors[part.name] for part in parts]
-        if compressed.fits(spec, found):
+        if isinstance(spec, Stack):
+            leaf = read_stack(dense_spec, spec, parts, tensors, wanted(dense_spec, home.mesh), progress)
+        elif compressed.fits(spec, found):
             leaf = compressed.read_node(dense_spec, spec, parts, tensors)
             progress(nbytes(leaf))
         else:

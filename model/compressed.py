@@ -18,6 +18,7 @@ import numpy as np
 from ..ops import quant
 from ..ops.quant.int4 import MIDDLE, Int4
 from ..ops.quant.int8 import Int8
+from ..ops.quant.stack import Stack
 from ..sharding.spec import ArraySpec, empty
 from .config import ModelError
 from .stored import Stored
@@ -168,7 +169,7 @@ def round_matrix(value: np.ndarray, form: Stored) -> dict[str, np.ndarray]:
 
 def fits(node: Any, found: list[Any]) -> bool:
     """Whether these tensors hold a node's own codes."""
-    bits = {Int8: 8, Int4: 4}.get(type(node), 0)
+    bits = {Int8: 8, Int4: 4}.get(type(node.each if isinstance(node, Stack) else node), 0)
     return all(isinstance(tensor, Packed) and tensor.form.bits == bits for tensor in found)
 
 

@@ -26,7 +26,8 @@ EXPERTS = r"re:.*\.experts\..*"
 def save(folder: Path, out: Path, config: ModelConfig, progress: Callable[[int], None] = lambda count: None) -> int:
     """Write `folder` to `out` with its matrices in the format `config.quant`; the number of those that were rounded.
 
-    `out` appears when it is whole. Embeddings, norms, routers, experts and the head stay as they are.
+    `out` appears when it is whole. Embeddings, norms, routers and the head stay as they are, and so do experts of which
+    one tensor holds all: the form knows matrices alone.
     """
     if holds_weights(folder):
         raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
@@ -60,7 +61,8 @@ def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], set[str], l
 
     def collect(_, spec, parts) -> None:
         if not isinstance(spec, ArraySpec):
-            matrices.update(tensors[part.name].name for part in parts)
+            found = [tensors[part.name] for part in parts]
+            matrices.update(tensor.name for tensor in found if len(tensor.shape) == 2)
 
     jax.tree.map(collect, dense_specs(config).layers, abstract(config).layers, parts.layers)
     tables = {part.name for leaf in (parts.embed_VD, parts.per_layer_embed_VLA) for part in leaf or ()}
@@ -69,9 +71,15 @@ def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], set[str], l
         for name, tensor in tensors.items()
         if tensor.name not in matrices and name not in tables and len(tensor.shape) > 1 and ".experts." not in name
     }
+    experts = [name for name, tensor in tensors.items() if ".experts." in name and tensor.name not in matrices]
     # vLLM asks for the head by name even where it is the embedding.
-    ignore = sorted(left | {"lm_head"}) + [EXPERTS] * any(layer.moe is not None for layer in config.layers)
+    ignore = sorted(left | {"lm_head"}) + [EXPERTS] * bool(experts)
     return sorted(tensors.values(), key=lambda tensor: (tensor.file, tensor.start)), matrices, ignore
+
+
+def keeps_experts(out: Path) -> bool:
+    """Whether a folder that was written has experts that were left as they are."""
+    return EXPERTS in read_json(out / "config.json")["quantization_config"]["ignore"]
 
 
 def write_weights(

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class Tensor:
         if rest:
             raise ModelError(f"{self.file} is truncated: {len(rest)} bytes are missing")
         return out
+
+    def cut(self, index: int) -> "Tensor":
+        """One element of its first axis, which stays."""
+        nbytes = math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
+        return replace(self, shape=(1, *self.shape[1:]), start=self.start + index * nbytes)
 
     def mapped(self) -> np.ndarray:
         """The same, of which only what is looked at is read: for a process that needs a part of it."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from ..ops.quant import packed
+from ..ops.quant import packed, stacked
 from ..sharding.spec import ArraySpec, Runs
 from .config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe
 
@@ -207,10 +207,16 @@ def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
 def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
     D, E, F, dtype = config.dim, moe.experts, moe.dim, jnp.dtype(config.dtype)
     own, stack = norm(D) if moe.own_norms else None, Runs("experts", (E,), again=moe.spare)
+    up_EDGF = ArraySpec((E, D, 2, F), dtype, (stack, "embed", None, "ffn"), fan_in=D)
+    down_EFD = ArraySpec((E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F)
+    if moe.quant:  # the checkpoint's own
+        up_EDGF, down_EFD = packed(moe.quant, up_EDGF), packed(moe.quant, down_EFD)
+    else:
+        up_EDGF, down_EFD = stacked(config.quant, up_EDGF), stacked(config.quant, down_EFD)
     return MoeWeights(
         router_DE=ArraySpec((D, E), jnp.float32, ("embed", None), fan_in=D),
-        up_EDGF=packed(moe.quant, ArraySpec((E, D, 2, F), dtype, (stack, "embed", None, "ffn"), fan_in=D)),
-        down_EFD=packed(moe.quant, ArraySpec((E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F)),
+        up_EDGF=up_EDGF,
+        down_EFD=down_EFD,
         router_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.router_bias else None,
         choice_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.choice_bias else None,
         up_bias_EGF=ArraySpec((E, 2, F), dtype, (stack, None, "ffn"), "zeros") if moe.bias else None,

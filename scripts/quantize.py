@@ -25,7 +25,7 @@ def main(
         bar = bars.add_task("rounding", total=before)
         count = rounded.save(folder, out, config, lambda read: bars.advance(bar, read))
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    experts = "; experts stay as they are" if any(layer.moe for layer in config.layers) else ""
+    experts = "; experts stay as they are" if rounded.keeps_experts(out) else ""
     print(
         f"wrote {out}: {size / 2**20:.1f} MiB of weights from {before / 2**20:.1f} MiB, {count} matrices in "
         f"{quantization}{experts}"

@@ -27,6 +27,7 @@ from quire.model.placing import Homes
 from quire.model.stored import stored_format
 from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8
+from quire.ops.quant.stack import Stack
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import nbytes
 
@@ -131,7 +132,7 @@ def family_variants():
 
 @pytest.mark.parametrize("variant", family_variants(), ids=lambda variant: variant.name)
 def test_every_family(tmp_path, variant):
-    """Whatever a family does with its tensors, it does with their codes and scales."""
+    """Whatever a family does with its tensors, it does with their codes and scales. Experts that lie in one tensor stay."""
     with np.load(HERE / f"{variant.name}.npz") as arrays:
         meta = json.loads(arrays["meta"].tobytes())
     dense = write_folder(tmp_path / "dense", variant.config, meta["tensors"], meta["seed"])
@@ -142,24 +143,47 @@ def test_every_family(tmp_path, variant):
             assert "do not divide by the group of 32; int8 has none" in str(error)  # the sizes of some are tiny
             assert name == "int4"
             continue
-        assert_same(read(out), read(dense, name))
+        expected = read(dense, name)
+        if any(".experts." in tensor and len(shape) == 3 for tensor, shape in meta["tensors"].items()):
+            expected = with_experts(expected, read(dense))
+        assert_same(read(out), expected)
 
 
-def test_experts_stay_as_they_are(tmp_path):
-    variant = next(variant for variant in MOE_VARIANTS if variant.name == "qwen3-moe")
-    with np.load(HERE / "qwen3-moe.npz") as arrays:
+def with_experts(weights, of):
+    """The weights with the stacks of others."""
+
+    def replaced(layer, other):
+        if layer.moe is None:
+            return layer
+        assert isinstance(layer.moe.up_EDGF, Stack) and isinstance(other.moe.up_EDGF, np.ndarray)
+        return layer.replace(moe=layer.moe.replace(up_EDGF=other.moe.up_EDGF, down_EFD=other.moe.down_EFD))
+
+    return weights.replace(layers=tuple(map(replaced, weights.layers, of.layers)))
+
+
+def written(folder: Path, name: str) -> Path:
+    """The folder of a variant with experts."""
+    variant = next(variant for variant in MOE_VARIANTS if variant.name == name)
+    with np.load(HERE / f"{name}.npz") as arrays:
         meta = json.loads(arrays["meta"].tobytes())
-    dense = write_folder(tmp_path / "dense", variant.config, meta["tensors"], meta["seed"])
+    return write_folder(folder, variant.config, meta["tensors"], meta["seed"])
+
+
+@pytest.mark.parametrize(("name", "stay"), [("qwen3-moe", False), ("gemma4-moe", True)])
+def test_experts_are_rounded_where_each_has_tensors(tmp_path, name, stay):
+    dense = written(tmp_path / "dense", name)
     done = CliRunner().invoke(app, ["quantize", str(dense), str(tmp_path / "out"), "--quantization", "int8"])
     assert done.exit_code == 0, done.output
-    assert "experts stay as they are" in done.output
+    assert ("experts stay as they are" in done.output) == stay
     form = stored_format(json.loads((tmp_path / "out" / "config.json").read_text()))
     found = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
     coded = {name.removesuffix("_scale") for name in found if name.endswith("_scale")}
-    linear = {name for name in found if name.endswith(("proj.weight", "mlp.gate.weight", "lm_head.weight"))}
-    assert {name for name in linear if form.covers(name.removesuffix(".weight"))} == coded
-    assert coded == {name for name in linear if name.endswith("proj.weight") and ".experts." not in name}
-    assert len(linear) > 2 * len(coded) > 0
+    assert coded and any(".experts." in name for name in coded) != stay
+    assert any(form.covers(name) for name in found if ".experts." in name) != stay
+    if not stay:
+        linear = {name for name in found if name.endswith(("proj.weight", "mlp.gate.weight", "lm_head.weight"))}
+        assert {name for name in linear if form.covers(name.removesuffix(".weight"))} == coded
+        assert coded == {name for name in linear if name.endswith("proj.weight")} != linear
 
 
 def test_greedy_tokens(tmp_path):
@@ -415,27 +439,28 @@ def test_codes_where_the_model_wants_none(tmp_path, case):
     np.testing.assert_allclose(dense_of(weights.head_VD).T, values["lm_head"], rtol=0, atol=0 if exact else 0.01)
 
 
-def test_experts_of_four_bits_are_widened(tmp_path):
-    variant = next(variant for variant in MOE_VARIANTS if variant.name == "mixtral")
-    with np.load(HERE / "mixtral.npz") as arrays:
-        meta = json.loads(arrays["meta"].tobytes())
-    folder = write_folder(tmp_path, variant.config, meta["tensors"], meta["seed"])
+@pytest.mark.parametrize(("case", "weights"), [("w4a16-32", rounding(4, 32)), ("w8a16-words", rounding(8))])
+def test_codes_of_experts(tmp_path, case, weights):
+    """As vLLM's tools write them: each expert's matrices by themselves."""
+    folder = written(tmp_path, "mixtral")
     tensors, rng, expected = {}, np.random.default_rng(0), {}
     for file in list(folder.glob("model*")):
         tensors |= load_file(file) if file.suffix == ".safetensors" else {}
         file.unlink()
     for name in list(tensors):
         if ".experts." in name or "_proj" in name:
-            parts, expected[name] = coded(rng, name.removesuffix(".weight"), tensors.pop(name).shape, "w4a16-32")
+            parts, expected[name] = coded(rng, name.removesuffix(".weight"), tensors.pop(name).shape, case)
             tensors |= parts
     save_file(tensors, folder / "model.safetensors")
-    change(folder, quantization_config=described(rounding(4, 32), ignore=["lm_head", "re:.*block_sparse_moe.gate$"]))
-    weights = read(folder)
+    change(folder, quantization_config=described(weights, ignore=["lm_head", "re:.*block_sparse_moe.gate$"]))
+    moe = read(folder).layers[1].moe
     for e in range(4):
-        down = expected[f"model.layers.1.block_sparse_moe.experts.{e}.w2.weight"].T
-        got = weights.layers[1].moe.down_EFD[e]
-        np.testing.assert_array_equal(got, down.astype(got.dtype))
-    assert isinstance(weights.layers[1].attention.out_NHD, Int4)
+        gate, up, down = (expected[f"model.layers.1.block_sparse_moe.experts.{e}.w{n}.weight"].T for n in (1, 3, 2))
+        np.testing.assert_array_equal(dense_of(moe.down_EFD[e]), down)
+        np.testing.assert_array_equal(dense_of(moe.up_EDGF[e]).reshape(len(gate), 2, -1), np.stack([gate, up], 1))
+    assert isinstance(moe.down_EFD.each, Int4 if "w4" in case else Int8)
+    change(folder, quantization_config=described(weights, ignore=["lm_head", "re:.*w[23]$"]))
+    refused(lambda: read(folder), "experts.0.w1", "are one matrix here")
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w8a16-words", "w4a16-128-zero"])

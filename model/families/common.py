@@ -17,7 +17,7 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-    turn: Callable[[np.ndarray], np.ndarray] = lambda x: x
+    turn: Callable[[np.ndarray], np.ndarray] = lambda x: x  # of a stack of experts: any number of them
     at: Any = ()  # an index of numpy's
 
 
@@ -109,7 +109,7 @@ def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj",
                 for e in range(E)
                 for at, name in enumerate(up)
             ),
-            (Part(f"{prefix}.gate_up_proj", (E, 2 * F, D), lambda x: x.reshape(E, 2, F, D).transpose(0, 3, 1, 2)),),
+            (Part(f"{prefix}.gate_up_proj", (E, 2 * F, D), lambda x: x.reshape(-1, 2, F, D).transpose(0, 3, 1, 2)),),
         ),
         "down_EFD": Source(
             tuple(Part(f"{prefix}.{e}.{down}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E)),

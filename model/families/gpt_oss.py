@@ -90,7 +90,7 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     if moe.quant:
         up, down = packed_source(f"{experts}.gate_up_proj", E, D, 2, F), packed_source(f"{experts}.down_proj", E, F, D)
     else:
-        part = Part(f"{experts}.gate_up_proj", (E, D, 2 * F), lambda x: x.reshape(E, D, F, 2).swapaxes(2, 3))
+        part = Part(f"{experts}.gate_up_proj", (E, D, 2 * F), lambda x: x.reshape(-1, D, F, 2).swapaxes(2, 3))
         up, down = Source((part,)), copy(f"{experts}.down_proj", (E, F, D))
     bias = Part(f"{experts}.gate_up_proj_bias", (E, 2 * F), lambda x: x.reshape(E, F, 2).swapaxes(1, 2))
     return layer_sources(config, index, prefix).replace(

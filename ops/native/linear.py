@@ -15,6 +15,7 @@ from flax import struct
 from ...sharding.spec import ArraySpec, empty
 from ..quant.int4 import Int4
 from ..quant.int8 import Int8
+from ..quant.stack import Stack
 from . import choice, has, library, target
 
 LANES = 16  # outputs of a block
@@ -135,6 +136,8 @@ def pack(spec: ArraySpec, leaf):
         return pack_int8(leaf) if has("pack", choice.int8(leaf.dynamic)) else leaf
     if isinstance(leaf, Int4):
         return pack_int4(leaf) if has("pack", "int4") else leaf
+    if isinstance(leaf, Stack):
+        return pack_stack(spec, leaf)
     if not isinstance(leaf, np.ndarray) or not spec.inputs or leaf.dtype.name not in choice.DENSE:
         return leaf
     return pack_dense(spec, leaf) if has("pack", choice.DENSE[leaf.dtype.name]) else leaf
@@ -190,6 +193,19 @@ def pack_int4(leaf: Int4) -> TiledInt4:
     scale = by_block(np.asarray(leaf.scale).reshape(-1, O))
     zero = np.zeros(0, np.uint8) if leaf.zero is None else by_block(np.asarray(leaf.zero).reshape(-1, O))
     return TiledInt4(tiles, scale, zero, leaf.into, leaf.out)
+
+
+def pack_stack(spec: ArraySpec, leaf: Stack) -> Stack:
+    """Matrix by matrix: beside the codes as they came there is one more copy, of as many bytes."""
+    first, E = leaf[0], spec.shape[0]
+    if (packed := pack(spec, first)) is first:
+        return leaf
+    out = jax.tree.map(lambda array: empty((E, *array.shape), array.dtype), packed)
+    for e in range(E):
+        jax.tree.map(
+            lambda whole, array, e=e: np.copyto(whole[e], array), out, packed if e == 0 else pack(spec, leaf[e])
+        )
+    return Stack(out)
 
 
 def address(array: np.ndarray) -> ctypes.c_void_p:

@@ -1,9 +1,10 @@
-"""Weight formats: a node of packed arrays in place of one array. `node[e]` gives one matrix of a stack, dense."""
+"""Weight formats: a node of packed arrays in place of one array. `node[e]` gives one matrix of a stack."""
 
 import importlib
 from typing import Any
 
 from ...sharding.spec import ArraySpec
+from .stack import in_front, one_of
 
 FORMATS = {"int8": ".int8", "int4": ".int4", "mxfp4": ".mxfp4"}
 
@@ -14,6 +15,11 @@ def packed(name: str | None, dense: ArraySpec) -> Any:
         return dense
     kind, *options = name.split("-")
     return importlib.import_module(FORMATS[kind], __name__).spec(dense, *options)
+
+
+def stacked(name: str | None, dense: ArraySpec) -> Any:
+    """The same of a stack of matrices [E, K, ...], each of them rounded by itself."""
+    return dense if name is None else in_front(packed(name, one_of(dense)), dense)
 
 
 def check(name: str) -> str:

@@ -1,0 +1,30 @@
+"""A stack of matrices in a packed format: the arrays of one matrix's node, each with an axis more in front."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import struct
+
+from ...sharding.spec import ArraySpec
+
+
+@struct.dataclass
+class Stack:
+    """`stack[e]` is the node of one matrix: no other is read, and none is made dense before its product."""
+
+    each: Any  # a node whose arrays are [E, ...]
+
+    def __getitem__(self, e):
+        return jax.tree.map(lambda leaf: leaf[e], self.each)
+
+
+def one_of(dense: ArraySpec) -> ArraySpec:
+    """The spec of one matrix of a stack [E, K, ...], whose products sum over K."""
+    return replace(dense, shape=dense.shape[1:], axes=dense.axes[1:], inputs=(0,))
+
+
+def in_front(node: Any, dense: ArraySpec) -> Stack:
+    """The specs of a stack of such nodes; it lies along its first axis where the dense one would."""
+    E, axis = dense.shape[0], dense.axes[0]
+    return Stack(jax.tree.map(lambda leaf: replace(leaf, shape=(E, *leaf.shape), axes=(axis, *leaf.axes)), node))

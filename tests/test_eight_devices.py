@@ -9,7 +9,8 @@ import pytest
 
 PARTS = [
     ("eight_devices.py", "logits"), ("eight_devices.py", "not logits"), ("eight_devices_axes.py", ""),
-    ("eight_devices_moe.py", ""), ("eight_devices_ahead.py", ""),
+    ("eight_devices_moe.py", ""), ("eight_devices_rounded.py", ""),
+    ("eight_devices_ahead.py", ""),
 ]  # fmt: skip
 
 

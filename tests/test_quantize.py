@@ -132,7 +132,7 @@ def family_variants():
 
 @pytest.mark.parametrize("variant", family_variants(), ids=lambda variant: variant.name)
 def test_every_family(tmp_path, variant):
-    """Whatever a family does with its tensors, it does with their codes and scales. Experts that lie in one tensor stay."""
+    """Whatever a family does with its tensors, it does with their codes and scales; experts in one tensor stay."""
     with np.load(HERE / f"{variant.name}.npz") as arrays:
         meta = json.loads(arrays["meta"].tobytes())
     dense = write_folder(tmp_path / "dense", variant.config, meta["tensors"], meta["seed"])

@@ -48,7 +48,8 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
     X = experts_TX.shape[1]
 
     def run(e, pair_Q):
-        return weighed(expert(e, x_TD[pair_Q // X]), weights_TX.reshape(-1)[pair_Q])
+        rows_QD = x_TD.at[pair_Q // X].get(mode="fill", fill_value=0)  # kernels stop at the last row that is not zeros
+        return weighed(expert(e, rows_QD), weights_TX.reshape(-1)[pair_Q])
 
     out_ZD = by_expert(experts_TX.reshape(-1), num_experts, run, x_TD.shape[1], jnp.float32)
     return add_pairs(out_ZD, X).astype(x_TD.dtype)
@@ -74,7 +75,7 @@ def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
         pairs   |e0 e0 e0|e2|e3 e3 e3 e3 e3|          sorted, no pair dropped
         blocks  [e0 e0 e0 .] [e2 . . .] [e3 e3 e3 e3] [e3 . . .]
 
-    The loop runs over the blocks that exist, so an expert nobody chose is never read.
+    The loop runs over the blocks that exist, so an expert nobody chose is never read. A dot is a pair past the last.
     """
     pairs = experts_Z.shape[0]
     order = jnp.argsort(experts_Z, stable=True)
@@ -88,7 +89,7 @@ def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
         offset = (block - (last_block_E[e] - blocks_E[e])) * BLOCK + jnp.arange(BLOCK)
         valid = offset < counts_E[e]
         place = jnp.where(valid, first_pair_E[e] + offset, pairs)
-        result = run(e, order[jnp.minimum(place, pairs - 1)])
+        result = run(e, jnp.where(valid, order[jnp.minimum(place, pairs - 1)], pairs))
         return out_ZD.at[place].set(result.astype(dtype), mode="drop")
 
     out_ZD = jax.lax.fori_loop(0, last_block_E[-1], run_block, jnp.zeros((pairs, width), dtype))

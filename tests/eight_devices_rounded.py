@@ -83,7 +83,7 @@ def test_greedy_tokens(name, quantization, sizes, golden, alone):
     assert runner.compiles.recompiles == 0
     if "pipe" not in sizes:
         planner = Planner(runner.config, plan.DEVICES["cpu"], Work(4, 64, 32))
-        planned = planner.held(*(sizes.get(axis, 1) for axis in ("tensor", "expert", "data")))
+        planned = planner.held(sizes.get("tensor", 1), sizes.get("expert", 1) * sizes.get("data", 1))
         found = Counter()
         for leaf in jax.tree.leaves(runner.weights):
             for shard in leaf.addressable_shards:
@@ -186,7 +186,7 @@ def test_weights_that_do_not_lie_ready(options, golden, alone):
         for leaf in jax.tree.leaves((layer.moe.up_EDGF, layer.moe.down_EFD))
     ]
     if "shard_weights" in options:
-        assert stacks and all("context" in leaf.sharding.spec for leaf in stacks)
+        assert stacks and all("context" in str(leaf.sharding.spec) for leaf in stacks)
     else:
         assert {leaf.sharding.memory_kind for leaf in stacks} == {"pinned_host"}
     assert asked(llm, golden("qwen3-moe")) == expected

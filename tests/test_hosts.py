@@ -200,7 +200,7 @@ def test_a_process_is_lost(started, tmp_path):
 def test_another_wish_is_refused(folder, started, tmp_path):
     """A process with other options is told so, and so is the first; both end."""
     shared = together(2)
-    options = engine_options(**shared), engine_options(**shared) | {"process_id": 1, "max_num_seqs": 8}
+    options = engine_options(1, **shared), engine_options(1, **shared) | {"process_id": 1, "max_num_seqs": 8}
     running = [
         started([str(HERE / "host.py"), str(folder), json.dumps(each), "none"], tmp_path / f"log{index}")
         for index, each in enumerate(options)

@@ -1,6 +1,6 @@
 """Everything at once: clients that die, a queue that is full, steps that raise, and an end under load.
 
-Two minutes of it by default (QUIRE_CHAOS_SECONDS). Afterwards every page is free or kept, and every request that the
+Forty seconds of it by default (QUIRE_CHAOS_SECONDS). Afterwards every page is free or kept, and every request that the
 engine took is counted at its end.
 """
 
@@ -18,7 +18,7 @@ from quire.serving.http.models import Model
 from quire.serving.options import options_of
 from quire.serving.setup import make_engine
 
-SECONDS = float(os.environ.get("QUIRE_CHAOS_SECONDS", "120"))
+SECONDS = float(os.environ.get("QUIRE_CHAOS_SECONDS", "40"))
 CLIENTS = 48
 
 

@@ -195,7 +195,8 @@ def check(shape: Shape, sequences, rng):
     case = build_case(shape, sequences, rng, spare=int(rng.integers(4)))
     out, pages = run(shape, case)
     new, held, scales, rows, places = case
-    close = (1.5e-5, 1.5e-5) if shape.dtype == "float32" else (8e-3, 2e-3)
+    # A sharp row has scores of fifty and more, whose last bit alone is 4e-6 of a weight.
+    close = (4e-5, 4e-5) if shape.dtype == "float32" else (8e-3, 2e-3)
     for s, place in zip(sequences, places, strict=True):
         np.testing.assert_allclose(out[place].astype(np.float64), reference(shape, s), *close)
     used = places[-1].stop

@@ -8,7 +8,7 @@ import pytest
 
 from quire.ops.native import build
 
-RUNS = "8"  # random cases of each kind; a program by itself takes 20
+RUNS = "3"  # random cases of each kind; a program by itself takes 20
 CASES = sorted(Path(__file__).parent.glob("native_*_cases.cc"))
 
 

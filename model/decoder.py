@@ -154,11 +154,11 @@ def latent_attention(
     kv_TA = project("TD,DA->TA", x_TD, w.kv_down_DA, w.kv_down_bias_A)
     latent_TA = rms_norm(kv_TA[:, : a.kv_rank], w.kv_norm_A, a.norm_eps)
     k_rope_T1H = rotate(kv_TA[:, None, a.kv_rank :], rope)
-    q_latent_TNA = einsum("TNH,ANH->TNA", q_TNH[..., : a.nope_dim], w.k_up_ANH)
+    q_latent_TNA = einsum("TNH,NAH->TNA", q_TNH[..., : a.nope_dim], w.k_up_NAH)
     q_TNA = jnp.concatenate([q_latent_TNA, rotate(q_TNH[..., a.nope_dim :], rope)], axis=-1)
     k_T1A = jnp.concatenate([latent_TA[:, None], k_rope_T1H], axis=-1)
     out_TNA, cache = attend(index, q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank)
-    out_TNH = einsum("TNA,ANH->TNH", out_TNA, w.v_up_ANH)
+    out_TNH = einsum("TNA,NHA->TNH", out_TNA, w.v_up_NHA)
     return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, team.tensor), cache
 
 
@@ -225,8 +225,11 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, team: Team = ALONE):
 
     def expert(e, x_QD):
         up_bias_GF, down_bias_D = (None if bias is None else bias[e] for bias in (w.up_bias_EGF, w.down_bias_ED))
-        up_QGF = project("QD,DGF->QGF", x_QD, experts.pick(w.up_EDGF, e), up_bias_GF)
-        inner_QF = glu(up_QGF, moe.activation, moe.clamp, moe.alpha)
+        up_DGF = experts.pick(w.up_EDGF, e)
+        if up_bias_GF is None and moe.clamp is None:
+            inner_QF = gated("QD,DGF->QGF", x_QD, up_DGF, moe.activation)
+        else:
+            inner_QF = glu(project("QD,DGF->QGF", x_QD, up_DGF, up_bias_GF), moe.activation, moe.clamp, moe.alpha)
         if down_bias_D is not None and team.tensor.size > 1:  # one of those that have a part of the columns adds it
             down_bias_D = jnp.where(team.tensor.index() == 0, down_bias_D, 0)
         return project("QF,FD->QD", inner_QF, experts.pick(w.down_EFD, e), down_bias_D)

@@ -32,8 +32,8 @@ class LatentWeights:
     q_up_ANH: Array
     kv_down_DA: Array  # the latent, then the rotary key
     kv_norm_A: Array
-    k_up_ANH: Array
-    v_up_ANH: Array
+    k_up_NAH: Array
+    v_up_NHA: Array
     out_NHD: Array
     q_down_bias_A: Array = None
     kv_down_bias_A: Array = None
@@ -111,7 +111,7 @@ def abstract(config: ModelConfig) -> ModelWeights:
         return weights
     return weights.replace(
         per_layer_embed_VLA=ArraySpec((config.per_layer_vocab, L, A), dtype, ("vocab", None, None), fan_in=A),
-        per_layer_proj_DLA=ArraySpec((D, L, A), dtype, ("embed", None, None), fan_in=D),
+        per_layer_proj_DLA=ArraySpec((D, L, A), dtype, ("embed", None, None), fan_in=D, inputs=(0,)),
         per_layer_norm_A=norm(A),
     )
 
@@ -187,8 +187,8 @@ def latent_spec(config: ModelConfig, a: LatentAttention) -> LatentWeights:
         q_up_ANH=matrix(config, (rank,), (N, H), (None, "heads", None)),
         kv_down_DA=matrix(config, (D,), (wide,), ("embed", None)),
         kv_norm_A=norm(A),
-        k_up_ANH=ArraySpec((A, N, a.nope_dim), dtype, (None, "heads", None), fan_in=A),
-        v_up_ANH=ArraySpec((A, N, a.v_dim), dtype, (None, "heads", None), fan_in=A),
+        k_up_NAH=ArraySpec((N, A, a.nope_dim), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True),
+        v_up_NHA=ArraySpec((N, a.v_dim, A), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True),
         out_NHD=matrix(config, (N, a.v_dim), (D,), ("heads", None, "embed")),
         q_down_bias_A=ArraySpec((rank,), dtype, (None,), "zeros") if a.bias and not direct else None,
         kv_down_bias_A=ArraySpec((wide,), dtype, (None,), "zeros") if a.bias else None,
@@ -207,14 +207,14 @@ def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
 def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
     D, E, F, dtype = config.dim, moe.experts, moe.dim, jnp.dtype(config.dtype)
     own, stack = norm(D) if moe.own_norms else None, Runs("experts", (E,), again=moe.spare)
-    up_EDGF = ArraySpec((E, D, 2, F), dtype, (stack, "embed", None, "ffn"), fan_in=D)
-    down_EFD = ArraySpec((E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F)
+    up_EDGF = ArraySpec((E, D, 2, F), dtype, (stack, "embed", None, "ffn"), fan_in=D, inputs=(1,), stacked=True)
+    down_EFD = ArraySpec((E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F, inputs=(1,), stacked=True)
     if moe.quant:  # the checkpoint's own
         up_EDGF, down_EFD = packed(moe.quant, up_EDGF), packed(moe.quant, down_EFD)
     else:
         up_EDGF, down_EFD = stacked(config.quant, up_EDGF), stacked(config.quant, down_EFD)
     return MoeWeights(
-        router_DE=ArraySpec((D, E), jnp.float32, ("embed", None), fan_in=D),
+        router_DE=ArraySpec((D, E), jnp.float32, ("embed", None), fan_in=D, inputs=(0,)),
         up_EDGF=up_EDGF,
         down_EFD=down_EFD,
         router_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.router_bias else None,

@@ -35,7 +35,10 @@ def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
 
 
 def pick(stack, e):
-    """One expert's matrix of a stack. Without the barrier XLA widens the whole stack to float32 ahead of the loop."""
+    """One expert's matrix of a stack."""
+    if hasattr(stack, "pick"):
+        return stack.pick(e)
+    # Without the barrier XLA widens the whole stack to float32 ahead of the loop.
     stack, e = jax.lax.optimization_barrier((stack, e))
     return stack[e]
 

@@ -110,7 +110,8 @@ def make_runner(
     progress: Callable[[str], None] = lambda note: None,
 ) -> Made:
     """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
-    native.prepare(of_model(config.dtype, config.quant, config.kv_dtype))
+    routed = any(layer.moe for layer in config.layers)
+    native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, routed))
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))
     mesh = mesh_of(options, config)
     homes = homes_of(options, config, mesh)

@@ -35,7 +35,8 @@ class ArraySpec:
     axes: tuple[str | Runs | None, ...]
     init: str = "normal"
     fan_in: int = 1
-    inputs: tuple[int, ...] = ()  # the axes that every product with it sums over; empty where it is no plain matrix
+    inputs: tuple[int, ...] = ()  # the axes that every product with it sums over; empty where it is in no product
+    stacked: bool = False  # its first axis counts matrices, each with rows of its own
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):

@@ -94,7 +94,7 @@ def test_families(name, number, axis, golden):
     made, variant = golden(name), NAMED[name]
     config = checkpoint.read_config(made.folder, "float32", variant.max_len)
     llm = make(made.folder, max_model_len=variant.max_len, **over(config, number, axis))
-    check_answers(llm, made)
+    check_answers(llm, made, near=1e-4)
     check_scores(llm, made)
     assert llm.engine.runner.compiles.recompiles == 0
 
@@ -116,7 +116,7 @@ ALONE = [
 def test_one_axis_more(name, sizes, golden):
     made = golden(name)
     llm = make(made.folder, max_model_len=NAMED[name].max_len, **sizes)
-    check_answers(llm, made)
+    check_answers(llm, made, near=1e-4)
     check_scores(llm, made)
 
 
@@ -187,7 +187,7 @@ def test_weights_that_do_not_lie_ready(name, options, golden):
         parted = [leaf.nbytes for leaf in layers if "context" in str(leaf.sharding.spec)]
         assert sum(parted) > 0.95 * sum(leaf.nbytes for leaf in layers)
     if "quantization" not in options:
-        check_answers(llm, made)
+        check_answers(llm, made, near=1e-4)
         check_scores(llm, made)
     else:
         whole = make(made.folder, max_model_len=NAMED[name].max_len, quantization=options["quantization"])
@@ -273,10 +273,12 @@ def test_memory_of_replicas(golden):
         for sizes in ({}, {"data_parallel_size": 4, "tensor_parallel_size": 2})
     )
     for index in one.config.expert_layers:
-        stacks = [(runner.weights.layers[index].moe.up_EDGF, runner.weights.layers[index].moe.down_EFD)
-                  for runner in (one, four)]  # fmt: skip
-        whole, part = (sum(math.prod(x.sharding.shard_shape(x.shape)) for x in stack) for stack in stacks)
-        assert part * 8 == whole
+        whole, part = (
+            [getattr(weights.layers[index].moe, field) for field in ("up_EDGF", "down_EFD")]
+            for weights in (abstract(one.config), four.weights)
+        )
+        part = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in part)
+        assert part * 8 == sum(x.size for x in whole)
     assert four.num_pages == one.num_pages
     pages, whole_pages = (held_bytes(runner.state.pages) for runner in (four, one))
     assert pages == whole_pages

@@ -235,6 +235,7 @@ def test_products_are_prepared_where_they_pay(small, monkeypatch):
         (("float32", "int8-weights", "int8"), "attention_int8_f32 int8 int8_weights pack sampling"),
         (("bfloat16", None, "float8_e4m3fn"), "dense_bf16 pack sampling"),
         (("bfloat16", "int4-64-zero", "bfloat16"), "attention_bf16 int4 int8 pack sampling"),
+        (("bfloat16", "int8", "int8", True), "attention_int8_bf16 dense_f32 int8 pack sampling"),
     ],
 )
 def test_what_a_model_calls(model, kernels):

@@ -16,6 +16,7 @@ from quire.ops.activation import glu
 from quire.ops.linear import einsum, gated, project
 from quire.ops.native import build
 from quire.ops.native.linear import pack
+from quire.ops.quant.stack import Stack
 from quire.sharding.spec import ArraySpec
 
 FORMATS = ("int8", "int8-weights", "int4", "int4-64", "int4-128-zero", "int4-zero")
@@ -73,6 +74,37 @@ def check_dense(rows, padding, into, out, bias, dtype, seed):
 
 def test_dense(isa):
     check_dense()
+
+
+@pytest.mark.parametrize("name", [None, *FORMATS])
+def test_matrices_of_a_stack(isa, name):
+    """One that is named, with a bias or a gate; and each with rows of its own, the last ones zeros: to the bit what
+    the matrix gives by itself."""
+    rng = np.random.default_rng(4)
+    E, K, F = 5, 96, 32
+    w, x, rows = (made(rng, shape, (K,), np.float32) for shape in ((E, 2, F), (7,), (7, E)))
+    w = np.ascontiguousarray(np.moveaxis(w, -1, 1))
+    bias, rows[5:] = made(rng, (), (2, F), np.float32), 0
+    dense = ArraySpec(w.shape, np.float32, (None,) * 4, inputs=(1,), stacked=True)
+    one = spec_of((K,), (2, F), np.float32)
+    leaf: Any = w
+    nodes: list[Any] = list(w)
+    if name is not None:
+        nodes = [quant.quantize(matrix, quant.packed(name, one)) for matrix in w]
+        leaf = Stack(jax.tree.map(lambda *arrays: np.stack(arrays), *nodes))
+    stack: Any = pack(dense, leaf)
+    alone: list[Any] = [pack(one, node) for node in nodes]
+    pick = jax.jit(lambda stack, e, x: project("TD,DGF->TGF", x, stack.pick(e), bias))
+    for e in range(E):
+        np.testing.assert_array_equal(pick(stack, e, x), project("TD,DGF->TGF", x, alone[e], bias))
+        both = (gated("TD,DGF->TGF", jnp.asarray(x), node, "silu") for node in (stack.pick(e), alone[e]))
+        np.testing.assert_array_equal(*both)
+    every = einsum("TED,EDGF->TEGF", jnp.asarray(rows), stack)
+    for e in range(E):
+        np.testing.assert_array_equal(every[:, e], einsum("TD,DGF->TGF", jnp.asarray(rows[:, e]), alone[e]))
+    for e in (-1, E):
+        with pytest.raises(ValueError, match="the stack has no such matrix"):
+            jax.block_until_ready(pick(stack, e, x))
 
 
 def between_bytes(x):

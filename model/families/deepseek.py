@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -115,9 +116,8 @@ def attention_sources(a: LatentAttention, D: int, prefix: str) -> LatentWeights:
     rank = a.q_rank or D
     q_name, kv_name = "q_b_proj" if a.q_rank else "q_proj", "kv_a_proj_with_mqa"
 
-    def kv_up(part: slice) -> Source:
-        turn = linear((N, KV), (A,))
-        return Source((Part(f"{prefix}.kv_b_proj.weight", (N * KV, A), lambda x: turn(x)[..., part]),))
+    def kv_up(turn: Callable[[np.ndarray], np.ndarray]) -> Source:
+        return Source((Part(f"{prefix}.kv_b_proj.weight", (N * KV, A), lambda x: turn(x.reshape(N, KV, A))),))
 
     def turned(name: str, out: tuple[int, ...], into: tuple[int, ...]) -> Source:
         shape, turn = (math.prod(out), math.prod(into)), linear(out, into)
@@ -133,8 +133,8 @@ def attention_sources(a: LatentAttention, D: int, prefix: str) -> LatentWeights:
         q_up_ANH=turned(q_name, (N, H), (rank,)),
         kv_down_DA=turned(kv_name, (wide,), (D,)),
         kv_norm_A=scale(f"{prefix}.kv_a_layernorm.weight", A),
-        k_up_ANH=kv_up(np.s_[: a.nope_dim]),
-        v_up_ANH=kv_up(np.s_[a.nope_dim :]),
+        k_up_NAH=kv_up(lambda x_NHA: x_NHA[:, : a.nope_dim].swapaxes(1, 2)),
+        v_up_NHA=kv_up(lambda x_NHA: x_NHA[:, a.nope_dim :]),
         out_NHD=plain("o_proj", (D,), (N, a.v_dim)),
         q_down_bias_A=copy(f"{prefix}.q_a_proj.bias", (rank,)) if a.bias and a.q_rank else None,
         kv_down_bias_A=Source((kv_bias,)) if a.bias else None,

@@ -6,19 +6,20 @@ namespace {
 
 const char* dense(const Call& call) {
   Pool pool = call.pool();
-  Buffer x = call.array(0), w = call.array(1);
-  int64_t T = rows_used(x), K = w.dim(1) * w.dim(3);
-  Out out = out_of(call, call.array(2), w.dim(0));
-  using X = FORMAT::X;
-  product(pool, FORMAT{w.data<X>()}, Padded<X>(pool, x, T, K).rows, T, K, out);
-  out.fill(T, rows_in(x));
-  return nullptr;
+  return each_product(call, 3, [&](const Product& p) {
+    Buffer x = p.rows(), w = p.weight(1);
+    int64_t T = rows_used(x), K = w.dim(1) * w.dim(3);
+    Out out = p.out(2, w.dim(0));
+    using X = FORMAT::X;
+    product(pool, FORMAT{w.data<X>()}, Padded<X>(pool, x, T, K).rows, T, K, out);
+    out.fill(T, rows_in(x));
+  });
 }
 
 constexpr auto weights = sizeof(FORMAT::X) == 4 ? dtype::F32 : dtype::BF16;
 
 }  // namespace
 
-QUIRE_KERNEL(dense, {{dtype::ANY, weights, dtype::F32}, {"activation"}})
+QUIRE_KERNEL(dense, {{dtype::ANY, weights, dtype::F32, dtype::S32}, {"activation"}})
 
 }  // namespace quire

@@ -62,11 +62,11 @@ class Pool {
 // An array in XLA's memory.
 class Buffer {
  public:
-  explicit Buffer(const void* from) : b(static_cast<const XLA_FFI_Buffer*>(from)) {}
+  explicit Buffer(const void* from) : b(static_cast<const XLA_FFI_Buffer*>(from)), at(static_cast<char*>(b->data)) {}
 
   template <typename T>
   T* data() const {
-    return static_cast<T*>(b->data);
+    return reinterpret_cast<T*>(at);
   }
   template <typename T>
   T* given() const {  // null where the array is empty
@@ -74,16 +74,41 @@ class Buffer {
   }
   XLA_FFI_DataType type() const { return b->dtype; }
   bool wide() const { return b->dtype == dtype::F32; }
-  int64_t dim(int64_t axis) const { return b->dims[axis]; }
+  int64_t dim(int64_t axis) const { return b->dims[first + axis]; }
   int64_t last() const { return b->dims[b->rank - 1]; }
   int64_t size() const {
     int64_t n = 1;
-    for (int64_t axis = 0; axis < b->rank; ++axis) n *= b->dims[axis];
+    for (int64_t axis = first; axis < b->rank; ++axis) n *= b->dims[axis];
     return n;
   }
 
+  // What lies at `i` along the first axis.
+  Buffer part(int64_t i) const {
+    Buffer p = *this;
+    ++p.first;
+    p.at += i * p.size() * item();
+    return p;
+  }
+
  private:
+  int64_t item() const {
+    switch (type()) {
+      case dtype::PRED:
+      case dtype::S8:
+      case dtype::U8:
+        return 1;
+      case dtype::F16:
+      case dtype::BF16:
+      case dtype::U16:
+        return 2;
+      default:
+        return 4;
+    }
+  }
+
   const XLA_FFI_Buffer* b;
+  char* at;
+  int64_t first = 0;  // the axes before it are those of what this is a part of
 };
 
 // What a kernel is called with: its arrays' types, and its attributes by name, in the order of the alphabet.

@@ -6,29 +6,30 @@ namespace {
 
 const char* int4(const Call& call) {
   Pool pool = call.pool();
-  Buffer x = call.array(0), w = call.array(1), scale = call.array(2);
-  int64_t T = rows_used(x), K = w.dim(1) * 8, groups = scale.dim(1), group = K / groups;
-  Out out = out_of(call, call.array(4), w.dim(0));
-  Padded<uint16_t> padded(pool, x, T, K);
-  const uint8_t* zeros = call.array(3).given<uint8_t>();
-  bool summed = zeros || MADE != -8;
-  std::vector<float> sums(summed ? T * groups : 0);
-  each_row(pool, summed ? T : 0, K, [&](int64_t row) {
-    for (int64_t g = 0; g < groups; ++g) {
-      f32x16 sum{};
-      const uint16_t* at = padded.rows + row * K + g * group;
-      for (int64_t k = 0; k < group; k += LANES) sum += load_wide(at + k);
-      for (int i = 0; i < LANES; ++i) sums[row * groups + g] += sum[i];
-    }
+  return each_product(call, 5, [&](const Product& p) {
+    Buffer x = p.rows(), w = p.weight(1), scale = p.weight(2);
+    int64_t T = rows_used(x), K = w.dim(1) * 8, groups = scale.dim(1), group = K / groups;
+    Out out = p.out(4, w.dim(0));
+    Padded<uint16_t> padded(pool, x, T, K);
+    const uint8_t* zeros = p.weight(3).given<uint8_t>();
+    bool summed = zeros || MADE != -8;
+    std::vector<float> sums(summed ? T * groups : 0);
+    each_row(pool, summed ? T : 0, K, [&](int64_t row) {
+      for (int64_t g = 0; g < groups; ++g) {
+        f32x16 sum{};
+        const uint16_t* at = padded.rows + row * K + g * group;
+        for (int64_t k = 0; k < group; k += LANES) sum += load_wide(at + k);
+        for (int i = 0; i < LANES; ++i) sums[row * groups + g] += sum[i];
+      }
+    });
+    Int4 f{w.data<uint32_t>(), scale.data<uint16_t>(), zeros, summed ? sums.data() : nullptr, group};
+    product(pool, f, padded.rows, T, K, out);
+    out.fill(T, rows_in(x));
   });
-  Int4 f{w.data<uint32_t>(), scale.data<uint16_t>(), zeros, summed ? sums.data() : nullptr, group};
-  product(pool, f, padded.rows, T, K, out);
-  out.fill(T, rows_in(x));
-  return nullptr;
 }
 
 }  // namespace
 
-QUIRE_KERNEL(int4, {{dtype::ANY, dtype::U32, dtype::F16, dtype::U8, dtype::F32}, {"activation"}})
+QUIRE_KERNEL(int4, {{dtype::ANY, dtype::U32, dtype::F16, dtype::U8, dtype::F32, dtype::S32}, {"activation"}})
 
 }  // namespace quire

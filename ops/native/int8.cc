@@ -60,18 +60,19 @@ struct Bytes {
 
 const char* int8(const Call& call) {
   Pool pool = call.pool();
-  Buffer x = call.array(0), w = call.array(1);
-  int64_t T = rows_used(x), K = w.dim(1) * w.dim(3);
-  Out out = out_of(call, call.array(4), w.dim(0));
-  Bytes bytes(pool, x, T, K);
-  Int8 f{w.data<int8_t>(), call.array(2).data<float>(), call.array(3).data<int32_t>(), bytes.scale.data()};
-  product(pool, f, bytes.rows.data(), T, K, out);
-  out.fill(T, rows_in(x));
-  return nullptr;
+  return each_product(call, 5, [&](const Product& p) {
+    Buffer x = p.rows(), w = p.weight(1);
+    int64_t T = rows_used(x), K = w.dim(1) * w.dim(3);
+    Out out = p.out(4, w.dim(0));
+    Bytes bytes(pool, x, T, K);
+    Int8 f{w.data<int8_t>(), p.weight(2).data<float>(), p.weight(3).data<int32_t>(), bytes.scale.data()};
+    product(pool, f, bytes.rows.data(), T, K, out);
+    out.fill(T, rows_in(x));
+  });
 }
 
 }  // namespace
 
-QUIRE_KERNEL(int8, {{dtype::ANY, dtype::S8, dtype::F32, dtype::S32, dtype::F32}, {"activation"}})
+QUIRE_KERNEL(int8, {{dtype::ANY, dtype::S8, dtype::F32, dtype::S32, dtype::F32, dtype::S32}, {"activation"}})
 
 }  // namespace quire

@@ -15,7 +15,7 @@ from flax import struct
 from ...sharding.spec import ArraySpec, empty
 from ..quant.int4 import Int4
 from ..quant.int8 import Int8
-from ..quant.stack import Stack
+from ..quant.stack import Stack, one_of
 from . import choice, has, library, target
 
 LANES = 16  # outputs of a block
@@ -104,30 +104,63 @@ class TiledInt4:
         return self.tiles, self.scale, self.zero
 
 
-def product(node, x, bias, dtype):
+@struct.dataclass
+class Many:
+    """A stack of matrices. A product names those that it wants, so that none is cut out of the stack before."""
+
+    each: Any  # a node whose arrays are [E, ...]
+
+    def pick(self, e) -> "One":
+        return One(self.each, jnp.reshape(e, 1))
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        """Each matrix with rows of its own: x is [T, E, K]."""
+        T, E = x.shape[:2]
+        every = call(self.each, jnp.swapaxes(x, 0, 1), bias, dtype or x.dtype, which=jnp.arange(E))
+        return jnp.swapaxes(every.reshape(E, T, *self.each.out), 0, 1)
+
+
+@struct.dataclass
+class One:
+    """A matrix of a stack."""
+
+    each: Any
+    which: Any  # int32 [1]
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        return product(self.each, x, bias, dtype, self.which)
+
+    def gated(self, x, activation: str):
+        return gated(self.each, x, activation, self.which)
+
+
+def product(node, x, bias, dtype, which=None):
     """x over its last axes times the node, plus the bias."""
     lead = x.shape[: x.ndim - len(node.into)]
-    return call(node, x, bias, dtype or x.dtype, math.prod(node.out)).reshape(*lead, *node.out)
+    return call(node, x, bias, dtype or x.dtype, which=which).reshape(*lead, *node.out)
 
 
-def gated(node, x, activation: str):
+def gated(node, x, activation: str, which=None):
     """activation(gate) * up in one pass, where the outputs are [2, F]; None if the kernels cannot do that."""
     half = node.out[-1]
     if activation not in FUSED or len(node.out) != 2 or half % LANES:
         return None
-    return call(node, x, None, x.dtype, half, FUSED[activation]).reshape(*x.shape[:-1], half)
+    return call(node, x, None, x.dtype, FUSED[activation], which).reshape(*x.shape[:-1], half)
 
 
-def call(node, x, bias, dtype, outputs: int, activation: int = 0):
-    rows_RK = x.reshape(-1, math.prod(node.into))
+def call(node, x, bias, dtype, activation: int = 0, which=None):
+    """The products with the matrices `which` of a stack, each with its share of the rows; or the only product."""
+    stacked = () if which is None else which.shape
+    rows = x.reshape(*stacked, -1, math.prod(node.into))
+    which = jnp.zeros(0, jnp.int32) if which is None else which
     if bias is None:
         bias_O = jnp.zeros(0, jnp.float32)
     else:
         bias_O = bias.reshape(-1).astype(jnp.float32)
         bias_O = jnp.pad(bias_O, (0, -bias_O.shape[0] % LANES))
-    result = jax.ShapeDtypeStruct((rows_RK.shape[0], outputs), dtype)
-    run = jax.ffi.ffi_call(target(node.kernel), result)
-    return run(rows_RK, *node.arrays, bias_O, activation=np.int32(activation))
+    outputs = node.out[-1] if activation else math.prod(node.out)
+    run = jax.ffi.ffi_call(target(node.kernel), jax.ShapeDtypeStruct((*rows.shape[:-1], outputs), dtype))
+    return run(rows, *node.arrays, bias_O, which, activation=np.int32(activation))
 
 
 def pack(spec: ArraySpec, leaf):
@@ -136,7 +169,7 @@ def pack(spec: ArraySpec, leaf):
         return pack_int8(leaf) if has("pack", choice.int8(leaf.dynamic)) else leaf
     if isinstance(leaf, Int4):
         return pack_int4(leaf) if has("pack", "int4") else leaf
-    if isinstance(leaf, Stack):
+    if spec.stacked and isinstance(leaf, (Stack, np.ndarray)):
         return pack_stack(spec, leaf)
     if not isinstance(leaf, np.ndarray) or not spec.inputs or leaf.dtype.name not in choice.DENSE:
         return leaf
@@ -195,17 +228,17 @@ def pack_int4(leaf: Int4) -> TiledInt4:
     return TiledInt4(tiles, scale, zero, leaf.into, leaf.out)
 
 
-def pack_stack(spec: ArraySpec, leaf: Stack) -> Stack:
-    """Matrix by matrix: beside the codes as they came there is one more copy, of as many bytes."""
-    first, E = leaf[0], spec.shape[0]
-    if (packed := pack(spec, first)) is first:
+def pack_stack(spec: ArraySpec, leaf: Stack | np.ndarray) -> Many | Stack | np.ndarray:
+    """Matrix by matrix: beside what came there is one more copy, of as many bytes."""
+    first, one, E = leaf[0], one_of(spec), spec.shape[0]
+    if (packed := pack(one, first)) is first:
         return leaf
     out = jax.tree.map(lambda array: empty((E, *array.shape), array.dtype), packed)
     for e in range(E):
         jax.tree.map(
-            lambda whole, array, e=e: np.copyto(whole[e], array), out, packed if e == 0 else pack(spec, leaf[e])
+            lambda whole, array, e=e: np.copyto(whole[e], array), out, packed if e == 0 else pack(one, leaf[e])
         )
-    return Stack(out)
+    return Many(out)
 
 
 def address(array: np.ndarray) -> ctypes.c_void_p:

@@ -58,10 +58,32 @@ struct Padded {
   }
 };
 
-inline Out out_of(const Call& call, Buffer bias, int64_t blocks) {
-  Buffer y = call.result();
-  int32_t activation = call.attribute<int32_t>("activation");
-  return {y.data<void>(), y.wide(), bias.given<float>(), y.last(), activation ? blocks / 2 : blocks, activation};
+// One product of a call: the one there is, or that of rows, a matrix of a stack and a result of their own.
+struct Product {
+  const Call& call;
+  int64_t turn = -1, matrix = -1;  // -1: there is no stack
+
+  Buffer rows() const { return turn < 0 ? call.array(0) : call.array(0).part(turn); }
+  Buffer weight(int64_t i) const { return matrix < 0 ? call.array(i) : call.array(i).part(matrix); }
+  Out out(int64_t bias, int64_t blocks) const {
+    Buffer y = turn < 0 ? call.result() : call.result().part(turn);
+    int32_t activation = call.attribute<int32_t>("activation");
+    const float* added = call.array(bias).given<float>();
+    return {y.data<void>(), y.wide(), added, y.last(), activation ? blocks / 2 : blocks, activation};
+  }
+};
+
+// Runs each product of a call, whose last array, `which`, names matrices of the stack; it is empty where there is none.
+template <typename Run>
+const char* each_product(const Call& call, int64_t which, const Run& run) {
+  Buffer names = call.array(which);
+  const int32_t* matrix = names.given<int32_t>();
+  if (!matrix) run(Product{call});
+  for (int64_t i = 0; i < names.size(); ++i) {
+    if (matrix[i] < 0 || matrix[i] >= call.array(1).dim(0)) return "the stack has no such matrix";
+    run(Product{call, i, matrix[i]});
+  }
+  return nullptr;
 }
 
 }  // namespace quire

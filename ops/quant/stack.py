@@ -20,8 +20,9 @@ class Stack:
 
 
 def one_of(dense: ArraySpec) -> ArraySpec:
-    """The spec of one matrix of a stack [E, K, ...], whose products sum over K."""
-    return replace(dense, shape=dense.shape[1:], axes=dense.axes[1:], inputs=(0,))
+    """The spec of one matrix of a stack."""
+    inputs = tuple(axis - 1 for axis in dense.inputs)
+    return replace(dense, shape=dense.shape[1:], axes=dense.axes[1:], inputs=inputs, stacked=False)
 
 
 def in_front(node: Any, dense: ArraySpec) -> Stack:

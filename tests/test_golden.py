@@ -13,6 +13,7 @@ from golden.folder import HERE, POSITIONS, write_folder
 from quire import LLM, SamplingParams
 from quire.model import checkpoint, dense
 from quire.model.families import FAMILIES
+from quire.ops import native
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -68,10 +69,10 @@ def test_greedy_tokens(variant, block_size, golden):
         model=str(made.folder), skip_tokenizer_init=True, dtype="float32", block_size=block_size,
         max_model_len=variant.max_len, max_num_batched_tokens=32, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
     )  # fmt: skip
-    check_answers(llm, made)
+    check_answers(llm, made, near=0 if native.multiplies() else 2e-5)  # XLA sums in an order that rows may change
 
 
-def check_answers(llm: LLM, made: Golden, near: float = 0) -> None:
+def check_answers(llm: LLM, made: Golden, near: float) -> None:
     """It answers as transformers did; a token's score is the same, to the bit or so near, alone and in company."""
     scores = {}
     for prompts, expected in asked(made.prompts, made.tokens):

@@ -25,6 +25,7 @@ from quire.scripts.peers.loop import Answer, Request, Settings, drive
 from quire.scripts.peers.work import WORKS, Work
 
 TINY = checkpoint.Shape(layers=2, width=64, heads=4, kv_heads=2, ffn=96, head=16)
+MIXTURE = replace(TINY, experts=4, chosen=2)
 
 # An engine in a few lines, run as a worker: a token tells prompt, place and, with "drift", how many ride together.
 # Five requests at once kill it, six are an error.
@@ -83,8 +84,15 @@ def tiny(tmp_path_factory) -> Path:
     return checkpoint.write(tmp_path_factory.mktemp("tiny") / "hf", TINY, vocab=512, max_len=128)
 
 
-def test_checkpoint_is_one_that_quire_serves(tiny):
-    llm = LLM(str(tiny), max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 22)
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    return checkpoint.write(tmp_path_factory.mktemp("mixture") / "hf", MIXTURE, vocab=512, max_len=128)
+
+
+@pytest.mark.parametrize("model", ["tiny", "mixture"])
+def test_checkpoint_is_one_that_quire_serves(model, request):
+    folder = request.getfixturevalue(model)
+    llm = LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 22)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompts = [{"prompt_token_ids": list(range(300, 320))}, {"prompt_token_ids": [9, 400]}, "some words of a prompt"]
     tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -93,12 +101,17 @@ def test_checkpoint_is_one_that_quire_serves(tiny):
     assert sum(len(set(found)) for found in tokens) > 20, "a model that repeats itself compares nothing"
 
 
-def test_checkpoint_has_the_weights_that_the_roof_counts(tiny):
-    tensors = load_file(tiny / "model.safetensors")
+@pytest.mark.parametrize(("model", "shape"), [("tiny", TINY), ("mixture", MIXTURE)])
+def test_checkpoint_has_the_weights_that_the_roof_counts(model, shape, request):
+    """With very many rows, which choose every expert."""
+    tensors = load_file(request.getfixturevalue(model) / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
     body = sum(t.size for name, t in tensors.items() if t.ndim == 2 and "embed" not in name)
-    assert body + checkpoint.VOCAB * TINY.width == TINY.weights
-    assert [round(shape.weights, -8) for shape in checkpoint.SIZES.values()] == [1e8, 4e8]
+    assert body + checkpoint.VOCAB * shape.width == shape.read(1000)
+    assert [round(shape.read(1), -8) for shape in checkpoint.SIZES.values()] == [1e8, 4e8, 1e8]
+    one_expert = 3 * shape.width * shape.ffn * shape.layers
+    expected = {0: 0, 4: (4 - 2) * one_expert}[shape.experts]
+    assert shape.read(1000) - shape.read(1) == pytest.approx(expected)
 
 
 def test_checkpoint_is_written_once(tiny):
@@ -130,8 +143,8 @@ def test_what_must_move():
     """Two requests of 3 and 3 tokens in, 4 out: four steps read the weights; each step but the first reads a cache."""
     two = Work("two", 2, (3, 3), (4, 4))
     cache = sum(3 + i for i in (1, 2, 3)) * TINY.layers * 2 * TINY.kv_heads * TINY.head * 2
-    assert two.must_move(TINY) == 4 * 2 * TINY.weights + 2 * cache
-    assert replace(two, weights="int4").must_move(TINY) == 4 * TINY.weights / 2 + 2 * cache
+    assert two.must_move(TINY) == 4 * 2 * TINY.read(1) + 2 * cache
+    assert replace(two, weights="int4").must_move(TINY) == 4 * TINY.read(1) / 2 + 2 * cache
     assert replace(two, spread=True).must_move(TINY) is None
     assert replace(two, by="first").must_move(TINY) is None
 

@@ -1,4 +1,4 @@
-"""What every engine loads: a Llama of a known shape with random weights, and a tokenizer to go with it."""
+"""What every engine loads: a Llama or a Mixtral of a known shape with random weights, and a tokenizer for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # scales not counted: 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama; the head is the embedding (tied), as in most models of these sizes."""
+    """A Llama, or with experts a Mixtral; the head is the embedding (tied), as in most models of these sizes."""
 
     layers: int
     width: int
@@ -22,12 +22,15 @@ class Shape:
     kv_heads: int
     ffn: int
     head: int = 64
+    experts: int = 0
+    chosen: int = 0  # of the experts, by a token
 
-    @property
-    def weights(self) -> int:
-        """Weights that a decode step reads, which is all of them: the embedding is read as the head."""
+    def read(self, rows: int) -> float:
+        """Weights that a step with so many sequences reads: all but the experts that, by chance, nobody chooses."""
         attention = self.width * self.head * 2 * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.width * self.ffn) + VOCAB * self.width
+        mlps = self.experts * (1 - (1 - self.chosen / self.experts) ** rows) if self.experts else 1
+        layer = attention + self.width * self.experts + mlps * 3 * self.width * self.ffn
+        return self.layers * layer + VOCAB * self.width  # the embedding is read as the head
 
     @property
     def kv_bytes(self) -> int:
@@ -38,17 +41,25 @@ class Shape:
 SIZES = {
     "100m": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
     "400m": Shape(layers=24, width=1024, heads=16, kv_heads=4, ffn=4096),
+    "mixture": Shape(layers=8, width=1024, heads=16, kv_heads=4, ffn=512, experts=32, chosen=4),
 }
 
 
 def config_of(shape: Shape, vocab: int = VOCAB, max_len: int = MAX_LEN) -> dict:
-    return {
+    config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab,
         "hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads, "head_dim": shape.head, "intermediate_size": shape.ffn,
         "max_position_embeddings": max_len, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "initializer_range": 0.02,
+        "tie_word_embeddings": True, "initializer_range": 0.02,
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    if not shape.experts:
+        return config | {"attention_bias": False, "mlp_bias": False}
+    return config | {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen, "sliding_window": None, "router_jitter_noise": 0.0,
+        "output_router_logits": False,
     }  # fmt: skip
 
 
@@ -79,8 +90,15 @@ def write(folder: Path, shape: Shape, vocab: int = VOCAB, max_len: int = MAX_LEN
             for x, n in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))
         }
         tensors[f"{at}.self_attn.o_proj.weight"] = linear(D, shape.heads * shape.head)
-        tensors |= {f"{at}.mlp.{x}_proj.weight": linear(F, D) for x in ("gate", "up")}
-        tensors[f"{at}.mlp.down_proj.weight"] = linear(D, F)
+        if not shape.experts:
+            tensors |= {f"{at}.mlp.{x}_proj.weight": linear(F, D) for x in ("gate", "up")}
+            tensors[f"{at}.mlp.down_proj.weight"] = linear(D, F)
+            continue
+        tensors[f"{at}.block_sparse_moe.gate.weight"] = linear(shape.experts, D)
+        for e in range(shape.experts):
+            expert = f"{at}.block_sparse_moe.experts.{e}"
+            tensors |= {f"{expert}.{x}.weight": linear(F, D) for x in ("w1", "w3")}
+            tensors[f"{expert}.w2.weight"] = linear(D, F)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape, vocab, max_len), indent=2))
     write_tokenizer(folder, vocab)

@@ -18,7 +18,8 @@ QUANTISED = {"int8": lib.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": lib.LLAMA_FTYPE_MOSTLY
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.down_proj": "ffn_down", "block_sparse_moe.gate": "ffn_gate_inp", "w1": "ffn_gate_exps", "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 BATCH, ROWS = 2048, 512  # most tokens a call, and of these at once: its own defaults
 
@@ -57,8 +58,11 @@ def write_gguf(model: Path, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
+    if experts := config.get("num_local_experts", 0):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, bits in tensors(model / "model.safetensors").items():
+    for name, bits in together(tensors(model / "model.safetensors"), experts).items():
         part = name.removesuffix(".weight").removeprefix("model.")
         if part.startswith("layers."):
             _, layer, inner = part.split(".", 2)
@@ -69,7 +73,7 @@ def write_gguf(model: Path, path: Path) -> None:
             target = f"blk.{layer}.{short}.weight"
         else:
             target = {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}[part]
-        if bits.ndim == 1:  # norms are kept in float32
+        if bits.ndim == 1 or target.endswith("gate_inp.weight"):  # norms and routers are kept in float32
             writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             data = np.ascontiguousarray(bits).view(np.uint8)
@@ -91,6 +95,18 @@ def tensors(path: Path) -> dict[str, np.ndarray]:
         start, end = (8 + size + offset for offset in entry["data_offsets"])
         found[name] = data[start:end].view(np.uint16).reshape(entry["shape"])
     return found
+
+
+def together(found: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
+    """The same with a layer's experts in one tensor."""
+    first, stacked = ".block_sparse_moe.experts.0.", {}
+    for name, bits in found.items():
+        if first in name:
+            each = (found[name.replace(first, f".block_sparse_moe.experts.{e}.")] for e in range(experts))
+            stacked[name.replace(first, ".")] = np.stack(list(each))
+        elif ".experts." not in name:
+            stacked[name] = bits
+    return stacked
 
 
 def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:

@@ -33,7 +33,7 @@ def quantise(model: Path, folder: Path, weights: str) -> None:
 
     found = {}
     for name, tensor in load_file(model / "model.safetensors").items():
-        if tensor.ndim == 1 or "embed" in name:
+        if tensor.ndim == 1 or "embed" in name or name.endswith("moe.gate.weight"):
             found[name] = tensor
             continue
         stem, (rows, columns) = name.removesuffix(".weight"), tensor.shape
@@ -54,7 +54,8 @@ def quantise(model: Path, folder: Path, weights: str) -> None:
         group["input_activations"] = ACTIVATIONS
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*moe.gate"],
         "format": "int-quantized" if weights == "int8" else "pack-quantized", "config_groups": {"group_0": group},
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ class Work:
         return found
 
     def must_move(self, shape: Shape) -> float | None:
-        """Bytes that any engine must read: all weights once a step, and the keys and values of each position before.
+        """Bytes that any engine must read: the weights once a step, and the keys and values of each position before.
 
         None where the number of steps is the engine's choice, or where arithmetic rules.
         """
@@ -42,7 +42,7 @@ class Work:
         requests = self.requests(0)
         steps = max(request.count for request in requests)
         kept = sum(len(request.prompt) + i for request in requests for i in range(1, request.count))
-        return steps * shape.weights * BYTES_A_WEIGHT[self.weights] + kept * shape.kv_bytes
+        return steps * shape.read(self.count) * BYTES_A_WEIGHT[self.weights] + kept * shape.kv_bytes
 
 
 WORKS = {

@@ -4,6 +4,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from ..ops import native, quant
+from ..ops.quant.mxfp4 import Mxfp4
 from ..ops.quant.stack import Stack
 from ..sharding import own
 from ..sharding.mesh import shardings
@@ -141,7 +143,9 @@ def load(
             shardings(specs, homes.mesh)
         except ValueError as error:
             raise ModelError(f"{folder} does not fit the mesh: {error}") from None
-    put = place_packed if homes.mesh is None and not plain and native.multiplies() else place
+    put = place
+    if homes.mesh is None and not plain and native.multiplies():
+        put = partial(place_packed, narrow=config.dtype == "bfloat16")
     if converted.holds_weights(folder):
         if homes.mesh is not None:
             weights = converted.load_weights(folder, specs, progress, spread(homes.tree(config), specs))
@@ -171,18 +175,23 @@ def load_weights(
     if stored is not None:
         check_codes(dense_specs(config).layers, specs.layers, parts.layers, tensors)
 
-    def finish(home: Home, dense_spec: ArraySpec, spec, parts):
-        found = [tensors[part.name] for part in parts]
+    def read(home: Home, spec: ArraySpec, parts, whole: bool = False):
+        leaf = read_leaf(spec, parts, tensors, None if whole or home.mesh is None else own.needed(spec, home.mesh))
+        progress(leaf.nbytes)
+        return leaf
+
+    def finish(home: Home, dense_spec, spec, parts):
         if isinstance(spec, Stack):
             leaf = read_stack(dense_spec, spec, parts, tensors, wanted(dense_spec, home.mesh), progress)
-        elif compressed.fits(spec, found):
+        elif isinstance(spec, Mxfp4):
+            leaf = jax.tree.map(partial(read, home), spec, parts)
+        elif compressed.fits(spec, [tensors[part.name] for part in parts]):
             leaf = compressed.read_node(dense_spec, spec, parts, tensors)
             progress(nbytes(leaf))
         else:
-            alone = home.mesh is None or not isinstance(spec, ArraySpec)  # what is rounded is rounded whole
-            leaf = read_leaf(dense_spec, parts, tensors, None if alone else own.needed(spec, home.mesh))
-            progress(leaf.nbytes)
-            if not isinstance(spec, ArraySpec):
+            rounds = not isinstance(spec, ArraySpec)
+            leaf = read(home, dense_spec, parts, whole=rounds)
+            if rounds:
                 leaf = quant.quantize(np.moveaxis(leaf, dense_spec.inputs, range(len(dense_spec.inputs))), spec)
         placed = put(dense_spec, leaf) if home.mesh is None else place_over(home, spec, leaf)
         return jax.block_until_ready(placed)  # no second leaf while this one is still being copied

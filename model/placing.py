@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from ..ops.native.linear import pack
+from ..ops.native.pack import pack
+from ..ops.quant.mxfp4 import Mxfp4
 from ..sharding import own
 from ..sharding.mesh import sharding, stage_meshes
 from ..sharding.spec import ArraySpec, nbytes
@@ -90,9 +91,9 @@ def place(spec: ArraySpec, leaf):
     return jax.device_put(leaf)
 
 
-def place_packed(spec: ArraySpec, leaf):
-    """The same, laid out for the kernels."""
-    return jax.device_put(pack(spec, leaf))
+def place_packed(spec: ArraySpec, leaf, narrow: bool = True):
+    """The same, laid out for the kernels. That of MXFP4 rounds its rows to bfloat16, which only `narrow` ones are."""
+    return jax.device_put(leaf if isinstance(leaf, Mxfp4) and not narrow else pack(spec, leaf))
 
 
 def place_over(home: Home, spec, leaf):
@@ -101,7 +102,7 @@ def place_over(home: Home, spec, leaf):
 
 
 def place_all(config: ModelConfig, homes: Homes, put: Callable[..., Any], *trees) -> ModelWeights:
-    """`put(home, ...)` of each leaf."""
+    """`put(home, ...)` of each leaf, or of a stack that the checkpoint holds packed."""
 
     def settle(home: Home, *leaf):
         placed = put(home, *leaf)
@@ -110,7 +111,11 @@ def place_all(config: ModelConfig, homes: Homes, put: Callable[..., Any], *trees
         return placed
 
     homes_tree = homes.tree(config)
-    weights = jax.tree.map(lambda home, *nodes: jax.tree.map(partial(settle, home), *nodes), homes_tree, *trees)
+
+    def settle_part(home: Home, *nodes):
+        return jax.tree.map(partial(settle, home), *nodes, is_leaf=lambda node: isinstance(node, Mxfp4))
+
+    weights = jax.tree.map(settle_part, homes_tree, *trees)
     return complete(weights, config, homes)
 
 

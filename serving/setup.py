@@ -110,8 +110,8 @@ def make_runner(
     progress: Callable[[str], None] = lambda note: None,
 ) -> Made:
     """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
-    routed = any(layer.moe for layer in config.layers)
-    native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, routed))
+    experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
+    native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, experts))
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))
     mesh = mesh_of(options, config)
     homes = homes_of(options, config, mesh)

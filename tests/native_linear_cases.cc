@@ -120,7 +120,7 @@ double nibbles() {
   bool zeros = below(2);
   {
     P pool;
-    Int4 f{w.data(), scale.data(), zeros ? zero.data() : nullptr, zeros || MADE != -8 ? sums.data() : nullptr, group};
+    Int4 f{w.data(), scale.data(), zeros ? zero.data() : nullptr, zeros || Counts::MADE != -8 ? sums.data() : nullptr, group};
     product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
   }
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
@@ -131,13 +131,38 @@ double nibbles() {
   });
 }
 
+template <typename P>
+double floats() {
+  constexpr double VALUES[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  Shape s;
+  Input x(s);
+  int64_t groups = s.K / 32;
+  std::vector<uint32_t> w(s.blocks * LANES * s.K / 8);
+  std::vector<uint8_t> scale(s.blocks * LANES * groups);
+  std::vector<float> y(s.T * s.O);
+  for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
+  for (uint8_t& v : scale) v = static_cast<uint8_t>(124 + below(4));
+  {
+    P pool;
+    Mxfp4 f{w.data(), scale.data(), nullptr, nullptr, 32};
+    product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
+  }
+  return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
+    uint32_t lane = w[(o / LANES * (s.K / 8) + k / 8) * LANES + o % LANES];
+    int code = lane >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
+    double value = std::ldexp(VALUES[code & 7], scale[(o / LANES * groups + k / 32) * LANES + o % LANES] - 127);
+    return x.at(t * s.K + k) * (code & 8 ? -value : value);
+  });
+}
+
 }  // namespace
 
 int main() {
   double error = 0;
   for (int seed = 0; seed < 12; ++seed) {
     engine.seed(seed);
-    for (double one : {dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), dense<Parked>(), bytes<Parked>(), nibbles<Parked>()})
+    for (double one : {dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), floats<Pool>(), dense<Parked>(), bytes<Parked>(),
+                       nibbles<Parked>(), floats<Parked>()})
       error = std::max(error, one);
   }
   std::printf("largest error %.2g\n", error);

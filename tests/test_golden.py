@@ -83,7 +83,7 @@ def check_answers(llm: LLM, made: Golden, near: float) -> None:
         )
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         for ids, tokens, output in zip(prompts, expected, outputs, strict=True):
-            for at, (token, found) in enumerate(zip(tokens, output.outputs[0].logprobs, strict=True)):
+            for at, (token, found) in enumerate(zip(tokens, output.outputs[0].logprobs or (), strict=True)):
                 score = found[token].logprob
                 assert abs(scores.setdefault((*ids, *tokens[: at + 1]), score) - score) <= near
 

@@ -4,7 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden.families import VARIANTS
+from test_golden import Golden
 
+from quire.model import checkpoint, dense
+from quire.ops import native
+from quire.ops.native.linear import Many
 from quire.ops.quant import packed
 from quire.ops.quant.mxfp4 import Mxfp4, decode
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
@@ -58,6 +63,22 @@ def test_more_axes():
     whole = np.asarray(Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))[0], np.float32)
     for g in range(2):
         np.testing.assert_array_equal(whole[:, g], decode_slowly(blocks[0, :, g], scales[0, :, g]))
+
+
+def test_by_the_kernels(tmp_path):
+    """A model in bfloat16 has the logits that it has where XLA decodes the experts, up to rounding."""
+    if not native.multiplies():
+        pytest.skip("needs a CPU with AVX-512")
+    made = Golden(next(variant for variant in VARIANTS if variant.name == "gpt-oss"), tmp_path)
+    config = checkpoint.read_config(made.folder, "bfloat16")
+    decoded, tiled = (checkpoint.load(made.folder, config, plain=plain) for plain in (True, False))
+    assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(tiled.layers[0].moe.up_EDGF, Many)
+    prompt = jnp.array([made.prompts[0]])
+    wanted, found = (np.asarray(jax.jit(dense.forward, static_argnums=2)(weights, prompt, config)[0], np.float32)
+                     for weights in (decoded, tiled))  # fmt: skip
+    assert np.median(np.abs(found - wanted)) < 0.01 * wanted.std()
+    wide = checkpoint.load(made.folder, checkpoint.read_config(made.folder, "float32"))
+    assert isinstance(wide.layers[0].moe.up_EDGF, Mxfp4)
 
 
 def test_specs():

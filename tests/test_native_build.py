@@ -15,7 +15,7 @@ import pytest
 
 from quire.ops import native
 from quire.ops.native import build, choice
-from quire.ops.native.linear import pack
+from quire.ops.native.pack import pack
 from quire.scripts import collect_env
 from quire.sharding.spec import ArraySpec
 
@@ -88,7 +88,7 @@ def test_every_variant_has_its_source():
     for source, *_ in build.VARIANTS.values():
         assert (build.SOURCES / source).exists()
     assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
-    products = {*choice.DENSE.values(), "int8", "int8_weights", "int4"}
+    products = {*choice.DENSE.values(), "int8", "int8_weights", "int4", "mxfp4"}
     assert products | {*choice.ATTENTION.values(), choice.SAMPLING, "probe", "pack"} == {*build.VARIANTS}
 
 
@@ -235,7 +235,8 @@ def test_products_are_prepared_where_they_pay(small, monkeypatch):
         (("float32", "int8-weights", "int8"), "attention_int8_f32 int8 int8_weights pack sampling"),
         (("bfloat16", None, "float8_e4m3fn"), "dense_bf16 pack sampling"),
         (("bfloat16", "int4-64-zero", "bfloat16"), "attention_bf16 int4 int8 pack sampling"),
-        (("bfloat16", "int8", "int8", True), "attention_int8_bf16 dense_f32 int8 pack sampling"),
+        (("bfloat16", "int8", "int8", (None,)), "attention_int8_bf16 dense_f32 int8 pack sampling"),
+        (("bfloat16", None, "bfloat16", ("mxfp4",)), "attention_bf16 dense_bf16 dense_f32 mxfp4 pack sampling"),
     ],
 )
 def test_what_a_model_calls(model, kernels):

@@ -15,10 +15,12 @@ from quire.ops import native, quant
 from quire.ops.activation import glu
 from quire.ops.linear import einsum, gated, project
 from quire.ops.native import build
-from quire.ops.native.linear import pack
+from quire.ops.native.pack import pack
+from quire.ops.quant.mxfp4 import Mxfp4, decode
 from quire.ops.quant.stack import Stack
 from quire.sharding.spec import ArraySpec
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FORMATS = ("int8", "int8-weights", "int4", "int4-64", "int4-128-zero", "int4-zero")
 
 
@@ -105,6 +107,37 @@ def test_matrices_of_a_stack(isa, name):
     for e in (-1, E):
         with pytest.raises(ValueError, match="the stack has no such matrix"):
             jax.block_until_ready(pick(stack, e, x))
+
+
+@settings(max_examples=12)
+@given(
+    rows=st.integers(1, 40), padding=st.integers(0, 9), K=st.sampled_from([32, 96, 320]),
+    out=st.sampled_from([(16,), (7,), (2, 24), (500,)]), bias=st.booleans(), seed=st.integers(0, 999),
+)  # fmt: skip
+def check_mxfp4(rows, padding, K, out, bias, seed):
+    """As it is decoded: what JAX makes of the codes is exact in bfloat16, scales of 2^-127 being zero."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (3, K // 2, *out), np.uint8)
+    scales = rng.integers(110, 130, (3, K // 32, *out)).astype(np.uint8)
+    scales[rng.random(scales.shape) < 0.05] = 0
+    leaf, x = Mxfp4(blocks, scales), made(rng, (rows,), (K,), ml_dtypes.bfloat16)
+    x[max(rows - padding, 0) :] = 0
+    b = made(rng, (), out, ml_dtypes.bfloat16) if bias else None
+    stack: Any = pack(quant.packed("mxfp4", ArraySpec((3, K, *out), BFLOAT16, (None,) * (2 + len(out)))), leaf)
+    e = int(rng.integers(3))
+    letters = "TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)]
+    given = [None if b is None else jnp.asarray(b), jnp.float32]
+    got = project(letters, jnp.asarray(x), stack.pick(e), *given)
+    w = wide(decode(jnp.asarray(blocks[e]), jnp.asarray(scales[e])))
+    exact = np.tensordot(wide(x), w, 1) + (0 if b is None else wide(b))
+    size = np.tensordot(np.abs(wide(x)), np.abs(w), 1) + (0 if b is None else np.abs(wide(b))) + 1e-30
+    np.testing.assert_array_less(np.abs(wide(got) - exact) / size, 1e-6)
+    one = rng.integers(rows)
+    np.testing.assert_array_equal(project(letters, jnp.asarray(x[one : one + 1]), stack.pick(e), *given)[0], got[one])
+
+
+def test_mxfp4(isa):
+    check_mxfp4()
 
 
 def between_bytes(x):

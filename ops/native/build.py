@@ -30,6 +30,7 @@ VARIANTS = {  # a source, and what it is compiled for
     "int8": ("int8.cc",),
     "int8_weights": ("int8_weights.cc",),
     "int4": ("int4.cc",),
+    "mxfp4": ("mxfp4.cc",),
     "sampling": ("sampling.cc",),
     "attention_f32": ("attention.cc", "-DPAGE=float", "-DROW=float"),
     "attention_bf16": ("attention.cc", "-DPAGE=uint16_t", "-DROW=uint16_t"),

@@ -19,7 +19,7 @@ def int8(dynamic: bool) -> str:
     return "int8" if dynamic else "int8_weights"
 
 
-def of_model(dtype: str, quant: str | None, kv_dtype: str, routed: bool = False) -> tuple[str, ...]:
+def of_model(dtype: str, quant: str | None, kv_dtype: str, experts: tuple[str | None, ...] = ()) -> tuple[str, ...]:
     """What a model calls, as far as its configuration tells: products first, since the weights wait for them.
 
     A kernel that is not foreseen here is built when it is called.
@@ -29,7 +29,7 @@ def of_model(dtype: str, quant: str | None, kv_dtype: str, routed: bool = False)
     else:
         # The head has eight bits beside any format.
         products = {int8(True), int8(quant != "int8-weights") if quant.startswith("int8") else "int4"}
-    if routed:  # to experts, by a product in float32
-        products.add(DENSE["float32"])
+    if experts:  # what they are kept in, where it is the checkpoint's own; the way to them is found in float32
+        products |= {DENSE["float32"], *filter(None, experts)}
     attention = [ATTENTION[kv_dtype, dtype]] if (kv_dtype, dtype) in ATTENTION else []
     return (*sorted(products), "pack", *attention, SAMPLING)

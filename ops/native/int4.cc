@@ -12,7 +12,7 @@ const char* int4(const Call& call) {
     Out out = p.out(4, w.dim(0));
     Padded<uint16_t> padded(pool, x, T, K);
     const uint8_t* zeros = p.weight(3).given<uint8_t>();
-    bool summed = zeros || MADE != -8;
+    bool summed = zeros || Counts::MADE != -8;
     std::vector<float> sums(summed ? T * groups : 0);
     each_row(pool, summed ? T : 0, K, [&](int64_t row) {
       for (int64_t g = 0; g < groups; ++g) {

@@ -6,7 +6,7 @@
 //   float32    group 1
 //   bfloat16   group 2    sixteen of its vectors are a tile of AMX
 //   int8       group 4    the same
-//   int4       group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7, four bits each
+//   four bits  group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7: int4, MXFP4
 //
 // Rows that are taken together lie interleaved, a group of each after the other: [input / group][rows][group].
 //
@@ -232,33 +232,68 @@ inline f32x16 load_half(const uint16_t* p) {
 #endif
 }
 
-// Pair j of the eight weights in each lane, as bfloat16: u - 8 where a table makes them, else 128 + u, which is u with
-// an exponent set.
+// Pair j of the eight weights in each lane, by a table of bfloat16.
 #if defined(__AVX512BW__)
-constexpr float MADE = -8;
-inline u32x16 unpack(u32x16 v, int j) {
-  alignas(64) static constexpr uint16_t TABLE[32] = {
-      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
-      0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040,
-      0x4080, 0x40a0, 0x40c0, 0x40e0};  // twice: the lookup sees five bits, and the fifth is the next weight's
-  return (u32x16)_mm512_permutexvar_epi16((__m512i)(v >> (4 * j)), _mm512_load_si512(TABLE));
+inline u32x16 look_up(u32x16 v, int j, const uint16_t (&table)[16]) {
+  __m256i once = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
+  __m512i twice = _mm512_broadcast_i64x4(once);  // the lookup sees five bits, and the fifth is the next weight's
+  return (u32x16)_mm512_permutexvar_epi16((__m512i)(v >> (4 * j)), twice);
 }
 #else
-constexpr float MADE = 128;
-inline u32x16 unpack(u32x16 v, int j) { return ((v >> (4 * j)) & 0x000f000fu) | 0x43004300u; }
+inline u32x16 look_up(u32x16 v, int j, const uint16_t (&table)[16]) {
+  for (int i = 0; i < LANES; ++i) {
+    uint32_t codes = v[i] >> (4 * j);
+    v[i] = table[codes & 15] | static_cast<uint32_t>(table[codes >> 16 & 15]) << 16;
+  }
+  return v;
+}
 #endif
 
-// Four bits a weight; every `group` inputs of an output share a scale and perhaps a zero (else it is 8).
-struct Int4 {
+// Four bits that count, from 0 to 15: as u - 8 where a table makes them, else 128 + u, which is u with an exponent set.
+struct Counts {
+  using Scale = uint16_t;  // float16
+  static f32x16 scale(const Scale* p) { return load_half(p); }
+#if defined(__AVX512BW__)
+  static constexpr float MADE = -8;
+  static u32x16 unpack(u32x16 v, int j) {
+    static constexpr uint16_t TABLE[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    return look_up(v, j, TABLE);
+  }
+#else
+  static constexpr float MADE = 128;
+  static u32x16 unpack(u32x16 v, int j) { return ((v >> (4 * j)) & 0x000f000fu) | 0x43004300u; }
+#endif
+};
+
+// Floats of four bits, E2M1; their scale is a power of two, 127 + its exponent.
+struct Floats {
+  using Scale = uint8_t;
+  static constexpr float MADE = 0;
+  static f32x16 scale(const Scale* p) {
+    u8x16 exponents;
+    std::memcpy(&exponents, p, LANES);
+    return (f32x16)(__builtin_convertvector(exponents, u32x16) << 23);
+  }
+  static u32x16 unpack(u32x16 v, int j) {
+    static constexpr uint16_t TABLE[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                           0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    return look_up(v, j, TABLE);
+  }
+};
+
+// Four bits a weight; every `group` inputs of an output share a scale and, of counts, perhaps a zero (else it is 8).
+template <typename Code>
+struct Nibbles {
   using X = uint16_t;
   static constexpr int64_t BITS = 4;
   static constexpr bool TILES = false;
   static constexpr int64_t GROUP = 2;
   static constexpr int MOST = MANY;
   const uint32_t* w;
-  const uint16_t* scale;  // float16 [O / 16, K / group, 16]
-  const uint8_t* zero;    // the same shape, or null
-  const float* x_sum;     // [T, K / group]; null where `unpack` takes off just what is to be taken off
+  const typename Code::Scale* scale;  // [O / 16, K / group, 16]
+  const uint8_t* zero;                // the same shape, or null
+  const float* x_sum;                 // [T, K / group]; null where `unpack` takes off just what is to be taken off
   int64_t group;
 
   template <int R, int N>
@@ -276,15 +311,15 @@ struct Int4 {
         UNROLL for (int n = 0; n < N; ++n) {
           u32x16 v = load_bits(p[n] + k / 8 * LANES);
           UNROLL for (int j = 0; j < 4; ++j) {
-            u32x16 pair = unpack(v, j);
+            u32x16 pair = Code::unpack(v, j);
             UNROLL for (int r = 0; r < R; ++r) part[r][n] = dot_pairs(part[r][n], pair, x + (k + 2 * j) * R + 2 * r);
           }
         }
       UNROLL for (int n = 0; n < N; ++n) {
         int64_t at = (panel.block[n] * groups + g) * LANES;
-        f32x16 s = load_half(scale + at), z = splat(MADE + 8);
+        f32x16 s = Code::scale(scale + at), z = splat(Code::MADE + 8);
         if (zero)
-          for (int i = 0; i < LANES; ++i) z[i] = MADE + zero[at + i];
+          for (int i = 0; i < LANES; ++i) z[i] = Code::MADE + zero[at + i];
         UNROLL for (int r = 0; r < R; ++r) {
           if (x_sum) part[r][n] -= z * x_sum[(row + r) * groups + g];
           out[r][n] += s * part[r][n];
@@ -294,6 +329,9 @@ struct Int4 {
     }
   }
 };
+
+using Int4 = Nibbles<Counts>;
+using Mxfp4 = Nibbles<Floats>;
 
 enum Activation { NONE = 0, SILU = 1, GELU_TANH = 2 };
 

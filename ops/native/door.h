@@ -123,6 +123,7 @@ class Call {
   explicit Call(const XLA_FFI_CallFrame* frame) : frame(frame) {}
 
   Pool pool() const { return Pool(frame); }
+  int64_t arrays() const { return frame->args.size; }
   Buffer array(int64_t i) const { return Buffer(frame->args.args[i]); }
   int64_t results() const { return frame->rets.size; }
   Buffer result(int64_t i = 0) const { return Buffer(frame->rets.rets[i]); }

@@ -6,10 +6,10 @@ namespace {
 
 const char* int4(const Call& call) {
   Pool pool = call.pool();
-  return each_product(call, 5, [&](const Product& p) {
-    Buffer x = p.rows(), w = p.weight(1), scale = p.weight(2);
-    int64_t T = rows_used(x), K = w.dim(1) * 8, groups = scale.dim(1), group = K / groups;
-    Out out = p.out(4, w.dim(0));
+  return each_product(call, [&](const Product& p) {
+    Buffer x = p.rows(), scale = p.weight(2);
+    int64_t T = rows_used(x), K = p.inputs(), groups = scale.dim(1), group = K / groups;
+    Out out = p.out();
     Padded<uint16_t> padded(pool, x, T, K);
     const uint8_t* zeros = p.weight(3).given<uint8_t>();
     bool summed = zeros || Counts::MADE != -8;
@@ -22,7 +22,7 @@ const char* int4(const Call& call) {
         for (int i = 0; i < LANES; ++i) sums[row * groups + g] += sum[i];
       }
     });
-    Int4 f{w.data<uint32_t>(), scale.data<uint16_t>(), zeros, summed ? sums.data() : nullptr, group};
+    Int4 f{p.weight().data<uint32_t>(), scale.data<uint16_t>(), zeros, summed ? sums.data() : nullptr, group};
     product(pool, f, padded.rows, T, K, out);
     out.fill(T, rows_in(x));
   });

@@ -60,12 +60,12 @@ struct Bytes {
 
 const char* int8(const Call& call) {
   Pool pool = call.pool();
-  return each_product(call, 5, [&](const Product& p) {
-    Buffer x = p.rows(), w = p.weight(1);
-    int64_t T = rows_used(x), K = w.dim(1) * w.dim(3);
-    Out out = p.out(4, w.dim(0));
+  return each_product(call, [&](const Product& p) {
+    Buffer x = p.rows();
+    int64_t T = rows_used(x), K = p.inputs();
+    Out out = p.out();
     Bytes bytes(pool, x, T, K);
-    Int8 f{w.data<int8_t>(), p.weight(2).data<float>(), p.weight(3).data<int32_t>(), bytes.scale.data()};
+    Int8 f{p.weight().data<int8_t>(), p.weight(2).data<float>(), p.weight(3).data<int32_t>(), bytes.scale.data()};
     product(pool, f, bytes.rows.data(), T, K, out);
     out.fill(T, rows_in(x));
   });

@@ -17,35 +17,46 @@ LANES = 16  # outputs of a block
 FUSED = {"silu": 1, "gelu_tanh": 2}  # activations that the kernels know
 
 
+class Product:
+    """What all nodes do; one that is a matrix of a stack says so by `which`."""
+
+    which = None
+
+    @property
+    def node(self) -> Any:
+        return self
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        lead = x.shape[: x.ndim - len(self.node.into)]
+        return call(self.node, x, bias, dtype or x.dtype, which=self.which).reshape(*lead, *self.node.out)
+
+    def gated(self, x, activation: str):
+        """activation(gate) * up in one pass, where the outputs are [2, F]; None if the kernels cannot do that."""
+        out = self.node.out
+        if activation not in FUSED or len(out) != 2 or out[-1] % LANES:
+            return None
+        return call(self.node, x, None, x.dtype, FUSED[activation], self.which).reshape(*x.shape[:-1], out[-1])
+
+
 @struct.dataclass
-class Tiled:
+class Tiled(Product):
     """A float32 or bfloat16 weight."""
 
     tiles: Any  # [O / 16, K / group, 16, group]
     into: tuple[int, ...] = struct.field(pytree_node=False)
     out: tuple[int, ...] = struct.field(pytree_node=False)
 
-    def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        return product(self, x, bias, dtype)
-
-    def gated(self, x, activation: str):
-        return gated(self, x, activation)
+    @property
+    def kernel(self) -> str:
+        return choice.DENSE[self.tiles.dtype.name]
 
     def __getitem__(self, tokens_T):
         block, lane = tokens_T // LANES, tokens_T % LANES
         return self.tiles[block, :, lane].reshape(tokens_T.shape[0], -1)[:, : math.prod(self.into)]
 
-    @property
-    def kernel(self):
-        return choice.DENSE[self.tiles.dtype.name]
-
-    @property
-    def arrays(self):
-        return (self.tiles,)
-
 
 @struct.dataclass
-class TiledInt8:
+class TiledInt8(Product):
     """Signed bytes; in groups of four they meet rows of bytes, in groups of two rows of bfloat16."""
 
     tiles: Any  # [O / 16, K / group, 16, group]
@@ -54,28 +65,18 @@ class TiledInt8:
     into: tuple[int, ...] = struct.field(pytree_node=False)
     out: tuple[int, ...] = struct.field(pytree_node=False)
 
-    def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        return product(self, x, bias, dtype)
-
-    def gated(self, x, activation: str):
-        return gated(self, x, activation)
+    @property
+    def kernel(self) -> str:
+        return choice.int8(dynamic=self.tiles.shape[-1] == 4)
 
     def __getitem__(self, tokens_T):
         block, lane = tokens_T // LANES, tokens_T % LANES
         rows = self.tiles[block, :, lane].reshape(tokens_T.shape[0], -1)[:, : math.prod(self.into)]
         return rows.astype(jnp.float32) * self.scale[tokens_T][:, None]
 
-    @property
-    def kernel(self):
-        return choice.int8(dynamic=self.tiles.shape[-1] == 4)
-
-    @property
-    def arrays(self):
-        return self.tiles, self.scale, self.sum
-
 
 @struct.dataclass
-class TiledInt4:
+class TiledInt4(Product):
     """Four bits a weight; see linear.h."""
 
     tiles: Any  # uint32 [O / 16, K / 8, 16]
@@ -83,20 +84,18 @@ class TiledInt4:
     zero: Any  # uint8, the same shape or empty
     into: tuple[int, ...] = struct.field(pytree_node=False)
     out: tuple[int, ...] = struct.field(pytree_node=False)
+    kernel = "int4"
 
-    def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        return product(self, x, bias, dtype)
 
-    def gated(self, x, activation: str):
-        return gated(self, x, activation)
+@struct.dataclass
+class TiledMxfp4(Product):
+    """Floats of four bits; see linear.h."""
 
-    @property
-    def kernel(self):
-        return "int4"
-
-    @property
-    def arrays(self):
-        return self.tiles, self.scale, self.zero
+    tiles: Any  # uint32 [O / 16, K / 8, 16]
+    scale: Any  # uint8 [O / 16, K / 32, 16]
+    into: tuple[int, ...] = struct.field(pytree_node=False)
+    out: tuple[int, ...] = struct.field(pytree_node=False)
+    kernel = "mxfp4"
 
 
 @struct.dataclass
@@ -116,55 +115,15 @@ class Many:
 
 
 @struct.dataclass
-class One:
+class One(Product):
     """A matrix of a stack."""
 
     each: Any
     which: Any  # int32 [1]
 
-    def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        return product(self.each, x, bias, dtype, self.which)
-
-    def gated(self, x, activation: str):
-        return gated(self.each, x, activation, self.which)
-
-
-@struct.dataclass
-class TiledMxfp4:
-    """Floats of four bits; see linear.h."""
-
-    tiles: Any  # uint32 [O / 16, K / 8, 16]
-    scale: Any  # uint8 [O / 16, K / 32, 16]
-    into: tuple[int, ...] = struct.field(pytree_node=False)
-    out: tuple[int, ...] = struct.field(pytree_node=False)
-
-    def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        return product(self, x, bias, dtype)
-
-    def gated(self, x, activation: str):
-        return gated(self, x, activation)
-
     @property
-    def kernel(self):
-        return "mxfp4"
-
-    @property
-    def arrays(self):
-        return self.tiles, self.scale
-
-
-def product(node, x, bias, dtype, which=None):
-    """x over its last axes times the node, plus the bias."""
-    lead = x.shape[: x.ndim - len(node.into)]
-    return call(node, x, bias, dtype or x.dtype, which=which).reshape(*lead, *node.out)
-
-
-def gated(node, x, activation: str, which=None):
-    """activation(gate) * up in one pass, where the outputs are [2, F]; None if the kernels cannot do that."""
-    half = node.out[-1]
-    if activation not in FUSED or len(node.out) != 2 or half % LANES:
-        return None
-    return call(node, x, None, x.dtype, FUSED[activation], which).reshape(*x.shape[:-1], half)
+    def node(self) -> Any:
+        return self.each
 
 
 def call(node, x, bias, dtype, activation: int = 0, which=None):
@@ -179,4 +138,4 @@ def call(node, x, bias, dtype, activation: int = 0, which=None):
         bias_O = jnp.pad(bias_O, (0, -bias_O.shape[0] % LANES))
     outputs = node.out[-1] if activation else math.prod(node.out)
     run = jax.ffi.ffi_call(target(node.kernel), jax.ShapeDtypeStruct((*rows.shape[:-1], outputs), dtype))
-    return run(rows, *node.arrays, bias_O, which, activation=np.int32(activation))
+    return run(rows, *jax.tree.leaves(node), bias_O, which, activation=np.int32(activation))

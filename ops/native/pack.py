@@ -14,7 +14,7 @@ from ..quant.int8 import Int8
 from ..quant.mxfp4 import Mxfp4
 from ..quant.stack import Stack, one_of
 from . import choice, has, library
-from .linear import LANES, Many, Tiled, TiledInt4, TiledInt8, TiledMxfp4
+from .linear import LANES, Many, Product, Tiled, TiledInt4, TiledInt8, TiledMxfp4
 
 
 def pack(spec: ArraySpec, leaf):
@@ -28,8 +28,8 @@ def pack(spec: ArraySpec, leaf):
             return leaf
         return pack_stack(len(leaf.blocks), lambda e: pack_mxfp4(leaf.blocks[e], leaf.scales[e]))
     if spec.stacked and isinstance(leaf, (Stack, np.ndarray)):
-        one, first = one_of(spec), leaf[0]
-        return leaf if pack(one, first) is first else pack_stack(spec.shape[0], lambda e: pack(one, leaf[e]))
+        one = one_of(spec)
+        return pack_stack(spec.shape[0], lambda e: pack(one, leaf[e])) or leaf
     if not isinstance(leaf, np.ndarray) or not spec.inputs or leaf.dtype.name not in choice.DENSE:
         return leaf
     return pack_dense(spec, leaf) if has("pack", choice.DENSE[leaf.dtype.name]) else leaf
@@ -100,12 +100,17 @@ def pack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> TiledMxfp4:
     return TiledMxfp4(tiles, by_block(scales.reshape(len(scales), -1)), (2 * half,), tuple(out))
 
 
-def pack_stack(E: int, matrix: Callable[[int], Any]) -> Many:
-    """Matrix by matrix: beside what came there is one more copy, of as many bytes."""
-    out = jax.tree.map(lambda array: empty((E, *array.shape), array.dtype), matrix(0))
+def pack_stack(E: int, matrix: Callable[[int], Any]) -> Many | None:
+    """Matrix by matrix: beside what came there is one more copy, of as many bytes. None if no kernel takes them."""
+    stack = None
     for e in range(E):
-        jax.tree.map(lambda whole, array, e=e: np.copyto(whole[e], array), out, matrix(e))
-    return Many(out)
+        node = matrix(e)
+        if not isinstance(node, Product):
+            return None
+        if stack is None:
+            stack = jax.tree.map(lambda array: empty((E, *array.shape), array.dtype), node)
+        jax.tree.map(lambda whole, array, e=e: np.copyto(whole[e], array), stack, node)
+    return Many(stack)
 
 
 def address(array: np.ndarray) -> ctypes.c_void_p:

@@ -64,19 +64,25 @@ struct Product {
   int64_t turn = -1, matrix = -1;  // -1: there is no stack
 
   Buffer rows() const { return turn < 0 ? call.array(0) : call.array(0).part(turn); }
-  Buffer weight(int64_t i) const { return matrix < 0 ? call.array(i) : call.array(i).part(matrix); }
-  Out out(int64_t bias, int64_t blocks) const {
+  Buffer weight(int64_t i = 1) const { return matrix < 0 ? call.array(i) : call.array(i).part(matrix); }
+  int64_t inputs() const {
+    Buffer w = weight();
+    return w.dim(1) * (w.type() == dtype::U32 ? 8 : w.dim(3));  // a word holds eight
+  }
+  Out out() const {
     Buffer y = turn < 0 ? call.result() : call.result().part(turn);
     int32_t activation = call.attribute<int32_t>("activation");
-    const float* added = call.array(bias).given<float>();
-    return {y.data<void>(), y.wide(), added, y.last(), activation ? blocks / 2 : blocks, activation};
+    const float* bias = call.array(call.arrays() - 2).given<float>();
+    int64_t blocks = weight().dim(0);
+    return {y.data<void>(), y.wide(), bias, y.last(), activation ? blocks / 2 : blocks, activation};
   }
 };
 
-// Runs each product of a call, whose last array, `which`, names matrices of the stack; it is empty where there is none.
+// Runs each product of a call. Its arrays are rows, weights, a bias and, last, the names of matrices of the stack; both
+// of these are empty where there is none.
 template <typename Run>
-const char* each_product(const Call& call, int64_t which, const Run& run) {
-  Buffer names = call.array(which);
+const char* each_product(const Call& call, const Run& run) {
+  Buffer names = call.array(call.arrays() - 1);
   const int32_t* matrix = names.given<int32_t>();
   if (!matrix) run(Product{call});
   for (int64_t i = 0; i < names.size(); ++i) {
@@ -84,6 +90,18 @@ const char* each_product(const Call& call, int64_t which, const Run& run) {
     run(Product{call, i, matrix[i]});
   }
   return nullptr;
+}
+
+// Products of rows of the type X, which are taken as they are: `format` says what a product's weights are.
+template <typename X, typename Format>
+const char* products(const Call& call, const Format& format) {
+  Pool pool = call.pool();
+  return each_product(call, [&](const Product& p) {
+    int64_t T = rows_used(p.rows()), K = p.inputs();
+    Out out = p.out();
+    product(pool, format(p), Padded<X>(pool, p.rows(), T, K).rows, T, K, out);
+    out.fill(T, rows_in(p.rows()));
+  });
 }
 
 }  // namespace quire

@@ -114,20 +114,24 @@ def kernels():
 
 def attention():
     """Each kind of attention, and the first implementation in order that takes it."""
+    for case, trace in cases():
+        name, declined = first_to(trace)
+        yield case, "; ".join((name, *declined))
+
+
+def first_to(run):
+    """The first attention for which `run` does not find that it declines, or "none", and why others before it did."""
     from ..ops import attention as op
 
-    for case, trace in cases():
-        declined = []
-        for name, module in op.IMPLEMENTATIONS.items():
-            try:
-                trace(importlib.import_module(module, op.__name__).paged_attention)
-            except NotImplementedError as reason:
-                declined.append(f"{name} declines: {reason}")
-            else:
-                yield case, "; ".join((name, *declined))
-                break
+    declined = []
+    for name, module in op.IMPLEMENTATIONS.items():
+        try:
+            run(importlib.import_module(module, op.__name__).paged_attention)
+        except NotImplementedError as reason:
+            declined.append(f"{name} declines: {reason}")
         else:
-            yield case, "; ".join(("none", *declined))
+            return name, declined
+    return "none", declined
 
 
 def cases():

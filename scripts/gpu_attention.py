@@ -4,40 +4,25 @@ NaN lies in whatever nobody owns. The table sets the bytes and operations that t
 copies and multiplies.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ..ops import attention
-from ..ops.attention import KVPages, Rows, xla
+from ..ops.attention import mosaic_gpu
+from ..ops.attention.trial import LARGEST_ERROR, Trial, arrays, attend, error
+from .collect_env import first_to
 from .gpu_common import Report, Scale, copy_rate, product_rate, seconds
-
-LARGEST_ERROR = 6e-3  # of bfloat16, against float64
 
 
 @dataclass(frozen=True)
-class Work:
-    """A step of attention: sequences of equal length that bring equally many rows."""
+class Work(Trial):
+    """With what it moves and computes."""
 
-    name: str
-    sequences: int
-    length: int  # with the new rows
-    rows: int = 1  # of each
-    heads: int = 32
-    kv_heads: int = 8
-    width: int = 128
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    page: int = 16
-    codes: str | None = None  # of the pages, where they hold eight bits and scales
-    values: int | None = None  # their width, where they are a part of the keys
     goal: str = ""
 
     @property
@@ -61,23 +46,23 @@ class Work:
 
 
 RIGHT = [
-    Work("decode", 5, 700),
-    Work("decode, MHA", 3, 300, heads=8),
-    Work("decode, MQA", 3, 300, heads=16, kv_heads=1),
-    Work("decode, width 64, sinks, window", 5, 700, width=64, window=128, sinks=True),
-    Work("decode, cap", 3, 500, heads=16, soft_cap=50.0),
-    Work("decode, three spans", 2, 9000),
-    Work("decode, width 256", 3, 700, heads=16, width=256),
-    Work("decode, int8", 3, 700, page=32, codes="int8"),
-    Work("decode, float8, window", 3, 700, page=64, codes="float8_e4m3fn", window=300),
-    Work("decode, latent", 3, 700, heads=128, kv_heads=1, width=576, values=512),
-    Work("decode, latent, three spans", 1, 9000, heads=16, kv_heads=1, width=576, values=512),
-    Work("chunk", 3, 500, rows=200),
-    Work("chunk, width 256", 2, 300, rows=100, heads=16, width=256),
-    Work("chunk, int8", 2, 300, rows=100, page=64, codes="int8"),
-    Work("chunk, latent", 2, 300, rows=50, heads=16, kv_heads=1, width=576, values=512),
-    Work("chunk, window", 2, 500, rows=130, heads=16, window=100),
-    Work("chunk, width 64, sinks", 2, 5000, rows=77, heads=64, width=64, sinks=True),
+    Trial("decode", 5, 700),
+    Trial("decode, MHA", 3, 300, heads=8),
+    Trial("decode, MQA", 3, 300, heads=16, kv_heads=1),
+    Trial("decode, width 64, sinks, window", 5, 700, width=64, window=128, sinks=True),
+    Trial("decode, cap", 3, 500, heads=16, soft_cap=50.0),
+    Trial("decode, three spans", 2, 9000),
+    Trial("decode, width 256", 3, 700, heads=16, width=256),
+    Trial("decode, int8", 3, 700, page=32, codes="int8"),
+    Trial("decode, float8, window", 3, 700, page=64, codes="float8_e4m3fn", window=300),
+    Trial("decode, latent", 3, 700, heads=128, kv_heads=1, width=576, values=512),
+    Trial("decode, latent, three spans", 1, 9000, heads=16, kv_heads=1, width=576, values=512),
+    Trial("chunk", 3, 500, rows=200),
+    Trial("chunk, width 256", 2, 300, rows=100, heads=16, width=256),
+    Trial("chunk, int8", 2, 300, rows=100, page=64, codes="int8"),
+    Trial("chunk, latent", 2, 300, rows=50, heads=16, kv_heads=1, width=576, values=512),
+    Trial("chunk, window", 2, 500, rows=130, heads=16, window=100),
+    Trial("chunk, width 64, sinks", 2, 5000, rows=77, heads=64, width=64, sinks=True),
 ]
 FAST = [
     Work("decode, 64 of 8k", 64, 8192, goal="85 % of copy"),
@@ -94,102 +79,32 @@ FAST = [
 ]
 
 
-def arrays(work: Work, seed: int) -> tuple[Any, ...]:
-    """(q, pages, rows, sinks): pages in random order, NaN where nobody's."""
-    B, R, K, H = work.sequences, work.rows, work.kv_heads, work.width
-    S = work.page
-    M = -(-work.length // S)
-    keys = jax.random.split(jax.random.key(seed), 3)
-    tables_BM = 1 + np.random.default_rng(seed).permutation(B * M).reshape(B, M)
-    q_TNH = jax.random.normal(keys[0], (B * R, work.heads, H), jnp.bfloat16)
-
-    def poison(pages, *between):
-        """NaN in what nobody owns: the dummy page, and the end of each last page."""
-        left = work.length - (M - 1) * S
-        return pages.at[0].set(jnp.nan).at[(tables_BM[:, -1], *between, slice(left, None))].set(jnp.nan)
-
-    pages, scales = [], []
-    for key in keys[1:] if work.values is None else keys[1:2]:
-        page_PSKH = jax.random.normal(key, (B * M + 1, S, K, H), jnp.bfloat16)
-        if work.codes is None:
-            pages.append(poison(page_PSKH))
-            continue
-        codes_PSKH, scale_PSK = xla.quantise(page_PSKH, jnp.dtype(work.codes))
-        pages.append(codes_PSKH)
-        scales.append(poison(jnp.swapaxes(scale_PSK, 1, 2), slice(None)))
-    positions_T = np.tile(np.arange(work.length - R, work.length), B)
-    starts_B1 = np.arange(B + 1) * R
-    slots_T = np.zeros(B * R)
-    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (positions_T, starts_B1, tables_BM, slots_T)))
-    sinks_N = jnp.linspace(-2.0, 3.0, work.heads) if work.sinks else None
-    held = dict(zip(("k_PSKH", "v_PSKH"), pages, strict=False))
-    held |= dict(zip(("k_scale_PKS", "v_scale_PKS"), scales, strict=False))
-    return q_TNH, KVPages(**held), rows, sinks_N
-
-
-def attend(work: Work, implementation: Callable, q, pages, rows, sinks):
-    out, _ = implementation(
-        q, None, None, pages, rows, scale=work.width**-0.5, window=work.window, soft_cap=work.soft_cap,
-        sinks_N=sinks, value_dim=work.values,
-    )  # fmt: skip
-    return out
-
-
-def reference(work: Work, q, pages, rows, sinks) -> np.ndarray:
-    """In float64, on the host, from the same inputs."""
-
-    def numbers(held, scale=None):
-        x = np.asarray(held.astype(jnp.float32), np.float64)
-        return x if scale is None else x * np.swapaxes(np.asarray(scale, np.float64), 1, 2)[..., None]
-
-    q, k = numbers(q), numbers(pages.k_PSKH, pages.k_scale_PKS)
-    v = k[..., : work.values] if work.values else numbers(pages.v_PSKH, pages.v_scale_PKS)
-    tables, group, out = np.asarray(rows.tables_BM), work.heads // work.kv_heads, []
-    for b in range(work.sequences):
-        keys, values = (x[tables[b]].reshape(-1, *x.shape[2:])[: work.length] for x in (k, v))
-        for r in range(work.rows):
-            position = work.length - work.rows + r
-            first = 0 if work.window is None else max(0, position - work.window + 1)
-            row = q[b * work.rows + r].reshape(work.kv_heads, group, work.width)
-            score = np.einsum("kgh,jkh->kgj", row, keys[first : position + 1]) * work.width**-0.5
-            if work.soft_cap is not None:
-                score = work.soft_cap * np.tanh(score / work.soft_cap)
-            top = score.max(-1, keepdims=True)
-            total = 0.0
-            if sinks is not None:
-                sink = np.asarray(sinks, np.float64).reshape(work.kv_heads, group, 1)
-                top = np.maximum(top, sink)
-                total = np.exp(sink - top)
-            weight = np.exp(score - top)
-            total = total + weight.sum(-1, keepdims=True)
-            mixed = np.einsum("kgj,jkh->kgh", weight / total, values[first : position + 1])
-            out.append(mixed.reshape(work.heads, -1))
-    return np.stack(out)
-
-
 def implementation(name: str) -> Callable:
     return import_module(f".{name}", attention.__name__).paged_attention
 
 
-def check(work: Work, name: str, seed: int) -> float:
-    """||out - reference|| / ||reference||, NaN where anything is."""
-    inputs = arrays(work, seed)
-    out = np.asarray(jax.jit(partial(attend, work, implementation(name)))(*inputs), np.float64)
-    wanted = reference(work, *inputs)
-    return float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
-
-
 def right(report: Report, scale: Scale, seed: int) -> None:
     """Every case against float64."""
-    for work in RIGHT:
-        if work.length > scale.longest:
+    for trial in RIGHT:
+        if trial.length > scale.longest:
             continue
-        error = check(work, scale.kernel, seed)
-        if not error < LARGEST_ERROR:
-            report.wrong(f"{work.name}: error {error:.1e}")
+        found = error(trial, implementation(scale.kernel), seed)
+        if not found < LARGEST_ERROR:
+            report.wrong(f"{trial.name}: error {found:.1e}")
         report(
-            f"{'right' if error < LARGEST_ERROR else 'WRONG'}  {work.name:34} error {error:.1e}", **{work.name: error}
+            f"{'right' if found < LARGEST_ERROR else 'WRONG'}  {trial.name:34} error {found:.1e}",
+            **{trial.name: found},
         )
+
+
+def chosen(report: Report, scale: Scale, seed: int) -> None:
+    """Whether an engine comes to the kernel by itself, in a process that holds most of the card's memory."""
+    began = time.perf_counter()
+    name, declined = first_to(partial(error, Trial("decode", 5, 700), seed=seed))
+    took = time.perf_counter() - began
+    report(f"{'; '.join((name, *declined))}; found out in {took:.0f} s", chosen=name, declined=declined)
+    if mosaic_gpu.has_gpu() and name != scale.kernel:
+        report.wrong(f"{name} was chosen")
 
 
 def fast(report: Report, scale: Scale, seed: int) -> None:

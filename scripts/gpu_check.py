@@ -47,6 +47,7 @@ PARTS = (
     Part("fast", "the attention kernel's time", ".gpu_attention", "fast", 45),
     Part("step_kernel", "the decode step with the kernel", ".gpu_step", "run", 75, {"attention": "kernel"}),
     Part("serving", "streams, and the host between steps", ".gpu_serving", "run", 75),
+    Part("chosen", "what an engine chooses by itself", ".gpu_attention", "chosen", 45),
     Part("step_xla", "the decode step with XLA's attention", ".gpu_step", "run", 75, {"attention": "xla"}),
     Part("transformers", "the same streams through transformers", ".gpu_serving", "transformers", 75),
     Part("no_graphs", "a decode step without command buffers", ".gpu_step", "run", 45, {"batches": (1,)}, GRAPHS),
@@ -129,18 +130,13 @@ def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool
 
 def machine(report, scale, seed: int) -> None:
     """The card, and what decides how XLA uses it."""
-    import jax
-
     from ..ops.attention.mosaic_gpu import has_gpu
+    from ..ops.attention.proven import card
 
-    device = jax.devices()[0]
     found = {
         "serves": has_gpu(),
-        "device": str(device.device_kind),
-        "driver": driver(),
-        "platform": " ".join(str(getattr(device.client, "platform_version", "")).split()),
-        "jax": jax.__version__,
-        "packages": {name: version(name) for name in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin") if has(name)},
+        **card(),
+        "packages": {name: version(name) for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if has(name)},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "seed": seed,
     }
@@ -152,12 +148,6 @@ def has(package: str) -> bool:
         return bool(version(package))
     except PackageNotFoundError:
         return False
-
-
-def driver() -> str:
-    """The version of the NVIDIA driver, or nothing."""
-    file = Path("/proc/driver/nvidia/version")
-    return file.read_text().splitlines()[0] if file.exists() else ""
 
 
 def main() -> None:

@@ -43,3 +43,26 @@ def few_programs():
     """For modules in which every test compiles a model."""
     yield
     forget_programs()
+
+
+@pytest.fixture
+def interpreted_once(monkeypatch):
+    """A GPU kernel is compiled once for all of its threads: the interpreter does so for each, most of its time."""
+    from threading import Lock
+
+    import jax
+    import quick
+    from jax._src.pallas.mosaic.interpret import thread_map
+
+    programs, lock = {}, Lock()
+
+    def run(jaxpr, consts, *args):
+        given = (consts, *args)
+        key = id(jaxpr), *((x.shape, x.dtype) for x in jax.tree.leaves(given))
+        with lock:
+            if key not in programs:
+                traced = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args) and None).trace(*given)
+                programs[key] = jaxpr, traced.lower().compile(quick.OPTIONS)
+        programs[key][1](*given)
+
+    monkeypatch.setattr(thread_map, "_run_jaxpr", run, raising=False)

@@ -335,7 +335,7 @@ def test_a_mistyped_command_is_met_with_the_right_one(run):
     ("kernels", "serves"),
     [
         ("", "native|xla; native declines: .*"),
-        ("off", "xla; native declines: .*off; mosaic_tpu declines: there is no TPU"),
+        ("off", "xla; native declines: .*off; mosaic_tpu declines: there is no TPU; mosaic_gpu declines: .*"),
     ],
 )
 def test_collect_env_tells_what_serves(capsys, monkeypatch, kernels, serves):

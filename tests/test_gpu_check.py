@@ -14,8 +14,9 @@ from quire.model.plan import kv_read_bytes
 from quire.model.weights import abstract
 from quire.ops import attention
 from quire.ops.attention import mosaic_gpu, xla
+from quire.ops.attention.trial import arrays, attend, reference
 from quire.scripts import gpu_attention, gpu_check, gpu_serving, gpu_step
-from quire.scripts.gpu_attention import RIGHT, Work, arrays, attend, reference
+from quire.scripts.gpu_attention import RIGHT, Work
 from quire.scripts.gpu_check import PARTS, Part, check
 from quire.scripts.gpu_common import FULL, PAGE, TINY, Report, attention_by, read_bytes
 from quire.serving.batcher import Batcher
@@ -172,7 +173,7 @@ def test_attention_by_itself(tmp_path, monkeypatch):
     report = Report(tmp_path / "right.json")
     gpu_attention.right(report, TINY, 3)
     assert report.found["decode, MHA"] < gpu_attention.LARGEST_ERROR and "wrong" not in report.found
-    monkeypatch.setattr(gpu_attention, "check", lambda *given: float("nan"))
+    monkeypatch.setattr(gpu_attention, "error", lambda *given: float("nan"))
     gpu_attention.right(report, TINY, 3)
     short = [work.name for work in RIGHT if work.length <= TINY.longest]
     assert report.found["wrong"] == [f"{name}: error nan" for name in short]
@@ -200,17 +201,18 @@ def test_parts_run_as_long_as_there_is_time(capsys):
         saved.append(json.loads(json.dumps(found)))
 
     found = check(PARTS, 360, launch, save, clock)
-    assert [name for name, *_ in asked] == ["right", "fast", "step_kernel", "serving", "step_xla", "no_graphs"]
+    assert [name for name, *_ in asked] == ["right", "fast", "step_kernel", "serving", "chosen", "step_xla"]
     assert asked[0] == ("right", None, 2.5 * 45)
     assert asked[2] == ("step_kernel", "kernel", 2.5 * 75)
     assert asked[3] == ("serving", "xla", 360 - 190)  # as the kernel has just failed
-    assert asked[4] == ("step_xla", "xla", 360 - 230)
+    assert asked[4] == ("chosen", None, 2.5 * 45)
+    assert asked[5] == ("step_xla", "xla", 360 - 240)
     assert list(found) == [part.name for part in PARTS]
-    assert found["transformers"] == {"skipped": "50 s are left and it takes about 75"}
+    assert found["transformers"] == {"skipped": "40 s are left and it takes about 75"}
     assert found["right"] == {"error": 1e-4, "took": 30}
     assert [len(one) for one in saved] == list(range(1, len(PARTS) + 1))
     out = capsys.readouterr().out
-    assert "FAILED: it ended with status 1\nValueError: no" in out and "skipped: 50 s are left" in out
+    assert "FAILED: it ended with status 1\nValueError: no" in out and "skipped: 40 s are left" in out
 
 
 @pytest.mark.parametrize(("found", "serving"), [({}, "kernel"), ({"wrong": ["a"]}, "xla")])

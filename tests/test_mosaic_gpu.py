@@ -1,16 +1,13 @@
 """The attention kernel for NVIDIA GPUs where there is none: in Pallas' interpreter, lowered, and compiled."""
 
 from functools import partial
-from threading import Lock
 
 import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quick
 from attention_cases import Sequence, Shape, build, check, run
-from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jaxlib.mlir import ir
@@ -18,6 +15,7 @@ from jaxlib.mlir import ir
 from quire.ops.attention import KVPages, Rows, mosaic_gpu
 from quire.ops.gpu import task
 
+pytestmark = pytest.mark.usefixtures("interpreted_once")
 attend = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams(detect_races=True))
 CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # weights are rounded to bfloat16 before they meet the values
 
@@ -62,23 +60,6 @@ def small(monkeypatch):
     monkeypatch.setattr(task, "SPAN", 128)
     monkeypatch.setattr(task.Shape, "stages", 2)
     jax.clear_caches()
-
-
-@pytest.fixture(autouse=True)
-def compiled_once(monkeypatch):
-    """A kernel, for all of its threads: the interpreter compiles it for each, which takes most of its time."""
-    programs, lock = {}, Lock()
-
-    def run(jaxpr, consts, *args):
-        given = (consts, *args)
-        key = id(jaxpr), *((x.shape, x.dtype) for x in jax.tree.leaves(given))
-        with lock:
-            if key not in programs:
-                traced = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args) and None).trace(*given)
-                programs[key] = jaxpr, traced.lower().compile(quick.OPTIONS)
-        programs[key][1](*given)
-
-    monkeypatch.setattr(thread_map, "_run_jaxpr", run, raising=False)
 
 
 @pytest.mark.parametrize("name", CASES)

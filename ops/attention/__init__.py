@@ -10,7 +10,7 @@ from flax import struct
 from ...sharding.team import WHOLE, Axis
 
 # Tried in order; one that cannot serve a case raises NotImplementedError.
-IMPLEMENTATIONS = {"native": ".native", "mosaic_tpu": ".mosaic_tpu", "xla": ".xla"}
+IMPLEMENTATIONS = {"native": ".native", "mosaic_tpu": ".mosaic_tpu", "mosaic_gpu": ".proven", "xla": ".xla"}
 
 
 @struct.dataclass

@@ -21,6 +21,21 @@ def paged_attention(
     q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim, interpret: Any = None
 ):
     """See `quire.ops.attention.paged_attention`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
+    require(q_TNH, pages, value_dim, interpret)
+    from ..gpu.paged import attend  # only now: it brings a compiler with it
+
+    if k_TKH is not None:
+        pages = append(pages, k_TKH, v_TKH, rows.slots_T)
+    processors = num_processors() if interpret is None else 3
+    out_TNH = attend(
+        q_TNH, pages, rows, sinks_N, window=window, scale=float(scale), soft_cap=soft_cap, values=value_dim,
+        processors=processors, interpret=interpret,
+    )  # fmt: skip
+    return out_TNH, pages
+
+
+def require(q_TNH, pages, value_dim, interpret: Any = None) -> None:
+    """What the kernel cannot serve raises `NotImplementedError`."""
     if interpret is None and not has_gpu():
         raise NotImplementedError("there is no NVIDIA GPU of compute capability 9.0 or more")
     if pages.kv_PSYH is not None:
@@ -42,23 +57,16 @@ def paged_attention(
         raise NotImplementedError(
             f"pages must have {PAGES} positions, and KV heads up to or a multiple of {ROWS} heads"
         )
-    from ..gpu.paged import attend  # only now: it brings a compiler with it
-
-    if k_TKH is not None:
-        pages = append(pages, k_TKH, v_TKH, rows.slots_T)
-    processors = num_processors() if interpret is None else 3
-    out_TNH = attend(
-        q_TNH, pages, rows, sinks_N, window=window, scale=float(scale), soft_cap=soft_cap, values=value_dim,
-        processors=processors, interpret=interpret,
-    )  # fmt: skip
-    return out_TNH, pages
 
 
 @functools.cache
 def has_gpu() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and float(device.compute_capability) >= 9.0
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return False
+    generation = str(device.compute_capability).partition(".")[0]
+    return generation.isdigit() and int(generation) >= 9  # others than NVIDIA's have names
 
 
 def num_processors() -> int:
-    return jax.devices()[0].core_count
+    return jax.local_devices()[0].core_count

@@ -56,6 +56,6 @@ def run(shape: Shape, tiles: Tiles, sums, totals, bests, sinks, tiles_CF, out, *
                         return whole(*merge(by_part(*before), mine.left((begin + s) * shape.parts + part)))
 
                     found = lax.fori_loop(0, count, span, whole(*mine.start()))
-                    mine.write(q_ref.at[own], 0, *by_part(*found))
+                    mine.write(q_ref.at[own], False, 0, *by_part(*found))
 
             each_part(shape, jnp.int32(tiles_CF.shape[0]), each, None)

@@ -224,15 +224,16 @@ class Mine:
         """The results of the tile, by way of where its queries lay."""
         if self.shape.latent:
             self.wait_for_all()  # all have read the queries
-        self.write(self.shared.q_ref.at[self.tile], self.columns.start, best_M, total_M, sum_of)
+        self.write(self.shared.q_ref.at[self.tile], self.shape.straight, self.columns.start, best_M, total_M, sum_of)
 
-    def write(self, place_ref, first: int, best_M, total_M, sum_of) -> None:
+    def write(self, place_ref, swizzled: bool, first: int, best_M, total_M, sum_of) -> None:
         """The results of the tile, by way of a place in shared memory, from its column `first` on."""
         shape, out = self.shape, self.outs[-1]
         total_M = jnp.where(total_M == 0, 1.0, total_M)
         for start, size in parts(shape):
             out_MC = sum_of(start, size) / along_rows(total_M, (ROWS, size))
-            place_ref[:, pl.ds(first + start, size)] = out_MC.astype(place_ref.dtype)
+            place_MC_ref = place_ref.at[:, pl.ds(first + start, size)]
+            self.tiles.store(place_MC_ref, out_MC.astype(place_ref.dtype), swizzled)
         plgpu.commit_smem()
         piece = 8 if shape.latent else shape.group  # of a part of the columns, eight rows lie together
 

@@ -36,6 +36,13 @@ class Tiles:
         index = [()] if jax.__version_info__ < (0, 11) else []  # which later versions want in the reference
         return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
+    def store(self, ref, tile, swizzled: bool) -> None:
+        """To shared memory; to plain memory its threads wait for each other."""
+        if self.interpreted or not hasattr(plgpu, "store"):
+            ref[...] = tile  # earlier versions do the one or the other as they can
+        else:
+            plgpu.store(ref, tile, optimized=swizzled)
+
     def decode(self, codes: str, codes_JH_ref, out_JH_ref) -> None:
         """Codes as numbers, which are exact; a code that stands for none becomes some number.
 

@@ -1,0 +1,221 @@
+"""The kernel for NVIDIA GPUs serves what it was seen to get right: without a card, so that the card is pretended."""
+
+import json
+import logging
+import os
+import stat
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from quire.ops import attention
+from quire.ops.attention import mosaic_gpu, native, proven, trial, xla
+from quire.ops.attention.trial import Trial, arrays, attend
+from quire.ops.gpu import task
+
+CASE = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
+RIGHT = {"decoding": 1e-3, "a chunk": 2e-3}
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """A machine whose card, when it is asked, gives one for every number: so it shows who has served."""
+
+    def ones(q_TNH, k_TKH, v_TKH, pages, rows, **options):
+        return jnp.ones_like(q_TNH), pages
+
+    def is_not_there(*_, **__):
+        raise NotImplementedError("there is another")
+
+    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "paged_attention", ones)
+    monkeypatch.setattr(native, "paged_attention", is_not_there)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
+    another_process()
+    yield tmp_path / "quire" / "proven"
+    another_process()
+
+
+def another_process() -> None:
+    proven.doubts.cache_clear()
+    proven.explain.cache_clear()
+    jax.clear_caches()
+
+
+class Tried:
+    """What a trial finds, and the kinds that were tried."""
+
+    def __init__(self, monkeypatch, found):
+        self.kinds, self.found = [], found
+        monkeypatch.setattr(proven, "try_apart", self)
+
+    def __call__(self, kind: str):
+        self.kinds.append(json.loads(kind))
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def serves(case: Trial = CASE) -> str:
+    inputs = arrays(case, 1)
+    out = np.asarray(jax.jit(partial(attend, case, attention.paged_attention))(*inputs), np.float32)
+    if (out == 1).all():
+        return "the kernel"
+    np.testing.assert_allclose(out, trial.reference(case, *inputs), rtol=2e-2, atol=1e-2)
+    return "XLA"
+
+
+def test_it_is_tried_once_for_each_kind(card, monkeypatch):
+    tried = Tried(monkeypatch, RIGHT)
+    assert [serves(), serves()] == ["the kernel", "the kernel"]
+    assert tried.kinds == [
+        {"heads": 4, "kv_heads": 2, "width": 64, "window": None, "soft_cap": None, "sinks": False, "page": 16,
+         "codes": None, "values": None, "dtype": "bfloat16"}
+    ]  # fmt: skip
+    another_process()
+    assert serves() == "the kernel" and len(tried.kinds) == 1  # it is remembered
+    others = [
+        Trial("", 2, 30, heads=4, kv_heads=2, width=64, window=10, sinks=True, soft_cap=5.0),
+        Trial("", 2, 30, heads=4, kv_heads=2, width=64, page=32, codes="int8"),
+        Trial("", 2, 30, heads=8, kv_heads=1, width=320, values=256),
+        Trial("", 2, 30, heads=4, kv_heads=2, width=64, dtype="float16"),
+    ]
+    for other in others[:2]:
+        assert serves(other) == "the kernel"
+    for other in others[2:]:
+        inputs = arrays(other, 1)
+        assert jax.eval_shape(partial(attend, other, attention.paged_attention), *inputs) is not None
+    kept = [json.loads(path.read_text()) for path in card.iterdir()]
+    assert len(kept) == 5 and all(found["errors"] == RIGHT for found in kept)
+    assert [kind for kind in tried.kinds if kind not in [found["kind"] for found in kept]] == []
+    assert tried.kinds[1]["window"] == 10 and tried.kinds[1]["sinks"] and tried.kinds[1]["soft_cap"] == 5.0
+    assert (tried.kinds[2]["codes"], tried.kinds[2]["page"]) == ("int8", 32)
+    assert tried.kinds[3]["values"] == 256 and tried.kinds[4]["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("what", ["card", "driver", "sources"])
+def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
+    """Where anything is not what it was."""
+    tried = Tried(monkeypatch, RIGHT)
+    serves()
+    before = proven.card()
+    other = tmp_path / "tile.py"
+    other.write_text("# another")
+    if what == "card":
+        monkeypatch.setattr(proven, "card", lambda: before | {"device": "NVIDIA H300"})
+    elif what == "driver":
+        monkeypatch.setattr(proven, "driver", lambda: "999.0")
+    else:
+        monkeypatch.setattr(proven, "SOURCES", (*proven.SOURCES, other))
+    another_process()
+    assert serves() == "the kernel" and len(tried.kinds) == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (RIGHT | {"a chunk": 0.5}, "it is wrong on this GPU: a chunk by 5.0e-01, where 6e-03 is allowed"),
+        ({"decoding": float("nan")}, "it is wrong on this GPU: decoding by nan"),
+        (proven.Failed("it took longer than 240 s"), "its trial on this GPU failed: it took longer than 240 s"),
+        (OSError("no room"), "it could not be tried: no room"),
+    ],
+)
+def test_what_does_not_pass_is_left_to_xla(card, monkeypatch, caplog, found, says):
+    tried = Tried(monkeypatch, found)
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert [serves(), serves(Trial("", 3, 20, heads=4, kv_heads=2, width=64))] == ["XLA", "XLA"]
+    assert [says in record.getMessage() for record in caplog.records] == [True]  # once
+    assert len(tried.kinds) == 1 and not card.exists()
+    another_process()
+    tried.found = RIGHT  # it may have been the moment: the next process tries again
+    assert serves() == "the kernel" and len(tried.kinds) == 2
+
+
+def test_what_the_kernel_cannot_do_is_not_tried(card, monkeypatch, caplog):
+    tried = Tried(monkeypatch, RIGHT)
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert serves(Trial("", 2, 30, heads=4, kv_heads=2, width=48)) == "XLA"
+    assert not tried.kinds and "keys must be of a width of" in caplog.text
+
+
+def test_the_wish(card, monkeypatch, caplog):
+    tried = Tried(monkeypatch, proven.Failed("no"))
+    monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
+    assert serves() == "the kernel"
+    for wish, says in (("off", "QUIRE_MOSAIC is off"), ("of", "QUIRE_MOSAIC is 'of', and can be off or trusted")):
+        monkeypatch.setenv("QUIRE_MOSAIC", wish)
+        another_process()
+        assert serves() == "XLA" and says in caplog.text
+    assert not tried.kinds
+
+
+def test_a_folder_that_cannot_be_written(card, monkeypatch):
+    card.parent.mkdir()
+    card.write_text("a file")
+    tried = Tried(monkeypatch, RIGHT)
+    assert serves() == "the kernel"
+    another_process()
+    assert serves() == "the kernel" and len(tried.kinds) == 2
+
+
+def test_the_process_that_tries(card, monkeypatch, tmp_path, caplog):
+    """Really another one. It finds no card, where this one pretends; or it hangs; or it dies."""
+    assert serves() == "XLA"
+    assert "its trial on this GPU failed: it ended with status 1: NotImplementedError: there is no" in caplog.text
+    monkeypatch.setattr(proven, "SECONDS", 0.3)
+    another_process()
+    assert serves() == "XLA" and "it took longer than 0.3 s" in caplog.text
+    dies = tmp_path / "python"
+    dies.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    dies.chmod(dies.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(dies))
+    monkeypatch.setattr(proven, "SECONDS", 20)
+    another_process()
+    assert serves() == "XLA" and "it ended with status -11: it said nothing" in caplog.text
+
+
+def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
+    says = tmp_path / "python"
+    says.write_text('#!/bin/sh\necho noise\necho "{\\"$XLA_PYTHON_CLIENT_PREALLOCATE\\": 1, \\"$PYTHONPATH\\": 2}"\n')
+    says.chmod(says.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(says))
+    monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
+    assert proven.try_apart("{}") == {"false": 1, f"/one{os.pathsep}/two": 2}
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
+    """What the other process does, at small sizes in the interpreter: it tells a kernel that is right from another."""
+    monkeypatch.setattr(task, "SPAN", 128)
+    real = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams())
+    kind = {"heads": 4, "kv_heads": 1, "width": 64, "sinks": True}
+
+    def kernel(*given, scale, **options):
+        return real(*given, scale=scale * (1.02 if spoilt else 1), **options)
+
+    def sizes(given):
+        assert given == kind
+        return [Trial("decoding over spans", 2, 200, **kind), Trial("a chunk", 1, 90, 30, **kind)]
+
+    assert {t.rows == 1 for t in proven.trials(kind)} == {True, False}
+    assert max(t.length for t in proven.trials(kind)) > 2 * 4096
+    monkeypatch.setattr(proven, "trials", sizes)
+    monkeypatch.setattr(mosaic_gpu, "paged_attention", kernel)
+    monkeypatch.setattr(sys, "argv", ["proven", json.dumps(kind)])
+    jax.clear_caches()
+    proven.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found) == {"decoding over spans", "a chunk"}
+    assert [error < trial.LARGEST_ERROR for error in found.values()] == [not spoilt] * 2, found
+
+
+def test_xla_passes_every_trial():
+    """Among them those that are too long for an interpreter."""
+    for each in proven.trials({"heads": 4, "kv_heads": 1, "width": 64, "window": 4100}):
+        assert trial.error(each, xla.paged_attention, 0) < trial.LARGEST_ERROR

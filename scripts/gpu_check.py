@@ -48,6 +48,7 @@ PARTS = (
     Part("step_kernel", "the decode step with the kernel", ".gpu_step", "run", 75, {"attention": "kernel"}),
     Part("serving", "streams, and the host between steps", ".gpu_serving", "run", 75),
     Part("chosen", "what an engine chooses by itself", ".gpu_attention", "chosen", 45),
+    Part("pieces", "what else a step is made of", ".gpu_pieces", "measure", 75),
     Part("step_xla", "the decode step with XLA's attention", ".gpu_step", "run", 75, {"attention": "xla"}),
     Part("transformers", "the same streams through transformers", ".gpu_serving", "transformers", 75),
     Part("no_graphs", "a decode step without command buffers", ".gpu_step", "run", 45, {"batches": (1,)}, GRAPHS),

@@ -30,6 +30,20 @@ LLAMA_8B = {
     "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+    "num_hidden_layers": 1, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,12 +63,17 @@ class Scale:
     longest: int  # attention works on longer sequences are left out
     copied: int  # bytes
     multiplied: int  # the side of a matrix
+    mixtures: tuple[dict[str, Any], ...]  # whose experts are timed
 
 
-FULL = Scale(LLAMA_8B, "mosaic_gpu", 1024, (1, 64), 32, 64, 128, 512, 256, 2048, 1 << 20, 2 << 30, 8192)
+FULL = Scale(LLAMA_8B, "mosaic_gpu", 1024, (1, 64), 32, 64, 128, 512, 256, 2048, 1 << 20, 2 << 30, 8192,
+             (QWEN3_30B, GPT_OSS_20B))  # fmt: skip
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256}  # fmt: skip
-TINY = Scale(LLAMA_8B | SMALL, "xla", 40, (1, 6), 8, 6, 9, 20, 12, 32, 300, 1 << 22, 64)
+FEW_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 32}, {"num_local_experts": 6}
+FEW = SMALL | {"num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 1}
+TINY = Scale(LLAMA_8B | SMALL, "xla", 40, (1, 6), 8, 6, 9, 20, 12, 32, 300, 1 << 22, 64,
+             tuple(hf | FEW | few for hf, few in zip(FULL.mixtures, FEW_EXPERTS, strict=True)))  # fmt: skip
 
 
 class Report:

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quire.model.checkpoint import family_of
 from quire.model.families import llama
 from quire.model.plan import kv_read_bytes
 from quire.model.weights import abstract
 from quire.ops import attention
 from quire.ops.attention import mosaic_gpu, xla
 from quire.ops.attention.trial import arrays, attend, reference
-from quire.scripts import gpu_attention, gpu_check, gpu_serving, gpu_step
+from quire.scripts import gpu_attention, gpu_check, gpu_pieces, gpu_serving, gpu_step
 from quire.scripts.gpu_attention import RIGHT, Work
 from quire.scripts.gpu_check import PARTS, Part, check
 from quire.scripts.gpu_common import FULL, PAGE, TINY, Report, attention_by, read_bytes
@@ -119,6 +120,36 @@ def test_the_step_part(tmp_path):
     assert "batch 6: hidden states differ by" in report.found["wrong"][0]
 
 
+def test_the_pieces_part(tmp_path, capsys):
+    report = Report(tmp_path / "pieces.json")
+    gpu_pieces.measure(report, TINY, 3)
+    times = {name: piece["seconds"] for name, piece in report.found.items() if isinstance(piece, dict)}
+    assert len(times) == 3 * 2 + 3 * 4 + 1 + 1 + 4 and min(times.values()) > 0
+    kinds = (
+        "experts of qwen3_moe",
+        "experts of gpt_oss",
+        "dense block in int4-32",
+        "append",
+        "logits",
+        "tokens, greedy",
+    )
+    assert all(any(name.startswith(kind) for name in times) for kind in kinds)
+    assert "dense block in bfloat16, 32 rows" in capsys.readouterr().out
+
+
+def test_what_the_pieces_count():
+    """An MLP and experts, by hand; experts that nobody chose are not read."""
+    config = llama.config(TINY.hf | {"num_hidden_layers": 1}, 20)
+    one, several = gpu_pieces.dense(config, (1, 5), 3)
+    weights = 3 * 32 * 48
+    assert (one.bytes, one.operations, several.operations) == (2 * weights, 2 * weights, 5 * 2 * weights)
+    (hf, _), each = TINY.mixtures, 3 * 32 * 32
+    mixture = family_of(hf).config(hf, 20)
+    one, many = gpu_pieces.mixtures("", mixture, (1, 200), 3)
+    assert (one.bytes, many.bytes) == (2 * 2 * each, 6 * 2 * each)
+    assert many.operations == 200 * 2 * 2 * each
+
+
 def test_the_serving_part(tmp_path, capsys):
     report = Report(tmp_path / "serving.json")
     gpu_serving.run(report, TINY, 3, "kernel")
@@ -190,7 +221,7 @@ class Clock:
 def test_parts_run_as_long_as_there_is_time(capsys):
     """In order; one that fails or hangs stops no other, and what is there is saved after each."""
     clock, asked, saved = Clock(), [], []
-    takes = {"right": 30, "fast": 60, "step_kernel": 100, "serving": 40, "step_xla": 80}
+    takes = {"right": 30, "fast": 60, "step_kernel": 100, "serving": 40, "pieces": 80}
 
     def launch(part, chosen, limit):
         asked.append((part.name, chosen.get("attention"), limit))
@@ -201,12 +232,12 @@ def test_parts_run_as_long_as_there_is_time(capsys):
         saved.append(json.loads(json.dumps(found)))
 
     found = check(PARTS, 360, launch, save, clock)
-    assert [name for name, *_ in asked] == ["right", "fast", "step_kernel", "serving", "chosen", "step_xla"]
+    assert [name for name, *_ in asked] == ["right", "fast", "step_kernel", "serving", "chosen", "pieces"]
     assert asked[0] == ("right", None, 2.5 * 45)
     assert asked[2] == ("step_kernel", "kernel", 2.5 * 75)
     assert asked[3] == ("serving", "xla", 360 - 190)  # as the kernel has just failed
     assert asked[4] == ("chosen", None, 2.5 * 45)
-    assert asked[5] == ("step_xla", "xla", 360 - 240)
+    assert asked[5] == ("pieces", None, 360 - 240)
     assert list(found) == [part.name for part in PARTS]
     assert found["transformers"] == {"skipped": "40 s are left and it takes about 75"}
     assert found["right"] == {"error": 1e-4, "took": 30}

@@ -114,6 +114,10 @@ def kernels():
 
 def attention():
     """Each kind of attention, and the first implementation in order that takes it."""
+    from ..ops.attention.mosaic_gpu import has_gpu
+
+    if has_gpu():
+        print("(a GPU's kernels are tried the first time that they are asked for: a minute or two)", file=sys.stderr)
     for case, trace in cases():
         name, declined = first_to(trace)
         yield case, "; ".join((name, *declined))

@@ -30,7 +30,16 @@ from quire.sharding.spec import random_arrays
 
 LENGTH, VOCAB = 64, 96
 CONFIG = small_cache_config(
-    VOCAB, dim=32, num_layers=4, heads=4, head_dim=8, ffn=48, window=9, global_every=2, max_len=LENGTH, dtype="float32"
+    VOCAB,
+    dim=32,
+    num_layers=4,
+    heads=4,
+    head_dim=16,
+    ffn=48,
+    window=9,
+    global_every=2,
+    max_len=LENGTH,
+    dtype="float32",
 )
 
 

@@ -172,7 +172,8 @@ def test_nesting(client, depth):
     for path, given in fields.items():
         for field, value in given:
             status, _, raw = client.ask("POST", path, with_field(path, field, value))
-            assert status == 400 or (status == 200 and depth < 1000), (path, field, raw)
+            # Python 3.12 follows one level more than 3.11.
+            assert status == 400 or (status == 200 and depth <= 1000), (path, field, raw)
 
 
 def test_sizes(server, client):

@@ -79,8 +79,6 @@ def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
         blocks  [e0 e0 e0 .] [e2 . . .] [e3 e3 e3 e3] [e3 . . .]
 
     The loop runs over the blocks that exist, so an expert nobody chose is never read. A dot is a pair past the last.
-    On a GPU it runs over as many as there can be: a loop whose length only the device knows waits for the host at each
-    turn. Blocks that do not exist are of the last expert and of nobody's rows.
     """
     pairs = experts_Z.shape[0]
     order = jnp.argsort(experts_Z, stable=True)
@@ -97,13 +95,6 @@ def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
         result = run(e, jnp.where(valid, order[jnp.minimum(place, pairs - 1)], pairs))
         return out_ZD.at[place].set(result.astype(dtype), mode="drop")
 
-    blocks = most_blocks(pairs, num_experts) if jax.default_backend() == "gpu" else last_block_E[-1]
-    out_ZD = jax.lax.fori_loop(0, blocks, run_block, jnp.zeros((pairs, width), dtype))
+    out_ZD = jax.lax.fori_loop(0, last_block_E[-1], run_block, jnp.zeros((pairs, width), dtype))
     place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
     return out_ZD[place]
-
-
-def most_blocks(pairs: int, num_experts: int) -> int:
-    """With as many experts as there can be, all but whose first pairs fill whole blocks."""
-    chosen = min(pairs, num_experts)
-    return chosen + (pairs - chosen) // BLOCK

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ PARTS = (
     Part("fast", "the attention kernel's time", ".gpu_attention", "fast", 45),
     Part("step_kernel", "the decode step with the kernel", ".gpu_step", "run", 75, {"attention": "kernel"}),
     Part("serving", "streams, and the host between steps", ".gpu_serving", "run", 75),
-    Part("chosen", "what an engine chooses by itself", ".gpu_attention", "chosen", 45),
+    Part("chosen", "what an engine chooses by itself", ".gpu_attention", "chosen", 100),
     Part("pieces", "what else a step is made of", ".gpu_pieces", "measure", 75),
     Part("step_xla", "the decode step with XLA's attention", ".gpu_step", "run", 75, {"attention": "xla"}),
     Part("transformers", "the same streams through transformers", ".gpu_serving", "transformers", 75),
@@ -137,18 +136,10 @@ def machine(report, scale, seed: int) -> None:
     found = {
         "serves": has_gpu(),
         **card(),
-        "packages": {name: version(name) for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if has(name)},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "seed": seed,
     }
     report(**found)
-
-
-def has(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import pytest
 from quire.model import decoder
 from quire.model.config import ModelError, Moe, check_moe
 from quire.model.weights import MoeWeights
-from quire.ops.moe import BLOCK, limit_groups, mix_experts, most_blocks, route
+from quire.ops.moe import BLOCK, limit_groups, mix_experts, route
 
 D, F, E, X = 24, 20, 6, 3
 
@@ -69,33 +69,6 @@ def test_an_expert_that_nobody_chose_is_never_read():
     x, weights = rng.standard_normal((9, D)).astype(np.float32), np.ones((9, X), np.float32)
     out = quickly(x, weights, choices(rng, 9, "few").astype(np.int32), up, down)
     assert np.isfinite(out).all()
-
-
-@pytest.mark.parametrize("kind", ["any", "one", "few"])
-@pytest.mark.parametrize("T", [1, 33, 70])
-def test_on_a_gpu_the_loop_has_a_known_length(monkeypatch, T, kind):
-    """The same bits, and no loop whose length only the device knows."""
-    rng = np.random.default_rng(T)
-    x, experts = rng.standard_normal((T, D)).astype(np.float32), choices(rng, T, kind).astype(np.int32)
-    given = x, rng.random((T, X)).astype(np.float32), experts, *draw(T)
-    expected = quickly(*given)
-    assert "while[" in str(jax.make_jaxpr(quickly)(*given))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    jax.clear_caches()
-    assert "while[" not in str(jax.make_jaxpr(quickly)(*given))
-    np.testing.assert_array_equal(quickly(*given), expected)
-    jax.clear_caches()
-
-
-@pytest.mark.parametrize("pairs", [1, 5, 6, 16, 37, 100])
-def test_no_pairs_make_more_blocks(pairs):
-    """Than the bound, which some reach: one of each expert and the rest of one."""
-    rng = np.random.default_rng(pairs)
-    counts = [rng.multinomial(pairs, rng.dirichlet(np.full(E, share))) for share in (0.1, 1, 10) for _ in range(200)]
-    chosen = min(pairs, E)
-    counts.append(np.array([1] * (chosen - 1) + [pairs - chosen + 1]))
-    blocks = [int((-(-count // BLOCK)).sum()) for count in counts]
-    assert max(blocks) == blocks[-1] == most_blocks(pairs, E)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -17,6 +17,7 @@ from quire.ops import attention
 from quire.ops.attention import mosaic_gpu, native, proven, trial, xla
 from quire.ops.attention.trial import Trial, arrays, attend
 from quire.ops.gpu import task
+from quire.ops.gpu.paged import plan
 
 CASE = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
 RIGHT = {"decoding": 1e-3, "a chunk": 2e-3}
@@ -112,7 +113,7 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
     elif what == "driver":
         monkeypatch.setattr(proven, "driver", lambda: "999.0")
     else:
-        monkeypatch.setattr(proven, "SOURCES", (*proven.SOURCES, other))
+        monkeypatch.setattr(proven, "SOURCES", [*proven.SOURCES, other])
     another_process()
     assert serves() == "the kernel" and len(tried.kinds) == 2
 
@@ -186,7 +187,10 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
     says.chmod(says.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(says))
     monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
-    assert proven.try_apart("{}") == {"false": 1, f"/one{os.pathsep}/two": 2}
+    assert proven.try_apart("{}") == {"false": 1, f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two": 2}
+    says.write_text("#!/bin/sh\necho goodbye\n")
+    with pytest.raises(proven.Failed, match="it said 'goodbye"):
+        proven.try_apart("{}")
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
@@ -201,7 +205,7 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
 
     def sizes(given):
         assert given == kind
-        return [Trial("decoding over spans", 2, 200, **kind), Trial("a chunk", 1, 90, 30, **kind)]
+        return [Trial("decoding over spans", 2, 200, 1, 1, **kind), Trial("a chunk", 1, 90, 30, 3, **kind)]
 
     assert {t.rows == 1 for t in proven.trials(kind)} == {True, False}
     assert max(t.length for t in proven.trials(kind)) > 2 * 4096
@@ -215,7 +219,22 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     assert [error < trial.LARGEST_ERROR for error in found.values()] == [not spoilt] * 2, found
 
 
-def test_xla_passes_every_trial():
-    """Among them those that are too long for an interpreter."""
-    for each in proven.trials({"heads": 4, "kv_heads": 1, "width": 64, "window": 4100}):
+@pytest.mark.parametrize("window", [None, 128])
+def test_trials_go_each_way(window):
+    """XLA passes them, also those that are too long for an interpreter; and the kernel has no way that none goes."""
+    kind = {"heads": 16, "kv_heads": 4, "width": 64, "window": window}
+    ways = set()
+    for each in proven.trials(kind):
         assert trial.error(each, xla.paged_attention, 0) < trial.LARGEST_ERROR
+        _, _, rows, _ = arrays(each, 0)
+        decodes = len(rows.positions_T) == len(rows.tables_BM)
+        spans = -(-rows.tables_BM.shape[1] * each.page // task.SPAN) if decodes else 1
+        tasks_IF, count, tiles_CF = plan(rows, len(rows.positions_T), 1 if decodes else 32, 64, window, spans)
+        tasks_IF = np.asarray(tasks_IF)[: int(count[0])]
+        alone = tasks_IF[:, task.Task._fields.index("alone") - 1]
+        if spans > 1:
+            ways |= {("alone", bool(one)) for one in alone}
+        ways |= {("in turns", 4 * len(tasks_IF) > 2 * 132), ("padding", bool(each.empty)), ("decodes", decodes)}
+        several = tasks_IF[:, 4] // 64 != tasks_IF[:, 5] // 64  # the spans of the first and the last block
+        ways |= {("several spans in a task", bool(one)) for one in several}
+    assert len(ways) == 10, sorted(ways)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
 
@@ -25,7 +25,13 @@ from . import mosaic_gpu
 from .trial import LARGEST_ERROR, Trial, error
 
 SECONDS = 240  # that a trial may take: it starts JAX and compiles a handful of kernels
-SOURCES = Path(__file__), Path(mosaic_gpu.__file__), *Path(gpu.__file__).parent.glob("*.py")
+HERE = Path(__file__).parent
+SOURCES = (
+    *(HERE / f"{name}.py" for name in ("proven", "trial", "mosaic_gpu", "xla")),
+    *Path(gpu.__file__).parent.glob("*.py"),
+)
+PACKAGES = "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc"
+TASKS = 400  # of a trial: three for each processor, so that they take one after the other
 log = logging.getLogger("quire")
 lock = Lock()
 
@@ -68,7 +74,7 @@ def doubts(kind: str, wish: str) -> str | None:
     if wish not in ("", "trusted"):
         return f"QUIRE_MOSAIC is {wish!r}, and can be off or trusted"
     kept = folder() / f"{digest(kind)}.json"
-    if wish == "trusted" or kept.exists():
+    if wish == "trusted" or os.path.exists(kept):  # Path.exists raises where it may not look
         return None
     log.info("trying the attention kernel on this GPU, once: %s", kind)
     try:
@@ -90,9 +96,14 @@ class Failed(Exception):
 
 def try_apart(kind: str) -> dict[str, float]:
     """How far each trial was off, in a process of its own: it takes memory as it needs it, for most of it is ours."""
-    command = [sys.executable, "-m", __spec__.name, kind]
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    env = {**os.environ, "PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-P", "-m", __spec__.name, kind]
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    env = {
+        "JAX_PLATFORMS": "cuda",  # so that it says why there is none, and does not go on without
+        **os.environ,
+        "PYTHONPATH": path,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
     try:
         done = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS
@@ -102,16 +113,23 @@ def try_apart(kind: str) -> dict[str, float]:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:
         raise Failed(f"it ended with status {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
-    return json.loads(done.stdout.splitlines()[-1])
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise Failed(f"it said {done.stdout[-200:]!r}") from None
 
 
 def trials(kind: dict) -> list[Trial]:
-    """Each way in which the kernel is compiled for a kind."""
+    """Each way in which the kernel is compiled for a kind, and each way through it: spans that are alone and that are
+    merged, more tasks than processors, rows and sequences that are not there."""
+    parts = max(kind["kv_heads"], kind["heads"] // 64)  # tasks of a row
+    many = -(-TASKS // parts)
     return [
-        Trial("decoding", 5, 700, **kind),
-        Trial("decoding over spans", 2, 9000, **kind),
-        Trial("a chunk", 3, 500, 200, **kind),
-        Trial("a chunk over spans", 1, 5000, 17, **kind),
+        Trial("decoding", many, 150, 1, 3, **kind),
+        Trial("decoding, with room for spans", many, 150, 1, 3, 9000, **kind),
+        Trial("decoding over spans", 3, 8200, **kind),
+        Trial("a chunk", 3, 500, 200, 5, **kind),
+        Trial("a chunk over spans", 1, 4150, 100, **kind),
     ]
 
 
@@ -136,8 +154,15 @@ def card() -> dict[str, str]:
         "driver": driver(),
         "platform": " ".join(str(getattr(device.client, "platform_version", "")).split()),
         "jax": jax.__version__,
-        "jaxlib": version("jaxlib"),
+        **{name: version(name) for name in PACKAGES if has(name)},
     }
+
+
+def has(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
 
 
 def driver() -> str:

@@ -1,5 +1,6 @@
 """What transformers makes of a folder: float32, eager attention, no cache."""
 
+import copy
 import json
 import tempfile
 from pathlib import Path
@@ -72,6 +73,19 @@ def unsteadiness(model, ids: list[int]) -> float:
     double = logits(model.double(), ids)
     model.float()
     return float(np.abs(single - double).max())
+
+
+def softness(model, ids: list[int]) -> float:
+    """How far the logits go where every weight and rotation moves by half of its last bit, as other code rounds it."""
+    expected, most = logits(model, ids), 0.0
+    for seed in range(2):
+        moved, random = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for x in (*moved.parameters(), *moved.buffers()):
+                if x.is_floating_point():
+                    x.mul_(1 + torch.randn(x.shape, generator=random) * 2**-24)
+        most = max(most, float(np.abs(logits(moved, ids) - expected).max()))
+    return most
 
 
 def greedy(model, ids: list[int], count: int) -> tuple[list[int], float]:

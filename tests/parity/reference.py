@@ -10,10 +10,35 @@ import torch
 import transformers
 from golden.families import Variant
 from safetensors import safe_open
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+
+
+class Double(TorchFunctionMode):
+    """What asks for float32 gets float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        given = {key: torch.float64 if value == torch.float32 else value for key, value in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **given)
+
+
+def rounded_once(rule):
+    """Frequencies as exact as float32 can hold them: transformers rounds at each step of scaling them, and a last
+    bit of a frequency, times a position, is more than all the rest of a model in float32 gets wrong."""
+
+    def frequencies(*args, **kwargs):
+        with Double():
+            inv_freq, factor = rule(*args, **kwargs)
+        return inv_freq.float(), factor
+
+    return frequencies
+
+
+ROPE_INIT_FUNCTIONS.update({kind: rounded_once(rule) for kind, rule in ROPE_INIT_FUNCTIONS.items()})
 
 
 def tensor_shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
@@ -75,16 +100,16 @@ def unsteadiness(model, ids: list[int]) -> float:
     return float(np.abs(single - double).max())
 
 
-def softness(model, ids: list[int]) -> float:
-    """How far the logits go where every weight and rotation moves by half of its last bit, as other code rounds it."""
-    expected, most = logits(model, ids), 0.0
-    for seed in range(2):
+def softness(model, ids: list[int]) -> np.ndarray:
+    """[T]: how far a row's logits go where every weight and rotation moves by half of its last bit."""
+    expected, most = logits(model, ids), np.zeros(len(ids), np.float32)
+    for seed in range(4):
         moved, random = copy.deepcopy(model), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for x in (*moved.parameters(), *moved.buffers()):
                 if x.is_floating_point():
                     x.mul_(1 + torch.randn(x.shape, generator=random) * 2**-24)
-        most = max(most, float(np.abs(logits(moved, ids) - expected).max()))
+        most = np.maximum(most, np.abs(logits(moved, ids) - expected).max(axis=1))
     return most
 
 

@@ -26,10 +26,9 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "little")
-TOLERANCE = 2e-4
+TOLERANCE = 1e-4  # and twice what a row moves by itself when last bits do
 LEAST_LEAD = 1e-3  # rounding decides between tokens that are closer
 STEADY = 1e-4  # a model whose own rounding error is larger says nothing about ours
-FIRM = 8e-4  # nor does one that other last bits of its weights move further
 BY_NAME = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 
 
@@ -46,12 +45,13 @@ class Case:
             answers = [reference.greedy(model, ids, variant.new_tokens) for ids in self.prompts]
             whole = self.prompts[0] + answers[0][0]
             leads = min(lead for _, lead in answers) >= LEAST_LEAD
-            if leads and reference.unsteadiness(model, whole) < STEADY and reference.softness(model, whole) < FIRM:
+            if leads and reference.unsteadiness(model, whole) < STEADY:
                 break
             self.seed += 1
         print(f"{variant.name}: QUIRE_SEED={self.seed}")
         self.tokens = [tokens for tokens, _ in answers]
         self.whole, self.logits = whole, reference.logits(model, whole)
+        self.tolerance = TOLERANCE + 2 * reference.softness(model, whole)
         self.written, self.saved = written, folder / "saved"
         if "quantization_config" in variant.config:
             self.saved = written  # what transformers has dequantised it cannot save as it came
@@ -72,7 +72,7 @@ def test_logits(variant, case):
         config = checkpoint.read_config(folder, "float32", variant.max_len)
         weights = checkpoint.load_weights(folder, config)
         logits = jax.jit(dense.forward, static_argnums=2)(weights, jnp.array([made.whole]), config)[0]
-        np.testing.assert_allclose(logits, made.logits, rtol=0, atol=TOLERANCE)
+        np.testing.assert_array_less(np.abs(logits - made.logits).max(axis=1), made.tolerance)
 
 
 @BY_NAME

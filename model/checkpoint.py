@@ -144,7 +144,7 @@ def load(
         except ValueError as error:
             raise ModelError(f"{folder} does not fit the mesh: {error}") from None
     put = place
-    if homes.mesh is None and not plain and native.multiplies():
+    if homes.mesh is None and not plain and native.serves():
         put = partial(place_packed, narrow=config.dtype == "bfloat16")
     if converted.holds_weights(folder):
         if homes.mesh is not None:

@@ -106,7 +106,6 @@ def kernels():
         return
     others = [name for name in build.isas() if name != isa]
     yield "native", f"{isa} (QUIRE_NATIVE can choose {', '.join([*others, 'off'])})"
-    yield "weight products", "native" if native.multiplies() else "XLA's, which are faster on these instructions"
     yield "sampling", "native" if native.has(choice.SAMPLING) else "XLA's; the log says why"
     yield "libraries", folder
     yield "built so far", ", ".join(name for name in build.VARIANTS if (folder / f"{name}.so").exists())

@@ -55,7 +55,7 @@ def alone(golden):
     @lru_cache
     def answers(name: str, quantization: str) -> list[list[int]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "multiplies", lambda: False)
+            patch.setattr(native, "serves", lambda: False)
             return asked(make(golden(name), quantization), golden(name))
 
     return answers

@@ -40,11 +40,17 @@ struct Shape {
 
 // Rows in bfloat16 and their values.
 struct Input {
-  std::vector<uint16_t> rows;
+  std::vector<Half> rows;
   explicit Input(const Shape& s) : rows(s.T * s.K) {
-    for (uint16_t& x : rows) x = narrow(normal());
+    for (Half& x : rows) {
+      uint16_t bits = narrow(normal());
+      if constexpr (sizeof(Half) == 2)
+        x = bits;
+      else
+        x = widen(bits);
+    }
   }
-  double at(int64_t i) const { return widen(rows[i]); }
+  double at(int64_t i) const { return value(rows[i]); }
 };
 
 template <typename Value>
@@ -116,7 +122,7 @@ double nibbles() {
   std::vector<float> sums(s.T * groups), y(s.T * s.O);
   for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
   for (uint8_t& v : zero) v = static_cast<uint8_t>(below(16));
-  for (int64_t i = 0; i < s.T * s.K; ++i) sums[i / group] += widen(x.rows[i]);
+  for (int64_t i = 0; i < s.T * s.K; ++i) sums[i / group] += value(x.rows[i]);
   bool zeros = below(2);
   {
     P pool;

@@ -218,13 +218,6 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
     assert len(lines(tmp_path / "compiled")) == 2
 
 
-def test_products_are_prepared_where_they_pay(small, monkeypatch):
-    for wide in ((), (ISA,)):
-        monkeypatch.setattr(native, "WIDE", wide)
-        native.begin_useful(ISA, ("attention_f32", "pack", "dense_f32"))
-        assert {name for _, name in native.begun} == {"attention_f32", *(("pack", "dense_f32") if wide else ())}
-
-
 @pytest.mark.parametrize(
     ("model", "kernels"),
     [

@@ -17,9 +17,7 @@ from threading import Lock
 import jax
 
 from . import build
-from .choice import ATTENTION, SAMPLING
 
-WIDE = ("amx", "avx512_bf16", "avx512")
 lock = Lock()
 # No more at once than there are cores, so that what is asked for first is there first.
 builders = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="quire-kernels")
@@ -60,15 +58,14 @@ def has(*names: str) -> bool:
 def prepare(names: Iterable[str]) -> None:
     """Begin to build kernels that will be called, beside whatever else a start does; returns at once."""
     if jax.default_backend() == "cpu":
-        builders.submit(begin_useful, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
+        builders.submit(begin_all, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
 
 
-def begin_useful(wish: str, names: tuple[str, ...]) -> None:
+def begin_all(wish: str, names: tuple[str, ...]) -> None:
     with suppress(NotImplementedError):  # said where it is missed
         isa = chosen(wish)
         for name in names:
-            if isa in WIDE or name in (*ATTENTION.values(), SAMPLING):
-                begin(isa, name)
+            begin(isa, name)
 
 
 def begin(isa: str, name: str) -> Future[ctypes.CDLL]:
@@ -103,11 +100,6 @@ def serves() -> bool:
         explain(str(reason))
         return False
     return True
-
-
-def multiplies() -> bool:
-    """Whether the weight products pay too: without AVX-512 GCC keeps sixteen lanes in memory, and XLA is faster."""
-    return serves() and instruction_set() in WIDE
 
 
 @cache

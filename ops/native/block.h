@@ -10,36 +10,23 @@
 namespace quire {
 namespace attention {
 
-// How many floats the machine's vectors hold: gcc works on those that it lacks one number at a time. And how many rows
-// times how many vectors of sums stay in its registers.
-#if defined(__AVX512F__)
-constexpr int W = 16, ROWS = 6;
-#elif defined(__AVX2__)
-constexpr int W = 8, ROWS = 3;
-#elif defined(__aarch64__)
-constexpr int W = 4, ROWS = 6;
+// How many rows times how many vectors of sums stay in the machine's registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int ROWS = 6;
 #else
-constexpr int W = 4, ROWS = 3;
+constexpr int ROWS = 3;
 #endif
 constexpr int COLS = 4;
 
 constexpr int64_t BLOCK = 64, GROUPS = BLOCK / W;
 constexpr float LOG2E = 1.44269504f, NONE = -std::numeric_limits<float>::infinity();
 
-typedef float F __attribute__((vector_size(4 * W)));
-typedef int32_t I __attribute__((vector_size(4 * W)));
-typedef uint32_t U __attribute__((vector_size(4 * W)));
 typedef float Fu __attribute__((vector_size(4 * W), aligned(4)));
 typedef uint32_t U4 __attribute__((vector_size(16)));
 
 inline F load(const float* p) { return *reinterpret_cast<const Fu*>(p); }
 inline void store(float* p, F x) { *reinterpret_cast<Fu*>(p) = x; }
 inline F splat(float x) { return F{} + x; }
-inline U load_bits(const void* p) {
-  U x;
-  std::memcpy(&x, p, sizeof(U));
-  return x;
-}
 
 // 2 to the x, for x of at most 0, within one unit in the last place; 0 below -126.
 inline F power(F x) {
@@ -212,7 +199,7 @@ void dots(const Query<X>* q, const uint32_t* keys, int64_t H, float* s, Ahead& a
   for (int64_t h = 0; h < H; h += STEP) {
     ahead.fetch();
     for (int n = 0; n < N; ++n) {
-      U words = load_bits(keys + (n * H + h) / STEP * W);
+      U words = lanes<U>(keys + (n * H + h) / STEP * W);
       for (int r = 0; r < R; ++r) sums[r][n] = dot<X>(sums[r][n], words, q + r * H + h);
     }
   }
@@ -245,7 +232,7 @@ constexpr int UNIT = sizeof(X) == 2 ? 2 * W : W;
 
 inline void load_values(const float* p, F* v) { v[0] = load(p); }
 inline void load_values(const uint16_t* p, F* v) {
-  U pairs = load_bits(p);
+  U pairs = lanes<U>(p);
   v[0] = (F)(pairs << 16), v[1] = (F)(pairs & 0xffff0000u);
 }
 

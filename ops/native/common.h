@@ -29,6 +29,28 @@ typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
 
+// And as many as a vector of the machine holds, for loops that keep sums in registers: wider ones GCC leaves in memory.
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float F __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint16_t U16 __attribute__((vector_size(2 * W)));
+typedef uint8_t U8 __attribute__((vector_size(W)));
+
+template <typename Vector>
+Vector lanes(const void* p) {
+  Vector x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+
 inline f32x16 load(const float* p) { return *reinterpret_cast<const f32x16u*>(p); }
 inline void store(float* p, f32x16 x) { *reinterpret_cast<f32x16u*>(p) = x; }
 inline u32x16 load_bits(const void* p) { return *reinterpret_cast<const u32x16u*>(p); }

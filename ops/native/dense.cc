@@ -5,11 +5,10 @@ namespace quire {
 namespace {
 
 const char* dense(const Call& call) {
-  using X = FORMAT::X;
-  return products<X>(call, [](const Product& p) { return FORMAT{p.weight().data<X>()}; });
+  return products<FORMAT>(call, [](const Product& p) { return FORMAT{p.weight().data<FORMAT::Weight>()}; });
 }
 
-constexpr auto weights = sizeof(FORMAT::X) == 4 ? dtype::F32 : dtype::BF16;
+constexpr auto weights = sizeof(FORMAT::Weight) == 4 ? dtype::F32 : dtype::BF16;
 
 }  // namespace
 

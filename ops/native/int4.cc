@@ -10,16 +10,16 @@ const char* int4(const Call& call) {
     Buffer x = p.rows(), scale = p.weight(2);
     int64_t T = rows_used(x), K = p.inputs(), groups = scale.dim(1), group = K / groups;
     Out out = p.out();
-    Padded<uint16_t> padded(pool, x, T, K);
+    Padded<Int4> padded(pool, x, T, K);
     const uint8_t* zeros = p.weight(3).given<uint8_t>();
     bool summed = zeros || Counts::MADE != -8;
     std::vector<float> sums(summed ? T * groups : 0);
     each_row(pool, summed ? T : 0, K, [&](int64_t row) {
       for (int64_t g = 0; g < groups; ++g) {
-        f32x16 sum{};
-        const uint16_t* at = padded.rows + row * K + g * group;
-        for (int64_t k = 0; k < group; k += LANES) sum += load_wide(at + k);
-        for (int i = 0; i < LANES; ++i) sums[row * groups + g] += sum[i];
+        float sum[LANES] = {};
+        const Half* at = padded.rows + row * K + g * group;
+        for (int64_t k = 0; k < group; ++k) sum[k % LANES] += value(at[k]);
+        for (float part : sum) sums[row * groups + g] += part;
       }
     });
     Int4 f{p.weight().data<uint32_t>(), scale.data<uint16_t>(), zeros, summed ? sums.data() : nullptr, group};

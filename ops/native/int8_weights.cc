@@ -5,7 +5,7 @@ namespace quire {
 namespace {
 
 const char* int8_weights(const Call& call) {
-  return products<uint16_t>(
+  return products<Int8Wide>(
       call, [](const Product& p) { return Int8Wide{p.weight().data<int8_t>(), p.weight(2).data<float>()}; });
 }
 

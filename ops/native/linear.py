@@ -77,7 +77,7 @@ class TiledInt8(Product):
 
 @struct.dataclass
 class TiledInt4(Product):
-    """Four bits a weight; see linear.h."""
+    """Four bits a weight; see formats.h."""
 
     tiles: Any  # uint32 [O / 16, K / 8, 16]
     scale: Any  # float16 [O / 16, K / group, 16]
@@ -89,7 +89,7 @@ class TiledInt4(Product):
 
 @struct.dataclass
 class TiledMxfp4(Product):
-    """Floats of four bits; see linear.h."""
+    """Floats of four bits; see formats.h."""
 
     tiles: Any  # uint32 [O / 16, K / 8, 16]
     scale: Any  # uint8 [O / 16, K / 32, 16]

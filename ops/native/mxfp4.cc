@@ -5,7 +5,7 @@ namespace quire {
 namespace {
 
 const char* mxfp4(const Call& call) {
-  return products<uint16_t>(call, [](const Product& p) {
+  return products<Mxfp4>(call, [](const Product& p) {
     Buffer scale = p.weight(2);
     return Mxfp4{p.weight().data<uint32_t>(), scale.data<uint8_t>(), nullptr, nullptr, p.inputs() / scale.dim(1)};
   });

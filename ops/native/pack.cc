@@ -55,7 +55,7 @@ extern "C" void quire_tile(const void* from, void* to, int64_t size, int64_t K, 
     tile(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), K, padded, O, group, stride_k, stride_o);
 }
 
-// Codes of four bits, two a byte along K ([K / 2, O], the even one low), to [O / 16][padded / 8][16]; see linear.h.
+// Codes of four bits, two a byte along K ([K / 2, O], the even one low), to [O / 16][padded / 8][16]; see formats.h.
 extern "C" void quire_tile_int4(const uint8_t* from, uint32_t* to, int64_t K, int64_t padded, int64_t O) {
   each_block((O + LANES - 1) / LANES, [&](int64_t block) {
     uint32_t* out = to + block * padded / 8 * LANES;

@@ -32,29 +32,39 @@ void each_row(Pool& pool, int64_t T, int64_t K, const Run& run) {
   });
 }
 
-// The rows in the type that a product wants, their ends filled up with zeros.
-template <typename X>
+// The rows as a format wants them, their ends filled up with zeros.
+template <typename Format>
 struct Padded {
+  using X = typename Format::X;
   std::vector<X> own;
   const X* rows;
 
   Padded(Pool& pool, Buffer x, int64_t T, int64_t K) {
     int64_t from = x.last();
-    bool same = x.wide() == (sizeof(X) == 4);
     rows = x.data<X>();
-    if (same && from == K) return;
+    if (from == K && x.wide() == (sizeof(X) == 4) && !(x.wide() && Format::NARROW)) return;
     own.resize(T * K);
     rows = own.data();
     each_row(pool, T, K, [&](int64_t row) {
       X* out = own.data() + row * K;
-      for (int64_t k = 0; k < from; ++k)
-        if (same)
-          out[k] = x.data<X>()[row * from + k];
-        else if constexpr (sizeof(X) == 2)
-          out[k] = narrow(x.data<float>()[row * from + k]);
-        else
-          out[k] = widen(x.data<uint16_t>()[row * from + k]);
+      if (x.wide())
+        copy(x.data<float>() + row * from, from, out);
+      else
+        copy(x.data<uint16_t>() + row * from, from, out);
     });
+  }
+
+  template <typename From>
+  static void copy(const From* in, int64_t count, X* out) {
+    for (int64_t k = 0; k < count; ++k)
+      if constexpr (std::is_same_v<From, X> && !(sizeof(X) == 4 && Format::NARROW))
+        out[k] = in[k];
+      else if constexpr (sizeof(X) == 2)
+        out[k] = narrow(in[k]);
+      else if constexpr (sizeof(From) == 2)
+        out[k] = widen(in[k]);
+      else
+        out[k] = widen(narrow(in[k]));
   }
 };
 
@@ -92,14 +102,14 @@ const char* each_product(const Call& call, const Run& run) {
   return nullptr;
 }
 
-// Products of rows of the type X, which are taken as they are: `format` says what a product's weights are.
-template <typename X, typename Format>
-const char* products(const Call& call, const Format& format) {
+// Products of rows that are taken as they are: `weights` says what those of a product are.
+template <typename Format, typename Weights>
+const char* products(const Call& call, const Weights& weights) {
   Pool pool = call.pool();
   return each_product(call, [&](const Product& p) {
     int64_t T = rows_used(p.rows()), K = p.inputs();
     Out out = p.out();
-    product(pool, format(p), Padded<X>(pool, p.rows(), T, K).rows, T, K, out);
+    product(pool, weights(p), Padded<Format>(pool, p.rows(), T, K).rows, T, K, out);
     out.fill(T, rows_in(p.rows()));
   });
 }

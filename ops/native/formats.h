@@ -1,0 +1,407 @@
+// Weight products. A weight lies in blocks of sixteen outputs; inside one, the inputs follow each other in small groups
+// that one vector lane multiplies and adds at once:
+//
+//   [output / 16][input / group][16 outputs][group]
+//
+//   float32    group 1
+//   bfloat16   group 2    sixteen of its vectors are a tile of AMX
+//   int8       group 4    the same
+//   four bits  group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7: int4, MXFP4
+//
+// Rows that are taken together lie interleaved, a group of each after the other: [input / group][rows][group].
+//
+// Every format sums over the inputs in one order, whatever the number of rows, so a row's result does not depend on
+// which others ride with it. K is a multiple of 32, of int8 one of 64: what is missing lies there as zeros, in weights and rows.
+#pragma once
+
+#include "amx.h"
+#include "common.h"
+
+namespace quire {
+
+constexpr int H = LANES / W;  // vectors of a block
+
+// Rows and blocks whose sums stay in registers: 24 of AVX-512's 32, or 12 of AVX2's 16. A few rows more go with half the
+// blocks: where no more than those meet a weight, it then comes from memory behind their arithmetic.
+#if defined(__AVX512F__)
+constexpr int ROWS = 6, BLOCKS = 4, MANY = 12;
+constexpr bool FEW_REGISTERS = false;
+#else
+constexpr int ROWS = 3, BLOCKS = 2, MANY = 3;
+constexpr bool FEW_REGISTERS = true;  // so few rows meet a weight at once that making a number of it is half of the work
+#endif
+
+// Blocks of a weight that rows meet together, and how many blocks further on lies what each may fetch; 0 is nothing.
+struct Panel {
+  int64_t block[BLOCKS], then[BLOCKS];
+  const float* wide;  // the same weights as floats, [block][input][16 outputs]; or null
+};
+
+// Into the second-level cache, beside the arithmetic. What is on its way already costs nothing.
+inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+
+// Loops over what lies in registers: one that is not unrolled keeps it in memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
+// Rows that meet weights of bfloat16 or of fewer bits hold bfloat16 themselves: as such where the machine multiplies
+// pairs of them, else as floats.
+#if defined(__AVX512BF16__) || defined(QUIRE_AMX)
+typedef uint16_t Half;
+#else
+typedef float Half;
+#endif
+inline float value(uint16_t x) { return widen(x); }
+inline float value(float x) { return x; }
+
+// So many inputs of each output, as they are multiplied at once.
+#if defined(__AVX512BF16__)
+constexpr int STEP = 2;
+typedef U Numbers;
+
+inline F dot(F acc, Numbers w, const Half* x) {
+  // Written out, so that the pair is spread as it is read: the compiler would keep the pairs of all rows in registers.
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const uint16_t(*)[2]>(x)));
+  return acc;
+}
+inline Numbers numbers(U bits, int) { return bits; }
+#else
+constexpr int STEP = 1;
+typedef F Numbers;
+
+inline F dot(F acc, Numbers w, const Half* x) { return acc + w * value(x[0]); }
+
+// The even or the odd ones of pairs of bfloat16.
+inline Numbers numbers(U bits, int i) { return (F)(i ? bits & 0xffff0000u : bits << 16); }
+#endif
+
+// acc + the products of the WORD inputs from k on. One after the other for all outputs, so that no more than one number
+// of each row is in a register.
+template <bool WIDE, typename Format, int R, int N>
+__attribute__((always_inline)) inline void add_word(const Format& f, const Half* x, int64_t K, int64_t k,
+                                                    const Panel& panel, F (&acc)[R][N][H]) {
+  UNROLL for (int i = 0; i < Format::WORD / STEP; ++i)
+    UNROLL for (int n = 0; n < N; ++n)
+      UNROLL for (int h = 0; h < H; ++h) {
+        Numbers w;
+        if constexpr (WIDE)
+          w = lanes<F>(panel.wide + (n * K + k + i) * LANES + h * W);
+        else
+          w = f.part(panel.block[n], K, k, h, i);
+        UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] = dot(acc[r][n][h], w, x + (k + i * STEP) * R + r * STEP);
+      }
+}
+
+// A block of weights as floats.
+template <typename Format>
+void widen_block(const Format& f, int64_t block, int64_t K, float* to) {
+  for (int64_t k = 0; k < K; k += Format::WORD)
+    UNROLL for (int i = 0; i < Format::WORD; ++i)
+      UNROLL for (int h = 0; h < H; ++h) {
+        Numbers w = f.part(block, K, k, h, i);
+        std::memcpy(to + (k + i) * LANES + h * W, &w, sizeof(w));
+      }
+}
+
+// acc + the products of fours of signed bytes with one four; `x` carries 128 more than it means where the machine
+// multiplies unsigned by signed bytes.
+#if defined(__AVX512VNNI__) && !defined(QUIRE_AMX)
+constexpr int BIAS = 128;
+
+inline I dot_fours(I acc, U w, const uint8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return (I)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), (__m512i)w);
+}
+#else
+constexpr int BIAS = 0;
+
+#if defined(__x86_64__)
+typedef int16_t Words __attribute__((vector_size(4 * W)));
+
+// Each pair of words multiplied, and the two products added.
+inline I dot_words(Words a, Words b) {
+#if defined(__AVX512F__)
+  return (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  return (I)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#endif
+}
+
+inline I dot_fours(I acc, U w, const uint8_t* x) {
+  uint32_t four;
+  std::memcpy(&four, x, 4);
+  Words ws = (Words)w, xs = (Words)(U{} + four);
+  acc += dot_words(ws << 8 >> 8, xs << 8 >> 8);
+  return acc + dot_words(ws >> 8, xs >> 8);
+}
+#else
+inline I dot_fours(I acc, U w, const uint8_t* x) {
+  for (int i = 0; i < 4; ++i) acc += ((I)(w << (24 - 8 * i)) >> 24) * static_cast<int8_t>(x[i]);
+  return acc;
+}
+#endif
+#endif
+
+struct F32 {
+  using Weight = float;
+  using X = float;  // a row's numbers
+  static constexpr bool NARROW = false;  // whether they are bfloat16
+  static constexpr bool WIDENS = false;  // whether the weights become floats first, where many rows meet them
+  static constexpr int64_t BITS = 32;  // a weight
+  static constexpr bool TILES = false;  // whether AMX takes it
+  static constexpr int64_t GROUP = 1;  // inputs of a row that lie together
+  static constexpr int MOST = ROWS;  // rows at once
+  const float* w;
+
+  f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
+
+  template <int R, int N, bool WIDE>
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
+    F acc[R][N][H] = {};
+    x += row * K;
+    for (int64_t k = 0; k < K; ++k)
+      UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int h = 0; h < H; ++h) {
+          F v = lanes<F>(w + (panel.block[n] * K + k) * LANES + h * W);
+          UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] += v * x[k * R + r];
+        }
+    std::memcpy(out, acc, sizeof(acc));
+  }
+};
+
+struct Bf16 {
+  using Weight = uint16_t;
+  using X = Half;
+  static constexpr bool NARROW = true;
+  static constexpr int64_t BITS = 16;
+  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr bool TILES = true;
+  static constexpr int64_t WORD = 2, GROUP = STEP;
+  static constexpr int MOST = MANY;
+  const uint16_t* w;
+
+  Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const {
+    return numbers(lanes<U>(w + (block * K + k) * LANES + 2 * h * W), i);
+  }
+
+  f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
+
+  template <int R, int N, bool WIDE>
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
+    F acc[R][N][H] = {};
+    for (int64_t k = 0; k < K; k += 2) {
+      if constexpr (!WIDE)
+        UNROLL for (int n = 0; n < N; ++n) fetch(w + ((panel.block[n] + panel.then[n]) * K + k) * LANES);
+      add_word<WIDE>(*this, x + row * K, K, k, panel, acc);
+    }
+    std::memcpy(out, acc, sizeof(acc));
+  }
+};
+
+// Signed bytes, a scale an output. The rows come as bytes too, with a scale each.
+struct Int8 {
+  using X = uint8_t;
+  static constexpr bool WIDENS = false;
+  static constexpr int64_t BITS = 8;
+  static constexpr bool TILES = true;
+  static constexpr int64_t GROUP = 4;
+  static constexpr int MOST = MANY;
+  const int8_t* w;
+  const float* scale;    // [O]
+  const int32_t* sum;    // [O]: over the inputs, to take BIAS back out
+  const float* x_scale;  // [T]
+
+  // From the sums' bits to what they mean.
+  f32x16 finish(f32x16 bits, int64_t block, int64_t row) const {
+    i32x16 excess = (i32x16)load_bits(sum + block * LANES) * BIAS;
+    return __builtin_convertvector((i32x16)bits - excess, f32x16) * (load(scale + block * LANES) * x_scale[row]);
+  }
+
+  template <int R, int N, bool WIDE>
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
+    I acc[R][N][H] = {};
+    x += row * K;
+    for (int64_t k = 0; k < K; k += 4)
+      UNROLL for (int n = 0; n < N; ++n) {
+        const int8_t* at = w + (panel.block[n] * K + k) * LANES;
+        fetch(at + panel.then[n] * K * LANES);
+        UNROLL for (int h = 0; h < H; ++h) {
+          U v = lanes<U>(at + 4 * h * W);
+          UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] = dot_fours(acc[r][n][h], v, x + k * R + 4 * r);
+        }
+      }
+    std::memcpy(out, acc, sizeof(acc));
+  }
+};
+
+// Two signed bytes of each output.
+inline Numbers from_bytes(const int8_t* p, int i) {
+#if defined(__AVX512BF16__)
+  i8x16 bytes[2];
+  std::memcpy(bytes, p, 32);
+  __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes[0]));
+  __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes[1]));
+  return (U)_mm512_cvtne2ps_pbh(high, low);
+#else
+  I wide = (I)__builtin_convertvector(lanes<U16>(p), U);
+  return __builtin_convertvector((i ? wide << 16 : wide << 24) >> 24, F);
+#endif
+}
+
+// The same weights under rows of bfloat16; laid out in groups of two.
+struct Int8Wide {
+  using X = Half;
+  static constexpr bool NARROW = true;
+  static constexpr int64_t BITS = 8;
+  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr bool TILES = false;
+  static constexpr int64_t WORD = 2, GROUP = STEP;
+  static constexpr int MOST = ROWS;
+  const int8_t* w;
+  const float* scale;
+
+  Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const {
+    return from_bytes(w + (block * K + k) * LANES + 2 * h * W, i);
+  }
+
+  f32x16 finish(f32x16 sum, int64_t block, int64_t) const { return sum * load(scale + block * LANES); }
+
+  template <int R, int N, bool WIDE>
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
+    F acc[R][N][H] = {};
+    for (int64_t k = 0; k < K; k += 2) add_word<WIDE>(*this, x + row * K, K, k, panel, acc);
+    std::memcpy(out, acc, sizeof(acc));
+  }
+};
+
+// Float16 as floats.
+inline F load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  U wide = __builtin_convertvector(lanes<U16>(p), U);
+  // Exponent and mantissa moved into place, then 2^112 for the difference in bias: right for subnormals too.
+  F magnitude = (F)((wide & 0x7fffu) << 13) * 5.192296858534828e33f;
+  return (F)((U)magnitude | ((wide & 0x8000u) << 16));
+#endif
+}
+
+// The i-th STEP of the eight codes of four bits in each lane.
+#if defined(__AVX512BF16__)
+// By a table of bfloat16.
+typedef uint16_t Entry;
+constexpr Entry entry(uint16_t bits) { return bits; }
+inline Numbers look_up(U v, int i, const Entry (&table)[16]) {
+  __m256i once = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
+  __m512i twice = _mm512_broadcast_i64x4(once);  // the lookup sees five bits, and the fifth is the next weight's
+  return (U)_mm512_permutexvar_epi16((__m512i)(v >> (4 * i)), twice);
+}
+#else
+// How far to shift right, for code i to be the lowest.
+constexpr int place(int i) { return 16 * (i % 2) + i / 2 * 4; }
+// By a table of float32.
+typedef uint32_t Entry;
+constexpr Entry entry(uint16_t bits) { return Entry{bits} << 16; }
+inline Numbers look_up(U v, int i, const Entry (&table)[16]) {
+  v >>= place(i);
+#if defined(__AVX512F__)
+  return (F)_mm512_permutexvar_epi32((__m512i)v, _mm512_loadu_si512(table));  // the lookup sees four bits
+#else
+  for (int lane = 0; lane < W; ++lane) v[lane] = table[v[lane] & 15];
+  return (F)v;
+#endif
+}
+#endif
+
+// Four bits that count, from 0 to 15: as u - 8 where a table makes them, else 128 + u, which is u with an exponent set.
+struct Counts {
+  using Scale = uint16_t;  // float16
+  static F scale(const Scale* p) { return load_half(p); }
+#if defined(__AVX512F__)
+  static constexpr float MADE = -8;
+  static Numbers unpack(U v, int i) {
+    static constexpr Entry TABLE[16] = {
+        entry(0xc100), entry(0xc0e0), entry(0xc0c0), entry(0xc0a0), entry(0xc080), entry(0xc040),
+        entry(0xc000), entry(0xbf80), entry(0x0000), entry(0x3f80), entry(0x4000), entry(0x4040),
+        entry(0x4080), entry(0x40a0), entry(0x40c0), entry(0x40e0)};
+    return look_up(v, i, TABLE);
+  }
+#else
+  static constexpr float MADE = 128;
+  static Numbers unpack(U v, int i) {
+    v = i % 2 ? v >> (i / 2 * 4) : v << (16 - i / 2 * 4);
+    return (F)((v & 0x000f0000u) | 0x43000000u);
+  }
+#endif
+};
+
+// Floats of four bits, E2M1; their scale is a power of two, 127 + its exponent.
+struct Floats {
+  using Scale = uint8_t;
+  static constexpr float MADE = 0;
+  static F scale(const Scale* p) { return (F)(__builtin_convertvector(lanes<U8>(p), U) << 23); }
+  static Numbers unpack(U v, int i) {
+    static constexpr Entry TABLE[16] = {
+        entry(0x0000), entry(0x3f00), entry(0x3f80), entry(0x3fc0), entry(0x4000), entry(0x4040),
+        entry(0x4080), entry(0x40c0), entry(0x8000), entry(0xbf00), entry(0xbf80), entry(0xbfc0),
+        entry(0xc000), entry(0xc040), entry(0xc080), entry(0xc0c0)};
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // The lookup sees three bits; the fourth is the sign.
+    __m256 size = _mm256_permutevar8x32_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(TABLE)), (__m256i)(v >> place(i)));
+    return (F)((U)size | (v << (28 - place(i)) & 0x80000000u));
+#else
+    return look_up(v, i, TABLE);
+#endif
+  }
+};
+
+// Four bits a weight; every `group` inputs of an output share a scale and, of counts, perhaps a zero (else it is 8).
+template <typename Code>
+struct Nibbles {
+  using X = Half;
+  static constexpr bool NARROW = true;
+  static constexpr int64_t BITS = 4;
+  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr bool TILES = false;
+  static constexpr int64_t WORD = 8, GROUP = STEP;
+  static constexpr int MOST = MANY;
+  const uint32_t* w;
+  const typename Code::Scale* scale;  // [O / 16, K / group, 16]
+  const uint8_t* zero;                // the same shape, or null
+  const float* x_sum;                 // [T, K / group]; null where `unpack` takes off just what is to be taken off
+  int64_t group;
+
+  Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const {
+    return Code::unpack(lanes<U>(w + (block * K + k) / 8 * LANES + h * W), i);
+  }
+
+  f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
+
+  template <int R, int N, bool WIDE>
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
+    int64_t groups = K / group;
+    std::memset(out, 0, sizeof(out));
+    for (int64_t g = 0; g < groups; ++g) {
+      F sum[R][N][H] = {};
+      for (int64_t k = g * group; k < (g + 1) * group; k += 8) add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
+      UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int h = 0; h < H; ++h) {
+          int64_t at = (panel.block[n] * groups + g) * LANES + h * W;
+          F s = Code::scale(scale + at), z = F{} + (Code::MADE + 8);
+          if (zero) z = Code::MADE + __builtin_convertvector(lanes<U8>(zero + at), F);
+          UNROLL for (int r = 0; r < R; ++r) {
+            if (x_sum) sum[r][n][h] -= z * x_sum[(row + r) * groups + g];
+            out[r][n][h] += s * sum[r][n][h];
+          }
+        }
+      asm volatile("" ::"r"(out) : "memory");  // the whole sums wait in memory: registers are for a group's
+    }
+  }
+};
+
+using Int4 = Nibbles<Counts>;
+using Mxfp4 = Nibbles<Floats>;
+
+}  // namespace quire

@@ -151,10 +151,10 @@ def between_bytes(x):
 @given(
     name=st.sampled_from(FORMATS), rows=st.integers(1, 40), padding=st.integers(0, 9),
     into=st.sampled_from([(32,), (192,), (6, 32), (322,)]),
-    out=st.sampled_from([(16,), (7,), (3, 24), (500,)]), dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
-    seed=st.integers(0, 999),
+    out=st.sampled_from([(16,), (7,), (3, 24), (500,)]), bias=st.booleans(),
+    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]), seed=st.integers(0, 999),
 )  # fmt: skip
-def check_rounded(name, rows, padding, into, out, dtype, seed):
+def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     rng = np.random.default_rng(seed)
     x, w = made(rng, (rows,), into, dtype), made(rng, into, out, dtype)
     x[max(rows - padding, 0) :] = 0
@@ -172,8 +172,11 @@ def check_rounded(name, rows, padding, into, out, dtype, seed):
     exact = np.tensordot(wide(x), wide(w), len(into))
     worst = {"int8": 0.02, "int4": 0.2}[name.split("-")[0]]
     np.testing.assert_allclose(wide(got), exact, atol=worst * size)
-    one = rng.integers(rows)
-    np.testing.assert_array_equal(einsum(letters, jnp.asarray(x[one : one + 1]), packed, jnp.float32)[0], got[one])
+    b = jnp.asarray(made(rng, (), out, np.float32)) if bias else None
+    one, whole = rng.integers(rows), project(letters, jnp.asarray(x), packed, b, jnp.float32)
+    np.testing.assert_allclose(whole, got if b is None else got + b, atol=size * 2e-6)
+    alone = project(letters, jnp.asarray(x[one : one + 1]), packed, b, jnp.float32)
+    np.testing.assert_array_equal(alone[0], whole[one])
 
 
 def test_rounded(isa):

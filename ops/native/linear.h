@@ -53,10 +53,11 @@ void rows_of(const Format& f, const typename Format::X* x, int64_t row, int64_t 
   f32x16 sums[R][N];
   std::memcpy(sums, parts, sizeof(sums));
   for (int n = 0; n < N; ++n)
-    for (int r = 0; r < R; ++r) {
-      sums[r][n] = f.finish(sums[r][n], panel.block[n], row + r);
-      if (out.bias) sums[r][n] += load(out.bias + panel.block[n] * LANES);
-    }
+    for (int r = 0; r < R; ++r) sums[r][n] = f.finish(sums[r][n], panel.block[n], row + r);
+  asm volatile("" ::"r"(sums) : "memory");  // so that no scale and bias become one rounding, for some R and not for others
+  if (out.bias)
+    for (int n = 0; n < N; ++n)
+      for (int r = 0; r < R; ++r) sums[r][n] += load(out.bias + panel.block[n] * LANES);
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < used; ++n)
       out.write(row + r, panel.block[n],

@@ -15,7 +15,7 @@ import numpy as np
 from ..ops import native, quant
 from ..ops.quant.mxfp4 import Mxfp4
 from ..ops.quant.stack import Stack
-from ..sharding import own
+from ..sharding import local_shards
 from ..sharding.mesh import shardings
 from ..sharding.spec import ArraySpec, nbytes
 from . import compressed, converted
@@ -176,7 +176,8 @@ def load_weights(
         check_codes(dense_specs(config).layers, specs.layers, parts.layers, tensors)
 
     def read(home: Home, spec: ArraySpec, parts, whole: bool = False):
-        leaf = read_leaf(spec, parts, tensors, None if whole or home.mesh is None else own.needed(spec, home.mesh))
+        needed = None if whole or home.mesh is None else local_shards.needed(spec, home.mesh)
+        leaf = read_leaf(spec, parts, tensors, needed)
         progress(leaf.nbytes)
         return leaf
 

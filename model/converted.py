@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from ..sharding import own
+from ..sharding import local_shards
 from ..sharding.spec import ArraySpec, nbytes
 from .config import ModelError
 from .tensors import read_json
@@ -75,7 +75,7 @@ def load_weights(folder: Path, specs, progress: Callable[[int], None], homes=Non
     import orbax.checkpoint as ocp
 
     path, wanted, places = folder.absolute() / WEIGHTS, names(specs), names(homes)
-    whole = {name for name, home in places.items() if not own.as_stored(wanted[name], home.mesh)}
+    whole = {name for name, home in places.items() if not local_shards.as_stored(wanted[name], home.mesh)}
 
     def target_of(name: str, spec: ArraySpec) -> Any:
         if name in whole:
@@ -97,7 +97,7 @@ def load_weights(folder: Path, specs, progress: Callable[[int], None], homes=Non
     progress(nbytes(specs))
     for name in whole:
         home = places[name]
-        arrays[name] = own.place(arrays[name], wanted[name], home.mesh, home.sharding(wanted[name]))
+        arrays[name] = local_shards.place(arrays[name], wanted[name], home.mesh, home.sharding(wanted[name]))
     return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in wanted])
 
 

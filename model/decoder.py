@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
-from ..ops.dispatch import mix_over
+from ..ops.expert_dispatch import mix_over
 from ..ops.linear import einsum, gated, project
 from ..ops.norm import rms_norm
 from ..ops.rope import angles, rotate
-from ..sharding.team import ALONE, Axis, Team
+from ..sharding.device_axes import ALONE, Axis, Team
 from .config import Attention, LatentAttention, Layer, ModelConfig, Moe
 from .weights import AttentionWeights, LatentWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
 

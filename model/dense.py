@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ..sharding.team import ALONE, Team
+from ..sharding.device_axes import ALONE, Team
 from . import decoder
 from .config import ModelConfig
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from ..sharding.local_shards import dealt_shape
 from ..sharding.mesh import APART, AXES, sharding
-from ..sharding.own import dealt_shape
 from .config import Layer, ModelConfig, ModelError
 from .plan import Device, layer_token_bytes, met_weights, score_width, seen
 from .split import Stage, check, part_of_sizes, splits, stages

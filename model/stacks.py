@@ -11,7 +11,7 @@ import numpy as np
 
 from ..ops import quant
 from ..ops.quant.stack import Stack, one_of
-from ..sharding import own
+from ..sharding import local_shards
 from ..sharding.spec import ArraySpec, empty
 from . import compressed
 from .leaf import read_leaf
@@ -59,4 +59,4 @@ def read_node(one: ArraySpec, node: Any, parts, tensors: dict[str, Any]) -> Any:
 
 def wanted(dense: ArraySpec, mesh) -> Iterable[int]:
     """The experts of which this process has a part."""
-    return range(dense.shape[0]) if mesh is None else np.flatnonzero(own.needed(dense, mesh)[0]).tolist()
+    return range(dense.shape[0]) if mesh is None else np.flatnonzero(local_shards.needed(dense, mesh)[0]).tolist()

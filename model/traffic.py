@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ..ops.dispatch import capacity
+from ..ops.expert_dispatch import capacity
 from .config import LatentAttention, Layer, ModelConfig, Moe
 from .split import Stage, whole
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .sums import softmax, sum_pairs
+from .ordered_sum import softmax, sum_pairs
 
 BLOCK = 16  # rows of one expert computed together: one fixed shape, so that a row's sums never depend on the batch
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from ..sharding.team import WHOLE, Axis
-from .sums import sum_pairs
+from ..sharding.device_axes import WHOLE, Axis
+from .ordered_sum import sum_pairs
 
 
 def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = WHOLE):

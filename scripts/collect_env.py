@@ -96,7 +96,7 @@ def environment():
 def kernels():
     """The native kernels in use, or why there are none."""
     from ..ops import native
-    from ..ops.native import build, choice
+    from ..ops.native import build, kernel_names
 
     try:
         isa = native.instruction_set()
@@ -106,7 +106,7 @@ def kernels():
         return
     others = [name for name in build.isas() if name != isa]
     yield "native", f"{isa} (QUIRE_NATIVE can choose {', '.join([*others, 'off'])})"
-    yield "sampling", "native" if native.has(choice.SAMPLING) else "XLA's; the log says why"
+    yield "sampling", "native" if native.has(kernel_names.SAMPLING) else "XLA's; the log says why"
     yield "libraries", folder
     yield "built so far", ", ".join(name for name in build.VARIANTS if (folder / f"{name}.so").exists())
 

@@ -16,7 +16,7 @@ import jax
 
 from ..ops import attention
 from ..ops.attention import mosaic_gpu
-from ..ops.attention.trial import LARGEST_ERROR, Trial, arrays, attend, error
+from ..ops.attention.accuracy_trial import LARGEST_ERROR, Trial, arrays, attend, error
 from .collect_env import first_to
 from .gpu_common import Report, Scale, copy_rate, product_rate, seconds
 

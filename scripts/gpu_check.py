@@ -130,8 +130,8 @@ def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool
 
 def machine(report, scale, seed: int) -> None:
     """The card, and what decides how XLA uses it."""
+    from ..ops.attention.gated_mosaic_gpu import card
     from ..ops.attention.mosaic_gpu import has_gpu
-    from ..ops.attention.proven import card
 
     found = {
         "serves": has_gpu(),

@@ -19,7 +19,7 @@ from ..model.placing import Homes
 from ..model.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
-from ..ops.native.choice import of_model
+from ..ops.native.kernel_names import of_model
 from ..sharding.mesh import Mesh
 from .batch import Size
 from .disk import DiskPages

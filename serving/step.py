@@ -16,8 +16,8 @@ from ..model.placing import HOST
 from ..model.split import Stage, part_of, whole
 from ..ops import sampling
 from ..ops.attention import KVPages, Rows, paged_attention
+from ..sharding.device_axes import ALONE, Axis, Team
 from ..sharding.mesh import team
-from ..sharding.team import ALONE, Axis, Team
 from .batch import Layout
 from .state import LOADS, State, empty_state, state_places
 

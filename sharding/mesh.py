@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .device_axes import ALONE, Axis, Team
 from .spec import ArraySpec, Runs
-from .team import ALONE, Axis, Team
 
 AXES = ("data", "pipe", "context", "tensor", "expert")
 # How they lie on the devices: neighbours, as on one host, are parts of `tensor`, which sends the most.

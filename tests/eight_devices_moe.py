@@ -18,13 +18,13 @@ from quire.model import checkpoint, copies, decoder, dense
 from quire.model.config import ModelError, Moe
 from quire.model.placing import Homes
 from quire.model.weights import MoeWeights
-from quire.ops.dispatch import capacity
+from quire.ops.expert_dispatch import capacity
 from quire.serving import experts
 from quire.serving.placement import transfers
 from quire.serving.request import RequestError
 from quire.serving.step import move_experts
+from quire.sharding.device_axes import WHOLE, Axis, Team
 from quire.sharding.mesh import make_mesh, team
-from quire.sharding.team import WHOLE, Axis, Team
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8

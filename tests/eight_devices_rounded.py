@@ -18,10 +18,10 @@ from quire.model.meshes import Planner, Work
 from quire.model.weights import moe_spec
 from quire.ops import native
 from quire.ops.quant.stack import Stack
-from quire.sharding import own
+from quire.sharding import local_shards
+from quire.sharding.device_axes import ALONE
 from quire.sharding.mesh import make_mesh, sharding, team
 from quire.sharding.spec import random_arrays
-from quire.sharding.team import ALONE
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
@@ -115,7 +115,7 @@ def test_experts_by_themselves(name, sizes):
 
     wanted = np.asarray(jax.jit(mixed)(weights, x_TD), np.float32)
     places = jax.tree.map(lambda spec: sharding(spec, mesh), specs)
-    held = jax.tree.map(lambda spec, array, place: own.place(array, spec, mesh, place), specs, weights, places)
+    held = jax.tree.map(lambda spec, array, place: local_shards.place(array, spec, mesh, place), specs, weights, places)
     in_specs = (jax.tree.map(lambda place: place.spec, places), P())
     run = jax.shard_map(
         partial(mixed, team=team(mesh)), mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False

@@ -11,7 +11,7 @@ from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run,
 
 from quire.ops.attention import KVPages, page_dtype, pairs
 from quire.ops.attention.xla import BLOCK, tiles
-from quire.ops.sums import sum_pairs
+from quire.ops.ordered_sum import sum_pairs
 
 
 @pytest.fixture(autouse=True, scope="module", params=["", "off"], ids=["native", "xla"])

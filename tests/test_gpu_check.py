@@ -15,7 +15,7 @@ from quire.model.plan import kv_read_bytes
 from quire.model.weights import abstract
 from quire.ops import attention
 from quire.ops.attention import mosaic_gpu, xla
-from quire.ops.attention.trial import arrays, attend, reference
+from quire.ops.attention.accuracy_trial import arrays, attend, reference
 from quire.scripts import gpu_attention, gpu_check, gpu_pieces, gpu_serving, gpu_step
 from quire.scripts.gpu_attention import RIGHT, Work
 from quire.scripts.gpu_check import PARTS, Part, check

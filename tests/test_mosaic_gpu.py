@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jaxlib.mlir import ir
 
 from quire.ops.attention import KVPages, Rows, mosaic_gpu
-from quire.ops.gpu import task
+from quire.ops.attention.mosaic import task
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 attend = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams(detect_races=True))

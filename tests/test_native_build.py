@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quire.ops import native
-from quire.ops.native import build, choice
+from quire.ops.native import build, kernel_names
 from quire.ops.native.pack import pack
 from quire.scripts import collect_env
 from quire.sharding.spec import ArraySpec
@@ -88,8 +88,8 @@ def test_every_variant_has_its_source():
     for source, *_ in build.VARIANTS.values():
         assert (build.SOURCES / source).exists()
     assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
-    products = {*choice.DENSE.values(), "int8", "int8_weights", "int4", "mxfp4"}
-    assert products | {*choice.ATTENTION.values(), choice.SAMPLING, "probe", "pack"} == {*build.VARIANTS}
+    products = {*kernel_names.DENSE.values(), "int8", "int8_weights", "int4", "mxfp4"}
+    assert products | {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, "probe", "pack"} == {*build.VARIANTS}
 
 
 def test_built_once_and_kept_private(small, monkeypatch):
@@ -233,7 +233,7 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
     ],
 )
 def test_what_a_model_calls(model, kernels):
-    assert sorted(choice.of_model(*model)) == kernels.split()
+    assert sorted(kernel_names.of_model(*model)) == kernels.split()
 
 
 CHILD = """

@@ -14,10 +14,11 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from quire.ops import attention
-from quire.ops.attention import mosaic_gpu, native, proven, trial, xla
-from quire.ops.attention.trial import Trial, arrays, attend
-from quire.ops.gpu import task
-from quire.ops.gpu.paged import plan
+from quire.ops.attention import accuracy_trial, mosaic_gpu, native, xla
+from quire.ops.attention import gated_mosaic_gpu as gate
+from quire.ops.attention.accuracy_trial import Trial, arrays, attend
+from quire.ops.attention.mosaic import task
+from quire.ops.attention.mosaic.paged import plan
 
 CASE = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
 RIGHT = {"decoding": 1e-3, "a chunk": 2e-3}
@@ -44,8 +45,8 @@ def card(monkeypatch, tmp_path):
 
 
 def another_process() -> None:
-    proven.doubts.cache_clear()
-    proven.explain.cache_clear()
+    gate.doubts.cache_clear()
+    gate.explain.cache_clear()
     jax.clear_caches()
 
 
@@ -54,7 +55,7 @@ class Tried:
 
     def __init__(self, monkeypatch, found):
         self.kinds, self.found = [], found
-        monkeypatch.setattr(proven, "try_apart", self)
+        monkeypatch.setattr(gate, "try_apart", self)
 
     def __call__(self, kind: str):
         self.kinds.append(json.loads(kind))
@@ -68,7 +69,7 @@ def serves(case: Trial = CASE) -> str:
     out = np.asarray(jax.jit(partial(attend, case, attention.paged_attention))(*inputs), np.float32)
     if (out == 1).all():
         return "the kernel"
-    np.testing.assert_allclose(out, trial.reference(case, *inputs), rtol=2e-2, atol=1e-2)
+    np.testing.assert_allclose(out, accuracy_trial.reference(case, *inputs), rtol=2e-2, atol=1e-2)
     return "XLA"
 
 
@@ -105,15 +106,15 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
     """Where anything is not what it was."""
     tried = Tried(monkeypatch, RIGHT)
     serves()
-    before = proven.card()
+    before = gate.card()
     other = tmp_path / "tile.py"
     other.write_text("# another")
     if what == "card":
-        monkeypatch.setattr(proven, "card", lambda: before | {"device": "NVIDIA H300"})
+        monkeypatch.setattr(gate, "card", lambda: before | {"device": "NVIDIA H300"})
     elif what == "driver":
-        monkeypatch.setattr(proven, "driver", lambda: "999.0")
+        monkeypatch.setattr(gate, "driver", lambda: "999.0")
     else:
-        monkeypatch.setattr(proven, "SOURCES", [*proven.SOURCES, other])
+        monkeypatch.setattr(gate, "SOURCES", [*gate.SOURCES, other])
     another_process()
     assert serves() == "the kernel" and len(tried.kinds) == 2
 
@@ -123,7 +124,7 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
     [
         (RIGHT | {"a chunk": 0.5}, "it is wrong on this GPU: a chunk by 5.0e-01, where 6e-03 is allowed"),
         ({"decoding": float("nan")}, "it is wrong on this GPU: decoding by nan"),
-        (proven.Failed("it took longer than 240 s"), "its trial on this GPU failed: it took longer than 240 s"),
+        (gate.Failed("it took longer than 240 s"), "its trial on this GPU failed: it took longer than 240 s"),
         (OSError("no room"), "it could not be tried: no room"),
     ],
 )
@@ -146,7 +147,7 @@ def test_what_the_kernel_cannot_do_is_not_tried(card, monkeypatch, caplog):
 
 
 def test_the_wish(card, monkeypatch, caplog):
-    tried = Tried(monkeypatch, proven.Failed("no"))
+    tried = Tried(monkeypatch, gate.Failed("no"))
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     assert serves() == "the kernel"
     for wish, says in (("off", "QUIRE_MOSAIC is off"), ("of", "QUIRE_MOSAIC is 'of', and can be off or trusted")):
@@ -169,14 +170,14 @@ def test_the_process_that_tries(card, monkeypatch, tmp_path, caplog):
     """Really another one. It finds no card, where this one pretends; or it hangs; or it dies."""
     assert serves() == "XLA"
     assert "its trial on this GPU failed: it ended with status 1: NotImplementedError: there is no" in caplog.text
-    monkeypatch.setattr(proven, "SECONDS", 0.3)
+    monkeypatch.setattr(gate, "SECONDS", 0.3)
     another_process()
     assert serves() == "XLA" and "it took longer than 0.3 s" in caplog.text
     dies = tmp_path / "python"
     dies.write_text("#!/bin/sh\nkill -SEGV $$\n")
     dies.chmod(dies.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(dies))
-    monkeypatch.setattr(proven, "SECONDS", 20)
+    monkeypatch.setattr(gate, "SECONDS", 20)
     another_process()
     assert serves() == "XLA" and "it ended with status -11: it said nothing" in caplog.text
 
@@ -187,10 +188,10 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
     says.chmod(says.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(says))
     monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
-    assert proven.try_apart("{}") == {"false": 1, f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two": 2}
+    assert gate.try_apart("{}") == {"false": 1, f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two": 2}
     says.write_text("#!/bin/sh\necho goodbye\n")
-    with pytest.raises(proven.Failed, match="it said 'goodbye"):
-        proven.try_apart("{}")
+    with pytest.raises(gate.Failed, match="it said 'goodbye"):
+        gate.try_apart("{}")
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
@@ -207,16 +208,16 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
         assert given == kind
         return [Trial("decoding over spans", 2, 200, 1, 1, **kind), Trial("a chunk", 1, 90, 30, 3, **kind)]
 
-    assert {t.rows == 1 for t in proven.trials(kind)} == {True, False}
-    assert max(t.length for t in proven.trials(kind)) > 2 * 4096
-    monkeypatch.setattr(proven, "trials", sizes)
+    assert {t.rows == 1 for t in gate.trials(kind)} == {True, False}
+    assert max(t.length for t in gate.trials(kind)) > 2 * 4096
+    monkeypatch.setattr(gate, "trials", sizes)
     monkeypatch.setattr(mosaic_gpu, "paged_attention", kernel)
     monkeypatch.setattr(sys, "argv", ["proven", json.dumps(kind)])
     jax.clear_caches()
-    proven.main()
+    gate.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found) == {"decoding over spans", "a chunk"}
-    assert [error < trial.LARGEST_ERROR for error in found.values()] == [not spoilt] * 2, found
+    assert [error < accuracy_trial.LARGEST_ERROR for error in found.values()] == [not spoilt] * 2, found
 
 
 @pytest.mark.parametrize("window", [None, 128])
@@ -224,8 +225,8 @@ def test_trials_go_each_way(window):
     """XLA passes them, also those that are too long for an interpreter; and the kernel has no way that none goes."""
     kind = {"heads": 16, "kv_heads": 4, "width": 64, "window": window}
     ways = set()
-    for each in proven.trials(kind):
-        assert trial.error(each, xla.paged_attention, 0) < trial.LARGEST_ERROR
+    for each in gate.trials(kind):
+        assert accuracy_trial.error(each, xla.paged_attention, 0) < accuracy_trial.LARGEST_ERROR
         _, _, rows, _ = arrays(each, 0)
         decodes = len(rows.positions_T) == len(rows.tables_BM)
         spans = -(-rows.tables_BM.shape[1] * each.page // task.SPAN) if decodes else 1

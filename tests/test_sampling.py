@@ -10,7 +10,7 @@ import pytest
 from scipy import special, stats
 
 from quire.ops import native, sampling
-from quire.ops.native import build, choice
+from quire.ops.native import build, kernel_names
 from quire.ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs, count_tokens, empty_state, reset_slot, xla
 
 OFF = {
@@ -39,7 +39,7 @@ def implementation(request):
     with pytest.MonkeyPatch.context() as patch:
         if isa:
             patch.setenv("QUIRE_NATIVE", isa)
-            if not native.has(choice.SAMPLING):
+            if not native.has(kernel_names.SAMPLING):
                 pytest.skip("the log says why there is no kernel")
         yield importlib.import_module(sampling.IMPLEMENTATIONS[name], sampling.__name__).sample
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import LatentAttention, Layer, Mlp, ModelConfig, ModelError, Moe
 from ..weights import LatentWeights, LayerWeights, MoeWeights
-from .common import (
+from .common import (  # fmt: skip
     LLAMA_NORMS,
     Keys,
     Part,
@@ -22,7 +22,7 @@ from .common import (
     model_sources,
     router_source,
     scale,
-)  # fmt: skip
+)
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:

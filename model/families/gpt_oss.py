@@ -7,7 +7,7 @@ import numpy as np
 from ...ops.quant.mxfp4 import BLOCK, Mxfp4
 from ..config import Attention, Layer, ModelConfig, ModelError, Moe
 from ..weights import LayerWeights, MoeWeights
-from .common import (
+from .common import (  # fmt: skip
     Keys,
     Part,
     Source,
@@ -18,7 +18,7 @@ from .common import (
     model_sources,
     narrower,
     router_source,
-)  # fmt: skip
+)
 
 MISSING = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}  # what a config.json without these keys means
 YARN = {

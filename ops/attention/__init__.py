@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from ...sharding.team import WHOLE, Axis
+from ...sharding.device_axes import WHOLE, Axis
 
 # Tried in order; one that cannot serve a case raises NotImplementedError.
-IMPLEMENTATIONS = {"native": ".native", "mosaic_tpu": ".mosaic_tpu", "mosaic_gpu": ".proven", "xla": ".xla"}
+IMPLEMENTATIONS = {"native": ".native", "mosaic_tpu": ".mosaic_tpu", "mosaic_gpu": ".gated_mosaic_gpu", "xla": ".xla"}
 
 
 @struct.dataclass

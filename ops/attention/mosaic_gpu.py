@@ -1,4 +1,4 @@
-"""Paged attention on NVIDIA GPUs from Hopper on: the kernel is in `quire.ops.gpu`.
+"""Paged attention on NVIDIA GPUs from Hopper on: the kernel is in `quire.ops.attention.mosaic`.
 
 A row's result has the same bits in any batch and any chunk: blocks and spans lie at fixed places of its sequence.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..gpu.task import ROWS
+from .mosaic.task import ROWS
 from .xla import append
 
 WIDTHS = 64, 128, 256
@@ -22,7 +22,7 @@ def paged_attention(
 ):
     """See `quire.ops.attention.paged_attention`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     require(q_TNH, pages, value_dim, interpret)
-    from ..gpu.paged import attend  # only now: it brings a compiler with it
+    from .mosaic.paged import attend  # only now: it brings a compiler with it
 
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)

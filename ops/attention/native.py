@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..native import target
-from ..native.choice import ATTENTION
+from ..native.kernel_names import ATTENTION
 from . import KVPages
 
 PAGES = {pages for pages, _ in ATTENTION}

@@ -9,8 +9,8 @@ Where devices each have a part of every page's positions, each goes through its 
 import jax
 import jax.numpy as jnp
 
-from ...sharding.team import WHOLE, Axis
-from ..sums import sum_pairs
+from ...sharding.device_axes import WHOLE, Axis
+from ..ordered_sum import sum_pairs
 from . import KVPages
 
 BLOCK = 64  # key positions a loop step

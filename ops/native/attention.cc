@@ -1,6 +1,6 @@
 // The door to paged attention: PAGE is what keys and values are kept in, ROW what they meet queries as.
 #include "attention.h"
-#include "door.h"
+#include "ffi.h"
 
 namespace quire {
 namespace {

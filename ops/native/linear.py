@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from . import choice, target
+from . import kernel_names, target
 
 LANES = 16  # outputs of a block
 FUSED = {"silu": 1, "gelu_tanh": 2}  # activations that the kernels know
@@ -48,7 +48,7 @@ class Tiled(Product):
 
     @property
     def kernel(self) -> str:
-        return choice.DENSE[self.tiles.dtype.name]
+        return kernel_names.DENSE[self.tiles.dtype.name]
 
     def __getitem__(self, tokens_T):
         block, lane = tokens_T // LANES, tokens_T % LANES
@@ -67,7 +67,7 @@ class TiledInt8(Product):
 
     @property
     def kernel(self) -> str:
-        return choice.int8(dynamic=self.tiles.shape[-1] == 4)
+        return kernel_names.int8(dynamic=self.tiles.shape[-1] == 4)
 
     def __getitem__(self, tokens_T):
         block, lane = tokens_T // LANES, tokens_T % LANES

@@ -13,14 +13,14 @@ from ..quant.int4 import Int4
 from ..quant.int8 import Int8
 from ..quant.mxfp4 import Mxfp4
 from ..quant.stack import Stack, one_of
-from . import choice, has, library
+from . import has, kernel_names, library
 from .linear import LANES, Many, Product, Tiled, TiledInt4, TiledInt8, TiledMxfp4
 
 
 def pack(spec: ArraySpec, leaf):
     """A loaded leaf as the kernels want it, or as it is if no product of theirs takes it."""
     if isinstance(leaf, Int8):
-        return pack_int8(leaf) if has("pack", choice.int8(leaf.dynamic)) else leaf
+        return pack_int8(leaf) if has("pack", kernel_names.int8(leaf.dynamic)) else leaf
     if isinstance(leaf, Int4):
         return pack_int4(leaf) if has("pack", "int4") else leaf
     if isinstance(leaf, Mxfp4):
@@ -30,9 +30,9 @@ def pack(spec: ArraySpec, leaf):
     if spec.stacked and isinstance(leaf, (Stack, np.ndarray)):
         one = one_of(spec)
         return pack_stack(spec.shape[0], lambda e: pack(one, leaf[e])) or leaf
-    if not isinstance(leaf, np.ndarray) or not spec.inputs or leaf.dtype.name not in choice.DENSE:
+    if not isinstance(leaf, np.ndarray) or not spec.inputs or leaf.dtype.name not in kernel_names.DENSE:
         return leaf
-    return pack_dense(spec, leaf) if has("pack", choice.DENSE[leaf.dtype.name]) else leaf
+    return pack_dense(spec, leaf) if has("pack", kernel_names.DENSE[leaf.dtype.name]) else leaf
 
 
 def pack_dense(spec: ArraySpec, leaf: np.ndarray) -> Tiled:

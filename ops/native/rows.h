@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "door.h"
+#include "ffi.h"
 #include "linear.h"
 
 namespace quire {

@@ -1,7 +1,7 @@
 // The door to sampling.
 #include "sampling.h"
 
-#include "door.h"
+#include "ffi.h"
 
 namespace quire {
 namespace {

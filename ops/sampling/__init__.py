@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from ...sharding.team import WHOLE, Axis
+from ...sharding.device_axes import WHOLE, Axis
 
 # Tried in order; one that cannot serve a case raises NotImplementedError.
 IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}

@@ -7,8 +7,8 @@ their ids, so the same seed may draw other tokens than XLA's way does, from the 
 import jax
 import jax.numpy as jnp
 
-from ...sharding.team import WHOLE, Axis
-from ..native import choice, target
+from ...sharding.device_axes import WHOLE, Axis
+from ..native import kernel_names, target
 from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState
 
 
@@ -16,7 +16,7 @@ def sample(logits_RV, state: SlotState, inputs: SamplingInputs, plain: bool = Fa
     """See `quire.ops.sampling.sample`; branches cost nothing here."""
     if axis.size > 1:
         raise NotImplementedError("the words are split over devices")
-    kernel = target(choice.SAMPLING)
+    kernel = target(kernel_names.SAMPLING)
     check_shapes(logits_RV, state, inputs)
     R, V = logits_RV.shape
     K = min(MAX_LOGPROBS, V)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...sharding.team import WHOLE, Axis
+from ...sharding.device_axes import WHOLE, Axis
 from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_words
 
 CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530

@@ -4,16 +4,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..request import (
-    INT32_MAX,
-    RequestError,
-    Terms,
-    boolean,
-    integer,
-    refuse_unknown,
-    shown,
-    unicode_text,
-)
+from ..request import INT32_MAX, RequestError, Terms, boolean, integer, refuse_unknown, shown, unicode_text
 from .answer import Delivery
 
 SAMPLING = (  # fields that are SamplingParams' own, under the same name

@@ -20,15 +20,14 @@ from threading import Lock
 
 import jax
 
-from .. import gpu
-from . import mosaic_gpu
-from .trial import LARGEST_ERROR, Trial, error
+from . import mosaic, mosaic_gpu
+from .accuracy_trial import LARGEST_ERROR, Trial, error
 
 SECONDS = 240  # that a trial may take: it starts JAX and compiles a handful of kernels
 HERE = Path(__file__).parent
 SOURCES = (
-    *(HERE / f"{name}.py" for name in ("proven", "trial", "mosaic_gpu", "xla")),
-    *Path(gpu.__file__).parent.glob("*.py"),
+    *(HERE / f"{name}.py" for name in ("gated_mosaic_gpu", "accuracy_trial", "mosaic_gpu", "xla")),
+    *Path(mosaic.__file__).parent.glob("*.py"),
 )
 PACKAGES = "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc"
 TASKS = 400  # of a trial: three for each processor, so that they take one after the other

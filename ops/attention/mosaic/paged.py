@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..attention.xla import tiles
+from ..xla import tiles
 from . import task as sizes
 from .merge import merge_spans
 from .ragged import run_tasks

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ..sharding.team import Axis, Team
+from ..sharding.device_axes import Axis, Team
 from .moe import add_pairs, by_expert, weighed
 
 

@@ -80,7 +80,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int):
     """The configuration of a folder or of a name of the table, and the specs of its weights."""
-    from ..model.checkpoint import family_of
+    from ..model.checkpoint.loader import family_of
     from ..model.weights import abstract
     from . import plan
 
@@ -93,8 +93,8 @@ def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int)
 
 def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int | None = None, specs=None) -> dict:
     """What the compiled step holds and sends on a device: of several stages the one that holds most, and all sent."""
-    from ..model.placing import abstract_over
-    from ..model.traffic import traffic
+    from ..model.checkpoint.placement import abstract_over
+    from ..model.planning.traffic import traffic
     from ..model.weights import abstract
     from ..serving.batch import Layout, Size
     from ..serving.sizing import held_bytes

@@ -133,7 +133,7 @@ def roof(steps: Sequence[Step], weight_bytes: int, cache_bytes: Callable[[int], 
 
 def engine_roof(llm, run: Run, bandwidth: float) -> Roof | None:
     """The roof of a run of this engine's own weights and caches."""
-    from ..model.plan import kv_read_bytes
+    from ..model.planning.cost import kv_read_bytes
     from ..sharding.spec import nbytes
 
     config, weights = llm.engine.runner.config, llm.engine.runner.weights

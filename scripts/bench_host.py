@@ -135,8 +135,8 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
     """
     import numpy as np
 
-    from ..model import checkpoint, hub
-    from ..model.tokenizer import Tokenizer
+    from ..model.checkpoint import hub, loader
+    from ..model.text.tokenizer import Tokenizer
     from ..ops.sampling import MAX_LOGPROBS, Sampled
     from ..serving.engine import Engine
     from ..serving.pages import PageTable
@@ -144,7 +144,7 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
     from ..serving.scheduler import Limits
 
     folder = hub.resolve(None)
-    config = checkpoint.read_config(folder, "auto", None)
+    config = loader.read_config(folder, "auto", None)
     if longest > config.max_len:
         raise o.UsageError(f"sequences grow to {longest} tokens; the bundled model was made for {config.max_len}")
     tokenizer, groups = Tokenizer(folder), len(config.windows)

@@ -188,9 +188,9 @@ def find_model(server, base_url: str, wanted: str | None, timeout: float) -> str
 
 
 def read_tokenizer(name: str):
-    from ..model import hub
+    from ..model.checkpoint import hub
     from ..model.config import ModelError
-    from ..model.tokenizer import Tokenizer
+    from ..model.text.tokenizer import Tokenizer
 
     try:
         return Tokenizer(hub.resolve(name, TOKENIZER_FILES))

@@ -41,7 +41,7 @@ def main(
     """Start the model in fresh processes. Prints the seconds to each stage: cold compiles everything, warm finds it."""
     report = reports.report(context, as_json, save_result, plot)
     load.above_zero(num_iters=num_iters)
-    from ..model import hub
+    from ..model.checkpoint import hub
 
     options = {"model": str(hub.resolve(model).resolve()), **engine}  # a download is no part of a start
     starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}

@@ -16,17 +16,17 @@ def main(
     """Write a model as an orbax checkpoint. Use the folder wherever a MODEL is asked for."""
     from rich.progress import Progress  # not at the top: `--help` must not wait for JAX
 
-    from ..model import checkpoint, converted, hub
+    from ..model.checkpoint import hub, loader, orbax
     from ..model.weights import abstract
     from ..sharding.spec import nbytes
 
     folder = hub.resolve(model)
-    config = checkpoint.read_config(folder, dtype or "auto")
-    converted.make_empty(out)
+    config = loader.read_config(folder, dtype or "auto")
+    orbax.make_empty(out)
     with Progress(transient=True) as bars:
         bar = bars.add_task("reading", total=nbytes(abstract(config)))
-        weights = checkpoint.load(folder, config, progress=lambda count: bars.advance(bar, count), plain=True)
+        weights = loader.load(folder, config, progress=lambda count: bars.advance(bar, count), plain=True)
         bars.update(bar, description="writing", total=None)
-        converted.save(folder, out, weights, config.dtype)
+        orbax.save(folder, out, weights, config.dtype)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     print(f"wrote {out}: {size / 2**20:.1f} MiB")

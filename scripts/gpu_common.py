@@ -15,7 +15,7 @@ import numpy as np
 
 from ..model.config import ModelConfig
 from ..model.families import llama
-from ..model.plan import kv_read_bytes
+from ..model.planning.cost import kv_read_bytes
 from ..model.weights import abstract
 from ..ops import attention
 from ..serving.batch import Size

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..model import decoder
-from ..model.checkpoint import family_of
+from ..model.checkpoint.loader import family_of
 from ..model.config import ModelConfig
 from ..model.families import llama
 from ..model.weights import abstract

@@ -94,14 +94,14 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print what a model's weights and KV cache weigh, and how many sequences fit. Only config.json is read."""
-    from ..model import plan  # not at the top: `--help` must not wait for JAX
+    from ..model.planning import cost  # not at the top: `--help` must not wait for JAX
     from . import plan_meshes
 
-    if device not in plan.DEVICES:
-        raise o.UsageError(f"--device is {device!r}; it can be {', '.join(plan.DEVICES)}")
+    if device not in cost.DEVICES:
+        raise o.UsageError(f"--device is {device!r}; it can be {', '.join(cost.DEVICES)}")
     if length and min(length) < 1:
         raise o.UsageError(f"--length is {min(length)}; it must be at least 1")
-    chosen = plan.DEVICES[device]
+    chosen = cost.DEVICES[device]
     chosen = replace(
         chosen,
         **o.given(
@@ -120,24 +120,24 @@ def main(
         "layers": len(config.layers),
         "dtype": config.quant or config.dtype,
         "kv_cache_dtype": config.kv_dtype,
-        "weight_bytes": plan.weight_bytes(config, weights),
-        "kv_bytes_a_token": plan.kv_bytes(config, 1),
+        "weight_bytes": cost.weight_bytes(config, weights),
+        "kv_bytes_a_token": cost.kv_bytes(config, 1),
         "kinds": [
             {"name": kind.name, "layers": kind.layers, "bytes_a_token": kind.token_bytes, "window": kind.window}
-            for kind in plan.kinds(config)
+            for kind in cost.kinds(config)
         ],
         "device": {"name": device, **vars(chosen)},
-        "balance_batch_without_cache": finite(plan.balance_batch(config, 0, chosen, weights)),
+        "balance_batch_without_cache": finite(cost.balance_batch(config, 0, chosen, weights)),
         "lengths": [
             {
                 "length": tokens,
-                "kv_bytes": plan.kv_bytes(config, tokens),
-                "sequences_that_fit": plan.sequences_that_fit(config, tokens, chosen.memory, weights),
-                "balance_batch": finite(plan.balance_batch(config, tokens, chosen, weights)),
+                "kv_bytes": cost.kv_bytes(config, tokens),
+                "sequences_that_fit": cost.sequences_that_fit(config, tokens, chosen.memory, weights),
+                "balance_batch": finite(cost.balance_batch(config, tokens, chosen, weights)),
             }
             for tokens in lengths
         ],
-        "split": split(config, chosen.memory - plan.weight_bytes(config, weights)),
+        "split": split(config, chosen.memory - cost.weight_bytes(config, weights)),
     }
     if devices is not None:
         tokens = length[0] if length else min(4096, config.max_len)
@@ -150,8 +150,8 @@ def main(
 
 def read(model: str | None, dtype: str, quantization: str | None, kv_cache_dtype: str):
     """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its weights."""
-    from ..model import hub
-    from ..model.checkpoint import read_config, specs_of
+    from ..model.checkpoint import hub
+    from ..model.checkpoint.loader import read_config, specs_of
 
     folder = hub.resolve(model, ["config.json"])
     config = read_config(folder, dtype, None, quantization, kv_cache_dtype)

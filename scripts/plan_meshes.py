@@ -21,8 +21,8 @@ def check(devices: int | None, batch: int | None, best: str | None) -> None:
 
 def propose(config, weights, device, devices: int, batch: int, length: int, best: str | None) -> dict:
     """All meshes that hold the work, in order, and what was asked."""
-    from ..model import meshes
     from ..model.config import ModelError
+    from ..model.planning import meshes
     from ..serving.options import EngineOptions
 
     if length > config.max_len:

@@ -16,16 +16,16 @@ def main(
     """Round the weights of a model to the nearest and write them in the compressed-tensors form."""
     from rich.progress import Progress  # not at the top: `--help` must not wait for JAX
 
-    from ..model import checkpoint, hub, rounded
+    from ..model.checkpoint import hub, loader, quantized
 
     folder = hub.resolve(model)
-    config = checkpoint.read_config(folder, quantization=quantization)
+    config = loader.read_config(folder, quantization=quantization)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     with Progress(transient=True) as bars:
         bar = bars.add_task("rounding", total=before)
-        count = rounded.save(folder, out, config, lambda read: bars.advance(bar, read))
+        count = quantized.save(folder, out, config, lambda read: bars.advance(bar, read))
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    experts = "; experts stay as they are" if rounded.keeps_experts(out) else ""
+    experts = "; experts stay as they are" if quantized.keeps_experts(out) else ""
     print(
         f"wrote {out}: {size / 2**20:.1f} MiB of weights from {before / 2**20:.1f} MiB, {count} matrices in "
         f"{quantization}{experts}"

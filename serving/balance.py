@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..model.config import ModelConfig
-from ..model.copies import placed
+from ..model.expert_copies import placed
 from ..model.weights import ModelWeights, MoeWeights
 from .experts import Experts
 from .placement import balanced, busiest, settled, transfers

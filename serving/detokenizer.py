@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..model.tokenizer import Tokenizer
+from ..model.text.tokenizer import Tokenizer
 
 HALF = "\ufffd"  # what a decoder makes of bytes that are not a whole character yet
 LONGEST_HALF = 3  # bytes of a character that lacks its last one

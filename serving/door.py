@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..model.tokenizer import Tokenizer
+from ..model.text.tokenizer import Tokenizer
 from ..ops.sampling import MAX_BANS
 from .group import largest
 from .request import RequestError, SamplingParams, shown

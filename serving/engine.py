@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..model.tokenizer import Tokenizer
+from ..model.text.tokenizer import Tokenizer
 from .door import check, spelled
 from .grammar import Grammars
 from .options import Pooling

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from ..model.config import ModelConfig
-from ..model.copies import first_placements
+from ..model.expert_copies import first_placements
 from .placement import busiest
 from .request import RequestError
 from .state import State

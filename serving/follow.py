@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ..model import hub
+from ..model.checkpoint import hub
 from ..model.config import ModelError
 from ..ops.sampling import SlotState
 from .batch import Size

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..model.tokenizer import Tokenizer
-from ..model.worker import Worker
+from ..model.text.tokenizer import Tokenizer
+from ..model.text.worker import Worker
 from .checks import RequestError
 from .structure import FIELD
 

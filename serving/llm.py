@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields
 from typing import Any
 
-from ..model.chat_template import PromptError
-from ..model.tokenizer import Tokenizer
+from ..model.text.chat_template import PromptError
+from ..model.text.tokenizer import Tokenizer
 from . import pooling, scoring
 from .balance import given
 from .beam import BeamSearchOutput, BeamSearchParams, search

@@ -4,9 +4,9 @@ import math
 
 import jax
 
-from ..model import split
+from ..model import partition
+from ..model.checkpoint.placement import Homes, host_layers
 from ..model.config import ModelConfig, ModelError
-from ..model.placing import Homes, host_layers
 from ..sharding.mesh import Mesh, make_mesh
 from .options import PARALLEL, EngineOptions
 
@@ -17,7 +17,7 @@ def mesh_of(options: EngineOptions, config: ModelConfig) -> Mesh | None:
     count = math.prod(sizes.values())
     if count == options.num_processes == 1:
         return None
-    split.check(config, sizes["tensor"], sizes["expert"], sizes["pipe"], sizes["data"], sizes["context"])
+    partition.check(config, sizes["tensor"], sizes["expert"], sizes["pipe"], sizes["data"], sizes["context"])
     if options.block_size % sizes["context"]:
         fitting = [f"{n}" for n in range(1, options.block_size + 1) if options.block_size % n == 0]
         raise ModelError(

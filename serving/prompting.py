@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..model.chat_template import PromptError
 from ..model.config import ModelError
-from ..model.tokenizer import Tokenizer
+from ..model.text.chat_template import PromptError
+from ..model.text.tokenizer import Tokenizer
 from . import parsing
 from .async_llm import Ask
 from .engine import Engine

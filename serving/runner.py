@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..model.config import ModelConfig
-from ..model.copies import spare_of
+from ..model.expert_copies import spare_of
 from ..ops.sampling import Sampled, SlotState
 from ..sharding.mesh import team
 from .balance import Balance

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..model.chat_template import PromptError
-from ..model.tokenizer import Tokenizer
+from ..model.text.chat_template import PromptError
+from ..model.text.tokenizer import Tokenizer
 from .outputs import RequestOutput, ScoringOutput, ScoringRequestOutput
 from .request import RequestError, SamplingParams, shown, unicode_text
 

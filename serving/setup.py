@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import jax
 
-from ..model import checkpoint, copies, hub
+from ..model import expert_copies
+from ..model.checkpoint import hub, loader
+from ..model.checkpoint.placement import Homes
 from ..model.config import ModelConfig, ModelError
-from ..model.placing import Homes
-from ..model.tokenizer import Tokenizer
+from ..model.text.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.native.kernel_names import of_model
@@ -76,10 +77,10 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
     """The model as it is to be."""
     wish = options.max_model_len
     length = max_len if max_len is not None else None if wish in (None, -1) else wish
-    config = checkpoint.read_config(folder, options.dtype, length, options.quantization, options.kv_cache_dtype)
+    config = loader.read_config(folder, options.dtype, length, options.quantization, options.kv_cache_dtype)
     sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
-    copies.check(config, options.expert_redundancy, sharing, options.pipeline_parallel_size)
-    return copies.with_spare(config, options.expert_redundancy)
+    expert_copies.check(config, options.expert_redundancy, sharing, options.pipeline_parallel_size)
+    return expert_copies.with_spare(config, options.expert_redundancy)
 
 
 @contextmanager
@@ -146,7 +147,7 @@ def make_runner(
 
 def load(folder: Path, config: ModelConfig, homes: Homes) -> ModelWeights:
     """The weights, and where the copies of experts lie."""
-    return copies.as_loaded(checkpoint.load(folder, config, homes), config, homes.mesh)
+    return expert_copies.as_loaded(loader.load(folder, config, homes), config, homes.mesh)
 
 
 def make_trace(file: str | None) -> Trace | None:

@@ -7,10 +7,10 @@ from collections import Counter
 import jax
 from jax.sharding import Mesh
 
+from ..model.checkpoint.placement import HOST
 from ..model.config import ModelConfig, ModelError
-from ..model.copies import spare_of
-from ..model.placing import HOST
-from ..model.split import part_of
+from ..model.expert_copies import spare_of
+from ..model.partition import part_of
 from ..sharding.mesh import team
 from .balance import Balance
 from .batcher import Batcher

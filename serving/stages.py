@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from ..model.config import ModelConfig
-from ..model.split import Stage, stage_weights, stages
+from ..model.partition import Stage, stage_weights, stages
 from ..sharding.mesh import stage_meshes
 from .batch import Layout
 from .state import State

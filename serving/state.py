@@ -8,8 +8,8 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from ..model.config import LatentAttention, ModelConfig
-from ..model.plan import layer_token_bytes
-from ..model.split import Stage, whole
+from ..model.partition import Stage, whole
+from ..model.planning.cost import layer_token_bytes
 from ..ops import sampling
 from ..ops.attention import KVPages, page_dtype, pairs
 

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..model import decoder
+from ..model.checkpoint.placement import HOST
 from ..model.config import ModelConfig
-from ..model.placing import HOST
-from ..model.split import Stage, part_of, whole
+from ..model.partition import Stage, part_of, whole
 from ..ops import sampling
 from ..ops.attention import KVPages, Rows, paged_attention
 from ..sharding.device_axes import ALONE, Axis, Team

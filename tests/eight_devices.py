@@ -17,10 +17,11 @@ from scipy import stats
 from test_golden import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
-from quire.model import checkpoint, dense
+from quire.model import uncached
+from quire.model.checkpoint import loader
+from quire.model.checkpoint.placement import Homes
 from quire.model.config import ModelError
-from quire.model.placing import Homes
-from quire.model.split import part_of, splits
+from quire.model.partition import part_of, splits
 from quire.ops import sampling
 from quire.ops.sampling import xla
 from quire.serving.batch import choose
@@ -47,7 +48,7 @@ def meshes(config) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("name", NAMED)
 def test_logits(name, golden):
     made = golden(name)
-    config = checkpoint.read_config(made.folder, "float32", NAMED[name].max_len)
+    config = loader.read_config(made.folder, "float32", NAMED[name].max_len)
     whole = made.prompts[0] + made.tokens[0]
     rows = np.array([position for position in POSITIONS if position < len(whole)])
     tried = 0
@@ -56,9 +57,9 @@ def test_logits(name, golden):
         if quantised and tensor > 1:
             continue
         mesh = make_mesh(tensor=tensor, expert=expert)
-        weights = checkpoint.load(made.folder, config, Homes(mesh))
+        weights = loader.load(made.folder, config, Homes(mesh))
         places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
-        run = partial(dense.forward, config=part_of(config, mesh), team=team(mesh))
+        run = partial(uncached.forward, config=part_of(config, mesh), team=team(mesh))
         run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(None, None, "tensor"), check_vma=False)
         logits = np.asarray(jax.jit(run)(weights, jnp.array([whole])))[0]
         np.testing.assert_allclose(logits[rows, : config.vocab_size], made.logits, rtol=0, atol=TOLERANCE)
@@ -196,7 +197,7 @@ def test_memory_is_divided(golden):
     folder = golden("llama").folder
     one, four = (make(folder, tensor_parallel_size=n).engine.runner for n in (1, 4))
     config = one.config
-    whole = held_bytes(checkpoint.load(folder, config, plain=True))
+    whole = held_bytes(loader.load(folder, config, plain=True))
     norms = 4 * config.dim * (2 * len(config.layers) + 1)
     assert {layer.attention.kv_heads for layer in config.layers} == {4}
     assert held_bytes(four.weights) == pytest.approx((whole - norms) / 4 + norms, rel=0.01)

@@ -7,9 +7,10 @@ import pytest
 from golden.families import VARIANTS
 from test_golden import Golden
 
-from quire.model import checkpoint, plan
-from quire.model.meshes import Planner, Work
-from quire.model.placing import Homes, abstract_over
+from quire.model.checkpoint import loader
+from quire.model.checkpoint.placement import Homes, abstract_over
+from quire.model.planning import cost
+from quire.model.planning.meshes import Planner, Work
 from quire.scripts import ahead
 from quire.sharding.mesh import make_mesh
 
@@ -41,7 +42,7 @@ def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
     config, specs = ahead.read(str(tmp_path), quant, "auto", 64)
     found = ahead.measure(config, sizes, 8, 64, specs=specs)
     assert found["sent"] == found["formula"]
-    planner = Planner(config, plan.DEVICES["h200"], Work(8, 64, 32), specs)
+    planner = Planner(config, cost.DEVICES["h200"], Work(8, 64, 32), specs)
     choice = planner.choice({"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1} | sizes)
     assert found["weights"] == choice.weight_bytes
     assert found["cache"] == choice.sequence_bytes // 64 * (found["cache_tokens"] + ahead.PAGE)
@@ -55,9 +56,9 @@ def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
 )
 def test_shapes_are_those_of_weights_that_are_loaded(name, sizes, tmp_path):
     folder = Golden(NAMED[name], tmp_path).folder
-    config, mesh = checkpoint.read_config(folder, "float32", 64), make_mesh(**sizes)
-    loaded = checkpoint.load(folder, config, Homes(mesh))
-    planned = abstract_over(config, mesh, checkpoint.specs_of(folder, config))
+    config, mesh = loader.read_config(folder, "float32", 64), make_mesh(**sizes)
+    loaded = loader.load(folder, config, Homes(mesh))
+    planned = abstract_over(config, mesh, loader.specs_of(folder, config))
     assert jax.tree.structure(loaded) == jax.tree.structure(planned)
     for found, wanted in zip(jax.tree.leaves(planned), jax.tree.leaves(loaded), strict=True):
         assert (found.shape, found.dtype, found.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)

@@ -19,12 +19,12 @@ from golden.folder import POSITIONS
 from test_golden import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
-from quire.model import checkpoint
+from quire.model.checkpoint import loader
+from quire.model.checkpoint.placement import Homes, place_all
 from quire.model.config import ModelError
 from quire.model.families import llama
-from quire.model.placing import Homes, place_all
-from quire.model.split import falls_apart, splits
-from quire.model.traffic import traffic
+from quire.model.partition import falls_apart, splits
+from quire.model.planning.traffic import traffic
 from quire.model.weights import abstract
 from quire.ops.sampling.xla import CANDIDATES
 from quire.serving.batcher import Batcher
@@ -92,7 +92,7 @@ def over(config, number: int, axis: str) -> dict[str, int]:
 def test_families(name, number, axis, golden):
     """The answers and scores of one device, from a mesh of all the axes that a family can be split over."""
     made, variant = golden(name), NAMED[name]
-    config = checkpoint.read_config(made.folder, "float32", variant.max_len)
+    config = loader.read_config(made.folder, "float32", variant.max_len)
     llm = make(made.folder, max_model_len=variant.max_len, **over(config, number, axis))
     check_answers(llm, made, near=1e-4)
     check_scores(llm, made)
@@ -133,9 +133,9 @@ MESHES = [
 def test_what_is_sent(name, sizes, golden):
     """The collectives of the compiled programs are those of the formula, to the byte."""
     folder = golden(name).folder
-    config = checkpoint.read_config(folder, "float32", 64)
+    config = loader.read_config(folder, "float32", 64)
     mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
-    weights, stages = checkpoint.load(folder, config, Homes(mesh)), Stages(config, mesh)
+    weights, stages = loader.load(folder, config, Homes(mesh)), Stages(config, mesh)
     state = stages.abstract_state((8,) * len(config.windows), 16, 4)
     batcher = Batcher(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
     for size, layout in batcher.layouts.items():

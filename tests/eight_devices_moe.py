@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 from test_golden import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
-from quire.model import checkpoint, copies, decoder, dense
+from quire.model import decoder, expert_copies, uncached
+from quire.model.checkpoint import loader
+from quire.model.checkpoint.placement import Homes
 from quire.model.config import ModelError, Moe
-from quire.model.placing import Homes
 from quire.model.weights import MoeWeights
 from quire.ops.expert_dispatch import capacity
 from quire.serving import experts
@@ -210,11 +211,11 @@ def test_copies_of_experts(name, golden):
 def test_logits_with_copies(golden):
     """Gemma's experts beside a dense block: the golden file's logits, with all rows on all devices."""
     made = golden("gemma4-moe")
-    config = copies.with_spare(checkpoint.read_config(made.folder, "float32", NAMED["gemma4-moe"].max_len), 4)
+    config = expert_copies.with_spare(loader.read_config(made.folder, "float32", NAMED["gemma4-moe"].max_len), 4)
     mesh, whole = make_mesh(expert=4), made.prompts[0] + made.tokens[0]
-    weights = copies.as_loaded(checkpoint.load(made.folder, config, Homes(mesh)), config, mesh)
+    weights = expert_copies.as_loaded(loader.load(made.folder, config, Homes(mesh)), config, mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
-    run = partial(dense.forward, config=config, team=team(mesh))
+    run = partial(uncached.forward, config=config, team=team(mesh))
     run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(), check_vma=False)
     logits = np.asarray(jax.jit(run)(weights, jnp.array([whole])))[0]
     rows = np.array([position for position in POSITIONS if position < len(whole)])

@@ -7,7 +7,7 @@ import numpy as np
 
 import quire
 from quire import LLM, SamplingParams
-from quire.model.tensors import Tensor
+from quire.model.checkpoint.safetensors import Tensor
 
 REQUESTS = 200
 

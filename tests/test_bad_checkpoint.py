@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from quire.model.checkpoint import load_weights, read_config
+from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import ModelError
-from quire.model.tensors import find_tensors
 from quire.model.weights import abstract
 
 
@@ -243,7 +243,7 @@ def test_indexes_that_lie(tmp_path, weight_map):
 TRAP = """
 import sys
 from pathlib import Path
-from quire.model.checkpoint import load_weights, read_config
+from quire.model.checkpoint.loader import load_weights, read_config
 
 folder = Path(sys.argv[1])
 load_weights(folder, read_config(folder))

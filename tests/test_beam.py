@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, BeamSearchParams, RequestError
-from quire.model import dense
+from quire.model import uncached
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.serving.beam import search
@@ -51,7 +51,7 @@ def engine(weights):
 
 @pytest.fixture(scope="module")
 def oracle(weights):
-    forward = jax.jit(partial(dense.forward, config=CONFIG))
+    forward = jax.jit(partial(uncached.forward, config=CONFIG))
 
     def logprobs(tokens) -> np.ndarray:
         padded = np.zeros((1, LENGTH), np.int32)

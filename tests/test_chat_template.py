@@ -13,7 +13,7 @@ from datetime import datetime
 import pytest
 from chat_templates import CASES
 
-from quire.model.chat_template import ChatTemplate, PromptError
+from quire.model.text.chat_template import ChatTemplate, PromptError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -209,7 +209,7 @@ def test_the_worker_ends_with_its_template():
 def test_the_worker_ends_with_the_program():
     """Also where the program is killed: the worker reads the end of its input."""
     code = (
-        "import os, signal\nfrom quire.model.chat_template import ChatTemplate\n"
+        "import os, signal\nfrom quire.model.text.chat_template import ChatTemplate\n"
         "template = ChatTemplate('{{ 1 }}')\ntemplate.render([])\n"
         "print(template.worker.process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )

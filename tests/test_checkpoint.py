@@ -13,9 +13,9 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from quire.model.checkpoint import load_weights, read_config
+from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.checkpoint.safetensors import fill, find_tensors
 from quire.model.config import ModelError
-from quire.model.tensors import fill, find_tensors
 from quire.model.weights import abstract
 from quire.sharding.spec import ALIGNMENT, empty
 
@@ -132,7 +132,7 @@ PEAK = """
 import re, sys
 from pathlib import Path
 import jax
-from quire.model.checkpoint import load_weights, read_config
+from quire.model.checkpoint.loader import load_weights, read_config
 
 jax.devices()
 folder = Path(sys.argv[1])

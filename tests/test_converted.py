@@ -14,8 +14,8 @@ from golden.folder import HERE, write_folder
 from typer import Typer
 from typer.testing import CliRunner
 
-from quire.model import converted, hub
-from quire.model.checkpoint import load, read_config
+from quire.model.checkpoint import hub, orbax
+from quire.model.checkpoint.loader import load, read_config
 from quire.model.config import ModelError
 from quire.scripts import convert
 
@@ -42,7 +42,7 @@ def made(tmp_path):
     (plain / "chat_template.jinja").write_text("x")
     (plain / "modeling.py").write_text("raise SystemExit")
     config = read_config(plain)
-    converted.save(plain, out, load(plain, config, plain=True), config.dtype)
+    orbax.save(plain, out, load(plain, config, plain=True), config.dtype)
     return plain, out
 
 
@@ -50,8 +50,8 @@ def test_round_trip(made):
     plain, out = made
     config = read_config(plain)
     assert read_config(out) == config
-    assert converted.holds_weights(out)
-    assert not converted.holds_weights(plain)
+    assert orbax.holds_weights(out)
+    assert not orbax.holds_weights(plain)
     told = []
     weights = load(out, config, progress=told.append, plain=True)
     assert bits(weights) == bits(load(plain, config, plain=True))
@@ -66,7 +66,7 @@ def test_other_dtypes(made, tmp_path):
     plain, out = made
     half = tmp_path / "half"
     config = read_config(plain, "bfloat16")
-    converted.save(plain, half, load(plain, config, plain=True), config.dtype)
+    orbax.save(plain, half, load(plain, config, plain=True), config.dtype)
     assert read_config(half).dtype == "bfloat16"
     assert bits(load(half, config)) == bits(load(plain, config)) == bits(load(out, config))
     assert load(half, config).final_norm_D.dtype == jnp.float32
@@ -81,7 +81,7 @@ def test_families_with_more_in_their_trees(tmp_path, name):
     plain = write_folder(tmp_path / "plain", variant.config, meta["tensors"], meta["seed"])
     config = read_config(plain)
     weights = load(plain, config, plain=True)
-    converted.save(plain, tmp_path / "out", weights, config.dtype)
+    orbax.save(plain, tmp_path / "out", weights, config.dtype)
     assert read_config(tmp_path / "out") == config
     again = load(tmp_path / "out", config, plain=True)
     assert jax.tree.structure(again) == jax.tree.structure(weights)
@@ -95,7 +95,7 @@ def test_a_folder_that_holds_something_is_left_alone(made, tmp_path):
     file.write_text("x")
     for taken in (out, plain, file, file / "below"):
         with pytest.raises(ModelError, match=r"already|cannot be made"):
-            converted.make_empty(taken)
+            orbax.make_empty(taken)
     assert sorted(out.rglob("*")) == before
 
 

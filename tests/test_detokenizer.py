@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizer_zoo import EOS, TURN, ZOO, characters, random_text, save
 
-from quire.model.tokenizer import Tokenizer
+from quire.model.text.tokenizer import Tokenizer
 from quire.serving.detokenizer import Detokenizer
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire.model import dense
+from quire.model import uncached
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.serving import disk as disk_module
@@ -51,7 +51,7 @@ def weights():
 @pytest.fixture(scope="module")
 def oracle(weights):
     """Log-probabilities [T, V] of every position of one sequence, from the decoder without a cache."""
-    forward = jax.jit(partial(dense.forward, config=CONFIG))
+    forward = jax.jit(partial(uncached.forward, config=CONFIG))
 
     def logprobs(tokens: list[int]) -> np.ndarray:
         padded = np.zeros((1, LENGTH), np.int32)

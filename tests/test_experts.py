@@ -12,7 +12,8 @@ from served import model_of, served
 from test_golden import Golden
 
 from quire import LLM, SamplingParams
-from quire.model import checkpoint, decoder, dense
+from quire.model import decoder, uncached
+from quire.model.checkpoint import loader
 from quire.serving import experts
 from quire.serving.experts import Experts
 from quire.serving.metrics import render
@@ -38,8 +39,8 @@ def mixture(tmp_path_factory):
 
 def routed(folder, sequences: list[list[int]]) -> dict[int, np.ndarray]:
     """By layer, how often each expert was chosen when these were computed."""
-    config = checkpoint.read_config(folder, "float32")
-    weights = checkpoint.load(folder, config)
+    config = loader.read_config(folder, "float32")
+    weights = loader.load(folder, config)
 
     @jax.jit
     def chosen(weights, tokens_T):
@@ -47,7 +48,7 @@ def routed(folder, sequences: list[list[int]]) -> dict[int, np.ndarray]:
             return {**cache, "chosen": cache["chosen"] | {index: experts_TX}}
 
         T = len(tokens_T)
-        attend = dense.attention(config, 1, T)
+        attend = uncached.attention(config, 1, T)
         return decoder.forward(weights, {"chosen": {}}, tokens_T, jnp.arange(T), config, attend, note=note)[1]["chosen"]
 
     found = {}

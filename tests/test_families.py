@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from published import PUBLISHED
 
-from quire.model import checkpoint
+from quire.model.checkpoint import loader
 from quire.model.config import ModelError
 from quire.model.weights import abstract
 
@@ -16,7 +16,7 @@ BY_NAME = pytest.mark.parametrize("name", PUBLISHED)
 
 
 def read(hf: dict, max_len: int | None = None):
-    return checkpoint.family_of(hf).config(hf, max_len)
+    return loader.family_of(hf).config(hf, max_len)
 
 
 @BY_NAME
@@ -32,7 +32,7 @@ def test_published_config(name):
 def test_sources_fill_every_leaf_exactly(name):
     """The parts that the checkpoint is made of have as many values as the leaf, and no name comes twice."""
     config = read(PUBLISHED[name].config)
-    sources = checkpoint.family_of(PUBLISHED[name].config).sources(config)
+    sources = loader.family_of(PUBLISHED[name].config).sources(config)
     names = []
 
     def check(spec, source):
@@ -69,7 +69,7 @@ def test_a_value_of_the_wrong_kind_is_a_model_error(name, tmp_path):
         for value in ("x", -1, 0, 1.5, [], {}, [{}], {"rope_type": "yarn"}, None, True):
             (tmp_path / "config.json").write_text(json.dumps(published | {key: value}))
             try:
-                checkpoint.read_config(tmp_path)
+                loader.read_config(tmp_path)
             except ModelError as error:
                 assert "\n" not in str(error)
 
@@ -228,13 +228,13 @@ def test_what_is_not_supported_is_named(name, change, message):
     ],
 )
 def test_nested_names(stored, plain):
-    assert checkpoint.family_of({"model_type": "gemma3"}).canonical(stored) == plain
+    assert loader.family_of({"model_type": "gemma3"}).canonical(stored) == plain
 
 
 def test_dtype_of_a_nested_config(tmp_path):
     hf = PUBLISHED["gemma-3-4b"].config
     text = hf["text_config"] | {"torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(hf | {"text_config": text}))
-    config = checkpoint.read_config(tmp_path)
+    config = loader.read_config(tmp_path)
     assert config.dtype == "bfloat16"
-    assert checkpoint.read_config(tmp_path, "float32") == replace(config, dtype="float32")
+    assert loader.read_config(tmp_path, "float32") == replace(config, dtype="float32")

@@ -8,7 +8,7 @@ import pytest
 from golden.families_moe import MOE_VARIANTS
 from published_moe import GEMMA4_ROPES, PUBLISHED_MOE
 
-from quire.model import checkpoint
+from quire.model.checkpoint import loader
 from quire.model.config import ModelError
 from quire.model.weights import abstract
 from quire.ops.quant.mxfp4 import Mxfp4
@@ -18,7 +18,7 @@ BY_NAME = pytest.mark.parametrize("name", PUBLISHED_MOE)
 
 
 def read(hf: dict, max_len: int | None = None):
-    return checkpoint.family_of(hf).config(hf, max_len)
+    return loader.family_of(hf).config(hf, max_len)
 
 
 def changed(hf: dict, change: dict) -> dict:
@@ -57,7 +57,7 @@ def test_sources_fill_every_leaf_once(variant):
             assert (filled == 1).all()
         names.extend(part.name for part in source.parts if not part.name.endswith(".kv_b_proj.weight"))
 
-    jax.tree.map(check, abstract(config), checkpoint.family_of(variant.config).sources(config))
+    jax.tree.map(check, abstract(config), loader.family_of(variant.config).sources(config))
     assert len(names) == len(set(names))
 
 
@@ -75,7 +75,7 @@ def test_a_value_of_the_wrong_kind_is_a_model_error(name, tmp_path):
         for value in ("x", -1, 0, 1.5, [], {}, [{}], {"rope_type": "yarn"}, {"1": 2}, {"x": {}}, None, True):
             (tmp_path / "config.json").write_text(json.dumps(changed(published, {key: value})))
             try:
-                checkpoint.read_config(tmp_path)
+                loader.read_config(tmp_path)
             except ModelError as error:
                 assert "\n" not in str(error)
 

@@ -11,7 +11,8 @@ from golden.families import VARIANTS, Variant
 from golden.folder import HERE, POSITIONS, write_folder
 
 from quire import LLM, SamplingParams
-from quire.model import checkpoint, dense
+from quire.model import uncached
+from quire.model.checkpoint import loader
 from quire.model.families import FAMILIES
 from quire.ops import native
 
@@ -47,10 +48,10 @@ def test_every_family_has_a_variant():
 @BY_NAME
 def test_logits(variant, golden):
     made = golden(variant.name)
-    config = checkpoint.read_config(made.folder, "float32", variant.max_len)
-    weights = checkpoint.load_weights(made.folder, config)
+    config = loader.read_config(made.folder, "float32", variant.max_len)
+    weights = loader.load_weights(made.folder, config)
     whole = made.prompts[0] + made.tokens[0]
-    logits = jax.jit(dense.forward, static_argnums=2)(weights, jnp.array([whole]), config)[0]
+    logits = jax.jit(uncached.forward, static_argnums=2)(weights, jnp.array([whole]), config)[0]
     rows = [position for position in POSITIONS if position < len(whole)]
     np.testing.assert_allclose(logits[np.array(rows)], made.logits, rtol=0, atol=TOLERANCE)
     start = len(made.prompts[0]) - 1

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire.model.checkpoint import family_of
+from quire.model.checkpoint.loader import family_of
 from quire.model.families import llama
-from quire.model.plan import kv_read_bytes
+from quire.model.planning.cost import kv_read_bytes
 from quire.model.weights import abstract
 from quire.ops import attention
 from quire.ops.attention import mosaic_gpu, xla

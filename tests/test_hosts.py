@@ -21,8 +21,8 @@ from golden.families import VARIANTS
 from test_golden import Golden
 
 from quire import LLM, ModelError, follow
-from quire.model import checkpoint
-from quire.model.converted import save
+from quire.model.checkpoint import loader
+from quire.model.checkpoint.orbax import save
 from quire.serving import meeting, wire
 from quire.serving.hosts import EXIT
 from quire.serving.options import EngineOptions
@@ -98,8 +98,8 @@ def engine_options(data: int, **more) -> dict:
 def converted(folder, tmp_path_factory):
     """The same model as an orbax checkpoint."""
     out = tmp_path_factory.mktemp("converted") / "model"
-    config = checkpoint.read_config(folder, "float32")
-    save(folder, out, checkpoint.load(folder, config, plain=True), config.dtype)
+    config = loader.read_config(folder, "float32")
+    save(folder, out, loader.load(folder, config, plain=True), config.dtype)
     return out
 
 

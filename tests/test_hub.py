@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import quire.model
-from quire.model import hub
+from quire.model.checkpoint import hub
 from quire.model.config import ModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -106,7 +106,7 @@ def server(tmp_path):
 CHILD = """
 import sys
 from quire.model import hub
-from quire.model.checkpoint import load_weights, read_config
+from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.config import ModelError
 
 try:

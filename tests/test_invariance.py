@@ -10,7 +10,7 @@ import random
 import jax
 import pytest
 
-from quire.model import checkpoint, hub
+from quire.model.checkpoint import hub, loader
 from quire.ops import attention
 from quire.serving.disk import DiskPages
 from quire.serving.engine import Engine
@@ -33,9 +33,9 @@ def runner(request):
     attention.IMPLEMENTATIONS.clear()
     attention.IMPLEMENTATIONS[request.param] = every[request.param]
     folder = hub.resolve(None)
-    config = checkpoint.read_config(folder, "float32", LENGTH)
+    config = loader.read_config(folder, "float32", LENGTH)
     limits, groups = Limits(8, 48, 16), len(config.windows)
-    runner = Runner(config, checkpoint.load(folder, config), limits, (400,) * groups, 16, LENGTH, True)
+    runner = Runner(config, loader.load(folder, config), limits, (400,) * groups, 16, LENGTH, True)
     try:
         runner.warm_up()
     except NotImplementedError as reason:

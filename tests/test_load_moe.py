@@ -10,7 +10,7 @@ from golden.families_moe import MOE_VARIANTS
 from golden.folder import HERE, write_folder
 from safetensors.numpy import load_file, save_file
 
-from quire.model import checkpoint
+from quire.model.checkpoint import loader
 from quire.model.config import ModelError
 
 
@@ -34,8 +34,8 @@ def folder(tmp_path):
 
 def load(folder, tensors):
     save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
-    config = checkpoint.read_config(folder, "float32")
-    return checkpoint.load_weights(folder, config, put=lambda spec, leaf: leaf)
+    config = loader.read_config(folder, "float32")
+    return loader.load_weights(folder, config, put=lambda spec, leaf: leaf)
 
 
 def assert_same(a, b):

@@ -90,9 +90,9 @@ EIGHT = """
 import sys
 from pathlib import Path
 import jax, numpy as np
-from quire.model.checkpoint import load, read_config
+from quire.model.checkpoint.loader import load, read_config
 from quire.model.config import ModelError
-from quire.model.placing import Homes
+from quire.model.checkpoint.placement import Homes
 from quire.sharding.mesh import deal, make_mesh, shardings
 from quire.model.weights import abstract
 
@@ -122,12 +122,12 @@ for folder in (plain, converted):
 
 def test_load_over_eight_devices(tmp_path):
     """Both kinds of folder put each array where the mesh wants it."""
-    from quire.model import checkpoint, converted
+    from quire.model.checkpoint import loader, orbax
 
     plain, out = tmp_path / "plain", tmp_path / "converted"
     tiny.write(plain)
-    config = checkpoint.read_config(plain)
-    converted.save(plain, out, checkpoint.load(plain, config, plain=True), config.dtype)
+    config = loader.read_config(plain)
+    orbax.save(plain, out, loader.load(plain, config, plain=True), config.dtype)
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", EIGHT, str(plain), str(out)], capture_output=True, text=True, timeout=300,

@@ -7,7 +7,8 @@ import pytest
 from golden.families import VARIANTS
 from test_golden import Golden
 
-from quire.model import checkpoint, dense
+from quire.model import uncached as dense
+from quire.model.checkpoint import loader
 from quire.ops import native
 from quire.ops.native.linear import Many
 from quire.ops.quant import packed
@@ -70,14 +71,14 @@ def test_by_the_kernels(tmp_path):
     if not native.serves():
         pytest.skip("no compiler")
     made = Golden(next(variant for variant in VARIANTS if variant.name == "gpt-oss"), tmp_path)
-    config = checkpoint.read_config(made.folder, "bfloat16")
-    decoded, tiled = (checkpoint.load(made.folder, config, plain=plain) for plain in (True, False))
+    config = loader.read_config(made.folder, "bfloat16")
+    decoded, tiled = (loader.load(made.folder, config, plain=plain) for plain in (True, False))
     assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(tiled.layers[0].moe.up_EDGF, Many)
     prompt = jnp.array([made.prompts[0]])
     wanted, found = (np.asarray(jax.jit(dense.forward, static_argnums=2)(weights, prompt, config)[0], np.float32)
                      for weights in (decoded, tiled))  # fmt: skip
     assert np.median(np.abs(found - wanted)) < 0.01 * wanted.std()
-    wide = checkpoint.load(made.folder, checkpoint.read_config(made.folder, "float32"))
+    wide = loader.load(made.folder, loader.read_config(made.folder, "float32"))
     assert isinstance(wide.layers[0].moe.up_EDGF, Mxfp4)
 
 

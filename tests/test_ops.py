@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from quire.model import rope
 from quire.model.config import ModelError
+from quire.model.families import rope
 from quire.ops.activation import ACTIVATIONS, glu, soft_cap
 from quire.ops.norm import rms_norm
 from quire.ops.rope import angles, rotate

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.model.config import Attention, Layer, ModelConfig, ModelError, Moe
-from quire.model.copies import check, first_placement, tables, with_spare
+from quire.model.expert_copies import check, first_placement, tables, with_spare
 from quire.serving.placement import balanced, busiest, settled, transfers
 
 CASES = st.tuples(

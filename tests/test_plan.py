@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.__main__ import app, main
-from quire.model import plan
-from quire.model.checkpoint import family_of
+from quire.model.checkpoint.loader import family_of
 from quire.model.config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe, Rope
+from quire.model.planning import cost
 from quire.serving.state import page_bytes
 from quire.sharding.spec import nbytes
 
@@ -50,24 +50,24 @@ def published(name: str) -> ModelConfig:
 def test_published_figures(name):
     config = published(name)
     parameters, token, at_4k = PUBLISHED[name][1]
-    assert plan.weight_bytes(config) == pytest.approx(2 * parameters, rel=1e-4)  # norms are kept in float32
-    assert plan.kv_bytes(config, 1) == pytest.approx(token, rel=0.01)
-    assert plan.kv_bytes(config, 4096) == pytest.approx(at_4k, rel=0.02)
-    assert plan.kv_bytes(config, 4096) == plan.kv_read_bytes(config, 4096)
+    assert cost.weight_bytes(config) == pytest.approx(2 * parameters, rel=1e-4)  # norms are kept in float32
+    assert cost.kv_bytes(config, 1) == pytest.approx(token, rel=0.01)
+    assert cost.kv_bytes(config, 4096) == pytest.approx(at_4k, rel=0.02)
+    assert cost.kv_bytes(config, 4096) == cost.kv_read_bytes(config, 4096)
 
 
 def test_operations_of_a_dense_model_are_two_a_weight():
     config = published("7B")
     norms = 4096 * (2 * 32 + 1)
     multiplied = 6_738_415_616 - 32000 * 4096 - norms  # all but the embedding's look-up
-    assert plan.operations(config, 0) == 2 * multiplied
-    assert plan.operations(config, 100) == 2 * multiplied + 32 * 32 * 4 * 128 * 100  # QK and AV
+    assert cost.operations(config, 0) == 2 * multiplied
+    assert cost.operations(config, 100) == 2 * multiplied + 32 * 32 * 4 * 128 * 100  # QK and AV
 
 
 def test_balance_on_h100_is_the_known_ridge():
     """Without a cache, two operations for each two-byte weight: FLOP/s over bytes/s."""
-    h100 = plan.DEVICES["h100"]
-    assert plan.balance_batch(published("7B"), 0, h100) == pytest.approx(h100.flops / h100.bandwidth, rel=1e-3)
+    h100 = cost.DEVICES["h100"]
+    assert cost.balance_batch(published("7B"), 0, h100) == pytest.approx(h100.flops / h100.bandwidth, rel=1e-3)
 
 
 def random_config(rng: random.Random) -> ModelConfig:
@@ -115,29 +115,29 @@ def test_against_counting_one_by_one(seed):
             size = (a.kv_rank + a.rope_dim if latent else 2 * a.kv_heads * a.head_dim) * width
             read += size
             held += 0 if a.kv_source is not None else size
-    assert plan.kv_bytes(config, length) == held
-    assert plan.kv_read_bytes(config, length) == read
-    assert sum(kind.layers for kind in plan.kinds(config)) == len(config.layers)
+    assert cost.kv_bytes(config, length) == held
+    assert cost.kv_read_bytes(config, length) == read
+    assert sum(kind.layers for kind in cost.kinds(config)) == len(config.layers)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_engine_allocates_what_was_planned(seed):
     config = random_config(random.Random(seed))
     pages = [page_bytes(config, group, 16) for group in range(len(config.windows))]
-    assert sum(pages) == 16 * plan.kv_bytes(config, 1)
+    assert sum(pages) == 16 * cost.kv_bytes(config, 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_balance_is_where_the_two_times_meet(seed):
     rng = random.Random(seed)
     config, length = random_config(rng), rng.randint(0, 100)
-    device = plan.Device(1e9, rng.uniform(1e8, 1e10), rng.uniform(1e8, 1e12), 1e9, 1e8)
+    device = cost.Device(1e9, rng.uniform(1e8, 1e10), rng.uniform(1e8, 1e12), 1e9, 1e8)
 
     def waits_for_memory(batch: float) -> bool:
-        reading = plan.read_weight_bytes(config) + batch * plan.kv_read_bytes(config, length)
-        return reading / device.bandwidth > batch * plan.operations(config, length) / device.flops
+        reading = cost.read_weight_bytes(config) + batch * cost.kv_read_bytes(config, length)
+        return reading / device.bandwidth > batch * cost.operations(config, length) / device.flops
 
-    batch = plan.balance_batch(config, length, device)
+    batch = cost.balance_batch(config, length, device)
     if math.isinf(batch):
         assert all(waits_for_memory(10.0**power) for power in range(9))
     else:
@@ -149,25 +149,25 @@ def test_balance_is_where_the_two_times_meet(seed):
 def test_one_more_sequence_would_not_fit(seed):
     rng = random.Random(seed)
     config, length, memory = random_config(rng), rng.randint(1, 100), rng.uniform(0, 1e6)
-    count = plan.sequences_that_fit(config, length, memory)
-    taken = plan.weight_bytes(config) + count * plan.kv_bytes(config, length)
+    count = cost.sequences_that_fit(config, length, memory)
+    taken = cost.weight_bytes(config) + count * cost.kv_bytes(config, length)
     assert taken <= memory or count == 0
-    assert taken + plan.kv_bytes(config, length) > memory
+    assert taken + cost.kv_bytes(config, length) > memory
 
 
 def test_experts_are_held_but_only_the_chosen_count():
     base = ModelConfig("llama", 50, 16, (Layer(Attention(2, 1, 8, 1.0), None, Moe(8, 2, 6)),), 128)
     more = replace(base, layers=(replace(base.layers[0], moe=Moe(16, 2, 6)),))
     router = 2 * 16 * 8
-    assert plan.weight_bytes(more) - plan.weight_bytes(base) == 8 * 3 * 16 * 6 * 2 + 16 * 8 * 4
-    assert plan.operations(more, 0) - plan.operations(base, 0) == router
+    assert cost.weight_bytes(more) - cost.weight_bytes(base) == 8 * 3 * 16 * 6 * 2 + 16 * 8 * 4
+    assert cost.operations(more, 0) - cost.operations(base, 0) == router
 
 
 def test_reading_leaves_out_only_look_ups():
     untied = published("7B")
     tied = replace(untied, tied=True)
-    assert plan.weight_bytes(untied) - plan.read_weight_bytes(untied) == 32000 * 4096 * 2
-    assert plan.weight_bytes(tied) == plan.read_weight_bytes(tied)
+    assert cost.weight_bytes(untied) - cost.read_weight_bytes(untied) == 32000 * 4096 * 2
+    assert cost.weight_bytes(tied) == cost.read_weight_bytes(tied)
     assert nbytes(None) == 0
 
 

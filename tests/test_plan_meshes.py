@@ -9,12 +9,12 @@ from test_plan import LLAMA, PUBLISHED, random_config
 from typer.testing import CliRunner
 
 from quire.__main__ import app, main
-from quire.model import meshes
 from quire.model.config import Attention, Layer, Mlp, ModelConfig, Moe
-from quire.model.meshes import LATENCY, Planner, Work
-from quire.model.plan import DEVICES, Device, weight_bytes
-from quire.model.split import check
-from quire.model.traffic import Sent, traffic
+from quire.model.partition import check
+from quire.model.planning import meshes
+from quire.model.planning.cost import DEVICES, Device, weight_bytes
+from quire.model.planning.meshes import LATENCY, Planner, Work
+from quire.model.planning.traffic import Sent, traffic
 
 ALONE = {"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1}
 SMALL = ModelConfig("llama", 64, 16, (Layer(Attention(4, 2, 4, 1.0), Mlp(32)),) * 2, 128)

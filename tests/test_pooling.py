@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.model import checkpoint, dense, hub
+from quire.model import uncached
+from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.serving.engine import Engine
 from quire.serving.options import POOLINGS
@@ -27,10 +28,8 @@ TEXTS = ["Once upon a time", "A dog ran home.", "x", "The small fox lived by the
 def compiled():
     """quill in float32, with steps of at most 48 rows, so that prompts come in chunks."""
     folder = hub.resolve(None)
-    config = checkpoint.read_config(folder, "float32", LENGTH)
-    runner = Runner(
-        config, checkpoint.load(folder, config), Limits(8, 48, 16), (400,) * len(config.windows), 16, LENGTH
-    )
+    config = loader.read_config(folder, "float32", LENGTH)
+    runner = Runner(config, loader.load(folder, config), Limits(8, 48, 16), (400,) * len(config.windows), 16, LENGTH)
     runner.warm_up()
     return runner
 
@@ -38,7 +37,7 @@ def compiled():
 @pytest.fixture(scope="module")
 def oracle(compiled):
     """The final hidden states [T, D] of a prompt, without a cache."""
-    states = jax.jit(partial(dense.hidden_states, config=compiled.config))
+    states = jax.jit(partial(uncached.hidden_states, config=compiled.config))
 
     def run(tokens: list[int]) -> np.ndarray:
         padded = np.zeros((1, LENGTH), np.int32)

@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
 from quire.__main__ import app
-from quire.model import hub, plan, rounded
-from quire.model.checkpoint import load, load_weights, read_config, specs_of
+from quire.model.checkpoint import hub, quantized
+from quire.model.checkpoint.loader import load, load_weights, read_config, specs_of
+from quire.model.checkpoint.placement import Homes
+from quire.model.checkpoint.quantization_config import stored_format
 from quire.model.config import ModelError
-from quire.model.placing import Homes
-from quire.model.stored import stored_format
+from quire.model.planning import cost
 from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8
 from quire.ops.quant.stack import Stack
@@ -55,7 +56,7 @@ def read(folder: Path, quantization: str | None = None, dtype: str = "auto"):
 
 
 def quantize(folder: Path, out: Path, name: str) -> Path:
-    rounded.save(folder, out, read_config(folder, quantization=name))
+    quantized.save(folder, out, read_config(folder, quantization=name))
     return out
 
 
@@ -255,10 +256,10 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        rounded.save(dense, tmp_path / "out", config, fail)
+        quantized.save(dense, tmp_path / "out", config, fail)
     assert list(tmp_path.iterdir()) == [dense]
     (tmp_path / "file").write_text("x")
-    refused(lambda: rounded.save(dense, tmp_path / "file" / "out", config), "cannot be written")
+    refused(lambda: quantized.save(dense, tmp_path / "file" / "out", config), "cannot be written")
 
 
 # Written by others
@@ -380,7 +381,7 @@ def test_a_folder_by_hand(tmp_path, case):
     told = []
     placed = load(tmp_path, config, Homes(make_mesh()), told.append)
     assert_same(jax.tree.map(np.asarray, placed), weights)
-    assert plan.weight_bytes(config, specs_of(tmp_path, config)) == nbytes(placed)
+    assert cost.weight_bytes(config, specs_of(tmp_path, config)) == nbytes(placed)
     assert 0 < sum(told) - nbytes(placed) < 4 * 96 * D  # the head is read dense
 
 
@@ -399,7 +400,7 @@ def test_what_was_left_dense_stays_so(tmp_path, case):
     assert isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
     assert not isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
     assert_is(weights, expected)
-    assert plan.weight_bytes(config, specs_of(tmp_path, config)) == nbytes(weights) > plan.weight_bytes(config)
+    assert cost.weight_bytes(config, specs_of(tmp_path, config)) == nbytes(weights) > cost.weight_bytes(config)
     change(tmp_path, quantization_config=CASES[case][0] | {"ignore": [r"re:.*layers\.0.*(q|k|v)_proj$", spared[0]]})
     assert_same(read(tmp_path), weights)
     change(tmp_path, quantization_config=CASES[case][0] | {"ignore": spared[:2]})

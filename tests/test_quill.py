@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quire import LLM
-from quire.model import decoder, dense
-from quire.model.checkpoint import load_weights, read_config
+from quire.model import decoder, uncached
+from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.ops.linear import einsum
@@ -115,7 +115,8 @@ def test_training_attention_equals_the_dense_one(small, length):
     tokens = np.random.default_rng(0).integers(0, 1280, (2, length))
     attend, positions = attention(config, jnp.ones_like(tokens)), jnp.tile(jnp.arange(length), 2)
     hidden, _ = decoder.forward(weights, {}, tokens.reshape(-1), positions, config, attend)
-    np.testing.assert_allclose(hidden.reshape(2, length, -1), dense.hidden_states(weights, tokens, config), atol=1e-4)
+    wanted = uncached.hidden_states(weights, tokens, config)
+    np.testing.assert_allclose(hidden.reshape(2, length, -1), wanted, atol=1e-4)
 
 
 def test_narrow_products_and_gradients_are_close_to_wide_ones():

@@ -16,10 +16,13 @@ from test_golden import TOLERANCE, Golden
 from test_quant import restored
 
 from quire import LLM, SamplingParams
-from quire.model import checkpoint, decoder, dense, plan, stacks
+from quire.model import decoder, uncached
+from quire.model.checkpoint import expert_stacks as stacks
+from quire.model.checkpoint import loader
+from quire.model.checkpoint.placement import Homes, place_packed
 from quire.model.config import Attention, Layer, ModelConfig, Moe
 from quire.model.families.common import Part, linear
-from quire.model.placing import Homes, place_packed
+from quire.model.planning import cost
 from quire.model.weights import abstract, moe_spec
 from quire.ops import native, quant
 from quire.ops.moe import BLOCK, pick, route
@@ -141,15 +144,15 @@ def test_logits(name, quantization, tmp_path):
     """
     made = golden(name, tmp_path)
     whole = made.prompts[0] + made.tokens[0]
-    config = checkpoint.read_config(made.folder, "float32", 256, quantization)
-    rounded, plain = (checkpoint.load(made.folder, each) for each in (config, replace(config, quant=None)))
+    config = loader.read_config(made.folder, "float32", 256, quantization)
+    rounded, plain = (loader.load(made.folder, each) for each in (config, replace(config, quant=None)))
     moes = [layer.moe for layer in rounded.layers if layer.moe is not None]
     assert moes and all(hasattr(getattr(moe, field), "each") for moe in moes for field in STACKED)
 
     def logits(weights, experts) -> np.ndarray:
         layers = (layer.replace(moe=other.moe) for layer, other in zip(weights.layers, experts.layers, strict=True))
         tree = weights.replace(layers=tuple(layers))
-        return np.asarray(jax.jit(dense.forward, static_argnums=2)(tree, jnp.array([whole]), config)[0])
+        return np.asarray(jax.jit(uncached.forward, static_argnums=2)(tree, jnp.array([whole]), config)[0])
 
     exact = logits(plain, plain)  # those of the golden file, which has a few rows: test_golden
     rows = np.array([position for position in POSITIONS if position < len(whole)])
@@ -167,12 +170,12 @@ def test_logits(name, quantization, tmp_path):
 def test_memory_is_as_planned(name, quantization, tmp_path):
     """To the byte; gpt-oss keeps its own four bits."""
     made = golden(name, tmp_path)
-    config = checkpoint.read_config(made.folder, "bfloat16", quantization=quantization)
-    weights = checkpoint.load(made.folder, config, Homes(make_mesh()))
-    assert nbytes(weights) == plan.weight_bytes(config)
+    config = loader.read_config(made.folder, "bfloat16", quantization=quantization)
+    weights = loader.load(made.folder, config, Homes(make_mesh()))
+    assert nbytes(weights) == cost.weight_bytes(config)
     stacks = [getattr(layer.moe, field) for layer in weights.layers if layer.moe is not None for field in STACKED]
     experts = sum(nbytes(stack) for stack in stacks)
-    plain = checkpoint.read_config(made.folder, "bfloat16")
+    plain = loader.read_config(made.folder, "bfloat16")
     layers = [layer.moe for layer in abstract(plain).layers if layer.moe is not None]
     before = sum(nbytes((moe.up_EDGF, moe.down_EFD)) for moe in layers)
     share = 1 if name == "gpt-oss" else experts / before
@@ -195,7 +198,7 @@ def test_one_expert_at_a_time(fused, tmp_path, monkeypatch):
         tensors = {f"{e}.weight": value[e] for e in range(E)}
         parts = tuple(Part(f"{e}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E))
     save_file(tensors, tmp_path / "model.safetensors")
-    found, told = checkpoint.find_tensors(tmp_path), []
+    found, told = loader.find_tensors(tmp_path), []
     stacks.read_stack(whole, spec, parts, found, [0], told.append)  # what the first call makes once
     tracemalloc.start()
     try:
@@ -225,6 +228,6 @@ def test_served(quantization, tmp_path):
     tokens = list(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids)
     runner = llm.engine.runner
     assert runner.compiles.recompiles == 0
-    run = jax.jit(partial(dense.forward, config=runner.config))
+    run = jax.jit(partial(uncached.forward, config=runner.config))
     logits = run(runner.weights, jnp.array([prompt + tokens]))[0]
     assert np.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist() == tokens

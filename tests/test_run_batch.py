@@ -9,7 +9,7 @@ import pytest
 
 import quire
 from quire.__main__ import main
-from quire.model.chat_template import PromptError
+from quire.model.text.chat_template import PromptError
 from quire.serving.batch_file import parse_lines
 from quire.serving.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.serving.request import RequestError, SamplingParams

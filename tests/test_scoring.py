@@ -9,8 +9,8 @@ import pytest
 from tokenizer_zoo import ZOO, random_text, save
 
 from quire import LLM
-from quire.model import dense
-from quire.model.tokenizer import Tokenizer
+from quire.model import uncached
+from quire.model.text.tokenizer import Tokenizer
 from quire.serving.outputs import Logprob, RequestOutput
 from quire.serving.request import RequestError
 from quire.serving.scoring import pair_tokens, pairs, scored
@@ -61,7 +61,7 @@ def llm():
 
 def test_scores_are_the_decoders(llm):
     config, weights = llm.engine.runner.config, llm.engine.runner.weights
-    forward = jax.jit(partial(dense.forward, config=config))
+    forward = jax.jit(partial(uncached.forward, config=config))
     found = llm.score([one for one, _ in PAIRS], [two for _, two in PAIRS], use_tqdm=False)
     for (text_1, text_2), output in zip(PAIRS, found, strict=True):
         tokens, first = pair_tokens(llm.get_tokenizer(), text_1, text_2)

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from quire import LLM
-from quire.model import checkpoint, hub
+from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.serving.group import Group
 from quire.serving.options import EngineOptions
@@ -18,7 +18,7 @@ from quire.sharding.spec import nbytes
 
 @pytest.fixture(scope="module")
 def config():
-    return checkpoint.read_config(hub.resolve(None), "float32", None)
+    return loader.read_config(hub.resolve(None), "float32", None)
 
 
 @pytest.mark.parametrize("seqs", [1, 7, 32, 256])
@@ -57,7 +57,7 @@ def test_too_little_is_an_error_that_says_what_would_do(config):
 
 def test_a_step_is_measured_by_its_compiler(config):
     """More rows and more logits take more; nothing is run."""
-    weights = checkpoint.load(hub.resolve(None), config)
+    weights = loader.load(hub.resolve(None), config)
     small = working_bytes(config, weights, Limits(4, 16, 16), 16)
     large = working_bytes(config, weights, Limits(64, 1024, 64), 16)
     assert 16 * config.vocab_size * 4 < small < large < 2**30

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizer_zoo import ZOO, save
 
-from quire.model.tokenizer import Tokenizer
+from quire.model.text.tokenizer import Tokenizer
 from quire.serving.outputs import CompletionOutput, Fresh
 from quire.serving.request import SamplingParams
 from quire.serving.sequence import Sequence

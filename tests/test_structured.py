@@ -18,8 +18,8 @@ from shapes import SCHEMAS, hostile, valid
 from tokenizer_zoo import ZOO, save
 
 from quire import LLM, SamplingParams
-from quire.model import checkpoint, hub
-from quire.model.tokenizer import Tokenizer
+from quire.model.checkpoint import hub, loader
+from quire.model.text.tokenizer import Tokenizer
 from quire.serving import grammar
 from quire.serving import runner as runner_module
 from quire.serving.engine import Engine
@@ -263,10 +263,8 @@ LENGTH = 256
 @pytest.fixture(scope="module")
 def compiled():
     folder = hub.resolve(None)
-    config = checkpoint.read_config(folder, "float32", LENGTH)
-    runner = Runner(
-        config, checkpoint.load(folder, config), Limits(8, 48, 16), (400,) * len(config.windows), 16, LENGTH
-    )
+    config = loader.read_config(folder, "float32", LENGTH)
+    runner = Runner(config, loader.load(folder, config), Limits(8, 48, 16), (400,) * len(config.windows), 16, LENGTH)
     runner.warm_up()
     return runner, Tokenizer(folder)
 

@@ -8,9 +8,9 @@ import pytest
 from tokenizer_zoo import BOS, EOS, TURN, ZOO, random_text, save
 from tokenizers import Tokenizer as Library
 
-from quire.model.chat_template import PromptError
 from quire.model.config import ModelError
-from quire.model.tokenizer import Tokenizer
+from quire.model.text.chat_template import PromptError
+from quire.model.text.tokenizer import Tokenizer
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}\n{% endfor %}"

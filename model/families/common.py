@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Moe
-from ..keys import Keys
 from ..weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights
+from .config_keys import Keys
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import LatentAttention, Layer, Mlp, ModelConfig, ModelError, Moe
 from ..weights import LatentWeights, LayerWeights, MoeWeights
-from .common import (  # fmt: skip
+from .common import (
     LLAMA_NORMS,
     Keys,
     Part,

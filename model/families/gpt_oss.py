@@ -7,7 +7,7 @@ import numpy as np
 from ...ops.quant.mxfp4 import BLOCK, Mxfp4
 from ..config import Attention, Layer, ModelConfig, ModelError, Moe
 from ..weights import LayerWeights, MoeWeights
-from .common import (  # fmt: skip
+from .common import (
     Keys,
     Part,
     Source,

@@ -1,8 +1,8 @@
 """The recipe of a small cache, as one public config: MQA, windows between global layers, KV shared by neighbours."""
 
 from ..config import Attention, Layer, Mlp, ModelConfig, Rope
-from ..rope import build
 from .common import Keys, layer_types, model_sources
+from .rope import build
 
 
 def small_cache_config(

@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ...model.chat_template import PromptError
+from ...model.text.chat_template import PromptError
 from .. import prompting
 from ..engine import Engine
 from ..protocol import messages

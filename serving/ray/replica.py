@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...model import hub
+from ...model.checkpoint import hub
 from ..apart import bring, read
 from ..async_llm import Ask, AsyncLLM
 from ..engine import Engine

@@ -19,7 +19,8 @@ transformers = pytest.importorskip("transformers")
 from parity import reference  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
-from quire.model import checkpoint, dense  # noqa: E402
+from quire.model import uncached  # noqa: E402
+from quire.model.checkpoint import loader  # noqa: E402
 from quire.model.weights import abstract  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -69,9 +70,9 @@ def case(tmp_path_factory):
 def test_logits(variant, case):
     made = case(variant.name)
     for folder in (made.written, made.saved):
-        config = checkpoint.read_config(folder, "float32", variant.max_len)
-        weights = checkpoint.load_weights(folder, config)
-        logits = jax.jit(dense.forward, static_argnums=2)(weights, jnp.array([made.whole]), config)[0]
+        config = loader.read_config(folder, "float32", variant.max_len)
+        weights = loader.load_weights(folder, config)
+        logits = jax.jit(uncached.forward, static_argnums=2)(weights, jnp.array([made.whole]), config)[0]
         np.testing.assert_array_less(np.abs(logits - made.logits).max(axis=1), made.tolerance)
 
 
@@ -79,9 +80,7 @@ def test_logits(variant, case):
 def test_saved_config_means_the_same(variant, case):
     """transformers 5 writes other keys than the published files have; both are read alike."""
     made = case(variant.name)
-    first, second = (
-        checkpoint.read_config(folder, "float32", variant.max_len) for folder in (made.written, made.saved)
-    )
+    first, second = (loader.read_config(folder, "float32", variant.max_len) for folder in (made.written, made.saved))
     assert first == second
 
 
@@ -111,7 +110,7 @@ def test_published_tensors(name, tmp_path):
     hf = (PUBLISHED | PUBLISHED_MOE)[name].config
     hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config")}
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    family, config = checkpoint.family_of(hf), checkpoint.read_config(tmp_path)
+    family, config = loader.family_of(hf), loader.read_config(tmp_path)
     canonical, ignored = getattr(family, "canonical", str), getattr(family, "ignored", lambda name, config: False)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))

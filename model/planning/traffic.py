@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ..ops.expert_dispatch import capacity
-from .config import LatentAttention, Layer, ModelConfig, Moe
-from .split import Stage, whole
+from ...ops.expert_dispatch import capacity
+from ..config import LatentAttention, Layer, ModelConfig, Moe
+from ..partition import Stage, whole
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from .config import ModelError, Rope
+from ..config import ModelError, Rope
 
 ALLOWED = {
     "default": set(),

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ..config import ModelError, Rope
 from . import rope
-from .config import ModelError, Rope
 
 # Keys that do not change the arithmetic of a forward pass.
 HARMLESS = {

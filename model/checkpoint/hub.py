@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from .config import ModelError
+from ..config import ModelError
 
 BUNDLED = {"quill": "quill", "quill-draft": "quill_draft"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -14,7 +14,7 @@ SECOND_COPIES = ["*/*", "consolidated*"]  # where makers put the same weights on
 def resolve(model: str | None, files: list[str] = FILES) -> Path:
     """The folder of a model; one from the Hub is fetched, with progress bars, unless it is there already."""
     if model is None or model in BUNDLED:
-        return Path(__file__).parent / BUNDLED[model or "quill"]
+        return Path(__file__).parents[1] / BUNDLED[model or "quill"]
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         return folder

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from ..ops import quant
-from ..ops.quant.int4 import MIDDLE, Int4
-from ..ops.quant.int8 import Int8
-from ..ops.quant.stack import Stack
-from ..sharding.spec import ArraySpec, empty
-from .config import ModelError
-from .stored import Stored
-from .tensors import Tensor, fill
+from ...ops import quant
+from ...ops.quant.int4 import MIDDLE, Int4
+from ...ops.quant.int8 import Int8
+from ...ops.quant.stack import Stack
+from ...sharding.spec import ArraySpec, empty
+from ..config import ModelError
+from .quantization_config import Stored
+from .safetensors import Tensor, fill
 
 SCALES = ("float32", "float16", "bfloat16")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ..sharding.spec import nbytes
-from .config import LatentAttention, Layer, ModelConfig
-from .weights import LayerWeights, ModelWeights, abstract, dense_specs
+from ...sharding.spec import nbytes
+from ..config import LatentAttention, Layer, ModelConfig
+from ..weights import LayerWeights, ModelWeights, abstract, dense_specs
 
 
 @dataclass(frozen=True)

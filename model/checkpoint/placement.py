@@ -8,14 +8,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from ..ops.native.pack import pack
-from ..ops.quant.mxfp4 import Mxfp4
-from ..sharding import local_shards
-from ..sharding.mesh import sharding, stage_meshes
-from ..sharding.spec import ArraySpec, nbytes
-from .config import ModelConfig
-from .split import stages
-from .weights import ModelWeights, abstract
+from ...ops.native.pack import pack
+from ...ops.quant.mxfp4 import Mxfp4
+from ...sharding import local_shards
+from ...sharding.mesh import sharding, stage_meshes
+from ...sharding.spec import ArraySpec, nbytes
+from ..config import ModelConfig
+from ..partition import stages
+from ..weights import ModelWeights, abstract
 
 HOST = "pinned_host"  # memory that a device can copy from by itself
 

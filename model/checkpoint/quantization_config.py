@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from .config import ModelError
+from ..config import ModelError
 
 
 @dataclass(frozen=True)

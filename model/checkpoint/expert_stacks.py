@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..ops import quant
-from ..ops.quant.stack import Stack, one_of
-from ..sharding import local_shards
-from ..sharding.spec import ArraySpec, empty
-from . import compressed
-from .leaf import read_leaf
+from ...ops import quant
+from ...ops.quant.stack import Stack, one_of
+from ...sharding import local_shards
+from ...sharding.spec import ArraySpec, empty
+from . import compressed_tensors
+from .assemble import read_leaf
 
 THREADS = min(16, os.cpu_count() or 1)  # each holds one expert, dense
 
@@ -52,8 +52,8 @@ def of_each(E: int, parts, tensors: dict[str, Any]) -> Iterator[tuple[tuple, dic
 
 def read_node(one: ArraySpec, node: Any, parts, tensors: dict[str, Any]) -> Any:
     """One expert's matrix: its codes as they are stored, or rounded here."""
-    if compressed.fits(node, [tensors[part.name] for part in parts]):
-        return compressed.read_node(one, node, parts, tensors)
+    if compressed_tensors.fits(node, [tensors[part.name] for part in parts]):
+        return compressed_tensors.read_node(one, node, parts, tensors)
     return quant.quantize(read_leaf(one, parts, tensors), node)
 
 

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..sharding.spec import ArraySpec
-from .checkpoint import find_parts
-from .compressed import check_groups, layout, round_matrix
-from .config import ModelConfig, ModelError
-from .converted import COPIED, holds_weights
-from .stored import Stored, quantization_config, stored_format
-from .tensors import INDEX, SINGLE, Tensor, read_json, write_tensors
-from .weights import abstract, dense_specs
+from ...sharding.spec import ArraySpec
+from ..config import ModelConfig, ModelError
+from ..weights import abstract, dense_specs
+from .compressed_tensors import check_groups, layout, round_matrix
+from .loader import find_parts
+from .orbax import COPIED, holds_weights
+from .quantization_config import Stored, quantization_config, stored_format
+from .safetensors import INDEX, SINGLE, Tensor, read_json, write_tensors
 
 EXPERTS = r"re:.*\.experts\..*"
 

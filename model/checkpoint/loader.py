@@ -12,21 +12,21 @@ from typing import Any, get_args, get_origin
 import jax
 import numpy as np
 
-from ..ops import native, quant
-from ..ops.quant.mxfp4 import Mxfp4
-from ..ops.quant.stack import Stack
-from ..sharding import local_shards
-from ..sharding.mesh import shardings
-from ..sharding.spec import ArraySpec, nbytes
-from . import compressed, converted
-from .config import CACHES, ModelConfig, ModelError
-from .families import FAMILIES
-from .leaf import read_leaf
-from .placing import Home, Homes, complete, place, place_all, place_over, place_packed, spread
-from .stacks import read_stack, wanted
-from .stored import Stored, stored_format
-from .tensors import Tensor, find_tensors, read_json
-from .weights import ModelWeights, abstract, dense_specs
+from ...ops import native, quant
+from ...ops.quant.mxfp4 import Mxfp4
+from ...ops.quant.stack import Stack
+from ...sharding import local_shards
+from ...sharding.mesh import shardings
+from ...sharding.spec import ArraySpec, nbytes
+from ..config import CACHES, ModelConfig, ModelError
+from ..families import FAMILIES
+from ..weights import ModelWeights, abstract, dense_specs
+from . import compressed_tensors, orbax
+from .assemble import read_leaf
+from .expert_stacks import read_stack, wanted
+from .placement import Home, Homes, complete, place, place_all, place_over, place_packed, spread
+from .quantization_config import Stored, stored_format
+from .safetensors import Tensor, find_tensors, read_json
 
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
 
@@ -146,11 +146,11 @@ def load(
     put = place
     if homes.mesh is None and not plain and native.serves():
         put = partial(place_packed, narrow=config.dtype == "bfloat16")
-    if converted.holds_weights(folder):
+    if orbax.holds_weights(folder):
         if homes.mesh is not None:
-            weights = converted.load_weights(folder, specs, progress, spread(homes.tree(config), specs))
+            weights = orbax.load_weights(folder, specs, progress, spread(homes.tree(config), specs))
             return complete(weights, config, homes)
-        weights = converted.load_weights(folder, specs, progress)
+        weights = orbax.load_weights(folder, specs, progress)
         if put is place and not homes.on_host:
             return weights
 
@@ -186,8 +186,8 @@ def load_weights(
             leaf = read_stack(dense_spec, spec, parts, tensors, wanted(dense_spec, home.mesh), progress)
         elif isinstance(spec, Mxfp4):
             leaf = jax.tree.map(partial(read, home), spec, parts)
-        elif compressed.fits(spec, [tensors[part.name] for part in parts]):
-            leaf = compressed.read_node(dense_spec, spec, parts, tensors)
+        elif compressed_tensors.fits(spec, [tensors[part.name] for part in parts]):
+            leaf = compressed_tensors.read_node(dense_spec, spec, parts, tensors)
             progress(nbytes(leaf))
         else:
             rounds = not isinstance(spec, ArraySpec)
@@ -233,7 +233,7 @@ def find_parts(folder: Path, config: ModelConfig, stored: Stored | None = None) 
     """The tensors of a folder by their family's own names, all known, and the parts of each leaf among them."""
     family, tensors = module_of(config), find_tensors(folder)
     if stored is not None:
-        tensors = compressed.gather(tensors, stored)
+        tensors = compressed_tensors.gather(tensors, stored)
     if canonical := getattr(family, "canonical", None):
         tensors = {canonical(name): tensor for name, tensor in tensors.items()}
     parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense_specs(config), family.sources(config))
@@ -247,7 +247,7 @@ def check_codes(dense, specs, parts, tensors: dict[str, Any]) -> None:
 
     def check(_, spec, parts):
         for part in () if isinstance(spec, ArraySpec) else parts:
-            if not compressed.fits(spec, [tensors[part.name]]):
+            if not compressed_tensors.fits(spec, [tensors[part.name]]):
                 raise ModelError(
                     f"tensor {part.name!r} is not quantised, and quantization_config.ignore in config.json does not "
                     "name it"

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from ..sharding import local_shards
-from ..sharding.spec import ArraySpec, nbytes
-from .config import ModelError
-from .tensors import read_json
+from ...sharding import local_shards
+from ...sharding.spec import ArraySpec, nbytes
+from ..config import ModelError
+from .safetensors import read_json
 
 WEIGHTS = "weights"
 COPIED = ("*.json", "*.jinja")

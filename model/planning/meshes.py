@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from ..sharding.local_shards import dealt_shape
-from ..sharding.mesh import APART, AXES, sharding
-from .config import Layer, ModelConfig, ModelError
-from .plan import Device, layer_token_bytes, met_weights, score_width, seen
-from .split import Stage, check, part_of_sizes, splits, stages
+from ...sharding.local_shards import dealt_shape
+from ...sharding.mesh import APART, AXES, sharding
+from ..config import Layer, ModelConfig, ModelError
+from ..partition import Stage, check, part_of_sizes, splits, stages
+from ..weights import ModelWeights, abstract, dense_specs
+from .cost import Device, layer_token_bytes, met_weights, score_width, seen
 from .traffic import Sent, traffic
-from .weights import ModelWeights, abstract, dense_specs
 
 MACHINE = 8  # devices of a machine
 PAGE = 16  # positions of a page, which `context` divides

@@ -9,8 +9,8 @@ from typing import Any
 
 import tokenizers
 
+from ..config import ModelError
 from .chat_template import SCRIPT, ChatTemplate, PromptError
-from .config import ModelError
 from .worker import Worker
 
 MAX_TEMPLATE = 65_536  # characters of a chat template that comes with a conversation

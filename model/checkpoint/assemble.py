@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ..sharding.spec import ArraySpec, empty
-from .config import ModelError
-from .tensors import Tensor, fill
+from ...sharding.spec import ArraySpec, empty
+from ..config import ModelError
+from .safetensors import Tensor, fill
 
 FP8_BLOCK = 128  # side of the square that shares a scale; `Keys.quantization` admits no other
 

@@ -8,26 +8,26 @@ __version__ = "0.1.0"
 # Public name -> module. Loaded on first use: `import quire` costs nothing until something is asked of it.
 EXPORTS = {
     "AsyncLLM": ".serving.async_llm",
-    "BeamSearchParams": ".serving.beam",
-    "CompletionOutput": ".serving.outputs",
+    "BeamSearchParams": ".serving.engine.beam_search",
+    "CompletionOutput": ".serving.api.outputs",
     "LLM": ".serving.llm",
     "ModelError": ".model.config",
-    "RequestError": ".serving.request",
-    "RequestOutput": ".serving.outputs",
-    "SamplingParams": ".serving.request",
+    "RequestError": ".serving.api.params",
+    "RequestOutput": ".serving.api.outputs",
+    "SamplingParams": ".serving.api.params",
     "follow": ".serving.follow",
 }
 
 if TYPE_CHECKING:
     from .model.config import ModelError as ModelError
+    from .serving.api.outputs import CompletionOutput as CompletionOutput
+    from .serving.api.outputs import RequestOutput as RequestOutput
+    from .serving.api.params import RequestError as RequestError
+    from .serving.api.params import SamplingParams as SamplingParams
     from .serving.async_llm import AsyncLLM as AsyncLLM
-    from .serving.beam import BeamSearchParams as BeamSearchParams
+    from .serving.engine.beam_search import BeamSearchParams as BeamSearchParams
     from .serving.follow import follow as follow
     from .serving.llm import LLM as LLM
-    from .serving.outputs import CompletionOutput as CompletionOutput
-    from .serving.outputs import RequestOutput as RequestOutput
-    from .serving.request import RequestError as RequestError
-    from .serving.request import SamplingParams as SamplingParams
 
 
 def __getattr__(name: str):

@@ -96,9 +96,9 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
     from ..model.checkpoint.placement import abstract_over
     from ..model.planning.traffic import traffic
     from ..model.weights import abstract
-    from ..serving.batch import Layout, Size
-    from ..serving.sizing import held_bytes
-    from ..serving.stages import Stages
+    from ..serving.device.batch import Layout, Size
+    from ..serving.device.pipeline import Stages
+    from ..serving.engine.cache_size import held_bytes
     from ..sharding.mesh import make_mesh
 
     began = time.monotonic()

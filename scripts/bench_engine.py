@@ -43,7 +43,7 @@ def serve(
 
     What an earlier run left in the prefix cache is forgotten: the same requests cost the same again.
     """
-    from ..serving.request import SamplingParams
+    from ..serving.api.params import SamplingParams
 
     llm.reset_prefix_cache()
 

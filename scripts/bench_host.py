@@ -62,8 +62,8 @@ def followed_by(count: int) -> Any:
     import subprocess
     import sys
 
-    from ..serving.hosts import Leader
-    from ..serving.wire import Line
+    from ..serving.multihost.connection import Line
+    from ..serving.multihost.leader import Leader
 
     lines = {}
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -79,8 +79,8 @@ def listen(port: int) -> None:
     import os
     import socket
 
-    from ..serving.hosts import Link
-    from ..serving.wire import Line
+    from ..serving.multihost.connection import Line
+    from ..serving.multihost.leader import Link
 
     link = Link(Line(socket.create_connection(("127.0.0.1", port))), "", lambda why: os._exit(0))
     while link.inbox.get()[0] != "end":
@@ -89,8 +89,8 @@ def listen(port: int) -> None:
 
 def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> dict[str, list[float]]:
     """Seconds of the parts of each step, once all sequences decode."""
-    from ..serving.request import SamplingParams
-    from ..serving.trace import NoTrace
+    from ..serving.api.params import SamplingParams
+    from ..serving.observe.trace import NoTrace
 
     class Laps(NoTrace):
         """Keeps the times in place of writing them."""
@@ -138,10 +138,10 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
     from ..model.checkpoint import hub, loader
     from ..model.text.tokenizer import Tokenizer
     from ..ops.sampling import MAX_LOGPROBS, Sampled
-    from ..serving.engine import Engine
-    from ..serving.pages import PageTable
-    from ..serving.runner import Runner
-    from ..serving.scheduler import Limits
+    from ..serving.cache.page_table import PageTable
+    from ..serving.engine.engine import Engine
+    from ..serving.engine.runner import Runner
+    from ..serving.engine.scheduler import Limits
 
     folder = hub.resolve(None)
     config = loader.read_config(folder, "auto", None)

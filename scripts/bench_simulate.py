@@ -42,8 +42,8 @@ def main(
     plot: reports.Plot = None,
 ) -> None:
     """Schedule chats on a pretended device. Prints waits, latencies, and how well batch and pages are filled."""
-    from ..serving.pages import PageTable
-    from ..serving.scheduler import Limits
+    from ..serving.cache.page_table import PageTable
+    from ..serving.engine.scheduler import Limits
 
     report = reports.report(context, as_json, save_result, plot)
     load.above_zero(

@@ -79,7 +79,7 @@ def caches():
     import jax
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from ..serving.setup import use_compile_cache
+    from ..serving.build import use_compile_cache
 
     use_compile_cache()
     where = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]

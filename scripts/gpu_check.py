@@ -117,7 +117,7 @@ def start(part: Part, chosen: dict[str, str], limit: float, folder: Path, seed: 
 
 def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool) -> None:
     """In the process of a part."""
-    from ..serving.setup import use_compile_cache
+    from ..serving.build import use_compile_cache
     from .gpu_common import FULL, TINY, Report
 
     use_compile_cache()

@@ -18,9 +18,9 @@ from ..model.families import llama
 from ..model.planning.cost import kv_read_bytes
 from ..model.weights import abstract
 from ..ops import attention
-from ..serving.batch import Size
-from ..serving.runner import Runner
-from ..serving.scheduler import Limits
+from ..serving.device.batch import Size
+from ..serving.engine.runner import Runner
+from ..serving.engine.scheduler import Limits
 from ..sharding.spec import nbytes, random_arrays
 
 PAGE = 16

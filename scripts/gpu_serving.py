@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..serving.batch import choose
-from ..serving.engine import Engine
+from ..serving.cache.page_table import PageTable
+from ..serving.device.batch import choose
+from ..serving.engine.engine import Engine
+from ..serving.engine.runner import Runner
 from ..serving.llm import LLM
-from ..serving.pages import PageTable
-from ..serving.runner import Runner
 from .bench_engine import Run, serve
 from .bench_load import Sample
 from .bench_metrics import flat, milliseconds, totals

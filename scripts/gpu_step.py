@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..serving.batch import Size, choose
-from ..serving.request import SamplingParams
-from ..serving.runner import Runner
-from ..serving.scheduler import Item, Plan
-from ..serving.sequence import Sequence
+from ..serving.api.params import SamplingParams
+from ..serving.device.batch import Size, choose
+from ..serving.engine.runner import Runner
+from ..serving.engine.scheduler import Item, Plan
+from ..serving.request.sequence import Sequence
 from .gpu_common import PAGE, Report, Scale, copy_rate, make_runner, noise, read_bytes, timed
 
 GOALS = {1: "85 % of copy", 64: "75 % of copy"}

@@ -161,9 +161,9 @@ def read(model: str | None, dtype: str, quantization: str | None, kv_cache_dtype
 def split(config, budget: float) -> list[dict]:
     """How the engine would divide this memory among its groups of layers; nothing where it is too little."""
     from ..model.config import ModelError
-    from ..serving.options import EngineOptions
-    from ..serving.sizing import size_cache
-    from ..serving.state import page_bytes
+    from ..serving.api.options import EngineOptions
+    from ..serving.device.state import page_bytes
+    from ..serving.engine.cache_size import size_cache
 
     options = EngineOptions(max_model_len=-1)
     try:

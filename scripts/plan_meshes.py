@@ -23,7 +23,7 @@ def propose(config, weights, device, devices: int, batch: int, length: int, best
     """All meshes that hold the work, in order, and what was asked."""
     from ..model.config import ModelError
     from ..model.planning import meshes
-    from ..serving.options import EngineOptions
+    from ..serving.api.options import EngineOptions
 
     if length > config.max_len:
         raise ModelError(f"--length is {length}; the model was made for at most {config.max_len} positions")

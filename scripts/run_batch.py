@@ -11,12 +11,13 @@ from typing import IO, Annotated, Any
 import typer
 
 from .. import __version__
-from ..serving.batch_file import BatchLine, error_line, parse_lines, result_line
-from ..serving.choices import Choices
+from ..serving.api.params import RequestError, shown
 from ..serving.progress import bar
-from ..serving.protocol import chat_answer, completion_answer
-from ..serving.protocol.answer import ChatRequest, Head, Usage
-from ..serving.request import RequestError, shown
+from ..serving.protocol.answers import chat as chat_answer
+from ..serving.protocol.answers import completion as completion_answer
+from ..serving.protocol.answers.answer import ChatRequest, Head, Usage
+from ..serving.protocol.answers.choices import Choices
+from ..serving.protocol.batch_file import BatchLine, error_line, parse_lines, result_line
 from . import options as o
 from .loading import load
 
@@ -132,7 +133,7 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> Job:
     asked = line.request
     if isinstance(asked, RequestError):
         return Job(line, error=asked)
-    from ..serving import prompting  # not at the top: `--help` must not wait for JAX
+    from ..serving.http import prompting  # not at the top: `--help` must not wait for JAX
 
     requests: list[Any] = []
     try:

@@ -200,8 +200,8 @@ def wanted_of(given: dict[str, Any]) -> Wanted:
     keys = read_keys(given["api_key"] or [], given["api_key_file"])
     template = None if given["chat_template"] is None else o.read_text(given["chat_template"])
 
+    from ..serving.http.prompting import Formats
     from ..serving.http.settings import Settings  # not at the top: `--help` must not wait for it
-    from ..serving.prompting import Formats
 
     parsers = given["tool_call_parser"], given["reasoning_parser"], given["enable_auto_tool_choice"]
     own = {field.name for field in fields(Settings)} & set(given)
@@ -272,9 +272,9 @@ def called(names: list[str], served: list[str]) -> list[tuple[str, ...]]:
 
 
 def entry(name: str | None, names: tuple[str, ...], options: dict[str, Any]) -> Any:
+    from ..serving.api.options import options_of
+    from ..serving.build import make_engine
     from ..serving.http.models import Model
-    from ..serving.options import options_of
-    from ..serving.setup import make_engine
 
     chosen = options_of(name, **options)  # wrong options are told before anything is loaded
 

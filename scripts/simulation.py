@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from ..serving.pages import PageTable
-from ..serving.request import SamplingParams
-from ..serving.scheduler import Limits, Plan, Scheduler, rank_of
-from ..serving.sequence import Sequence
+from ..serving.api.params import SamplingParams
+from ..serving.cache.page_table import PageTable
+from ..serving.engine.scheduler import Limits, Plan, Scheduler, rank_of
+from ..serving.request.sequence import Sequence
 
 PARAMS = SamplingParams()
 EVERY = 20  # steps between two looks at the whole

@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from .balance import given
-from .courier import Inbox, Listener
-from .engine import Engine
-from .engine_thread import EngineFailed, EngineThread
-from .experts import known
-from .journal import Told, retell
+from .api.options import Pooling, options_of
+from .api.outputs import Delta, Fresh, RequestOutput
+from .api.params import PLAIN, NotServing, SamplingParams, Terms
+from .build import make_engine
+from .device.expert_loads import known
+from .device.expert_rebalancer import given
+from .engine.delivery import Inbox, Listener
+from .engine.engine import Engine
+from .engine.thread import EngineFailed, EngineThread
 from .llm import Prompt, parse_prompt
-from .options import Pooling, options_of
-from .outputs import Delta, Fresh, RequestOutput
-from .request import PLAIN, NotServing, SamplingParams, Terms
-from .setup import make_engine
-from .stream import Request
+from .request.request import Request
+from .resume import Told, retell
 
 
 class Ask(NamedTuple):

@@ -11,13 +11,13 @@ import jax
 from ..model.checkpoint import hub
 from ..model.config import ModelError
 from ..ops.sampling import SlotState
-from .batch import Size
-from .hosts import GRACE, Follower
-from .moves import Moves
-from .options import EngineOptions, options_of
-from .runner import Runner
-from .setup import config_of, joined, make_runner, use_compile_cache
-from .wire import Changes
+from .api.options import EngineOptions, options_of
+from .build import config_of, joined, make_runner, use_compile_cache
+from .cache.page_moves import Moves
+from .device.batch import Size
+from .engine.runner import Runner
+from .multihost.connection import Changes
+from .multihost.leader import GRACE, Follower
 
 log = logging.getLogger("quire")
 

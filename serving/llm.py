@@ -8,16 +8,16 @@ from typing import Any
 
 from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
-from . import pooling, scoring
-from .balance import given
-from .beam import BeamSearchOutput, BeamSearchParams, search
-from .engine import Engine
-from .experts import known
-from .options import Pooling, options_of
-from .outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from .api.options import Pooling, options_of
+from .api.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from .api.params import PLAIN, RequestError, SamplingParams, Terms, shown
+from .build import make_engine
+from .device.expert_loads import known
+from .device.expert_rebalancer import given
+from .engine.beam_search import BeamSearchOutput, BeamSearchParams, search
+from .engine.engine import Engine
 from .progress import bar
-from .request import PLAIN, RequestError, SamplingParams, Terms, shown
-from .setup import make_engine
+from .request import pooling, scoring
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 TERMS = tuple(field.name for field in fields(Terms))

@@ -12,10 +12,10 @@ import msgspec
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
-from quire.serving.outputs import Logprob
+from quire.serving.api.outputs import Logprob
 from quire.serving.parsing.pieces import Arguments, Call, Piece, Said, Thought
-from quire.serving.protocol.answer import Answer, Part, ToolCall
-from quire.serving.protocol.collected import collect
+from quire.serving.protocol.answers.answer import Answer, Part, ToolCall
+from quire.serving.protocol.answers.collected import collect
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     ["\n\n", "data: x\r\n", "event: error", "\u2028", "é" * 5, "\x00"]

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.serving.http import admin, app, openapi, pooled, status, tokens
-from quire.serving.protocol import chat, completion, fields, messages, pooling, responses, schema, shapes
+from quire.serving.api.structured import SHAPES, SPACING
+from quire.serving.http import app
+from quire.serving.http.endpoints import admin, openapi, pooled, status, tokens
+from quire.serving.protocol import chat, completion, fields, messages, pooling, responses, schema
 from quire.serving.protocol import tokens as tokenizing
-from quire.serving.structure import SHAPES, SPACING
+from quire.serving.protocol.answers import shapes
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 CLIENTS = ("test_clients_openai", "test_clients_anthropic")

@@ -24,8 +24,8 @@ from quire.model.config import ModelError
 from quire.model.partition import part_of, splits
 from quire.ops import sampling
 from quire.ops.sampling import xla
-from quire.serving.batch import choose
-from quire.serving.sizing import held_bytes
+from quire.serving.device.batch import choose
+from quire.serving.engine.cache_size import held_bytes
 from quire.sharding.mesh import make_mesh, team
 
 pytestmark = pytest.mark.usefixtures("few_programs")

@@ -27,10 +27,10 @@ from quire.model.partition import falls_apart, splits
 from quire.model.planning.traffic import traffic
 from quire.model.weights import abstract
 from quire.ops.sampling.xla import CANDIDATES
-from quire.serving.batcher import Batcher
-from quire.serving.scheduler import Limits
-from quire.serving.sizing import held_bytes
-from quire.serving.stages import Stages
+from quire.serving.device.pipeline import Stages
+from quire.serving.engine.batch_builder import Batcher
+from quire.serving.engine.cache_size import held_bytes
+from quire.serving.engine.scheduler import Limits
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import nbytes
 

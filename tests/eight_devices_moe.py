@@ -20,10 +20,10 @@ from quire.model.checkpoint.placement import Homes
 from quire.model.config import ModelError, Moe
 from quire.model.weights import MoeWeights
 from quire.ops.expert_dispatch import capacity
-from quire.serving import experts
-from quire.serving.placement import transfers
-from quire.serving.request import RequestError
-from quire.serving.step import move_experts
+from quire.serving.api.params import RequestError
+from quire.serving.device import expert_loads
+from quire.serving.device.expert_placement import transfers
+from quire.serving.device.step import move_experts
 from quire.sharding.device_axes import WHOLE, Axis, Team
 from quire.sharding.mesh import make_mesh, team
 
@@ -251,7 +251,7 @@ def test_every_move_at_once():
 def test_balance_comes_by_itself(golden, monkeypatch):
     """Every so many steps, where it is worth it; the busiest device then has less to do."""
     made = golden("deepseek-v3")
-    monkeypatch.setattr(experts, "EVERY", 4)
+    monkeypatch.setattr(expert_loads, "EVERY", 4)
     options = SPARE["deepseek-v3"]
     llm = make(made.folder, **options, expert_rebalance_steps=20)
     prompt = {"prompt_token_ids": made.prompts[0]}
@@ -260,7 +260,7 @@ def test_balance_comes_by_itself(golden, monkeypatch):
     then = llm.get_metrics()["quire:expert_device_skew"]
     assert llm.get_metrics()["quire:expert_moves_total"] > 0
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == first
-    llm.engine.runner.experts.held_LS = experts.first_placements(llm.engine.runner.config)
+    llm.engine.runner.experts.held_LS = expert_loads.first_placements(llm.engine.runner.config)
     as_first = llm.get_metrics()["quire:expert_device_skew"]
     assert sum(then.values()) < sum(as_first.values())
     assert llm.engine.runner.compiles.recompiles == 0

@@ -12,13 +12,13 @@ import numpy as np
 
 from quire.ops.sampling import MAX_LOGPROBS, Sampled
 from quire.scripts.bench_host import pretended_engine
+from quire.serving.engine.runner import Drawn
 from quire.serving.http import server
 from quire.serving.http.models import Model, Models
+from quire.serving.http.prompting import Formats
 from quire.serving.http.service import Service
 from quire.serving.http.settings import Settings
-from quire.serving.prompting import Formats
-from quire.serving.runner import Drawn
-from quire.serving.watchers import watch
+from quire.serving.observe.observers import watch
 
 # A conversation as text that a script can look at: tools, then turns, as Hermes and Qwen write them.
 TEMPLATE = (

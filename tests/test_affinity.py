@@ -10,8 +10,8 @@ import typer
 
 from quire.__main__ import app
 from quire.model.config import ModelError
+from quire.serving.api.options import EngineOptions
 from quire.serving.http.settings import Settings
-from quire.serving.options import EngineOptions
 from quire.serving.ray import affinity as module
 from quire.serving.ray.affinity import CHUNK, MOST, SLACK, Affinity, beginnings, limit, of_body, of_tokens
 from quire.serving.ray.scale import Plan, Scale

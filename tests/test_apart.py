@@ -15,11 +15,11 @@ from test_golden import Golden
 
 import quire
 from quire.model.config import ModelError
-from quire.serving import apart
-from quire.serving.apart import WORTH, Apart, bring, read
+from quire.serving.api.params import PLAIN, SamplingParams, Terms
 from quire.serving.async_llm import Ask, AsyncLLM
-from quire.serving.handover import give, known, take
-from quire.serving.request import PLAIN, SamplingParams, Terms
+from quire.serving.ray import prefill
+from quire.serving.ray.kv_transfer import give, known, take
+from quire.serving.ray.prefill import WORTH, Apart, bring, read
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -205,7 +205,7 @@ def test_what_is_not_worth_it_stays(two, tokens, params, pooling):
 def test_more_than_the_host_may_hold(two):
     """The beginning of a prompt stays, and the answer is the same."""
     reader, writer = two
-    blocks = apart.give(reader.engine, [], None)  # nothing is something that can be given
+    blocks = prefill.give(reader.engine, [], None)  # nothing is something that can be given
     assert blocks.tokens == [] and not any(blocks.groups)
     size = max(writer.engine.pages.tiers.page_bytes)
     small = writer.engine.pages.tiers.capacity
@@ -228,7 +228,7 @@ def test_more_than_the_host_may_hold(two):
 TWO = """
 import asyncio, jax
 from quire import SamplingParams
-from quire.serving.apart import Apart
+from quire.serving.ray.prefill import Apart
 from quire.serving.async_llm import AsyncLLM
 chosen = {"kv_cache_host_bytes": 1 << 24, "kv_cache_memory_bytes": 1 << 24, "max_model_len": 128, "max_num_seqs": 2,
           "max_num_batched_tokens": 32}

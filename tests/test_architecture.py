@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ("sharding", "ops", "model", "serving", "scripts")  # each may import itself and what stands before it
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
 FILES += [ROOT / "__init__.py", ROOT / "__main__.py"]
-NO_JAX = ("serving.request", "serving.pages", "serving.scheduler")
+NO_JAX = ("serving.api.params", "serving.cache.page_table", "serving.engine.scheduler")
 BANNED = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch", "transformers"}
 PEERS = ROOT / "scripts" / "peers"
 GUESTS = [*sorted(PEERS.glob("run_*.py")), PEERS / "continuous.py"]  # they run other engines
@@ -27,7 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def name_of(path: Path) -> str:
-    """`serving/step.py` is `quire.serving.step`."""
+    """`serving/device/step.py` is `quire.serving.device.step`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(("quire", *parts)).removesuffix(".__init__")
 
@@ -122,7 +122,7 @@ def test_one_jit_on_the_serving_path():
             if isinstance(node, ast.Attribute) and node.attr in {"jit", "pjit", "pmap"}:
                 found.add(ids(path))
         found |= {ids(path) for _, module in imports(path) if module.split(".")[-1] in {"jit", "pjit", "pmap"}}
-    assert found == {"serving/step.py"}
+    assert found == {"serving/device/step.py"}
 
 
 def test_tables_are_complete_and_import():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.serving.batch import choose, sizes
+from quire.serving.device.batch import choose, sizes
 
 
 @pytest.mark.parametrize(("seqs", "rows"), [(1, 1), (1, 512), (2, 2), (3, 7), (4, 4), (32, 32), (32, 512), (256, 2048)])

@@ -10,12 +10,12 @@ from quire import LLM, BeamSearchParams, RequestError
 from quire.model import uncached
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
-from quire.serving.beam import search
-from quire.serving.engine import Engine
-from quire.serving.pages import PageTable
-from quire.serving.request import Terms
-from quire.serving.runner import Runner
-from quire.serving.scheduler import Limits
+from quire.serving.api.params import Terms
+from quire.serving.cache.page_table import PageTable
+from quire.serving.engine.beam_search import search
+from quire.serving.engine.engine import Engine
+from quire.serving.engine.runner import Runner
+from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import random_arrays
 
 LENGTH, VOCAB = 48, 40

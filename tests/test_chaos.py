@@ -14,9 +14,9 @@ from collections import Counter
 import pytest
 from served import served
 
+from quire.serving.api.options import options_of
+from quire.serving.build import make_engine
 from quire.serving.http.models import Model
-from quire.serving.options import options_of
-from quire.serving.setup import make_engine
 
 SECONDS = float(os.environ.get("QUIRE_CHAOS_SECONDS", "40"))
 CLIENTS = 48

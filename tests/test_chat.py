@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
-from quire.serving.outputs import Logprob
+from quire.serving.api.outputs import Logprob
+from quire.serving.api.params import RequestError, SamplingParams
 from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
-from quire.serving.protocol import chat_answer
-from quire.serving.protocol.answer import Answer, ChatRequest, Head, Part, Prompted, ToolCall, Usage
+from quire.serving.protocol.answers import chat as chat_answer
+from quire.serving.protocol.answers.answer import Answer, ChatRequest, Head, Part, Prompted, ToolCall, Usage
+from quire.serving.protocol.answers.shapes import DONE
 from quire.serving.protocol.chat import FIELDS, NEUTRAL, REFUSED, parse
-from quire.serving.protocol.shapes import DONE
-from quire.serving.request import RequestError, SamplingParams
 
 ASK = [{"role": "user", "content": "Hi"}]
 HEAD = Head("chatcmpl-1", "quill", 1700000000, "quire-0")

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.completion_create_params import CompletionCreateParamsStreaming
 
-from quire.serving.outputs import Logprob
+from quire.serving.api.outputs import Logprob
+from quire.serving.api.params import RequestError, SamplingParams
 from quire.serving.parsing.pieces import Said
-from quire.serving.protocol import completion_answer
-from quire.serving.protocol.answer import Answer, CompletionRequest, Head, Part, Prompted, Usage
+from quire.serving.protocol.answers import completion as completion_answer
+from quire.serving.protocol.answers.answer import Answer, CompletionRequest, Head, Part, Prompted, Usage
+from quire.serving.protocol.answers.shapes import DONE
 from quire.serving.protocol.completion import FIELDS, NEUTRAL, parse
-from quire.serving.protocol.shapes import DONE
-from quire.serving.request import RequestError, SamplingParams
 
 HEAD = Head("cmpl-1", "quill", 1700000000, "quire-0", [Prompted("ask", [1, 2])])
 USAGE = Usage(8, 9, 4)

@@ -4,8 +4,8 @@ import conformance
 import pytest
 from conformance import ENDPOINTS, PAGE, VALUES, Endpoint
 
+from quire.serving.api.params import RequestError
 from quire.serving.protocol.schema import BODIES
-from quire.serving.request import RequestError
 
 
 def refused(endpoint: Endpoint, **body) -> RequestError:

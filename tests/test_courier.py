@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.serving.courier import SLICE, Courier, Inbox, Listener
+from quire.serving.engine.delivery import SLICE, Courier, Inbox, Listener
 
 
 class Told:

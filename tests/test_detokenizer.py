@@ -7,7 +7,7 @@ import pytest
 from tokenizer_zoo import EOS, TURN, ZOO, characters, random_text, save
 
 from quire.model.text.tokenizer import Tokenizer
-from quire.serving.detokenizer import Detokenizer
+from quire.serving.request.detokenizer import Detokenizer
 
 
 @pytest.fixture(scope="module", params=ZOO)

@@ -12,8 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from quire.serving import disk as module
-from quire.serving.disk import DiskPages
+from quire.serving.cache import disk_cache as module
+from quire.serving.cache.disk_cache import DiskPages
 
 DIGEST, TOKENS = bytes(range(32)), np.arange(16, dtype=np.int32).tobytes()
 DATA = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
@@ -108,7 +108,7 @@ WRITER = f"""
 import sys
 import numpy as np
 from pathlib import Path
-from quire.serving.disk import DiskPages
+from quire.serving.cache.disk_cache import DiskPages
 disk = DiskPages(Path(sys.argv[1]), 1 << 30)
 print("ready", flush=True)
 for index in range(10**6):

@@ -12,9 +12,9 @@ import pytest
 
 from quire.scripts.bench_host import pretended_engine
 from quire.scripts.simulation import Cost, Job, Simulation, reasons
-from quire.serving.pages import PageTable
-from quire.serving.request import RequestError, SamplingParams, Terms
-from quire.serving.scheduler import Limits
+from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.cache.page_table import PageTable
+from quire.serving.engine.scheduler import Limits
 
 SEEDS = int(os.environ.get("QUIRE_SEEDS", "100"))  # more find more
 

@@ -15,17 +15,17 @@ import pytest
 from quire.model import uncached
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
-from quire.serving import disk as disk_module
-from quire.serving import state as state_module
-from quire.serving.disk import DiskPages
-from quire.serving.engine import Engine
-from quire.serving.pages import PageTable
-from quire.serving.request import RequestError, SamplingParams, Terms
-from quire.serving.runner import Runner
-from quire.serving.scheduler import POINT, Limits
-from quire.serving.state import page_bytes
-from quire.serving.tiers import Tiers
-from quire.serving.trace import Trace
+from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.cache import disk_cache as disk_module
+from quire.serving.cache.disk_cache import DiskPages
+from quire.serving.cache.host_cache import Tiers
+from quire.serving.cache.page_table import PageTable
+from quire.serving.device import state as state_module
+from quire.serving.device.state import page_bytes
+from quire.serving.engine.engine import Engine
+from quire.serving.engine.runner import Runner
+from quire.serving.engine.scheduler import POINT, Limits
+from quire.serving.observe.trace import Trace
 from quire.sharding.spec import random_arrays
 
 LENGTH, VOCAB = 64, 96

@@ -14,11 +14,11 @@ from test_golden import Golden
 from quire import LLM, SamplingParams
 from quire.model import decoder, uncached
 from quire.model.checkpoint import loader
-from quire.serving import experts
-from quire.serving.experts import Experts
-from quire.serving.metrics import render
-from quire.serving.request import RequestError
-from quire.serving.state import State
+from quire.serving.api.params import RequestError
+from quire.serving.device import expert_loads
+from quire.serving.device.expert_loads import Experts
+from quire.serving.device.state import State
+from quire.serving.observe.metrics import render
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -134,13 +134,13 @@ def test_counters_that_wrap_and_come_late(mixture):
         return asked[-1]
 
     host.program = program
-    for step in range(1, 12 * experts.EVERY + 1):
-        rows += (1 << 30) // experts.EVERY
-        if step % (2 * experts.EVERY) == 5:
+    for step in range(1, 12 * expert_loads.EVERY + 1):
+        rows += (1 << 30) // expert_loads.EVERY
+        if step % (2 * expert_loads.EVERY) == 5:
             for late in asked:
                 late.ready = True
         host.launched(state)
-        assert len(asked) <= step // experts.EVERY
+        assert len(asked) <= step // expert_loads.EVERY
     for late in asked:
         late.ready = True
     host.since = 0

@@ -8,11 +8,11 @@ from answers import JSON
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.serving.api.params import RequestError, SamplingParams, Terms
 from quire.serving.protocol import chat as chats
 from quire.serving.protocol import completion as completions
-from quire.serving.protocol.answer import Delivery
+from quire.serving.protocol.answers.answer import Delivery
 from quire.serving.protocol.fields import ABSENT, LABELS, SAMPLING
-from quire.serving.request import RequestError, SamplingParams, Terms
 
 VALUES: dict[str, Any] = {  # a value for each sampling field, as JSON has it
     "n": 3, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "temperature": 0,

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from served import model_of, served
 
-from quire.serving.http.openapi import ABOUT, ERROR
-from quire.serving.options import options_of
+from quire.serving.api.options import options_of
+from quire.serving.build import make_engine
+from quire.serving.http.endpoints.openapi import ABOUT, ERROR
+from quire.serving.observe.observers import watch
 from quire.serving.protocol.schema import BODIES
-from quire.serving.setup import make_engine
-from quire.serving.watchers import watch
 
 TOTAL = int(os.environ.get("QUIRE_FUZZ", 3000))
 MOST_TOKENS = 6

@@ -20,10 +20,10 @@ from quire.scripts import gpu_attention, gpu_check, gpu_pieces, gpu_serving, gpu
 from quire.scripts.gpu_attention import RIGHT, Work
 from quire.scripts.gpu_check import PARTS, Part, check
 from quire.scripts.gpu_common import FULL, PAGE, TINY, Report, attention_by, read_bytes
-from quire.serving.batcher import Batcher
-from quire.serving.scheduler import Limits
-from quire.serving.stages import Stages
-from quire.serving.step import step
+from quire.serving.device.pipeline import Stages
+from quire.serving.device.step import step
+from quire.serving.engine.batch_builder import Batcher
+from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
 
 

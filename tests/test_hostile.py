@@ -19,13 +19,13 @@ from canary import BODIES, JSON, TURN, Canary, Client, settled, text_of
 from served import FORMATS, model_of, scripted, served
 
 from quire.model.config import ModelError
+from quire.serving.api.params import INT32_MAX
 from quire.serving.http import guard
 from quire.serving.http.app import make_app
 from quire.serving.http.logs import Json, Plain
 from quire.serving.http.models import Model
 from quire.serving.protocol.schema import BODIES as SCHEMAS
 from quire.serving.protocol.schema import body_schema
-from quire.serving.request import INT32_MAX
 
 ROOT = Path(guard.__file__).parents[2]
 NO_JSON = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 5000)
@@ -747,7 +747,7 @@ LISTENS = {"listen", "bind", "create_server", "start_server", "start_unix_server
            "serve_forever", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "UnixStreamServer",
            "add_insecure_port"}  # fmt: skip
 ELSE = {  # processes of one engine meet; Ray's replicas are bound to what they are given, and a free port is looked for
-    "serving/meeting.py": "create_server", "scripts/bench_host.py": "create_server",
+    "serving/multihost/rendezvous.py": "create_server", "scripts/bench_host.py": "create_server",
     "serving/ray/deploy.py": "bind", "scripts/serve_ray.py": "bind", "scripts/bench_ray.py": "bind",
 }  # fmt: skip
 LISTENERS = {"socketserver", "http.server", "xmlrpc", "multiprocessing", "zmq", "grpc", "websockets", "debugpy", "rpyc"}

@@ -23,9 +23,9 @@ from test_golden import Golden
 from quire import LLM, ModelError, follow
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.orbax import save
-from quire.serving import meeting, wire
-from quire.serving.hosts import EXIT
-from quire.serving.options import EngineOptions
+from quire.serving.api.options import EngineOptions
+from quire.serving.multihost import connection, rendezvous
+from quire.serving.multihost.leader import EXIT
 
 HERE = Path(__file__).parent
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 4 << 20}
@@ -221,7 +221,7 @@ def test_another_wish_is_refused(folder, started, tmp_path):
     ],
 )
 def test_who_is_refused(index, theirs, said):
-    why = meeting.refusal(index, theirs, {"dtype": "float32", "block_size": 16}, [1, 2], 3)
+    why = rendezvous.refusal(index, theirs, {"dtype": "float32", "block_size": 16}, [1, 2], 3)
     assert why is None if said is None else re.search(said, why)
 
 
@@ -229,21 +229,21 @@ def test_what_must_be_the_same(folder, tmp_path):
     """The model by what is in it, wherever it lies; not what each process may choose."""
     other = tmp_path / "model"
     shutil.copytree(folder, other)
-    one = meeting.facts_of(EngineOptions(str(folder), seed=1), folder)
-    assert one == meeting.facts_of(EngineOptions(str(other), seed=2), other)
+    one = rendezvous.facts_of(EngineOptions(str(folder), seed=1), folder)
+    assert one == rendezvous.facts_of(EngineOptions(str(other), seed=2), other)
     (other / "config.json").write_text((other / "config.json").read_text() + " ")
-    changed = meeting.facts_of(EngineOptions(str(other)), other)
+    changed = rendezvous.facts_of(EngineOptions(str(other)), other)
     assert {name for name in one if one[name] != changed[name]} == {"the digest of the model's config.json"}
 
 
 def test_strangers_are_left_outside(folder):
     """Somebody who knocks with something else does not disturb those who come together."""
     options = [EngineOptions(**together(3), process_id=index) for index in range(3)]
-    host, port = meeting.address_of(options[0].coordinator_address)
-    found: dict[int, wire.Line] = {}
+    host, port = rendezvous.address_of(options[0].coordinator_address)
+    found: dict[int, connection.Line] = {}
 
     def come(index: int) -> None:
-        found[index] = meeting.come(host, port, options[index], {"a": 1}, print)
+        found[index] = rendezvous.come(host, port, options[index], {"a": 1}, print)
 
     def knock() -> None:
         deadline = time.monotonic() + 20
@@ -259,7 +259,7 @@ def test_strangers_are_left_outside(folder):
         thread.start()
     late = threading.Timer(0.5, others[1].start)
     late.start()
-    lines = meeting.gather(host, port, options[0], {"a": 1}, print)
+    lines = rendezvous.gather(host, port, options[0], {"a": 1}, print)
     for thread in (stranger, late, *others):
         thread.join()
     assert sorted(lines) == sorted(found) == [1, 2]
@@ -308,15 +308,15 @@ def arrays() -> list[np.ndarray]:
 
 def test_arrays_arrive_as_they_were():
     for array in arrays():
-        kind, (found,) = received(wire.frame("step", array))
+        kind, (found,) = received(connection.frame("step", array))
         assert kind == "step"
         assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
-    assert len(wire.frame("set_bias", arrays()[1])) < 50000 / 8 + 100  # a bit a word
-    assert len(wire.frame("reset_slot", arrays()[2])) < 100
+    assert len(connection.frame("set_bias", arrays()[1])) < 50000 / 8 + 100  # a bit a word
+    assert len(connection.frame("reset_slot", arrays()[2])) < 100
 
 
 def test_changes_arrive():
-    rng, there, here = np.random.default_rng(0), wire.Changes(), wire.Changes()
+    rng, there, here = np.random.default_rng(0), connection.Changes(), connection.Changes()
     buffers = {size: rng.integers(0, 9, 10 * size, np.int32) for size in (3, 70)}
     for step in range(50):
         size = (3, 70)[step % 3 == 0]
@@ -334,7 +334,7 @@ def received(data: bytes) -> tuple[str, list]:
     with one, two:
         sender = threading.Thread(target=one.sendall, args=(data,))
         sender.start()
-        with contextlib.closing(wire.Line(two)) as line:
+        with contextlib.closing(connection.Line(two)) as line:
             found = line.receive(5)
         sender.join()
         return found
@@ -362,11 +362,12 @@ def test_what_is_no_message(data, said):
     with two:
         one.sendall(data)
         one.close()
-        with contextlib.closing(wire.Line(two)) as line, pytest.raises(wire.Gone, match=said):
+        with contextlib.closing(connection.Line(two)) as line, pytest.raises(connection.Gone, match=said):
             line.receive(5)
 
 
 def test_silence():
     one, two = pair()
-    with one, contextlib.closing(wire.Line(two)) as line, pytest.raises(wire.Gone, match="nothing was heard .* 0.05 s"):
+    told = "nothing was heard .* 0.05 s"
+    with one, contextlib.closing(connection.Line(two)) as line, pytest.raises(connection.Gone, match=told):
         line.receive(0.05)

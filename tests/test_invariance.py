@@ -12,14 +12,14 @@ import pytest
 
 from quire.model.checkpoint import hub, loader
 from quire.ops import attention
-from quire.serving.disk import DiskPages
-from quire.serving.engine import Engine
-from quire.serving.pages import PageTable
-from quire.serving.request import SamplingParams
-from quire.serving.runner import Runner
-from quire.serving.scheduler import Limits
-from quire.serving.state import page_bytes
-from quire.serving.tiers import Tiers
+from quire.serving.api.params import SamplingParams
+from quire.serving.cache.disk_cache import DiskPages
+from quire.serving.cache.host_cache import Tiers
+from quire.serving.cache.page_table import PageTable
+from quire.serving.device.state import page_bytes
+from quire.serving.engine.engine import Engine
+from quire.serving.engine.runner import Runner
+from quire.serving.engine.scheduler import Limits
 
 MIXES = int(os.environ.get("QUIRE_MIXES", "20"))
 LENGTH = 256

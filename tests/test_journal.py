@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.serving.api.options import options_of
+from quire.serving.build import make_engine
 from quire.serving.http.app import make_app
 from quire.serving.http.models import Model, Models
 from quire.serving.http.service import Service
 from quire.serving.http.settings import Settings
-from quire.serving.journal import Journal
-from quire.serving.options import options_of
-from quire.serving.ray.wire import Call, Piece, Start, Wire
-from quire.serving.setup import make_engine
+from quire.serving.ray.message import Call, Piece, Start, Wire
+from quire.serving.resume import Journal
 
 FOLDER = Path(quire.__file__).parent / "model" / "quill_draft"
 STORY = {"prompt": "Once upon a time", "max_tokens": 30}

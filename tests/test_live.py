@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.scripts.bench_host import pretended_engine
-from quire.serving import live as module
-from quire.serving.engine import Engine
-from quire.serving.pages import PageTable
-from quire.serving.request import SamplingParams, Terms
-from quire.serving.watchers import watch
+from quire.serving.api.params import SamplingParams, Terms
+from quire.serving.cache.page_table import PageTable
+from quire.serving.engine.engine import Engine
+from quire.serving.observe import live_view as module
+from quire.serving.observe.observers import watch
 
 KEYS = {
     "t", "page_size", "limits", "groups", "used", "running", "waiting", "num_running", "num_waiting", "steps",

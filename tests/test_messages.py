@@ -15,11 +15,11 @@ from anthropic.types.shared import ErrorResponse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.serving.api.params import RequestError, SamplingParams, Terms
 from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
 from quire.serving.protocol import messages
-from quire.serving.protocol.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage
+from quire.serving.protocol.answers.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage
 from quire.serving.protocol.messages import COUNTED, FIELDS, LABELS, NEUTRAL, OWN_SAMPLING, REFUSED
-from quire.serving.request import RequestError, SamplingParams, Terms
 
 HEAD = Head("msg_1", "quill", 1700000000, "quire-0")
 USAGE = Usage(30, 12, 16, 5)

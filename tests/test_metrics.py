@@ -20,16 +20,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny import write
 
 from quire.scripts.bench_host import pretended_engine
-from quire.serving.engine import Engine
-from quire.serving.histogram import Histogram, Recent, one_two_five
+from quire.serving.api.outputs import FINISH_REASONS
+from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.cache.page_table import PageTable
+from quire.serving.engine.engine import Engine
 from quire.serving.llm import LLM
-from quire.serving.metrics import Http, Metrics, render
-from quire.serving.outputs import FINISH_REASONS
-from quire.serving.pages import PageTable
-from quire.serving.pooling import PARAMS
-from quire.serving.request import RequestError, SamplingParams, Terms
-from quire.serving.trace import NoTrace, Trace
-from quire.serving.watchers import watch
+from quire.serving.observe.histogram import Histogram, Recent, one_two_five
+from quire.serving.observe.metrics import Http, Metrics, render
+from quire.serving.observe.observers import watch
+from quire.serving.observe.trace import NoTrace, Trace
+from quire.serving.request.pooling import PARAMS
 
 BOARD = Path(__file__).parents[1] / "deploy" / "grafana.json"
 LATENCY = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]

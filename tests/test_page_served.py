@@ -8,8 +8,8 @@ from served import model_of, served
 from test_page import CHROMIUM, FLAGS, Tab, until
 from test_page import pytestmark as needs_chromium
 
-from quire.serving.options import options_of
-from quire.serving.setup import make_engine
+from quire.serving.api.options import options_of
+from quire.serving.build import make_engine
 
 pytestmark = needs_chromium
 

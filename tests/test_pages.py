@@ -7,12 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.serving.pages import PageTable
-from quire.serving.prefix import Found
-from quire.serving.recall import ready, saving
-from quire.serving.request import SamplingParams
-from quire.serving.sequence import Sequence
-from quire.serving.tiers import Tiers
+from quire.serving.api.params import SamplingParams
+from quire.serving.cache.host_cache import Tiers
+from quire.serving.cache.page_table import PageTable
+from quire.serving.cache.prefetch import ready, saving
+from quire.serving.cache.prefix_tree import Found
+from quire.serving.request.sequence import Sequence
 
 
 def sequence(tokens=(0,), salt: str | None = None) -> Sequence:

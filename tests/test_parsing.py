@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from quire.serving import parsing
 from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
-from quire.serving.protocol.answer import ToolCall
-from quire.serving.protocol.collected import collect
+from quire.serving.protocol.answers.answer import ToolCall
+from quire.serving.protocol.answers.collected import collect
 
 MARKERS = (
     "<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|python_tag|> <|start|> <|channel|> "

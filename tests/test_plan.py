@@ -12,7 +12,7 @@ from quire.__main__ import app, main
 from quire.model.checkpoint.loader import family_of
 from quire.model.config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe, Rope
 from quire.model.planning import cost
-from quire.serving.state import page_bytes
+from quire.serving.device.state import page_bytes
 from quire.sharding.spec import nbytes
 
 LLAMA = {

@@ -11,14 +11,14 @@ from quire import LLM, SamplingParams
 from quire.model import uncached
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
-from quire.serving.engine import Engine
-from quire.serving.options import POOLINGS
-from quire.serving.outputs import RequestOutput
-from quire.serving.pages import PageTable
-from quire.serving.pooling import PARAMS, Pool, embedding
-from quire.serving.request import RequestError
-from quire.serving.runner import Runner
-from quire.serving.scheduler import Limits
+from quire.serving.api.options import POOLINGS
+from quire.serving.api.outputs import RequestOutput
+from quire.serving.api.params import RequestError
+from quire.serving.cache.page_table import PageTable
+from quire.serving.engine.engine import Engine
+from quire.serving.engine.runner import Runner
+from quire.serving.engine.scheduler import Limits
+from quire.serving.request.pooling import PARAMS, Pool, embedding
 
 LENGTH = 256
 TEXTS = ["Once upon a time", "A dog ran home.", "x", "The small fox lived by the river, and the river sang. " * 3]

@@ -11,9 +11,9 @@ import pytest
 from canary import BODIES, Canary, Client, settled, text_of
 from served import FORMATS, model_of, scripted, served
 
-from quire.serving.options import options_of
-from quire.serving.setup import make_engine
-from quire.serving.watchers import watch
+from quire.serving.api.options import options_of
+from quire.serving.build import make_engine
+from quire.serving.observe.observers import watch
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from test_scheduler import Device, sequence
 
-from quire.serving.batcher import Batcher
-from quire.serving.moves import Moves
-from quire.serving.pages import PageTable
-from quire.serving.prefix import Copy, Node
-from quire.serving.replicas import Batchers, Replicas, Tables, batcher_of
-from quire.serving.scheduler import Limits, Plan, Scheduler
+from quire.serving.cache.page_moves import Moves
+from quire.serving.cache.page_table import PageTable
+from quire.serving.cache.prefix_tree import Copy, Node
+from quire.serving.engine.batch_builder import Batcher
+from quire.serving.engine.replicas import Batchers, Replicas, Tables, batcher_of
+from quire.serving.engine.scheduler import Limits, Plan, Scheduler
 
 PAGE = 4
 

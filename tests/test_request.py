@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.serving.request import RequestError, SamplingParams
+from quire.serving.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.serving.api.params import RequestError, SamplingParams
 
 INFINITY, NAN = float("inf"), float("nan")
 INTEGERS = {  # field: (least, most, default)
@@ -252,5 +252,5 @@ def test_results():
 
 
 def test_requests_need_no_jax():
-    code = "import sys, quire.serving.request, quire.serving.outputs; sys.exit('jax' in sys.modules)"
+    code = "import sys, quire.serving.api.params, quire.serving.api.outputs; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
+from quire.serving.api.params import RequestError, SamplingParams, Terms
 from quire.serving.parsing.pieces import Arguments, Call, Said
 from quire.serving.protocol import responses
-from quire.serving.protocol.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage
+from quire.serving.protocol.answers.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage
 from quire.serving.protocol.responses import FIELDS, INCLUDED, LOGPROBS, NEUTRAL, OWN_SAMPLING, REASONING, REFUSED
-from quire.serving.request import RequestError, SamplingParams, Terms
 
 HEAD = Head("resp_1", "quill", 1700000000, "quire-0")
 USAGE = Usage(30, 12, 16, 5)

@@ -10,9 +10,9 @@ import pytest
 import quire
 from quire.__main__ import main
 from quire.model.text.chat_template import PromptError
-from quire.serving.batch_file import parse_lines
-from quire.serving.outputs import CompletionOutput, FinishReason, RequestOutput
-from quire.serving.request import RequestError, SamplingParams
+from quire.serving.api.outputs import CompletionOutput, FinishReason, RequestOutput
+from quire.serving.api.params import RequestError, SamplingParams
+from quire.serving.protocol.batch_file import parse_lines
 
 CHAT = "/v1/chat/completions"
 

@@ -5,11 +5,11 @@ from itertools import groupby
 import numpy as np
 import pytest
 
-from quire.serving.line import Line
-from quire.serving.pages import PageTable
-from quire.serving.request import SamplingParams
-from quire.serving.scheduler import Limits, Scheduler
-from quire.serving.sequence import Sequence
+from quire.serving.api.params import SamplingParams
+from quire.serving.cache.page_table import PageTable
+from quire.serving.engine.scheduler import Limits, Scheduler
+from quire.serving.engine.waiting_queue import Line
+from quire.serving.request.sequence import Sequence
 
 
 def sequence(index: int, prompt: int, output: int, token: int | None = None, **settings) -> Sequence:

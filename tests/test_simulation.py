@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from quire.scripts.simulation import Cost, Job, Policy, Simulation, conversations, reasons
-from quire.serving.pages import PageTable
-from quire.serving.scheduler import POINT, Limits
+from quire.serving.cache.page_table import PageTable
+from quire.serving.engine.scheduler import POINT, Limits
 
 
 def make(pages=(2000, 600), windows=(None, 64), limits=(64, 512, 64), **options) -> Simulation:

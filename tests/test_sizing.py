@@ -8,11 +8,11 @@ import pytest
 from quire import LLM
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
-from quire.serving.group import Group
-from quire.serving.options import EngineOptions
-from quire.serving.scheduler import Limits
-from quire.serving.sizing import size_cache, working_bytes
-from quire.serving.state import page_bytes
+from quire.serving.api.options import EngineOptions
+from quire.serving.cache.page_pool import Group
+from quire.serving.device.state import page_bytes
+from quire.serving.engine.cache_size import size_cache, working_bytes
+from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import nbytes
 
 
@@ -65,7 +65,7 @@ def test_a_step_is_measured_by_its_compiler(config):
 
 def test_a_share_of_the_memory_is_kept_to(monkeypatch):
     """As on a device of 64 MiB: weights, cache and working memory together stay below the share."""
-    monkeypatch.setattr("quire.serving.sizing.device_memory", lambda: 64 << 20)
+    monkeypatch.setattr("quire.serving.engine.cache_size.device_memory", lambda: 64 << 20)
     llm = LLM(gpu_memory_utilization=0.8, max_num_seqs=2048, max_num_batched_tokens=2048, dtype="float32")
     runner = llm.engine.runner
     pages = nbytes(runner.state.pages)

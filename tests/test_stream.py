@@ -8,10 +8,10 @@ import pytest
 from tokenizer_zoo import ZOO, save
 
 from quire.model.text.tokenizer import Tokenizer
-from quire.serving.outputs import CompletionOutput, Fresh
-from quire.serving.request import SamplingParams
-from quire.serving.sequence import Sequence
-from quire.serving.stream import Request
+from quire.serving.api.outputs import CompletionOutput, Fresh
+from quire.serving.api.params import SamplingParams
+from quire.serving.request.request import Request
+from quire.serving.request.sequence import Sequence
 
 
 @pytest.fixture(scope="module", params=ZOO)

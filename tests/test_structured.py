@@ -20,14 +20,14 @@ from tokenizer_zoo import ZOO, save
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import hub, loader
 from quire.model.text.tokenizer import Tokenizer
-from quire.serving import grammar
-from quire.serving import runner as runner_module
-from quire.serving.engine import Engine
-from quire.serving.grammar import MAX_KEPT, Grammars
-from quire.serving.pages import PageTable
-from quire.serving.request import RequestError
-from quire.serving.runner import Runner
-from quire.serving.scheduler import Limits
+from quire.serving.api.params import RequestError
+from quire.serving.cache.page_table import PageTable
+from quire.serving.engine import runner as runner_module
+from quire.serving.engine.engine import Engine
+from quire.serving.engine.runner import Runner
+from quire.serving.engine.scheduler import Limits
+from quire.serving.request import grammar
+from quire.serving.request.grammar import MAX_KEPT, Grammars
 
 PROMPTS = ["Once upon a time", "Tom went to the", "{", "name:"]
 REGEXES = [

@@ -18,6 +18,7 @@ from ...ops.quant.stack import Stack
 from ...sharding import local_shards
 from ...sharding.mesh import shardings
 from ...sharding.spec import ArraySpec, nbytes
+from .. import families
 from ..config import CACHES, ModelConfig, ModelError
 from ..families import FAMILIES
 from ..weights import ModelWeights, abstract, dense_specs
@@ -36,7 +37,7 @@ def family_of(hf: dict) -> Any:
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(f"model type {kind!r} is not supported; supported are {', '.join(sorted(FAMILIES))}")
-    return importlib.import_module(FAMILIES[kind], f"{__package__}.families")
+    return importlib.import_module(FAMILIES[kind], families.__name__)
 
 
 def read_config(
@@ -226,7 +227,7 @@ def specs_of(folder: Path, config: ModelConfig) -> ModelWeights:
 
 def module_of(config: ModelConfig) -> Any:
     """The module of a configuration's family."""
-    return importlib.import_module(FAMILIES[config.family], f"{__package__}.families")
+    return importlib.import_module(FAMILIES[config.family], families.__name__)
 
 
 def find_parts(folder: Path, config: ModelConfig, stored: Stored | None = None) -> tuple[dict[str, Any], Any]:

@@ -5,14 +5,14 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from ..api.outputs import Fresh, RequestOutput
 from ..async_llm import Answers
-from ..choices import Choices, EngineError
-from ..engine_thread import EngineFailed
-from ..journal import Journal
-from ..outputs import Fresh, RequestOutput
-from ..prompting import Prepared
-from ..protocol.answer import Answer, Part, Usage
+from ..engine.thread import EngineFailed
+from ..protocol.answers.answer import Answer, Part, Usage
+from ..protocol.answers.choices import Choices, EngineError
+from ..resume import Journal
 from .errors import HttpError, as_http
+from .prompting import Prepared
 
 log = logging.getLogger("quire")
 

@@ -14,14 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .. import prompting
-from ..protocol import chat, chat_answer, completion, completion_answer, messages, responses
-from . import admin, pooled, status, tokens
+from ..protocol import chat, completion, messages, responses
+from ..protocol.answers import chat as chat_answer
+from ..protocol.answers import completion as completion_answer
+from . import prompting
 from .answering import Gone
+from .endpoints import admin, pooled, status, tokens
+from .endpoints.static import page_routes
 from .errors import HttpError, as_http, error_response
 from .guard import Guard
 from .service import Protocol, Service
-from .static import page_routes
 from .watchdog import heartbeat
 
 log = logging.getLogger("quire")

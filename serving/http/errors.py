@@ -5,10 +5,11 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from ..choices import EngineError
-from ..engine_thread import EngineFailed
-from ..protocol import messages, shapes
-from ..request import NotServing, QueueFull, RequestError
+from ..api.params import NotServing, QueueFull, RequestError
+from ..engine.thread import EngineFailed
+from ..protocol import messages
+from ..protocol.answers import shapes
+from ..protocol.answers.choices import EngineError
 
 
 class HttpError(Exception):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..request import SamplingParams
+from ..api.params import SamplingParams
 from .answering import Answering
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...model.config import ModelError
+from ..api.params import shown
 from ..async_llm import AsyncLLM
-from ..engine import Engine
-from ..engine_thread import EngineFailed
-from ..request import shown
-from ..setup import on_host
+from ..build import on_host
+from ..engine.engine import Engine
+from ..engine.thread import EngineFailed
 from .errors import HttpError
 
 log = logging.getLogger("quire")

@@ -14,20 +14,20 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from ...model.config import ModelError
+from ..api.params import RequestError, Terms
 from ..async_llm import Answers, Ask, AsyncLLM
-from ..engine import Engine
-from ..journal import Journal, seed_of
-from ..metrics import Http
-from ..prompting import Formats, Prepared
-from ..protocol.answer import Head, Prompted
-from ..request import RequestError, Terms
-from ..stream import Request as Served
+from ..engine.engine import Engine
+from ..observe.metrics import Http
+from ..protocol.answers.answer import Head, Prompted
+from ..request.request import Request as Served
+from ..resume import Journal, seed_of
 from .answering import Answering, EventStream, Gone, until_gone
 from .errors import HttpError, Json
 from .facts import span_facts, tell
 from .guard import digest, new_id, too_large
 from .logs import access
 from .models import Models
+from .prompting import Formats, Prepared
 from .settings import Settings
 from .telemetry import make_tracer
 

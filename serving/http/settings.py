@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..prompting import Formats
-from ..request import MAX_CHOICES
+from ..api.params import MAX_CHOICES
+from .prompting import Formats
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..request import INT32_MAX, MAX_LOGPROBS, RequestError, SamplingParams, boolean, integer, refuse_unknown, shown
-from ..request import unicode_text as unicode
-from .answer import ChatRequest
+from ..api.params import INT32_MAX, MAX_LOGPROBS, RequestError, SamplingParams, boolean, integer, refuse_unknown, shown
+from ..api.params import unicode_text as unicode
+from .answers.answer import ChatRequest
 from .fields import (
     ABSENT,
     DELIVERY,

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from ..request import INT32_MAX, RequestError, SamplingParams, boolean, items, shown, token_ids
-from ..request import unicode_text as unicode
-from .answer import CompletionRequest
+from ..api.params import INT32_MAX, RequestError, SamplingParams, boolean, items, shown, token_ids
+from ..api.params import unicode_text as unicode
+from .answers.answer import CompletionRequest
 from .fields import DELIVERY, LABELS, SAMPLING, TERMS, delivery_of, known_fields, structure, terms_of, truncation
 
 FIELDS = (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..request import RequestError, shown, unicode_text
+from ..api.params import RequestError, shown, unicode_text
 
 
 class Conversation:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..request import INT32_MAX, RequestError, Terms, boolean, integer, refuse_unknown, shown, unicode_text
-from .answer import Delivery
+from ..api.params import INT32_MAX, RequestError, Terms, boolean, integer, refuse_unknown, shown, unicode_text
+from .answers.answer import Delivery
 
 SAMPLING = (  # fields that are SamplingParams' own, under the same name
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..request import INT32_MAX, RequestError, SamplingParams, boolean, integer, shown, strings, unicode_text
-from .answer import ChatRequest
+from ..api.params import INT32_MAX, RequestError, SamplingParams, boolean, integer, shown, strings, unicode_text
+from .answers.answer import ChatRequest
+from .answers.messages import Stream, error, response
+from .answers.objects import listed, plain, texts, typed
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
 from .conversation import Conversation, choice_of
 from .fields import SAMPLING, TERMS, delivery_of, known_fields, schema_of, template_options, terms_of, truncation
-from .messages_answer import Stream, error, response
-from .objects import listed, plain, texts, typed
 
 __all__ = ["Stream", "error", "parse", "parse_count", "response"]
 

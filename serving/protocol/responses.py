@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..request import INT32_MAX, MAX_LOGPROBS, RequestError, SamplingParams, boolean, integer, shown, unicode_text
-from .answer import ChatRequest
+from ..api.params import INT32_MAX, MAX_LOGPROBS, RequestError, SamplingParams, boolean, integer, shown, unicode_text
+from .answers.answer import ChatRequest
+from .answers.objects import listed, plain, texts, typed
+from .answers.responses import Stream, response
+from .answers.shapes import error
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
 from .conversation import Conversation, choice_of
 from .fields import (
@@ -18,9 +21,6 @@ from .fields import (
     terms_of,
     truncation,
 )
-from .objects import listed, plain, texts, typed
-from .responses_answer import Stream, response
-from .shapes import error
 
 __all__ = ["Stream", "error", "parse", "response"]
 

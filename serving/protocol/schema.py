@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..request import (
+from ..api.params import (
     INT32_MAX,
     MAX_BIASES,
     MAX_CHOICES,

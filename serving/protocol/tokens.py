@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..request import INT32_MAX, RequestError, boolean, integer, token_ids
-from ..request import unicode_text as unicode
+from ..api.params import INT32_MAX, RequestError, boolean, integer, token_ids
+from ..api.params import unicode_text as unicode
 from .chat import parse_messages, parse_tools
 from .fields import TEMPLATE, known_fields, template_options
 

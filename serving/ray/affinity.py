@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from .wire import Headers
+from .message import Headers
 
 Routing = Literal["prefix", "round-robin"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)

@@ -9,7 +9,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from ...model.config import ModelError
-from ..options import PARALLEL
+from ..api.options import PARALLEL
 from .front import APP, ENGINE, FRONT, READER, Front
 from .replica import Reader, Replica
 from .router import Router

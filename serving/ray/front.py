@@ -11,16 +11,16 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..exposition import expose
-from ..families import Family
+from ..api.params import QueueFull
 from ..http.errors import HttpError, Json, error_response
 from ..http.guard import Guard, too_large
 from ..http.logs import setup_logging
-from ..request import QueueFull
+from ..observe.metric_families import Family
+from ..observe.prometheus import expose
 from .affinity import of_body
+from .message import Call, Headers, Piece, Start
 from .replica import ReplicaFailed
 from .scale import Plan
-from .wire import Call, Headers, Piece, Start
 
 log = logging.getLogger("quire")
 

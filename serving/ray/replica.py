@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...model.checkpoint import hub
-from ..apart import bring, read
+from ..api.options import EngineOptions, options_of
+from ..api.params import SamplingParams, Terms
 from ..async_llm import Ask, AsyncLLM
-from ..engine import Engine
-from ..families import Family
-from ..handover import Handover, check_alike, tiers_of
+from ..build import identity, make_engine
+from ..engine.engine import Engine
 from ..http.app import make_app
+from ..http.endpoints.status import state_of
 from ..http.errors import as_http
 from ..http.logs import setup_logging
 from ..http.models import Model, Models
 from ..http.service import Service
-from ..http.status import state_of
 from ..http.watchdog import heartbeat
-from ..options import EngineOptions, options_of
-from ..request import SamplingParams, Terms
-from ..setup import identity, make_engine
+from ..observe.metric_families import Family
 from .affinity import of_tokens
+from .kv_transfer import Handover, check_alike, tiers_of
+from .message import Call, Piece, Start, Wire
+from .prefill import bring, read
 from .scale import Plan
-from .wire import Call, Piece, Start, Wire
 
 READING, PAUSE = 30.0, 30.0  # seconds that are waited for a reader, and without asking one that did not answer
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...model.config import ModelError
+from ..api.options import HOST, EngineOptions, options_of
 from ..http.settings import Settings
-from ..options import HOST, EngineOptions, options_of
 from .affinity import ROUTINGS, Routing
 
 

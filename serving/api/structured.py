@@ -1,0 +1,76 @@
+"""What an answer has to look like, as a caller says it: checked in form and size; what it means, grammar.py sees."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .validation import RequestError, boolean, items, refuse_unknown, shown, unicode_text
+
+FIELD = "structured_outputs"
+SHAPES = ("json", "regex", "choice", "grammar", "json_object")  # exactly one of them
+SPACING = ("whitespace_pattern", "disable_any_whitespace")  # between the parts of JSON
+MAX_SCHEMA = 65_536  # bytes
+MAX_GRAMMAR = 16_384  # bytes, of a regex too
+MAX_WANTED = 1024  # choices
+MAX_CHOICE = 1024  # bytes
+MAX_PATTERN = 1024
+
+
+def checked_structure(given: object) -> dict[str, Any]:
+    """The one shape that is asked for, and the spacing of JSON; a schema as text, choices as a tuple."""
+    if not isinstance(given, Mapping):
+        raise RequestError(FIELD, f"must be an object with one of {', '.join(SHAPES)}, got {shown(given)}")
+    refuse_unknown(given, (*SHAPES, *SPACING), f"{FIELD}.")
+    for name in ("json_object", "disable_any_whitespace"):
+        if given.get(name) is not None:
+            boolean(f"{FIELD}.{name}", given[name])
+    asked = {name: value for name, value in given.items() if value is not None and value is not False}
+    shapes = [name for name in SHAPES if name in asked]
+    if len(shapes) != 1:
+        raise RequestError(FIELD, f"must have exactly one of {', '.join(SHAPES)}, got {' and '.join(shapes) or 'none'}")
+    (shape,) = shapes
+    spacing = [name for name in SPACING if name in asked]
+    if spacing and (shape not in ("json", "json_object") or len(spacing) > 1):
+        why = "says where JSON has spaces" if len(spacing) == 1 else f"and {spacing[1]} contradict each other"
+        raise RequestError(f"{FIELD}.{spacing[0]}", f"{why}; leave it out beside {' and '.join([shape, *spacing[1:]])}")
+    found = {name: asked[name] for name in (shape, *spacing)}
+    if shape == "json":
+        found["json"] = schema(asked["json"])
+    elif shape == "choice":
+        found["choice"] = choices(asked["choice"])
+    elif shape in ("regex", "grammar"):
+        text(f"{FIELD}.{shape}", asked[shape], MAX_GRAMMAR)
+    if "whitespace_pattern" in found:
+        text(f"{FIELD}.whitespace_pattern", found["whitespace_pattern"], MAX_PATTERN)
+    return found
+
+
+def text(param: str, value: object, most: int) -> str:
+    """`value` as a text of 1 to `most` bytes."""
+    found = unicode_text(param, value)
+    if not 1 <= len(found.encode()) <= most:
+        raise RequestError(param, f"must have 1 to {most} bytes, got {len(found.encode())}")
+    return found
+
+
+def choices(value: object) -> tuple[str, ...]:
+    found = items(f"{FIELD}.choice", value, MAX_WANTED)
+    if not found:
+        raise RequestError(f"{FIELD}.choice", "must have at least one text to choose")
+    return tuple(text(f"{FIELD}.choice[{i}]", item, MAX_CHOICE) for i, item in enumerate(found))
+
+
+def schema(value: object) -> str:
+    """A JSON schema, given as an object or as its text, as text."""
+    param = f"{FIELD}.json"
+    try:
+        if isinstance(value, str):
+            value = json.loads(text(param, value, MAX_SCHEMA))
+        if not isinstance(value, Mapping):
+            raise RequestError(param, f"must be a JSON schema, an object or its text, got {shown(value)}")
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RequestError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:  # no JSON, a number without end, nested without end
+        raise RequestError(param, f"must be a JSON schema: {' '.join(str(error).split()):.100}") from None
+    return text(param, written, MAX_SCHEMA)

@@ -1,0 +1,230 @@
+"""From options to a ready engine: model, tokenizer, the size of the cache, and every step compiled."""
+
+import atexit
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from ..model import expert_copies
+from ..model.checkpoint import hub, loader
+from ..model.checkpoint.placement import Homes
+from ..model.config import ModelConfig, ModelError
+from ..model.text.tokenizer import Tokenizer
+from ..model.weights import ModelWeights
+from ..ops import native
+from ..ops.native.kernel_names import of_model
+from ..sharding.mesh import Mesh
+from .api.options import DISK, HOST, PARALLEL, EngineOptions
+from .cache.disk_cache import DiskPages
+from .cache.host_cache import Tiers
+from .cache.page_table import PageTable
+from .device.batch import Size
+from .device.mesh import homes_of, mesh_of
+from .engine.cache_size import cache_budget, held_bytes, size_cache, usable_memory, whole_page_bytes, working_bytes
+from .engine.engine import Engine
+from .engine.replicas import Tables
+from .engine.runner import Runner
+from .engine.scheduler import Limits
+from .multihost.leader import Follower, Leader
+from .multihost.rendezvous import join
+from .observe.observers import watch
+from .observe.trace import Trace
+
+SAMPLE = 1 << 16  # bytes at each end of a file that tell it from another
+
+
+def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda note: None) -> Engine:
+    """Load, size and compile; `progress` hears one short note a stage."""
+    if options.process_id:
+        raise ModelError(
+            f"process_id is {options.process_id}, and only process 0 has an engine that can be asked; let the others "
+            "follow it: `quire serve`, or quire.follow(), with the same options"
+        )
+    use_compile_cache()
+    folder, trace = hub.resolve(options.model), make_trace(options.trace)
+    progress("reading config")
+    config = config_of(folder, options)
+    tokenizer = None
+    if not options.skip_tokenizer_init:
+        tokenizer = Tokenizer(hub.resolve(options.tokenizer) if options.tokenizer else folder)
+    with joined(options, folder, progress) as hosts:
+        made = make_runner(options, folder, config, hosts, progress)
+    runner = made.runner
+    if isinstance(hosts, Leader):
+        runner.hosts = hosts
+        atexit.register(hosts.close)
+    caching = options.enable_prefix_caching
+    tables = [
+        PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, tiers, replica)
+        for replica, tiers in enumerate(made.tiers)
+    ]
+    pages = tables[0] if len(tables) == 1 else Tables(tables)
+    seed, queued = options.seed, options.max_queued_requests
+    engine = Engine(runner, tokenizer, pages, made.max_len, seed, queued, pooling=options.pooling)
+    watch(engine, trace)
+    return engine
+
+
+def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) -> ModelConfig:
+    """The model as it is to be."""
+    wish = options.max_model_len
+    length = max_len if max_len is not None else None if wish in (None, -1) else wish
+    config = loader.read_config(folder, options.dtype, length, options.quantization, options.kv_cache_dtype)
+    sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
+    expert_copies.check(config, options.expert_redundancy, sharing, options.pipeline_parallel_size)
+    return expert_copies.with_spare(config, options.expert_redundancy)
+
+
+@contextmanager
+def joined(options: EngineOptions, folder: Path, progress: Callable[[str], None]) -> Iterator[Leader | Follower | None]:
+    """Together with the other processes, if there are any, who hear if this one cannot go on."""
+    hosts = join(options, folder, progress)
+    try:
+        yield hosts
+    except BaseException as error:
+        if hosts is not None:
+            hosts.abandon(str(error) or type(error).__name__)
+        raise
+
+
+class Made(NamedTuple):
+    """A runner with all that it needs compiled, and what an engine must know besides."""
+
+    runner: Runner
+    max_len: int
+    tiers: list[Tiers | None]  # of each replica
+
+
+def make_runner(
+    options: EngineOptions,
+    folder: Path,
+    config: ModelConfig,
+    hosts: Leader | Follower | None = None,
+    progress: Callable[[str], None] = lambda note: None,
+) -> Made:
+    """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
+    experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
+    native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, experts))
+    limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))
+    mesh = mesh_of(options, config)
+    homes = homes_of(options, config, mesh)
+    load_weights, weights = partial(load, folder, config, homes), None
+    budget = cache_budget(options)
+    if budget is None:  # what the weights and a step leave
+        progress("loading weights")
+        weights = load_weights()
+        progress("measuring a step")
+        taken = held_bytes(weights) + working_bytes(config, weights, limits, options.block_size, mesh)
+        budget = max(0, usable_memory(options) - taken)
+    if hosts is not None:
+        budget = hosts.least(budget, device_and_kernels())
+    max_len, num_pages = size_cache(config, options, budget, mesh)
+    if options.max_model_len == -1:
+        config = config_of(folder, options, max_len)
+    if weights is None:
+        progress("loading weights")
+        weights = load_weights()
+    tiers = [make_tiers(folder, config, options, mesh, replica) for replica in range(options.data_parallel_size)]
+    runner = Runner(
+        config, weights, limits, num_pages, options.block_size, max_len, tiers[0] is not None, load_weights, mesh,
+        options.expert_rebalance_steps,
+    )  # fmt: skip
+
+    def note(size: Size) -> None:
+        progress(f"compiling the step for {size.rows} rows")
+
+    runner.warm_up(note)
+    return Made(runner, max_len, tiers)
+
+
+def load(folder: Path, config: ModelConfig, homes: Homes) -> ModelWeights:
+    """The weights, and where the copies of experts lie."""
+    return expert_copies.as_loaded(loader.load(folder, config, homes), config, homes.mesh)
+
+
+def make_trace(file: str | None) -> Trace | None:
+    try:
+        return None if file is None else Trace(Path(file).expanduser(), time.monotonic)
+    except OSError as error:
+        raise ModelError(f"trace is {file!r}: {error.strerror}") from None
+
+
+def make_tiers(
+    folder: Path, config: ModelConfig, options: EngineOptions, mesh: Mesh | None = None, replica: int = 0
+) -> Tiers | None:
+    """Host memory and disk for pages that the cache has no room for, where there are to be any.
+
+    Replicas have an equal share of both.
+    """
+    sizes = [whole_page_bytes(config, group, options.block_size, mesh) for group in range(len(config.windows))]
+    host = options.kv_cache_host_bytes
+    if host is None:
+        host = HOST if options.kv_cache_disk else 0
+    host //= options.data_parallel_size
+    if options.kv_cache_disk is None:
+        return Tiers(sizes, host, None, identity(folder, config, options)) if host else None
+    if host < max(sizes):
+        raise ModelError(
+            f"kv_cache_host_bytes is {host} a replica; the way to the disk leads through host memory, which must hold "
+            f"a page: {max(sizes)} bytes at least"
+        )
+    path = Path(options.kv_cache_disk).expanduser()
+    try:
+        room = DISK if options.kv_cache_disk_bytes is None else options.kv_cache_disk_bytes
+        own = path if options.data_parallel_size == 1 else path / f"replica-{replica}"
+        disk = DiskPages(own, room // options.data_parallel_size)
+    except OSError as error:
+        raise ModelError(f"kv_cache_disk is {str(path)!r}: {error.strerror}") from None
+    times = [path.stat().st_mtime_ns for path in files_of(folder)]
+    return Tiers(sizes, host, disk, identity(folder, config, options), repr(times).encode())
+
+
+def device_and_kernels() -> str:
+    """What computes here, and by whose code."""
+    device = jax.local_devices()[0]
+    kernels = f"{native.instruction_set()} {native.build.source_hash()}" if native.serves() else "XLA's"
+    return f"{device.platform} {device.device_kind}, kernels {kernels}"
+
+
+def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes:
+    """A digest of everything that a page's bytes depend on, beside its tokens; alike on machines that are alike.
+
+    Of large files it reads both ends.
+    """
+    model = replace(config, max_len=0)  # what it changes is in the rotary tables
+    sizes = [getattr(options, name) for axis, name in PARALLEL.items() if axis != "data"]
+    what = [model, *sizes, options.block_size, jax.__version__, device_and_kernels()]
+    found = hashlib.blake2b(repr(what).encode(), digest_size=32)
+    for path in files_of(folder):
+        found.update(repr((path.name, path.stat().st_size)).encode())
+        with path.open("rb") as file:
+            found.update(file.read(SAMPLE))
+            file.seek(max(file.tell(), path.stat().st_size - SAMPLE))
+            found.update(file.read())
+    return found.digest()
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def use_compile_cache() -> None:
+    """Keep compiled steps between runs, unless the user has chosen a place (or none) himself."""
+    if jax.config.jax_compilation_cache_dir is None:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "quire" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def on_host() -> bool:
+    """Whether the device's memory is the host's."""
+    return jax.default_backend() == "cpu"

@@ -1,0 +1,152 @@
+"""The arrays of one step, at one of a few fixed sizes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from ...ops.sampling import MAX_BANS, SamplingInputs
+
+
+class Size(NamedTuple):
+    """A shape that is compiled before the first request: rows, sequences, and rows whose logits are wanted."""
+
+    rows: int
+    seqs: int
+    samples: int
+
+
+@struct.dataclass
+class Batch:
+    """Everything a step needs from the host; one sequence's rows lie together, padding comes last."""
+
+    tokens_T: np.ndarray  # -1 - slot where the token is still on the device
+    positions_T: np.ndarray  # -1 in padding
+    starts_B1: np.ndarray
+    tables_GBM: tuple[np.ndarray, ...]  # one [B, M] a cache group
+    slots_GT: tuple[np.ndarray, ...]  # where each row's key and value go, for each cache group
+    owners_T: np.ndarray  # the slot of each row's sequence
+    is_prompt_T: np.ndarray
+    tracked_T: np.ndarray  # the sequence has penalties, so its tokens are counted
+    sample_rows_R: np.ndarray  # one past the last in padding
+    store_R: np.ndarray  # the slot that the token drawn here belongs to, or one past the last
+    sampling: SamplingInputs
+
+
+def sizes(max_seqs: int, max_rows: int) -> tuple[Size, ...]:
+    """Decode sizes by factors of four, and two for steps that carry prompts."""
+    decode, seqs = [], 4
+    while seqs < max_seqs:
+        decode.append(Size(seqs, seqs, seqs))
+        seqs *= 4
+    top = max(max_seqs, 4)
+    decode.append(Size(top, top, top))
+    # More rows than sequences: as many would mean one row from each.
+    mixed = {Size(max(rows, top + 1), top, max(top, 16)) for rows in (min(64, max_rows), max_rows)}
+    return tuple(sorted({*decode, *mixed}))
+
+
+def choose(options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool) -> Size:
+    """The smallest size that holds a step; a size with as many rows as sequences takes one row from each."""
+    for size in options:
+        if size.rows >= rows and size.seqs >= seqs and size.samples >= samples and (decodes or size.rows != size.seqs):
+            return size
+    raise ValueError(f"no step size holds {rows} rows of {seqs} sequences with {samples} samples")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a batch's arrays lie in the one buffer that brings them to the device: one transfer a step, not thirty.
+
+    | tokens | positions | starts | tables of each group ... | slots ... | ... | sampling ... |      words of 32 bits
+
+    Replicas have a batch each, one after the other.
+    """
+
+    size: Size
+    groups: int
+    table_width: int
+    max_seqs: int
+    replicas: int = 1
+
+    @cached_property
+    def parts(self):
+        """The arrays of a batch of padding, the tree that they make up, and the bounds of each in the buffer."""
+        arrays, tree = jax.tree.flatten(empty(self.size, self.groups, self.table_width, self.max_seqs))
+        ends = np.cumsum([array.size for array in arrays]).tolist()
+        return arrays, tree, list(zip([0, *ends], ends, strict=False))
+
+    @cached_property
+    def nothing(self) -> np.ndarray:
+        """What a step gets in which nobody computes anything."""
+        return np.tile(self.padding, self.replicas)
+
+    @cached_property
+    def padding(self) -> np.ndarray:
+        """A batch of one replica in which nobody does."""
+        words = [(array.astype(np.int32) if array.dtype == bool else array).view(np.int32) for array in self.parts[0]]
+        return np.concatenate([array.reshape(-1) for array in words])
+
+    @cached_property
+    def offsets(self) -> Batch:
+        """Where each array begins."""
+        _, tree, bounds = self.parts
+        return tree.unflatten([first for first, _ in bounds])
+
+    def views(self, buffer: np.ndarray) -> Batch:
+        """A batch whose arrays are views of the buffer: what is written there is sent."""
+        arrays, tree, bounds = self.parts
+        views = [
+            buffer[first:last].view(np.int32 if array.dtype == bool else array.dtype).reshape(array.shape)
+            for array, (first, last) in zip(arrays, bounds, strict=True)
+        ]
+        return tree.unflatten(views)
+
+    def read(self, buffer) -> Batch:
+        """The batch that a replica's buffer on the device holds."""
+
+        def part(array, first: int, last: int):
+            words = buffer[first:last].reshape(array.shape)
+            return words != 0 if array.dtype == bool else jax.lax.bitcast_convert_type(words, jnp.dtype(array.dtype))
+
+        arrays, tree, bounds = self.parts
+        return tree.unflatten([part(array, *ends) for array, ends in zip(arrays, bounds, strict=True)])
+
+
+def empty(size: Size, num_groups: int, table_width: int, max_seqs: int) -> Batch:
+    """A batch of nothing but padding: rows that write to the dummy page and draw for nobody."""
+    T, B, R, i32, f32 = size.rows, size.seqs, size.samples, np.int32, np.float32
+    return Batch(
+        tokens_T=np.zeros(T, i32),
+        positions_T=np.full(T, -1, i32),
+        starts_B1=np.zeros(B + 1, i32),
+        tables_GBM=tuple(np.zeros((B, table_width), i32) for _ in range(num_groups)),
+        slots_GT=tuple(np.zeros(T, i32) for _ in range(num_groups)),
+        owners_T=np.zeros(T, i32),
+        is_prompt_T=np.zeros(T, bool),
+        tracked_T=np.zeros(T, bool),
+        sample_rows_R=np.full(R, T, i32),
+        store_R=np.full(R, max_seqs, i32),
+        sampling=SamplingInputs(
+            slots_R=np.zeros(R, i32),
+            positions_R=np.zeros(R, i32),
+            seeds_R2=np.zeros((R, 2), np.uint32),
+            temperature_R=np.zeros(R, f32),
+            top_k_R=np.zeros(R, i32),
+            top_p_R=np.ones(R, f32),
+            min_p_R=np.zeros(R, f32),
+            repetition_R=np.ones(R, f32),
+            presence_R=np.zeros(R, f32),
+            frequency_R=np.zeros(R, f32),
+            ban_stop_R=np.zeros(R, bool),
+            ban_RX=np.full((R, MAX_BANS), -1, i32),
+            targets_R=np.full(R, -1, i32),
+            biased_R=np.zeros(R, bool),
+            wants_logprobs_R=np.zeros(R, bool),
+        ),
+    )

@@ -1,0 +1,125 @@
+"""Copies pages within the device, and between it and the host."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...ops.attention import KVPages
+from ..cache.page_moves import Moves
+from ..cache.prefix_tree import Copy, Row
+from .pipeline import Stages
+from .state import owners
+from .step import copy_pages, read_pages, write_pages
+
+AT_ONCE = 16  # pages a call; where there are fewer, the dummy page fills up
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Pages under way to the host, from each stage its part of them."""
+
+    stages: list[jax.Array]  # [N, bytes of a page]
+    copies: list[Copy]
+
+    def arrive(self) -> None:
+        """Wait for them, and give each copy its own."""
+        rows = zip(*map(np.asarray, self.stages), strict=True)
+        for copy, own in zip(self.copies, rows, strict=False):
+            copy.data = np.concatenate(own)  # no view: the others' bytes go when theirs do
+
+
+class Mover:
+    """The programs that copy pages of each cache group, in each stage that has some, compiled ahead."""
+
+    def __init__(self, stages: Stages, to_host: bool):
+        config, self.to_host = stages.config, to_host
+        found = [[owners(config, stage, group) for stage in stages.stages] for group in range(len(config.windows))]
+        self.owners = [[own for own in layers if own] for layers in found]  # by group, by stage
+        self.programs: dict[tuple[str, int, int], Any] = {}
+
+    def lower(self, pages: dict[int, KVPages]) -> Iterator[tuple[tuple[str, int, int], jax.stages.Lowered]]:
+        """What is to be compiled."""
+        numbers = np.zeros(AT_ONCE, np.int32)
+        for group, stages in enumerate(self.owners):
+            for stage, own in enumerate(stages):
+                layers = [pages[index] for index in own]
+                yield ("within", group, stage), copy_pages.lower(layers, numbers, numbers)
+                if self.to_host:
+                    bytes_NX = np.zeros((AT_ONCE, width(layers)), np.uint8)
+                    yield ("out", group, stage), read_pages.lower(layers, numbers)
+                    yield ("back", group, stage), write_pages.lower(layers, numbers, bytes_NX)
+
+    def move(self, pages: dict[int, KVPages], moves: Moves) -> tuple[dict[int, KVPages], list[Leaving]]:
+        """(the pages, what is under way to the host)."""
+        leaving = []
+        for group, stages in enumerate(self.owners):
+            layers = [[pages[index] for index in own] for own in stages]
+
+            def run(kind: str, *given, group=group, layers=layers) -> list[Any]:
+                """In each stage: its program, its layers, and what is given for all, or for each."""
+                return [
+                    self.programs[kind, group, stage](own, *(x[stage] if isinstance(x, list) else x for x in given))
+                    for stage, own in enumerate(layers)
+                ]
+
+            for some in parts([(page, copy) for page, copy in moves.out if copy.group == group]):
+                read = run("out", numbers_of([page for page, _ in some]))
+                for bytes_NX in read:
+                    bytes_NX.copy_to_host_async()
+                leaving.append(Leaving(read, [copy for _, copy in some]))
+            for some in parts([move[1:] for move in moves.within if move[0] == group]):
+                origins, targets = (numbers_of(pages) for pages in zip(*some, strict=True))
+                layers[:] = run("within", origins, targets)
+            back = [(page, copy) for (own, page), copy in moves.back.items() if own == group]
+            for some in parts([(page, copy) for page, copy in back if not isinstance(copy.data, Row)]):
+                ends = np.cumsum([width(own) for own in layers])
+                bytes_NX = np.zeros((AT_ONCE, ends[-1]), np.uint8)
+                for row, (_, copy) in zip(bytes_NX, some, strict=False):
+                    row[:] = np.frombuffer(copy.content, np.uint8)
+                layers[:] = run("back", numbers_of([page for page, _ in some]), np.split(bytes_NX, ends[:-1], axis=1))
+            for block_NX, targets in blocks([(page, copy.data) for page, copy in back if isinstance(copy.data, Row)]):
+                layers[:] = run("back", targets, block_NX)
+            for own, held in zip(stages, layers, strict=True):
+                pages = {**pages, **dict(zip(own, held, strict=True))}
+        return pages, leaving
+
+    def read(self, pages: dict[int, KVPages], group: int, numbers: Seq[int]) -> Any:
+        """What up to `AT_ONCE` pages hold, a row each: on the device; of several stages put together on the host."""
+        read = [
+            self.programs["out", group, stage]([pages[index] for index in own], numbers_of(numbers))
+            for stage, own in enumerate(self.owners[group])
+        ]
+        return read[0] if len(read) == 1 else np.concatenate([np.asarray(bytes_NX) for bytes_NX in read], axis=1)
+
+    def place(self, group: int, block_NX: Any) -> Any:
+        """Such rows of another engine, where this one's devices can write them into pages."""
+        if len(self.owners[group]) > 1:
+            return np.asarray(block_NX)
+        (_, _, where), _ = self.programs["back", group, 0].input_shardings
+        return jax.device_put(block_NX, where)
+
+
+def width(layers: list[KVPages]) -> int:
+    """Bytes of a page in all of these layers."""
+    return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(layers))
+
+
+def parts(moves: Seq[Any]) -> Iterator[Seq[Any]]:
+    return (moves[start : start + AT_ONCE] for start in range(0, len(moves), AT_ONCE))
+
+
+def blocks(rows: Seq[tuple[int, Row]]) -> Iterator[tuple[Any, np.ndarray]]:
+    """Arrays on the device, and for each of their rows the page that it goes to; the dummy page takes the others."""
+    found: dict[int, tuple[Any, np.ndarray]] = {}
+    for page, row in rows:
+        _, targets = found.setdefault(id(row.block_NX), (row.block_NX, np.zeros(AT_ONCE, np.int32)))
+        targets[row.at] = page
+    return iter(found.values())
+
+
+def numbers_of(pages: Seq[int]) -> np.ndarray:
+    return np.array([*pages, *[0] * (AT_ONCE - len(pages))], np.int32)

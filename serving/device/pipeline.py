@@ -1,0 +1,94 @@
+"""The stages of a model whose layers lie on different devices: their parts, and the programs that make up a step."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from ...model.config import ModelConfig
+from ...model.partition import Stage, stage_weights, stages
+from ...sharding.mesh import stage_meshes
+from .batch import Layout
+from .state import State
+from .step import Places, abstract_state, make_state, step
+
+
+class Stages:
+    """One stage on one device or mesh; or several, each on its own, through which rows go one after the other.
+
+        step n      [stage 0][stage 1][stage 2]
+        step n+1             [stage 0][stage 1][stage 2]        other sequences
+
+    A device begins with its part of the next step as soon as it is done with its part of this one.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh | None):
+        self.config = config
+        self.meshes: list[Mesh | None] = [None] if mesh is None else [*stage_meshes(mesh)]
+        self.stages = stages(config, len(self.meshes))
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def parts(self, weights, state: State) -> list[tuple[Any, State]]:
+        """Weights and state of each stage."""
+        if len(self) == 1:
+            return [(weights, state)]
+        return [(stage_weights(weights, stage), stage_state(state, stage)) for stage in self.stages]
+
+    def make_state(self, *sizes) -> State:
+        """A state with no request in it."""
+        places = zip(self.stages, self.meshes, strict=True)
+        return join(make_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
+
+    def abstract_state(self, *sizes) -> State:
+        """The same without memory."""
+        places = zip(self.stages, self.meshes, strict=True)
+        return join(abstract_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
+
+    def lower(self, weights, state: State, layout: Layout, plain: bool = False) -> list[jax.stages.Lowered]:
+        """The program of each stage."""
+        lowered, x = [], ()  # the first gets none
+        for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
+            places = Places.of(own, mesh)
+            lowered.append(step.lower(own, held, layout.nothing, layout, self.config, plain, places, stage, *x))
+            x = (lowered[-1].out_info[0],)
+        return lowered
+
+    def program(self, compiled: list[Any]) -> Any:
+        """What does a whole step: (weights, state, buffer) -> (what is drawn, hidden states, state)."""
+        return compiled[0] if len(compiled) == 1 else Relay(self, compiled)
+
+
+class Relay:
+    """The programs of the stages, one after the other; nothing here waits for a device."""
+
+    def __init__(self, stages: Stages, programs: list[Any]):
+        self.stages, self.programs = stages, programs
+
+    def __call__(self, weights, state: State, buffer):
+        x, hidden_RD, states = (), None, []
+        parts = self.stages.parts(weights, state)
+        for mesh, program, (own, held) in zip(self.stages.meshes, self.programs, parts, strict=True):
+            *x, hidden_RD, held = program(own, held, buffer, *move(x, mesh))
+            states.append(held)
+        return *x, hidden_RD, join(states)
+
+
+def move(x, mesh: Mesh):
+    """To the same places on another mesh."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), x)
+
+
+def stage_state(state: State, stage: Stage) -> State:
+    """What a stage has of the state of a model of several."""
+    pages = {index: held for index, held in state.pages.items() if index in stage.layers}
+    return state.replace(pages=pages) if stage.ends else State(pages)
+
+
+def join(states) -> State:
+    """The state of all stages; the last has the slots."""
+    pages, last = {}, None
+    for last in states:
+        pages |= last.pages
+    return last.replace(pages=pages)

@@ -1,0 +1,94 @@
+"""What lives on the device between steps: the pages of the cache and what is kept of each slot."""
+
+from dataclasses import fields
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec as P
+
+from ...model.config import LatentAttention, ModelConfig
+from ...model.partition import Stage, whole
+from ...model.planning.cost import layer_token_bytes
+from ...ops import sampling
+from ...ops.attention import KVPages, page_dtype, pairs
+
+OF_ROWS = ("data", "context")  # the axes of a mesh along which each device may have rows of its own
+LOADS = -1  # where the loads lie among the pages of the layers while a step is computed
+HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS": 1}  # the axis of heads
+
+
+@struct.dataclass
+class State:
+    """Donated to each step and returned by it. Of several stages each has its pages, and the last all the rest."""
+
+    pages: dict[int, KVPages]  # by the layer that owns them
+    slots: sampling.SlotState | None = None
+    last_tokens_B: jax.Array | None = None  # the token each slot drew last: the next step need not ask the host
+    loads_nLE: jax.Array | None = None  # rows that each expert got, of the layers that have any; a counter that wraps
+
+
+def state_places(state: State) -> State:
+    """How a state lies on a mesh: pages by heads and by the positions in each, what is kept of words by words.
+
+    Replicas have pages and slots of their own.
+    """
+
+    def of(pages: KVPages) -> KVPages:
+        def place(name: str, held) -> P | None:
+            if held is None:
+                return None
+            # What holds keys and values in one is read by all heads.
+            heads = None if pages.v_PSKH is None and pages.kv_PSYH is None else "tensor"
+            return P("data", heads, "context") if HEADS[name] == 1 else P("data", "context", heads)
+
+        return KVPages(**{field.name: place(field.name, getattr(pages, field.name)) for field in fields(pages)})
+
+    pages = {index: of(held) for index, held in state.pages.items()}
+    slots = jax.tree.map(lambda _: P("data", "tensor"), state.slots)
+    loads = None if state.loads_nLE is None else P(OF_ROWS)
+    return State(pages, slots, None if state.last_tokens_B is None else P("data"), loads)
+
+
+def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of one page of a layer, by field of `KVPages`; values that are a part of the keys have none."""
+    a = config.layers[index].attention
+    if isinstance(a, LatentAttention):
+        return {"k_PSKH": (page_size, 1, a.kv_rank + a.rope_dim)}
+    if pairs(jnp.dtype(config.kv_dtype)):
+        return {"kv_PSYH": (page_size, 2 * a.kv_heads, a.head_dim)}
+    return dict.fromkeys(("k_PSKH", "v_PSKH"), (page_size, a.kv_heads, a.head_dim))
+
+
+def owners(config: ModelConfig, stage: Stage, group: int) -> list[int]:
+    """The layers of a stage that own the pages of a cache group."""
+    return [index for index in stage.layers if config.kv_owner[index] == index and config.group(index) == group]
+
+
+def page_bytes(config: ModelConfig, group: int, page_size: int, stage: Stage | None = None) -> int:
+    """Bytes of one page number of a cache group, over all layers that own it, or those of a stage."""
+    layers = [config.layers[index] for index in owners(config, stage or whole(config), group)]
+    return page_size * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in layers)
+
+
+def empty_state(
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, words: int
+) -> State:
+    """The part of a state that one device has."""
+    dtype = page_dtype(jnp.dtype(config.kv_dtype))
+
+    def empty(index: int) -> KVPages:
+        count, shapes = num_pages[config.group(index)], page_shapes(config, index, page_size)
+        arrays = {name: jnp.zeros((count, *shape), dtype) for name, shape in shapes.items()}
+        if dtype.itemsize == 1:
+            scales = {name.replace("PSKH", "scale_PKS"): (heads, slots) for name, (slots, heads, _) in shapes.items()}
+            arrays |= {name: jnp.zeros((count, *shape), jnp.float32) for name, shape in scales.items()}
+        return KVPages(**arrays)
+
+    pages = {index: empty(index) for index in stage.layers if config.kv_owner[index] == index}
+    if not stage.ends:
+        return State(pages)
+    loads_nLE = None
+    if stage.begins and config.experts:
+        loads_nLE = jnp.zeros((1, len(config.expert_layers), config.experts), jnp.uint32)
+    return State(pages, sampling.empty_state(max_seqs, words), jnp.zeros(max_seqs, jnp.int32), loads_nLE)

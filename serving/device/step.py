@@ -1,0 +1,274 @@
+"""The one jitted step: append, attend, and draw, over a state that stays on the device."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...model import decoder
+from ...model.checkpoint.placement import HOST
+from ...model.config import ModelConfig
+from ...model.partition import Stage, part_of, whole
+from ...ops import sampling
+from ...ops.attention import KVPages, Rows, paged_attention
+from ...sharding.device_axes import ALONE, Axis, Team
+from ...sharding.mesh import team
+from .batch import Layout
+from .state import LOADS, State, empty_state, state_places
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a leaf of the weights lies on its devices."""
+
+    spec: P
+    on_host: bool
+
+    def fetch(self, leaf):
+        """All that a device computes with, of what it keeps."""
+        if self.on_host:
+            leaf = jax.device_put(leaf, jax.memory.Space.Device)
+        if "context" not in self.spec:
+            return leaf
+        return jax.lax.all_gather(leaf, "context", axis=self.spec.index("context"), tiled=True)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Over which devices a step runs, and how each leaf of the weights lies on them."""
+
+    mesh: Mesh | None
+    weights: tuple[Place, ...]
+
+    @classmethod
+    def of(cls, weights, mesh: Mesh | None) -> "Places | None":
+        """Where the weights lie; None: all on one device."""
+        found = tuple(
+            Place(P() if mesh is None else leaf.sharding.spec, leaf.sharding.memory_kind == HOST)
+            for leaf in jax.tree.leaves(weights)
+        )
+        return None if mesh is None and not any(place.on_host for place in found) else cls(mesh, found)
+
+    def fetcher(self, weights):
+        """(layer, its weights, x) -> (all of the weights that it computes with, x): not begun before x is there."""
+        layers = jax.tree.structure(weights).unflatten(self.weights).layers
+        if not any(place.on_host or "context" in place.spec for place in jax.tree.leaves(layers)):
+            return None
+
+        def fetch(number: int, own, x):
+            own, x = jax.lax.optimization_barrier((own, x))
+            return jax.tree.map(lambda place, leaf: place.fetch(leaf), layers[number], own), x
+
+        return fetch
+
+
+@partial(jax.jit, static_argnames=("layout", "config", "plain", "places", "stage"), donate_argnames="state")
+def step(
+    weights,
+    state: State,
+    buffer,
+    layout: Layout,
+    config: ModelConfig,
+    plain: bool = False,
+    places: Places | None = None,
+    stage: Stage | None = None,
+    x: Any = None,
+):
+    """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows' hidden states, state).
+
+    The token of a row that is not ok is -1 in what is returned, so that the tokens alone tell the host all it needs.
+    Over a mesh each device does the same with its own part of weights and state. A `stage` that is not the last gives
+    (rows, None, state), and one that is not the first gets such rows.
+    """
+    stage = stage or whole(config)
+    fetch = None if places is None else places.fetcher(weights)
+    if places is None or places.mesh is None:
+        return step_of_one(weights, state, buffer, x, layout, config, plain, ALONE, stage, fetch)
+    own, devices = part_of(config, places.mesh), team_of(places.mesh, layout)
+    of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
+    of_state = state_places(state)
+    of_rows = P((devices.apart * devices.rows).name or None)
+    tells = places.mesh.is_multi_process  # what is drawn must be on a device of each process
+    drawn = P(None if tells else "data")
+
+    def part(weights, state, buffer, x):
+        mine = devices.apart.part(buffer)
+        *out, state = step_of_one(weights, state, mine, x, layout, own, plain, devices, stage, fetch)
+        return *(jax.tree.map(devices.apart.join, out) if tells and stage.ends else out), state
+
+    run = jax.shard_map(
+        part, mesh=places.mesh, in_specs=(of_weights, of_state, P(), of_rows),
+        out_specs=(drawn if stage.ends else of_rows, drawn, of_state), check_vma=False,
+    )  # fmt: skip
+    return run(weights, state, buffer, x)
+
+
+def team_of(mesh: Mesh, layout: Layout) -> Team:
+    """Steps that carry prompts have rows enough for each device to take a part of them, outside of attention."""
+    found = team(mesh)
+    split = found.context.size > 1 and layout.size.rows > layout.size.seqs
+    return replace(found, rows=found.context) if split else found
+
+
+def make_state(
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh | None
+) -> State:
+    """A state with no request in it, where it is to lie."""
+    if mesh is None:
+        return empty_state(config, stage, num_pages, page_size, max_seqs, config.vocab_size)
+    return split_state(config, stage, num_pages, page_size, max_seqs, mesh)
+
+
+@partial(jax.jit, static_argnums=range(6))
+def split_state(
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh
+) -> State:
+    """Each device makes its part; compiled once, since an engine that recovers makes another."""
+    own, words = part_of(config, mesh), -(-config.vocab_size // mesh.shape["tensor"])
+
+    def part() -> State:
+        return empty_state(own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, words)
+
+    places = state_places(jax.eval_shape(part))
+    return jax.shard_map(part, mesh=mesh, in_specs=(), out_specs=places, check_vma=False)()
+
+
+def abstract_state(
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh | None
+) -> State:
+    """The same without memory."""
+    state = jax.eval_shape(lambda: make_state(config, stage, num_pages, page_size, max_seqs, mesh))
+    if mesh is None:
+        return state
+
+    def placed(leaf, place: P):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, place))
+
+    return jax.tree.map(placed, state, state_places(state))
+
+
+def step_of_one(
+    weights, state: State, buffer, x, layout: Layout, config: ModelConfig, plain: bool, team: Team, stage: Stage, fetch
+):
+    """What one device of a team does in a step; alone, all of it."""
+    batch = layout.read(buffer)
+    tokens_T = batch.tokens_T
+    if stage.begins and stage.ends:  # with several stages the host knows all tokens
+        held_T = jnp.maximum(-1 - tokens_T, 0)
+        tokens_T = jnp.where(tokens_T < 0, state.last_tokens_B[held_T], tokens_T)
+    spare = -layout.size.rows % team.rows.size
+    positions_T = jnp.pad(batch.positions_T, (0, spare), constant_values=-1)
+
+    def attend(index, q_TNH, k_TKH, v_TKH, pages, **options):
+        owner, group = config.kv_owner[index], config.group(index)
+        slots_T = jnp.pad(batch.slots_GT[group], (0, spare))
+        rows = Rows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
+        q_TNH, k_TKH, v_TKH = (None if x is None else team.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
+        spread = {"context": team.context, "deal": team.rows.size > 1}
+        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, pages[owner], rows, **options, **spread)
+        return out_TNH, {**pages, owner: filled}
+
+    def note(index, experts_TX, pages):
+        # Where the devices of `context` have the same rows, the first counts them.
+        one = 1 if team.rows.size > 1 or team.context.size == 1 else jnp.where(team.context.index() == 0, 1, 0)
+        layer = config.expert_layers.index(index)
+        return {**pages, LOADS: pages[LOADS].at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop")}
+
+    own_T, first = team.rows.part(positions_T), stage.layers.start
+    if stage.begins:
+        x = decoder.enter(weights, team.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, team)
+    pages = {**state.pages, LOADS: state.loads_nLE}
+    hear = None if state.loads_nLE is None else note
+    x, pages = decoder.pass_through(weights.layers, first, x, pages, own_T, config, attend, team, hear, fetch)
+    loads_nLE = pages.pop(LOADS)
+    if not stage.ends:
+        return x, None, state.replace(pages=pages)
+    hidden_RD = take_rows(decoder.leave(weights, x[0], config), batch.sample_rows_R, team.rows)
+    logits_RV = decoder.logits(weights, hidden_RD, config, team)
+    with jax.named_scope("sample"):
+        axis = team.tensor
+        slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
+        sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis)
+        last_tokens_B = state.last_tokens_B.at[batch.store_R].set(sampled.tokens_R, mode="drop")
+        sampled = sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1))
+    return sampled, hidden_RD, State(pages, slots, last_tokens_B, loads_nLE)
+
+
+@jax.jit
+def read_loads(loads_nLE) -> jax.Array:
+    """A copy that the next step does not take, of all devices together."""
+    return jnp.sum(loads_nLE, axis=0)
+
+
+def take_rows(hidden_TD, rows_R, axis: Axis):
+    """Some of all rows, of which each device has a part; zeros for those that there are not."""
+    own = hidden_TD.shape[0]
+    at_R = rows_R - axis.index() * own
+    at_R = jnp.where(at_R < 0, own, at_R)  # a negative one would count from the end
+    return axis.sum(hidden_TD.at[at_R].get(mode="fill", fill_value=0))
+
+
+@jax.jit
+def read_pages(layers: list[KVPages], pages_N) -> jax.Array:
+    """What these pages hold in all the layers, as bytes: [N, bytes of a page]."""
+    N = pages_N.shape[0]
+    parts = [jax.lax.bitcast_convert_type(leaf[pages_N], jnp.uint8) for leaf in jax.tree.leaves(layers)]
+    return jnp.concatenate([part.reshape(N, -1) for part in parts], axis=1)
+
+
+@partial(jax.jit, static_argnames=("mesh", "places"), donate_argnames="stack_SX")
+def move_experts(stack_SX, sent_nnM, kept_nnM, turns, mesh: Mesh, places: P) -> jax.Array:
+    """A stack of experts over devices, of which each takes over some of the others', as `placement.transfers` says."""
+    axis = team(mesh).experts
+
+    def part(stack_SX, sent_nnM, kept_nnM, turns):
+        me = axis.index()
+
+        def take(turn, filled_SX):  # all are sent as they lay before the first turn
+            came_nX = axis.exchange(stack_SX[sent_nnM[:, me, turn]])
+            return filled_SX.at[kept_nnM[me, :, turn]].set(came_nX, mode="drop")
+
+        return jax.lax.fori_loop(0, turns, take, stack_SX)
+
+    in_specs = (places, P(), P(), P())
+    run = jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=places, check_vma=False)
+    return run(stack_SX, sent_nnM, kept_nnM, turns)
+
+
+@partial(jax.jit, donate_argnames="layers")
+def copy_pages(layers: list[KVPages], from_N, to_N) -> list[KVPages]:
+    """These pages hold, in all the layers, what those do."""
+    return jax.tree.map(lambda leaf: leaf.at[to_N].set(leaf[from_N]), layers)
+
+
+@partial(jax.jit, donate_argnames="layers")
+def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
+    """The inverse: these pages hold what the bytes say."""
+    N, at = pages_N.shape[0], 0
+
+    def write(leaf):
+        nonlocal at
+        size = leaf.dtype.itemsize
+        width = math.prod(leaf.shape[1:]) * size
+        own = bytes_NX[:, at : at + width].reshape(N, *leaf.shape[1:], *([size] if size > 1 else []))
+        at += width
+        return leaf.at[pages_N].set(jax.lax.bitcast_convert_type(own, leaf.dtype))
+
+    return jax.tree.map(write, layers)
+
+
+@partial(jax.jit, donate_argnames="slots")
+def reset_slot(slots: sampling.SlotState, slot, row: sampling.SlotState) -> sampling.SlotState:
+    """Make a slot ready for a new request."""
+    return sampling.reset_slot(slots, slot, row)
+
+
+@partial(jax.jit, donate_argnames="bias_BV")
+def set_bias(bias_BV, slot, bias_V) -> jax.Array:
+    """What a slot's next token may be."""
+    return sampling.set_bias(bias_BV, slot, bias_V)

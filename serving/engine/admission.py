@@ -1,0 +1,61 @@
+"""What no engine of this model and size could ever serve, refused before it costs anything."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ...model.text.tokenizer import Tokenizer
+from ...ops.sampling import MAX_BANS
+from ..api.params import RequestError, SamplingParams, shown
+from ..cache.page_pool import largest
+
+
+def check(
+    tokens: Sequence[int],
+    params: SamplingParams,
+    vocab: int,
+    max_len: int,
+    fits: Callable[[int], bool],
+    has_text: bool,
+) -> None:
+    """`fits` says whether the cache holds so many positions; JAX would clamp a wrong id in silence."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
+    if not tokens:
+        raise RequestError("prompt", "is empty; it must have at least one token")
+    plain = set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab
+    for token in () if plain else tokens:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
+            raise RequestError("prompt", f"has the token id {shown(token)}; ids are integers from 0 to {vocab - 1}")
+    if len(tokens) >= max_len:
+        raise RequestError(
+            "prompt",
+            f"has {len(tokens)} tokens; at most {max_len - 1} fit into max_model_len {max_len}, "
+            "with one token to generate",
+        )
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for token in getattr(params, name) or ():
+            if not 0 <= token < vocab:
+                raise RequestError(name, f"has the token id {token}; ids are from 0 to {vocab - 1}")
+    total = len(tokens) + min(params.max_tokens or max_len, max_len - len(tokens))
+    most = largest(fits, total)
+    if most < total:
+        raise RequestError(
+            "max_tokens", f"with the prompt {total} positions are needed; the KV cache holds {most} at most"
+        )
+    for name in ("stop", "bad_words", "structured_outputs"):
+        if getattr(params, name) and not has_text:
+            raise RequestError(name, "needs a tokenizer, and skip_tokenizer_init is set; use token ids")
+
+
+def spelled(bad_words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the bad words, at the start of a text and after a space."""
+    words: dict[tuple[int, ...], None] = {}
+    for word in bad_words:
+        assert tokenizer is not None, "words were let in without a tokenizer"
+        for text in (word, " " + word.lstrip()):
+            if ids := tuple(tokenizer.encode(text, add_special_tokens=False)):
+                words[ids] = None
+    if sum(len(ids) > 1 for ids in words) > MAX_BANS:
+        raise RequestError("bad_words", f"make more than {MAX_BANS} runs of several tokens; give fewer or shorter ones")
+    return tuple(words)

@@ -1,0 +1,130 @@
+"""How many pages there are: what the memory holds beside the weights and a step's own arrays."""
+
+import math
+import os
+from collections import Counter
+
+import jax
+from jax.sharding import Mesh
+
+from ...model.checkpoint.placement import HOST
+from ...model.config import ModelConfig, ModelError
+from ...model.expert_copies import spare_of
+from ...model.partition import part_of
+from ...sharding.mesh import team
+from ..api.options import EngineOptions
+from ..cache.page_pool import Group, largest
+from ..device.expert_loads import Experts
+from ..device.expert_rebalancer import Balance
+from ..device.pipeline import Stages
+from ..device.state import page_bytes
+from .batch_builder import Batcher
+from .scheduler import Limits
+
+
+def cache_budget(options: EngineOptions) -> int | None:
+    """Bytes for the KV cache as far as they do not depend on the model: as given, or of a CPU a part of what is free.
+
+    None where they are what the weights leave: on an accelerator, or when a share of the memory was asked for.
+    """
+    if options.kv_cache_memory_bytes is not None:
+        return options.kv_cache_memory_bytes
+    if options.gpu_memory_utilization is not None or device_memory() is not None:
+        return None
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(free // 4, 8 << 30)
+
+
+def device_memory() -> int | None:
+    """What an accelerator's memory holds; None for a CPU, which has that of the machine."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def usable_memory(options: EngineOptions) -> int:
+    """The share of the memory that may be used for everything."""
+    whole = device_memory() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(whole * (0.9 if options.gpu_memory_utilization is None else options.gpu_memory_utilization))
+
+
+def held_bytes(tree) -> int:
+    """What a device holds of arrays, the one that holds most."""
+    held = Counter()
+    for x in jax.tree.leaves(tree):
+        if x.sharding.memory_kind == HOST:
+            continue
+        own = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        held.update(dict.fromkeys(x.sharding.device_set, own))
+    return max(held.values())
+
+
+def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, mesh: Mesh | None = None) -> int:
+    """What the largest step takes on a device beside weights and state, as its compiler says; nothing is run."""
+    groups, stages = len(config.windows), Stages(config, mesh)
+    replicas = team(mesh).apart.size
+    batcher = Batcher(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
+    _, layout = max(batcher.layouts.items())
+    state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs)
+    found = []
+    for lowered in stages.lower(weights, state, layout):
+        used = lowered.compile().memory_analysis()
+        results = 2 * (used.output_size_in_bytes - used.alias_size_in_bytes)  # those of two steps at a time
+        found.append(used.temp_size_in_bytes + used.generated_code_size_in_bytes + results)
+    moving = [0]
+    if mesh is not None and spare_of(config):
+        balance = Balance(Experts(config, team(mesh).experts.size), config, mesh, 0)
+        moving = [lowered.compile().memory_analysis().temp_size_in_bytes for _, lowered in balance.lower(weights)]
+    return max(found) + max(moving)
+
+
+def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
+    """Of all devices that have a part of it: what a page takes that is copied out."""
+    stages = Stages(config, mesh)
+    pages = stages.abstract_state((1,) * len(config.windows), page_size, 1).pages
+    own = [pages[index] for index in config.kv_layers if config.group(index) == group]
+    return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
+
+
+def size_cache(
+    config: ModelConfig, options: EngineOptions, budget: int, mesh: Mesh | None = None
+) -> tuple[int, tuple[int, ...]]:
+    """(max_model_len, pages a cache group): enough for every sequence at full length, or what a device's budget holds.
+
+    It is split so that all groups run out together when as many sequences as may run are as long as fits: shorter ones
+    then always find a page, and of longer ones each group still holds one at least.
+    """
+    S, chunk = options.block_size, options.max_num_batched_tokens
+    groups = [Group(1, S, window) for window in config.windows]
+    held = S if mesh is None else S // mesh.shape["context"]  # positions of a page that a device has
+    own, parts = part_of(config, mesh), Stages(config, mesh).stages
+    costs = [max(page_bytes(own, group, held, stage) for stage in parts) for group in range(len(config.windows))]
+
+    def needs(length: int) -> list[int]:
+        return [group.most_pages(length, chunk) for group in groups]
+
+    def bytes_for(length: int) -> int:
+        return sum(need * cost for need, cost in zip(needs(length), costs, strict=True))
+
+    room = budget - sum(costs)  # the dummy pages
+    longest = config.max_len if options.max_model_len in (None, -1) else options.max_model_len
+    if longest > config.max_len:
+        raise ModelError(f"max_model_len is {longest}; the model was made for at most {config.max_len} positions")
+    if bytes_for(longest) > room:
+        fitting = largest(lambda length: bytes_for(length) <= room, longest)
+        if options.max_model_len != -1 or fitting < 2:
+            raise ModelError(
+                f"max_model_len {longest} needs {bytes_for(longest) / 2**20:.0f} MiB of KV cache and "
+                f"{budget / 2**20:.0f} MiB are there; use --max-model-len {max(fitting, 2)} or less, or give more with "
+                "--kv-cache-memory-bytes"
+            )
+        longest = fitting
+
+    def split(count: int) -> list[int]:
+        """Pages for so many sequences of equal length, and what is left over in the same proportion."""
+        length = largest(lambda length: count * bytes_for(length) <= room, longest)
+        spare = room / max(bytes_for(length), 1)
+        return [int(need * min(spare, options.max_num_seqs)) for need in needs(length)]
+
+    def serves(count: int) -> bool:
+        return all(pages >= need for pages, need in zip(split(count), needs(longest), strict=True))
+
+    return longest, tuple(pages + 1 for pages in split(max(1, largest(serves, options.max_num_seqs))))

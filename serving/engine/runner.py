@@ -1,0 +1,281 @@
+"""Between the scheduler's plans and the device: builds batches, launches steps, reads tokens back."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ...model.config import ModelConfig
+from ...model.expert_copies import spare_of
+from ...ops.sampling import Sampled, SlotState
+from ...sharding.mesh import team
+from ..cache.page_moves import Moves
+from ..device.batch import Size
+from ..device.compile_counter import CompileCounter
+from ..device.expert_loads import Experts
+from ..device.expert_rebalancer import Balance
+from ..device.host_snapshot import to_device, to_host
+from ..device.page_copier import Leaving, Mover
+from ..device.pipeline import Stages
+from ..device.step import reset_slot, set_bias
+from ..multihost.leader import Leader
+from ..request.grammar import Constraint
+from ..request.sequence import Sequence
+from .replicas import batcher_of
+from .scheduler import Item, Limits, Plan
+from .slot_state import bias_of, first_row
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way: its results are futures until they are collected."""
+
+    plan: Plan
+    size: Size
+    sampled: Sampled
+    hidden_RD: jax.Array
+    leaving: list[Leaving]
+
+
+class Drawn(NamedTuple):  # hundreds are made a step
+    """What a step gave one of its items, a row of `sampled` each: scores of prompt tokens, then the token drawn."""
+
+    item: Item
+    row: int  # the first
+    ok: bool
+    token: int  # of the last row
+    sampled: Sampled
+    hidden_RD: np.ndarray | None  # where one of the items has a pool
+
+    def score(self, row: int) -> tuple[int, float, int, np.ndarray, np.ndarray]:
+        """(token, log-probability, rank, best ids, their log-probabilities) of one of the rows."""
+        s = self.sampled
+        token, logprob, rank = int(s.tokens_R[row]), float(s.logprobs_R[row]), int(s.ranks_R[row])
+        return token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row]
+
+
+class Runner:
+    """Owns the weights, the device state and the compiled steps."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Any,
+        limits: Limits,
+        num_pages: tuple[int, ...],
+        page_size: int,
+        max_len: int,
+        to_host: bool = False,
+        load_weights: Callable[[], Any] | None = None,
+        mesh: Mesh | None = None,
+        rebalance_steps: int = 0,
+    ):
+        self.config, self.weights, self.limits = config, weights, limits
+        self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
+        self.mesh, self.stages = mesh, Stages(config, mesh)
+        width, lanes, devices = -(-max_len // page_size), len(self.stages), team(mesh)
+        self.batcher = batcher_of(devices.apart.size, limits, len(num_pages), page_size, width, lanes=lanes)
+        # With the words that make the vocabulary divide.
+        self.words = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
+        self.mover = Mover(self.stages, to_host)
+        self.device = jax.config.jax_default_device  # as the caller of this chose it; reset() may be another thread's
+        self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
+        self.compiled: dict[Size, Any] = {}
+        self.plain: dict[Size, Any] = {}  # the same for steps that only decode, without the branches of sampling
+        self.compiles = CompileCounter()
+        self.hosts: Leader | None = None  # of several processes; each makes the calls that this one tells
+        counted = config.experts and len(self.stages) == 1 and jax.process_count() == 1
+        self.experts = Experts(config, devices.experts.size) if counted else None
+        self.balance = None
+        if self.experts is not None and mesh is not None and spare_of(config):
+            self.balance = Balance(self.experts, config, mesh, rebalance_steps)
+        self.make_state()
+
+    def tell(self, call: str, *values: Any) -> None:
+        """What the other processes are to do, before this one does: a method of theirs, and what it is given."""
+        if self.hosts is not None:
+            self.hosts.send(call, *values)
+
+    def failed(self) -> None:
+        """A step went wrong. With several processes that is the end: what each of them holds may differ."""
+        if self.hosts is not None:
+            self.hosts.fail("a step failed in process 0")
+            raise
+
+    def close(self) -> None:
+        """The other processes, if there are any, are not needed any more."""
+        if self.hosts is not None:
+            self.hosts.close()
+
+    def reset(self) -> None:
+        """A fresh device state: nothing that was computed is kept."""
+        self.tell("reset")
+        self.make_state()
+
+    def make_state(self) -> None:
+        self.batcher.forget()
+        if self.experts is not None:
+            self.experts.reset()
+        with jax.default_device(self.device):
+            self.state = self.stages.make_state(self.num_pages, self.page_size, self.limits.max_seqs)
+
+    def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
+        """Compile every size, or read it from the compile cache; nothing is compiled after this."""
+        # XLA compiles outside of Python's lock: side by side.
+        threads, futures, plain, copies = ThreadPoolExecutor(), {}, {}, {}
+        try:
+            for size, layout in self.batcher.layouts.items():
+                lowered = self.stages.lower(self.weights, self.state, layout)
+                futures[size] = [threads.submit(stage.compile) for stage in lowered]
+                if self.remote and size.rows == size.seqs:
+                    lowered = self.stages.lower(self.weights, self.state, layout, plain=True)
+                    plain[size] = [threads.submit(stage.compile) for stage in lowered]
+            for name, lowered in self.mover.lower(self.state.pages):
+                copies[name] = threads.submit(lowered.compile)
+            if self.experts is not None:
+                self.experts.program = self.experts.lower(self.state).compile()
+            if self.balance is not None:
+                found = self.balance.lower(self.weights)
+                self.balance.programs = {key: lowered.compile() for key, lowered in found}
+            for size, programs in futures.items():
+                progress(size)
+                self.compiled[size] = self.stages.program([future.result() for future in programs])
+            for size, programs in plain.items():
+                self.plain[size] = self.stages.program([future.result() for future in programs])
+            self.mover.programs = {name: future.result() for name, future in copies.items()}
+        finally:
+            threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
+        if self.mesh is not None and self.mesh.is_multi_process:  # the processes find each other now or never
+            size, layout = next(iter(self.batcher.layouts.items()))
+            jax.block_until_ready(self.step(size, False, layout.nothing))
+        V = self.words
+        row = SlotState(*(np.zeros(V, leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
+        slots = reset_slot(self.state.slots, np.int32(0), row)
+        self.state = self.state.replace(slots=slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(0), row.bias_BV)))
+        jax.block_until_ready(self.state.slots)
+        self.compiles.mark()
+
+    def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
+        """Free the device's memory; what is kept goes to the host's."""
+        self.tell("sleep", keep_weights, keep_pages)
+        self.where = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
+        self.weights = to_host(self.weights, keep_weights)
+        self.state = to_host(self.state, keep_pages)
+
+    def wake_up(self) -> None:
+        """The inverse; what was not kept is read again, or empty."""
+        self.tell("wake_up")
+        weights, state = self.where
+        if self.weights is None:
+            assert self.load_weights is not None, "the weights were dropped and nobody knows where they came from"
+            self.weights = self.load_weights()
+            if self.balance is not None:
+                self.balance.reload()
+        else:
+            self.weights = jax.tree.map(to_device, self.weights, weights)
+        if self.state is None:
+            self.make_state()
+        else:
+            self.state = jax.tree.map(to_device, self.state, state)
+
+    def launch(self, plan: Plan, moves: Moves) -> Launched:
+        """Send a step to the device, and the moves before it, and return at once."""
+        leaving = self.move(moves) if moves else []
+        for item in plan.items:
+            if item.begins:
+                self.assign(item.seq, item.start)
+            if item.draws and item.seq.constraint is not None:
+                self.constrain(item.seq, item.seq.constraint)
+        if self.balance is not None:
+            self.weights = self.balance.launching(self.weights)
+        size, buffer = self.batcher.build(plan)
+        sampled, hidden_RD = self.step(size, self.batcher.draws_plainly, buffer)
+        if self.experts is not None:
+            self.experts.launched(self.state)
+        if self.remote:  # on its way as soon as the step is done, whatever the host does then
+            sampled.tokens_R.copy_to_host_async()
+        return Launched(plan, size, sampled, hidden_RD, leaving)
+
+    def rest(self) -> None:
+        """Nothing is under way: what was counted can be read without waiting."""
+        if self.experts is not None:
+            self.experts.settle(self.state)
+
+    def step(self, size: Size, plain: bool, buffer: np.ndarray) -> tuple[Sampled, jax.Array]:
+        """Run the compiled step for a batch."""
+        if self.hosts is not None:
+            self.hosts.step(size, plain, buffer)
+        sampled, hidden_RD, self.state = self.program(size, plain)(self.weights, self.state, buffer)
+        return sampled, hidden_RD
+
+    def program(self, size: Size, plain: bool = False) -> Any:
+        """The compiled step for a batch of this size."""
+        return (self.plain.get(size) if plain else None) or self.compiled[size]
+
+    def move(self, moves: Moves) -> list[Leaving]:
+        """Copy pages; what goes to the host is under way when this returns. Over several hosts none does."""
+        self.tell("copy", moves.within)
+        pages, leaving = self.mover.move(self.state.pages, moves)
+        self.state = self.state.replace(pages=pages)
+        return leaving
+
+    def collect(self, launched: Launched) -> list[Drawn]:
+        """Wait for a step and hand out its results: its tokens, and scores only if somebody wants them."""
+        for pages in launched.leaving:
+            pages.arrive()
+        items, sampled = launched.plan.items, launched.sampled
+        if any(item.scores or item.seq.scored for item in items):
+            sampled = jax.device_get(sampled)
+        hidden_RD = np.asarray(launched.hidden_RD) if any(item.seq.pool is not None for item in items) else None
+        tokens = np.asarray(sampled.tokens_R).tolist()  # -1 where a row is not ok
+        drawn, row, replica = [], 0, 0
+        for item in items:
+            if item.seq.replica != replica:
+                replica = item.seq.replica
+                row = replica * launched.size.samples
+            count = len(item.scores) + item.draws
+            if count:
+                end = row + count
+                fine = tokens[row] >= 0 if count == 1 else min(tokens[row:end]) >= 0
+                drawn.append(Drawn(item, row, fine, tokens[end - 1], sampled, hidden_RD))
+                row = end
+        return drawn
+
+    def assign(self, seq: Sequence, computed: int) -> None:
+        """Give a slot to a sequence: its sampling parameters, and a clean row on the device where it needs one.
+
+        Tokens that were found computed never pass through a step, so the penalties learn of them here.
+        """
+        bias = bias_of(seq, self.words)
+        if seq.constraint is not None:
+            seq.constraint.bias = bias
+        tracked = self.batcher.assign(seq, bias is not None or seq.constraint is not None)
+        if bias is not None or tracked or seq.params.min_tokens:
+            self.reset_slot(self.place(seq), first_row(seq, computed, self.words, bias))
+
+    def place(self, seq: Sequence) -> int:
+        """The device's number of a sequence's slot: it has those of all replicas, one after the other."""
+        return seq.replica * self.limits.max_seqs + seq.slot
+
+    def reset_slot(self, slot: int, row: SlotState) -> None:
+        """Let the device know what a slot's sequence begins with."""
+        self.tell("reset_slot", slot, *jax.tree.leaves(row))
+        self.state = self.state.replace(slots=reset_slot(self.state.slots, np.int32(slot), row))
+
+    def constrain(self, seq: Sequence, constraint: Constraint) -> None:
+        """Let the next token be one that the sequence's grammar allows."""
+        row = constraint.row(seq.stop_ids)
+        if len(row) < self.words:
+            row = np.pad(row, (0, self.words - len(row)))
+        self.set_bias(self.place(seq), row)
+
+    def set_bias(self, slot: int, bias_V: np.ndarray) -> None:
+        """Let the device know what a slot's next token may be."""
+        self.tell("set_bias", slot, bias_V)
+        slots = self.state.slots
+        slots = slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(slot), bias_V))
+        self.state = self.state.replace(slots=slots)

@@ -1,0 +1,31 @@
+"""What the device is to know of a sequence beside its batch, when it gets a slot."""
+
+import numpy as np
+
+from ...ops.sampling import SlotState
+from ..request.sequence import Sequence
+
+
+def first_row(seq: Sequence, computed: int, vocab: int, bias_V: np.ndarray | None) -> SlotState:
+    """What its slot begins with, so many of its tokens being computed."""
+    stop, prompt = np.zeros(vocab, bool), np.zeros(vocab, bool)
+    stop[[token for token in seq.stop_ids if token < vocab]] = True
+    prompt[seq.tokens[: min(computed, seq.num_prompt)]] = True
+    counts = np.bincount(seq.tokens[seq.num_prompt : computed], minlength=vocab).astype(np.int32)
+    return SlotState(np.zeros(vocab, np.float32) if bias_V is None else bias_V, stop, counts, prompt)
+
+
+def bias_of(seq: Sequence, vocab: int) -> np.ndarray | None:
+    """What is added to the logits of every token, or None if nothing is."""
+    p = seq.params
+    single = [word[0] for word in seq.bad_words if len(word) == 1]
+    if not p.logit_bias and p.allowed_token_ids is None and not single:
+        return None
+    bias = np.zeros(vocab, np.float32)
+    if p.allowed_token_ids is not None:
+        bias[:] = -np.inf
+        bias[list(p.allowed_token_ids)] = 0
+    for token, value in (p.logit_bias or {}).items():
+        bias[token] += value
+    bias[single] = -np.inf
+    return bias

@@ -1,0 +1,141 @@
+"""The engine in a thread of its own: jobs between its steps, and signs of life."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from ..api.params import NotServing
+from .delivery import Courier
+from .engine import Engine
+
+log = logging.getLogger("quire")
+
+
+class EngineFailed(RuntimeError):
+    """The engine cannot go on, or does not: no fault of the request."""
+
+
+class EngineThread:
+    """Only this thread touches the engine; others leave it jobs."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
+        self.engine, self.clock = engine, clock
+        self.courier = Courier(clock)
+        self.jobs: deque[tuple[Callable[[], Any], Future | None]] = deque()  # without a future nobody waits for it
+        self.wake = threading.Condition()
+        self.closed = False
+        self.failure: BaseException | None = None
+        self.paused = False  # requests are accepted, and wait
+        self.busy_since: float | None = None  # when the step or the job under way began
+        if engine.runner.hosts is not None:
+            engine.runner.hosts.mourners.append(self.fail)
+        self.thread = threading.Thread(target=self.run, name="quire-engine", daemon=True)
+        self.thread.start()
+
+    def submit(self, job: Callable[[], Any]) -> Future:
+        """Run a job between two steps."""
+        future: Future = Future()
+        self.post(job, future)
+        return future
+
+    def post(self, job: Callable[[], Any], future: Future | None = None) -> None:
+        """Run it, though nobody waits for it."""
+        with self.wake:
+            if self.closed:
+                raise NotServing("engine", "is closed")
+            self.jobs.append((job, future))
+            self.wake.notify()
+
+    def close(self) -> None:
+        """Stop the thread; requests under way end."""
+        with self.wake:
+            self.closed = True
+            self.wake.notify()
+        self.thread.join()
+
+    def stalled(self) -> float:
+        """For how many seconds the thread has been at one step."""
+        since = self.busy_since
+        return 0.0 if since is None else self.clock() - since
+
+    def awaited(self) -> bool:
+        """Whether somebody waits for it."""
+        with self.wake:
+            return bool(self.courier.listeners) or any(future is not None for _, future in self.jobs)
+
+    def give_up(self, error: Exception) -> None:
+        """Nobody is to wait for a step that never ends. From any thread but this one."""
+        with self.wake:
+            waited = [future for _, future in self.jobs if future is not None]
+            self.jobs = deque(entry for entry in self.jobs if entry[1] is None)
+        for future in waited:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        self.courier.give_up(error)
+
+    def fail(self, error: Exception) -> None:
+        """The engine is over, and its thread may hang."""
+        self.failure = error
+        with self.wake:
+            self.closed = True
+            self.wake.notify()
+        self.give_up(EngineFailed("the engine has stopped"))
+
+    def run(self) -> None:
+        """Serve until closed; however that ends, nobody is left waiting."""
+        try:
+            self.serve()
+        except BaseException as error:
+            if self.failure is None:  # else it is told what was the matter
+                log.exception("the engine's loop failed; it serves no more")
+                self.failure = error
+        finally:
+            with self.wake:
+                self.closed = True
+            self.courier.note([self.engine.abort(name) for name in list(self.engine.requests)])
+            self.courier.send()
+            self.courier.give_up(EngineFailed("the engine has stopped"))
+            for _, future in self.jobs:
+                if future is not None and future.set_running_or_notify_cancel():
+                    future.set_exception(NotServing("engine", "is closed"))
+            try:
+                self.engine.close()
+            except Exception:
+                log.exception("the engine could not be closed")
+
+    def serve(self) -> None:
+        """Jobs, then a step, for as long as there is either."""
+        engine, courier = self.engine, self.courier
+        while True:
+            self.busy_since = None
+            with self.wake:
+                while not (self.jobs or self.closed or (engine.busy and not self.paused)):
+                    self.wake.wait()
+                if self.closed:
+                    return
+                jobs = list(self.jobs)
+                self.jobs.clear()
+            self.busy_since = self.clock()
+            for job, future in jobs:
+                run(job, future)
+            if not self.paused:
+                courier.note(engine.step())
+            if self.paused or not engine.busy:
+                courier.send()
+            else:
+                courier.deliver_due()
+
+
+def run(job: Callable[[], Any], future: Future | None) -> None:
+    """Run a job for whoever waits for it; not at all if that one has gone before it began."""
+    if future is None:
+        job()
+    elif future.set_running_or_notify_cancel():
+        try:
+            future.set_result(job())
+        except Exception as error:
+            future.set_exception(error)

@@ -1,0 +1,83 @@
+"""What an operator may ask of a running server, where that is switched on."""
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+
+from ...api.params import RequestError, integer
+from ..errors import Json
+from ..models import ASLEEP, READY, Model
+from ..service import Service
+
+
+def model_of(service: Service, request: Request) -> Model:
+    """The one that the query names, or the first."""
+    return service.models.find(request.query_params.get("model"))
+
+
+async def reset_prefix_cache(service: Service, request: Request) -> Json:
+    async with service.models.use(request.query_params.get("model")) as model:
+        return Json({"reset": await model.llm.reset_prefix_cache()})
+
+
+async def sleep(service: Service, request: Request) -> Json:
+    """Requests under way wait until the model wakes up."""
+    model = model_of(service, request)
+    text = request.query_params.get("level", "1")
+    level = integer("level", int(text) if text.isdigit() and len(text) < 5 else text, 1, 2)
+    if model.state == READY:
+        await service.models.move(model, ASLEEP, lambda: model.llm.sleep(level))
+    return Json({"is_sleeping": model.state == ASLEEP})
+
+
+async def wake_up(service: Service, request: Request) -> Json:
+    async with service.models.use(request.query_params.get("model")):
+        return Json({"is_sleeping": False})
+
+
+async def is_sleeping(service: Service, request: Request) -> Json:
+    return Json({"is_sleeping": model_of(service, request).state == ASLEEP})
+
+
+async def pause(service: Service, request: Request) -> Json:
+    return await hold(service, request, True)
+
+
+async def resume(service: Service, request: Request) -> Json:
+    return await hold(service, request, False)
+
+
+async def hold(service: Service, request: Request, wanted: bool) -> Json:
+    """Requests are accepted and wait; none of what is computed is lost."""
+    model = model_of(service, request)
+    if model.loaded is None:
+        raise RequestError("model", f"{model.name} is not loaded")
+    thread = model.llm.thread
+
+    def change() -> None:
+        thread.paused = wanted
+
+    await model.llm.call(change)
+    return Json({"is_paused": wanted})
+
+
+async def expert_loads(service: Service, request: Request) -> Json:
+    async with service.models.use(request.query_params.get("model")) as model:
+        return Json({"layers": await model.llm.expert_loads()})
+
+
+async def rebalance_experts(service: Service, request: Request) -> Json:
+    async with service.models.use(request.query_params.get("model")) as model:
+        return Json(await model.llm.rebalance_experts())
+
+
+ROUTES: dict[tuple[str, str], Callable] = {
+    ("POST", "/reset_prefix_cache"): reset_prefix_cache,
+    ("POST", "/sleep"): sleep,
+    ("POST", "/wake_up"): wake_up,
+    ("GET", "/is_sleeping"): is_sleeping,
+    ("POST", "/pause"): pause,
+    ("POST", "/resume"): resume,
+    ("GET", "/expert_loads"): expert_loads,
+    ("POST", "/rebalance_experts"): rebalance_experts,
+}

@@ -1,0 +1,69 @@
+"""The server's own description, as OpenAPI has it."""
+
+from typing import Any
+
+from ...protocol.schema import BODIES, body_schema
+from ..settings import Settings
+
+ABOUT = {
+    "/v1/chat/completions": "Answer a conversation.",
+    "/v1/completions": "Write on from a prompt.",
+    "/v1/responses": "Answer a conversation, in the form of OpenAI's newer interface.",
+    "/v1/messages": "Answer a conversation, in Anthropic's form.",
+    "/v1/messages/count_tokens": "How many tokens a conversation has.",
+    "/v1/embeddings": "Texts as vectors.",
+    "/score": "How likely a text is after another.",
+    "/rerank": "Documents in the order of how likely they make a query.",
+    "/tokenize": "A text or a conversation as token ids.",
+    "/detokenize": "Token ids as text.",
+    "/v1/models": "The models of this server.",
+    "/v1/models/{name}": "One of them.",
+    "/health": "200 when requests can be served, 503 otherwise.",
+    "/ping": "200 as long as the process lives.",
+    "/version": "The version of the server.",
+    "/load": "How many requests are being answered.",
+    "/metrics": "Metrics in Prometheus' form.",
+}
+ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
+            "required": ["message", "type"],
+        }
+    },
+    "required": ["error"],
+}
+
+
+def document(settings: Settings) -> dict[str, Any]:
+    """Each path with what it takes; every answer is JSON, but for streams and /metrics."""
+    answers = {
+        "200": {"description": "The answer."},
+        "default": {"description": "What is wrong.", "content": {"application/json": {"schema": ERROR}}},
+    }
+    paths: dict[str, Any] = {}
+    for path, about in ABOUT.items():
+        operation: dict[str, Any] = {"summary": about, "responses": answers}
+        if path in BODIES:
+            schema = {"$ref": f"#/components/schemas/{name_of(path)}"}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        if "{name}" in path:
+            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        paths[path] = {"post" if path in BODIES else "get": operation}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": settings.version, "description": "LLM inference in JAX."},
+        "paths": paths,
+        "components": {"schemas": {name_of(path): body_schema(path) for path in BODIES}},
+    }
+    if settings.api_keys:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found
+
+
+def name_of(path: str) -> str:
+    """`/v1/chat/completions` is ChatCompletions."""
+    return "".join(word.title() for word in path.removeprefix("/v1").replace("_", "/").split("/"))

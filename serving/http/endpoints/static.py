@@ -1,0 +1,38 @@
+"""The page at `/`: files of this package, served as they are, with leave to talk to this server alone."""
+
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ... import http
+from ..errors import HttpError, error_response
+
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def page_routes() -> list[Route]:
+    folder = files(http) / "page"
+    found = {
+        entry.name: Response(entry.read_bytes(), media_type=kind, headers=HEADERS)
+        for entry in folder.iterdir()
+        for ending, kind in KINDS.items()
+        if entry.name.endswith(ending)
+    }
+
+    async def index(request: Request) -> Response:
+        return found["index.html"]
+
+    async def part(request: Request) -> Response:
+        path = request.url.path
+        return found.get(request.path_params["name"]) or error_response(
+            path, HttpError(404, f"there is no {path[:200]}")
+        )
+
+    return [Route("/", index), Route("/page/{name}", part)]

@@ -1,0 +1,62 @@
+"""/tokenize and /detokenize."""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+
+from ....model.text.chat_template import PromptError
+from ...api.params import RequestError
+from ...engine.engine import Engine
+from ...protocol import messages
+from ...protocol.tokens import TokenizeRequest, checked, parse_detokenize, parse_tokenize
+from .. import prompting
+from ..errors import Json
+from ..service import Service
+
+
+async def tokenize(service: Service, request: Request) -> Json:
+    asked, _ = await service.read(request, parse_tokenize)
+    async with service.models.use(asked.model) as model:
+        return Json(await service.beside(cut, model.llm.engine, asked, service.settings.formats))
+
+
+def cut(engine: Engine, asked: TokenizeRequest, formats: prompting.Formats) -> dict[str, Any]:
+    tokenizer = prompting.chat_tokenizer(engine, formats)
+    try:
+        text = asked.prompt
+        if text is None:
+            text = tokenizer.apply_chat_template(asked.messages, **asked.options)
+        prompting.check_length(engine, "messages" if asked.messages else "prompt", text)
+        found = tokenizer.encode(text, add_special_tokens=asked.add_special_tokens)
+    except PromptError as error:
+        raise RequestError("messages" if asked.messages else "prompt", str(error)) from None
+    texts = [tokenizer.token_text(token) for token in found] if asked.return_token_strs else None
+    return {"count": len(found), "max_model_len": engine.max_len, "tokens": found, "token_strs": texts}
+
+
+async def detokenize(service: Service, request: Request) -> Json:
+    asked, _ = await service.read(request, parse_detokenize)
+    async with service.models.use(asked.model) as model:
+        engine = model.llm.engine
+
+        def join() -> str:
+            known = checked(asked.tokens, engine.runner.config.vocab_size)
+            return prompting.needs_tokenizer(engine).decode(known, skip_special_tokens=asked.skip_special_tokens)
+
+        return Json({"prompt": await service.beside(join)})
+
+
+async def count(service: Service, request: Request) -> Json:
+    """Anthropic's question how many tokens a conversation has."""
+    asked, _ = await service.read(request, messages.parse_count)
+    async with service.models.use(asked.model) as model:
+        prepared = await service.beside(prompting.chat, model.llm.engine, asked, service.settings.formats)
+        return Json({"input_tokens": sum(len(ask.tokens) for ask in prepared.asks)})
+
+
+ROUTES: dict[tuple[str, str], Callable] = {
+    ("POST", "/tokenize"): tokenize,
+    ("POST", "/detokenize"): detokenize,
+    ("POST", "/v1/messages/count_tokens"): count,
+}

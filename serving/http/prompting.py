@@ -1,0 +1,197 @@
+"""From a parsed request to prompts of token ids. It may take a while, so it runs beside the event loop."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...model.config import ModelError
+from ...model.text.chat_template import PromptError
+from ...model.text.tokenizer import Tokenizer
+from .. import parsing
+from ..api.params import RequestError, SamplingParams
+from ..async_llm import Ask
+from ..engine.engine import Engine
+from ..parsing.forced import Forced
+from ..protocol.answers.answer import ChatRequest, CompletionRequest, Prompted
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How conversations are told to a model, and what its answers hold beside text. `auto`: see its chat template."""
+
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool = True
+    chat_template: str | None = None
+
+    def __post_init__(self):
+        for name, known in (
+            ("tool_call_parser", parsing.TOOL_PARSERS),
+            ("reasoning_parser", parsing.REASONING_PARSERS),
+        ):
+            if (value := getattr(self, name)) not in ("auto", "none", *known):
+                raise ModelError(f"{name} is {value!r}; it can be auto, none, {', '.join(known)}")
+
+    def parsers(self, template: str) -> tuple[str | None, str | None]:
+        """The names of the parsers of tool calls and of reasoning."""
+        chosen = self.tool_call_parser, self.reasoning_parser
+        tools, reasoning = (
+            found if name == "auto" else None if name == "none" else name
+            for name, found in zip(chosen, parsing.detect(template), strict=True)
+        )
+        return tools if self.enable_auto_tool_choice else None, reasoning
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is asked of the engine, and how its answers are read."""
+
+    asks: list[Ask]
+    prompts: list[Prompted]
+    parser: Any  # makes a parser for each answer
+    most_calls: int | None = None  # of tools, in one answer
+
+
+def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
+    """The prompt of a conversation, and who reads the answer."""
+    tokenizer = chat_tokenizer(engine, formats)
+    tools = request.tools if request.tool_choice != "none" else []
+    options = dict(request.template_options)
+    goes_on = options.pop("continue_final_message", False)
+    template = options.get("chat_template") or tokenizer.template_for(tools) or ""
+    tool_parser, reasoning_parser = formats.parsers(template)
+    if tools:
+        if "tools" not in template:
+            raise RequestError("tools", "cannot be told to this model: its chat template has no place for them")
+        options["tools"] = tools
+    try:
+        text = tokenizer.apply_chat_template(request.messages, **options)
+        if goes_on:
+            text = cut_after(text, request.messages[-1]["content"])
+        check_length(engine, "messages", text)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    except PromptError as error:
+        raise RequestError("messages", str(error)) from None
+    params, parser = request.params, None
+    forced = request.tool_choice.removeprefix("function:") if request.tool_choice.startswith("function:") else None
+    if tools and (forced or request.tool_choice == "required"):
+        params = replace(params, structured_outputs=forced_call(params, tools, forced))
+        name = forced
+
+        def parser() -> Any:
+            return Forced(name) if name else parsing.make_parser("llama3_json", None, True)
+
+    elif tools and tool_parser is None:
+        raise RequestError("tools", "are not understood by this server: --tool-call-parser names the model's format")
+    else:
+        in_thought = parsing.opens_thought(text)
+
+        def parser() -> Any:
+            return parsing.make_parser(tool_parser, reasoning_parser, bool(tools), in_thought)
+
+        if parser().keeps_special and params.skip_special_tokens:
+            params = replace(params, skip_special_tokens=False)
+    compile_form(engine, params)
+    tokens = truncated(tokens, request.truncate_prompt_tokens, params, engine)
+    ask = Ask(tokens, params, text, request.terms)
+    return Prepared([ask], [Prompted(text, tokens)], parser, None if request.parallel_tool_calls else 1)
+
+
+def forced_call(params: SamplingParams, tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
+    """The form of an answer that is a call: the arguments of the one function, or a name and its arguments."""
+    if params.structured_outputs is not None:
+        raise RequestError("tool_choice", "and a form of the answer cannot both be kept; leave one of them out")
+    functions = [tool["function"] for tool in tools]
+    if name is not None:
+        return {"json": next(function["parameters"] for function in functions if function["name"] == name)}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, "arguments": function["parameters"]},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    return {"json": json.dumps({"anyOf": calls})}
+
+
+def cut_after(text: str, last: str) -> str:
+    """The prompt up to the end of what its last message says, so that the answer goes on from there."""
+    end = text.rfind(last.strip())
+    if end < 0 or not last.strip():
+        raise RequestError("continue_final_message", "cannot be done: the chat template does not show the last message")
+    end += len(last.strip())
+    spaces = last[len(last.rstrip()) :]
+    return text[: end + len(spaces)] if text.startswith(spaces, end) else text[:end]
+
+
+def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> Prepared:
+    """The prompts of a completion request."""
+    asks, prompts = [], []
+    compile_form(engine, request.params)
+    for index, prompt in enumerate(request.prompts):
+        where = f"prompt[{index}]" if len(request.prompts) > 1 else "prompt"
+        text, tokens = None, prompt
+        if isinstance(prompt, str):
+            text, tokens = prompt, encode(engine, where, prompt, request.add_special_tokens)
+        tokens = truncated(tokens, request.truncate_prompt_tokens, request.params, engine)
+        asks.append(Ask(tokens, request.params, text, request.terms))
+        if request.echo and (text is None or request.truncate_prompt_tokens is not None):
+            tokenizer, vocabulary = needs_tokenizer(engine), engine.runner.config.vocab_size
+            text = tokenizer.decode([token for token in tokens if token < vocabulary])
+        first = engine.tokenizer.token_text(tokens[0]) if request.echo and tokens else ""
+        prompts.append(Prompted(text, tokens, first=first))
+    return Prepared(asks, prompts, plain)
+
+
+def compile_form(engine: Engine, params: SamplingParams) -> None:
+    """A grammar takes a while the first time: now, and not when the engine takes the request."""
+    if params.structured_outputs is not None and engine.grammars is not None:
+        engine.grammars.compile(params.structured_outputs)
+
+
+def plain() -> Any:
+    """Reads an answer that is nothing but text."""
+    return parsing.make_parser(None, None, False)
+
+
+def encode(engine: Engine, where: str, text: str, special: bool = True) -> list[int]:
+    if not text:
+        raise RequestError(where, "is empty; it must have at least one character")
+    check_length(engine, where, text)
+    try:
+        return needs_tokenizer(engine).encode(text, add_special_tokens=special)
+    except PromptError as error:
+        raise RequestError(where, str(error)) from None
+
+
+def check_length(engine: Engine, where: str, text: str) -> None:
+    """A text that cannot fit is not cut into tokens first: that would take its time from others."""
+    most = 4 * engine.max_len * needs_tokenizer(engine).longest_token  # some tokenizers drop characters
+    if len(text) > most:
+        raise RequestError(where, f"has {len(text)} characters; this model takes {engine.max_len} tokens")
+
+
+def needs_tokenizer(engine: Engine) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise RequestError("prompt", "must be token ids: this server has no tokenizer for the model")
+    return engine.tokenizer
+
+
+def chat_tokenizer(engine: Engine, formats: Formats) -> Tokenizer:
+    """With the template that this server was told to use, if it was."""
+    tokenizer = needs_tokenizer(engine)
+    if formats.chat_template is not None:
+        tokenizer.adopt(formats.chat_template)
+    return tokenizer
+
+
+def truncated(tokens: list[int], most: int | None, params: SamplingParams, engine: Engine) -> list[int]:
+    """The last tokens of a prompt, where no more are wanted."""
+    if most is None:
+        return tokens
+    if most == -1:
+        most = max(engine.max_len - (params.max_tokens or 1), 1)
+    return tokens[-most:]

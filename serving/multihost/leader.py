@@ -1,0 +1,155 @@
+"""Several processes, one engine: the first leads, the others make its calls after it, and all of them end together."""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ...model.config import ModelError
+from .connection import Changes, Gone, Line, frame
+
+log = logging.getLogger("quire")
+
+BEAT = 1.0  # between two signs of life
+SILENCE = 10.0  # after which a process counts as dead
+GRACE = 1.0  # for requests to hear that they failed
+EXIT = 75  # "try again later" of sysexits.h: what has started the processes is to start them again
+
+
+class HostLost(RuntimeError):
+    """A process of the engine is gone, and the engine with it."""
+
+
+class Link:
+    """A line that is watched: what comes is queued, and silence is death."""
+
+    def __init__(self, line: Line, name: str, lost: Callable[[str], None]):
+        self.line, self.name, self.lost = line, name, lost
+        self.inbox: queue.SimpleQueue[tuple[str, list[Any]]] = queue.SimpleQueue()
+        for job in (self.listen, self.beat):
+            threading.Thread(target=job, name=f"quire-{job.__name__}", daemon=True).start()
+
+    def listen(self) -> None:
+        try:
+            while True:
+                kind, values = self.line.receive(SILENCE)
+                if kind == "failed":
+                    raise Gone(f"it failed: {values[0]}")
+                if kind != "beat":
+                    self.inbox.put((kind, values))
+        except Gone as error:
+            self.lost(f"{self.name} is gone: {error}")
+
+    def beat(self) -> None:
+        try:
+            while True:
+                time.sleep(BEAT)
+                self.line.send("beat")
+        except Gone:
+            pass  # who listens hears of it
+
+
+class Leader:
+    """The first process: it sends each call that it makes on the devices to the others, before it makes it."""
+
+    def __init__(self, lines: dict[int, Line]):
+        self.over = threading.Lock()  # taken once
+        self.noticed = threading.Event()  # somebody is gone, and it is told
+        self.mourners: list[Callable[[Exception], None]] = []
+        self.changes, self.sent_last = Changes(), 0  # bytes to each of them
+        self.links: list[Link] = []
+        self.links += [Link(line, f"process {index} at {line.peer}", self.end) for index, line in sorted(lines.items())]
+
+    def send(self, kind: str, *values: Any) -> None:
+        """The others do so too."""
+        data = frame(kind, *values)
+        self.sent_last = len(data)
+        for link in self.links:
+            link.line.send_frame(data)
+
+    def step(self, size: tuple[int, ...], plain: bool, buffer: np.ndarray) -> None:
+        """The same for the call that comes most often."""
+        self.send("step", size, plain, *self.changes.of(size, buffer))
+
+    def least(self, budget: int, device: str) -> int:
+        """What all of them have room for."""
+        for link in self.links:
+            kind, values = link.inbox.get()
+            assert kind == "room", kind
+            if values[1] != device:
+                raise ModelError(f"{link.name} computes on {values[1]}, and process 0 on {device}; they must be alike")
+            budget = min(budget, values[0])
+        self.send("room", budget)
+        return budget
+
+    def fail(self, why: str) -> None:
+        """Something went wrong here; if that is because another is gone, this is what is told."""
+        if not self.noticed.wait(GRACE):
+            self.end(why)
+
+    def end(self, why: str) -> None:
+        """The engine is over, for all: those who wait are told, and the process ends whatever the device does."""
+        if not self.over.acquire(blocking=False):
+            return
+        self.noticed.set()
+        log.critical("%s; the engine ends, and its processes must be started again together", why)
+        for mourner in self.mourners:
+            mourner(HostLost(why))
+        self.tell("failed", why)
+        threading.Thread(target=leave, args=(GRACE,), daemon=True).start()
+
+    def abandon(self, why: str) -> None:
+        """There will be no engine, and the caller says so himself: the others end."""
+        if self.over.acquire(blocking=False):
+            self.tell("failed", why)
+
+    def close(self) -> None:
+        """All is done: the others end in good order."""
+        if self.over.acquire(blocking=False):
+            self.tell("end")
+
+    def tell(self, kind: str, *values: Any) -> None:
+        """To all who can hear it."""
+        for link in self.links:
+            with suppress(Gone):
+                link.line.send(kind, *values)
+
+
+class Follower:
+    """Another process, as it sees the first."""
+
+    def __init__(self, line: Line):
+        self.over = False
+        self.link = Link(line, f"process 0 at {line.peer}", self.end)
+
+    def least(self, budget: int, device: str) -> int:
+        """What all of them have room for."""
+        self.link.line.send("room", budget, device)
+        kind, values = self.link.inbox.get()
+        assert kind == "room", kind
+        return values[0]
+
+    def end(self, why: str) -> None:
+        """Nobody leads: this process ends, whatever its device does."""
+        if not self.over:
+            log.critical("%s; this process ends", why)
+            leave(0)
+
+    def abandon(self, why: str) -> None:
+        """This one cannot go on, and its caller says so himself: the first one is told."""
+        self.over = True
+        with suppress(Gone):
+            self.link.line.send("failed", why)
+
+
+def leave(after: float) -> None:
+    """The end of a process whose device may never answer."""
+    time.sleep(after)
+    logging.shutdown()
+    os._exit(EXIT)

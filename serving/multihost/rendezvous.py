@@ -1,0 +1,165 @@
+"""How the processes of one engine come together: each says what it wants to serve, and all must want the same."""
+
+import hashlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ...model.config import ModelError
+from ..api.options import EngineOptions
+from .connection import Gone, Line
+from .leader import Follower, Leader
+
+log = logging.getLogger("quire")
+
+JOIN = 300.0  # seconds for all to come
+HELLO = 5.0  # for one that came to say who it is
+OWN = {  # what every process may choose for itself
+    "model", "tokenizer", "skip_tokenizer_init", "coordinator_address", "process_id", "max_queued_requests",
+    "pooling", "trace", "seed", "enable_prefix_caching",
+}  # fmt: skip
+
+
+def join(options: EngineOptions, folder: Path, progress: Callable[[str], None]) -> Leader | Follower | None:
+    """Come together with the other processes, and let JAX know of all their devices; None if there is only this one."""
+    if options.num_processes == 1:
+        return None
+    host, port = address_of(options.coordinator_address)
+    facts = facts_of(options, folder)
+    if options.process_id:
+        hosts = Follower(come(host, port, options, facts, progress))
+    else:
+        hosts = Leader(gather(host, port, options, facts, progress))
+    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM for itself
+    bound = f"[{host}]" if ":" in host else host
+    try:
+        jax.distributed.initialize(
+            f"{bound}:{port + 1}", options.num_processes, options.process_id, cluster_detection_method="deactivate",
+            coordinator_bind_address=f"{bound}:{port + 1}", shutdown_timeout_seconds=5,
+        )  # fmt: skip
+    except RuntimeError as error:
+        why = f"num_processes is {options.num_processes}, and JAX cannot bring them together: {error}"
+        hosts.abandon(why)
+        raise ModelError(why) from None
+    return hosts
+
+
+def address_of(address: str | None) -> tuple[str, int]:
+    host, _, port = (address or "").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def facts_of(options: EngineOptions, folder: Path) -> dict[str, Any]:
+    """What must be the same in all processes."""
+    found = {name: value for name, value in asdict(options).items() if name not in OWN}
+    config = (folder / "config.json").read_bytes() if (folder / "config.json").exists() else b""
+    files = [path for path in folder.rglob("*") if path.suffix == ".safetensors" or "weights" in path.parts]
+    sizes = sorted((path.name, path.stat().st_size) for path in files if path.is_file())
+    code = [path.read_bytes() for path in sorted(Path(__file__).parents[2].rglob("*.py")) if "tests" not in path.parts]
+    return found | {
+        "the version of JAX": jax.__version__,
+        "the digest of Quire's code": digest(b"".join(code)),
+        "the digest of the model's config.json": digest(config),
+        "the digest of the names and sizes of its weight files": digest(repr(sizes).encode()),
+    }
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def gather(
+    host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]
+) -> dict[int, Line]:
+    """The connections of all the others, each of which has said that it wants the same."""
+    others, deadline = range(1, options.num_processes), time.monotonic() + JOIN
+    lines: dict[int, Line] = {}
+    try:
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(place[:2], family=family, backlog=128)
+    except OSError as error:
+        raise ModelError(f"coordinator_address is {host}:{port}, which cannot be listened at: {error}") from None
+    with listener:
+        try:
+            while missing := [index for index in others if index not in lines]:
+                progress(f"waiting at {host}:{port} for process {', '.join(map(str, missing))}")
+                listener.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    line = Line(listener.accept()[0])
+                    index, theirs = said(line)
+                except TimeoutError:
+                    raise ModelError(f"process {missing[0]} has not come within {JOIN:g} seconds") from None
+                except (Gone, OSError) as error:
+                    log.warning("somebody at %s:%d who is none of us: %s", host, port, error)
+                    continue
+                why = refusal(index, theirs, facts, missing, options.num_processes)
+                if why is not None:
+                    line.send("refused", why)
+                    raise ModelError(f"the process at {line.peer} is refused: {why}")
+                lines[index] = line
+        except BaseException as error:
+            for line in lines.values():
+                line.send("refused", f"process 0 could not begin: {error}")
+            raise
+    for line in lines.values():
+        line.send("welcome")
+    return lines
+
+
+def said(line: Line) -> tuple[int, dict[str, Any]]:
+    """(process, facts) of one that has just come."""
+    try:
+        kind, values = line.receive(HELLO)
+        match kind, values:
+            case "hello", [int(index), dict(theirs)]:
+                return index, theirs
+        raise Gone("it said something else than hello")
+    except Gone:
+        line.close()
+        raise
+
+
+def refusal(index: int, theirs: dict[str, Any], facts: dict[str, Any], missing: list[int], count: int) -> str | None:
+    """Why a process cannot be one of these, if so."""
+    for name in sorted(facts.keys() | theirs.keys()):
+        if facts.get(name) != theirs.get(name):
+            return (
+                f"{name} is {theirs.get(name)!r} in process {index} and {facts.get(name)!r} in process 0; all "
+                "processes need the same model and the same options"
+            )
+    if index not in missing:
+        return f"process_id is {index}; it is taken, or not below num_processes ({count})"
+    return None
+
+
+def come(host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]) -> Line:
+    """The connection to the first process, which has taken this one in."""
+    deadline = time.monotonic() + JOIN
+    progress(f"waiting for process 0 at {host}:{port}")
+    while True:
+        try:
+            sock = socket.create_connection((host, port), timeout=HELLO)
+            if sock.getsockname() != sock.getpeername():  # a port that nobody listens at may be our own
+                break
+            sock.close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ModelError(
+                    f"coordinator_address is {host}:{port}; process 0 does not answer there: {error}"
+                ) from None
+        time.sleep(0.2)
+    line = Line(sock)
+    try:
+        line.send("hello", options.process_id, facts)
+        kind, values = line.receive(JOIN)
+    except Gone as error:
+        raise ModelError(f"process 0 at {host}:{port} did not take this process in: {error}") from None
+    if kind != "welcome":
+        raise ModelError(values[0] if kind == "refused" else f"process 0 at {host}:{port} said {kind}, not welcome")
+    return line

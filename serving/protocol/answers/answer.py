@@ -1,0 +1,119 @@
+"""What is known of an answer, whole or in parts, before a protocol gives it its shape."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...api.outputs import Logprob
+from ...api.params import PLAIN, SamplingParams, Terms
+from ...parsing.pieces import Piece
+
+Logprobs = Sequence[Mapping[int, Logprob]]  # by position: the chosen token and the likeliest
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How an answer is to be sent."""
+
+    stream: bool = False
+    include_usage: bool = False  # a last chunk that tells the usage
+    continuous_usage: bool = False  # every chunk tells it
+    return_token_ids: bool = False
+    request_id: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A conversation to answer, whatever the protocol it came by."""
+
+    messages: list[dict[str, Any]]  # as chat templates take them; arguments of tool calls are objects
+    params: SamplingParams
+    model: str | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)  # add_generation_prompt and the template's own
+    terms: Terms = PLAIN
+    delivery: Delivery = Delivery()
+    tools: list[dict[str, Any]] = field(default_factory=list)  # {"type": "function", "function": {...}}
+    tool_choice: str = "auto"  # or "none", "required", or the name of a function behind "function:"
+    parallel_tool_calls: bool = True
+    truncate_prompt_tokens: int | None = None
+    echo: bool = False
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """Prompts to write on from, each as text or as token ids."""
+
+    prompts: list[str | list[int]]
+    params: SamplingParams
+    model: str | None = None
+    terms: Terms = PLAIN
+    delivery: Delivery = Delivery()
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True
+    echo: bool = False
+    silent: bool = False  # nothing is to be written: with echo, max_tokens may be 0
+    tells_prompt: bool = False  # the prompt's log-probabilities are wanted by themselves, and not for echo only
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """What was read before an answer."""
+
+    text: str | None
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
+    first: str = ""  # the text of its first token, which has no probability
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a response says about itself, and the prompts it answers."""
+
+    id: str
+    model: str
+    created: int  # seconds since 1970
+    system_fingerprint: str | None = None
+    prompts: Sequence[Prompted] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice, whole; `finish_reason` is stop, length, tool_calls, abort or timeout."""
+
+    index: int
+    content: str | None
+    finish_reason: str
+    reasoning: str | None = None
+    calls: Sequence[ToolCall] = ()
+    stop_reason: int | str | None = None
+    token_ids: Sequence[int] = ()
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one choice got since the part before; the last one has a finish reason."""
+
+    index: int
+    pieces: Sequence[Piece] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: Sequence[int] = ()
+    logprobs: Logprobs | None = None

@@ -1,0 +1,143 @@
+"""OpenAI's /v1/chat/completions: an answer to a body, or to a stream of events."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from ...parsing.pieces import Arguments, Call, Piece, Said, Thought
+from .answer import Answer, ChatRequest, Head, Part, Usage
+from .shapes import DONE, chat_logprobs, error, event, prompt_logprobs, usage_body
+
+
+def response(head: Head, request: ChatRequest, body: Any, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+    """The body that answers a request."""
+    found = {
+        "id": head.id,
+        "object": "chat.completion",
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.system_fingerprint,
+        "choices": [choice(request, answer) for answer in answers],
+        "usage": usage_body(usage),
+    }
+    for prompt in head.prompts:
+        if prompt.logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
+        if request.delivery.return_token_ids:
+            found["prompt_token_ids"] = list(prompt.token_ids)
+    return found
+
+
+def choice(request: ChatRequest, answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if echoed := echo_text(request):
+        message["content"] = echoed + (answer.content or "")
+    if answer.reasoning is not None:
+        message["reasoning"] = message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    found: dict[str, Any] = {
+        "index": answer.index,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if answer.logprobs is not None:
+        count = request.params.logprobs or 0
+        found["logprobs"] = {"content": list(chat_logprobs(answer.token_ids, answer.logprobs, count))}
+    if request.delivery.return_token_ids:
+        found["token_ids"] = list(answer.token_ids)
+    return found
+
+
+def echo_text(request: ChatRequest) -> str:
+    """What the answer goes on from, where it is to be said again."""
+    last = request.messages[-1]
+    return last["content"] if request.echo and last["role"] == "assistant" else ""
+
+
+class Stream:
+    """One answer as events: chunks, then the usage, then the end."""
+
+    def __init__(self, head: Head, request: ChatRequest, body: Any):
+        self.request, self.delivery = request, request.delivery
+        self.frame = {
+            "id": head.id,
+            "object": "chat.completion.chunk",
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.system_fingerprint,
+        }
+        self.prompts = head.prompts
+        self.usage: Usage | None = None
+
+    def begin(self, usage: Usage) -> bytes:
+        """Who speaks: a chunk for every choice and in their order, for clients list them as they come."""
+        self.usage = usage
+        delta = {"role": "assistant", "content": echo_text(self.request)}
+        return b"".join(self.choice(index, delta) for index in range(self.request.params.n))
+
+    def part(self, part: Part) -> bytes:
+        delta: dict[str, Any] = {}
+        add(delta, part.pieces)
+        more: dict[str, Any] = {}
+        if part.logprobs is not None:
+            count = self.request.params.logprobs or 0
+            more["logprobs"] = {"content": list(chat_logprobs(part.token_ids, part.logprobs, count))}
+        if self.delivery.return_token_ids:
+            more["token_ids"] = list(part.token_ids)
+        if part.finish_reason is None:
+            news = delta or (part.token_ids and (more or self.delivery.continuous_usage))
+            return self.choice(part.index, delta, more) if news else b""
+        ends = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        if "tool_calls" not in delta:
+            return self.choice(part.index, delta, more | ends)
+        # Clients do not end a call with the chunk that brings it, so the end comes by itself.
+        return self.choice(part.index, delta, more) + self.choice(part.index, {}, ends)
+
+    def choice(self, index: int, delta: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        return self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}])
+
+    def chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        found = self.frame | {"choices": choices}
+        if self.prompts and self.delivery.return_token_ids:
+            found["prompt_token_ids"], self.prompts = list(self.prompts[0].token_ids), ()
+        if self.delivery.include_usage or self.delivery.continuous_usage:
+            shown = self.usage if self.delivery.continuous_usage and usage is None else usage
+            found["usage"] = None if shown is None else usage_body(shown)
+        return event(found)
+
+    def counted(self, usage: Usage) -> None:
+        """What was used so far."""
+        self.usage = usage
+
+    def end(self, usage: Usage) -> bytes:
+        return (self.chunk([], usage) if self.delivery.include_usage else b"") + DONE
+
+    def fail(self, status: int, message: str, param: str | None = None) -> bytes:
+        return event(error(status, message, param)) + DONE
+
+
+def add(delta: dict[str, Any], pieces: Sequence[Piece]) -> None:
+    """Pieces as the fields of a chunk: neighbours of a kind become one."""
+    for piece in pieces:
+        if isinstance(piece, Said):
+            delta["content"] = delta.get("content", "") + piece.text
+        elif isinstance(piece, Thought):
+            delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + piece.text
+        else:
+            add_call(delta.setdefault("tool_calls", []), piece)
+
+
+def add_call(calls: list[dict[str, Any]], piece: Call | Arguments) -> None:
+    if isinstance(piece, Call):
+        function = {"name": piece.name, "arguments": ""}
+        calls.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
+        return
+    if not calls:  # it goes on from the chunk before
+        calls.append({"index": piece.index, "function": {"arguments": ""}})
+    calls[-1]["function"]["arguments"] += piece.text

@@ -1,0 +1,89 @@
+"""Shapes that OpenAI's endpoints have in common: errors, usage, log-probabilities, events."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ...api.outputs import Logprob
+from .answer import Logprobs, Usage
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+         429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+DONE = b"data: [DONE]\n\n"
+
+
+def error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an answer that is none."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def event(body: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % msgspec.json.encode(body)
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    found = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+    if usage.reasoning_tokens:
+        found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return found
+
+
+def token_text(token: int, entry: Logprob) -> str:
+    return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
+
+
+def finite(entry: Logprob) -> float:
+    return max(entry.logprob, LEAST_LOGPROB)
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: Logprobs, count: int) -> Iterator[dict[str, Any]]:
+    """For each token of an answer itself and the likeliest in its place."""
+
+    def described(token: int, entry: Logprob) -> dict[str, Any]:
+        text = token_text(token, entry)
+        # A part of a character has bytes that its text no longer tells.
+        known = entry.decoded_token is not None and "\ufffd" not in text
+        return {"token": text, "logprob": finite(entry), "bytes": list(text.encode()) if known else None}
+
+    for token, entries in zip(token_ids, logprobs, strict=True):
+        best = sorted(entries.items(), key=lambda item: -item[1].logprob)[:count]
+        yield {**described(token, entries[token]), "top_logprobs": [described(*item) for item in best]}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None], at: int = 0, first: str = ""
+) -> tuple[dict[str, Any], int]:
+    """The same as parallel lists, and where the text after them begins.
+
+    Here the token itself is among the likeliest, beyond their number if it must. A prompt's first token has none.
+    """
+    tokens, own, top, offsets = [], [], [], []
+    for token, entries in zip(token_ids, logprobs, strict=True):
+        text = first if entries is None else token_text(token, entries[token])
+        tokens.append(text)
+        own.append(None if entries is None else finite(entries[token]))
+        # Of several of one text the likeliest stays.
+        ranked = sorted((entries or {}).items(), key=lambda item: item[1].logprob)
+        top.append(None if entries is None else {token_text(*item): finite(item[1]) for item in ranked})
+        offsets.append(at)
+        at += len(text)
+    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}, at
+
+
+def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, dict[str, Any]] | None]:
+    return [
+        None if entries is None else {
+            str(token): {"logprob": finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            for token, entry in entries.items()
+        }
+        for entries in logprobs
+    ]  # fmt: skip

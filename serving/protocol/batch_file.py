@@ -1,0 +1,95 @@
+"""OpenAI's batch files: one request a line in, one result a line out, and a bad line hurts no other."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..api.params import RequestError, refuse_unknown, shown
+from . import chat, completion
+from .answers.answer import ChatRequest, CompletionRequest
+
+ENDPOINTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completion.parse}
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """A line of a batch: its request, or what is wrong with it."""
+
+    number: int  # from 1, as editors count
+    custom_id: str | None
+    request: ChatRequest | CompletionRequest | RequestError
+
+
+def parse_lines(lines: Iterable[bytes]) -> Iterator[BatchLine]:
+    """The lines of a batch file that are not blank."""
+    seen: dict[str, int] = {}
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        custom_id = None
+        try:
+            line = _read(raw)
+            custom_id = _custom_id(line)
+            if custom_id in seen:
+                raise RequestError("custom_id", f"must differ, got {shown(custom_id)} as in line {seen[custom_id]}")
+            seen[custom_id] = number
+            yield BatchLine(number, custom_id, _request(line))
+        except RequestError as error:
+            yield BatchLine(number, custom_id, error)
+
+
+def result_line(line: BatchLine, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What the output file says of a line that was served."""
+    response = {"status_code": 200, "request_id": request_id, "body": body}
+    return {"id": request_id, "custom_id": line.custom_id, "response": response, "error": None}
+
+
+def error_line(line: BatchLine, request_id: str, error: Exception, code: str = "invalid_request") -> dict[str, Any]:
+    """What the output file says of a line that was not."""
+    param = error.param if isinstance(error, RequestError) else None
+    why = error.message if isinstance(error, RequestError) and param == "line" else str(error)
+    found = {"code": code, "message": f"line {line.number}: {why}", "param": param, "line": line.number}
+    return {"id": request_id, "custom_id": line.custom_id, "response": None, "error": found}
+
+
+def _read(raw: bytes) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise RequestError("line", f"must be JSON, which has no {constant}")
+
+    try:
+        line = json.loads(raw.decode(), parse_constant=refuse)
+    except RequestError:
+        raise
+    except RecursionError:
+        raise RequestError("line", "must be JSON that is not nested so deep") from None
+    except json.JSONDecodeError as error:
+        raise RequestError("line", f"must be JSON: {error.msg}, column {error.colno}") from None
+    except ValueError as error:  # not UTF-8, or a number of thousands of digits
+        raise RequestError("line", f"must be JSON in UTF-8: {error}") from None
+    if not isinstance(line, dict):
+        raise RequestError("line", f"must be a JSON object, got {shown(line)}")
+    return line
+
+
+def _custom_id(line: dict[str, Any]) -> str:
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise RequestError("custom_id", f"must be a string that is not empty, got {shown(custom_id)}")
+    return custom_id
+
+
+def _request(line: dict[str, Any]) -> ChatRequest | CompletionRequest:
+    refuse_unknown(line, ("custom_id", "method", "url", "body"))
+    if line.get("method") != "POST":
+        raise RequestError("method", f"must be 'POST', got {shown(line.get('method'))}")
+    url = line.get("url")
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise RequestError("url", f"must be {' or '.join(ENDPOINTS)}, got {shown(url)}")
+    try:
+        request = ENDPOINTS[url](line.get("body"))
+        if request.delivery.stream:
+            raise RequestError("stream", "has no place in a batch; leave it out")
+        return request
+    except RequestError as error:
+        raise RequestError("body" if error.param == "body" else f"body.{error.param}", error.message) from None

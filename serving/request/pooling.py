@@ -1,0 +1,55 @@
+"""From the hidden states of a prompt to its embedding: one row or the mean of all, of length 1."""
+
+import numpy as np
+
+from ..api.options import Pooling
+from ..api.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from ..api.params import SamplingParams, integer
+
+PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)  # nothing is written
+
+
+class Pool:
+    """What is kept of a prompt's hidden states, however they come in chunks; the sum's order is that of the rows."""
+
+    def __init__(self, kind: Pooling, length: int):
+        self.kind, self.length = kind, length
+        self.sum: np.ndarray | None = None
+        self.count = 0  # rows that are in it
+
+    def add(self, position: int, row) -> None:
+        """Take in the hidden state at a position; those before it have come, and it may come again."""
+        if self.kind == "last":
+            if position == self.length - 1:
+                self.sum, self.count = np.asarray(row, np.float64), 1
+        elif position == self.count:
+            row = np.asarray(row, np.float64)
+            self.sum, self.count = row if self.sum is None else self.sum + row, self.count + 1
+
+    def vector(self) -> np.ndarray | None:
+        """The pooled hidden state, or None as long as rows are missing."""
+        if self.sum is None or self.count < (1 if self.kind == "last" else self.length):
+            return None
+        return (self.sum / self.count).astype(np.float32)
+
+
+def check_dimensions(dimensions: int | None, dim: int) -> None:
+    """Refuse what the model's width `dim` cannot give."""
+    if dimensions is not None:
+        integer("dimensions", dimensions, 1, dim, " (the model's width) or null")
+
+
+def embedding(output: RequestOutput, dimensions: int | None = None) -> EmbeddingRequestOutput:
+    """The embedding that a finished request has: its first `dimensions` numbers, scaled to length 1."""
+    if output.pooled is None:
+        raise RuntimeError(f"the request {output.request_id} has no embedding: it ended before its prompt did")
+    check_dimensions(dimensions, len(output.pooled))
+    vector = np.asarray(output.pooled, np.float64)[:dimensions]
+    length = float(np.sqrt(np.dot(vector, vector)))
+    numbers = (vector / length if length else vector).astype(np.float32).tolist()
+    return EmbeddingRequestOutput(
+        request_id=output.request_id,
+        outputs=EmbeddingOutput(numbers),
+        prompt_token_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+    )

@@ -1,0 +1,207 @@
+"""A request on its way: the text, log-probabilities and times of its streams, as results for the user."""
+
+import math
+
+from ..api.outputs import CompletionOutput, Delta, Fresh, Logprob, RequestMetrics, RequestOutput
+from ..api.params import SamplingParams
+from .detokenizer import Detokenizer
+from .sequence import Sequence
+
+
+class Stream:
+    """One of the `n` answers to a request."""
+
+    def __init__(self, seq: Sequence, params: SamplingParams, tokenizer):
+        self.seq, self.params, self.tokenizer = seq, params, tokenizer
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.cumulative = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.unread: list[int] = []
+        self.parts: list[str] = []
+        self.taken_parts = self.taken_tokens = 0
+        self.taken_end = False
+        self.detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self.detokenizer = Detokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+            )
+
+    def push(self, token: int, score) -> str | None:
+        """Take a token; the reason to finish, if this is the last one."""
+        seq, p = self.seq, self.params
+        if score is not None:
+            self.cumulative += score[1]
+            if self.logprobs is not None:
+                self.logprobs.append(logprob_entry(score, p.logprobs, self.tokenizer))
+        stopped = token in seq.stop_ids
+        if self.detokenizer is not None and (not stopped or p.include_stop_str_in_output):
+            self.unread.append(token)
+            if p.stop:
+                self.read(check_stops=seq.num_output >= p.min_tokens)
+                if self.detokenizer.stopped is not None:
+                    self.stop_reason = self.detokenizer.stopped
+                    return "stop"
+        if stopped:
+            self.stop_reason = None if token in seq.eos_ids else token
+            return "stop"
+        return "length" if len(seq.tokens) - seq.num_prompt >= seq.max_tokens else None
+
+    def read(self, check_stops: bool = True) -> None:
+        """Turn what has come into text: with stop strings at each token, otherwise when somebody looks."""
+        if self.unread:
+            self.parts.append(self.detokenizer.push(self.unread, check_stops))
+            self.unread.clear()
+
+    def end(self, reason: str) -> None:
+        """No more tokens come: what was held back belongs to the text."""
+        self.read()
+        if self.detokenizer is not None and self.detokenizer.stopped is None:
+            enough = self.seq.num_output >= self.params.min_tokens
+            self.parts.append(self.detokenizer.finish(check_stops=enough))
+            if self.detokenizer.stopped is not None:  # what was held back completed a stop string
+                reason, self.stop_reason = "stop", self.detokenizer.stopped
+        self.finish_reason = reason
+
+    @property
+    def likelihood(self) -> float:
+        """Of a token, on average."""
+        return self.cumulative / self.seq.num_output if self.seq.num_output else -math.inf
+
+    def take(self, index: int) -> Fresh | None:
+        """What came since the last time, or None; the end comes once."""
+        self.read()
+        seq, parts, first = self.seq, self.parts[self.taken_parts :], self.taken_tokens
+        ends = self.finish_reason is not None and not self.taken_end
+        if seq.num_output == first and not ends and not any(parts):
+            return None
+        self.taken_parts, self.taken_tokens, self.taken_end = len(self.parts), seq.num_output, self.taken_end or ends
+        return Fresh(
+            index=index,
+            text="".join(parts),
+            token_ids=seq.tokens[seq.num_prompt + first :],
+            logprobs=None if self.logprobs is None else self.logprobs[first:],
+            finish_reason=self.finish_reason if ends else None,
+            stop_reason=self.stop_reason if ends else None,
+        )
+
+    def output(self, index: int) -> CompletionOutput:
+        self.read()
+        self.parts = ["".join(self.parts[: self.taken_parts]), "".join(self.parts[self.taken_parts :])]
+        self.taken_parts = 1
+        return CompletionOutput(
+            index=index,
+            text="".join(self.parts),
+            token_ids=self.seq.tokens[self.seq.num_prompt :],
+            cumulative_logprob=self.cumulative if self.params.scored else None,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class Request:
+    """A prompt with its streams; `output()` is what the user gets, at any moment."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        sequences: list[Sequence],
+        tokenizer,
+        arrival: float,
+    ):
+        self.request_id, self.prompt, self.params, self.sequences = request_id, prompt, params, sequences
+        self.tokenizer = tokenizer
+        self.streams = [Stream(seq, params, tokenizer) for seq in sequences]
+        self.arrival = arrival
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(stream.finish_reason is not None for stream in self.streams)
+
+    def scheduled(self, now: float) -> None:
+        self.first_scheduled = self.first_scheduled or now
+
+    def push(self, index: int, token: int, score, now: float) -> str | None:
+        """Give a stream its next token; the reason to finish it, if there is one."""
+        self.first_token, self.last_token = self.first_token or now, now
+        return self.streams[index].push(token, score)
+
+    def end(self, index: int, reason: str) -> None:
+        self.streams[index].end(reason)
+
+    def take(self) -> Delta:
+        """What each answer got since the last time, at a cost that the rest does not add to.
+
+        Where the likeliest of several are the answer, all of it comes at the end.
+        """
+        finished = self.finished
+        known = finished or len(self.streams) == self.params.n
+        streams = self.chosen() if known else []
+        fresh = [part for index, stream in enumerate(streams) if (part := stream.take(index)) is not None]
+        return Delta(fresh, finished)
+
+    def output(self) -> RequestOutput:
+        seq = self.sequences[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=seq.tokens[: seq.num_prompt],
+            prompt_logprobs=self.prompt_logprobs(),
+            outputs=[stream.output(index) for index, stream in enumerate(self.chosen())],
+            metrics=RequestMetrics(
+                arrival_time=self.arrival,
+                first_scheduled_time=self.first_scheduled,
+                first_token_time=self.first_token,
+                last_token_time=self.last_token,
+                num_preemptions=sum(seq.num_preemptions for seq in self.sequences),
+            ),
+            num_cached_tokens=seq.num_cached,
+            pooled=None if seq.pool is None else seq.pool.vector(),
+            finished=self.finished,
+        )
+
+    def chosen(self) -> list[Stream]:
+        """Those that are the answer: all, or the likeliest so far."""
+        if len(self.streams) == self.params.n:
+            return self.streams
+        return sorted(self.streams, key=lambda stream: stream.likelihood, reverse=True)[: self.params.n]
+
+    def facts(self) -> dict[str, int]:
+        """What it was about, in numbers."""
+        seqs = self.sequences
+        return {
+            "prompt_tokens": seqs[0].num_prompt,
+            "cached_tokens": seqs[0].num_cached,
+            "tokens": sum(seq.num_output for seq in seqs),
+            "preemptions": sum(seq.num_preemptions for seq in seqs),
+        }
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """One entry a prompt token; the first has nothing before it to be predicted from."""
+        scores, count = self.sequences[0].prompt_scores, self.params.prompt_logprobs
+        if scores is None or count is None:
+            return None
+        return [None, *(None if s is None else logprob_entry(s, count, self.tokenizer) for s in scores)]
+
+
+def logprob_entry(score, count: int, tokenizer) -> dict[int, Logprob]:
+    """The token's own log-probability, and those of the `count` best."""
+    token, logprob, rank, best, best_logprobs = score
+
+    def entry(token: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token))
+
+    found = {token: entry(token, logprob, rank)}
+    for place, (other, value) in enumerate(zip(best[:count].tolist(), best_logprobs[:count].tolist(), strict=True)):
+        if other not in found:
+            found[other] = entry(other, value, place + 1)
+    return found

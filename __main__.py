@@ -13,10 +13,10 @@ from . import __version__
 COMMANDS = {
     "generate": ".scripts.generate",
     "chat": ".scripts.chat",
-    "serve": ".scripts.serve",
+    "serve": ".scripts.serve.command",
     "run-batch": ".scripts.run_batch",
-    "bench": ".scripts.bench",
-    "plan": ".scripts.plan",
+    "bench": ".scripts.bench.command",
+    "plan": ".scripts.plan.command",
     "convert": ".scripts.convert",
     "quantize": ".scripts.quantize",
     "build-kernels": ".scripts.build_kernels",

@@ -11,7 +11,7 @@ from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Homes, abstract_over
 from quire.model.planning import cost
 from quire.model.planning.meshes import Planner, Work
-from quire.scripts import ahead
+from quire.scripts.plan import ahead
 from quire.sharding.mesh import make_mesh
 
 assert len(jax.devices()) == 8

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from quire.ops.sampling import MAX_LOGPROBS, Sampled
-from quire.scripts.bench_host import pretended_engine
+from quire.scripts.bench.host import pretended_engine
 from quire.serving.engine.runner import Drawn
 from quire.serving.http import server
 from quire.serving.http.models import Model, Models

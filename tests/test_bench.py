@@ -21,18 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.__main__ import main
-from quire.scripts import (
-    bench,
-    bench_client,
-    bench_engine,
-    bench_load,
-    bench_metrics,
-    bench_plot,
-    bench_serve,
-    bench_startup,
-)
-from quire.scripts.bench_load import Sample
-from quire.scripts.bench_metrics import Answer
+from quire.scripts.bench import client, command, engine, load, metrics, plot, serve, startup
+from quire.scripts.bench.load import Sample
+from quire.scripts.bench.metrics import Answer
 from quire.scripts.options import UsageError
 
 
@@ -58,16 +49,16 @@ def run(monkeypatch, capsys):
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 100))
 def test_percentiles_are_numpys(values, percent):
-    found = bench_metrics.percentile(sorted(values), percent)
+    found = metrics.percentile(sorted(values), percent)
     assert found == pytest.approx(np.percentile(values, percent), rel=1e-9, abs=1e-9)
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=1, max_size=50))
 def test_summaries_are_numpys(values):
-    found = bench_metrics.summarise(values)
+    found = metrics.summarise(values)
     expected = (np.mean(values), np.std(values), *np.percentile(values, (50, 90, 99)))
     assert tuple(vars(found).values()) == pytest.approx(expected, rel=1e-9, abs=1e-6)
-    assert bench_metrics.summarise([]) is None
+    assert metrics.summarise([]) is None
 
 
 def random_answers(rng: random.Random) -> list[Answer]:
@@ -83,7 +74,7 @@ def random_answers(rng: random.Random) -> list[Answer]:
 def test_metrics_by_hand(seed):
     answers = random_answers(random.Random(seed))
     good = [answer for answer in answers if answer.error is None]
-    found = bench_metrics.milliseconds(answers)
+    found = metrics.milliseconds(answers)
     assert found["ttft"] == pytest.approx([1000 * (a.times[0] - a.sent) for a in good])
     assert found["e2el"] == pytest.approx([1000 * (a.times[-1] - a.sent) for a in good])
     assert found["itl"] == pytest.approx(np.concatenate([1000 * np.diff(a.times) for a in good] or [[]]))
@@ -92,7 +83,7 @@ def test_metrics_by_hand(seed):
     for a, ttft, e2el in zip(good, found["ttft"], found["e2el"], strict=True):
         rest = (a.output_tokens - 1) * next(tpot) if a.output_tokens > 1 else 0
         assert ttft + rest == pytest.approx(e2el)
-    totals = bench_metrics.totals(answers, 4.0)
+    totals = metrics.totals(answers, 4.0)
     assert (totals["completed"], totals["failed"]) == (len(good), len(answers) - len(good))
     assert totals["output_throughput"] == sum(a.output_tokens for a in good) / 4
     assert totals["total_token_throughput"] == sum(a.output_tokens + a.prompt_tokens for a in good) / 4
@@ -103,14 +94,14 @@ def test_metrics_by_hand(seed):
         and a.times[-1] - a.sent <= 12
         for a in good
     )
-    assert bench_metrics.goodput(answers, 4.0, limits) == kept / 4
+    assert metrics.goodput(answers, 4.0, limits) == kept / 4
 
 
 def test_nothing_answered_is_no_division_by_zero():
     answers = [Answer(0.0, error="broke")]
-    assert bench_metrics.totals(answers, 0.0)["output_throughput"] == 0
-    assert bench_metrics.flat(bench_metrics.milliseconds(answers)) == {}
-    assert bench_metrics.goodput(answers, 0.0, {"ttft": 1.0}) == 0
+    assert metrics.totals(answers, 0.0)["output_throughput"] == 0
+    assert metrics.flat(metrics.milliseconds(answers)) == {}
+    assert metrics.goodput(answers, 0.0, {"ttft": 1.0}) == 0
 
 
 # ---- what is sent, and when
@@ -118,16 +109,16 @@ def test_nothing_answered_is_no_division_by_zero():
 
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 4.0])
 def test_arrivals_are_a_gamma_process_of_the_rate(burstiness):
-    at = bench_load.arrivals(4000, 20.0, burstiness, seed=1)
+    at = load.arrivals(4000, 20.0, burstiness, seed=1)
     assert at[-1] == pytest.approx(4000 / 20) and at == sorted(at)
     waits = np.diff([0.0, *at])
     assert scipy.stats.kstest(waits, scipy.stats.gamma(burstiness, scale=1 / (20 * burstiness)).cdf).pvalue > 0.01
-    assert bench_load.arrivals(4000, 20.0, burstiness, seed=1) == at != bench_load.arrivals(4000, 20.0, burstiness, 2)
+    assert load.arrivals(4000, 20.0, burstiness, seed=1) == at != load.arrivals(4000, 20.0, burstiness, 2)
 
 
 def test_arrivals_at_the_ends_of_the_scale():
-    assert bench_load.arrivals(3, math.inf, 1.0, 0) == [0, 0, 0]
-    assert bench_load.arrivals(4, 2.0, math.inf, 0) == pytest.approx([0.5, 1, 1.5, 2])
+    assert load.arrivals(3, math.inf, 1.0, 0) == [0, 0, 0]
+    assert load.arrivals(4, 2.0, math.inf, 0) == pytest.approx([0.5, 1, 1.5, 2])
 
 
 class Words:
@@ -142,10 +133,10 @@ class Words:
         return " ".join("x" * (i - 3) for i in ids)
 
 
-def source(name, path=None, **given) -> bench_load.Dataset:
-    names = {option: None for own in bench_load.OWN.values() for option in own}
+def source(name, path=None, **given) -> load.Dataset:
+    names = {option: None for own in load.OWN.values() for option in own}
     context = SimpleNamespace(params=names | {"dataset_name": name, "dataset_path": path} | given)
-    return bench_load.dataset(context)  # type: ignore[arg-type]
+    return load.dataset(context)  # type: ignore[arg-type]
 
 
 def test_random_requests_have_the_lengths_asked_for():
@@ -244,7 +235,7 @@ def test_bad_settings_are_named(name, given, says):
 
 def test_values_after_an_option_are_spread():
     line = "m --concurrency 1 2 4K 8x --goodput ttft:5 tpot:6 -- --concurrency 3 m 4 --seed 1 2"
-    spread = bench.spread(line.split())
+    spread = command.spread(line.split())
     assert (
         spread
         == (
@@ -270,7 +261,7 @@ def test_events_survive_any_cut(data, end):
             yield wire[start:stop]
 
     async def collect():
-        return [event async for event in bench_client.events(chunks())]
+        return [event async for event in client.events(chunks())]
 
     assert asyncio.run(collect()) == [f"{text}\nmore" for text in texts]
 
@@ -280,7 +271,7 @@ def read(wire: bytes, headers: dict[str, str]) -> bytes:
         reader = asyncio.StreamReader()
         reader.feed_data(wire)
         reader.feed_eof()
-        return b"".join([chunk async for chunk in bench_client.read_body(reader, headers)])
+        return b"".join([chunk async for chunk in client.read_body(reader, headers)])
 
     return asyncio.run(collect())
 
@@ -300,7 +291,7 @@ def test_bodies_and_their_ends(parts, short):
 
 @pytest.mark.parametrize("size", [b"", b"-1", b"0x2", b"g", b"1" * 17])
 def test_lengths_that_are_none(size):
-    with pytest.raises(bench_client.Failure, match="length"):
+    with pytest.raises(client.Failure, match="length"):
         read(size + b"\r\nxx\r\n", {"transfer-encoding": "chunked"})
 
 
@@ -314,7 +305,7 @@ def test_lengths_that_are_none(size):
     ],
 )
 def test_addresses(url, expected):
-    server = bench_client.Server.parse(url)
+    server = client.Server.parse(url)
     assert (server.host, server.port, server.tls is not None, server.path) == expected
 
 
@@ -444,9 +435,9 @@ def writes(data: bytes):
 
 def ask(server: FakeServer) -> Answer:
     """One request, timed by a clock that counts how often it is read: at the start, then once an event."""
-    where = bench_client.Server.parse(server.url)
+    where = client.Server.parse(server.url)
     clock = itertools.count().__next__
-    return asyncio.run(bench_client.ask(where, "/v1/completions", {"prompt": "x"}, 30.0, clock))
+    return asyncio.run(client.ask(where, "/v1/completions", {"prompt": "x"}, 30.0, clock))
 
 
 @pytest.mark.parametrize(
@@ -510,8 +501,8 @@ def test_every_way_to_fail_is_an_error_and_no_exception(behave, error):
 @pytest.mark.parametrize("behave", [silence, half])
 def test_a_request_that_takes_too_long_has_failed_and_hangs_up(behave):
     async def late(server):
-        where = bench_client.Server.parse(server.url)
-        answer = await bench_client.ask(where, "/v1/completions", {}, 0.2, itertools.count().__next__)
+        where = client.Server.parse(server.url)
+        answer = await client.ask(where, "/v1/completions", {}, 0.2, itertools.count().__next__)
         assert answer.error == "no end within 0.2 s"
         assert await asyncio.to_thread(server.gone.wait, 10)
 
@@ -540,7 +531,7 @@ def test_requests_go_in_order_and_only_so_many_at_once():
 
     for limit, expected in ((None, 40), (1, 1), (7, 7)):
         sent, most = [], 0
-        answers, _ = asyncio.run(bench_serve.drive(send, [0.0] * 40, limit))
+        answers, _ = asyncio.run(serve.drive(send, [0.0] * 40, limit))
         assert [answer.sent for answer in answers] == sent == list(range(40))
         assert most == expected
 
@@ -697,9 +688,7 @@ def test_the_engine_is_kept_as_full_as_asked(llm):
     for concurrency in (1, 3):
         done: list[tuple[int, int]] = []
         note = done.append
-        run = bench_engine.serve(
-            llm, samples, concurrency, 0.0, itertools.count().__next__, lambda *n, note=note: note(n)
-        )
+        run = engine.serve(llm, samples, concurrency, 0.0, itertools.count().__next__, lambda *n, note=note: note(n))
         for sample, answer in zip(samples, run.answers, strict=True):
             assert (answer.prompt_tokens, answer.output_tokens) == (len(sample.prompt), sample.output_len)
             assert len(answer.times) == sample.output_len and list(answer.times) == sorted(set(answer.times))
@@ -723,16 +712,16 @@ def test_an_interrupted_run_leaves_the_engine_clean(llm, monkeypatch):
     requests, add = [], llm.add
     monkeypatch.setattr(llm, "add", lambda *given: requests.append(add(*given)) or requests[-1])
     with pytest.raises(KeyboardInterrupt):
-        bench_engine.serve(llm, [Sample([5], 1), *[Sample([5] * 40, 50)] * 5], 3, 0.0, advance=interrupt)
+        engine.serve(llm, [Sample([5], 1), *[Sample([5] * 40, 50)] * 5], 3, 0.0, advance=interrupt)
     assert [request.sequences[0].finish_reason for request in requests] == ["length", "abort", "abort"]
     assert not llm.engine.busy and not llm.engine.requests
     llm.engine.scheduler.check()
-    assert len(bench_engine.serve(llm, [Sample([5], 2)], 1, 1.0).answers) == 1
+    assert len(engine.serve(llm, [Sample([5], 2)], 1, 1.0).answers) == 1
 
 
 def test_an_answer_that_would_be_cut_short_is_refused(llm):
     with pytest.raises(UsageError, match="100 prompt and 29 output tokens do not fit into the 128"):
-        bench_engine.serve(llm, [Sample([5] * 100, 28), Sample([5] * 100, 29)], 1, 0.0)
+        engine.serve(llm, [Sample([5] * 100, 28), Sample([5] * 100, 29)], 1, 0.0)
     assert not llm.engine.busy
 
 
@@ -742,7 +731,7 @@ def test_a_failed_step_is_no_measurement(llm, monkeypatch):
 
     monkeypatch.setattr(llm.engine.runner, "launch", fail)
     with pytest.raises(UsageError, match="a step failed"):
-        bench_engine.serve(llm, [Sample([5], 2)], 1, 0.0)
+        engine.serve(llm, [Sample([5], 2)], 1, 0.0)
 
 
 def test_the_roof_by_hand():
@@ -750,23 +739,23 @@ def test_the_roof_by_hand():
 
     def step(seconds, *items):
         items = tuple(SimpleNamespace(start=start, num_rows=count) for start, count in items)
-        return bench_engine.Step(seconds, SimpleNamespace(items=items, decodes=all(i.num_rows == 1 for i in items)))
+        return engine.Step(seconds, SimpleNamespace(items=items, decodes=all(i.num_rows == 1 for i in items)))
 
     steps = [step(9.0, (0, 16), (4, 1)), step(2.0, (16, 1), (5, 1)), step(4.0, (17, 1))]
-    roof = bench_engine.roof(steps, 1000, lambda length: 10 * min(length, 10), 500.0)
+    roof = engine.roof(steps, 1000, lambda length: 10 * min(length, 10), 500.0)
     assert roof is not None
     # KV: 100 + 60 and 100, so 1130 bytes a step; at 500 a second 2.26 s, and the steps took 3.
     assert (roof.steps, roof.sequences, roof.weight_bytes, roof.cache_bytes) == (2, 1.5, 1000, 130.0)
     assert roof.seconds == pytest.approx(2.26) and roof.share == pytest.approx(2.26 / 3)
-    assert bench_engine.roof(steps[:1], 1000, lambda length: 0, 500.0) is None
+    assert engine.roof(steps[:1], 1000, lambda length: 0, 500.0) is None
 
 
 def test_the_roof_of_a_model_is_all_that_it_reads(llm):
     import jax
 
     config, weights = llm.engine.runner.config, llm.engine.runner.weights
-    run = bench_engine.serve(llm, [Sample([5] * 20, 2)], 1, 0.0)
-    roof = bench_engine.engine_roof(llm, run, 1e9)
+    run = engine.serve(llm, [Sample([5] * 20, 2)], 1, 0.0)
+    roof = engine.engine_roof(llm, run, 1e9)
     assert roof is not None and config.tied  # so the table of the embeddings is read, as the head
     assert roof.weight_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
     each = [layer.attention for layer in config.layers]  # 21 positions, and windows are wider than that
@@ -774,15 +763,15 @@ def test_the_roof_of_a_model_is_all_that_it_reads(llm):
 
 
 def test_the_speed_of_an_accelerators_memory():
-    assert bench_engine.device_bandwidth(1 << 16, passes=2) > 0
+    assert engine.device_bandwidth(1 << 16, passes=2) > 0
 
 
 SMALL = ("quill-draft", "--max-num-batched-tokens", "32", "--max-model-len", "128")
 
 
 def test_throughput_sweeps(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_engine, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setattr("quire.scripts.bench_throughput.read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(engine, "read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
     file, picture = tmp_path / "r.json", tmp_path / "p.svg"
     code, out, err = run(
         "throughput", *SMALL, "--num-prompts", "6", "--concurrency", "4", "1", "--random-input-len", "10",
@@ -803,7 +792,7 @@ def test_throughput_sweeps(run, tmp_path, monkeypatch):
 
 
 def test_throughput_of_prompts_alone_has_no_roof(run, monkeypatch):
-    monkeypatch.setattr("quire.scripts.bench_throughput.read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
     options = ("throughput", *SMALL, "--max-num-seqs", "4", "--num-prompts", "2", "--random-input-len", "10")
     code, out, _ = run(*options, "--random-output-len", "1")
     assert code == 0 and "No step only decoded" in out
@@ -827,7 +816,7 @@ def test_latency_counts_what_it_says(run, tmp_path):
 
 def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "not-used"))
-    held, start = [], bench_startup.start
+    held, start = [], startup.start
 
     def watched(options, caches):
         def count():
@@ -838,7 +827,7 @@ def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
         held.append((before, count()))
         return ends
 
-    monkeypatch.setattr(bench_startup, "start", watched)
+    monkeypatch.setattr(startup, "start", watched)
     picture = tmp_path / "p.png"
     code, out, err = run(
         "startup", *SMALL, "--max-num-seqs", "1", "--num-iters", "1", "--json", "-", "--plot", str(picture)
@@ -872,7 +861,7 @@ def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
     ],
 )
 def test_errors_are_one_line(run, arguments, says, monkeypatch):
-    monkeypatch.setattr("quire.scripts.bench_throughput.read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
     code, out, err = run(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and says in err
@@ -894,7 +883,7 @@ def test_plots_say_what_they_show():
     rng = random.Random(0)
     figure = Figure()
     values = {"ttft": [rng.uniform(1, 9) for _ in range(50)], "tpot": [], "itl": [1.0] * 300 + [900.0], "e2el": [4.0]}
-    bench_plot.distributions(figure, values, bench_metrics.METRICS, {"ttft": 5.0}, "a title")
+    plot.distributions(figure, values, metrics.METRICS, {"ttft": 5.0}, "a title")
     assert [axes.get_xlabel() for axes in figure.axes] == ["TTFT, ms", "ITL, ms", "E2E, ms"]
     for axes, own in zip(figure.axes, (values["ttft"], values["itl"], values["e2el"]), strict=True):
         marks = [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:4]]
@@ -909,17 +898,17 @@ def test_plots_say_what_they_show():
     ]
     for shown, labels in ((points, ["requests at once"] * 2), (points[:1], ["decode step, ms"]), (points[1:2], [""])):
         figure = Figure()
-        bench_plot.throughput(figure, shown, "quill", 3e10)
+        plot.throughput(figure, shown, "quill", 3e10)
         assert [axes.get_xlabel() for axes in figure.axes] == labels
         figure.canvas.draw()
 
     figure = Figure()
-    bench_plot.stages(figure, {"cold": [1.0, 3.0], "warm": [1.0, 1.5]}, ["one", "two"], "start")
+    plot.stages(figure, {"cold": [1.0, 3.0], "warm": [1.0, 1.5]}, ["one", "two"], "start")
     assert sorted(bar.get_width() for bar in figure.axes[0].patches) == pytest.approx([0.5, 1, 1, 2])
 
 
 def test_a_result_that_cannot_be_written_has_been_seen(tmp_path, capsys):
-    from quire.scripts.bench_report import Report
+    from quire.scripts.bench.report import Report
 
     report = Report("serve", {}, tmp_path / "gone" / "r.json", None)
     with pytest.raises(typer.TyperException, match="r.json"):

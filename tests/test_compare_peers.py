@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
-from quire.scripts import bandwidth, compare_peers
-from quire.scripts.peers import checkpoint, envs, report, turns
+from quire.scripts.bench import bandwidth
+from quire.scripts.peers import checkpoint, compare, envs, report, turns
 from quire.scripts.peers.loop import Answer, Request, Settings, drive
 from quire.scripts.peers.work import WORKS, Work
 
@@ -262,14 +262,14 @@ def test_a_runner_starts_by_its_path_in_a_foreign_environment(tmp_path, monkeypa
     assert command[1] == "-P", "its own folder must not come before the peer's packages"
     with pytest.raises(turns.Failed, match="prepare: KeyError: 'no-such-engine'"):
         turns.start("no-such-engine", "bf16", bench)
-    assert set(envs.RECIPES) | {"quire"} == set(compare_peers.ENGINES)
+    assert set(envs.RECIPES) | {"quire"} == set(compare.ENGINES)
 
 
 def test_every_engine_has_a_runner():
     from quire.scripts.peers import worker
 
     folder = Path(worker.__file__).parent
-    assert worker.RUNNERS.keys() == set(compare_peers.ENGINES)
+    assert worker.RUNNERS.keys() == set(compare.ENGINES)
     files = {f".{path.stem}" for path in folder.glob("run_*.py")}
     assert set(worker.RUNNERS.values()) == files
     for name in files:
@@ -350,7 +350,7 @@ def test_an_environment_is_made_once_and_again_when_its_recipe_changes(tmp_path,
 @pytest.fixture
 def run():
     app = typer.Typer()
-    app.command()(compare_peers.main)
+    app.command()(compare.main)
     return lambda *arguments: CliRunner().invoke(app, arguments)
 
 
@@ -378,7 +378,7 @@ def test_command_writes_the_results(run, bench, tmp_path, monkeypatch):
     monkeypatch.setattr(envs, "make", make)
     monkeypatch.setattr(envs, "versions", lambda place, engine: {"it": "1"})
     monkeypatch.setattr(checkpoint, "write", lambda folder, shape: folder)
-    monkeypatch.setattr(compare_peers, "read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(compare, "read_bandwidth", lambda: 2e9)
     monkeypatch.setitem(WORKS, "one", work(3))
     result = run(
         "--work", "one", "--engine", "vllm", "--engine", "openvino", "--engine", "quire", "--rounds", "2",

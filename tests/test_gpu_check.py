@@ -16,10 +16,14 @@ from quire.model.weights import abstract
 from quire.ops import attention
 from quire.ops.attention import mosaic_gpu, xla
 from quire.ops.attention.accuracy_trial import arrays, attend, reference
-from quire.scripts import gpu_attention, gpu_check, gpu_pieces, gpu_serving, gpu_step
-from quire.scripts.gpu_attention import RIGHT, Work
-from quire.scripts.gpu_check import PARTS, Part, check
-from quire.scripts.gpu_common import FULL, PAGE, TINY, Report, attention_by, read_bytes
+from quire.scripts.gpu import attention as gpu_attention
+from quire.scripts.gpu import check as gpu_check
+from quire.scripts.gpu import pieces as gpu_pieces
+from quire.scripts.gpu import serving as gpu_serving
+from quire.scripts.gpu import step as gpu_step
+from quire.scripts.gpu.attention import RIGHT, Work
+from quire.scripts.gpu.check import PARTS, Part, check
+from quire.scripts.gpu.common import FULL, PAGE, TINY, Report, attention_by, read_bytes
 from quire.serving.device.pipeline import Stages
 from quire.serving.device.step import step
 from quire.serving.engine.batch_builder import Batcher

@@ -747,8 +747,8 @@ LISTENS = {"listen", "bind", "create_server", "start_server", "start_unix_server
            "serve_forever", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "UnixStreamServer",
            "add_insecure_port"}  # fmt: skip
 ELSE = {  # processes of one engine meet; Ray's replicas are bound to what they are given, and a free port is looked for
-    "serving/multihost/rendezvous.py": "create_server", "scripts/bench_host.py": "create_server",
-    "serving/ray/deploy.py": "bind", "scripts/serve_ray.py": "bind", "scripts/bench_ray.py": "bind",
+    "serving/multihost/rendezvous.py": "create_server", "scripts/bench/host.py": "create_server",
+    "serving/ray/deploy.py": "bind", "scripts/serve/ray.py": "bind", "scripts/bench/ray.py": "bind",
 }  # fmt: skip
 LISTENERS = {"socketserver", "http.server", "xmlrpc", "multiprocessing", "zmq", "grpc", "websockets", "debugpy", "rpyc"}
 

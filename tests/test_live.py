@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.scripts.bench_host import pretended_engine
+from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tiny import write
 
-from quire.scripts.bench_host import pretended_engine
+from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.outputs import FINISH_REASONS
 from quire.serving.api.params import RequestError, SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable

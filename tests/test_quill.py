@@ -14,13 +14,13 @@ from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.ops.linear import einsum
-from quire.scripts import quill_corpus as corpus
-from quire.scripts import quill_stories as stories
-from quire.scripts import quill_tasks as tasks
-from quire.scripts.eval_quill import evaluate
-from quire.scripts.quill_export import export
-from quire.scripts.quill_model import Narrow, attention, logits_of, loss_of
-from quire.scripts.quill_recogniser import recognise
+from quire.scripts.quill import corpus as corpus
+from quire.scripts.quill import stories as stories
+from quire.scripts.quill import tasks as tasks
+from quire.scripts.quill.eval import evaluate
+from quire.scripts.quill.export import export
+from quire.scripts.quill.model import Narrow, attention, logits_of, loss_of
+from quire.scripts.quill.recogniser import recognise
 from quire.sharding.spec import random_arrays
 
 

@@ -32,7 +32,7 @@ except ImportError:
 from ray import serve
 
 from quire.scripts.options import UsageError
-from quire.scripts.serve_ray import app
+from quire.scripts.serve.ray import app
 from quire.serving.ray import deploy
 
 FOLDER = str(Path(quire.__file__).parent / "model" / "quill_draft")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import quire
 from quire.__main__ import app
 from quire.scripts.options import UsageError
-from quire.scripts.serve import called, read_keys
+from quire.scripts.serve.command import called, read_keys
 
 FOLDER = Path(quire.__file__).parent / "model"
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.scripts.simulation import Cost, Job, Policy, Simulation, conversations, reasons
+from quire.scripts.bench.simulation import Cost, Job, Policy, Simulation, conversations, reasons
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.scheduler import POINT, Limits
 

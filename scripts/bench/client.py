@@ -1,0 +1,235 @@
+"""A client of OpenAI-compatible servers on asyncio's streams: HTTP/1.1, server-sent events, and when each piece came.
+
+A library would do, but the client shares the machine with the server it measures: the less it does the better.
+"""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from .metrics import Answer
+
+LINE = 1 << 20  # longest line of a head or an event
+ERROR_BODY = 1 << 16  # how much of an error is read
+
+
+class Failure(Exception):
+    """One request has failed; the reason is one line."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where requests go, and what each of them carries."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None  # made once: reading the machine's certificates takes a while
+    path: str
+    key: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, key: str | None = None) -> "Server":
+        """ValueError where the text is no http(s) address. An address that ends in /v1 is taken without it."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"{url!r} is not an address like http://127.0.0.1:8000")
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        port = parts.port if parts.port is not None else 443 if tls else 80
+        return cls(parts.hostname, port, tls, parts.path.rstrip("/").removesuffix("/v1"), key)
+
+    def head(self, method: str, path: str, length: int) -> bytes:
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        lines = [
+            f"{method} {self.path}{path} HTTP/1.1",
+            f"Host: {name}:{self.port}",
+            "Connection: close",
+            "Accept: text/event-stream, application/json",
+            "User-Agent: quire-bench",
+        ]
+        if length:
+            lines += ["Content-Type: application/json", f"Content-Length: {length}"]
+        if self.key:
+            lines.append(f"Authorization: Bearer {self.key}")
+        return "\r\n".join((*lines, "", "")).encode()
+
+
+@dataclass(frozen=True)
+class Response:
+    status: int
+    headers: dict[str, str]
+    chunks: AsyncIterator[bytes]
+
+    async def read(self, most: int) -> bytes:
+        """The body, or its beginning where it is longer."""
+        data = b""
+        async for chunk in self.chunks:
+            data += chunk
+            if len(data) >= most:
+                break
+        return data[:most]
+
+
+@asynccontextmanager
+async def exchange(server: Server, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
+    """One request on a connection of its own, closed however this ends."""
+    reader, writer = await asyncio.open_connection(server.host, server.port, ssl=server.tls, limit=LINE)
+    try:
+        writer.write(server.head(method, path, len(body)) + body)
+        await writer.drain()
+        status, headers = await read_head(reader)
+        yield Response(status, headers, read_body(reader, headers))
+    finally:
+        writer.close()
+
+
+async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Status and headers, the names in lower case; interim answers (1xx) are passed over."""
+    while True:
+        version, _, rest = (await reader.readuntil(b"\n")).decode("latin-1").strip().partition(" ")
+        code = rest.split(" ")[0]
+        if not version.startswith("HTTP/1.") or len(code) != 3 or not code.isdecimal():
+            raise Failure("the answer is not HTTP/1.1")
+        headers: dict[str, str] = {}
+        while line := (await reader.readuntil(b"\n")).decode("latin-1").strip():
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
+        if int(code) >= 200:
+            return int(code), headers
+
+
+async def read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    """The body as it comes. One that ends before it said it would is an IncompleteReadError."""
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        while size := number((await reader.readuntil(b"\n")).split(b";")[0], 16):
+            yield await reader.readexactly(size)
+            if (await reader.readuntil(b"\n")).strip():
+                raise Failure("a chunk is longer than it says")
+        return
+    left = number(headers["content-length"].encode(), 10) if "content-length" in headers else None
+    while left != 0:
+        data = await reader.read(ERROR_BODY if left is None else min(left, ERROR_BODY))
+        if not data:
+            if left is None:
+                return
+            raise asyncio.IncompleteReadError(data, left)
+        left = None if left is None else left - len(data)
+        yield data
+
+
+def number(text: bytes, base: int) -> int:
+    text = text.strip().lower()
+    if not text or len(text) > 16 or not set(text) <= set(b"0123456789abcdef"[:base]):
+        raise Failure("the answer's length cannot be read")
+    return int(text, base)
+
+
+async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """The data of each server-sent event, wherever the chunks cut them."""
+    buffer, data = b"", []
+    async for chunk in chunks:
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        if len(buffer) > LINE:
+            raise Failure(f"a line is longer than {LINE} bytes")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                data.append(line[5:].removeprefix(b" "))
+            elif not line and data:
+                yield b"\n".join(data).decode()
+                data = []
+
+
+async def ask(server: Server, path: str, body: dict[str, Any], timeout: float, clock: Callable[[], float]) -> Answer:
+    """Send one request and time what comes back. Only a cancellation is raised: all else is the answer's `error`."""
+    sent, times, usage, limit = clock(), [], {}, None
+    try:
+        data = json.dumps(body).encode()
+        async with asyncio.timeout(timeout) as limit, exchange(server, "POST", path, data) as response:
+            if response.status != 200:
+                text = error_text(await response.read(ERROR_BODY))
+                raise Failure(f"HTTP {response.status}: {text}" if text else f"HTTP {response.status}")
+            whole = False
+            async for event in events(response.chunks):
+                now = clock()
+                if whole := event.strip() == "[DONE]":
+                    break
+                wrote, own_usage = piece(event)
+                usage = own_usage or usage
+                if wrote:
+                    times.append(now)
+            if not whole:
+                raise Failure("the stream ended without [DONE]")
+            if not times:
+                raise Failure("the stream held no token")
+    except TimeoutError:
+        late = limit is not None and limit.expired()
+        return Answer(sent, times, error=f"no end within {timeout:g} s" if late else "cannot connect: timed out")
+    except asyncio.IncompleteReadError:
+        return Answer(sent, times, error="disconnected in the middle of the answer" if times else "disconnected")
+    except (Failure, OSError, ValueError, asyncio.LimitOverrunError) as error:
+        return Answer(sent, times, error=reason(error))
+    return Answer(sent, times, usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times)))
+
+
+def piece(event: str) -> tuple[bool, dict[str, int]]:
+    """Whether an event brings something of the answer, and the usage that it may carry."""
+    try:
+        data = json.loads(event)
+    except ValueError:
+        raise Failure("an event is not JSON") from None
+    if not isinstance(data, dict):
+        raise Failure("an event is not a JSON object")
+    if "error" in data:
+        raise Failure(error_text(event.encode()) or "an error in the stream")
+    usage = data.get("usage")
+    usage = {k: v for k, v in usage.items() if isinstance(v, int)} if isinstance(usage, dict) else {}
+    choices = data.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+    if choice is None:
+        return False, usage
+    delta = choice.get("delta")
+    delta = delta if isinstance(delta, dict) else {}
+    written = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls")
+    # A token may write nothing (a special one, or part of a character); an opening or a closing event brings none.
+    frame = "role" in delta or choice.get("finish_reason") is not None
+    return bool(written) or not frame, usage
+
+
+def error_text(body: bytes) -> str:
+    """The message of an error in OpenAI's shape, or the first line of whatever it is."""
+    text = body.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+        found = found.get("error", found) if isinstance(found, dict) else found
+        text = str(found.get("message", found) if isinstance(found, dict) else found)
+    except ValueError:
+        pass
+    return text.strip().split("\n")[0][:200]
+
+
+def reason(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return text.strip().split("\n")[0][:200]
+
+
+async def get(server: Server, path: str, timeout: float) -> str:
+    """The text at a path; OSError or Failure where there is none."""
+    async with asyncio.timeout(timeout), exchange(server, "GET", path) as response:
+        if response.status != 200:
+            raise Failure(f"HTTP {response.status}")
+        return (await response.read(LINE)).decode(errors="replace")
+
+
+async def models(server: Server, timeout: float) -> list[str]:
+    """The names that the server lists at /v1/models; OSError or Failure where it cannot be asked."""
+    async with asyncio.timeout(timeout), exchange(server, "GET", "/v1/models") as response:
+        data = await response.read(LINE)
+        try:
+            return [str(model["id"]) for model in json.loads(data)["data"]]
+        except (ValueError, KeyError, TypeError):
+            raise Failure(f"HTTP {response.status}: no list of models") from None

@@ -1,0 +1,55 @@
+"""`quire bench`: the commands that measure."""
+
+import re
+
+import typer
+from typer.core import TyperCommand
+
+from . import host, latency, serve, simulate, startup, throughput
+
+SEVERAL = {"--concurrency": r"[0-9.]+[kKmM]?", "--goodput": r"[a-z0-9]+:\S*"}  # what may follow, as often as it likes
+
+
+class Spread(TyperCommand):
+    """`--concurrency 1 2 4` is `--concurrency 1 --concurrency 2 --concurrency 4`."""
+
+    def parse_args(self, ctx, args):
+        return super().parse_args(ctx, spread(args))
+
+
+def spread(arguments: list[str]) -> list[str]:
+    """Every value with its option before it."""
+    found: list[str] = []
+    option, values = None, 0
+    for argument in arguments:
+        if option is not None and values and re.fullmatch(SEVERAL[option], argument):
+            found.append(option)
+        elif values:
+            option, values = None, 0
+        if argument in SEVERAL:
+            option, values = argument, 0
+        elif option is not None:
+            values += 1
+        found.append(argument)
+    return found
+
+
+app = typer.Typer(name="bench", add_completion=False, invoke_without_command=True)
+
+
+@app.callback()
+def main(context: typer.Context) -> None:
+    """Measure: throughput, latency, the start of a process, a running server, the scheduler, or the host's part."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+for name, module in (
+    ("throughput", throughput),
+    ("latency", latency),
+    ("startup", startup),
+    ("serve", serve),
+    ("simulate", simulate),
+    ("host", host),
+):
+    app.command(name, cls=Spread)(module.main)

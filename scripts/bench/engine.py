@@ -1,0 +1,170 @@
+"""The engine under a benchmark's load: when each token came, how long each step took, and what it had to read."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import options as o
+from .load import Sample
+from .metrics import Answer
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the engine: the time from the results before it to its own, and who took part."""
+
+    seconds: float
+    plan: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a list of requests."""
+
+    answers: list[Answer]
+    steps: list[Step]
+    seconds: float
+
+
+def serve(
+    llm,
+    samples: Sequence[Sample],
+    concurrency: int,
+    temperature: float,
+    clock: Callable[[], float] = time.perf_counter,
+    advance: Callable[[int, int], None] = lambda requests, tokens: None,
+    in_batches: bool = False,
+) -> Run:
+    """Answer all requests in full length, at most `concurrency` of them known to the engine at once.
+
+    `in_batches`: the next ones come when all of these are answered, as without continuous batching.
+
+    What an earlier run left in the prefix cache is forgotten: the same requests cost the same again.
+    """
+    from ...serving.api.params import SamplingParams
+
+    llm.reset_prefix_cache()
+
+    engine, steps = llm.engine, []
+    waiting, live, done = deque(enumerate(samples)), {}, {}
+    try:
+        begin = last = clock()
+        while waiting or live:
+            room = 0 if in_batches and live else concurrency - len(live)
+            for _ in range(min(room, len(waiting))):
+                index, sample = waiting.popleft()
+                params = SamplingParams(
+                    temperature=temperature, max_tokens=sample.output_len, ignore_eos=True, seed=index
+                )
+                sent = clock()
+                request = llm.add(sample.prompt, params)
+                live[request] = (index, sent, [])
+                if (seq := request.sequences[0]).max_tokens < sample.output_len:
+                    raise o.UsageError(
+                        f"{seq.num_prompt} prompt and {sample.output_len} output tokens do not fit into the "
+                        f"{engine.max_len} of --max-model-len: ask for fewer"
+                    )
+            oldest = engine.in_flight[0] if engine.in_flight else None
+            changed = engine.step()
+            now = clock()
+            if oldest is not None and oldest not in engine.in_flight:  # this call launched one and waited for that
+                steps.append(Step(now - last, oldest.plan))
+            last = now
+            for request in changed:
+                index, sent, times = live[request]
+                seq = request.sequences[0]
+                times += [now] * (seq.num_output - len(times))
+                if request.finished:
+                    if seq.finish_reason == "error":
+                        raise o.UsageError("a step failed, so there is nothing to report; the log above says why")
+                    done[index] = Answer(sent, times, seq.num_prompt, seq.num_output)
+                    del live[request]
+                    advance(1, seq.num_output)
+        return Run([done[index] for index in range(len(samples))], steps, clock() - begin)
+    finally:  # also after Ctrl-C: the engine is left as it was found
+        for request in live:
+            engine.abort(request.request_id)
+        llm.drain()
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What a decode step has to read, at the rate at which this machine reads: it cannot be faster than that."""
+
+    steps: int  # that only decoded
+    sequences: float  # in such a step, on average
+    weight_bytes: float
+    cache_bytes: float
+    step_seconds: float
+    bandwidth: float
+
+    @property
+    def seconds(self) -> float:
+        return (self.weight_bytes + self.cache_bytes) / self.bandwidth
+
+    @property
+    def share(self) -> float:
+        """How much of the bandwidth the steps used; 1 is the roof."""
+        return self.seconds / self.step_seconds
+
+
+def roof(steps: Sequence[Step], weight_bytes: int, cache_bytes: Callable[[int], int], bandwidth: float) -> Roof | None:
+    """The mean decode step against its roof; None where every step also read prompts.
+
+    `cache_bytes` is what a sequence of some length reads: a step that computes position p reads those up to p.
+    """
+    decodes = [step for step in steps if step.plan.decodes]
+    if not decodes:
+        return None
+    known: dict[int, int] = {}
+    read = sequences = 0
+    for step in decodes:
+        sequences += len(step.plan.items)
+        for item in step.plan.items:
+            length = item.start + item.num_rows
+            if length not in known:
+                known[length] = cache_bytes(length)
+            read += known[length]
+    count, seconds = len(decodes), sum(step.seconds for step in decodes)
+    return Roof(count, sequences / count, weight_bytes, read / count, seconds / count, bandwidth)
+
+
+def engine_roof(llm, run: Run, bandwidth: float) -> Roof | None:
+    """The roof of a run of this engine's own weights and caches."""
+    from ...model.planning.cost import kv_read_bytes
+    from ...sharding.spec import nbytes
+
+    config, weights = llm.engine.runner.config, llm.engine.runner.weights
+    lookups = [weights.per_layer_embed_VLA, None if config.tied else weights.embed_VD]  # a row a token, not all of it
+    return roof(run.steps, nbytes(weights) - nbytes(lookups), lambda length: kv_read_bytes(config, length), bandwidth)
+
+
+def decode_milliseconds(run: Run) -> list[float]:
+    return [step.seconds * 1000 for step in run.steps if step.plan.decodes]
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that the device which will run the model reads."""
+    import jax
+
+    from .bandwidth import read_bandwidth
+
+    return read_bandwidth() if jax.default_backend() == "cpu" else device_bandwidth(1 << 30)
+
+
+def device_bandwidth(size: int, passes: int = 8) -> float:
+    """The same where the memory is an accelerator's: the best of a few sums over an array beyond any cache."""
+    import jax
+    import jax.numpy as jnp
+
+    total = jax.jit(jnp.sum)
+    array = jnp.ones(size // 4, jnp.uint32)
+    total(array).block_until_ready()
+    best = float("inf")
+    for _ in range(passes):
+        started = time.perf_counter()
+        total(array).block_until_ready()
+        best = min(best, time.perf_counter() - started)
+    return array.nbytes / best

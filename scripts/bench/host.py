@@ -1,0 +1,165 @@
+"""`quire bench host`: what a step costs the host, with a device that takes no time."""
+
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+
+from .. import options as o
+from ..plan.command import table
+from ..sizes import size
+from . import load as load
+from . import report as reports
+
+PARTS = {"schedule": "schedule", "launch": "arrays", "collect": "results", "update": "take in"}
+WARM_UP = 20  # steps
+
+
+def main(
+    context: typer.Context,
+    num_seqs: Annotated[int, o.sized("--num-seqs", "Sequences that decode together.", "N", load.DATA)] = 256,
+    input_len: Annotated[
+        list[int] | None,
+        typer.Option(
+            parser=size,
+            metavar="TOKENS",
+            help="How long each is; may be given several times.",
+            show_default="100, 500, 850",
+            rich_help_panel=load.DATA,
+        ),
+    ] = None,
+    num_steps: Annotated[int, o.sized("--num-steps", "Steps to measure.", "N", load.DATA)] = 100,
+    num_processes: Annotated[
+        int, o.sized("--num-processes", "Processes that are told of each step, as over several hosts.", "N", load.DATA)
+    ] = 1,
+    as_json: reports.Json = None,
+    save_result: reports.SaveResult = False,
+) -> None:
+    """Decode without a device. Prints what planning a step, writing its arrays and taking in its tokens cost."""
+    report = reports.report(context, as_json, save_result, None)
+    load.above_zero(
+        num_seqs=num_seqs, num_steps=num_steps, input_len=min(input_len or [1]), num_processes=num_processes
+    )
+    rows = []
+    hosts = followed_by(num_processes - 1) if num_processes > 1 else None
+    for length in input_len or [100, 500, 850]:
+        laps = measure(num_seqs, length, num_steps, hosts)
+        own = {part: median(laps[part]) * 1e3 for part in PARTS}
+        rows.append({"input_len": length, **own, "together": sum(own.values())})
+    heading = f"{num_seqs} sequences of the bundled model that decode: milliseconds a step, medians of {num_steps}"
+    if hosts is not None:
+        heading += f"; {hosts.sent_last} bytes to each of {num_processes - 1} others in the last"
+        hosts.close()
+    cells = [(row["input_len"], *(f"{row[part]:.3f}" for part in (*PARTS, "together"))) for row in rows]
+    text = f"{heading}\n\n{table(('tokens each', *PARTS.values(), 'together'), cells)}"
+    report.write({"num_seqs": num_seqs, "rows": rows}, text, lambda figure: None)
+
+
+def followed_by(count: int) -> Any:
+    """So many processes that hear what is to be done, and do nothing."""
+    import socket
+    import subprocess
+    import sys
+
+    from ...serving.multihost.connection import Line
+    from ...serving.multihost.leader import Leader
+
+    lines = {}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for index in range(count):
+            port = listener.getsockname()[1]
+            subprocess.Popen([sys.executable, "-c", f"from {__name__} import listen; listen({port})"])
+            lines[index + 1] = Line(listener.accept()[0])
+    return Leader(lines)
+
+
+def listen(port: int) -> None:
+    """What such a process does, until there is no more to hear."""
+    import os
+    import socket
+
+    from ...serving.multihost.connection import Line
+    from ...serving.multihost.leader import Link
+
+    link = Link(Line(socket.create_connection(("127.0.0.1", port))), "", lambda why: os._exit(0))
+    while link.inbox.get()[0] != "end":
+        pass
+
+
+def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> dict[str, list[float]]:
+    """Seconds of the parts of each step, once all sequences decode."""
+    from ...serving.api.params import SamplingParams
+    from ...serving.observe.trace import NoTrace
+
+    class Laps(NoTrace):
+        """Keeps the times in place of writing them."""
+
+        def begin(self) -> None:
+            self.at = perf_counter()
+
+        def lap(self, name: str) -> None:
+            now = perf_counter()
+            laps.setdefault(name, []).append(now - self.at)
+            self.at = now
+
+        def launched(self, plan) -> None:
+            self.lap("launch")
+
+        def collected(self) -> None:
+            self.lap("collect")
+
+        def end(self, requests, **counts) -> None:
+            self.lap("update")
+
+    laps: dict[str, list[float]] = {}
+    engine = pretended_engine(num_seqs, length + WARM_UP + num_steps + 8)
+    engine.trace, engine.runner.hosts = Laps(), hosts
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    for index in range(num_seqs):
+        engine.add(str(index), [index % 500 + 3] * length, params)
+    while any(seq.missing > 1 for seq in [*engine.scheduler.running, *engine.scheduler.waiting]):
+        engine.step()
+    for _ in range(WARM_UP):
+        engine.step()
+    laps.clear()
+    for _ in range(num_steps):
+        engine.step()
+    return laps
+
+
+def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
+    """The engine of the bundled model with room for so many sequences, and a device that is not there.
+
+    Every row draws the same token, at once.
+    """
+    import numpy as np
+
+    from ...model.checkpoint import hub, loader
+    from ...model.text.tokenizer import Tokenizer
+    from ...ops.sampling import MAX_LOGPROBS, Sampled
+    from ...serving.cache.page_table import PageTable
+    from ...serving.engine.engine import Engine
+    from ...serving.engine.runner import Runner
+    from ...serving.engine.scheduler import Limits
+
+    folder = hub.resolve(None)
+    config = loader.read_config(folder, "auto", None)
+    if longest > config.max_len:
+        raise o.UsageError(f"sequences grow to {longest} tokens; the bundled model was made for {config.max_len}")
+    tokenizer, groups = Tokenizer(folder), len(config.windows)
+    runner = Runner(config, None, Limits(num_seqs, num_rows, max(num_seqs, 16)), (2,) * groups, 16, config.max_len)
+    token = tokenizer.encode(" the", add_special_tokens=False)[0]
+
+    def drawn(R: int) -> Sampled:
+        zeros, best = np.zeros(R, np.float32), np.zeros((R, MAX_LOGPROBS), np.float32)
+        return Sampled(np.full(R, token), zeros, np.ones(R, np.int32), best.astype(np.int32), best, np.ones(R, bool))
+
+    def compiled(size):
+        sampled = drawn(size.samples)
+        return lambda weights, state, buffer: (sampled, None, state)
+
+    runner.compiled = {size: compiled(size) for size in runner.batcher.layouts}
+    runner.mover.programs = {("within", group, 0): lambda layers, *pages: layers for group in range(groups)}
+    pages = PageTable((num_seqs * (-(-longest // 16) + 1) + 1,) * groups, 16, config.windows)
+    return Engine(runner, tokenizer, pages, config.max_len)

@@ -1,0 +1,74 @@
+"""`quire bench latency`: one batch of equal requests, again and again."""
+
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+
+from ...serving.progress import bar
+from .. import options as o
+from ..loading import load as load_model
+from . import load as load
+from . import report as reports
+from .engine import Run, serve
+from .metrics import flat, milliseconds
+
+NAMES = {"batch": "whole batch", "ttft": "first token", "itl": "each token after"}
+
+
+@o.takes_engine()
+def main(
+    context: typer.Context,
+    model: o.Model = None,
+    batch_size: Annotated[int, o.sized("--batch-size", "Requests that start together.", "N", load.DATA)] = 8,
+    input_len: Annotated[int, o.sized("--input-len", "Prompt of each.", "TOKENS", load.DATA)] = 32,
+    output_len: Annotated[int, o.sized("--output-len", "Answer of each.", "TOKENS", load.DATA)] = 128,
+    num_iters: Annotated[int, o.sized("--num-iters", "Batches that count.", "N", load.DATA)] = 10,
+    num_iters_warmup: Annotated[int, o.sized("--num-iters-warmup", "Batches before them.", "N", load.DATA)] = 2,
+    seed: load.Seed = 0,
+    temperature: load.Temperature = 0.0,
+    *,
+    engine: dict[str, Any],
+    as_json: reports.Json = None,
+    save_result: reports.SaveResult = False,
+    plot: reports.Plot = None,
+) -> None:
+    """Answer a batch of fixed shape. Prints how long the batch, its first tokens and each further token took."""
+    report = reports.report(context, as_json, save_result, plot)
+    load.above_zero(batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters)
+    if num_iters_warmup < 0:
+        raise o.UsageError(f"--num-iters-warmup is {num_iters_warmup}; it must be at least 0")
+    shape = load.Dataset(
+        "random",
+        None,
+        {"random_input_len": input_len, "random_output_len": output_len, "random_range_ratio": 0.0},
+    )
+    runs = []
+    with (
+        load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm,
+        bar(num_iters_warmup + num_iters, True) as advance,
+    ):
+        tokenizer, vocab = llm.engine.tokenizer, llm.engine.runner.config.vocab_size
+        for turn in range(num_iters_warmup + num_iters):
+            samples = shape.samples(batch_size, tokenizer, f"{seed} {turn}", vocab)
+            runs.append(serve(llm, samples, batch_size, temperature, perf_counter))
+            advance(1, batch_size * output_len)
+    values = measured(runs[num_iters_warmup:])
+    name = model or "quill"
+    heading = (
+        f"{name}: {num_iters} batches of {batch_size} requests, {input_len} prompt and {output_len} output tokens each"
+    )
+
+    def draw(figure) -> None:
+        from . import plot
+
+        plot.distributions(figure, values, NAMES, {}, heading)
+
+    result: dict[str, Any] = {"model": name} | flat(values) | {"batches_ms": values["batch"]}
+    report.write(result, f"{heading}\n\n{reports.latency_table(values, NAMES)}", draw)
+
+
+def measured(runs: list[Run]) -> dict[str, list[float]]:
+    """Milliseconds of the batches, of all first tokens, and between the tokens after."""
+    each = milliseconds(answer for run in runs for answer in run.answers)
+    return {"batch": [run.seconds * 1000 for run in runs], "ttft": each["ttft"], "itl": each["itl"]}

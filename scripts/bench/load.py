@@ -1,0 +1,237 @@
+"""What a benchmark sends and when: requests drawn or read from a data set, and the moments at which they arrive."""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import options as o
+
+DATA = "The requests"
+OWN = {  # data set -> the options that are its own, with their defaults; it refuses those of the others
+    "random": {"random_input_len": 256, "random_output_len": 128, "random_range_ratio": 0.0},
+    "sharegpt": {"sharegpt_output_len": None},
+    "prefix_repetition": {
+        "prefix_repetition_prefix_len": 256,
+        "prefix_repetition_suffix_len": 256,
+        "prefix_repetition_num_prefixes": 10,
+        "prefix_repetition_output_len": 128,
+    },
+    "custom": {"custom_output_len": 128},
+}
+FROM_FILE = ("sharegpt", "custom")
+LONGEST_PROMPT, LONGEST_TOTAL, SHORTEST = (
+    1024,
+    2048,
+    4,
+)  # what of ShareGPT is taken: the usual choice, so that runs compare
+
+
+def counted(name: str, help: str, metavar: str = "TOKENS", shown: str = ""):
+    default = OWN.get(shown, {}).get(name.removeprefix("--").replace("-", "_"))
+    return o.sized(name, help, metavar, DATA, str(default) if default is not None else False)
+
+
+NumPrompts = Annotated[int, o.sized("--num-prompts", "How many.", "N", DATA)]
+DatasetName = Annotated[str, typer.Option(metavar="NAME", help=", ".join(OWN), rich_help_panel=DATA)]
+DatasetPath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="sharegpt: its JSON; custom: lines of JSON, each with a prompt.", rich_help_panel=DATA
+    ),
+]
+InputLen = Annotated[int | None, counted("--random-input-len", "Prompt.", shown="random")]
+OutputLen = Annotated[int | None, counted("--random-output-len", "Answer.", shown="random")]
+RangeRatio = Annotated[
+    float | None,
+    typer.Option(
+        "--random-range-ratio",
+        metavar="0..1",
+        help="Lengths are spread evenly over this share below and above.",
+        show_default="0",
+        rich_help_panel=DATA,
+    ),
+]
+ShareGptLen = Annotated[int | None, counted("--sharegpt-output-len", "Answer; not given: as long as the one on file.")]
+CustomLen = Annotated[
+    int | None, counted("--custom-output-len", "Answer, where the line has no output_tokens.", shown="custom")
+]
+REPEAT = "prefix_repetition"
+PrefixLen = Annotated[int | None, counted("--prefix-repetition-prefix-len", "What prompts share.", shown=REPEAT)]
+SuffixLen = Annotated[int | None, counted("--prefix-repetition-suffix-len", "What each has alone.", shown=REPEAT)]
+NumPrefixes = Annotated[int | None, counted("--prefix-repetition-num-prefixes", "How many prefixes.", "N", REPEAT)]
+RepetitionLen = Annotated[int | None, counted("--prefix-repetition-output-len", "Answer.", shown=REPEAT)]
+Temperature = Annotated[
+    float, typer.Option(help="0 takes the likeliest token each time.", rich_help_panel=DATA, min=0, max=100)
+]
+Seed = Annotated[int, typer.Option(help="The same seed draws the same requests.", rich_help_panel=DATA)]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request to send: text or token ids, and how many tokens to ask for."""
+
+    prompt: str | list[int]
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A source of requests with its settings, checked."""
+
+    name: str
+    path: Path | None
+    settings: dict[str, Any]
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        return self.name != "custom"
+
+    def samples(self, count: int, tokenizer, seed: object, vocab: int | None = None) -> list[Sample]:
+        """`count` requests; a file that has fewer is read again from its start."""
+        rng = random.Random(f"{seed}")
+        s = self.settings
+        if self.name == "random":
+            return random_samples(rng, ordinary(tokenizer, vocab), count, **s)
+        if self.name == "prefix_repetition":
+            return repeated_prefixes(rng, ordinary(tokenizer, vocab), count, **s)
+        assert self.path is not None
+        data = o.read_text(self.path)
+        found = (
+            custom(data, self.path, **s) if self.name == "custom" else sharegpt(data, self.path, tokenizer, rng, **s)
+        )
+        samples = list(islice(found, count))
+        if not samples:
+            raise o.UsageError(f"{self.path} has no request that can be used")
+        return [samples[i % len(samples)] for i in range(count)]
+
+
+def dataset(context: typer.Context) -> Dataset:
+    """The data set of a command's options: its own are checked and filled in, another's are refused."""
+    name, path = context.params["dataset_name"], context.params["dataset_path"]
+    if name not in OWN:
+        raise o.UsageError(f"--dataset-name is {name!r}; it can be {', '.join(OWN)}")
+    if (path is not None) != (name in FROM_FILE):
+        verb = "needs" if path is None else "draws its requests itself: leave out"
+        raise o.UsageError(f"--dataset-name {name} {verb} --dataset-path")
+    given = o.given(**{option: context.params[option] for own in OWN.values() for option in own})
+    if strange := [option for option in given if option not in OWN[name]]:
+        raise o.UsageError(f"--{strange[0].replace('_', '-')} is not for --dataset-name {name}: leave it out")
+    ratio = given.get("random_range_ratio", 0.0)
+    if not 0 <= ratio < 1:
+        raise o.UsageError(f"--random-range-ratio is {ratio:g}; it must be at least 0 and below 1")
+    above_zero(**{option: value for option, value in given.items() if option != "random_range_ratio"})
+    return Dataset(name, path, OWN[name] | given)
+
+
+def above_zero(**options: float | None) -> None:
+    """Refuse the first option that is zero, negative or no number."""
+    for name, value in options.items():
+        if value is not None and not value > 0:
+            raise o.UsageError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0")
+
+
+def ordinary(tokenizer, vocab: int | None) -> list[int]:
+    """The token ids that mean text; `vocab` is where the model's own end."""
+    return [
+        i for i in range(min(tokenizer.vocab_size, vocab or tokenizer.vocab_size)) if i not in tokenizer.special_ids
+    ]
+
+
+def random_samples(
+    rng: random.Random,
+    ids: list[int],
+    count: int,
+    random_input_len: int,
+    random_output_len: int,
+    random_range_ratio: float,
+) -> list[Sample]:
+    def length(middle: int) -> int:
+        low = math.floor(middle * (1 - random_range_ratio))
+        return rng.randint(max(1, low), max(1, math.ceil(middle * (1 + random_range_ratio))))
+
+    return [Sample(rng.choices(ids, k=length(random_input_len)), length(random_output_len)) for _ in range(count)]
+
+
+def repeated_prefixes(
+    rng: random.Random,
+    ids: list[int],
+    count: int,
+    prefix_repetition_prefix_len: int,
+    prefix_repetition_suffix_len: int,
+    prefix_repetition_num_prefixes: int,
+    prefix_repetition_output_len: int,
+) -> list[Sample]:
+    """Each prefix as often as the others, in random order."""
+    prefixes = [rng.choices(ids, k=prefix_repetition_prefix_len) for _ in range(prefix_repetition_num_prefixes)]
+    order = [prefixes[i % len(prefixes)] for i in range(count)]
+    rng.shuffle(order)
+    return [
+        Sample(prefix + rng.choices(ids, k=prefix_repetition_suffix_len), prefix_repetition_output_len)
+        for prefix in order
+    ]
+
+
+def sharegpt(data: str, path: Path, tokenizer, rng: random.Random, sharegpt_output_len: int | None) -> Iterator[Sample]:
+    """First question and answer of each conversation, in random order; very short and very long ones are left out."""
+    try:
+        entries = json.loads(data)
+    except ValueError as error:
+        raise o.UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(entries, list):
+        raise o.UsageError(f"{path} must hold a list of conversations")
+    rng.shuffle(entries)
+    for entry in entries:
+        turns = entry.get("conversations") if isinstance(entry, dict) else None
+        texts = [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)] if isinstance(turns, list) else []
+        if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts):
+            continue
+        prompt, answer = (tokenizer.encode(text) for text in texts)
+        written = sharegpt_output_len or len(answer)
+        least = 1 if sharegpt_output_len else SHORTEST
+        if SHORTEST <= len(prompt) <= LONGEST_PROMPT and least <= written <= LONGEST_TOTAL - len(prompt):
+            yield Sample(texts[0], written)
+
+
+def custom(data: str, path: Path, custom_output_len: int) -> Iterator[Sample]:
+    """Lines of {"prompt": text or token ids, "output_tokens": optional}; other keys are somebody else's."""
+    for number, line in enumerate(data.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise o.UsageError(f"{where} is not JSON: {error}") from None
+        prompt = entry.get("prompt") if isinstance(entry, dict) else None
+        if not prompt or not (isinstance(prompt, str) or all_tokens(prompt)):
+            raise o.UsageError(f'{where} must be an object with "prompt": a text or a list of token ids')
+        written = entry.get("output_tokens", custom_output_len)
+        if not isinstance(written, int) or isinstance(written, bool) or written < 1:
+            raise o.UsageError(f"{where}: output_tokens is {written!r:.40}; it must be an integer of at least 1")
+        yield Sample(prompt, written)
+
+
+def all_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: object) -> list[float]:
+    """Seconds after the start at which each request arrives: `rate` a second, all at once where it is infinite.
+
+    The waits between them are gamma-distributed with `burstiness` as shape: 1 is a Poisson process, less is burstier,
+    more is steadier. They are scaled so that the last arrival is where the rate says: every seed offers the same load.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    rng = random.Random(f"{seed} arrivals")
+    even = math.isinf(burstiness)
+    waits = [1.0 if even else rng.gammavariate(burstiness, 1 / burstiness) for _ in range(count)]
+    scale = count / rate / max(math.fsum(waits), 1e-300)
+    return [moment * scale for moment in accumulate(waits)]

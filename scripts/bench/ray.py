@@ -1,0 +1,184 @@
+"""What replicas on Ray do on this machine: `python -m quire.scripts.bench.ray`. Needs the extra `ray`.
+
+A replica is killed under load; prefix routing is compared with taking turns; and reading prompts apart from writing
+answers with doing both in each replica.
+"""
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+WORDS = (
+    "a the fox bear lake hat moon tree bird king road song fish and then went saw had big red old went to in".split()
+)
+CLIENTS = 8
+
+
+@dataclass(frozen=True)
+class Told:
+    """One streamed answer: its text, seconds to the first event and between the others."""
+
+    text: str
+    first: float
+    gaps: list[float]
+
+
+def story(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choices(WORDS, k=words))
+
+
+def ask(port: int, body: dict[str, Any]) -> Told:
+    """Stream an answer; anything but a whole one raises."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    began = time.perf_counter()
+    kind = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True, "ignore_eos": True}), kind)
+    response, parts, times, done = connection.getresponse(), [], [], False
+    for line in response:
+        if line.startswith(b"data: {"):
+            times.append(time.perf_counter())
+            parts.append(json.loads(line[6:])["choices"][0]["text"])
+        done = done or line == b"data: [DONE]\n"
+    connection.close()
+    if response.status != 200 or not done:
+        raise RuntimeError(f"no whole answer: {response.status}")
+    return Told("".join(parts), times[0] - began, [b - a for a, b in zip(times, times[1:], strict=False)])
+
+
+def counters(port: int) -> dict[str, float]:
+    """Sums over the replicas that write."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/metrics")
+    found: dict[str, float] = {}
+    for line in connection.getresponse().read().decode().splitlines():
+        if not line.startswith("#") and 'model_name="reader"' not in line:
+            name, _, value = line.rpartition(" ")
+            found[name.split("{")[0]] = found.get(name.split("{")[0], 0.0) + float(value)
+    connection.close()
+    return found
+
+
+def times() -> dict[int, int]:
+    """What each replica that writes has taken of the processors, in the system's ticks."""
+    found = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if b":quire:engine" in path.read_bytes()]
+    return {int(one.name): int((one / "stat").read_text().rpartition(")")[2].split()[11]) for one in found}
+
+
+def all_of(port: int, bodies: Sequence[dict[str, Any]], during: Callable[[], None] | None = None) -> list[Told]:
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        answers = [threads.submit(ask, port, body) for body in bodies]
+        if during is not None:
+            time.sleep(1.0)
+            during()
+        return [answer.result() for answer in answers]
+
+
+def killed(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
+    """Eight clients, three replicas; after a second the busiest of them is killed."""
+    rng = random.Random(0)
+    bodies = [
+        {"prompt": story(rng, rng.randrange(5, 60)), "max_tokens": 300, "temperature": n % 2, "seed": n}
+        for n in range(60)
+    ]
+    before = counters(port)
+
+    def kill() -> None:
+        first = times()
+        time.sleep(0.1)
+        second = times()
+        os.kill(max(second, key=lambda process: second[process] - first.get(process, 0)), signal.SIGKILL)
+
+    told, after = all_of(port, bodies, kill), counters(port)
+    same = sum(one.text == expected(body) for one, body in zip(told, bodies, strict=True))
+    counts = [int(after[name] - before[name]) for name in ("quire:front_retries_total", "quire:front_resumed_total")]
+    print(f"killed: {len(told)} of {len(bodies)} answered, {same} as by one engine; sent again {counts[0]}, ", end="")
+    print(f"of these half told {counts[1]}")
+
+
+def routed(port: int, name: str) -> None:
+    """Conversations of six turns below four long beginnings that they share."""
+    rng = random.Random(name)
+    beginnings = [story(rng, 250) for _ in range(4)]
+    talks = [beginnings[n % 4] + " " + story(rng, 20) for n in range(24)]
+    before, first = counters(port), []
+    for _ in range(6):
+        rng.shuffle(talks)
+        told = all_of(port, [{"prompt": talk, "max_tokens": 24, "temperature": 0} for talk in talks])
+        first += [one.first for one in told]
+        talks = [f"{talk}{one.text} {story(rng, 12)}" for talk, one in zip(talks, told, strict=True)]
+    after = counters(port)
+    hits, asked = (after[f"vllm:prefix_cache_{what}_total"] - before[f"vllm:prefix_cache_{what}_total"]
+                   for what in ("hits", "queries"))  # fmt: skip
+    print(f"routing {name}: {hits / asked:.1%} of {asked:.0f} prompt tokens found; ", end="")
+    print(f"first event after {statistics.median(first) * 1e3:.0f} ms (median)")
+
+
+def mixed(port: int, name: str) -> list[str]:
+    """Four streams write without a pause while long prompts come."""
+    rng = random.Random(1)
+    writing = [{"prompt": story(rng, 10), "max_tokens": 400, "temperature": 1, "seed": n} for n in range(12)]
+    reading = [{"prompt": story(rng, 420), "max_tokens": 4, "temperature": 0} for _ in range(30)]
+    with ThreadPoolExecutor(4) as writers, ThreadPoolExecutor(1) as readers:
+        written = [writers.submit(ask, port, body) for body in writing]
+        read = [readers.submit(ask, port, body) for body in reading]
+        written, read = [one.result() for one in written], [one.result() for one in read]
+    gaps = sorted(gap for one in written for gap in one.gaps)
+    print(f"{name}: between events {gaps[len(gaps) // 2] * 1e3:.1f} ms (median), ", end="")
+    print(f"{gaps[int(len(gaps) * 0.99)] * 1e3:.0f} ms (99 %); first event of a long prompt after ", end="")
+    print(f"{statistics.median(one.first for one in read) * 1e3:.0f} ms (median)")
+    return [one.text for one in (*written, *read)]
+
+
+def main(
+    model: Annotated[str | None, typer.Argument(help="A folder or Hugging Face id.", show_default="quill")] = None,
+) -> None:
+    """Measure three replicas on this machine."""
+    from ... import LLM, SamplingParams
+    from ...serving.http.settings import Settings
+    from ...serving.ray import deploy
+    from ...serving.ray.scale import Plan, Scale
+
+    options = {"max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 128,
+               "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    scale = Scale(replicas=3, replica_resources={"CPU": 0.1})
+    plan = Plan(((model, ("m",)),), Settings(port=port), options, scale, log_level="warning")
+
+    def expected(body: dict[str, Any]) -> str:
+        own = {key: value for key, value in body.items() if key != "prompt"}
+        params = SamplingParams(**own, ignore_eos=True)
+        return alone.generate(body["prompt"], params, use_tqdm=False)[0].outputs[0].text
+
+    deploy.connect(None, plan)
+    alone = LLM(model, **options)
+    try:
+        deploy.run(plan)
+        killed(port, expected)
+        for routing in ("prefix", "round-robin"):
+            deploy.run(replace(plan, scale=replace(scale, routing=routing)))
+            routed(port, routing)
+        texts = []
+        for name, chosen in {"together": {"replicas": 2}, "apart": {"replicas": 1, "prefill_replicas": 1}}.items():
+            deploy.run(replace(plan, scale=Scale(replica_resources={"CPU": 0.1}, **chosen)))
+            texts.append(mixed(port, name))
+        print(f"apart as together: {sum(map(str.__eq__, *texts))} of {len(texts[0])} answers identical")
+    finally:
+        deploy.stop()
+
+
+if __name__ == "__main__":
+    typer.run(main)

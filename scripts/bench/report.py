@@ -1,0 +1,134 @@
+"""Where the figures of a benchmark go: a table for people, JSON for programs, a plot."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ... import __version__
+from .. import options as o
+from ..plan.command import table
+from .metrics import METRICS, summarise
+
+PLOTS = (".png", ".svg", ".pdf")
+
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write the figures as JSON; - is stdout, in place of the table.",
+        rich_help_panel=o.OUTPUT,
+    ),
+]
+SaveResult = Annotated[
+    bool,
+    typer.Option(
+        "--save-result", help="Write them to a file named after the command and the time.", rich_help_panel=o.OUTPUT
+    ),
+]
+ResultFilename = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="With --save-result: this file instead.", rich_help_panel=o.OUTPUT),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help=f"Draw them: a {', '.join(PLOTS)} file.", rich_help_panel=o.OUTPUT),
+]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The files that were asked for, and the options that go with the figures."""
+
+    command: str
+    options: dict[str, Any]
+    json: Path | None
+    plot: Path | None
+
+    def write(self, result: dict[str, Any], text: str, draw: Callable[[Any], None]) -> None:
+        """The table first: whatever becomes of the files, it has been seen."""
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        head = {"command": f"bench {self.command}", "date": now, "quire": __version__, "machine": machine()}
+        result = head | {"options": self.options} | result
+        if str(self.json) == "-":
+            print(json.dumps(result))
+        else:
+            print(text)
+        try:
+            if self.json is not None and str(self.json) != "-":
+                self.json.write_text(json.dumps(result, indent=1) + "\n")
+            if self.plot is not None:
+                from matplotlib.figure import Figure  # the object interface: no window, no global state
+
+                figure = Figure(layout="constrained", dpi=150)
+                draw(figure)
+                figure.savefig(self.plot)
+        except OSError as error:
+            raise o.UsageError(f"cannot write {error.filename}: {error.strerror}") from None
+
+
+def report(
+    context: typer.Context, as_json: Path | None, save: bool, plot: Path | None, filename: Path | None = None
+) -> Report:
+    """The files of the options, checked before the work begins."""
+    if save and as_json is not None:
+        raise o.UsageError("--json and --save-result both write the figures: leave one out")
+    if filename is not None and not save:
+        raise o.UsageError("--result-filename needs --save-result; or use --json FILE")
+    if save:
+        as_json = filename or Path(f"quire-bench-{context.info_name}-{datetime.now():%Y%m%d-%H%M%S}.json")
+    if plot is not None and plot.suffix.lower() not in PLOTS:
+        raise o.UsageError(f"--plot is {str(plot)!r}; its name must end in {', '.join(PLOTS)}")
+    for path in (as_json, plot):
+        if path is None or str(path) == "-":
+            continue
+        if not path.parent.is_dir():
+            raise o.UsageError(f"cannot write {path}: there is no folder {path.parent}")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise o.UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'permission denied'}")
+    options = {name: as_given(value) for name, value in context.params.items() if value is not None}
+    return Report(str(context.info_name), options, as_json, plot)
+
+
+def as_given(value: Any) -> Any:
+    """JSON knows neither paths nor infinity."""
+    return str(value) if isinstance(value, Path) or value == math.inf else value
+
+
+def machine() -> dict[str, Any]:
+    from ..collect_env import machine
+
+    return {"python": sys.version.split()[0], **dict(machine())}
+
+
+def latency_table(values: dict[str, list[float]], names: dict[str, str] = METRICS) -> str:
+    """Mean, median, P90 and P99 of each metric, in milliseconds."""
+    rows = [
+        (names[metric], *("-",) * 4)
+        if summary is None
+        else (names[metric], *(f"{value:,.2f}" for value in (summary.mean, summary.median, summary.p90, summary.p99)))
+        for metric, summary in ((metric, summarise(own)) for metric, own in values.items())
+    ]
+    return table(("ms", "mean", "median", "P90", "P99"), rows)
+
+
+def rates_table(result: dict[str, Any]) -> str:
+    """Counts and rates of one run."""
+    head = ("answered", "seconds", "requests/s", "output tokens/s", "total tokens/s", "prompt tokens", "output tokens")
+    whole = (result["total_input_tokens"], result["total_output_tokens"])
+    rates = (result["request_throughput"], result["output_throughput"], result["total_token_throughput"])
+    row = (
+        f"{result['completed']} of {result['completed'] + result['failed']}",
+        f"{result['duration']:,.2f}",
+        *(f"{rate:,.2f}" for rate in rates),
+        *(f"{count:,}" for count in whole),
+    )
+    return table(head, [row])

@@ -1,0 +1,283 @@
+"""`quire bench serve`: load on an OpenAI-compatible server, and how its answers come."""
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from ...serving.progress import bar
+from .. import options as o
+from . import load as load
+from . import report as reports
+from .metrics import METRICS, Answer, flat, goodput, milliseconds, totals
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+GOALS = ("ttft", "tpot", "e2el")  # what a single request can be held to
+SERVER = "The server"
+TRAFFIC = "The traffic"
+TOKENIZER_FILES = ["*.json", "*.jinja"]
+SPARE_FILES = 64  # open files beside the connections
+
+
+def main(
+    context: typer.Context,
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="Where it listens.", rich_help_panel=SERVER)
+    ] = "http://127.0.0.1:8000",
+    endpoint: Annotated[
+        str, typer.Option(metavar="PATH", help=" or ".join(ENDPOINTS) + ".", rich_help_panel=SERVER)
+    ] = ENDPOINTS[0],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Its name there.", show_default="the first that the server lists", rich_help_panel=SERVER),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder or Hugging Face id, to draw and to measure prompts.",
+            show_default="the model's name",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A request that takes longer has failed.", rich_help_panel=SERVER)
+    ] = 600.0,
+    num_prompts: load.NumPrompts = 100,
+    dataset_name: load.DatasetName = "random",
+    dataset_path: load.DatasetPath = None,
+    random_input_len: load.InputLen = None,
+    random_output_len: load.OutputLen = None,
+    random_range_ratio: load.RangeRatio = None,
+    sharegpt_output_len: load.ShareGptLen = None,
+    custom_output_len: load.CustomLen = None,
+    prefix_repetition_prefix_len: load.PrefixLen = None,
+    prefix_repetition_suffix_len: load.SuffixLen = None,
+    prefix_repetition_num_prefixes: load.NumPrefixes = None,
+    prefix_repetition_output_len: load.RepetitionLen = None,
+    seed: load.Seed = 0,
+    request_rate: Annotated[
+        float, typer.Option(metavar="N", help="Requests a second; inf: all at once.", rich_help_panel=TRAFFIC)
+    ] = math.inf,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="Of the gamma distribution of the waits: below 1 is burstier, above steadier.",
+            show_default="1: a Poisson process",
+            rich_help_panel=TRAFFIC,
+        ),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, o.sized("--max-concurrency", "Most requests under way at once.", "N", TRAFFIC, "no limit")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ask for answers of full length.", rich_help_panel=TRAFFIC)
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="Sent with every request.", rich_help_panel=TRAFFIC)] = 0.0,
+    goals: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--goodput",
+            metavar="METRIC:MS ...",
+            help=f"Count the requests that keep these limits: {', '.join(GOALS)}.",
+            rich_help_panel=TRAFFIC,
+        ),
+    ] = None,
+    as_json: reports.Json = None,
+    save_result: reports.SaveResult = False,
+    result_filename: reports.ResultFilename = None,
+    plot: reports.Plot = None,
+) -> None:
+    """Send requests to a running server and time its streams. OPENAI_API_KEY, where it is set, is sent along."""
+    report = reports.report(context, as_json, save_result, plot, result_filename)
+    if endpoint not in ENDPOINTS:
+        raise o.UsageError(f"--endpoint is {endpoint!r}; it can be {' or '.join(ENDPOINTS)}")
+    load.above_zero(
+        num_prompts=num_prompts, timeout=timeout, request_rate=request_rate, burstiness=burstiness,
+        max_concurrency=max_concurrency,
+    )  # fmt: skip
+    if burstiness is not None and math.isinf(request_rate):
+        raise o.UsageError("--burstiness needs a finite --request-rate: without one all requests go at once")
+    limits = parse_goals(goals or [])
+    source = load.dataset(context)
+
+    import asyncio  # not at the top: `--help` must not wait for it
+
+    from . import client as client
+    from . import server_stats
+
+    try:
+        server = client.Server.parse(base_url, os.environ.get("OPENAI_API_KEY"))
+    except ValueError as error:
+        raise o.UsageError(f"--base-url: {error}") from None
+    name = find_model(server, base_url, model, timeout)
+    words = read_tokenizer(tokenizer or name) if source.needs_tokenizer else None
+    samples = source.samples(num_prompts, words, seed)
+    chat = endpoint == ENDPOINTS[1]
+    options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
+    bodies = [body(sample, name, chat, words) | options for sample in samples]
+    delays = load.arrivals(num_prompts, request_rate, 1.0 if burstiness is None else burstiness, seed)
+    allow_connections(min(num_prompts, max_concurrency or num_prompts))
+
+    with bar(num_prompts, True) as advance:
+
+        async def send(index: int) -> Answer:
+            answer = await client.ask(server, endpoint, bodies[index], timeout, time.perf_counter)
+            advance(1, answer.output_tokens)
+            prompt = samples[index].prompt
+            known = len(prompt) if isinstance(prompt, list) else 0
+            return replace(answer, prompt_tokens=answer.prompt_tokens or known)
+
+        before = server_stats.look(server, timeout)
+        answers, duration = asyncio.run(drive(send, delays, max_concurrency))
+        after = server_stats.look(server, timeout)
+
+    result = {"model": name, **figures(answers, duration, limits)}
+    if before is not None and after is not None:
+        result["server"] = after.since(before)
+    values = milliseconds(answers)
+    heading = f"{name} at {base_url}, {endpoint}"
+
+    def draw(figure) -> None:
+        from . import plot
+
+        plot.distributions(figure, values, METRICS, limits, heading)
+
+    report.write(result, "\n\n".join((heading, *paragraphs(result, values, answers, limits))), draw)
+    if not result["completed"]:
+        raise typer.Exit(1)
+
+
+def parse_goals(goals: Sequence[str]) -> dict[str, float]:
+    """`ttft:500` is at most 500 milliseconds."""
+    limits: dict[str, float] = {}
+    for goal in goals:
+        metric, _, most = goal.partition(":")
+        try:
+            limits[metric] = float(most)
+        except ValueError:
+            limits[metric] = math.nan
+        if metric not in GOALS or not 0 < limits[metric] < math.inf:
+            raise o.UsageError(
+                f"--goodput is {goal!r}; write a metric and milliseconds, as in ttft:500 ({', '.join(GOALS)})"
+            )
+    return limits
+
+
+def find_model(server, base_url: str, wanted: str | None, timeout: float) -> str:
+    """The model to ask for, and a first sign that the server is there."""
+    import asyncio
+
+    from . import client as client
+
+    try:
+        listed = asyncio.run(client.models(server, timeout))
+        return wanted or listed[0]
+    except (client.Failure, IndexError) as error:
+        if wanted:
+            return wanted
+        why = "it lists no model" if isinstance(error, IndexError) else client.reason(error)
+        raise o.UsageError(f"{base_url} does not say what its model is called ({why}): name it with --model") from None
+    except (OSError, EOFError) as error:
+        raise o.UsageError(f"no server answers at {base_url}: {client.reason(error)}") from None
+
+
+def read_tokenizer(name: str):
+    from ...model.checkpoint import hub
+    from ...model.config import ModelError
+    from ...model.text.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer(hub.resolve(name, TOKENIZER_FILES))
+    except ModelError as error:
+        raise o.UsageError(f"prompts need a tokenizer, --tokenizer FOLDER: {error}") from None
+
+
+def body(sample: load.Sample, model: str, chat: bool, tokenizer) -> dict[str, Any]:
+    """What is posted. Drawn prompts go as token ids, which keeps their length exact; a chat takes only text."""
+    asked = {"model": model, "max_tokens": sample.output_len, "stream": True, "stream_options": {"include_usage": True}}
+    if not chat:
+        return asked | {"prompt": sample.prompt}
+    text = sample.prompt
+    if not isinstance(text, str):
+        if tokenizer is None:
+            raise o.UsageError(f"a prompt of token ids cannot go to {ENDPOINTS[1]}: use {ENDPOINTS[0]}")
+        text = tokenizer.decode(text)
+    return asked | {"messages": [{"role": "user", "content": text}]}
+
+
+def allow_connections(count: int) -> None:
+    """Each connection is an open file, and the usual limit is 1024."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise o.UsageError(
+                f"{count} connections at once are more open files than allowed ({hard}): use --max-concurrency"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def drive(
+    send: Callable[[int], Awaitable[Answer]], delays: Sequence[float], max_concurrency: int | None
+) -> tuple[list[Answer], float]:
+    """Send each request at its moment, or when there is room; the answers in order, and how long it took."""
+    import asyncio
+
+    loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(max_concurrency or max(len(delays), 1))
+
+    async def one(index: int) -> Answer:
+        async with gate:
+            return await send(index)
+
+    begin = loop.time()
+    tasks = []
+    async with asyncio.TaskGroup() as group:
+        for index, delay in enumerate(delays):
+            if (wait := begin + delay - loop.time()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(group.create_task(one(index)))
+    return [task.result() for task in tasks], loop.time() - begin
+
+
+def figures(answers: Sequence[Answer], duration: float, limits: dict[str, float]) -> dict[str, Any]:
+    """The results under the names of vLLM's result files, and each request by itself."""
+    found: dict[str, Any] = totals(answers, duration) | flat(milliseconds(answers))
+    if limits:
+        found |= {"request_goodput": goodput(answers, duration, limits), "goodput_limits_ms": limits}
+    found["errors"] = dict(Counter(answer.error for answer in answers if answer.error is not None).most_common())
+    begin = min(answer.sent for answer in answers)
+    found["requests"] = [
+        {
+            "sent_s": answer.sent - begin, "prompt_tokens": answer.prompt_tokens, "output_tokens": answer.output_tokens,
+            "times_ms": [(moment - answer.sent) * 1000 for moment in answer.times], "error": answer.error,
+        }
+        for answer in answers
+    ]  # fmt: skip
+    return found
+
+
+def paragraphs(
+    result: dict[str, Any], values: dict[str, list[float]], answers: Sequence[Answer], limits: dict[str, float]
+) -> list[str]:
+    """The results for people."""
+    found = [reports.rates_table(result), reports.latency_table(values)]
+    if limits:
+        kept = sum(answer.error is None and answer.meets(limits) for answer in answers)
+        named = ", ".join(f"{METRICS[metric]} {most:g} ms" for metric, most in limits.items())
+        found.append(f"goodput: {result['request_goodput']:.2f} requests/s, {kept} of {len(answers)}, kept {named}")
+    if "server" in result:
+        from . import server_stats
+
+        found.append(server_stats.sentence(result["server"]))
+    if result["errors"]:
+        lines = [f"{count} x {error}" for error, count in result["errors"].items()]
+        found.append(f"{result['failed']} failed:\n  " + "\n  ".join(lines[:10]))
+    return found

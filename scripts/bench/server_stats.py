@@ -1,0 +1,57 @@
+"""What a Quire server says of itself before and after a load: how late its event loop was, and its memory."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import client as client
+
+LATE = "quire:event_loop_delay_seconds_bucket"
+MEMORY = "process_resident_memory_bytes"
+
+
+@dataclass(frozen=True)
+class Inside:
+    """One look."""
+
+    late: Mapping[float, float]  # timers that were at most so late
+    memory: float | None
+
+    def since(self, before: "Inside") -> dict[str, Any]:
+        """What happened between two looks."""
+        counts = {bound: count - before.late.get(bound, 0.0) for bound, count in sorted(self.late.items())}
+        found: dict[str, Any] = {"memory_before": before.memory, "memory_after": self.memory}
+        for share in (50, 99):
+            most = max(counts.values(), default=0.0)
+            bound = next((bound for bound, count in counts.items() if count >= most * share / 100), None)
+            found[f"event_loop_delay_p{share}_ms"] = None if bound is None or not most else bound * 1000
+        return found
+
+
+def look(server: client.Server, timeout: float) -> Inside | None:
+    """None where the server has no such metrics, or does not show them."""
+    try:
+        text = asyncio.run(client.get(server, "/metrics", timeout))
+    except (client.Failure, OSError, EOFError):
+        return None
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    late = {float(sample.labels["le"]): sample.value for sample in samples if sample.name == LATE}
+    memory = next((sample.value for sample in samples if sample.name == MEMORY), None)
+    return Inside(late, memory) if late else None
+
+
+def sentence(found: Mapping[str, Any]) -> str:
+    """For people."""
+    late = ", ".join(
+        f"{found[f'event_loop_delay_p{share}_ms']:g} ms (P{share})"
+        for share in (50, 99)
+        if found[f"event_loop_delay_p{share}_ms"] is not None
+    )
+    text = f"in the server: its event loop was late by at most {late}"
+    if found["memory_before"] and found["memory_after"]:
+        before, after = (found[name] / 2**20 for name in ("memory_before", "memory_after"))
+        text += f"; {before:,.0f} MiB before, {after:,.0f} MiB after"
+    return text

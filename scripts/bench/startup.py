@@ -1,0 +1,123 @@
+"""`quire bench startup`: from the start of the process to the first token, with the caches empty and then full.
+
+The process that is timed runs this module: `python -m quire.scripts.bench.startup OPTIONS`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import monotonic  # one clock for all processes
+from typing import Annotated, Any
+
+import typer
+
+from .. import options as o
+from ..plan.command import table
+from . import load as load
+from . import report as reports
+from .metrics import flat, summarise
+
+STAGES = {"python": "interpreter", "imports": "imports", "ready": "model ready", "token": "first token"}
+PROMPT = [0] * 16
+CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # what holds compiled programs and kernels
+
+
+@o.takes_engine(without=("tokenizer",))
+def main(
+    context: typer.Context,
+    model: o.Model = None,
+    num_iters: Annotated[
+        int, o.sized("--num-iters", "Starts with empty caches, and as many with full ones.", "N", load.DATA)
+    ] = 3,
+    *,
+    engine: dict[str, Any],
+    as_json: reports.Json = None,
+    save_result: reports.SaveResult = False,
+    plot: reports.Plot = None,
+) -> None:
+    """Start the model in fresh processes. Prints the seconds to each stage: cold compiles everything, warm finds it."""
+    report = reports.report(context, as_json, save_result, plot)
+    load.above_zero(num_iters=num_iters)
+    from ...model.checkpoint import hub
+
+    options = {"model": str(hub.resolve(model).resolve()), **engine}  # a download is no part of a start
+    starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+    for _ in range(num_iters):
+        with tempfile.TemporaryDirectory(prefix="quire-startup-") as folder:
+            for state in starts:
+                starts[state].append(start(options, Path(folder)))
+    name = model or "quill"
+    result: dict[str, Any] = {"model": name, "stages": list(STAGES), "starts_s": starts}
+    for state, own in starts.items():
+        result[state] = flat({stage: [each[stage] * 1000 for each in own] for stage in STAGES})
+
+    def draw(figure) -> None:
+        from . import plot
+
+        means = {state: [mean(each[stage] for each in own) for stage in STAGES] for state, own in starts.items()}
+        plot.stages(figure, means, list(STAGES.values()), f"{name}: process start to first token")
+
+    report.write(result, text(name, num_iters, starts), draw)
+
+
+def start(options: dict[str, Any], caches: Path) -> dict[str, float]:
+    """Seconds from the start of a process to the end of each stage, with these folders as its only caches."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment |= {name: str(caches / name.lower()) for name in CACHES}
+    command = [sys.executable, "-m", f"{__package__}.startup", json.dumps(options)]
+    begin = monotonic()
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if child.returncode:
+        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        raise o.UsageError(f"the model did not start: {lines[-1]}")
+    ends = json.loads(child.stdout.splitlines()[-1])
+    return {stage: ends[stage] - begin for stage in STAGES}
+
+
+def probe(options: dict[str, Any]) -> dict[str, float]:
+    """In the process that is timed: the moment at which each stage ends."""
+    ends = {"python": monotonic()}
+    import jax  # noqa: F401
+
+    from ... import LLM, SamplingParams
+
+    ends["imports"] = monotonic()
+    llm = LLM(**options)
+    ends["ready"] = monotonic()
+    for _ in llm.stream(PROMPT, SamplingParams(max_tokens=1, temperature=0)):
+        ends.setdefault("token", monotonic())
+    return ends
+
+
+def mean(values) -> float:
+    summary = summarise(values)
+    assert summary is not None  # there is at least one start
+    return summary.mean
+
+
+def text(name: str, count: int, starts: dict[str, list[dict[str, float]]]) -> str:
+    """Mean seconds to the end of each stage, and the spread of the whole."""
+    rows = [
+        (
+            state,
+            *(f"{mean(each[stage] for each in own):.2f}" for stage in STAGES),
+            f"{min(each['token'] for each in own):.2f} to {max(each['token'] for each in own):.2f}",
+        )
+        for state, own in starts.items()
+    ]
+    head = ("seconds from process start", *STAGES.values(), "from .. to")
+    heading = f"{name}: starts with empty caches (cold), each followed by one with full caches (warm), {count} of each"
+    return f"{heading}\n\n{table(head, rows)}"
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(probe(json.loads(sys.argv[1]))))
+    except (
+        ValueError,
+        KeyboardInterrupt,
+    ) as error:  # what a user can mend is a ValueError: its line is all that is read
+        sys.exit(str(error))

@@ -1,0 +1,155 @@
+"""`quire bench throughput`: how much an engine gets done with nobody waiting for any one answer."""
+
+from typing import Annotated, Any
+
+import typer
+
+from ...serving.progress import bar
+from .. import options as o
+from ..loading import load as load_model
+from ..plan.command import amount, table
+from ..sizes import size
+from . import load as load
+from . import report as reports
+from .engine import Roof, Run, decode_milliseconds, engine_roof, read_bandwidth, serve
+from .metrics import flat, milliseconds, percentile, totals
+
+WARM_UP = load.Sample([0], 8)
+
+
+@o.takes_engine()
+def main(
+    context: typer.Context,
+    model: o.Model = None,
+    num_prompts: load.NumPrompts = 64,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            parser=size,
+            metavar="N ...",
+            help="Most requests at once; several make a run each.",
+            show_default="as many as the engine takes",
+            rich_help_panel=load.DATA,
+        ),
+    ] = None,
+    dataset_name: load.DatasetName = "random",
+    dataset_path: load.DatasetPath = None,
+    random_input_len: load.InputLen = None,
+    random_output_len: load.OutputLen = None,
+    random_range_ratio: load.RangeRatio = None,
+    sharegpt_output_len: load.ShareGptLen = None,
+    custom_output_len: load.CustomLen = None,
+    prefix_repetition_prefix_len: load.PrefixLen = None,
+    prefix_repetition_suffix_len: load.SuffixLen = None,
+    prefix_repetition_num_prefixes: load.NumPrefixes = None,
+    prefix_repetition_output_len: load.RepetitionLen = None,
+    in_batches: Annotated[
+        bool,
+        typer.Option(
+            "--in-batches",
+            help="Let the next requests in when all are answered, to see what continuous batching brings.",
+            rich_help_panel=load.DATA,
+        ),
+    ] = False,
+    seed: load.Seed = 0,
+    temperature: load.Temperature = 0.0,
+    *,
+    engine: dict[str, Any],
+    as_json: reports.Json = None,
+    save_result: reports.SaveResult = False,
+    plot: reports.Plot = None,
+) -> None:
+    """Answer many requests together. Prints rates, and the time of a decode step against what memory allows."""
+    report = reports.report(context, as_json, save_result, plot)
+    load.above_zero(num_prompts=num_prompts, concurrency=min(concurrency or [1]))
+    if concurrency:
+        most = engine.setdefault("max_num_seqs", max(concurrency))
+        if max(concurrency) > most:
+            raise o.UsageError(f"--concurrency {max(concurrency)} is more than --max-num-seqs {most}: raise that too")
+    source = load.dataset(context)
+    bandwidth = read_bandwidth()  # before the model takes the memory
+    with load_model(model, **engine) as llm:
+        runner = llm.engine.runner
+        most = runner.limits.max_seqs * len(llm.engine.pages.tables)
+        serve(llm, [WARM_UP], 1, temperature)  # what happens once, such as the first touch of memory
+        points = []
+        for level in sorted(set(concurrency or [most])):
+            # Each level has requests of its own, so that nothing kept from one can help the next.
+            samples = source.samples(num_prompts, llm.engine.tokenizer, f"{seed} {level}", runner.config.vocab_size)
+            with bar(num_prompts, True) as advance:
+                run = serve(llm, samples, level, temperature, advance=advance, in_batches=in_batches)
+            points.append(point(level, run, engine_roof(llm, run, bandwidth)))
+    name = model or "quill"
+    result = {"model": name, "read_bandwidth": bandwidth, "points": points}
+
+    def draw(figure) -> None:
+        from . import plot
+
+        plot.throughput(figure, points, name, bandwidth)
+
+    report.write(result, text(name, num_prompts, points, bandwidth), draw)
+
+
+def point(concurrency: int, run: Run, roof: Roof | None) -> dict[str, Any]:
+    """The results of one level of concurrency."""
+    found: dict[str, Any] = {"concurrency": concurrency} | totals(run.answers, run.seconds)
+    found |= flat(milliseconds(run.answers)) | {"steps": len(run.steps), "decode": None}
+    if roof is not None:
+        steps = sorted(decode_milliseconds(run))
+        found["decode"] = {
+            "steps": roof.steps,
+            "sequences": roof.sequences,
+            "weight_bytes": roof.weight_bytes,
+            "cache_bytes": roof.cache_bytes,
+            "mean_ms": roof.step_seconds * 1000,
+            **{f"p{percent}_ms": percentile(steps, percent) for percent in (10, 50, 90, 99)},
+            "roof_ms": roof.seconds * 1000,
+            "roof_share": roof.share,
+            "steps_ms": [round(step, 4) for step in decode_milliseconds(run)],
+        }
+    return found
+
+
+def text(name: str, num_prompts: int, points: list[dict[str, Any]], bandwidth: float) -> str:
+    """The results for people."""
+    rates = table(
+        (
+            "at once", "seconds", "prompt tokens", "output tokens", "requests/s", "output tokens/s", "total tokens/s",
+            "TPOT, ms",
+        ),
+        [
+            (
+                p["concurrency"],
+                f"{p['duration']:,.2f}",
+                *(f"{p[key]:,}" for key in ("total_input_tokens", "total_output_tokens")),
+                f"{p['request_throughput']:,.2f}",
+                *(f"{p[key]:,.1f}" for key in ("output_throughput", "total_token_throughput")),
+                f"{p['median_tpot_ms']:,.2f}" if "median_tpot_ms" in p else "-",
+            )
+            for p in points
+        ],
+    )  # fmt: skip
+    return "\n\n".join((f"{name}: {num_prompts} requests", rates, roof_text(points, bandwidth)))
+
+
+def roof_text(points: list[dict[str, Any]], bandwidth: float) -> str:
+    """What a decode step must read, how long that takes here, and how long the step took."""
+    rows = [
+        (
+            p["concurrency"],
+            f"{d['sequences']:.1f}",
+            amount(d["weight_bytes"]),
+            amount(d["cache_bytes"]),
+            *(f"{d[key]:,.3f}" for key in ("roof_ms", "mean_ms", "p50_ms", "p99_ms")),
+            f"{d['roof_share']:.1%}",
+        )
+        for p in points
+        if (d := p["decode"]) is not None
+    ]
+    if not rows:
+        return "No step only decoded, so there is none to compare with the memory's speed: ask for longer answers."
+    head = ("at once", "sequences", "weights", "KV cache", "roof, ms", "mean, ms", "median", "P99", "reached")
+    return (
+        f"A decode step reads all weights once and the KV cache of its sequences; at {bandwidth / 1e9:.1f} GB/s, which "
+        f"this machine reads, that is the roof:\n\n{table(head, rows)}"
+    )

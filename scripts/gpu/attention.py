@@ -1,0 +1,132 @@
+"""The attention kernel by itself: compared with float64 on fresh random inputs, and timed with the card warm.
+
+NaN lies in whatever nobody owns. The table sets the bytes and operations that the work needs against what this card
+copies and multiplies.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+import jax
+
+from ...ops import attention
+from ...ops.attention import mosaic_gpu
+from ...ops.attention.accuracy_trial import LARGEST_ERROR, Trial, arrays, attend, error
+from ..collect_env import first_to
+from .common import Report, Scale, copy_rate, product_rate, seconds
+
+
+@dataclass(frozen=True)
+class Work(Trial):
+    """With what it moves and computes."""
+
+    goal: str = ""
+
+    @property
+    def seen(self) -> int:
+        """Pairs of a row and a key that it sees, in one sequence."""
+        first = self.length - self.rows
+        return sum(min(p + 1, self.window or p + 1) for p in range(first, self.length))
+
+    @property
+    def bytes(self) -> int:
+        """Keys and values once, queries and results once."""
+        keys = min(self.length, (self.window or self.length) + self.rows - 1)
+        held = self.width if self.values else 2 * self.width
+        each = held * 2 if self.codes is None else held + 2 * 4
+        rows = self.sequences * self.rows * self.heads * (self.width + (self.values or self.width)) * 2
+        return self.sequences * keys * self.kv_heads * each + rows
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.sequences * self.seen * self.heads * (self.width + (self.values or self.width))
+
+
+RIGHT = [
+    Trial("decode", 5, 700),
+    Trial("decode, MHA", 3, 300, heads=8),
+    Trial("decode, MQA", 3, 300, heads=16, kv_heads=1),
+    Trial("decode, width 64, sinks, window", 5, 700, width=64, window=128, sinks=True),
+    Trial("decode, cap", 3, 500, heads=16, soft_cap=50.0),
+    Trial("decode, three spans", 2, 9000),
+    Trial("decode, width 256", 3, 700, heads=16, width=256),
+    Trial("decode, int8", 3, 700, page=32, codes="int8"),
+    Trial("decode, float8, window", 3, 700, page=64, codes="float8_e4m3fn", window=300),
+    Trial("decode, latent", 3, 700, heads=128, kv_heads=1, width=576, values=512),
+    Trial("decode, latent, three spans", 1, 9000, heads=16, kv_heads=1, width=576, values=512),
+    Trial("chunk", 3, 500, rows=200),
+    Trial("chunk, width 256", 2, 300, rows=100, heads=16, width=256),
+    Trial("chunk, int8", 2, 300, rows=100, page=64, codes="int8"),
+    Trial("chunk, latent", 2, 300, rows=50, heads=16, kv_heads=1, width=576, values=512),
+    Trial("chunk, window", 2, 500, rows=130, heads=16, window=100),
+    Trial("chunk, width 64, sinks", 2, 5000, rows=77, heads=64, width=64, sinks=True),
+]
+FAST = [
+    Work("decode, 64 of 8k", 64, 8192, goal="85 % of copy"),
+    Work("decode, 1 of 128k", 1, 131072, goal="75 % of copy"),
+    Work("decode, 64 of 4k", 64, 4096),
+    Work("decode, 16 of 128k, window 4k", 16, 131072, window=4096, goal="1.3 times 16 of 4k"),
+    Work("decode, 16 of 4k", 16, 4096),
+    Work("prefill, 8k causal", 1, 8192, rows=8192, goal="60 % of products"),
+    Work("decode, 64 of 8k, pages of 64", 64, 8192, page=64),
+    Work("decode, 64 of 8k, int8", 64, 8192, page=64, codes="int8"),
+    Work("decode, 64 of 8k, float8", 64, 8192, page=64, codes="float8_e4m3fn"),
+    Work("decode, 64 of 8k, width 256", 64, 8192, heads=16, width=256),
+    Work("decode, 64 of 8k, latent", 64, 8192, heads=128, kv_heads=1, width=576, values=512),
+]
+
+
+def implementation(name: str) -> Callable:
+    return import_module(f".{name}", attention.__name__).paged_attention
+
+
+def right(report: Report, scale: Scale, seed: int) -> None:
+    """Every case against float64."""
+    for trial in RIGHT:
+        if trial.length > scale.longest:
+            continue
+        found = error(trial, implementation(scale.kernel), seed)
+        if not found < LARGEST_ERROR:
+            report.wrong(f"{trial.name}: error {found:.1e}")
+        report(
+            f"{'right' if found < LARGEST_ERROR else 'WRONG'}  {trial.name:34} error {found:.1e}",
+            **{trial.name: found},
+        )
+
+
+def chosen(report: Report, scale: Scale, seed: int) -> None:
+    """Whether an engine comes to the kernel by itself, in a process that holds most of the card's memory."""
+    trial, began, errors = Trial("decode", 5, 700), time.perf_counter(), []
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ["XDG_CACHE_HOME"] = empty  # nothing is remembered there
+        name, declined = first_to(lambda implementation: errors.append(error(trial, implementation, seed)))
+    took, found = time.perf_counter() - began, errors[0]
+    said = "; ".join((name, *declined))
+    report(f"{said}; found out in {took:.0f} s, error {found:.1e}", chosen=name, declined=declined, error=found)
+    if mosaic_gpu.has_gpu() and name != scale.kernel:
+        report.wrong(f"{name} was chosen")
+    if not found < LARGEST_ERROR:
+        report.wrong(f"error {found:.1e}")
+
+
+def fast(report: Report, scale: Scale, seed: int) -> None:
+    """What each work takes, beside what its bytes and its operations would at this card's own rates."""
+    copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
+    report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
+    report(f"{'work':32} {'ms':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9}  to reach")
+    for work in [work for work in FAST if work.length <= scale.longest] or [Work("decode, 2 of 64", 2, 64)]:
+        inputs = arrays(work, seed)
+        took, plain = (
+            seconds(jax.jit(partial(attend, work, implementation(name))), *inputs, bursts=bursts)
+            for name, bursts in ((scale.kernel, 5), ("xla", 3))
+        )
+        shares = work.bytes / took / copy, work.operations / took / product
+        report(
+            f"{work.name:32} {took * 1e3:9.3f} {shares[0]:7.1%} {shares[1]:7.1%} {plain * 1e3:9.3f}  {work.goal}",
+            **{work.name: {"seconds": took, "xla": plain, "copy": shares[0], "product": shares[1]}},
+        )

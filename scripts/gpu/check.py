@@ -1,0 +1,186 @@
+"""Checks and times Quire on this machine's NVIDIA GPU: `python -m quire.scripts.gpu.check [--out FOLDER]`.
+
+Every part has a process of its own: it finds an empty card, a crash or a hang takes no other part along, and what it
+has found by then is kept. Parts run in the order of what they are worth, as long as there is time.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GRAPHS = "--xla_gpu_enable_command_buffer="
+
+
+@dataclass(frozen=True)
+class Part:
+    """A thing to find out, and the seconds that it takes on an H100, by estimate: with less it is not begun."""
+
+    name: str
+    title: str
+    module: str
+    function: str
+    needs: float
+    options: dict[str, Any] = field(default_factory=dict)
+    flags: str = ""  # of XLA, beside those of the environment
+
+    def attention(self, found: dict[str, Any]) -> dict[str, str]:
+        """The attention that it uses: the kernel, unless that is known not to work, or it must be another."""
+        if self.function != "run":
+            return {}
+        works = all(sound(found[name]) for name in ("right", "step_kernel") if name in found)
+        return {"attention": self.options.get("attention") or ("kernel" if works else "xla")}
+
+
+PARTS = (
+    Part("right", "the attention kernel against float64", ".attention", "right", 45),
+    Part("fast", "the attention kernel's time", ".attention", "fast", 45),
+    Part("step_kernel", "the decode step with the kernel", ".step", "run", 75, {"attention": "kernel"}),
+    Part("serving", "streams, and the host between steps", ".serving", "run", 75),
+    Part("chosen", "what an engine chooses by itself", ".attention", "chosen", 100),
+    Part("pieces", "what else a step is made of", ".pieces", "measure", 75),
+    Part("step_xla", "the decode step with XLA's attention", ".step", "run", 75, {"attention": "xla"}),
+    Part("transformers", "the same streams through transformers", ".serving", "transformers", 75),
+    Part("no_graphs", "a decode step without command buffers", ".step", "run", 45, {"batches": (1,)}, GRAPHS),
+    Part("graphs_loops", "a decode step with loops in command buffers too", ".step", "run", 45, {"batches": (1,)},
+         f"{GRAPHS}+WHILE"),
+)  # fmt: skip
+MACHINE = Part("machine", "the machine", ".check", "machine", 0)
+Launch = Callable[[Part, dict[str, str], float], dict[str, Any]]
+
+
+def sound(found: dict[str, Any]) -> bool:
+    return not {"failed", "wrong", "skipped"} & set(found)
+
+
+def check(
+    parts: Sequence[Part],
+    budget: float,
+    launch: Launch,
+    save: Callable[[dict[str, Any]], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Any]:
+    """What each part has found; those for which the seconds left do not suffice are skipped."""
+    began, found = clock(), {}
+    for part in parts:
+        left = budget - (clock() - began)
+        print(f"\n{part.name}: {part.title}", flush=True)
+        if left < part.needs:
+            found[part.name] = {"skipped": f"{left:.0f} s are left and it takes about {part.needs:.0f}"}
+            print(f"skipped: {found[part.name]['skipped']}", flush=True)
+        else:
+            started = clock()
+            # One that hangs leaves the others their time.
+            found[part.name] = launch(part, part.attention(found), min(left, 2.5 * part.needs))
+            found[part.name]["took"] = clock() - started
+            if failed := found[part.name].get("failed"):
+                print(f"FAILED: {failed}", flush=True)
+        save(found)
+    return found
+
+
+def start(part: Part, chosen: dict[str, str], limit: float, folder: Path, seed: int, tiny: bool) -> dict[str, Any]:
+    """Run a part in a process of its own; what it reported, and how it failed if it did."""
+    file, errors = folder / f"{part.name}.json", folder / f"{part.name}.err"
+    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--part", part.name, "--file", str(file)]
+    command += ["--seed", str(seed), *(["--attention", chosen["attention"]] if chosen else []), *["--tiny"] * tiny]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {part.flags}".strip()
+    with errors.open("w") as stderr:
+        child = subprocess.Popen(
+            command, stderr=stderr, stdin=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, **({"XLA_FLAGS": flags} if flags else {})},
+        )  # fmt: skip
+        try:
+            status = child.wait(limit)
+            failed = f"it ended with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            failed = f"it took longer than {limit:.0f} s"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # with what it has started itself
+                child.wait()
+    found = json.loads(file.read_text()) if file.exists() else {}
+    if failed:
+        last = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()][-12:]
+        found["failed"] = "\n".join([failed, *last])
+    return found
+
+
+def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool) -> None:
+    """In the process of a part."""
+    from ...serving.build import use_compile_cache
+    from .common import FULL, TINY, Report
+
+    use_compile_cache()
+    part = next(part for part in (*PARTS, MACHINE) if part.name == name)
+    options = {name: value for name, value in part.options.items() if name != "attention"}
+    options |= {} if attention is None else {"attention": attention}
+    run = getattr(importlib.import_module(part.module, __package__), part.function)
+    run(Report(file), TINY if tiny else FULL, seed, **options)
+
+
+def machine(report, scale, seed: int) -> None:
+    """The card, and what decides how XLA uses it."""
+    from ...ops.attention.gated_mosaic_gpu import card
+    from ...ops.attention.mosaic_gpu import has_gpu
+
+    found = {
+        "serves": has_gpu(),
+        **card(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "seed": seed,
+    }
+    report(**found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check and time Quire on this machine's NVIDIA GPU.")
+    parser.add_argument("--out", type=Path, help="a folder for gpu_check.json")
+    parser.add_argument("--minutes", type=float, default=8.0, help="how long it may take (8)")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of the random inputs")
+    for name in ("--part", "--attention"):  # how it calls itself
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # on any machine, to test the check
+    chosen = parser.parse_args()
+    if chosen.part:
+        return run_part(chosen.part, chosen.file, chosen.seed, chosen.attention, chosen.tiny)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+
+        def launch(part: Part, attention: dict[str, str], limit: float) -> dict[str, Any]:
+            return start(part, attention, limit, Path(place), chosen.seed, chosen.tiny)
+
+        here = launch(MACHINE, {}, 120)
+        if "failed" in here:
+            parser.exit(1, f"JAX does not start: {here['failed']}\n")
+        if not here["serves"] and not chosen.tiny:
+            parser.exit(1, f"there is no NVIDIA GPU of compute capability 9.0 or more here: {here['device']}\n")
+        for name, value in here.items():
+            print(f"{name}: {value}")
+
+        def save(found: dict[str, Any]) -> None:
+            if chosen.out is not None:
+                chosen.out.mkdir(parents=True, exist_ok=True)
+                (chosen.out / "gpu_check.json").write_text(json.dumps({"machine": here, "parts": found}, indent=1))
+
+        parts = [part for part in PARTS if not chosen.only or part.name in chosen.only]
+        found = check(parts, chosen.minutes * 60 - (time.monotonic() - began), launch, save)
+    bad = [name for name, part in found.items() if {"failed", "wrong"} & set(part)]
+    if bad:
+        raise SystemExit(f"failed or wrong: {', '.join(bad)}")
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What the checks on a GPU share: sizes, a report that is saved as it grows, timing, and a model made in place."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...model.config import ModelConfig
+from ...model.families import llama
+from ...model.planning.cost import kv_read_bytes
+from ...model.weights import abstract
+from ...ops import attention
+from ...serving.device.batch import Size
+from ...serving.engine.runner import Runner
+from ...serving.engine.scheduler import Limits
+from ...sharding.spec import nbytes, random_arrays
+
+PAGE = 16
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+    "num_hidden_layers": 1, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything: what a card is to be measured with, or as little as shows that the parts work."""
+
+    hf: dict[str, Any]
+    kernel: str  # the attention that is checked against XLA's
+    context: int  # of the sequences that decode
+    batches: tuple[int, ...]
+    steps: int  # of a burst
+    streams: int  # at once
+    requests: int
+    prompt: int
+    answer: int
+    rows: int  # of a step that reads prompts
+    longest: int  # attention works on longer sequences are left out
+    copied: int  # bytes
+    multiplied: int  # the side of a matrix
+    mixtures: tuple[dict[str, Any], ...]  # whose experts are timed
+
+
+FULL = Scale(LLAMA_8B, "mosaic_gpu", 1024, (1, 64), 32, 64, 128, 512, 256, 2048, 1 << 20, 2 << 30, 8192,
+             (QWEN3_30B, GPT_OSS_20B))  # fmt: skip
+SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256}  # fmt: skip
+FEW_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 32}, {"num_local_experts": 6}
+FEW = SMALL | {"num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 1}
+TINY = Scale(LLAMA_8B | SMALL, "xla", 40, (1, 6), 8, 6, 9, 20, 12, 32, 300, 1 << 22, 64,
+             tuple(hf | FEW | few for hf, few in zip(FULL.mixtures, FEW_EXPERTS, strict=True)))  # fmt: skip
+
+
+class Report:
+    """What a part finds, on the screen and in its file as it goes: what was found before a crash is kept."""
+
+    def __init__(self, file: Path):
+        self.file, self.found = file, {}
+
+    def __call__(self, line: str = "", **found: Any) -> None:
+        if line:
+            print(line, flush=True)
+        self.found |= found
+        part = self.file.with_suffix(".part")
+        part.write_text(json.dumps(self.found))
+        part.replace(self.file)
+
+    def wrong(self, reason: str) -> None:
+        self(wrong=[*self.found.get("wrong", []), reason])
+
+    def of(self, name: str) -> dict[str, Any]:
+        """What another part has found."""
+        file = self.file.with_name(f"{name}.json")
+        return json.loads(file.read_text()) if file.exists() else {}
+
+
+def seconds(run: Callable, *inputs, bursts: int = 5) -> float:
+    """Of one run, with the card warm: the median of bursts, so that the host's part is hidden."""
+
+    def burst(many: int) -> Any:
+        out = None
+        for _ in range(many):
+            out = run(*inputs)  # only the last is kept: fifty results of some works would not fit
+        return out
+
+    timed(lambda: burst(1))
+    many = max(3, min(50, int(0.2 / max(timed(lambda: burst(1)), 1e-5))))
+    return float(np.median([timed(lambda: burst(many)) / many for _ in range(bursts)]))
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Until what it returns is there; a card does one thing after the other."""
+    started = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - started
+
+
+def copy_rate(size: int) -> float:
+    """Bytes a second, read and written, of a copy of so many bytes."""
+    return 2 * size / seconds(jax.jit(lambda x: x + 1), jnp.ones(size // 2, jnp.bfloat16))
+
+
+def product_rate(side: int) -> float:
+    """Operations a second of a product of two square matrices."""
+    a, b = (jax.random.normal(jax.random.key(n), (side, side), jnp.bfloat16) for n in (1, 2))
+    return 2 * side**3 / seconds(jax.jit(jnp.matmul), a, b)
+
+
+@contextmanager
+def attention_by(name: str) -> Iterator[None]:
+    """What is compiled meanwhile attends by this implementation, listed or not, or not at all."""
+    table = attention.IMPLEMENTATIONS
+    listed = dict(table)
+    jax.clear_caches()  # a step that was traced before would come back as it was
+    table.clear()
+    table[name] = f".{name}"
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(listed)
+        jax.clear_caches()
+
+
+def make_runner(
+    scale: Scale, max_len: int, wanted: Callable[[Iterable[Size]], Iterable[Size]], name: str, seed: int
+) -> Runner:
+    """A runner of random weights with room for all streams at full length; only the sizes wanted are compiled."""
+    config = llama.config(scale.hf, max_len)
+    weights = random_arrays(abstract(config), seed, on_device=True)
+    most = max(scale.streams, *scale.batches)
+    limits = Limits(most, max(scale.rows, most + 1), max(most, 16))
+    runner = Runner(config, weights, limits, (most * -(-max_len // PAGE) + 1,), PAGE, max_len)
+    layouts = runner.batcher.layouts
+    runner.batcher.layouts = {size: layouts[size] for size in sorted(set(wanted(layouts)))}
+    with attention_by(name):
+        runner.warm_up()
+    return runner
+
+
+def read_bytes(config: ModelConfig, weights, batch: int, length: int) -> int:
+    """What a decode step must read: every weight but the table of words, of which it reads a row, and the caches."""
+    table = 0 if config.tied else nbytes(weights.embed_VD)
+    return nbytes(weights) - table + batch * kv_read_bytes(config, length)
+
+
+@partial(jax.jit, static_argnames=("like", "scale"))
+def noise(key, like: jax.ShapeDtypeStruct, scale: float):
+    """Random numbers in place of a page array, also where it holds the bits of bfloat16."""
+    bits = like.dtype == jnp.uint16
+    drawn = scale * jax.random.normal(key, like.shape, jnp.bfloat16 if bits else like.dtype)
+    return jax.lax.bitcast_convert_type(drawn, like.dtype) if bits else drawn

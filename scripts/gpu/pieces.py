@@ -1,0 +1,163 @@
+"""What a step is made of beside attention, piece by piece: which of them XLA leaves far from what the card can do."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...model import decoder
+from ...model.checkpoint.loader import family_of
+from ...model.config import ModelConfig
+from ...model.families import llama
+from ...model.weights import abstract
+from ...ops.attention import KVPages, page_dtype
+from ...ops.attention.xla import append
+from ...ops.norm import rms_norm
+from ...ops.rope import angles, rotate
+from ...ops.sampling import SamplingInputs, empty_state, sample
+from ...sharding.spec import nbytes, random_arrays
+from .common import PAGE, Report, Scale, copy_rate, product_rate, seconds
+
+FORMATS = None, "int8", "int8-weights", "int4-32"
+POOL = 4096  # pages of the cache that rows are appended to
+
+
+@dataclass
+class Piece:
+    """`run(*inputs)`, and what it must read and compute."""
+
+    name: str
+    run: Callable
+    inputs: tuple
+    bytes: int
+    operations: int = 0
+
+
+def measure(report: Report, scale: Scale, seed: int) -> None:
+    """Each piece's time, beside what its bytes and its operations would take at this card's own rates.
+
+    Each is a call of its own: one that takes no longer than the first, which does nothing, shows what a call costs.
+    """
+    copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
+    report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
+    report(f"{'piece':44} {'ms':>9} {'% copy':>7} {'% prod.':>7}")
+    for piece in pieces(scale, seed):
+        took = seconds(piece.run, *piece.inputs, bursts=3)
+        shares = piece.bytes / took / copy, piece.operations / took / product
+        report(
+            f"{piece.name:44} {took * 1e3:9.3f} {shares[0]:7.1%} {shares[1]:7.1%}",
+            **{piece.name: {"seconds": took, "copy": shares[0], "product": shares[1]}},
+        )
+
+
+def pieces(scale: Scale, seed: int) -> Iterator[Piece]:
+    """In the order in which they are worth to be known; each is made when the one before it is gone."""
+    yield Piece("a call that does next to nothing", jax.jit(lambda x: x + 1), (jnp.zeros(8),), 64)
+    config = llama.config(scale.hf | {"num_hidden_layers": 1}, scale.prompt)
+    for hf in scale.mixtures:
+        mixture = replace(family_of(hf).config(hf, scale.prompt), dtype=config.dtype)
+        yield from mixtures(hf["model_type"], mixture, (1, scale.streams, scale.rows), seed)
+    for quant in FORMATS:
+        yield from dense(replace(config, quant=quant), (1, scale.streams, scale.rows), seed)
+    yield appended(config, scale.streams, seed)
+    yield between(config, scale.streams, seed)
+    yield from drawn(config, scale.streams, seed)
+
+
+def rows_of(config: ModelConfig, rows: int, seed: int):
+    return jax.random.normal(jax.random.key(seed), (rows, config.dim), config.dtype)
+
+
+def mixtures(name: str, config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[Piece]:
+    """Experts with their router; of the stack only those that some row chose are read."""
+    moe, w = config.layers[0].moe, random_arrays(abstract(config).layers[0].moe, seed, on_device=True)
+    mix = jax.jit(lambda w, x_TD: decoder.mix(moe, w, x_TD, x_TD, jnp.ones(len(x_TD), bool)))
+    for rows in many:
+        x_TD = rows_of(config, rows, seed)
+        chosen = len(np.unique(np.asarray(mix(w, x_TD)[1])))
+        read = nbytes((w.up_EDGF, w.down_EFD)) * chosen // moe.experts
+        operations = 2 * rows * moe.top_k * config.dim * 3 * moe.dim
+        yield Piece(f"experts of {name}, {plural(rows)}", mix, (w, x_TD), read, operations)
+
+
+def dense(config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[Piece]:
+    mlp, w = config.layers[0].mlp, random_arrays(abstract(config).layers[0].mlp, seed, on_device=True)
+    run = jax.jit(lambda w, x_TD: decoder.mlp(mlp.activation, w, x_TD, decoder.ALONE))
+    for rows in many:
+        inputs = w, rows_of(config, rows, seed)
+        operations = 2 * rows * config.dim * 3 * mlp.dim
+        yield Piece(
+            f"dense block in {config.quant or config.dtype}, {plural(rows)}", run, inputs, nbytes(w), operations
+        )
+
+
+def appended(config: ModelConfig, rows: int, seed: int) -> Piece:
+    """Keys and values of new rows, each to a page of its own, in place."""
+    a = config.layers[0].attention
+    new_TKH = jax.random.normal(jax.random.key(seed), (rows, a.kv_heads, a.head_dim), config.dtype)
+    slots_T = jnp.arange(1, rows + 1) * PAGE
+    shape = max(POOL, rows + 1), PAGE, a.kv_heads, a.head_dim
+    held = [jnp.zeros(shape, page_dtype(config.dtype)) for _ in range(2)]
+    write = jax.jit(lambda k, v, new, slots: append(KVPages(k, v), new, new, slots), donate_argnums=(0, 1))
+
+    def run(new_TKH, slots_T):
+        pages = write(*held, new_TKH, slots_T)
+        held[:] = pages.k_PSKH, pages.v_PSKH
+        return held
+
+    return Piece(f"append, {plural(rows)}", run, (new_TKH, slots_T), 4 * nbytes(new_TKH))
+
+
+def between(config: ModelConfig, rows: int, seed: int) -> Piece:
+    """What stands between two products of attention: a norm, and rotated queries and keys."""
+    a = config.layers[0].attention
+    x_TD = rows_of(config, rows, seed)
+    qk_TNH = jax.random.normal(jax.random.key(seed), (rows, a.heads + a.kv_heads, a.head_dim), config.dtype)
+    positions_T, frequencies = jnp.arange(rows), 1e4 ** -np.linspace(0, 1, a.head_dim // 2)
+
+    @jax.jit
+    def run(x_TD, qk_TNH, scale_D):
+        return rms_norm(x_TD, scale_D), rotate(qk_TNH, angles(positions_T, frequencies))
+
+    return Piece(
+        f"norm and rope, {plural(rows)}", run, (x_TD, qk_TNH, jnp.ones(config.dim)), 2 * nbytes((x_TD, qk_TNH))
+    )
+
+
+def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[Piece]:
+    """The last product, and tokens from its logits."""
+    specs, R, V = abstract(config), rows, config.vocab_size
+    head = random_arrays(specs.embed_VD if specs.head_VD is None else specs.head_VD, seed, on_device=True)
+    product = jax.jit(lambda head, x_RD: jnp.dot(x_RD, head.T, preferred_element_type=jnp.float32))
+    x_RD = rows_of(config, rows, seed)
+    yield Piece(f"logits, {plural(rows)}", product, (head, x_RD), nbytes(head), 2 * R * V * config.dim)
+    logits_RV, state = product(head, x_RD), empty_state(R, V)
+    for name, plain, temperature, top_p in (
+        ("without branches", True, 0.8, 1.0), ("greedy", False, 0.0, 1.0), ("with top-p", False, 0.8, 0.9),
+    ):  # fmt: skip
+        run = jax.jit(partial(sample, plain=plain))
+        yield Piece(
+            f"tokens, {name}, {plural(rows)}", run, (logits_RV, state, wishes(R, seed, temperature, top_p)),
+            nbytes(logits_RV),
+        )  # fmt: skip
+
+
+def wishes(R: int, seed: int, temperature: float, top_p: float) -> SamplingInputs:
+    def each(value: Any, dtype=jnp.float32):
+        return jnp.full(R, value, dtype)
+
+    return SamplingInputs(
+        slots_R=jnp.arange(R), positions_R=each(7, jnp.int32), seeds_R2=jnp.full((R, 2), seed, jnp.uint32),
+        temperature_R=each(temperature), top_k_R=each(0, jnp.int32), top_p_R=each(top_p), min_p_R=each(0.0),
+        repetition_R=each(1.0), presence_R=each(0.0), frequency_R=each(0.0), ban_stop_R=each(False, bool),
+        ban_RX=jnp.full((R, 1), -1), targets_R=each(-1, jnp.int32), biased_R=each(False, bool),
+        wants_logprobs_R=each(False, bool),
+    )  # fmt: skip
+
+
+def plural(rows: int) -> str:
+    return f"{rows} row{'s' * (rows > 1)}"

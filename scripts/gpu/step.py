@@ -1,0 +1,127 @@
+"""The whole decode step of a model of random weights: its time against its bytes, and what it draws."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...serving.api.params import SamplingParams
+from ...serving.device.batch import Size, choose
+from ...serving.engine.runner import Runner
+from ...serving.engine.scheduler import Item, Plan
+from ...serving.request.sequence import Sequence
+from .common import PAGE, Report, Scale, copy_rate, make_runner, noise, read_bytes, timed
+
+GOALS = {1: "85 % of copy", 64: "75 % of copy"}
+LARGEST_DIFFERENCE = 0.15  # of hidden states, once through all layers in bfloat16; those of another context differ by 1
+
+
+def run(report: Report, scale: Scale, seed: int, attention: str, batches: tuple[int, ...] = ()) -> None:
+    """Time the step at each batch, and compare what it says with what the step by the other attention said."""
+    batches = batches or scale.batches
+    copy = copy_rate(scale.copied)
+    name = scale.kernel if attention == "kernel" else attention
+    report(f"attention: {name}; copy {copy / 1e12:.2f} TB/s", attention=name, copy=copy)
+    started = time.perf_counter()
+    runner = make_runner(
+        scale,
+        scale.context + scale.steps,
+        lambda sizes: [choose(sizes, batch, batch, batch, True) for batch in batches],
+        name,
+        seed,
+    )
+    took = time.perf_counter() - started
+    report(f"weights made and steps compiled in {took:.0f} s", ready=took)
+    for batch in batches:
+        measure(report, scale, runner, batch, seed, copy)
+
+
+def measure(report: Report, scale: Scale, runner: Runner, batch: int, seed: int, copy: float) -> None:
+    fill(runner, seed)
+    sent = decode_steps(runner, scale, batch, seed)
+    launches = []
+
+    def burst(branches: bool = False) -> list:
+        started, found = time.perf_counter(), []
+        for size, program, buffer in sent:
+            compiled = runner.compiled[size] if branches else program
+            sampled, hidden_RD, runner.state = compiled(runner.weights, runner.state, buffer)
+            found.append((sampled.tokens_R, hidden_RD))
+        launches.append((time.perf_counter() - started) / len(sent))
+        return found
+
+    def median(branches: bool) -> tuple[float, float]:
+        """Seconds of a step, and of the host to launch it."""
+        burst(branches)
+        launches.clear()
+        whole = [timed(lambda: burst(branches)) / len(sent) for _ in range(5)]
+        return float(np.median(whole)), float(np.median(launches))
+
+    steps = burst()
+    drawn = np.stack([np.asarray(tokens_R)[:batch] for tokens_R, _ in steps])
+    first = np.asarray(steps[0][1], np.float32)[:batch]
+    if not (drawn >= 0).all() or not np.isfinite(first).all():
+        report.wrong(f"batch {batch}: a row is not a number")
+    (seconds, launch), (slow, slow_launch) = median(False), median(True)
+    moved = read_bytes(runner.config, runner.weights, batch, scale.context + len(sent) // 2)
+    share = moved / seconds / copy
+    report(
+        f"batch {batch:3}: {seconds * 1e3:8.3f} ms a step, {share:6.1%} of copy; to reach {GOALS.get(batch, '-')}\n"
+        # To launch one takes as long as a step where the step waits for the host.
+        f"           launched in {launch * 1e3:.3f} ms; with sampling's branches {slow * 1e3:.3f} ms a step, "
+        f"launched in {slow_launch * 1e3:.3f}",
+        **{f"batch {batch}": {"seconds": seconds, "launch": launch, "bytes": moved, "share": share}},
+        **{f"batch {batch} with branches": {"seconds": slow, "launch": slow_launch}},
+    )
+    compare(report, batch, drawn, first)
+
+
+def compare(report: Report, batch: int, drawn: np.ndarray, hidden: np.ndarray) -> None:
+    """Keep what the first one says, and hold the next ones against it."""
+    kept = report.file.with_name(f"batch_{batch}.npz")
+    if not kept.exists():
+        np.savez(kept, drawn=drawn, hidden=hidden)
+        return
+    with np.load(kept) as other:
+        error = float(np.linalg.norm(hidden - other["hidden"]) / np.linalg.norm(other["hidden"]))
+        same = [float((drawn[:n] == other["drawn"][:n]).mean()) for n in (1, len(drawn))]
+    if not error < LARGEST_DIFFERENCE:
+        report.wrong(f"batch {batch}: hidden states differ by {error:.2f} from those of the other step")
+    report(
+        f"           against the step before: hidden states differ by {error:.1e}, {same[0]:.0%} of the first tokens "
+        f"and {same[1]:.0%} of {len(drawn)} are the same",
+        **{f"batch {batch} compared": {"hidden": error, "first_tokens": same[0], "tokens": same[1]}},
+    )
+
+
+def fill(runner: Runner, seed: int) -> None:
+    """A cache of random numbers; keys large enough that a row sees few of them well, as in a real model."""
+    leaves, tree = jax.tree.flatten(runner.state.pages)
+    likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    for leaf in leaves:
+        leaf.delete()  # the new ones need the room
+    keys = jax.random.split(jax.random.key(seed), len(likes))
+    pages = [noise(key, like, 1.0 if i % 2 else 3.0) for i, (key, like) in enumerate(zip(keys, likes, strict=True))]
+    runner.state = runner.state.replace(pages=tree.unflatten(pages))
+
+
+def decode_steps(runner: Runner, scale: Scale, batch: int, seed: int) -> list[tuple[Size, Any, jax.Array]]:
+    """Consecutive decode steps: size, program, and arrays that are on the device already: host time is no part."""
+    rng = np.random.default_rng(seed)
+    width = -(-(scale.context + scale.steps) // PAGE)
+    pages = 1 + rng.permutation(batch * width).reshape(batch, width)
+    seqs = []
+    for slot in range(batch):
+        tokens = rng.integers(0, runner.config.vocab_size, scale.context).tolist()
+        seq = Sequence(0, tokens, scale.context, SamplingParams(temperature=0, ignore_eos=True), scale.steps, 0)
+        seq.slot, seq.pages = slot, [pages[slot].tolist()]
+        runner.assign(seq, scale.context - 1)
+        seqs.append(seq)
+    sent = []
+    for step in range(scale.steps):
+        at = scale.context - 1 + step
+        size, buffer = runner.batcher.build(Plan(tuple(Item(seq, at, 1, True, not step) for seq in seqs)))
+        sent.append((size, runner.program(size, runner.batcher.draws_plainly), jax.device_put(buffer)))
+    jax.block_until_ready([buffer for *_, buffer in sent])
+    return sent

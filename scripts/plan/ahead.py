@@ -1,0 +1,160 @@
+"""A step for devices that are not there: `python -m quire.scripts.plan.ahead MODEL --mesh tensor=8,pipe=2`.
+
+MODEL is a folder with a config.json, or one of the names below. In a process of its own a CPU pretends to have the
+devices, and the step that would run on them is compiled from the shapes of weights and cache alone. What comes out is
+what each device would hold and send. The compiler is that of the CPU, so the temporaries are not those of a GPU.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+LLAMA = {
+    "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "torch_dtype": "bfloat16",
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {  # the shapes alone; how far rotary embeddings reach changes no byte
+    "llama-70b": LLAMA | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+    "llama-405b": LLAMA | {
+        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
+        "kv_lora_rank": 512, "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "topk_group": 4, "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
+        "max_position_embeddings": 163840, "tie_word_embeddings": False, "norm_topk_prob": True,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+    },
+}  # fmt: skip
+PAGE = 16
+COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(")
+ARRAY = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", help=f"a folder, or {', '.join(MODELS)}")
+    parser.add_argument("--mesh", type=mesh_sizes, default="tensor=8", help="sizes of the axes, as in tensor=8,pipe=2")
+    parser.add_argument("--batch", type=int, default=64, help="sequences of each replica")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of each, for which the cache has room")
+    parser.add_argument("--rows", type=int, help="of a step that carries prompts; without it each sequence has one")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--here", action="store_true", help="in this process, whose devices suffice")
+    asked = parser.parse_args()
+    sizes = asked.mesh
+    if not asked.here:
+        devices = math.prod(sizes.values())
+        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
+        flags.append("--xla_backend_optimization_level=0")  # machine code that nobody runs
+        env = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "quire.scripts.plan.ahead", *sys.argv[1:], "--here"]
+        sys.exit(subprocess.run(command, env=env).returncode)
+    config, specs = read(asked.model, asked.quantization, asked.kv_cache_dtype, asked.length)
+    result = measure(config, sizes, asked.batch, asked.length, asked.rows, specs)
+    print(json.dumps({"model": asked.model, "mesh": sizes, **result}))
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """`tensor=8,pipe=2`."""
+    found = re.findall(r"(tensor|expert|context|pipe|data)=([1-9][0-9]*)(?:,|$)", text)
+    if not found or ",".join(f"{name}={size}" for name, size in found) != text or len(dict(found)) != len(found):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no mesh: write sizes of tensor, expert, context, pipe and data, as in tensor=8,pipe=2"
+        )
+    return {name: int(size) for name, size in found}
+
+
+def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int):
+    """The configuration of a folder or of a name of the table, and the specs of its weights."""
+    from ...model.checkpoint.loader import family_of
+    from ...model.weights import abstract
+    from . import command
+
+    if model in MODELS:
+        config = family_of(MODELS[model]).config(MODELS[model], length)
+        config = replace(config, quant=quantization, kv_cache_dtype=kv_cache_dtype)
+        return config, abstract(config)
+    return command.read(model, "auto", quantization, kv_cache_dtype)
+
+
+def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int | None = None, specs=None) -> dict:
+    """What the compiled step holds and sends on a device: of several stages the one that holds most, and all sent."""
+    from ...model.checkpoint.placement import abstract_over
+    from ...model.planning.traffic import traffic
+    from ...model.weights import abstract
+    from ...serving.device.batch import Layout, Size
+    from ...serving.device.pipeline import Stages
+    from ...serving.engine.cache_size import held_bytes
+    from ...sharding.mesh import make_mesh
+
+    began = time.monotonic()
+    specs = abstract(config) if specs is None else specs
+    mesh, groups, width = make_mesh(**sizes), len(config.windows), -(-length // PAGE)
+    stages = Stages(config, mesh)
+    weights = abstract_over(config, mesh, specs)
+    pages = batch * width + 1
+    state = stages.abstract_state((pages,) * groups, PAGE, batch)
+    layout = Layout(Size(rows or batch, batch, batch), groups, width, batch, sizes.get("data", 1))
+    found, sampled, parts = Counter(), Counter(), []
+    for lowered in stages.lower(weights, state, layout):
+        compiled = lowered.compile()
+        used = compiled.memory_analysis()
+        parts.append(
+            {
+                "arguments": used.argument_size_in_bytes,
+                "temporaries": used.temp_size_in_bytes,
+                "results": used.output_size_in_bytes - used.alias_size_in_bytes,
+            }
+        )
+        model, drawn = collectives(compiled.as_text())
+        found += model
+        sampled += drawn
+    wanted = Counter()
+    for one in traffic(config, sizes, rows or batch, rows is not None):
+        wanted[one.kind] += one.nbytes
+    return {
+        "batch": batch,
+        "rows": rows or batch,
+        "cache_tokens": batch * width * PAGE,
+        "weights": held_bytes(weights),
+        "cache": held_bytes(state.pages),
+        **max(parts, key=lambda part: part["arguments"]),
+        "sent": dict(found),
+        "formula": dict(wanted),
+        "sampling": dict(sampled),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def collectives(text: str) -> tuple[Counter, Counter]:
+    """Those of the model, and those of sampling, in a compiled program: bytes of their results by kind.
+
+    A CPU adds bfloat16 up in float32 and says so in the name of the sum: what is counted is what was asked for.
+    """
+    model, sampling = Counter(), Counter()
+    for line in text.splitlines():
+        made = COLLECTIVE.search(line)
+        if made is None:
+            continue
+        bits = sum(int(width) * math.prod(map(int, shape.split(",") if shape else ())) for _, width, shape in
+                   ARRAY.findall(made[1]))  # fmt: skip
+        (sampling if "/sample/" in line else model)[made[2]] += bits // (16 if "_promoted" in line else 8)
+    return model, sampling
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""`quire plan`: what a model costs in memory, and the batch that is worth reaching, from its config.json alone."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from .. import options as o
+from ..sizes import size
+
+MACHINE = "The device"
+SEVERAL = "Several devices"
+
+
+def main(
+    model: o.Model = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            parser=size,
+            metavar="TOKENS",
+            help="Length of a sequence; may be given several times.",
+            show_default="1K, 4K, 16K, ... and the model's longest",
+        ),
+    ] = None,
+    dtype: o.Dtype = None,
+    quantization: o.Quantization = None,
+    kv_cache_dtype: o.CacheDtype = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE)
+    ] = "h100",
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=size,
+            metavar="BYTES",
+            help="Memory for weights and cache, as in 80G.",
+            show_default="the device's",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, show_default="the device's", rich_help_panel=MACHINE),
+    ] = None,
+    flops: Annotated[
+        float | None,
+        typer.Option(metavar="TFLOP/S", min=0.001, show_default="the device's", rich_help_panel=MACHINE),
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            min=0.001,
+            help="To the others of a machine, each way.",
+            show_default="the device's",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            min=0.001,
+            help="To those of other machines.",
+            show_default="the device's",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Propose a mesh of so many.", show_default=False, rich_help_panel=SEVERAL),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequences that decode together, each of the first --length.",
+            show_default="64",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOR",
+            help="What the mesh is for: throughput, latency or prompts.",
+            show_default="throughput",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print what a model's weights and KV cache weigh, and how many sequences fit. Only config.json is read."""
+    from ...model.planning import cost  # not at the top: `--help` must not wait for JAX
+    from . import meshes
+
+    if device not in cost.DEVICES:
+        raise o.UsageError(f"--device is {device!r}; it can be {', '.join(cost.DEVICES)}")
+    if length and min(length) < 1:
+        raise o.UsageError(f"--length is {min(length)}; it must be at least 1")
+    chosen = cost.DEVICES[device]
+    chosen = replace(
+        chosen,
+        **o.given(
+            memory=memory,
+            bandwidth=None if bandwidth is None else bandwidth * 1e9,
+            link=None if link is None else link * 1e9,
+            network=None if network is None else network * 1e9,
+            flops=None if flops is None else flops * 1e12,
+        ),
+    )
+    meshes.check(devices, batch, best)
+    config, weights = read(model, dtype or "auto", quantization, kv_cache_dtype or "auto")
+    lengths = sorted(set(length or default_lengths(config.max_len)))
+    result = {
+        "model": model or "quill",
+        "layers": len(config.layers),
+        "dtype": config.quant or config.dtype,
+        "kv_cache_dtype": config.kv_dtype,
+        "weight_bytes": cost.weight_bytes(config, weights),
+        "kv_bytes_a_token": cost.kv_bytes(config, 1),
+        "kinds": [
+            {"name": kind.name, "layers": kind.layers, "bytes_a_token": kind.token_bytes, "window": kind.window}
+            for kind in cost.kinds(config)
+        ],
+        "device": {"name": device, **vars(chosen)},
+        "balance_batch_without_cache": finite(cost.balance_batch(config, 0, chosen, weights)),
+        "lengths": [
+            {
+                "length": tokens,
+                "kv_bytes": cost.kv_bytes(config, tokens),
+                "sequences_that_fit": cost.sequences_that_fit(config, tokens, chosen.memory, weights),
+                "balance_batch": finite(cost.balance_batch(config, tokens, chosen, weights)),
+            }
+            for tokens in lengths
+        ],
+        "split": split(config, chosen.memory - cost.weight_bytes(config, weights)),
+    }
+    if devices is not None:
+        tokens = length[0] if length else min(4096, config.max_len)
+        result["meshes"] = meshes.propose(config, weights, chosen, devices, batch or 64, tokens, best)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(text(result) if devices is None else meshes.text(result))
+
+
+def read(model: str | None, dtype: str, quantization: str | None, kv_cache_dtype: str):
+    """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its weights."""
+    from ...model.checkpoint import hub
+    from ...model.checkpoint.loader import read_config, specs_of
+
+    folder = hub.resolve(model, ["config.json"])
+    config = read_config(folder, dtype, None, quantization, kv_cache_dtype)
+    return config, specs_of(folder, config)
+
+
+def split(config, budget: float) -> list[dict]:
+    """How the engine would divide this memory among its groups of layers; nothing where it is too little."""
+    from ...model.config import ModelError
+    from ...serving.api.options import EngineOptions
+    from ...serving.device.state import page_bytes
+    from ...serving.engine.cache_size import size_cache
+
+    options = EngineOptions(max_model_len=-1)
+    try:
+        length, pages = size_cache(config, options, max(0, int(budget)))
+    except ModelError:
+        return []
+    sizes = [page_bytes(config, group, options.block_size) for group in range(len(pages))]
+    return [
+        {
+            "window": window,
+            "pages": count,
+            "page_bytes": size,
+            "share": count * size / sum(a * b for a, b in zip(pages, sizes, strict=True)),
+            "sequences": options.max_num_seqs,
+            "length": length,
+        }
+        for window, count, size in zip(config.windows, pages, sizes, strict=True)
+    ]
+
+
+def default_lengths(longest: int) -> list[int]:
+    return [tokens for tokens in (2**10, 2**12, 2**14, 2**16, 2**18, 2**20) if tokens < longest] + [longest]
+
+
+def finite(batch: float) -> float | None:
+    """None in place of infinity, which JSON does not know."""
+    return None if math.isinf(batch) else round(batch, 1)
+
+
+def text(result: dict) -> str:
+    """The result as tables for people."""
+    device = result["device"]
+    kinds = [
+        (kind["name"], kind["layers"], amount(kind["bytes_a_token"]), length_name(kind["window"]))
+        for kind in result["kinds"]
+    ]
+    kinds.append(("all", result["layers"], amount(result["kv_bytes_a_token"]), ""))
+    lengths = [
+        (
+            length_name(row["length"]),
+            amount(row["kv_bytes"]),
+            f"{row['sequences_that_fit']:,}",
+            "never" if row["balance_batch"] is None else f"{math.ceil(row['balance_batch']):,}",
+        )
+        for row in result["lengths"]
+    ]
+    weights = amount(result["weight_bytes"])
+    return "\n\n".join(
+        (
+            f"{result['model']}: {result['layers']} layers, {weights} of weights in {result['dtype']}",
+            table(("KV cache", "layers", "bytes a token", "tokens kept"), kinds),
+            f"{device['name']}: {amount(device['memory'])}, {device['bandwidth'] / 1e9:,.0f} GB/s, "
+            f"{device['flops'] / 1e12:,.4g} TFLOP/s; with the cache left out, compute catches up with memory at batch "
+            f"{math.ceil(result['balance_batch_without_cache']):,}",
+            table(("length", "KV a sequence", "sequences that fit", "batch where compute catches up"), lengths),
+            *([] if len(result["split"]) < 2 else [split_table(result["split"])]),
+            notes(result),
+        )
+    )
+
+
+def split_table(groups: list[dict]) -> str:
+    rows = [
+        (length_name(group["window"]), f"{group['pages']:,}", amount(group["page_bytes"]), f"{group['share']:.1%}")
+        for group in groups
+    ]
+    first = groups[0]
+    heading = f"pages of 16 tokens, for {first['sequences']} sequences of up to {length_name(first['length'])}:"
+    return f"{heading}\n{table(('tokens kept', 'pages', 'each', 'of the memory'), rows)}"
+
+
+def notes(result: dict) -> str:
+    """What the numbers leave out, where it matters."""
+    lines = ["What fits is counted beside the weights; a step's own working memory is not."]
+    if result["weight_bytes"] > result["device"]["memory"]:
+        lines = [f"The weights alone do not fit: they take {amount(result['weight_bytes'])}."]
+    if any(row["balance_batch"] is None for row in result["lengths"]):
+        lines.append("never: a sequence's cache takes longer to read than its arithmetic takes, at any batch.")
+    return "\n".join(lines)
+
+
+def amount(count: float) -> str:
+    """Bytes in the largest unit that leaves at least one."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{count / 1024**power:,.4g} {unit}"
+    return f"{count:,.0f} B"
+
+
+def length_name(tokens: int | None) -> str:
+    if tokens is None:
+        return "all"
+    return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else str(tokens)
+
+
+def table(head: tuple, rows: list[tuple]) -> str:
+    """Columns under their heads: names to the left, numbers to the right."""
+    cells = [tuple(map(str, row)) for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "   ".join(
+            (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
+        )
+        for row in cells
+    )

@@ -1,0 +1,91 @@
+"""`quire plan --devices N`: the meshes over which a model can be split, the best first."""
+
+from dataclasses import asdict
+
+from .. import options as o
+from .command import amount, length_name, table
+
+SHOWN = 10
+NAMES = {"tensor": "tensor", "expert": "expert", "context": "context", "pipe": "pipeline", "data": "data"}
+BEST = {"throughput": "tokens a second", "latency": "the time of a token", "prompts": "prompt tokens a second"}
+
+
+def check(devices: int | None, batch: int | None, best: str | None) -> None:
+    """Refuse options that would have no effect."""
+    for name, value in (("--batch", batch), ("--best", best)):
+        if value is not None and devices is None:
+            raise o.UsageError(f"{name} is {value}; it needs --devices, the number of devices to plan for")
+    if best is not None and best not in BEST:
+        raise o.UsageError(f"--best is {best!r}; it can be {', '.join(BEST)}")
+
+
+def propose(config, weights, device, devices: int, batch: int, length: int, best: str | None) -> dict:
+    """All meshes that hold the work, in order, and what was asked."""
+    from ...model.config import ModelError
+    from ...model.planning import meshes
+    from ...serving.api.options import EngineOptions
+
+    if length > config.max_len:
+        raise ModelError(f"--length is {length}; the model was made for at most {config.max_len} positions")
+    work = meshes.Work(batch, length, EngineOptions().max_num_batched_tokens)
+    found = meshes.choices(config, device, work, devices, weights)
+    chosen = meshes.ranked(found, work, best or "throughput")
+    if not chosen:
+        raise meshes.refusal(config, device, work, devices, weights)
+    return {
+        "devices": devices,
+        "work": asdict(work),
+        "best": best or "throughput",
+        "too_small": len(found) - len(chosen),
+        "choices": [asdict(choice) for choice in chosen],
+    }
+
+
+def text(result: dict) -> str:
+    """The proposal as tables for people."""
+    found, device = result["meshes"], result["device"]
+    work, choices = found["work"], found["choices"]
+    rows = [row(choice, "*" if choice is choices[0] else "") for choice in choices[:SHOWN]]
+    head = ("mesh", "weights", "fit", "step", "read", "compute", "send", "tok/s", "prompts")
+    flags = [
+        f"--{name}-parallel-size {choices[0]['sizes'][axis]}"
+        for axis, name in NAMES.items()
+        if choices[0]["sizes"][axis] > 1
+    ]
+    notes = [f"* the best for {BEST[found['best']]}: {' '.join(flags) or 'a single device'}"]
+    if len(choices) > SHOWN:
+        notes.append(f"{len(choices) - SHOWN} more with --json")
+    if found["too_small"]:
+        notes.append(f"{found['too_small']} others do not hold so many sequences")
+    return "\n\n".join(
+        (
+            f"{result['model']}: {result['layers']} layers, {amount(result['weight_bytes'])} of weights in "
+            f"{result['dtype']}, over {found['devices']} x {device['name']}\n"
+            f"{amount(device['memory'])}, {device['bandwidth'] / 1e9:,.0f} GB/s, "
+            f"{device['flops'] / 1e12:,.4g} TFLOP/s; "
+            f"{device['link'] / 1e9:,.4g} GB/s within a machine of 8, {device['network'] / 1e9:,.4g} between",
+            f"{work['batch']} sequences of {length_name(work['length'])} tokens; "
+            f"milliseconds of a step through all stages:\n{table(head, rows)}",
+            "\n".join(notes),
+            "weights: of a device; fit: sequences beside them; prompts: tokens of them that are read in a second, in\n"
+            f"chunks of {work['chunk']}. Estimates from bytes and operations: kernels reach less, and the host's "
+            "time is left out.",
+        )
+    )
+
+
+def row(choice: dict, mark: str) -> tuple:
+    decode = choice["decode"]
+    return (
+        mesh_name(choice["sizes"]) + mark,
+        amount(choice["weight_bytes"]),
+        f"{choice['sequences']:,}",
+        *(f"{1e3 * decode[name]:.2f}" for name in ("total", "read", "compute", "send")),
+        f"{choice['tokens_a_second']:,.0f}",
+        f"{choice['prompt_tokens_a_second']:,.0f}",
+    )
+
+
+def mesh_name(sizes: dict[str, int]) -> str:
+    """`tensor 8 pipe 2`, without the axes of one device."""
+    return " ".join(f"{name} {sizes[name]}" for name in NAMES if sizes[name] > 1) or "1"

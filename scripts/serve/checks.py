@@ -1,0 +1,27 @@
+"""What `quire serve` is given besides: keys, and limits that must make sense."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .. import options as o
+
+
+def read_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
+    """From the command line, the environment and a file."""
+    keys = [*given, *os.environ.get("QUIRE_API_KEY", "").split(",")]
+    if file is not None:
+        keys += o.read_text(file).splitlines()
+    found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
+    if file is not None and not found:
+        raise o.UsageError(f"--api-key-file {file} holds no key")
+    return found
+
+
+def check_limits(given: dict[str, Any]) -> None:
+    for name in ("receive_seconds", "idle_seconds", "write_seconds", "request_seconds", "stall_seconds", "max_loaded",
+                 "max_body_bytes", "max_choices", "max_connections", "max_queued_requests"):  # fmt: skip
+        if given[name] is not None and not given[name] > 0:
+            raise o.UsageError(f"--{name.replace('_', '-')} is {given[name]}; it must be above 0")
+    if given["shutdown_grace"] < 0:
+        raise o.UsageError(f"--shutdown-grace is {given['shutdown_grace']}; it must be 0 or more")

@@ -1,0 +1,286 @@
+"""`quire serve`: models behind the HTTP interfaces that clients know."""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from ... import __version__
+from .. import options as o
+from .checks import check_limits, read_keys
+from .config import read_config
+from .ray import PANEL, SCALE_OPTIONS, plan_of
+from .ray import run as run_ray
+
+LISTEN = "Listening"
+ACCESS = "Who may ask"
+LIMITS = "Limits"
+ANSWERS = "Answers"
+WATCH = "Watching it"
+
+
+def listed(help: str, panel: str, name: str, metavar: str = "TEXT"):
+    return typer.Option(name, help=help, metavar=metavar, rich_help_panel=panel, show_default="none")
+
+
+def seconds(help: str, panel: str = LIMITS):
+    return typer.Option(help=help, metavar="SECONDS", rich_help_panel=panel)
+
+
+@o.takes_engine()
+@o.takes("scale", SCALE_OPTIONS)
+def main(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="Folders or Hugging Face ids. With several, a request's model field chooses.",
+            show_default="the bundled model, quill",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A YAML file of these options, by their names; what the command line says wins.",
+            metavar="FILE",
+            callback=read_config,
+            is_eager=True,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        listed("What clients call the model; may be given several times.", LISTEN, "--served-model-name"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at.", rich_help_panel=LISTEN)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=LISTEN)] = 8000,
+    uds: Annotated[
+        str | None,
+        typer.Option(help="A Unix socket in place of host and port.", metavar="PATH", rich_help_panel=LISTEN),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        listed("A key that clients must send; several, or in QUIRE_API_KEY with commas.", ACCESS, "--api-key", "KEY"),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file of keys, one a line.", metavar="FILE", rich_help_panel=ACCESS)
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        listed(
+            "A name it may be called by (Host); on loopback only its own are, elsewhere any.", ACCESS, "--allowed-host"
+        ),
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None, listed("A site whose pages may ask (CORS).", ACCESS, "--allowed-origin", "URL")
+    ] = None,
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="/metrics needs no key.", rich_help_panel=ACCESS)
+    ] = False,
+    admin: Annotated[
+        bool,
+        typer.Option(
+            "--admin",
+            help="Serve /sleep, /wake_up, /is_sleeping, /pause, /resume, /reset_prefix_cache, /expert_loads and "
+            "/rebalance_experts.",
+            rich_help_panel=ACCESS,
+        ),
+    ] = False,
+    max_queued_requests: Annotated[
+        int, o.sized("--max-queued-requests", "Requests that may wait; one more gets a 429.", "N", LIMITS)
+    ] = 2048,
+    max_body_bytes: Annotated[int, o.sized("--max-body-bytes", "Largest request.", "BYTES", LIMITS, "16M")] = 16 << 20,
+    max_choices: Annotated[int, o.sized("--max-choices", "Most answers to one request.", "N", LIMITS)] = 128,
+    max_connections: Annotated[int, o.sized("--max-connections", "Open at once.", "N", LIMITS)] = 4096,
+    receive_seconds: Annotated[float, seconds("For a request to come: its head, then its body.")] = 30.0,
+    idle_seconds: Annotated[float, seconds("For a connection that asks nothing.")] = 60.0,
+    write_seconds: Annotated[float, seconds("For a reader to take what it was sent.")] = 30.0,
+    request_seconds: Annotated[float | None, seconds("The longest a request may take.")] = None,
+    stall_seconds: Annotated[float, seconds("A step that takes longer has failed.")] = 30.0,
+    shutdown_grace: Annotated[float, seconds("For running requests to end after SIGTERM.")] = 30.0,
+    max_loaded: Annotated[
+        int | None,
+        o.sized("--max-loaded", "Models awake at once; the one left longest ago sleeps.", "N", LIMITS, "all of them"),
+    ] = None,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="hermes, llama3_json, mistral, openai, none or auto: what the chat template suggests.",
+            rich_help_panel=ANSWERS,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            help="deepseek_r1, qwen3, openai_gptoss, none or auto: what the chat template suggests.",
+            rich_help_panel=ANSWERS,
+        ),
+    ] = "auto",
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
+            help="Read tool calls in answers where a request brings tools.",
+            rich_help_panel=ANSWERS,
+        ),
+    ] = True,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file to use in place of the model's own template.", metavar="FILE", rich_help_panel=ANSWERS
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Of what is drawn for requests without a seed.", rich_help_panel=ANSWERS)
+    ] = 0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=WATCH)] = "info",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log one JSON object a line.", rich_help_panel=WATCH)
+    ] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Where OpenTelemetry spans go; needs the extra quire\\[otel].", metavar="URL", rich_help_panel=WATCH
+        ),
+    ] = None,
+    runs_on: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            help="ray: several replicas on Ray Serve; needs the extra quire\\[ray].",
+            metavar="ray",
+            show_default="one in this process",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="A cluster to deploy to, as auto; the same again with other options replaces what runs there.",
+            metavar="ADDRESS",
+            show_default="Ray on this machine, as long as the command runs",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    *,
+    scale: dict[str, Any],
+    engine: dict[str, Any],
+) -> None:
+    """Serve models over HTTP: OpenAI's and Anthropic's interfaces, metrics, and a page to look at."""
+    given = dict(locals())
+    wanted = wanted_of(given)
+    if not wanted.settings.loopback and not wanted.settings.api_keys:
+        print(f"note: anybody who reaches {host} may use this server; --api-key asks for a key", file=sys.stderr)
+    if runs_on is not None:
+        run_ray(plan_of(given, wanted, scale), ray_address)
+        return
+    if wanted.options.get("process_id"):
+        follow((models or [None])[0], wanted.options)
+        return
+
+    from ...serving.http import server
+    from ...serving.http.logs import setup_logging
+
+    setup_logging(log_json, log_level)
+    server.run(run(wanted))
+
+
+class Wanted(NamedTuple):
+    """What a command line asks for."""
+
+    names: list[str]  # of the models; none: the bundled one
+    called: list[tuple[str, ...]]  # what clients may call each of them
+    settings: Any
+    options: dict[str, Any]  # of every engine
+
+
+def wanted_of(given: dict[str, Any]) -> Wanted:
+    """From the values of all options."""
+    keys = read_keys(given["api_key"] or [], given["api_key_file"])
+    template = None if given["chat_template"] is None else o.read_text(given["chat_template"])
+
+    from ...serving.http.prompting import Formats
+    from ...serving.http.settings import Settings  # not at the top: `--help` must not wait for it
+
+    parsers = given["tool_call_parser"], given["reasoning_parser"], given["enable_auto_tool_choice"]
+    own = {field.name for field in fields(Settings)} & set(given)
+    chosen = {name: given[name] for name in own} | {
+        "version": __version__,
+        "api_keys": keys,
+        "allowed_hosts": tuple(given["allowed_host"] or ()),
+        "allowed_origins": tuple(given["allowed_origin"] or ()),
+        "formats": Formats(*parsers, template),
+    }
+    check_limits(given)
+    if given["runs_on"] not in (None, "ray"):
+        raise o.UsageError(f"--engine is {given['runs_on']!r}; it can be ray, or is left out")
+    for name in ("ray_address", *given["scale"]) if given["runs_on"] is None else ():
+        if given.get(name) is not None or name in given["scale"]:
+            raise o.UsageError(f"--{name.replace('_', '-')} needs --engine ray")
+    names, processes = given["models"] or [], given["engine"].get("num_processes", 1)
+    if processes > 1 and (len(names) > 1 or given["runs_on"] is not None):
+        raise o.UsageError(f"--num-processes is {processes}: several processes serve one model together, without Ray")
+    options = given["engine"] | {"max_queued_requests": given["max_queued_requests"], "seed": given["seed"]}
+    return Wanted(names, called(names, given["served_model_name"] or []), Settings(**chosen), options)
+
+
+@o.takes_engine()
+@o.takes("scale", SCALE_OPTIONS)
+def plan(*, scale: dict[str, Any], engine: dict[str, Any], **given: Any) -> Any:
+    """What these options deploy."""
+    given |= {"scale": scale, "engine": engine}
+    return plan_of(given, wanted_of(given), scale)
+
+
+def follow(model: str | None, options: dict[str, Any]) -> None:
+    """Listen to process 0 alone."""
+    import logging
+
+    from ...serving.follow import follow
+
+    follow(model, progress=logging.getLogger("quire").info, **options)
+
+
+async def run(wanted: Wanted) -> None:
+    from ...serving.http.models import Models
+    from ...serving.http.server import serve
+    from ...serving.http.service import Service
+
+    which = zip(wanted.names or [None], wanted.called, strict=True)
+    models = [entry(name, own, wanted.options) for name, own in which]
+    service = Service(Models(models, wanted.settings.max_loaded), wanted.settings)
+
+    def ready(address: str) -> None:
+        print(f"ready: {address}", file=sys.stderr, flush=True)
+
+    await serve(service, ready)
+
+
+def called(names: list[str], served: list[str]) -> list[tuple[str, ...]]:
+    """What clients may call each model; answers use the first."""
+    if len(names) <= 1:
+        own = names[0] if names else "quill"
+        return [tuple(served) or tuple(dict.fromkeys((own, Path(own).name)))]
+    if served and len(served) != len(names):
+        raise o.UsageError(f"--served-model-name is given {len(served)} times for {len(names)} models")
+    found = [(name,) for name in served] or [tuple(dict.fromkeys((name, Path(name).name))) for name in names]
+    every = [name for own in found for name in own]
+    if len(set(every)) < len(every):
+        raise o.UsageError("two models would have the same name: --served-model-name, once for each, tells them apart")
+    return found
+
+
+def entry(name: str | None, names: tuple[str, ...], options: dict[str, Any]) -> Any:
+    from ...serving.api.options import options_of
+    from ...serving.build import make_engine
+    from ...serving.http.models import Model
+
+    chosen = options_of(name, **options)  # wrong options are told before anything is loaded
+
+    def note(stage: str) -> None:
+        import logging
+
+        logging.getLogger("quire").info("%s: %s", names[0], stage)
+
+    return Model(names, lambda: make_engine(chosen, note))

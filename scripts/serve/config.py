@@ -1,0 +1,39 @@
+"""A file of options for a command: defaults that the command line overrides."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .. import options as o
+
+
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make a YAML file's values the defaults of the command whose option this is."""
+    if path is None:
+        return None
+    import yaml  # not at the top: `--help` must not wait for it
+
+    try:
+        found = yaml.safe_load(o.read_text(path))
+    except yaml.YAMLError as error:
+        raise o.UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    if found is None:
+        found = {}
+    if not isinstance(found, dict):
+        raise o.UsageError(f"--config {path} must map options to values")
+    names = {option.lstrip("-"): one for one in context.command.params for option in (*one.opts, *one.secondary_opts)}
+    names |= {one.name: one for one in context.command.params if one.name}
+    names["model"] = names["models"]
+    defaults: dict[str, Any] = {}
+    for key, value in found.items():
+        option = names.get(str(key), names.get(str(key).replace("_", "-")))
+        if option is None or option.name == "config":
+            near = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise o.UsageError(f"--config {path} has {key!r}, which is no option{hint}")
+        many = option.multiple or option.nargs == -1
+        defaults[option.name] = [str(each) for each in value] if isinstance(value, list) else [value] if many else value
+    context.default_map = defaults
+    return path

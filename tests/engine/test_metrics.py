@@ -31,7 +31,7 @@ from quire.serving.observe.observers import watch
 from quire.serving.observe.trace import NoTrace, Trace
 from quire.serving.request.pooling import PARAMS
 
-BOARD = Path(__file__).parents[1] / "deploy" / "grafana.json"
+BOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 LATENCY = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
 TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
 LENGTH = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]  # of a model of 1024 positions

@@ -1,6 +1,8 @@
-"""What the server takes and what official clients do with it, as docs/api.md: `python tests/conformance.py [--check]`.
+"""docs/api.md: what the server takes and what official clients do with it.
 
-The fields come from the protocols' own tables, and tests/test_conformance.py holds each row against what a request
+`python tests/support/conformance.py` prints the page; with `--check` it compares.
+
+The fields come from the protocols' own tables, and tests/http/test_conformance.py holds each row against what a request
 becomes. The clients' rows are the tests that say with `shows` what they show.
 """
 
@@ -20,7 +22,7 @@ from quire.serving.protocol import chat, completion, fields, messages, pooling, 
 from quire.serving.protocol import tokens as tokenizing
 from quire.serving.protocol.answers import shapes
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 CLIENTS = ("test_clients_openai", "test_clients_anthropic")
 BEYOND = {  # what the OpenAPI document leaves out
     "/live": "What the page draws, as server-sent events.",
@@ -280,7 +282,7 @@ def document() -> str:
     for client, call, what, test in shown():
         clients.setdefault(client, []).append((call, what, f"`{test}`"))
     parts = [
-        "# The HTTP interface\n\nWritten by `python tests/conformance.py > docs/api.md`; do not edit.\n",
+        "# The HTTP interface\n\nWritten by `python tests/support/conformance.py > docs/api.md`; do not edit.\n",
         textwrap.fill(INTRODUCTION, 120) + "\n",
         f"## Endpoints\n\n{table(('path', 'method', 'what it is for'), list(routes()))}\n",
         *map(section, ENDPOINTS),
@@ -296,9 +298,9 @@ def document() -> str:
 def main() -> None:
     if sys.argv[1:] == ["--check"]:
         if PAGE.read_text() != document():
-            sys.exit(f"{PAGE.name} is not up to date: python tests/conformance.py > docs/api.md")
+            sys.exit(f"{PAGE.name} is not up to date: python tests/support/conformance.py > docs/api.md")
     elif sys.argv[1:]:
-        sys.exit("usage: python tests/conformance.py [--check]")
+        sys.exit("usage: python tests/support/conformance.py [--check]")
     else:
         sys.stdout.write(document())
 

@@ -1,4 +1,4 @@
-"""Write the golden files, all or those named: `python -m golden.make_golden [NAME ...]` in the folder `tests`.
+"""Write the golden files, all or those named: `python -m golden.make_golden [NAME ...]` in the folder `tests/support`.
 
 Needs torch and transformers.
 """

@@ -26,7 +26,7 @@ def test_over_eight_devices(file, part):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib", "-k", part]
     done = subprocess.run(
         [*command, str(here / file)],
-        cwd=here.parent, env=os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"},
+        cwd=here.parents[1], env=os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"},
         capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -24,7 +24,7 @@ import quire
 from quire.__main__ import COMMANDS, app
 from quire.ops.native import build
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 DOCS = ROOT / "docs" / "deploy.md"
@@ -528,7 +528,7 @@ def test_the_context_is_what_the_wheel_is_made_of():
     assert [path for path in sorted(needed) if ignored(path)] == []
     for path in (
         ".git/config",
-        "tests/test_deploy.py",
+        "tests/scripts/test_deploy.py",
         "docs/deploy.md",
         "deploy/Dockerfile",
         ".venv/bin/python",

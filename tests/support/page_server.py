@@ -1,6 +1,6 @@
 """A server that stands in for Quire's, to draw and to test the page against: scripted answers, a made-up engine.
 
-`python tests/page_server.py [CELLS [PORT]]` serves it with an engine that is always busy.
+`python tests/support/page_server.py [CELLS [PORT]]` serves it with an engine that is always busy.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-PAGE = Path(__file__).parents[1] / "serving" / "http" / "page"
+PAGE = Path(__file__).parents[2] / "serving" / "http" / "page"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

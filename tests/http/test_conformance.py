@@ -45,4 +45,4 @@ def test_each_field_is_what_its_row_says(endpoint):
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == conformance.document(), "python tests/conformance.py > docs/api.md"
+    assert PAGE.read_text() == conformance.document(), "python tests/support/conformance.py > docs/api.md"

@@ -48,7 +48,7 @@ def started():
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
         with open(log, "w") as file:
             process = subprocess.Popen(
-                [sys.executable, *command], cwd=HERE.parent, stdout=file, stderr=subprocess.STDOUT,
+                [sys.executable, *command], cwd=HERE.parents[1], stdout=file, stderr=subprocess.STDOUT,
                 env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
             )  # fmt: skip
         running.append(process)
@@ -138,7 +138,7 @@ class Served:
         flags = {**SIZES, **FEW, **together(2), "tensor_parallel_size": 2, "max_model_len": 256}
         self.logs = [folder / f"{name}{index}" for index in range(2)]
         words = [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-        command = ["-m", "quire", "serve", str(HERE.parent / "model" / "quill_draft"), *words]
+        command = ["-m", "quire", "serve", str(HERE.parents[1] / "model" / "quill_draft"), *words]
         own = ["--port", "0"], ["--process-id", "1"]
         self.processes = [started([*command, *more], log) for more, log in zip(own, self.logs, strict=True)]
 

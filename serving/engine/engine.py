@@ -56,7 +56,6 @@ class Engine:
         self.lanes = len(runner.stages)  # steps that can be computed at a time
         self.scheduler = scheduler_of(pages, runner.limits, self.lanes)
         self.requests: dict[str, Request] = {}
-        self.request_of: dict[Sequence, Request] = {}
         self.count = itertools.count()
         self.deadlines: list[tuple[float, int, Request]] = []  # a heap
         self.rng = np.random.default_rng(seed)
@@ -98,7 +97,6 @@ class Engine:
             sequences[0].prompt_scores = [None] * (len(tokens) - 1)
         request = Request(request_id, prompt, params, sequences, self.tokenizer, now)
         self.requests[request_id] = request
-        self.request_of.update(dict.fromkeys(sequences, request))
         self.scheduler.add(*sequences)
         if terms.timeout is not None:
             if len(self.deadlines) > 2 * len(self.requests) + 16:  # most are of requests that were done in time
@@ -127,7 +125,7 @@ class Engine:
         try:
             if plan is not None:
                 for item in plan.items:
-                    self.request_of[item.seq].scheduled(now)
+                    item.seq.request.scheduled(now)
                 launched = self.runner.launch(plan, self.pages.take_moves())
                 self.trace.launched(plan)
             elif not self.in_flight:
@@ -157,7 +155,7 @@ class Engine:
         while self.deadlines and self.deadlines[0][0] <= now:
             _, _, request = heapq.heappop(self.deadlines)
             for seq in request.sequences:
-                if seq in self.request_of:
+                if seq.finish_reason is None:
                     changed[request.request_id] = request
                     self.end(seq, "timeout")
 
@@ -170,7 +168,7 @@ class Engine:
             seq.pending -= item.draws
             if seq.finish_reason is not None:
                 continue  # ended while this step was under way
-            request = self.request_of[seq]
+            request = seq.request
             changed[request.request_id] = request
             if not drawn.ok:
                 self.pages.disown(seq)
@@ -188,7 +186,7 @@ class Engine:
     def push(self, seq: Sequence, token: int, score: Any, now: float) -> None:
         """Give a sequence its next token, and end it with the last."""
         seq.tokens.append(token)
-        reason = self.request_of[seq].push(seq.index, token, score, now)
+        reason = seq.request.push(seq.index, token, score, now)
         if seq.constraint is not None and reason != "stop":  # what ended it is not in its grammar
             reason = seq.constraint.advance(token) or reason
         if reason:
@@ -208,7 +206,7 @@ class Engine:
     def end(self, seq: Sequence, reason: str) -> None:
         """End one sequence, and its request with the last of them."""
         self.scheduler.finish(seq, reason)
-        request = self.request_of.pop(seq)
+        request = seq.request
         request.end(seq.index, reason)
         if request.finished:
             self.requests.pop(request.request_id, None)
@@ -217,7 +215,7 @@ class Engine:
         """End a request now; its pages are free before the next step is planned."""
         request = self.requests.get(request_id)
         for seq in request.sequences if request else ():
-            if seq in self.request_of:
+            if seq.finish_reason is None:
                 self.end(seq, "abort")
         return request
 
@@ -231,7 +229,7 @@ class Engine:
         self.trace.failed()
         for seq in hit:
             if seq.finish_reason is None:
-                request = self.request_of[seq]
+                request = seq.request
                 changed[request.request_id] = request
                 self.end(seq, "error")
         for seq in list(self.scheduler.running):
@@ -293,7 +291,7 @@ class Engine:
     @property
     def running_requests(self) -> int:
         """Requests of which a sequence holds a slot; the others of `requests` wait. Any thread may ask."""
-        return len({owner.request_id for seq in list(self.scheduler.running) if (owner := self.request_of.get(seq))})
+        return len({request for seq in list(self.scheduler.running) if (request := seq.request) is not None})
 
     @property
     def busy(self) -> bool:

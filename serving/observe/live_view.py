@@ -107,7 +107,7 @@ class Live(NoTrace):
         for request in [request for request in self.numbers if request.finished]:
             heapq.heappush(self.spare, self.numbers.pop(request))
         for seq in engine.scheduler.running:
-            request = engine.request_of[seq]
+            request = seq.request
             if request not in self.numbers:
                 self.numbers[request] = heapq.heappop(self.spare) if self.spare else len(self.numbers) + 1
 
@@ -118,7 +118,7 @@ class Live(NoTrace):
         """
         group = table.groups[index]
         running = [seq for seq in engine.scheduler.running if seq.pages and seq.replica == table.replica]
-        life = liveliness(group, [(self.numbers[engine.request_of[seq]], seq.pages[index]) for seq in running])
+        life = liveliness(group, [(self.numbers[seq.request], seq.pages[index]) for seq in running])
         each = max(1, -(-len(life) // CELLS))
         life = np.pad(life, (0, -len(life) % each)).reshape(-1, each).max(axis=1)
         cells = np.select([life == 0, life == 1, life == ALIVE], [0, -1, -2], life - 1)
@@ -164,16 +164,16 @@ def running_requests(engine: Engine) -> dict[Request, list[Sequence]]:
     """Those of which a sequence has a place, and these sequences."""
     found: dict[Request, list[Sequence]] = {}
     for seq in engine.scheduler.running:
-        found.setdefault(engine.request_of[seq], []).append(seq)
+        found.setdefault(seq.request, []).append(seq)
     return found
 
 
 def waiting_requests(engine: Engine) -> list[Request]:
     """The first of those that have no place."""
     found: dict[Request, None] = {}
-    running = {engine.request_of[seq] for seq in engine.scheduler.running}
+    running = {seq.request for seq in engine.scheduler.running}
     for seq in engine.scheduler.waiting:
-        request = engine.request_of[seq]
+        request = seq.request
         if request not in running:
             found[request] = None
             if len(found) == LISTED:

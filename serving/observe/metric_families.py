@@ -72,7 +72,7 @@ def plain(family: Family) -> Any:
 
 def states(engine: Engine) -> list[Family]:
     """What an engine is like now: lengths and flags, which any thread may look at."""
-    running, all_of_them, pages = len(engine.scheduler.running), len(engine.request_of), engine.pages
+    running, waiting, pages = len(engine.scheduler.running), len(engine.scheduler.waiting), engine.pages
     asleep, dropped = engine.asleep, engine.runner.weights is None
     sleeping = {"awake": not asleep, "weights_offloaded": asleep and not dropped, "discard_all": asleep and dropped}
     free = cached = used = 0
@@ -81,7 +81,7 @@ def states(engine: Engine) -> list[Family]:
         free, cached, used = free + blank, cached + kept, used + group.num_pages - 1 - blank - kept
     found = [
         ("vllm:num_requests_running", "gauge", "Sequences that have a place in the batch", running),
-        ("vllm:num_requests_waiting", "gauge", "Sequences that wait for one", max(0, all_of_them - running)),
+        ("vllm:num_requests_waiting", "gauge", "Sequences that wait for one", waiting),
         (
             "vllm:kv_cache_usage_perc",
             "gauge",

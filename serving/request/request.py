@@ -116,6 +116,8 @@ class Request:
         arrival: float,
     ):
         self.request_id, self.prompt, self.params, self.sequences = request_id, prompt, params, sequences
+        for seq in sequences:
+            seq.request = self
         self.tokenizer = tokenizer
         self.streams = [Stream(seq, params, tokenizer) for seq in sequences]
         self.arrival = arrival
@@ -137,6 +139,7 @@ class Request:
 
     def end(self, index: int, reason: str) -> None:
         self.streams[index].end(reason)
+        self.sequences[index].request = None  # a cycle would keep what is over until the collector comes
 
     def take(self) -> Delta:
         """What each answer got since the last time, at a cost that the rest does not add to.

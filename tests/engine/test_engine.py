@@ -885,7 +885,7 @@ def test_priorities_go_first_and_waiting_makes_up_for_them(weights, engine):
     waiting.append(engine.add("late", [7], params, terms=Terms(priority=1)))
     clock.now += 1.5 * POINT
     waiting.append(engine.add("urgent but new", [8], params, terms=Terms(priority=-1)))
-    assert [engine.request_of[seq].request_id for seq in engine.scheduler.waiting] == [
+    assert [seq.request.request_id for seq in engine.scheduler.waiting] == [
         "urgent", "calm", "urgent but new", "late",
     ]  # fmt: skip
     while engine.busy:

@@ -50,7 +50,7 @@ def state_of(engine: Engine, index: int, page: int, numbers: dict) -> int:
     if len(owners) > 1:
         return -2
     if owners:
-        return numbers[engine.request_of[owners[0]].request_id]
+        return numbers[owners[0].request.request_id]
     return -1 if page in engine.pages.groups[index].kept else 0
 
 
@@ -63,7 +63,7 @@ def most_alive(states: list[int]) -> int:
 def check(engine: Engine, shown: dict) -> None:
     assert shown.keys() == KEYS
     assert json.loads(msgspec.json.encode(shown)) == json.loads(json.dumps(shown))
-    running = {engine.request_of[seq] for seq in engine.scheduler.running}
+    running = {seq.request for seq in engine.scheduler.running}
     numbers = {one["id"]: one["number"] for one in shown["running"]}
     assert numbers.keys() == {request.request_id for request in running}
     assert len(set(numbers.values())) == len(numbers) and min(numbers.values(), default=1) >= 1

@@ -139,7 +139,7 @@ def accounted(server) -> None:
     while (engine.busy or server.service.open) and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(0.2)
-    assert not engine.busy and not engine.requests and not engine.request_of and not server.service.open
+    assert not engine.busy and not engine.requests and not server.service.open
     assert not thread.courier.listeners and not thread.courier.news
     engine.scheduler.check()
     assert all(group.free == group.num_pages - 1 for group in engine.pages.groups)

@@ -10,12 +10,12 @@ from .api.options import Pooling, options_of
 from .api.outputs import Delta, Fresh, RequestOutput
 from .api.params import PLAIN, NotServing, SamplingParams, Terms
 from .build import make_engine
-from .device.expert_loads import known
-from .device.expert_rebalancer import given
 from .engine.delivery import Inbox, Listener
 from .engine.engine import Engine
 from .engine.thread import EngineFailed, EngineThread
 from .llm import Prompt, parse_prompt
+from .observe.live_view import LiveView
+from .observe.metrics import Metrics
 from .request.request import Request
 from .resume import Told, retell
 
@@ -90,6 +90,8 @@ class AsyncLLM:
 
     def start(self, engine: Engine) -> None:
         self.engine, self.ids = engine, itertools.count()
+        self.metrics, self.live = Metrics(engine), LiveView()
+        engine.observers += [self.metrics, self.live]
         self.thread = EngineThread(engine)
 
     async def generate(
@@ -125,7 +127,7 @@ class AsyncLLM:
         def add() -> None:
             try:
                 for index, (name, ask) in enumerate(zip(names, asks, strict=True)):
-                    answers.requests.append(self.engine.add(name, *ask))
+                    answers.requests.append(self.add(name, ask))
                     self.thread.courier.listeners[name] = Listener(answers.inbox, index, read, at_end)
                 answers.retold = retell(self.engine, answers.requests, told)
                 self.thread.courier.note([request for request in answers.requests if request.finished])
@@ -141,6 +143,10 @@ class AsyncLLM:
             answers.close()
             raise
         return answers
+
+    def add(self, name: str, ask: Ask) -> Request:
+        """Queue one prompt, in the engine's thread."""
+        return self.engine.add(name, ask.tokens, ask.params, prompt=ask.text, terms=ask.terms, pooling=ask.pooling)
 
     async def call(self, job: Callable[[], Any]) -> Any:
         """What a job in the engine's thread returns."""
@@ -165,16 +171,16 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
-        await self.call(self.engine.pages.forget)
+        await self.call(self.engine.reset_prefix_cache)
         return True
 
     async def rebalance_experts(self) -> dict[str, float]:
         """See `LLM.rebalance_experts`."""
-        return await self.call(lambda: given(self.engine.runner.balance).plan())
+        return await self.call(self.engine.rebalance_experts)
 
     async def expert_loads(self) -> dict[int, dict[str, list]]:
         """See `LLM.expert_loads`."""
-        return await self.call(lambda: known(self.engine.runner.experts).loads())
+        return await self.call(self.engine.expert_loads)
 
     def close(self) -> None:
         """Stop the engine's thread; requests under way end."""

@@ -47,7 +47,8 @@ def serve(
 
     llm.reset_prefix_cache()
 
-    engine, steps = llm.engine, []
+    engine, steps, watcher = llm.engine, [], watch()
+    engine.observers.append(watcher)
     waiting, live, done = deque(enumerate(samples)), {}, {}
     try:
         begin = last = clock()
@@ -66,11 +67,10 @@ def serve(
                         f"{seq.num_prompt} prompt and {sample.output_len} output tokens do not fit into the "
                         f"{engine.max_len} of --max-model-len: ask for fewer"
                     )
-            oldest = engine.in_flight[0] if engine.in_flight else None
             changed = engine.step()
             now = clock()
-            if oldest is not None and oldest not in engine.in_flight:  # this call launched one and waited for that
-                steps.append(Step(now - last, oldest.plan))
+            if watcher.plan is not None:
+                steps.append(Step(now - last, watcher.plan))
             last = now
             for request in changed:
                 index, sent, times = live[request]
@@ -87,6 +87,20 @@ def serve(
         for request in live:
             engine.abort(request.request_id)
         llm.drain()
+        engine.observers.remove(watcher)
+
+
+def watch() -> Any:
+    """An observer that has the plan of the step that was taken in last, if the last call took one in."""
+    from ...serving.engine.step_record import Observer, StepRecord
+
+    class Watcher(Observer):
+        plan: Any = None
+
+        def observe(self, record: StepRecord) -> None:
+            self.plan = record.taken and record.taken.plan
+
+    return Watcher()
 
 
 @dataclass(frozen=True)

@@ -90,31 +90,22 @@ def listen(port: int) -> None:
 def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> dict[str, list[float]]:
     """Seconds of the parts of each step, once all sequences decode."""
     from ...serving.api.params import SamplingParams
-    from ...serving.observe.trace import NoTrace
+    from ...serving.engine.step_record import Observer, StepRecord
 
-    class Laps(NoTrace):
+    class Laps(Observer):
         """Keeps the times in place of writing them."""
 
-        def begin(self) -> None:
-            self.at = perf_counter()
+        def observe(self, record: StepRecord) -> None:
+            step, taken = record.launched, record.taken
+            assert step is not None and taken is not None, "every step launches one and takes one in"
+            laps["schedule"].append(step.scheduled - step.began)
+            laps["launch"].append(step.launched - step.scheduled)
+            laps["collect"].append(taken.collected - taken.began)
+            laps["update"].append(record.ended - taken.collected)
 
-        def lap(self, name: str) -> None:
-            now = perf_counter()
-            laps.setdefault(name, []).append(now - self.at)
-            self.at = now
-
-        def launched(self, plan) -> None:
-            self.lap("launch")
-
-        def collected(self) -> None:
-            self.lap("collect")
-
-        def end(self, requests, **counts) -> None:
-            self.lap("update")
-
-    laps: dict[str, list[float]] = {}
+    laps: dict[str, list[float]] = {part: [] for part in PARTS}
     engine = pretended_engine(num_seqs, length + WARM_UP + num_steps + 8)
-    engine.trace, engine.runner.hosts = Laps(), hosts
+    engine.clock, engine.runner.hosts = perf_counter, hosts
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for index in range(num_seqs):
         engine.add(str(index), [index % 500 + 3] * length, params)
@@ -122,7 +113,7 @@ def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> di
         engine.step()
     for _ in range(WARM_UP):
         engine.step()
-    laps.clear()
+    engine.observers.append(Laps())
     for _ in range(num_steps):
         engine.step()
     return laps

@@ -48,7 +48,7 @@ def main(
         load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm,
         bar(num_iters_warmup + num_iters, True) as advance,
     ):
-        tokenizer, vocab = llm.engine.tokenizer, llm.engine.runner.config.vocab_size
+        tokenizer, vocab = llm.engine.tokenizer, llm.engine.config.vocab_size
         for turn in range(num_iters_warmup + num_iters):
             samples = shape.samples(batch_size, tokenizer, f"{seed} {turn}", vocab)
             runs.append(serve(llm, samples, batch_size, temperature, perf_counter))

@@ -69,13 +69,12 @@ def main(
     source = load.dataset(context)
     bandwidth = read_bandwidth()  # before the model takes the memory
     with load_model(model, **engine) as llm:
-        runner = llm.engine.runner
-        most = runner.limits.max_seqs * len(llm.engine.pages.tables)
+        most = llm.engine.snapshot().max_seqs
         serve(llm, [WARM_UP], 1, temperature)  # what happens once, such as the first touch of memory
         points = []
         for level in sorted(set(concurrency or [most])):
             # Each level has requests of its own, so that nothing kept from one can help the next.
-            samples = source.samples(num_prompts, llm.engine.tokenizer, f"{seed} {level}", runner.config.vocab_size)
+            samples = source.samples(num_prompts, llm.engine.tokenizer, f"{seed} {level}", llm.engine.config.vocab_size)
             with bar(num_prompts, True) as advance:
                 run = serve(llm, samples, level, temperature, advance=advance, in_batches=in_batches)
             points.append(point(level, run, engine_roof(llm, run, bandwidth)))

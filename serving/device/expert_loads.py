@@ -7,7 +7,6 @@ import numpy as np
 
 from ...model.config import ModelConfig
 from ...model.expert_copies import first_placements
-from ..api.params import RequestError
 from .expert_placement import busiest
 from .state import State
 from .step import read_loads
@@ -89,13 +88,6 @@ class Experts:
         """By layer: recent rows of the busiest device against the mean."""
         found = (busiest(*pair, self.devices) for pair in zip(self.recent_LE, self.held_LS, strict=True))
         return dict(zip(self.layers, found, strict=True))
-
-
-def known(experts: Experts | None) -> Experts:
-    """Those of a model that has some."""
-    if experts is None:
-        raise RequestError("model", "has no experts")
-    return experts
 
 
 def peak(loads: np.ndarray) -> float:

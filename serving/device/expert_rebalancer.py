@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from ...model.config import ModelConfig
 from ...model.expert_copies import placed
 from ...model.weights import ModelWeights, MoeWeights
-from ..api.params import RequestError
 from .expert_loads import Experts
 from .expert_placement import balanced, busiest, settled, transfers
 from .step import move_experts
@@ -93,10 +92,3 @@ def stacks(w: MoeWeights) -> dict[str, Any]:
 def key_of(leaf: jax.Array) -> Any:
     spec = leaf.sharding.spec
     return leaf.shape, leaf.dtype.name, (*spec, *[None] * (leaf.ndim - len(spec)))
-
-
-def given(balance: Balance | None) -> Balance:
-    """That of a model whose experts can lie elsewhere."""
-    if balance is None:
-        raise RequestError("expert_redundancy", "is 0, so every expert stays where it is; start with 1 or more")
-    return balance

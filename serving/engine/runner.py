@@ -21,6 +21,7 @@ from ..device.expert_rebalancer import Balance
 from ..device.host_snapshot import to_device, to_host
 from ..device.page_copier import Leaving, Mover
 from ..device.pipeline import Stages
+from ..device.state import State
 from ..device.step import reset_slot, set_bias
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
@@ -79,11 +80,12 @@ class Runner:
         self.mesh, self.stages = mesh, Stages(config, mesh)
         width, lanes, devices = -(-max_len // page_size), len(self.stages), team(mesh)
         self.batcher = batcher_of(devices.apart.size, limits, len(num_pages), page_size, width, lanes=lanes)
-        # With the words that make the vocabulary divide.
-        self.words = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
+        # With the tokens that make the vocabulary divide.
+        self.vocab = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.mover = Mover(self.stages, to_host)
         self.device = jax.config.jax_default_device  # as the caller of this chose it; reset() may be another thread's
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
+        self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
         self.plain: dict[Size, Any] = {}  # the same for steps that only decode, without the branches of sampling
         self.compiles = CompileCounter()
@@ -93,18 +95,19 @@ class Runner:
         self.balance = None
         if self.experts is not None and mesh is not None and spare_of(config):
             self.balance = Balance(self.experts, config, mesh, rebalance_steps)
-        self.make_state()
+        self.state = self.make_state()
+        self.homes: Any = None  # where weights and state lay on the device, while they do not
 
     def tell(self, call: str, *values: Any) -> None:
         """What the other processes are to do, before this one does: a method of theirs, and what it is given."""
         if self.hosts is not None:
             self.hosts.send(call, *values)
 
-    def failed(self) -> None:
-        """A step went wrong. With several processes that is the end: what each of them holds may differ."""
+    def fail(self, error: Exception) -> None:
+        """A step failed. With several processes that is the end: what each of them holds may differ."""
         if self.hosts is not None:
             self.hosts.fail("a step failed in process 0")
-            raise
+            raise error
 
     def close(self) -> None:
         """The other processes, if there are any, are not needed any more."""
@@ -114,14 +117,15 @@ class Runner:
     def reset(self) -> None:
         """A fresh device state: nothing that was computed is kept."""
         self.tell("reset")
-        self.make_state()
+        self.state = self.make_state()
 
-    def make_state(self) -> None:
+    def make_state(self) -> State:
+        """A state with no request in it; the host forgets what it knew of the one before."""
         self.batcher.forget()
         if self.experts is not None:
             self.experts.reset()
         with jax.default_device(self.device):
-            self.state = self.stages.make_state(self.num_pages, self.page_size, self.limits.max_seqs)
+            return self.stages.make_state(self.num_pages, self.page_size, self.limits.max_seqs)
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
@@ -152,7 +156,7 @@ class Runner:
         if self.mesh is not None and self.mesh.is_multi_process:  # the processes find each other now or never
             size, layout = next(iter(self.batcher.layouts.items()))
             jax.block_until_ready(self.step(size, False, layout.nothing))
-        V = self.words
+        V = self.vocab
         row = SlotState(*(np.zeros(V, leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
         slots = reset_slot(self.state.slots, np.int32(0), row)
         self.state = self.state.replace(slots=slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(0), row.bias_BV)))
@@ -162,14 +166,14 @@ class Runner:
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
         """Free the device's memory; what is kept goes to the host's."""
         self.tell("sleep", keep_weights, keep_pages)
-        self.where = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
+        self.homes = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
         self.weights = to_host(self.weights, keep_weights)
         self.state = to_host(self.state, keep_pages)
 
     def wake_up(self) -> None:
         """The inverse; what was not kept is read again, or empty."""
         self.tell("wake_up")
-        weights, state = self.where
+        weights, state = self.homes
         if self.weights is None:
             assert self.load_weights is not None, "the weights were dropped and nobody knows where they came from"
             self.weights = self.load_weights()
@@ -178,7 +182,7 @@ class Runner:
         else:
             self.weights = jax.tree.map(to_device, self.weights, weights)
         if self.state is None:
-            self.make_state()
+            self.state = self.make_state()
         else:
             self.state = jax.tree.map(to_device, self.state, state)
 
@@ -250,12 +254,11 @@ class Runner:
 
         Tokens that were found computed never pass through a step, so the penalties learn of them here.
         """
-        bias = bias_of(seq, self.words)
-        if seq.constraint is not None:
-            seq.constraint.bias = bias
+        bias = bias_of(seq, self.vocab)
+        self.biases[self.place(seq)] = bias
         tracked = self.batcher.assign(seq, bias is not None or seq.constraint is not None)
         if bias is not None or tracked or seq.params.min_tokens:
-            self.reset_slot(self.place(seq), first_row(seq, computed, self.words, bias))
+            self.reset_slot(self.place(seq), first_row(seq, computed, self.vocab, bias))
 
     def place(self, seq: Sequence) -> int:
         """The device's number of a sequence's slot: it has those of all replicas, one after the other."""
@@ -268,10 +271,10 @@ class Runner:
 
     def constrain(self, seq: Sequence, constraint: Constraint) -> None:
         """Let the next token be one that the sequence's grammar allows."""
-        row = constraint.row(seq.stop_ids)
-        if len(row) < self.words:
-            row = np.pad(row, (0, self.words - len(row)))
-        self.set_bias(self.place(seq), row)
+        allowed_V, slot = constraint.allowed(seq.stop_ids), self.place(seq)
+        allowed_V = np.pad(allowed_V, (0, self.vocab - len(allowed_V)), constant_values=True)
+        bias_V = self.biases.get(slot)
+        self.set_bias(slot, np.where(allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf)))
 
     def set_bias(self, slot: int, bias_V: np.ndarray) -> None:
         """Let the device know what a slot's next token may be."""

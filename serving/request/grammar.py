@@ -45,7 +45,6 @@ class Constraint:
     def __init__(self, matcher: "LLMatcher", known: int, vocab: int):
         self.matcher, self.vocab = matcher, vocab
         self.known = known  # so many ids have a token; the library's own end comes after them
-        self.bias: np.ndarray | None = None  # of the request itself
 
     def advance(self, token: int) -> str | None:
         """Take in a token that was drawn; the reason to end, if there is one."""
@@ -53,18 +52,18 @@ class Constraint:
             return "error"  # the grammar has grown beyond its limits
         return "stop" if self.matcher.is_stopped() else None
 
-    def row(self, stop_ids: Collection[int]) -> np.ndarray:
-        """What is added to each token's logit now; the tokens that end an answer are open where the grammar may end."""
+    def allowed(self, stop_ids: Collection[int]) -> np.ndarray:
+        """Which tokens may come now; those that end an answer may where the grammar may end."""
         allowed = np.zeros(self.vocab, bool)
         allowed[: self.known] = np.frombuffer(self.matcher.compute_logit_bias(), np.uint8)[: self.known] != 0
         allowed[[token for token in stop_ids if token < self.vocab]] = self.matcher.is_accepting()
-        return np.where(allowed, np.float32(0) if self.bias is None else self.bias, np.float32(-np.inf))
+        return allowed
 
 
 class Words:
     """What the grammars' library asks of a tokenizer: the bytes of every token, and which are never text.
 
-    It has no end of its own: `Constraint.row` opens the ends. The library could ask for the tokens of a text that a
+    It has no end of its own: `Constraint.allowed` opens the ends. The library could ask for the tokens of a text that a
     grammar forces; with `no_forcing` it does not, and the model chooses among all that begin it.
     """
 

@@ -71,7 +71,7 @@ def test_rows_of_each_expert(mixture):
     assert list(found) == sorted(wanted) != list(range(6))
     for layer, counts in wanted.items():
         assert (np.array(found[layer]["rows"]) - before[layer]).tolist() == counts.tolist()
-    text = render({"m": llm.engine.trace.metrics})[0].decode()
+    text = render({"m": llm.metrics})[0].decode()
     total = sum(sum(own["rows"]) for own in found.values())
     assert f'quire:expert_rows_total{{model_name="m"}} {float(total)}' in text
     assert f'quire:expert_skew{{layer="{next(iter(wanted))}",model_name="m"}}' in text

@@ -152,7 +152,7 @@ def test_chaos(server, caplog):
     outcomes = asyncio.run(storm(server, SECONDS))
     mend()
     accounted(server)
-    metrics = server.engine.trace.metrics
+    metrics = server.service.models.models[0].llm.metrics
     assert sum(metrics.ends.values()) > SECONDS  # work was done
     assert broken["launch"] and broken["collect"]
     wanted = {"200", "400", "429", "500", "killed", "half sent", "stream whole", "stream failed"}

@@ -17,7 +17,7 @@ from .llm import Prompt, parse_prompt
 from .observe.live_view import LiveView
 from .observe.metrics import Metrics
 from .request.request import Request
-from .resume import Told, retell
+from .resume import Streamed, retell
 
 
 class Ask(NamedTuple):
@@ -68,7 +68,7 @@ class Answers:
 
     def end(self) -> None:
         """In the engine's thread: unless a name has gone to another by now."""
-        engine, listeners = self.thread.engine, self.thread.courier.listeners
+        engine, listeners = self.thread.engine, self.thread.outbox.listeners
         for request in self.requests:
             if engine.requests.get(request.request_id) is request:
                 listeners.pop(request.request_id, None)
@@ -116,7 +116,7 @@ class AsyncLLM:
         asks: Sequence[Ask],
         read: Callable[[Request], Delta | RequestOutput] = Request.output,
         at_end: bool = False,
-        told: Sequence[Told] = (),
+        told: Sequence[Streamed] = (),
     ) -> Answers:
         """Queue prompts, all of them or none; `read` makes what the caller gets, at each delivery or at the end.
 
@@ -128,12 +128,12 @@ class AsyncLLM:
             try:
                 for index, (name, ask) in enumerate(zip(names, asks, strict=True)):
                     answers.requests.append(self.add(name, ask))
-                    self.thread.courier.listeners[name] = Listener(answers.inbox, index, read, at_end)
+                    self.thread.outbox.listeners[name] = Listener(answers.inbox, index, read, at_end)
                 answers.retold = retell(self.engine, answers.requests, told)
-                self.thread.courier.note([request for request in answers.requests if request.finished])
+                self.thread.outbox.note([request for request in answers.requests if request.finished])
             except BaseException:
                 for request in answers.requests:
-                    self.thread.courier.listeners.pop(request.request_id, None)
+                    self.thread.outbox.listeners.pop(request.request_id, None)
                     self.engine.abort(request.request_id)
                 raise
 
@@ -157,13 +157,13 @@ class AsyncLLM:
 
         def abort() -> None:
             if (request := self.engine.abort(request_id)) is not None:
-                self.thread.courier.note([request])
+                self.thread.outbox.note([request])
 
         await self.call(abort)
 
     async def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
         """See `LLM.sleep`; streams under way go on after `wake_up()`."""
-        await self.call(lambda: self.thread.courier.note(self.engine.sleep(level, keep_pages)))
+        await self.call(lambda: self.thread.outbox.note(self.engine.sleep(level, keep_pages)))
 
     async def wake_up(self) -> None:
         """Serve again."""

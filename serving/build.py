@@ -57,7 +57,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         made = make_runner(options, folder, config, hosts, progress)
     runner = made.runner
     if isinstance(hosts, Leader):
-        runner.hosts = hosts
+        runner.leader = hosts
         atexit.register(hosts.close)
     caching = options.enable_prefix_caching
     tables = [

@@ -62,7 +62,7 @@ def followed_by(count: int) -> Any:
     import subprocess
     import sys
 
-    from ...serving.multihost.connection import Line
+    from ...serving.multihost.connection import HostConnection
     from ...serving.multihost.leader import Leader
 
     lines = {}
@@ -70,7 +70,7 @@ def followed_by(count: int) -> Any:
         for index in range(count):
             port = listener.getsockname()[1]
             subprocess.Popen([sys.executable, "-c", f"from {__name__} import listen; listen({port})"])
-            lines[index + 1] = Line(listener.accept()[0])
+            lines[index + 1] = HostConnection(listener.accept()[0])
     return Leader(lines)
 
 
@@ -79,10 +79,10 @@ def listen(port: int) -> None:
     import os
     import socket
 
-    from ...serving.multihost.connection import Line
-    from ...serving.multihost.leader import Link
+    from ...serving.multihost.connection import HostConnection
+    from ...serving.multihost.leader import WatchedConnection
 
-    link = Link(Line(socket.create_connection(("127.0.0.1", port))), "", lambda why: os._exit(0))
+    link = WatchedConnection(HostConnection(socket.create_connection(("127.0.0.1", port))), "", lambda why: os._exit(0))
     while link.inbox.get()[0] != "end":
         pass
 
@@ -105,7 +105,7 @@ def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> di
 
     laps: dict[str, list[float]] = {part: [] for part in PARTS}
     engine = pretended_engine(num_seqs, length + WARM_UP + num_steps + 8)
-    engine.clock, engine.runner.hosts = perf_counter, hosts
+    engine.clock, engine.runner.leader = perf_counter, hosts
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for index in range(num_seqs):
         engine.add(str(index), [index % 500 + 3] * length, params)
@@ -151,6 +151,6 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
         return lambda weights, state, buffer: (sampled, None, state)
 
     runner.compiled = {size: compiled(size) for size in runner.batcher.layouts}
-    runner.mover.programs = {("within", group, 0): lambda layers, *pages: layers for group in range(groups)}
+    runner.page_copier.programs = {("within", group, 0): lambda layers, *pages: layers for group in range(groups)}
     pages = PageTable((num_seqs * (-(-longest // 16) + 1) + 1,) * groups, 16, config.windows)
     return Engine(runner, tokenizer, pages, config.max_len)

@@ -97,20 +97,20 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
     from ...model.planning.traffic import traffic
     from ...model.weights import abstract
     from ...serving.device.batch import Layout, Size
-    from ...serving.device.pipeline import Stages
+    from ...serving.device.pipeline import Pipeline
     from ...serving.engine.cache_size import held_bytes
     from ...sharding.mesh import make_mesh
 
     began = time.monotonic()
     specs = abstract(config) if specs is None else specs
     mesh, groups, width = make_mesh(**sizes), len(config.windows), -(-length // PAGE)
-    stages = Stages(config, mesh)
+    pipeline = Pipeline(config, mesh)
     weights = abstract_over(config, mesh, specs)
     pages = batch * width + 1
-    state = stages.abstract_state((pages,) * groups, PAGE, batch)
+    state = pipeline.abstract_state((pages,) * groups, PAGE, batch)
     layout = Layout(Size(rows or batch, batch, batch), groups, width, batch, sizes.get("data", 1))
     found, sampled, parts = Counter(), Counter(), []
-    for lowered in stages.lower(weights, state, layout):
+    for lowered in pipeline.lower(weights, state, layout):
         compiled = lowered.compile()
         used = compiled.memory_analysis()
         parts.append(

@@ -15,7 +15,7 @@ EVERY = 64  # steps from one look at the counters to the next
 KEPT = 0.9  # of the rows that are taken for recent ones, from look to look
 
 
-class Experts:
+class ExpertLoads:
     """Reads the counters of the device now and then, without waiting for it."""
 
     def __init__(self, config: ModelConfig, devices: int = 1):

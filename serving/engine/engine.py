@@ -54,7 +54,7 @@ class Engine:
         self.observers: list[Observer] = []
         self.pooling = pooling  # of a request for an embedding that does not say
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
-        self.stages = len(runner.stages)
+        self.stages = len(runner.pipeline)
         self.scheduler = scheduler_of(pages, runner.limits, self.stages)
         self.requests: dict[str, Request] = {}
         self.deadlines = Deadlines()
@@ -298,11 +298,11 @@ class Engine:
 
     def read_pages(self, group: int, pages: Seq[int]) -> Any:
         """What a few pages of a cache group hold, a row of bytes each; nothing waits for the device."""
-        return self.runner.mover.read(self.runner.state.pages, group, pages)
+        return self.runner.page_copier.read(self.runner.state.pages, group, pages)
 
     def place_block(self, group: int, block_NX: Any) -> Any:
         """Such rows of another engine, where this engine's devices can write them into pages."""
-        return self.runner.mover.place(group, block_NX)
+        return self.runner.page_copier.place(group, block_NX)
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier prompts have left behind; what runs goes on."""
@@ -310,15 +310,15 @@ class Engine:
 
     def expert_loads(self) -> dict[int, dict[str, list]]:
         """See `LLM.expert_loads`."""
-        if self.runner.experts is None:
+        if self.runner.expert_loads is None:
             raise RequestError("model", "has no experts")
-        return self.runner.experts.loads()
+        return self.runner.expert_loads.loads()
 
     def rebalance_experts(self) -> dict[str, float]:
         """See `LLM.rebalance_experts`."""
-        if self.runner.balance is None:
+        if self.runner.rebalancer is None:
             raise RequestError("expert_redundancy", "is 0, so every expert stays where it is; start with 1 or more")
-        return self.runner.balance.plan()
+        return self.runner.rebalancer.plan()
 
     @property
     def busy(self) -> bool:

@@ -73,7 +73,7 @@ class Occupancy:
 def snapshot(engine: "Engine") -> Snapshot:
     pages, runner = engine.pages, engine.runner
     replicas = len(pages.tables)
-    experts = runner.experts
+    experts = runner.expert_loads
     return Snapshot(
         now=engine.clock(),
         asleep=engine.asleep,

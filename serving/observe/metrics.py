@@ -125,7 +125,7 @@ class Metrics(Observer):
             self.latest.discard(seq)
             self.earlier.pop(seq, None)
             self.counts["num_preemptions_total"] += seq.num_preemptions - self.begun.pop(seq, 0)
-        end = max((stream.finish_reason for stream in request.streams), key=FINISH_REASONS.index)
+        end = max((completion.finish_reason for completion in request.completions), key=FINISH_REASONS.index)
         self.ends[end] += 1
         by_token = request.last_token if end in ("stop", "length") else None
         h["e2e_request_latency_seconds"].observe((by_token or now) - request.arrival)
@@ -187,7 +187,7 @@ class Metrics(Observer):
         }
 
 
-class Http:
+class HttpMetrics:
     """What the server counts, in its event loop; labels are few: templates of routes, never what a client wrote."""
 
     MOST = 1000  # label sets
@@ -223,7 +223,7 @@ def milliseconds(recent: Recent, now: float) -> list[float] | None:
     return None if found is None else [round(value * 1e3, 3) for value in found]
 
 
-def render(models: Mapping[str, Metrics], http: Http | None = None) -> tuple[bytes, str]:
+def render(models: Mapping[str, Metrics], http: HttpMetrics | None = None) -> tuple[bytes, str]:
     """What Prometheus reads of these models and the server, and its content type."""
     from .prometheus import expose  # only who asks for it pays for its imports
 

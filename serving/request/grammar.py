@@ -60,7 +60,7 @@ class Constraint:
         return allowed
 
 
-class Words:
+class Vocabulary:
     """What the grammars' library asks of a tokenizer: the bytes of every token, and which are never text.
 
     It has no end of its own: `Constraint.allowed` opens the ends. The library could ask for the tokens of a text that a
@@ -93,7 +93,7 @@ class Grammars:
     def constraints(self, structure: Mapping[str, Any], count: int) -> list[Constraint]:
         """So many fresh starts in the grammar of a checked `structured_outputs`."""
         matcher = self.compile(structure)
-        return [Constraint(matcher.deep_copy(), len(self.words.tokens), self.vocab) for _ in range(count)]
+        return [Constraint(matcher.deep_copy(), len(self.vocabulary.tokens), self.vocab) for _ in range(count)]
 
     def compile(self, structure: Mapping[str, Any]) -> "LLMatcher":
         """The grammar, kept or new: a new one may take a second, so have it compiled before the engine asks."""
@@ -125,7 +125,7 @@ class Grammars:
         matcher, first = self.matcher(whole(body, ""))
         if self.tokenizer.drops_space:
             # The first space is not shown. Where a text may begin with one, another must stand before it.
-            spaced = [token for token in first if self.words.tokens[token].startswith(b" ")]
+            spaced = [token for token in first if self.vocabulary.tokens[token].startswith(b" ")]
             matcher, first = self.matcher(whole(body, '" " ' if spaced else '" "? '))
         return matcher
 
@@ -138,21 +138,22 @@ class Grammars:
             tokenizer = self.library
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         trial = matcher.deep_copy()
-        first = np.flatnonzero(np.frombuffer(trial.compute_logit_bias(), np.uint8)[: len(self.words.tokens)]).tolist()
+        allowed = np.frombuffer(trial.compute_logit_bias(), np.uint8)[: len(self.vocabulary.tokens)]
+        first = np.flatnonzero(allowed).tolist()
         if trial.is_error():
             raise RequestError(FIELD, one_line(trial.get_error()))
         return matcher, first
 
     @cached_property
-    def words(self) -> Words:
-        return Words(self.tokenizer, self.vocab)
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.tokenizer, self.vocab)
 
     @cached_property
     def library(self):
         """The tokenizer as the library knows it: half a second for a large vocabulary, so not before it is wanted."""
         import llguidance
 
-        return llguidance.LLTokenizer(self.words)  # type: ignore[arg-type]
+        return llguidance.LLTokenizer(self.vocabulary)  # type: ignore[arg-type]
 
 
 def body_of(structure: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CON
     """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same shape."""
     runner = Runner(config, weights, Limits(4, 16, 16), num_pages, 8, LENGTH, True, lambda: weights)
     if compiled is not None:
-        runner.compiled, runner.mover.programs = compiled.runner.compiled, compiled.runner.mover.programs
+        runner.compiled, runner.page_copier.programs = compiled.runner.compiled, compiled.runner.page_copier.programs
     return Engine(runner, None, PageTable(num_pages, 8, CONFIG.windows, tiers=tiers), LENGTH)
 
 

@@ -28,7 +28,7 @@ from quire.serving.engine.step_record import Observer
 from quire.serving.llm import LLM
 from quire.serving.observe.histogram import Histogram, Recent, one_two_five
 from quire.serving.observe.live_view import LiveView
-from quire.serving.observe.metrics import Http, Metrics, render
+from quire.serving.observe.metrics import HttpMetrics, Metrics, render
 from quire.serving.observe.trace import Trace
 from quire.serving.request.pooling import PARAMS
 
@@ -189,7 +189,7 @@ class Count:
             del self.seen[request]
             output, params, values = request.output(), request.params, self.values
             lengths = [seq.num_output for seq in request.sequences]
-            reasons = [stream.finish_reason for stream in request.streams]
+            reasons = [completion.finish_reason for completion in request.completions]
             order = ["error", "timeout", "abort", "length", "stop"]
             self.ends[next(reason for reason in order if reason in reasons)] += 1
             self.counts["preemptions"] += output.metrics.num_preemptions
@@ -483,7 +483,7 @@ def test_read_while_it_is_written(lent):
         before: dict = {}
         try:
             while not stop.is_set():
-                now = parsed(render({"m": metrics}, Http())[0])
+                now = parsed(render({"m": metrics}, HttpMetrics())[0])
                 for key, value in now.items():
                     name = key if isinstance(key, str) else key[0]
                     if name.endswith("_count"):
@@ -515,7 +515,7 @@ def metric_names(expressions: str) -> set[str]:
 
 
 def exported(lent) -> set[str]:
-    http = Http()
+    http = HttpMetrics()
     http.request("/v1/models", "GET", 200)
     engine = make(lent)
     text = render({"m": watched(engine)}, http)[0].decode()
@@ -562,7 +562,7 @@ def test_the_board_asks_for_what_there_is(lent):
 
 
 def test_what_the_server_counts_is_bounded():
-    http = Http()
+    http = HttpMetrics()
     http.request("/v1/models", "GET", 200)
     http.request("/v1/models", "GET", 200)
     http.request("other", "other", 404)
@@ -579,7 +579,7 @@ def test_what_the_server_counts_is_bounded():
     assert found["quire:streams_open"] == 1
     for index in range(5000):
         http.request(f"/{index}", "GET", 200)
-    assert len(http.requests) <= Http.MOST + 1
+    assert len(http.requests) <= HttpMetrics.MOST + 1
     assert sum(http.requests.values()) == 5003
 
 

@@ -272,7 +272,7 @@ def compiled():
 def engine_of(compiled, num_pages: int) -> Engine:
     old, tokenizer = compiled
     runner = Runner(old.config, old.weights, old.limits, old.num_pages, 16, LENGTH)
-    runner.compiled, runner.mover.programs = old.compiled, old.mover.programs
+    runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
     return Engine(runner, tokenizer, PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows), LENGTH)
 
 

@@ -140,7 +140,7 @@ def accounted(server) -> None:
         time.sleep(0.05)
     time.sleep(0.2)
     assert not engine.busy and not engine.requests and not server.service.open
-    assert not thread.courier.listeners and not thread.courier.news
+    assert not thread.outbox.listeners and not thread.outbox.news
     engine.scheduler.check()
     assert all(group.free == group.num_pages - 1 for group in engine.pages.groups)
     assert engine.runner.compiles.recompiles == 0

@@ -14,7 +14,7 @@ import typer
 
 from ... import __version__
 from .. import options as o
-from ..plan.command import table
+from ..tables import table
 from .metrics import METRICS, summarise
 
 PLOTS = (".png", ".svg", ".pdf")

@@ -7,8 +7,8 @@ import typer
 from ...serving.progress import bar
 from .. import options as o
 from ..loading import load as load_model
-from ..plan.command import amount, table
 from ..sizes import size
+from ..tables import amount, table
 from . import load as load
 from . import report as reports
 from .engine import Roof, Run, decode_milliseconds, engine_roof, read_bandwidth, serve

@@ -8,11 +8,12 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ... import __version__
+from ...serving.api.options import EngineOptions
 from .. import options as o
 from .checks import check_limits, read_keys
 from .config import read_config
-from .ray import PANEL, SCALE_OPTIONS, plan_of
-from .ray import run as run_ray
+from .replicas import PANEL, SCALE_OPTIONS, plan_of
+from .replicas import run as run_replicas
 
 LISTEN = "Listening"
 ACCESS = "Who may ask"
@@ -133,7 +134,7 @@ def main(
     ] = None,
     seed: Annotated[
         int, typer.Option(help="Of what is drawn for requests without a seed.", rich_help_panel=ANSWERS)
-    ] = 0,
+    ] = EngineOptions.seed,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=WATCH)] = "info",
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log one JSON object a line.", rich_help_panel=WATCH)
@@ -173,7 +174,7 @@ def main(
     if not wanted.settings.loopback and not wanted.settings.api_keys:
         print(f"note: anybody who reaches {host} may use this server; --api-key asks for a key", file=sys.stderr)
     if runs_on is not None:
-        run_ray(plan_of(given, wanted, scale), ray_address)
+        run_replicas(plan_of(given, wanted, scale), ray_address)
         return
     if wanted.options.get("process_id"):
         follow((models or [None])[0], wanted.options)

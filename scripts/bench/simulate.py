@@ -10,7 +10,7 @@ from .. import options as o
 from ..tables import table
 from . import load as load
 from . import report as reports
-from .metrics import Answer, flat, milliseconds
+from .metrics import RequestTimes, flat, milliseconds
 from .simulation import Cost, Policy, Simulation, conversations, reasons
 
 DEVICE = "The simulated device"
@@ -86,7 +86,7 @@ def main(
     simulation = Simulation(pages, limits, Cost(step_ms / 1e3, row_us / 1e6), policy, delay_ms / 1e3)
     fates = simulation.run(conversations(num_prompts, request_rate, seed, longest, shared_prefix))
 
-    answers = [Answer(f.job.arrival, f.tokens, len(f.job.prompt), len(f.tokens)) for f in fates if f.tokens]
+    answers = [RequestTimes(f.job.arrival, f.tokens, len(f.job.prompt), len(f.tokens)) for f in fates if f.tokens]
     each = milliseconds(answers)
     values = {
         "wait": [(f.started - f.job.arrival) * 1e3 for f in fates if f.started is not None],

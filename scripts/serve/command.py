@@ -187,7 +187,7 @@ def main(
     server.run(run(wanted))
 
 
-class Wanted(NamedTuple):
+class ServerSetup(NamedTuple):
     """What a command line asks for."""
 
     names: list[str]  # of the models; none: the bundled one
@@ -196,7 +196,7 @@ class Wanted(NamedTuple):
     options: dict[str, Any]  # of every engine
 
 
-def wanted_of(given: dict[str, Any]) -> Wanted:
+def wanted_of(given: dict[str, Any]) -> ServerSetup:
     """From the values of all options."""
     keys = read_keys(given["api_key"] or [], given["api_key_file"])
     template = None if given["chat_template"] is None else o.read_text(given["chat_template"])
@@ -223,7 +223,7 @@ def wanted_of(given: dict[str, Any]) -> Wanted:
     if processes > 1 and (len(names) > 1 or given["runs_on"] is not None):
         raise o.UsageError(f"--num-processes is {processes}: several processes serve one model together, without Ray")
     options = given["engine"] | {"max_queued_requests": given["max_queued_requests"], "seed": given["seed"]}
-    return Wanted(names, called(names, given["served_model_name"] or []), Settings(**chosen), options)
+    return ServerSetup(names, called(names, given["served_model_name"] or []), Settings(**chosen), options)
 
 
 @o.takes_engine()
@@ -243,7 +243,7 @@ def follow(model: str | None, options: dict[str, Any]) -> None:
     follow(model, progress=logging.getLogger("quire").info, **options)
 
 
-async def run(wanted: Wanted) -> None:
+async def run(wanted: ServerSetup) -> None:
     from ...serving.http.models import Models
     from ...serving.http.server import serve
     from ...serving.http.service import Service

@@ -3,22 +3,22 @@
 import jax
 import jax.numpy as jnp
 
-from ..sharding.device_axes import ALONE, Team
+from ..sharding.device_axes import ONE_DEVICE, DeviceAxes
 from . import decoder
 from .config import ModelConfig
 
 
-def forward(weights, tokens_BT, config: ModelConfig, team: Team = ALONE):
-    """Float32 logits [B, T, V] of every position; of a team each device has those of its own words."""
-    hidden, (B, T) = hidden_states(weights, tokens_BT, config, team), tokens_BT.shape
-    return decoder.logits(weights, hidden.reshape(B * T, -1), config, team).reshape(B, T, -1)
+def forward(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
+    """Float32 logits [B, T, V] of every position; of a axes each device has those of its own words."""
+    hidden, (B, T) = hidden_states(weights, tokens_BT, config, axes), tokens_BT.shape
+    return decoder.logits(weights, hidden.reshape(B * T, -1), config, axes).reshape(B, T, -1)
 
 
-def hidden_states(weights, tokens_BT, config: ModelConfig, team: Team = ALONE):
+def hidden_states(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
     """The final hidden states [B, T, D]."""
     B, T = tokens_BT.shape
     positions = jnp.tile(jnp.arange(T), B)
-    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, attention(config, B, T), team)
+    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, attention(config, B, T), axes)
     return hidden.reshape(B, T, -1)
 
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from ...sharding.local_shards import dealt_shape
-from ...sharding.mesh import APART, AXES, sharding
+from ...sharding.local_shards import sharded_shape
+from ...sharding.mesh import AXES, DEVICE_ORDER, sharding
 from ..config import Layer, ModelConfig, ModelError
-from ..partition import Stage, check, part_of_sizes, splits, stages
+from ..partition import Stage, check, split_config, splits, stages
 from ..weights import ModelWeights, abstract, dense_specs
 from .cost import Device, layer_token_bytes, met_weights, score_width, seen
 from .traffic import Sent, traffic
@@ -109,14 +109,14 @@ class Planner:
         mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
         def nbytes(spec) -> int:
-            shape = sharding(spec, mesh).shard_shape(dealt_shape(spec, mesh))
+            shape = sharding(spec, mesh).shard_shape(sharded_shape(spec, mesh))
             return math.prod(shape) * jnp.dtype(spec.dtype).itemsize
 
         return jax.tree.map(nbytes, self.weights)
 
     def part_of(self, tensor: int):
         """The model as one of so many devices computes it, and the dense specs of its layers."""
-        own = part_of_sizes(self.config, tensor)
+        own = split_config(self.config, tensor)
         return own, dense_specs(own).layers
 
     def choice(self, sizes: Mapping[str, int]) -> Choice:
@@ -215,7 +215,7 @@ class Planner:
 
 def stride(name: str, sizes: Mapping[str, int]) -> int:
     """How far apart the neighbours along an axis are."""
-    return math.prod(sizes.get(axis, 1) for axis in APART[APART.index(name) + 1 :])
+    return math.prod(sizes.get(axis, 1) for axis in DEVICE_ORDER[DEVICE_ORDER.index(name) + 1 :])
 
 
 def chosen(layer: Layer, rows: int) -> float:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ...ops.expert_dispatch import capacity
 from ..config import LatentAttention, Layer, ModelConfig, Moe
-from ..partition import Stage, whole
+from ..partition import Stage, whole_model
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def traffic(
     def sum_up(nbytes: int, *axes: str) -> None:
         found.append(Sent("all-reduce", axes, nbytes))
 
-    stage = stage or whole(config)
+    stage = stage or whole_model(config)
     if tensor > 1 and stage.begins:
         sum_up(wide, "tensor")
         if config.per_layer_dim:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from ...sharding.device_axes import WHOLE, Axis
+from ...sharding.device_axes import UNSPLIT, Axis
 
 # Tried in order; one that cannot serve a case raises NotImplementedError.
 IMPLEMENTATIONS = {"native": ".native", "mosaic_tpu": ".mosaic_tpu", "mosaic_gpu": ".gated_mosaic_gpu", "xla": ".xla"}
@@ -63,7 +63,7 @@ def paged_attention(
     soft_cap=None,
     sinks_N=None,
     value_dim=None,
-    context: Axis = WHOLE,
+    context: Axis = UNSPLIT,
     deal: bool = False,
 ):
     """(out_TNH, pages): `k` is None where the layer reads pages that another layer has already filled.

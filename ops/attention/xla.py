@@ -9,7 +9,7 @@ Where devices each have a part of every page's positions, each goes through its 
 import jax
 import jax.numpy as jnp
 
-from ...sharding.device_axes import WHOLE, Axis
+from ...sharding.device_axes import UNSPLIT, Axis
 from ..ordered_sum import sum_pairs
 from . import KVPages
 
@@ -18,7 +18,19 @@ TILE = 16  # query rows a tile where sequences bring more than one
 
 
 def paged_attention(
-    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim, context: Axis = WHOLE, deal=False
+    q_TNH,
+    k_TKH,
+    v_TKH,
+    pages,
+    rows,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks_N,
+    value_dim,
+    context: Axis = UNSPLIT,
+    deal=False,
 ):
     """See `quire.ops.attention.paged_attention`. R is the rows of a tile times the query heads of a KV head."""
     T, N, H = q_TNH.shape

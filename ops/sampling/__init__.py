@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from ...sharding.device_axes import WHOLE, Axis
+from ...sharding.device_axes import UNSPLIT, Axis
 
 # Tried in order; one that cannot serve a case raises NotImplementedError.
 IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
@@ -67,7 +67,7 @@ class Sampled:
 
 
 def sample(
-    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = WHOLE
+    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = UNSPLIT
 ) -> Sampled:
     """Choose, or score, one token a row. Each device of `axis` has the logits, and the state, of its own words.
 
@@ -99,7 +99,7 @@ def set_bias(bias_BV: Array, slot: Array, bias_V: Array) -> Array:
 
 
 def count_tokens(
-    state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array, axis: Axis = WHOLE
+    state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array, axis: Axis = UNSPLIT
 ) -> SlotState:
     """The state with prompt tokens marked and output tokens counted, of the rows that are tracked."""
     B, V = state.prompt_BV.shape

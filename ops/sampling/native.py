@@ -7,12 +7,12 @@ their ids, so the same seed may draw other tokens than XLA's way does, from the 
 import jax
 import jax.numpy as jnp
 
-from ...sharding.device_axes import WHOLE, Axis
+from ...sharding.device_axes import UNSPLIT, Axis
 from ..native import kernel_names, target
 from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState
 
 
-def sample(logits_RV, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = WHOLE) -> Sampled:
+def sample(logits_RV, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = UNSPLIT) -> Sampled:
     """See `quire.ops.sampling.sample`; branches cost nothing here."""
     if axis.size > 1:
         raise NotImplementedError("the words are split over devices")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...sharding.device_axes import WHOLE, Axis
+from ...sharding.device_axes import UNSPLIT, Axis
 from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_words
 
 CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530
@@ -24,7 +24,7 @@ FAN_OUT = 64
 
 
 def sample(
-    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = WHOLE
+    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = UNSPLIT
 ) -> Sampled:
     """See `quire.ops.sampling.sample`. Work that no row wants is skipped."""
     raw_RV = logits_RV.astype(jnp.float32)
@@ -60,7 +60,7 @@ def sample(
 
 
 @jax.named_scope("mask")
-def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = WHOLE) -> Array:
+def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = UNSPLIT) -> Array:
     """Logits with the biases added and the bans applied."""
     R, V = logits_RV.shape
     bias_RV = jnp.where(inputs.biased_R[:, None], state.bias_BV[inputs.slots_R], 0)
@@ -113,7 +113,7 @@ def top(logits_RV: Array, count: int, axis: Axis) -> tuple[Array, Array]:
 
 @jax.named_scope("draw")
 def draw(
-    logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs, axis: Axis = WHOLE, cuts: bool = True
+    logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs, axis: Axis = UNSPLIT, cuts: bool = True
 ) -> Array:
     """A token a row, by the inverse of the distribution function of what min-p and, with `cuts`, top-k and top-p keep.
 
@@ -161,7 +161,7 @@ def draw(
     return axis.sum(jnp.where(at_R == axis.index(), token_R, 0))
 
 
-def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array, axis: Axis = WHOLE) -> Array:
+def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array, axis: Axis = UNSPLIT) -> Array:
     """The k-th best logit of each row, -inf where k is off."""
     hard_R = k_R > top_RC.shape[1]
     floor_R = jnp.take_along_axis(top_RC, jnp.clip(k_R - 1, 0, top_RC.shape[1] - 1)[:, None], axis=1)[:, 0]
@@ -170,7 +170,7 @@ def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array, axis: Axis = WHOLE)
 
 
 def top_p_floor(
-    logits_RV: Array, top_RC: Array, p_R: Array, weigh: Callable[[Array], Array], axis: Axis = WHOLE
+    logits_RV: Array, top_RC: Array, p_R: Array, weigh: Callable[[Array], Array], axis: Axis = UNSPLIT
 ) -> Array:
     """The best logit of each row at or above which lies p of the mass, -inf where p is off."""
     need_R = p_R * total(weigh(logits_RV), axis)
@@ -181,7 +181,7 @@ def top_p_floor(
     return jnp.where(hard_R, exact_R, jnp.where(p_R < 1, floor_R, -jnp.inf))
 
 
-def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array, axis: Axis = WHOLE) -> Array:
+def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array, axis: Axis = UNSPLIT) -> Array:
     """The best logit of each row such that the weights of the tokens that reach it add up to the need.
 
     Read as an unsigned integer, with the sign flipped if positive and all bits if negative, float32 keeps its order:
@@ -220,7 +220,7 @@ def fold(values_RN: Array, combine: Callable, neutral: float) -> tuple[Array, li
     return values_RN[:, 0], levels
 
 
-def total(values_RN: Array, axis: Axis = WHOLE) -> Array:
+def total(values_RN: Array, axis: Axis = UNSPLIT) -> Array:
     """The sum of each row, the same bits on each device."""
     total_R = fold(values_RN, jnp.add, 0)[0]
     return total_R if axis.size == 1 else fold(axis.gather(total_R).T, jnp.add, 0)[0]
@@ -261,7 +261,7 @@ def uniform(seeds_R2: Array, positions_R: Array) -> Array:
 
 
 @jax.named_scope("score")
-def score(raw_RV: Array, tokens_R: Array, axis: Axis = WHOLE) -> tuple[Array, ...]:
+def score(raw_RV: Array, tokens_R: Array, axis: Axis = UNSPLIT) -> tuple[Array, ...]:
     """Log-probability and rank of each row's token, and the best K tokens with theirs."""
     V = raw_RV.shape[1]
     if axis.size == 1:

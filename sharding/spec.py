@@ -28,7 +28,7 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A leaf of an abstract weight tree: shardings, random weights, the loader's plan and memory sizes follow from it."""
+    """A leaf of an abstract weight tree: shardings, random weights, loading and memory sizes follow from it."""
 
     shape: tuple[int, ...]
     dtype: Any

@@ -29,7 +29,7 @@ class KVPages:
 
 
 @struct.dataclass
-class Rows:
+class QueryRows:
     """Which sequence each query row belongs to, and where the keys and values of one cache group lie."""
 
     positions_T: Any
@@ -56,7 +56,7 @@ def paged_attention(
     k_TKH,
     v_TKH,
     pages: KVPages,
-    rows: Rows,
+    rows: QueryRows,
     *,
     scale,
     window=None,

@@ -80,7 +80,7 @@ def doubts(kind: str, wish: str) -> str | None:
         errors = try_apart(kind)
     except OSError as failure:
         return f"it could not be tried: {failure}"
-    except Failed as failure:
+    except TrialFailed as failure:
         return f"its trial on this GPU failed: {failure}"
     if wrong := [f"{name} by {found:.1e}" for name, found in errors.items() if not found < LARGEST_ERROR]:
         return f"it is wrong on this GPU: {', '.join(wrong)}, where {LARGEST_ERROR:.0e} is allowed"
@@ -89,7 +89,7 @@ def doubts(kind: str, wish: str) -> str | None:
     return None
 
 
-class Failed(Exception):
+class TrialFailed(Exception):
     """A trial did not come to an end."""
 
 
@@ -108,14 +108,14 @@ def try_apart(kind: str) -> dict[str, float]:
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS
         )
     except subprocess.TimeoutExpired:
-        raise Failed(f"it took longer than {SECONDS} s") from None
+        raise TrialFailed(f"it took longer than {SECONDS} s") from None
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:
-        raise Failed(f"it ended with status {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
+        raise TrialFailed(f"it ended with status {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        raise Failed(f"it said {done.stdout[-200:]!r}") from None
+        raise TrialFailed(f"it said {done.stdout[-200:]!r}") from None
 
 
 def trials(kind: dict) -> list[Trial]:

@@ -15,7 +15,7 @@ from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig
 from ...model.partition import Stage, local_config, whole_model
 from ...ops import sampling
-from ...ops.attention import KVPages, Rows, paged_attention
+from ...ops.attention import KVPages, QueryRows, paged_attention
 from ...sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
 from ...sharding.mesh import device_axes
 from .batch import Layout
@@ -176,7 +176,7 @@ def step_of_one(
     def attend(index, q_TNH, k_TKH, v_TKH, pages, **options):
         owner, group = config.kv_owner[index], config.group(index)
         slots_T = jnp.pad(batch.slots_GT[group], (0, spare))
-        rows = Rows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
+        rows = QueryRows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
         q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
         spread = {"context": axes.context, "deal": axes.rows.size > 1}
         out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, pages[owner], rows, **options, **spread)

@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.model import decoder
 from quire.model.config import Attention, Layer, ModelConfig, Moe
 from quire.model.planning import cost
-from quire.model.planning.meshes import Planner, Work
+from quire.model.planning.meshes import Planner, Workload
 from quire.model.weights import moe_spec
 from quire.ops import native
 from quire.ops.quant.stack import Stack
@@ -83,7 +83,7 @@ def test_greedy_tokens(name, quantization, sizes, golden, alone):
     runner = llm.engine.runner
     assert runner.compiles.recompiles == 0
     if "pipe" not in sizes:
-        planner = Planner(runner.config, cost.DEVICES["cpu"], Work(4, 64, 32))
+        planner = Planner(runner.config, cost.DEVICES["cpu"], Workload(4, 64, 32))
         planned = planner.held(sizes.get("tensor", 1), sizes.get("expert", 1) * sizes.get("data", 1))
         found = Counter()
         for leaf in jax.tree.leaves(runner.weights):

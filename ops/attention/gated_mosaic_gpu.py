@@ -20,7 +20,8 @@ from threading import Lock
 
 import jax
 
-from . import mosaic, mosaic_gpu
+from ...sharding.device_axes import UNSPLIT, Axis
+from . import mosaic, mosaic_gpu, require_whole_pages
 from .accuracy_trial import LARGEST_ERROR, Trial, error
 
 SECONDS = 240  # that a trial may take: it starts JAX and compiles a handful of kernels
@@ -35,8 +36,12 @@ log = logging.getLogger("quire")
 lock = Lock()
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
+def paged_attention(
+    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim,
+    context: Axis = UNSPLIT, split_rows=False,
+):  # fmt: skip
     """See `quire.ops.attention.paged_attention`."""
+    require_whole_pages(context)
     try:
         mosaic_gpu.require(q_TNH, pages, value_dim)
         page = pages.k_PSKH

@@ -30,7 +30,7 @@ def paged_attention(
     sinks_N,
     value_dim,
     context: Axis = UNSPLIT,
-    deal=False,
+    split_rows=False,
 ):
     """See `quire.ops.attention.paged_attention`. R is the rows of a tile times the query heads of a KV head."""
     T, N, H = q_TNH.shape
@@ -103,7 +103,7 @@ def paged_attention(
 
     if context.size > 1:
         found_TNX = by_row(jnp.concatenate((out, total[..., None], best[..., None]), axis=-1), jnp.float32)
-        if deal:
+        if split_rows:
             found_nTNX = context.exchange(found_TNX.reshape(context.size, -1, *found_TNX.shape[1:]))
         else:
             found_nTNX = context.gather(found_TNX)

@@ -178,7 +178,7 @@ def step_of_one(
         slots_T = jnp.pad(batch.slots_GT[group], (0, spare))
         rows = QueryRows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
         q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
-        spread = {"context": axes.context, "deal": axes.rows.size > 1}
+        spread = {"context": axes.context, "split_rows": axes.rows.size > 1}
         out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, pages[owner], rows, **options, **spread)
         return out_TNH, {**pages, owner: filled}
 
@@ -190,14 +190,14 @@ def step_of_one(
 
     own_T, first = axes.rows.part(positions_T), stage.layers.start
     if stage.begins:
-        x = decoder.enter(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes)
+        x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes)
     pages = {**state.pages, LOADS: state.loads_nLE}
     hear = None if state.loads_nLE is None else note
-    x, pages = decoder.pass_through(weights.layers, first, x, pages, own_T, config, attend, axes, hear, fetch)
+    x, pages = decoder.run_layers(weights.layers, first, x, pages, own_T, config, attend, axes, hear, fetch)
     loads_nLE = pages.pop(LOADS)
     if not stage.ends:
         return x, None, state.replace(pages=pages)
-    hidden_RD = take_rows(decoder.leave(weights, x[0], config), batch.sample_rows_R, axes.rows)
+    hidden_RD = take_rows(decoder.final_norm(weights, x[0], config), batch.sample_rows_R, axes.rows)
     logits_RV = decoder.logits(weights, hidden_RD, config, axes)
     with jax.named_scope("sample"):
         axis = axes.tensor

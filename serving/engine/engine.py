@@ -25,7 +25,7 @@ from .deadlines import Deadlines
 from .replicas import Tables, scheduler_of
 from .runner import Drawn, Runner
 from .scheduler import Plan, rank_of
-from .snapshot import Occupancy, Snapshot, occupancy, snapshot
+from .snapshot import OWNED, ExpertUse, Occupancy, PageCounts, Snapshot, owners_of
 from .step_record import Observer, StepRecord, TakenIn, UnderWay
 
 log = logging.getLogger("quire")
@@ -292,11 +292,50 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """What the engine is like now, in numbers. Any thread may ask."""
-        return snapshot(self)
+        pages, runner, experts = self.pages, self.runner, self.runner.expert_loads
+        counts = (
+            PageCounts(table.replica, group.window, group.num_pages - 1, len(group.blank), len(group.kept))
+            for table in pages.tables
+            for group in table.groups
+        )
+        return Snapshot(
+            now=self.clock(),
+            asleep=self.asleep,
+            weights_dropped=runner.weights is None,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            requests=len(self.requests),
+            max_seqs=runner.limits.max_seqs * len(pages.tables),
+            max_tokens=runner.limits.max_rows * len(pages.tables),
+            max_len=self.max_len,
+            page_size=pages.page_size,
+            pages=tuple(counts),
+            pages_used=pages.used(),
+            caches_prefixes=pages.keeps_prefixes,
+            kv_dtype=self.config.kv_dtype,
+            recompiles=max(0, runner.compiles.recompiles),
+            experts=experts
+            and ExpertUse(int(experts.rows_LE.sum()), experts.skew(), experts.device_skew(), experts.moved),
+        )
 
     def occupancy(self, listed: int) -> Occupancy:
-        """Who has which slot and page. Only the engine's thread may ask."""
-        return occupancy(self, listed)
+        """Who has which slot and page, and the first `listed` that wait. Only the engine's thread may ask."""
+        running: dict[Request, list[Sequence]] = {}
+        for seq in self.scheduler.running:
+            running.setdefault(seq.request, []).append(seq)
+        waiting: dict[Request, None] = {}
+        for seq in self.scheduler.waiting:
+            if seq.request not in running:
+                waiting[seq.request] = None
+                if len(waiting) == listed:
+                    break
+        codes = {request: OWNED + index for index, request in enumerate(running)}
+        pages = []
+        for table in self.pages.tables:
+            seqs = [seq for seq in self.scheduler.running if seq.pages and seq.replica == table.replica]
+            for index, group in enumerate(table.groups):
+                pages.append(owners_of(group, [(codes[seq.request], seq.pages[index]) for seq in seqs]))
+        return Occupancy(running, list(waiting), pages)
 
     def read_pages(self, group: int, pages: Seq[int]) -> Any:
         """What a few pages of a cache group hold, a row of bytes each; nothing waits for the device."""

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..cache.page_pool import Group
 from ..request.request import Request
 from ..request.sequence import Sequence
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 BLANK, CACHED, SHARED, OWNED = 0, 1, 2, 3  # OWNED + n: the page of one request, the n-th of those that run
 
@@ -68,54 +65,6 @@ class Occupancy:
     running: dict[Request, list[Sequence]]  # with those of its sequences that have slots
     waiting: list[Request]  # the first in the queue of those that have none
     pages: list[np.ndarray]  # of each group, in the order of `Snapshot.pages`: who has each page but the dummy
-
-
-def snapshot(engine: "Engine") -> Snapshot:
-    pages, runner = engine.pages, engine.runner
-    replicas = len(pages.tables)
-    experts = runner.expert_loads
-    return Snapshot(
-        now=engine.clock(),
-        asleep=engine.asleep,
-        weights_dropped=runner.weights is None,
-        running=len(engine.scheduler.running),
-        waiting=len(engine.scheduler.waiting),
-        requests=len(engine.requests),
-        max_seqs=runner.limits.max_seqs * replicas,
-        max_tokens=runner.limits.max_rows * replicas,
-        max_len=engine.max_len,
-        page_size=pages.page_size,
-        pages=tuple(
-            PageCounts(table.replica, group.window, group.num_pages - 1, len(group.blank), len(group.kept))
-            for table in pages.tables
-            for group in table.groups
-        ),
-        pages_used=pages.used(),
-        caches_prefixes=pages.keeps_prefixes,
-        kv_dtype=engine.config.kv_dtype,
-        recompiles=max(0, runner.compiles.recompiles),
-        experts=experts and ExpertUse(int(experts.rows_LE.sum()), experts.skew(), experts.device_skew(), experts.moved),
-    )
-
-
-def occupancy(engine: "Engine", listed: int) -> Occupancy:
-    """With the first `listed` of the requests that wait."""
-    running: dict[Request, list[Sequence]] = {}
-    for seq in engine.scheduler.running:
-        running.setdefault(seq.request, []).append(seq)
-    waiting: dict[Request, None] = {}
-    for seq in engine.scheduler.waiting:
-        if seq.request not in running:
-            waiting[seq.request] = None
-            if len(waiting) == listed:
-                break
-    codes = {request: OWNED + index for index, request in enumerate(running)}
-    pages = []
-    for table in engine.pages.tables:
-        seqs = [seq for seq in engine.scheduler.running if seq.pages and seq.replica == table.replica]
-        for index, group in enumerate(table.groups):
-            pages.append(owners_of(group, [(codes[seq.request], seq.pages[index]) for seq in seqs]))
-    return Occupancy(running, list(waiting), pages)
 
 
 def owners_of(group: Group, owned: list[tuple[int, list[int]]]) -> np.ndarray:

@@ -10,7 +10,6 @@ from ..api.params import SamplingParams
 if TYPE_CHECKING:
     from .grammar import Constraint
     from .pooling import Pool
-    from .request import Request
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +35,7 @@ class Sequence:
     lockstep: bool = False  # its next step needs its last token on the host
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: tuple[int, int] = (0, 0)
-    request: "Request | None" = None  # whose answer this is, until that ends
+    request: Any = None  # the `Request` whose answer this is, until the answer ends
     num_computed: int = 0
     pending: int = 0
     slot: int = -1

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from .. import options as o
-from .command import amount, length_name, table
+from ..tables import amount, length_name, table
 
 SHOWN = 10
 NAMES = {"tensor": "tensor", "expert": "expert", "context": "context", "pipe": "pipeline", "data": "data"}

@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 from golden.families import VARIANTS
-from test_golden import Golden
+from golden.recorded import Golden
 
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Homes, abstract_over

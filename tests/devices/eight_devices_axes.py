@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
-from test_golden import TOLERANCE, Golden, check_answers
+from golden.recorded import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import loader

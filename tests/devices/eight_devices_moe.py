@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
+from golden.recorded import TOLERANCE, Golden, check_answers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_golden import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
 from quire.model import decoder, expert_copies, uncached

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden.families import VARIANTS
+from golden.recorded import Golden
 from jax.sharding import PartitionSpec as P
-from test_golden import Golden
 
 from quire import LLM, SamplingParams
 from quire.model import decoder

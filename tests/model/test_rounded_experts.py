@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_values import restored
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
+from golden.recorded import TOLERANCE, Golden
 from safetensors.numpy import save_file
-from test_golden import TOLERANCE, Golden
-from test_quant import restored
 
 from quire import LLM, SamplingParams
 from quire.model import decoder, uncached

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from test_plan import LLAMA, PUBLISHED, random_config
+from plan_configs import LLAMA, PUBLISHED, random_config
 from typer.testing import CliRunner
 
 from quire.__main__ import app, main

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 from ...sharding.local_shards import sharded_shape
 from ...sharding.mesh import AXES, DEVICE_ORDER, sharding
 from ..config import Layer, ModelConfig, ModelError
-from ..partition import Stage, check, split_config, splits, stages
+from ..partition import Stage, check, split_config, splits, stage_weights, stages
 from ..weights import ModelWeights, abstract, dense_specs
 from .cost import Device, layer_token_bytes, met_weights, score_width, seen
 from .traffic import Collective, traffic
@@ -101,9 +101,9 @@ class Planner:
     def __init__(self, config: ModelConfig, device: Device, work: Workload, weights: ModelWeights | None = None):
         self.config, self.device, self.work = config, device, work
         self.weights = abstract(config) if weights is None else weights
-        self.held, self.part = cache(self.held_of), cache(self.part_of)
+        self.held, self.part = cache(self.bytes_of), cache(self.split_over)
 
-    def held_of(self, tensor: int, sharing: int) -> ModelWeights:
+    def bytes_of(self, tensor: int, sharing: int) -> ModelWeights:
         """Bytes of each leaf on a device, where `sharing` devices split the experts."""
         sizes = {"tensor": tensor, "expert": sharing}
         mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
@@ -114,7 +114,7 @@ class Planner:
 
         return jax.tree.map(nbytes, self.weights)
 
-    def part_of(self, tensor: int):
+    def split_over(self, tensor: int):
         """The model as one of `tensor` devices computes it, and the dense specs of its layers."""
         own = split_config(self.config, tensor)
         return own, dense_specs(own).layers
@@ -152,13 +152,8 @@ class Planner:
     def stage_weights(self, sizes: Mapping[str, int], stage: Stage) -> ModelWeights:
         """Bytes of each leaf that a device of a stage holds."""
         held = self.held(sizes["tensor"], sizes["expert"] * sizes["context"] * sizes["data"])
-        own = held.replace(layers=held.layers[stage.layers.start : stage.layers.stop])
-        tied = self.config.tied
-        if not stage.begins:
-            own = own.replace(per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
-            if not (tied and stage.ends):
-                own = own.replace(embed_VD=None)
-        return own if stage.ends else own.replace(final_norm_D=None, head_VD=None)
+        own = stage_weights(held, stage)
+        return own.replace(embed_VD=held.embed_VD) if self.config.tied and stage.ends else own
 
     def time(self, sizes: Mapping[str, int], rows: int, seqs: int, length: int, prompts: bool) -> StepTime:
         """The time of a step of so many rows and sequences, each of which sees `length` positions."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from ...model.text.tokenizer import Tokenizer
 from ...model.text.worker import WorkerProcess
+from ..api.errors import RequestError
 from ..api.structured import FIELD
-from ..api.validation import RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -20,7 +20,7 @@ from quire.model.checkpoint.placement import Homes
 from quire.model.config import ModelError, Moe
 from quire.model.weights import MoeWeights
 from quire.ops.expert_dispatch import capacity
-from quire.serving.api.params import RequestError
+from quire.serving.api.errors import RequestError
 from quire.serving.device import expert_loads
 from quire.serving.device.expert_placement import transfers
 from quire.serving.device.step import move_experts

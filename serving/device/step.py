@@ -272,10 +272,10 @@ def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
 @partial(jax.jit, donate_argnames="slots")
 def reset_slot(slots: sampling.SlotState, slot, row: sampling.SlotState) -> sampling.SlotState:
     """Make a slot ready for a new request."""
-    return sampling.reset_slot(slots, slot, row)
+    return sampling.replace_row(slots, slot, row)
 
 
 @partial(jax.jit, donate_argnames="bias_BV")
 def set_bias(bias_BV, slot, bias_V) -> jax.Array:
     """What a slot's next token may be."""
-    return sampling.set_bias(bias_BV, slot, bias_V)
+    return sampling.replace_bias(bias_BV, slot, bias_V)

@@ -11,7 +11,8 @@ from typing import IO, Annotated, Any
 import typer
 
 from .. import __version__
-from ..serving.api.params import RequestError, shown
+from ..serving.api.errors import RequestError
+from ..serving.api.validation import shown
 from ..serving.progress import bar
 from ..serving.protocol.answers import chat as chat_answer
 from ..serving.protocol.answers import completion as completion_answer

@@ -18,9 +18,10 @@ import quire
 from quire.__main__ import COMMANDS, app, main
 from quire.model.config import ModelError
 from quire.scripts import chat, collect_env, generate, sizes
+from quire.serving.api.errors import RequestError
 from quire.serving.api.options import EngineOptions
 from quire.serving.api.outputs import CompletionOutput, RequestOutput
-from quire.serving.api.params import RequestError, SamplingParams
+from quire.serving.api.params import SamplingParams
 
 TOO_LONG = RequestError("prompt", "has 9 tokens; at most 8 fit")
 WORDS = ("Once ", "upon ", "a ", "time. ")

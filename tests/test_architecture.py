@@ -211,6 +211,14 @@ def test_package_list_is_true():
     assert top == set(LAYERS), "a package that the layers do not know"
 
 
+def test_what_ships_imports_no_tool():
+    tools = tuple(f"quire.scripts.{tool}." for tool in TOOLS)
+    for path in FILES:
+        if path.parent.name not in TOOLS:
+            found = [module for _, module in imports(path) if f"{module}.".startswith(tools)]
+            assert not found, f"{path} imports {found}"
+
+
 def test_every_data_file_is_shipped():
     patterns = [
         f"{name.replace('.', '/').replace('quire', '.', 1)}/{pattern}".removeprefix("./")

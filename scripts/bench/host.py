@@ -1,4 +1,4 @@
-"""`quire bench host`: what a step costs the host, with a device that takes no time."""
+"""`quire bench host`: the host's time for a step, with a device that takes none."""
 
 from statistics import median
 from time import perf_counter
@@ -24,19 +24,19 @@ def main(
         typer.Option(
             parser=size,
             metavar="TOKENS",
-            help="How long each is; may be given several times.",
+            help="Tokens of each sequence; may be given several times.",
             show_default="100, 500, 850",
             rich_help_panel=load.DATA,
         ),
     ] = None,
     num_steps: Annotated[int, o.sized("--num-steps", "Steps to measure.", "N", load.DATA)] = 100,
     num_processes: Annotated[
-        int, o.sized("--num-processes", "Processes that are told of each step, as over several hosts.", "N", load.DATA)
+        int, o.sized("--num-processes", "Processes that receive each step, as on several hosts.", "N", load.DATA)
     ] = 1,
     as_json: reports.Json = None,
     save_result: reports.SaveResult = False,
 ) -> None:
-    """Decode without a device. Prints what planning a step, writing its arrays and taking in its tokens cost."""
+    """Decode without a device. Prints the host's time to schedule a step, build its arrays and take in its tokens."""
     report = reports.report(context, as_json, save_result, None)
     load.above_zero(
         num_seqs=num_seqs, num_steps=num_steps, input_len=min(input_len or [1]), num_processes=num_processes
@@ -57,7 +57,7 @@ def main(
 
 
 def followed_by(count: int) -> Any:
-    """So many processes that hear what is to be done, and do nothing."""
+    """Connections to so many processes that receive every step and do nothing."""
     import socket
     import subprocess
     import sys
@@ -75,7 +75,7 @@ def followed_by(count: int) -> Any:
 
 
 def listen(port: int) -> None:
-    """What such a process does, until there is no more to hear."""
+    """What such a process runs, until the leader ends it."""
     import os
     import socket
 
@@ -88,12 +88,12 @@ def listen(port: int) -> None:
 
 
 def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> dict[str, list[float]]:
-    """Seconds of the parts of each step, once all sequences decode."""
+    """Seconds of each part of each step, once all sequences decode."""
     from ...serving.api.params import SamplingParams
     from ...serving.engine.step_record import Observer, StepRecord
 
     class Laps(Observer):
-        """Keeps the times in place of writing them."""
+        """Keeps the times instead of writing them."""
 
         def observe(self, record: StepRecord) -> None:
             step, taken = record.launched, record.taken
@@ -120,9 +120,9 @@ def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> di
 
 
 def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
-    """The engine of the bundled model with room for so many sequences, and a device that is not there.
+    """The engine of the bundled model with room for so many sequences, on a device that does not exist.
 
-    Every row draws the same token, at once.
+    Every sampled token is the same, and there at once.
     """
     import numpy as np
 

@@ -205,6 +205,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_come_as_written_however_the_answer_is_cut(name):
     parser, answers = FORMATS[name]
@@ -335,6 +336,7 @@ def test_thoughts_come_before_the_rest(thought, parts, opened, gap):
         assert thought.startswith(cut.thought.rstrip()) or "</think>".startswith(cut.thought[len(thought) :].strip())
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("name", PARSERS)
 def test_any_text_is_read_the_same_however_it_is_cut(name):
     """Markers in any order, JSON or none: no error, and one result."""

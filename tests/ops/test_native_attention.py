@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import cases, slow
+from cases import cases, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ LONGEST = 1300  # positions: two borders between pieces and a few keys
 ISAS = [name for name in build.isas() if "emulated" not in name]
 
 
-@pytest.fixture(params=[*ISAS[:1], *slow(ISAS[1:])])
+@pytest.fixture(params=thinned(ISAS, ISAS[:1]))
 def isa(request, monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE", request.param)
     if not native.serves():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import cases, slow
+from cases import cases, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ ISAS = list(build.isas())
 FORMATS = ("int8", "int8-weights", "int4", "int4-64", "int4-128-zero", "int4-zero")
 
 
-@pytest.fixture(params=[*ISAS[:1], *slow(ISAS[1:])])
+@pytest.fixture(params=thinned(ISAS, ISAS[:1]))
 def isa(request, monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE", request.param)
     if not native.serves():

@@ -73,7 +73,9 @@ def check(llm: AsyncLLM) -> None:
     assert llm.engine.runner.compiles.recompiles == 0
 
 
-@pytest.mark.parametrize(("name", "dtype", "tolerance"), KINDS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"), [KINDS[0], *(pytest.param(*k, marks=pytest.mark.slow) for k in KINDS[1:])]
+)
 def test_the_same_as_one_engine(name, dtype, tolerance, tmp_path):
     """From device to device and through the host's memory."""
     variant = next(variant for variant in VARIANTS if variant.name == name)

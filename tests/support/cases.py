@@ -4,7 +4,7 @@ It draws a tenth (but a few at least), `make test-all` every one; QUIRE_CASES=10
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -16,6 +16,6 @@ def cases(number: int, least: int = 10) -> int:
     return max(round(number * FACTOR), min(number, least))
 
 
-def slow(values: Iterable[Any]) -> list[Any]:
-    """The parameters of a test that `make test` leaves out, beside one that it does not."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+def thinned(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """The parameters of a test, of which `make test` has those that are kept."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import thinned
 from golden.families import VARIANTS
 from golden.recorded import Golden
 
@@ -73,11 +74,10 @@ def check(llm: AsyncLLM) -> None:
     assert llm.engine.runner.compiles.recompiles == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "tolerance"), [KINDS[0], *(pytest.param(*k, marks=pytest.mark.slow) for k in KINDS[1:])]
-)
-def test_the_same_as_one_engine(name, dtype, tolerance, tmp_path):
+@pytest.mark.parametrize("kind", thinned(KINDS, KINDS[:1]), ids=str)
+def test_the_same_as_one_engine(kind, tmp_path):
     """From device to device and through the host's memory."""
+    name, dtype, tolerance = kind
     variant = next(variant for variant in VARIANTS if variant.name == name)
     folder = Golden(variant, tmp_path).folder
     reader, writer = (start(folder, kv_cache_dtype=dtype) for _ in range(2))

@@ -12,7 +12,7 @@ EXPORTS = {
     "CompletionOutput": ".serving.api.outputs",
     "LLM": ".serving.llm",
     "ModelError": ".model.config",
-    "RequestError": ".serving.api.params",
+    "RequestError": ".serving.api.errors",
     "RequestOutput": ".serving.api.outputs",
     "SamplingParams": ".serving.api.params",
     "follow": ".serving.follow",
@@ -20,9 +20,9 @@ EXPORTS = {
 
 if TYPE_CHECKING:
     from .model.config import ModelError as ModelError
+    from .serving.api.errors import RequestError as RequestError
     from .serving.api.outputs import CompletionOutput as CompletionOutput
     from .serving.api.outputs import RequestOutput as RequestOutput
-    from .serving.api.params import RequestError as RequestError
     from .serving.api.params import SamplingParams as SamplingParams
     from .serving.async_llm import AsyncLLM as AsyncLLM
     from .serving.engine.beam_search import BeamSearchParams as BeamSearchParams

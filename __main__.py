@@ -72,7 +72,7 @@ def main() -> None:
         message, code = error.format_message(), error.exit_code
     except ValueError as error:
         from .model.config import ModelError
-        from .serving.api.params import RequestError
+        from .serving.api.errors import RequestError
 
         if not isinstance(error, (ModelError, RequestError)):
             raise

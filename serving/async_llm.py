@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from .api.errors import NotServing
 from .api.options import Pooling, options_of
 from .api.outputs import Delta, Fresh, RequestOutput
-from .api.params import PLAIN, NotServing, SamplingParams, Terms
+from .api.params import PLAIN, SamplingParams, Terms
 from .build import make_engine
 from .device.expert_loads import known
 from .device.expert_rebalancer import given

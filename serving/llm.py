@@ -8,9 +8,11 @@ from typing import Any
 
 from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
+from .api.errors import RequestError
 from .api.options import Pooling, options_of
 from .api.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
-from .api.params import PLAIN, RequestError, SamplingParams, Terms, shown
+from .api.params import PLAIN, SamplingParams, Terms
+from .api.validation import shown
 from .build import make_engine
 from .device.expert_loads import known
 from .device.expert_rebalancer import given

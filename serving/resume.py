@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .api.errors import EngineError
 from .api.outputs import Fresh
 from .engine.engine import Engine
-from .protocol.answers.choices import EngineError
 from .request.request import Request
 
 Told = tuple[int, int, list[int]]  # of which prompt, which of its answers, and the tokens that it got at once

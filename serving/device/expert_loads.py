@@ -7,7 +7,7 @@ import numpy as np
 
 from ...model.config import ModelConfig
 from ...model.expert_copies import first_placements
-from ..api.params import RequestError
+from ..api.errors import RequestError
 from .expert_placement import busiest
 from .state import State
 from .step import read_loads

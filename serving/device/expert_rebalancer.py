@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ...model.config import ModelConfig
 from ...model.expert_copies import placed
 from ...model.weights import ModelWeights, MoeWeights
-from ..api.params import RequestError
+from ..api.errors import RequestError
 from .expert_loads import Experts
 from .expert_placement import balanced, busiest, settled, transfers
 from .step import move_experts

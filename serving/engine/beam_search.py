@@ -3,7 +3,9 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from ..api.params import MAX_LOGPROBS, PLAIN, RequestError, SamplingParams, Terms, boolean, integer, number
+from ..api.errors import RequestError
+from ..api.params import MAX_LOGPROBS, PLAIN, SamplingParams, Terms
+from ..api.validation import boolean, integer, number
 from ..request.request import Request
 from .engine import Engine
 

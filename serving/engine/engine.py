@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from ...model.text.tokenizer import Tokenizer
+from ..api.errors import NotServing, QueueFull, RequestError
 from ..api.options import Pooling
-from ..api.params import PLAIN, NotServing, QueueFull, RequestError, SamplingParams, Terms, shown
+from ..api.params import PLAIN, SamplingParams, Terms
+from ..api.validation import shown
 from ..cache.page_table import PageTable
 from ..cache.prefetch import saving
 from ..observe.trace import NoTrace

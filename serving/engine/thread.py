@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ..api.params import NotServing
+from ..api.errors import NotServing
 from .delivery import Courier
 from .engine import Engine
 

@@ -9,7 +9,8 @@ from ...model.config import ModelError
 from ...model.text.chat_template import PromptError
 from ...model.text.tokenizer import Tokenizer
 from .. import parsing
-from ..api.params import RequestError, SamplingParams
+from ..api.errors import RequestError
+from ..api.params import SamplingParams
 from ..async_llm import Ask
 from ..engine.engine import Engine
 from ..parsing.forced import Forced

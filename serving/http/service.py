@@ -14,7 +14,8 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from ...model.config import ModelError
-from ..api.params import RequestError, Terms
+from ..api.errors import RequestError
+from ..api.params import Terms
 from ..async_llm import Answers, Ask, AsyncLLM
 from ..engine.engine import Engine
 from ..observe.metrics import Http

@@ -16,7 +16,8 @@ from cases import thinned
 from quire.model import uncached
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache import disk_cache as disk_module
 from quire.serving.cache.disk_cache import DiskPages
 from quire.serving.cache.host_cache import Tiers

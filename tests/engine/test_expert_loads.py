@@ -14,7 +14,7 @@ from served import model_of, served
 from quire import LLM, SamplingParams
 from quire.model import decoder, uncached
 from quire.model.checkpoint import loader
-from quire.serving.api.params import RequestError
+from quire.serving.api.errors import RequestError
 from quire.serving.device import expert_loads
 from quire.serving.device.expert_loads import Experts
 from quire.serving.device.state import State

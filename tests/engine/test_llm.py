@@ -7,7 +7,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.model.config import ModelError
-from quire.serving.api.params import RequestError
+from quire.serving.api.errors import RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = ["Once upon a time", "One day", "There was a", "The"]

@@ -21,8 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny import write
 
 from quire.scripts.bench.host import pretended_engine
+from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import FINISH_REASONS
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.llm import LLM

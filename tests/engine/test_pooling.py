@@ -11,9 +11,9 @@ from quire import LLM, SamplingParams
 from quire.model import uncached
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
+from quire.serving.api.errors import RequestError
 from quire.serving.api.options import POOLINGS
 from quire.serving.api.outputs import RequestOutput
-from quire.serving.api.params import RequestError
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner

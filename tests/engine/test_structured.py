@@ -21,7 +21,7 @@ from tokenizer_zoo import ZOO, save
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import hub, loader
 from quire.model.text.tokenizer import Tokenizer
-from quire.serving.api.params import RequestError
+from quire.serving.api.errors import RequestError
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine import runner as runner_module
 from quire.serving.engine.engine import Engine

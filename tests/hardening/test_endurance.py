@@ -12,7 +12,8 @@ from cases import cases
 
 from quire.scripts.bench.host import pretended_engine
 from quire.scripts.bench.simulation import Cost, Job, Simulation, reasons
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.scheduler import Limits
 

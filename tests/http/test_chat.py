@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
+from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob
-from quire.serving.api.params import RequestError, SamplingParams
+from quire.serving.api.params import SamplingParams
 from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
 from quire.serving.protocol.answers import chat as chat_answer
 from quire.serving.protocol.answers.answer import Answer, ChatRequest, Head, Part, Prompted, ToolCall, Usage

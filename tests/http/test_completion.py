@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.completion_create_params import CompletionCreateParamsStreaming
 
+from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob
-from quire.serving.api.params import RequestError, SamplingParams
+from quire.serving.api.params import SamplingParams
 from quire.serving.parsing.pieces import Said
 from quire.serving.protocol.answers import completion as completion_answer
 from quire.serving.protocol.answers.answer import Answer, CompletionRequest, Head, Part, Prompted, Usage

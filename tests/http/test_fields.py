@@ -9,7 +9,8 @@ from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.protocol import chat as chats
 from quire.serving.protocol import completion as completions
 from quire.serving.protocol.answers.answer import Delivery

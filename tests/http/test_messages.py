@@ -16,7 +16,8 @@ from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
 from quire.serving.protocol import messages
 from quire.serving.protocol.answers.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.parsing.pieces import Arguments, Call, Said
 from quire.serving.protocol import responses
 from quire.serving.protocol.answers.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage

@@ -6,13 +6,13 @@ from typing import Any
 
 from starlette.requests import Request
 
+from ...api.errors import EngineError
 from ...api.outputs import RequestOutput
 from ...async_llm import Ask
 from ...engine.engine import Engine
 from ...engine.thread import EngineFailed
 from ...protocol import pooling as shapes
 from ...protocol.answers.answer import Head, Usage
-from ...protocol.answers.choices import EngineError
 from ...request import pooling, scoring
 from .. import prompting
 from ..errors import HttpError, Json

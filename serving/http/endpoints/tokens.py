@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ....model.text.chat_template import PromptError
-from ...api.params import RequestError
+from ...api.errors import RequestError
 from ...engine.engine import Engine
 from ...protocol import messages
 from ...protocol.tokens import TokenizeRequest, checked, parse_detokenize, parse_tokenize

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from ..sharding.device_axes import WHOLE, Axis
+from ..sharding.device_axes import UNSPLIT, Axis
 from .ordered_sum import sum_pairs
 
 
-def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = WHOLE):
+def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
     """x / rms(x) over the last axis, times `scale` if there is one; the result has x's dtype.
 
     Where the devices of `axis` have a part of it each, it is that of all parts.

@@ -142,7 +142,7 @@ def cases():
     import jax
     import jax.numpy as jnp
 
-    from ..ops.attention import KVPages, Rows, pairs
+    from ..ops.attention import KVPages, QueryRows, pairs
 
     T, N, K, H, P, S = 4, 4, 2, 128, 8, 16
 
@@ -157,7 +157,7 @@ def cases():
         else:
             pages = KVPages(array((P, S, heads, H)), None if latent else array((P, S, heads, H)))
         ints = jnp.int32
-        rows = Rows(array((T,), ints), array((T + 1,), ints), array((T, 2), ints), array((T,), ints))
+        rows = QueryRows(array((T,), ints), array((T + 1,), ints), array((T, 2), ints), array((T,), ints))
 
         def call(implementation):
             return jax.eval_shape(

@@ -11,7 +11,10 @@ from . import options as o
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must be new.")],
-    quantization: o.Rounding,
+    quantization: Annotated[
+        str,
+        typer.Option(help=o.ENGINE_FLAGS["quantization"].__metadata__[0].help, show_default=False),
+    ],
 ) -> None:
     """Round the weights of a model to the nearest and write them in the compressed-tensors form."""
     from rich.progress import Progress  # not at the top: `--help` must not wait for JAX

@@ -23,7 +23,7 @@ from .loading import load
 
 
 @dataclass
-class Job:
+class LineJob:
     """A line with the requests it became, one a prompt, or the error it met."""
 
     line: BatchLine
@@ -96,7 +96,7 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
     started, written, refused, tokens = time.perf_counter(), 0, 0, 0
     jobs = [start(llm, line, names) for line in lines]
 
-    def write(job: Job) -> None:
+    def write(job: LineJob) -> None:
         nonlocal written, refused, tokens
         result = result_of(job, names[0])
         output.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -128,11 +128,11 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
         )
 
 
-def start(llm, line: BatchLine, names: tuple[str, ...]) -> Job:
+def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
     """Queue the requests of a line; if one of them cannot be served, none is."""
     asked = line.request
     if isinstance(asked, RequestError):
-        return Job(line, error=asked)
+        return LineJob(line, error=asked)
     from ..serving.http import prompting  # not at the top: `--help` must not wait for JAX
 
     requests: list[Any] = []
@@ -149,11 +149,11 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> Job:
     except RequestError as error:
         for request in requests:
             llm.engine.abort(request.request_id)
-        return Job(line, error=error)
-    return Job(line, requests, prepared)
+        return LineJob(line, error=error)
+    return LineJob(line, requests, prepared)
 
 
-def result_of(job: Job, model: str) -> dict[str, Any]:
+def result_of(job: LineJob, model: str) -> dict[str, Any]:
     """The output line of a job that is done."""
     name = uuid.uuid4().hex
     request_id = f"batch_req_{name}"

@@ -42,7 +42,7 @@ DEVICES = {  # GPUs: the makers' figures: NVLink, for the L4 PCIe; a network ada
 
 
 @dataclass(frozen=True)
-class Kind:
+class CacheKind:
     """Layers alike in how they keep keys and values."""
 
     name: str
@@ -65,7 +65,7 @@ def layer_token_bytes(attention, dtype: str) -> int:
     return heads * (width * size + (4 if size == 1 else 0))
 
 
-def kinds(config: ModelConfig) -> tuple[Kind, ...]:
+def kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
     """The layers by kind of cache; those that read another layer's come last and cost nothing."""
     found = Counter()
     for index, layer in enumerate(config.layers):
@@ -77,7 +77,7 @@ def kinds(config: ModelConfig) -> tuple[Kind, ...]:
         name = name if attention.window is None else f"window {attention.window}"
         found[name, layer_token_bytes(attention, config.kv_dtype), attention.window] += 1
     return tuple(
-        Kind(name, count, count * token_bytes, window)
+        CacheKind(name, count, count * token_bytes, window)
         for (name, token_bytes, window), count in sorted(found.items(), key=lambda item: item[0][0] == "shared")
     )
 

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from ...sharding.local_shards import dealt_shape
-from ...sharding.mesh import APART, AXES, sharding
+from ...sharding.local_shards import sharded_shape
+from ...sharding.mesh import AXES, DEVICE_ORDER, sharding
 from ..config import Layer, ModelConfig, ModelError
-from ..partition import Stage, check, part_of_sizes, splits, stages
+from ..partition import Stage, check, split_config, splits, stages
 from ..weights import ModelWeights, abstract, dense_specs
 from .cost import Device, layer_token_bytes, met_weights, score_width, seen
-from .traffic import Sent, traffic
+from .traffic import Collective, traffic
 
 MACHINE = 8  # devices of a machine
 PAGE = 16  # positions of a page, which `context` divides
@@ -29,7 +29,7 @@ LATENCY = 10e-6  # seconds of a collective, or of a copy to the next stage, howe
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What steps do: so many sequences decode at this length, and prompts are read in chunks of so many tokens."""
 
     batch: int
@@ -38,7 +38,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Time:
+class StepTime:
     """Seconds of a step, of all its stages, by what they are spent on; and those of the slowest stage."""
 
     read: float
@@ -57,8 +57,8 @@ class Choice:
     weight_bytes: int
     sequence_bytes: int  # of the cache
     sequences: int  # of this length that fit beside the weights
-    decode: Time
-    prompt: Time
+    decode: StepTime
+    prompt: StepTime
     tokens_a_second: float
     prompt_tokens_a_second: float
 
@@ -98,7 +98,7 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
 class Planner:
     """Sums over the layers of a model, each counted once for all meshes that split it alike."""
 
-    def __init__(self, config: ModelConfig, device: Device, work: Work, weights: ModelWeights | None = None):
+    def __init__(self, config: ModelConfig, device: Device, work: Workload, weights: ModelWeights | None = None):
         self.config, self.device, self.work = config, device, work
         self.weights = abstract(config) if weights is None else weights
         self.held, self.part = cache(self.held_of), cache(self.part_of)
@@ -109,14 +109,14 @@ class Planner:
         mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
         def nbytes(spec) -> int:
-            shape = sharding(spec, mesh).shard_shape(dealt_shape(spec, mesh))
+            shape = sharding(spec, mesh).shard_shape(sharded_shape(spec, mesh))
             return math.prod(shape) * jnp.dtype(spec.dtype).itemsize
 
         return jax.tree.map(nbytes, self.weights)
 
     def part_of(self, tensor: int):
         """The model as one of so many devices computes it, and the dense specs of its layers."""
-        own = part_of_sizes(self.config, tensor)
+        own = split_config(self.config, tensor)
         return own, dense_specs(own).layers
 
     def choice(self, sizes: Mapping[str, int]) -> Choice:
@@ -160,7 +160,7 @@ class Planner:
                 own = own.replace(embed_VD=None)
         return own if stage.ends else own.replace(final_norm_D=None, head_VD=None)
 
-    def time(self, sizes: Mapping[str, int], rows: int, seqs: int, length: int, prompts: bool) -> Time:
+    def time(self, sizes: Mapping[str, int], rows: int, seqs: int, length: int, prompts: bool) -> StepTime:
         """Seconds of a step of so many rows of so many sequences, each of which sees so many positions."""
         own, specs = self.part(sizes["tensor"])
         context, device = sizes["context"], self.device
@@ -191,9 +191,9 @@ class Planner:
             times = read / device.bandwidth, operations / device.flops, sum(seconds for _, seconds in sent)
             found.append((*times, max(times[:2]) + times[2], sum(nbytes for nbytes, _ in sent)))
         read, compute, send, total, nbytes = zip(*found, strict=True)
-        return Time(sum(read), sum(compute), sum(send), sum(total), max(total), max(nbytes))
+        return StepTime(sum(read), sum(compute), sum(send), sum(total), max(total), max(nbytes))
 
-    def sending(self, one: Sent, sizes: Mapping[str, int]) -> tuple[float, float]:
+    def sending(self, one: Collective, sizes: Mapping[str, int]) -> tuple[float, float]:
         """Bytes that leave a device for a collective, and its seconds: within machines, then between them."""
         count = math.prod(sizes[name] for name in one.axes)
         near = math.prod(min(sizes[name], max(1, MACHINE // stride(name, sizes))) for name in one.axes)
@@ -215,7 +215,7 @@ class Planner:
 
 def stride(name: str, sizes: Mapping[str, int]) -> int:
     """How far apart the neighbours along an axis are."""
-    return math.prod(sizes.get(axis, 1) for axis in APART[APART.index(name) + 1 :])
+    return math.prod(sizes.get(axis, 1) for axis in DEVICE_ORDER[DEVICE_ORDER.index(name) + 1 :])
 
 
 def chosen(layer: Layer, rows: int) -> float:
@@ -224,19 +224,19 @@ def chosen(layer: Layer, rows: int) -> float:
 
 
 def choices(
-    config: ModelConfig, device: Device, work: Work, devices: int, weights: ModelWeights | None = None
+    config: ModelConfig, device: Device, work: Workload, devices: int, weights: ModelWeights | None = None
 ) -> list[Choice]:
     """All meshes of so many devices."""
     planner = Planner(config, device, work, weights)
     return [planner.choice(sizes) for sizes in meshes(config, devices)]
 
 
-def least_bytes(choice: Choice, work: Work) -> int:
+def least_bytes(choice: Choice, work: Workload) -> int:
     """What a device must hold."""
     return choice.weight_bytes + -(-work.batch // choice.sizes["data"]) * choice.sequence_bytes
 
 
-def ranked(found: list[Choice], work: Work, by: str = "throughput") -> list[Choice]:
+def ranked(found: list[Choice], work: Workload, by: str = "throughput") -> list[Choice]:
     """Those that hold the work, the best first: `by` is throughput, latency or prompts."""
     keys = {
         "throughput": lambda choice: (-choice.tokens_a_second, choice.decode.total),
@@ -247,7 +247,7 @@ def ranked(found: list[Choice], work: Work, by: str = "throughput") -> list[Choi
 
 
 def refusal(
-    config: ModelConfig, device: Device, work: Work, devices: int, weights: ModelWeights | None = None
+    config: ModelConfig, device: Device, work: Workload, devices: int, weights: ModelWeights | None = None
 ) -> ModelError:
     """Why no mesh will do, and what would."""
     found = choices(config, device, work, devices, weights)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from ...ops.expert_dispatch import capacity
 from ..config import LatentAttention, Layer, ModelConfig, Moe
-from ..partition import Stage, whole
+from ..partition import Stage, whole_model
 
 
 @dataclass(frozen=True)
-class Sent:
+class Collective:
     """A collective, and how many bytes its result has on a device."""
 
     kind: str
@@ -21,7 +21,7 @@ class Sent:
 
 def traffic(
     config: ModelConfig, sizes: Mapping[str, int], rows: int, prompts: bool, stage: Stage | None = None
-) -> list[Sent]:
+) -> list[Collective]:
     """The collectives of all layers of a step, or of a stage, and of its words; those of sampling are small.
 
     `sizes` are those of the mesh by axis; `rows`: of each replica; `prompts`: the step carries prompts, so that rows
@@ -34,9 +34,9 @@ def traffic(
     found = []
 
     def sum_up(nbytes: int, *axes: str) -> None:
-        found.append(Sent("all-reduce", axes, nbytes))
+        found.append(Collective("all-reduce", axes, nbytes))
 
-    stage = stage or whole(config)
+    stage = stage or whole_model(config)
     if tensor > 1 and stage.begins:
         sum_up(wide, "tensor")
         if config.per_layer_dim:
@@ -59,20 +59,20 @@ def traffic(
     return found
 
 
-def dispatched(moe: Moe, tensor: int, alike: int, n: int, rows: int, dim: int, width: int) -> list[Sent]:
+def dispatched(moe: Moe, tensor: int, alike: int, n: int, rows: int, dim: int, width: int) -> list[Collective]:
     """What rows send that go to their experts and come back, in one round, among n devices; so many have the same."""
     share, sharing = -(-rows // alike), ("data", "context", "expert")
     room = n * capacity(share, moe.top_k, n, moe.slots // n) * dim * width
-    found = [Sent("all-gather", sharing, 4 * n * moe.slots)]
-    found += [Sent("all-to-all", sharing, room)] * 2
+    found = [Collective("all-gather", sharing, 4 * n * moe.slots)]
+    found += [Collective("all-to-all", sharing, room)] * 2
     if tensor > 1:
-        found.append(Sent("all-reduce", ("tensor",), share * dim * width))
+        found.append(Collective("all-reduce", ("tensor",), share * dim * width))
     if alike > 1:
-        found.append(Sent("all-gather", ("context", "expert"), alike * share * dim * width))
+        found.append(Collective("all-gather", ("context", "expert"), alike * share * dim * width))
     return found
 
 
-def gathered(layer: Layer, tensor: int, context: int, rows: int, prompts: bool, width: int) -> list[Sent]:
+def gathered(layer: Layer, tensor: int, context: int, rows: int, prompts: bool, width: int) -> list[Collective]:
     """What attention sends where each device has some positions of every page."""
     a = layer.attention
     heads = a.heads // tensor
@@ -83,7 +83,7 @@ def gathered(layer: Layer, tensor: int, context: int, rows: int, prompts: bool, 
         arrays, values = [heads * a.head_dim] + ([own, own] if a.kv_source is None else []), a.head_dim
     sums = 4 * rows * heads * (values + 2)
     if not prompts:
-        return [Sent("all-gather", ("context",), context * sums)]
-    return [Sent("all-gather", ("context",), rows * array * width) for array in arrays] + [
-        Sent("all-to-all", ("context",), sums)
+        return [Collective("all-gather", ("context",), context * sums)]
+    return [Collective("all-gather", ("context",), rows * array * width) for array in arrays] + [
+        Collective("all-to-all", ("context",), sums)
     ]

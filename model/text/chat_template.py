@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .worker import Worker
+from .worker import WorkerProcess
 
 SCRIPT = Path(__file__).with_name("template_worker.py")
 
@@ -20,10 +20,10 @@ class ChatTemplate:
     The template runs in a process of its own: template_worker.py says why.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None, worker: Worker | None = None):
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None, worker: WorkerProcess | None = None):
         self.source = source
         self.variables = dict(variables or {})
-        self.worker = worker or Worker(SCRIPT)
+        self.worker = worker or WorkerProcess(SCRIPT)
 
     def render(self, messages: Sequence[Any], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt of a conversation; `variables` (tools, enable_thinking, ...) are the template's own."""

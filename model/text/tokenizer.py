@@ -11,7 +11,7 @@ import tokenizers
 
 from ..config import ModelError
 from .chat_template import SCRIPT, ChatTemplate, PromptError
-from .worker import Worker
+from .worker import WorkerProcess
 
 MAX_TEMPLATE = 65_536  # characters of a chat template that comes with a conversation
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,7 +38,7 @@ class Tokenizer:
         self._templates = {
             name: ChatTemplate(source, self.special_tokens) for name, source in _read_templates(folder, config).items()
         }
-        self._strangers = Worker(SCRIPT)  # for templates that come with conversations: the model's own do not wait
+        self._strangers = WorkerProcess(SCRIPT)  # renders the templates that requests bring
 
     def _ids(self, folder: Path, kind: str, model: dict[str, Any]) -> list[int]:
         """The id of the named token, then those that the model's own files list."""

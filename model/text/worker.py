@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Worker:
+class WorkerProcess:
     """Runs a script that reads one JSON request a line and writes one JSON answer a line.
 
     It is started by the first request and ends with this object. The script bounds its own time and memory: the

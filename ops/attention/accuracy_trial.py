@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import KVPages, Rows, xla
+from . import KVPages, QueryRows, xla
 
 LARGEST_ERROR = 6e-3  # that bfloat16 may have, against float64
 
@@ -80,7 +80,7 @@ def arrays(trial: Trial, seed: int) -> tuple[Any, ...]:
     starts_B1 = np.minimum(np.arange(B + trial.empty + 1), B) * R
     wider_BM = np.zeros((B + trial.empty, max(M, -(-trial.room // S))))
     wider_BM[:B, :M] = tables_BM
-    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (positions_T, starts_B1, wider_BM, np.zeros(T))))
+    rows = QueryRows(*(jnp.asarray(x, jnp.int32) for x in (positions_T, starts_B1, wider_BM, np.zeros(T))))
     sinks_N = jnp.linspace(-2.0, 3.0, trial.heads) if trial.sinks else None
     held = dict(zip(("k_PSKH", "v_PSKH"), pages, strict=False))
     held |= dict(zip(("k_scale_PKS", "v_scale_PKS"), scales, strict=False))

@@ -20,7 +20,8 @@ from threading import Lock
 
 import jax
 
-from . import mosaic, mosaic_gpu
+from ...sharding.device_axes import UNSPLIT, Axis
+from . import mosaic, mosaic_gpu, require_whole_pages
 from .accuracy_trial import LARGEST_ERROR, Trial, error
 
 SECONDS = 240  # that a trial may take: it starts JAX and compiles a handful of kernels
@@ -35,8 +36,12 @@ log = logging.getLogger("quire")
 lock = Lock()
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
+def paged_attention(
+    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim,
+    context: Axis = UNSPLIT, split_rows=False,
+):  # fmt: skip
     """See `quire.ops.attention.paged_attention`."""
+    require_whole_pages(context)
     try:
         mosaic_gpu.require(q_TNH, pages, value_dim)
         page = pages.k_PSKH
@@ -80,7 +85,7 @@ def doubts(kind: str, wish: str) -> str | None:
         errors = try_apart(kind)
     except OSError as failure:
         return f"it could not be tried: {failure}"
-    except Failed as failure:
+    except TrialFailed as failure:
         return f"its trial on this GPU failed: {failure}"
     if wrong := [f"{name} by {found:.1e}" for name, found in errors.items() if not found < LARGEST_ERROR]:
         return f"it is wrong on this GPU: {', '.join(wrong)}, where {LARGEST_ERROR:.0e} is allowed"
@@ -89,7 +94,7 @@ def doubts(kind: str, wish: str) -> str | None:
     return None
 
 
-class Failed(Exception):
+class TrialFailed(Exception):
     """A trial did not come to an end."""
 
 
@@ -108,14 +113,14 @@ def try_apart(kind: str) -> dict[str, float]:
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS
         )
     except subprocess.TimeoutExpired:
-        raise Failed(f"it took longer than {SECONDS} s") from None
+        raise TrialFailed(f"it took longer than {SECONDS} s") from None
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:
-        raise Failed(f"it ended with status {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
+        raise TrialFailed(f"it ended with status {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        raise Failed(f"it said {done.stdout[-200:]!r}") from None
+        raise TrialFailed(f"it said {done.stdout[-200:]!r}") from None
 
 
 def trials(kind: dict) -> list[Trial]:

@@ -8,6 +8,8 @@ see; with a window its blocks begin where the step's first row sees. Between two
 import jax
 import jax.numpy as jnp
 
+from ...sharding.device_axes import UNSPLIT, Axis
+from . import require_whole_pages
 from .xla import append
 
 BLOCK = 512  # key positions a block
@@ -16,8 +18,12 @@ HEADS = 64  # query heads of 128 that fit in a core's vector memory beside so ma
 TABLES = 512 * 1024  # bytes: half of the scalar memory of a core, which holds all page tables
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
+def paged_attention(
+    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim,
+    context: Axis = UNSPLIT, split_rows=False,
+):  # fmt: skip
     """See `quire.ops.attention.paged_attention`."""
+    require_whole_pages(context)
     if not has_tpu():
         raise NotImplementedError("there is no TPU")
     if sinks_N is not None or value_dim is not None:

@@ -9,7 +9,7 @@ Where devices each have a part of every page's positions, each goes through its 
 import jax
 import jax.numpy as jnp
 
-from ...sharding.device_axes import WHOLE, Axis
+from ...sharding.device_axes import UNSPLIT, Axis
 from ..ordered_sum import sum_pairs
 from . import KVPages
 
@@ -18,7 +18,19 @@ TILE = 16  # query rows a tile where sequences bring more than one
 
 
 def paged_attention(
-    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim, context: Axis = WHOLE, deal=False
+    q_TNH,
+    k_TKH,
+    v_TKH,
+    pages,
+    rows,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks_N,
+    value_dim,
+    context: Axis = UNSPLIT,
+    split_rows=False,
 ):
     """See `quire.ops.attention.paged_attention`. R is the rows of a tile times the query heads of a KV head."""
     T, N, H = q_TNH.shape
@@ -91,7 +103,7 @@ def paged_attention(
 
     if context.size > 1:
         found_TNX = by_row(jnp.concatenate((out, total[..., None], best[..., None]), axis=-1), jnp.float32)
-        if deal:
+        if split_rows:
             found_nTNX = context.exchange(found_TNX.reshape(context.size, -1, *found_TNX.shape[1:]))
         else:
             found_nTNX = context.gather(found_TNX)

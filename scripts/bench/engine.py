@@ -8,11 +8,11 @@ from typing import Any
 
 from .. import options as o
 from .load import Sample
-from .metrics import Answer
+from .metrics import RequestTimes
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """One step of the engine: the time from the results before it to its own, and who took part."""
 
     seconds: float
@@ -20,11 +20,11 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadRun:
     """What came of a list of requests."""
 
-    answers: list[Answer]
-    steps: list[Step]
+    answers: list[RequestTimes]
+    steps: list[TimedStep]
     seconds: float
 
 
@@ -36,7 +36,7 @@ def serve(
     clock: Callable[[], float] = time.perf_counter,
     advance: Callable[[int, int], None] = lambda requests, tokens: None,
     in_batches: bool = False,
-) -> Run:
+) -> LoadRun:
     """Answer all requests in full length, at most `concurrency` of them known to the engine at once.
 
     `in_batches`: the next ones come when all of these are answered, as without continuous batching.
@@ -70,7 +70,7 @@ def serve(
             changed = engine.step()
             now = clock()
             if oldest is not None and oldest not in engine.in_flight:  # this call launched one and waited for that
-                steps.append(Step(now - last, oldest.plan))
+                steps.append(TimedStep(now - last, oldest.plan))
             last = now
             for request in changed:
                 index, sent, times = live[request]
@@ -79,10 +79,10 @@ def serve(
                 if request.finished:
                     if seq.finish_reason == "error":
                         raise o.UsageError("a step failed, so there is nothing to report; the log above says why")
-                    done[index] = Answer(sent, times, seq.num_prompt, seq.num_output)
+                    done[index] = RequestTimes(sent, times, seq.num_prompt, seq.num_output)
                     del live[request]
                     advance(1, seq.num_output)
-        return Run([done[index] for index in range(len(samples))], steps, clock() - begin)
+        return LoadRun([done[index] for index in range(len(samples))], steps, clock() - begin)
     finally:  # also after Ctrl-C: the engine is left as it was found
         for request in live:
             engine.abort(request.request_id)
@@ -110,7 +110,9 @@ class Roof:
         return self.seconds / self.step_seconds
 
 
-def roof(steps: Sequence[Step], weight_bytes: int, cache_bytes: Callable[[int], int], bandwidth: float) -> Roof | None:
+def roof(
+    steps: Sequence[TimedStep], weight_bytes: int, cache_bytes: Callable[[int], int], bandwidth: float
+) -> Roof | None:
     """The mean decode step against its roof; None where every step also read prompts.
 
     `cache_bytes` is what a sequence of some length reads: a step that computes position p reads those up to p.
@@ -131,7 +133,7 @@ def roof(steps: Sequence[Step], weight_bytes: int, cache_bytes: Callable[[int], 
     return Roof(count, sequences / count, weight_bytes, read / count, seconds / count, bandwidth)
 
 
-def engine_roof(llm, run: Run, bandwidth: float) -> Roof | None:
+def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
     """The roof of a run of this engine's own weights and caches."""
     from ...model.planning.cost import kv_read_bytes
     from ...sharding.spec import nbytes
@@ -141,7 +143,7 @@ def engine_roof(llm, run: Run, bandwidth: float) -> Roof | None:
     return roof(run.steps, nbytes(weights) - nbytes(lookups), lambda length: kv_read_bytes(config, length), bandwidth)
 
 
-def decode_milliseconds(run: Run) -> list[float]:
+def decode_milliseconds(run: LoadRun) -> list[float]:
     return [step.seconds * 1000 for step in run.steps if step.plan.decodes]
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from .. import options as o
-from ..plan.command import table
 from ..sizes import size
+from ..tables import table
 from . import load as load
 from . import report as reports
 

@@ -10,7 +10,7 @@ from .. import options as o
 from ..loading import load as load_model
 from . import load as load
 from . import report as reports
-from .engine import Run, serve
+from .engine import LoadRun, serve
 from .metrics import flat, milliseconds
 
 NAMES = {"batch": "whole batch", "ttft": "first token", "itl": "each token after"}
@@ -68,7 +68,7 @@ def main(
     report.write(result, f"{heading}\n\n{reports.latency_table(values, NAMES)}", draw)
 
 
-def measured(runs: list[Run]) -> dict[str, list[float]]:
+def measured(runs: list[LoadRun]) -> dict[str, list[float]]:
     """Milliseconds of the batches, of all first tokens, and between the tokens after."""
     each = milliseconds(answer for run in runs for answer in run.answers)
     return {"batch": [run.seconds * 1000 for run in runs], "ttft": each["ttft"], "itl": each["itl"]}

@@ -8,7 +8,7 @@ METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # as re
 
 
 @dataclass(frozen=True)
-class Answer:
+class RequestTimes:
     """One request as its caller saw it, in seconds of one clock. A piece is a token, or a few that came together.
 
     sent ──── ttft ────> times[0] ─ gap ─> times[1] ─ gap ─> ... times[-1]
@@ -73,7 +73,7 @@ def summarise(values: Iterable[float]) -> Summary | None:
     return Summary(mean, std, *(percentile(ordered, percent) for percent in (50, 90, 99)))
 
 
-def milliseconds(answers: Iterable[Answer]) -> dict[str, list[float]]:
+def milliseconds(answers: Iterable[RequestTimes]) -> dict[str, list[float]]:
     """The values of every metric over the requests that were answered."""
     good = [answer for answer in answers if answer.error is None]
     seconds = {
@@ -85,7 +85,7 @@ def milliseconds(answers: Iterable[Answer]) -> dict[str, list[float]]:
     return {metric: [value * 1000 for value in values] for metric, values in seconds.items()}
 
 
-def totals(answers: Sequence[Answer], duration: float) -> dict[str, float]:
+def totals(answers: Sequence[RequestTimes], duration: float) -> dict[str, float]:
     """Counts and rates of a run; the names are those of vLLM's result files."""
     good = [answer for answer in answers if answer.error is None]
     read, written = sum(answer.prompt_tokens for answer in good), sum(answer.output_tokens for answer in good)
@@ -102,7 +102,7 @@ def totals(answers: Sequence[Answer], duration: float) -> dict[str, float]:
     }
 
 
-def goodput(answers: Sequence[Answer], duration: float, limits: dict[str, float]) -> float:
+def goodput(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> float:
     """Requests a second that kept every limit."""
     return sum(answer.error is None and answer.meets(limits) for answer in answers) / max(duration, 1e-9)
 

@@ -27,7 +27,7 @@ CLIENTS = 8
 
 
 @dataclass(frozen=True)
-class Told:
+class StreamedAnswer:
     """One streamed answer: its text, seconds to the first event and between the others."""
 
     text: str
@@ -39,7 +39,7 @@ def story(rng: random.Random, words: int) -> str:
     return " ".join(rng.choices(WORDS, k=words))
 
 
-def ask(port: int, body: dict[str, Any]) -> Told:
+def ask(port: int, body: dict[str, Any]) -> StreamedAnswer:
     """Stream an answer; anything but a whole one raises."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     began = time.perf_counter()
@@ -54,7 +54,7 @@ def ask(port: int, body: dict[str, Any]) -> Told:
     connection.close()
     if response.status != 200 or not done:
         raise RuntimeError(f"no whole answer: {response.status}")
-    return Told("".join(parts), times[0] - began, [b - a for a, b in zip(times, times[1:], strict=False)])
+    return StreamedAnswer("".join(parts), times[0] - began, [b - a for a, b in zip(times, times[1:], strict=False)])
 
 
 def counters(port: int) -> dict[str, float]:
@@ -76,7 +76,9 @@ def times() -> dict[int, int]:
     return {int(one.name): int((one / "stat").read_text().rpartition(")")[2].split()[11]) for one in found}
 
 
-def all_of(port: int, bodies: Sequence[dict[str, Any]], during: Callable[[], None] | None = None) -> list[Told]:
+def all_of(
+    port: int, bodies: Sequence[dict[str, Any]], during: Callable[[], None] | None = None
+) -> list[StreamedAnswer]:
     with ThreadPoolExecutor(CLIENTS) as threads:
         answers = [threads.submit(ask, port, body) for body in bodies]
         if during is not None:

@@ -14,7 +14,7 @@ import typer
 
 from ... import __version__
 from .. import options as o
-from ..plan.command import table
+from ..tables import table
 from .metrics import METRICS, summarise
 
 PLOTS = (".png", ".svg", ".pdf")
@@ -45,7 +45,7 @@ Plot = Annotated[
 
 
 @dataclass(frozen=True)
-class Report:
+class ResultFiles:
     """The files that were asked for, and the options that go with the figures."""
 
     command: str
@@ -77,7 +77,7 @@ class Report:
 
 def report(
     context: typer.Context, as_json: Path | None, save: bool, plot: Path | None, filename: Path | None = None
-) -> Report:
+) -> ResultFiles:
     """The files of the options, checked before the work begins."""
     if save and as_json is not None:
         raise o.UsageError("--json and --save-result both write the figures: leave one out")
@@ -95,7 +95,7 @@ def report(
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise o.UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'permission denied'}")
     options = {name: as_given(value) for name, value in context.params.items() if value is not None}
-    return Report(str(context.info_name), options, as_json, plot)
+    return ResultFiles(str(context.info_name), options, as_json, plot)
 
 
 def as_given(value: Any) -> Any:

@@ -14,7 +14,7 @@ from ...serving.progress import bar
 from .. import options as o
 from . import load as load
 from . import report as reports
-from .metrics import METRICS, Answer, flat, goodput, milliseconds, totals
+from .metrics import METRICS, RequestTimes, flat, goodput, milliseconds, totals
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 GOALS = ("ttft", "tpot", "e2el")  # what a single request can be held to
@@ -112,7 +112,7 @@ def main(
     from . import server_stats
 
     try:
-        server = client.Server.parse(base_url, os.environ.get("OPENAI_API_KEY"))
+        server = client.ServerAddress.parse(base_url, os.environ.get("OPENAI_API_KEY"))
     except ValueError as error:
         raise o.UsageError(f"--base-url: {error}") from None
     name = find_model(server, base_url, model, timeout)
@@ -126,7 +126,7 @@ def main(
 
     with bar(num_prompts, True) as advance:
 
-        async def send(index: int) -> Answer:
+        async def send(index: int) -> RequestTimes:
             answer = await client.ask(server, endpoint, bodies[index], timeout, time.perf_counter)
             advance(1, answer.output_tokens)
             prompt = samples[index].prompt
@@ -226,14 +226,14 @@ def allow_connections(count: int) -> None:
 
 
 async def drive(
-    send: Callable[[int], Awaitable[Answer]], delays: Sequence[float], max_concurrency: int | None
-) -> tuple[list[Answer], float]:
+    send: Callable[[int], Awaitable[RequestTimes]], delays: Sequence[float], max_concurrency: int | None
+) -> tuple[list[RequestTimes], float]:
     """Send each request at its moment, or when there is room; the answers in order, and how long it took."""
     import asyncio
 
     loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(max_concurrency or max(len(delays), 1))
 
-    async def one(index: int) -> Answer:
+    async def one(index: int) -> RequestTimes:
         async with gate:
             return await send(index)
 
@@ -247,7 +247,7 @@ async def drive(
     return [task.result() for task in tasks], loop.time() - begin
 
 
-def figures(answers: Sequence[Answer], duration: float, limits: dict[str, float]) -> dict[str, Any]:
+def figures(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> dict[str, Any]:
     """The results under the names of vLLM's result files, and each request by itself."""
     found: dict[str, Any] = totals(answers, duration) | flat(milliseconds(answers))
     if limits:
@@ -265,7 +265,7 @@ def figures(answers: Sequence[Answer], duration: float, limits: dict[str, float]
 
 
 def paragraphs(
-    result: dict[str, Any], values: dict[str, list[float]], answers: Sequence[Answer], limits: dict[str, float]
+    result: dict[str, Any], values: dict[str, list[float]], answers: Sequence[RequestTimes], limits: dict[str, float]
 ) -> list[str]:
     """The results for people."""
     found = [reports.rates_table(result), reports.latency_table(values)]

@@ -29,7 +29,7 @@ class Inside:
         return found
 
 
-def look(server: client.Server, timeout: float) -> Inside | None:
+def look(server: client.ServerAddress, timeout: float) -> Inside | None:
     """None where the server has no such metrics, or does not show them."""
     try:
         text = asyncio.run(client.get(server, "/metrics", timeout))

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import options as o
-from ..plan.command import table
+from ..tables import table
 from . import load as load
 from . import report as reports
 from .metrics import flat, summarise

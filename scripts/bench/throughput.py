@@ -7,11 +7,11 @@ import typer
 from ...serving.progress import bar
 from .. import options as o
 from ..loading import load as load_model
-from ..plan.command import amount, table
 from ..sizes import size
+from ..tables import amount, table
 from . import load as load
 from . import report as reports
-from .engine import Roof, Run, decode_milliseconds, engine_roof, read_bandwidth, serve
+from .engine import LoadRun, Roof, decode_milliseconds, engine_roof, read_bandwidth, serve
 from .metrics import flat, milliseconds, percentile, totals
 
 WARM_UP = load.Sample([0], 8)
@@ -90,7 +90,7 @@ def main(
     report.write(result, text(name, num_prompts, points, bandwidth), draw)
 
 
-def point(concurrency: int, run: Run, roof: Roof | None) -> dict[str, Any]:
+def point(concurrency: int, run: LoadRun, roof: Roof | None) -> dict[str, Any]:
     """The results of one level of concurrency."""
     found: dict[str, Any] = {"concurrency": concurrency} | totals(run.answers, run.seconds)
     found |= flat(milliseconds(run.answers)) | {"steps": len(run.steps), "decode": None}

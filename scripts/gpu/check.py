@@ -22,7 +22,7 @@ GRAPHS = "--xla_gpu_enable_command_buffer="
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckPart:
     """A thing to find out, and the seconds that it takes on an H100, by estimate: with less it is not begun."""
 
     name: str
@@ -42,20 +42,20 @@ class Part:
 
 
 PARTS = (
-    Part("right", "the attention kernel against float64", ".attention", "right", 45),
-    Part("fast", "the attention kernel's time", ".attention", "fast", 45),
-    Part("step_kernel", "the decode step with the kernel", ".step", "run", 75, {"attention": "kernel"}),
-    Part("serving", "streams, and the host between steps", ".serving", "run", 75),
-    Part("chosen", "what an engine chooses by itself", ".attention", "chosen", 100),
-    Part("pieces", "what else a step is made of", ".pieces", "measure", 75),
-    Part("step_xla", "the decode step with XLA's attention", ".step", "run", 75, {"attention": "xla"}),
-    Part("transformers", "the same streams through transformers", ".serving", "transformers", 75),
-    Part("no_graphs", "a decode step without command buffers", ".step", "run", 45, {"batches": (1,)}, GRAPHS),
-    Part("graphs_loops", "a decode step with loops in command buffers too", ".step", "run", 45, {"batches": (1,)},
+    CheckPart("right", "the attention kernel against float64", ".attention", "right", 45),
+    CheckPart("fast", "the attention kernel's time", ".attention", "fast", 45),
+    CheckPart("step_kernel", "the decode step with the kernel", ".step", "run", 75, {"attention": "kernel"}),
+    CheckPart("serving", "streams, and the host between steps", ".serving", "run", 75),
+    CheckPart("chosen", "what an engine chooses by itself", ".attention", "chosen", 100),
+    CheckPart("pieces", "what else a step is made of", ".pieces", "measure", 75),
+    CheckPart("step_xla", "the decode step with XLA's attention", ".step", "run", 75, {"attention": "xla"}),
+    CheckPart("transformers", "the same streams through transformers", ".serving", "transformers", 75),
+    CheckPart("no_graphs", "a decode step without command buffers", ".step", "run", 45, {"batches": (1,)}, GRAPHS),
+    CheckPart("graphs_loops", "a decode step with loops in command buffers too", ".step", "run", 45, {"batches": (1,)},
          f"{GRAPHS}+WHILE"),
 )  # fmt: skip
-MACHINE = Part("machine", "the machine", ".check", "machine", 0)
-Launch = Callable[[Part, dict[str, str], float], dict[str, Any]]
+MACHINE = CheckPart("machine", "the machine", ".check", "machine", 0)
+Launch = Callable[[CheckPart, dict[str, str], float], dict[str, Any]]
 
 
 def sound(found: dict[str, Any]) -> bool:
@@ -63,7 +63,7 @@ def sound(found: dict[str, Any]) -> bool:
 
 
 def check(
-    parts: Sequence[Part],
+    parts: Sequence[CheckPart],
     budget: float,
     launch: Launch,
     save: Callable[[dict[str, Any]], None],
@@ -88,7 +88,7 @@ def check(
     return found
 
 
-def start(part: Part, chosen: dict[str, str], limit: float, folder: Path, seed: int, tiny: bool) -> dict[str, Any]:
+def start(part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, seed: int, tiny: bool) -> dict[str, Any]:
     """Run a part in a process of its own; what it reported, and how it failed if it did."""
     file, errors = folder / f"{part.name}.json", folder / f"{part.name}.err"
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--part", part.name, "--file", str(file)]
@@ -118,14 +118,14 @@ def start(part: Part, chosen: dict[str, str], limit: float, folder: Path, seed: 
 def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool) -> None:
     """In the process of a part."""
     from ...serving.build import use_compile_cache
-    from .common import FULL, TINY, Report
+    from .common import FULL, TINY, PartReport
 
     use_compile_cache()
     part = next(part for part in (*PARTS, MACHINE) if part.name == name)
     options = {name: value for name, value in part.options.items() if name != "attention"}
     options |= {} if attention is None else {"attention": attention}
     run = getattr(importlib.import_module(part.module, __package__), part.function)
-    run(Report(file), TINY if tiny else FULL, seed, **options)
+    run(PartReport(file), TINY if tiny else FULL, seed, **options)
 
 
 def machine(report, scale, seed: int) -> None:
@@ -158,7 +158,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
 
-        def launch(part: Part, attention: dict[str, str], limit: float) -> dict[str, Any]:
+        def launch(part: CheckPart, attention: dict[str, str], limit: float) -> dict[str, Any]:
             return start(part, attention, limit, Path(place), chosen.seed, chosen.tiny)
 
         here = launch(MACHINE, {}, 120)

@@ -47,7 +47,7 @@ GPT_OSS_20B = {
 
 
 @dataclass(frozen=True)
-class Scale:
+class CheckSizes:
     """How much of everything: what a card is to be measured with, or as little as shows that the parts work."""
 
     hf: dict[str, Any]
@@ -66,17 +66,17 @@ class Scale:
     mixtures: tuple[dict[str, Any], ...]  # whose experts are timed
 
 
-FULL = Scale(LLAMA_8B, "mosaic_gpu", 1024, (1, 64), 32, 64, 128, 512, 256, 2048, 1 << 20, 2 << 30, 8192,
+FULL = CheckSizes(LLAMA_8B, "mosaic_gpu", 1024, (1, 64), 32, 64, 128, 512, 256, 2048, 1 << 20, 2 << 30, 8192,
              (QWEN3_30B, GPT_OSS_20B))  # fmt: skip
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256}  # fmt: skip
 FEW_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 32}, {"num_local_experts": 6}
 FEW = SMALL | {"num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 1}
-TINY = Scale(LLAMA_8B | SMALL, "xla", 40, (1, 6), 8, 6, 9, 20, 12, 32, 300, 1 << 22, 64,
+TINY = CheckSizes(LLAMA_8B | SMALL, "xla", 40, (1, 6), 8, 6, 9, 20, 12, 32, 300, 1 << 22, 64,
              tuple(hf | FEW | few for hf, few in zip(FULL.mixtures, FEW_EXPERTS, strict=True)))  # fmt: skip
 
 
-class Report:
+class PartReport:
     """What a part finds, on the screen and in its file as it goes: what was found before a crash is kept."""
 
     def __init__(self, file: Path):
@@ -148,7 +148,7 @@ def attention_by(name: str) -> Iterator[None]:
 
 
 def make_runner(
-    scale: Scale, max_len: int, wanted: Callable[[Iterable[Size]], Iterable[Size]], name: str, seed: int
+    scale: CheckSizes, max_len: int, wanted: Callable[[Iterable[Size]], Iterable[Size]], name: str, seed: int
 ) -> Runner:
     """A runner of random weights with room for all streams at full length; only the sizes wanted are compiled."""
     config = llama.config(scale.hf, max_len)

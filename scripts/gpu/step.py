@@ -11,13 +11,13 @@ from ...serving.device.batch import Size, choose
 from ...serving.engine.runner import Runner
 from ...serving.engine.scheduler import Item, Plan
 from ...serving.request.sequence import Sequence
-from .common import PAGE, Report, Scale, copy_rate, make_runner, noise, read_bytes, timed
+from .common import PAGE, CheckSizes, PartReport, copy_rate, make_runner, noise, read_bytes, timed
 
 GOALS = {1: "85 % of copy", 64: "75 % of copy"}
 LARGEST_DIFFERENCE = 0.15  # of hidden states, once through all layers in bfloat16; those of another context differ by 1
 
 
-def run(report: Report, scale: Scale, seed: int, attention: str, batches: tuple[int, ...] = ()) -> None:
+def run(report: PartReport, scale: CheckSizes, seed: int, attention: str, batches: tuple[int, ...] = ()) -> None:
     """Time the step at each batch, and compare what it says with what the step by the other attention said."""
     batches = batches or scale.batches
     copy = copy_rate(scale.copied)
@@ -37,7 +37,7 @@ def run(report: Report, scale: Scale, seed: int, attention: str, batches: tuple[
         measure(report, scale, runner, batch, seed, copy)
 
 
-def measure(report: Report, scale: Scale, runner: Runner, batch: int, seed: int, copy: float) -> None:
+def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, seed: int, copy: float) -> None:
     fill(runner, seed)
     sent = decode_steps(runner, scale, batch, seed)
     launches = []
@@ -77,7 +77,7 @@ def measure(report: Report, scale: Scale, runner: Runner, batch: int, seed: int,
     compare(report, batch, drawn, first)
 
 
-def compare(report: Report, batch: int, drawn: np.ndarray, hidden: np.ndarray) -> None:
+def compare(report: PartReport, batch: int, drawn: np.ndarray, hidden: np.ndarray) -> None:
     """Keep what the first one says, and hold the next ones against it."""
     kept = report.file.with_name(f"batch_{batch}.npz")
     if not kept.exists():
@@ -106,7 +106,7 @@ def fill(runner: Runner, seed: int) -> None:
     runner.state = runner.state.replace(pages=tree.unflatten(pages))
 
 
-def decode_steps(runner: Runner, scale: Scale, batch: int, seed: int) -> list[tuple[Size, Any, jax.Array]]:
+def decode_steps(runner: Runner, scale: CheckSizes, batch: int, seed: int) -> list[tuple[Size, Any, jax.Array]]:
     """Consecutive decode steps: size, program, and arrays that are on the device already: host time is no part."""
     rng = np.random.default_rng(seed)
     width = -(-(scale.context + scale.steps) // PAGE)

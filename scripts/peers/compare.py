@@ -20,7 +20,7 @@ import typer
 
 from ..bench.bandwidth import cores, read_bandwidth
 from . import checkpoint, envs, report, turns
-from .loop import Settings
+from .loop import LoadSettings
 from .work import WORKS
 
 ENGINES = ("quire", *envs.RECIPES)
@@ -58,7 +58,7 @@ def main(
     works = {name: WORKS[name] for name in names}
     shape = checkpoint.SIZES[size]
     folder = checkpoint.write(place / "checkpoints" / size / "hf", shape)
-    settings = Settings(str(folder), "", "bf16", checkpoint.MAX_LEN, MAX_SEQS, cores())
+    settings = LoadSettings(str(folder), "", "bf16", checkpoint.MAX_LEN, MAX_SEQS, cores())
     bandwidths: list[float] = []
     fit = [name for name in engines if not any(engine == name for _, engine in failures)]
     results, failed = turns.play(

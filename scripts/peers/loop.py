@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoadSettings:
     """How to load: the same limits for every engine."""
 
     model: str  # the folder with config.json, model.safetensors and tokenizer.json
@@ -21,7 +21,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Request:
+class TimedPrompt:
     """A prompt, how many tokens to write, and when it arrives, in seconds from the start."""
 
     prompt: list[int]
@@ -30,7 +30,7 @@ class Request:
 
 
 @dataclass
-class Answer:
+class TimedTokens:
     """What came of a request; times are seconds from the start of the run."""
 
     first: float = 0.0
@@ -39,12 +39,12 @@ class Answer:
 
 
 def drive(
-    requests: list[Request],
-    add: Callable[[int, Request], None],
+    requests: list[TimedPrompt],
+    add: Callable[[int, TimedPrompt], None],
     step: Callable[[], Iterable[tuple[int, list[int]]]],
-) -> list[Answer]:
+) -> list[TimedTokens]:
     """Add each request when its time comes and step until all are done; `step` yields (request, new tokens)."""
-    answers = [Answer() for _ in requests]
+    answers = [TimedTokens() for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda index: requests[index].arrival)[::-1]
     missing = [request.count for request in requests]
     running = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import median
 
-from .checkpoint import Shape
-from .work import WORKS, Work
+from .checkpoint import ModelShape
+from .work import WORKS, Workload
 
 Results = Mapping[tuple[str, str], list[dict]]  # (work, engine) -> a measurement a round
 Failures = Mapping[tuple[str, str], str]
@@ -19,14 +19,14 @@ NOTES = {
 }
 
 
-def summary(works: Mapping[str, Work], engines: list[str], results: Results, failures: Failures, shape: Shape,
+def summary(works: Mapping[str, Workload], engines: list[str], results: Results, failures: Failures, shape: ModelShape,
             bandwidth: float) -> dict:  # fmt: skip
     """{work: {title, engines: {engine: medians and rounds, or why it failed}, best peer and Quire's ratio to it}}."""
     found = {name: one_work(name, work, engines, results, failures, shape, bandwidth) for name, work in works.items()}
     return {name: work for name, work in found.items() if work["engines"]}
 
 
-def one_work(name: str, work: Work, engines: list[str], results: Results, failures: Failures, shape: Shape,
+def one_work(name: str, work: Workload, engines: list[str], results: Results, failures: Failures, shape: ModelShape,
              bandwidth: float) -> dict:  # fmt: skip
     moved = work.must_move(shape)
     rows: dict[str, dict] = {}

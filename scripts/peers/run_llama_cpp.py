@@ -11,7 +11,7 @@ import gguf
 import llama_cpp as lib
 import numpy as np
 
-from .loop import Answer, Request, Settings, drive
+from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
 FILES = {"bf16": "bf16.gguf", "int8": "q8_0.gguf", "int4": "q4_0.gguf"}
 QUANTISED = {"int8": lib.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": lib.LLAMA_FTYPE_MOSTLY_Q4_0}
@@ -24,7 +24,7 @@ NAMES = {
 BATCH, ROWS = 2048, 512  # most tokens a call, and of these at once: its own defaults
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: LoadSettings) -> None:
     folder = Path(settings.prepared)
     folder.mkdir(parents=True, exist_ok=True)
     plain, wanted = folder / FILES["bf16"], folder / FILES[settings.weights]
@@ -109,7 +109,7 @@ def together(found: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray
     return stacked
 
 
-def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
+def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     lib.llama_backend_init()
     path = Path(settings.prepared) / FILES[settings.weights]
     model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
@@ -117,7 +117,7 @@ def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
         raise RuntimeError(f"llama.cpp cannot load {path}")
     vocab = json.loads((Path(settings.model) / "config.json").read_text())["vocab_size"]
 
-    def serve(requests: list[Request]) -> list[Answer]:
+    def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
         seqs = min(settings.max_seqs, len(requests))
         context = lib.llama_init_from_model(model, context_params(settings, seqs, requests))
         batch = lib.llama_batch_init(BATCH, 0, 1)
@@ -130,7 +130,7 @@ def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
     return serve
 
 
-def context_params(settings: Settings, seqs: int, requests: list[Request]):
+def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt]):
     """A context with room for the longest request in each of its sequences."""
     longest = max(len(request.prompt) + request.count for request in requests)
     params = lib.llama_context_default_params()
@@ -146,7 +146,7 @@ def context_params(settings: Settings, seqs: int, requests: list[Request]):
 class Slots:
     """Continuous batching: a request takes a free sequence, its prompt rides along in chunks, then one token a call."""
 
-    def __init__(self, context, batch, vocab: int, seqs: int, requests: list[Request]):
+    def __init__(self, context, batch, vocab: int, seqs: int, requests: list[TimedPrompt]):
         self.context, self.batch, self.vocab, self.requests = context, batch, vocab, requests
         self.free = list(range(seqs))
         self.queue: list[int] = []
@@ -155,7 +155,7 @@ class Slots:
         self.place: dict[int, int] = {}  # the next position
         self.left: dict[int, int] = {}
 
-    def run(self) -> list[Answer]:
+    def run(self) -> list[TimedTokens]:
         return drive(self.requests, lambda index, request: self.queue.append(index), self.step)
 
     def step(self):

@@ -16,7 +16,7 @@ if not __package__:  # run by its path: a peer's own packages come first, ours l
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     __package__ = "peers"
 
-from .loop import Request, Settings
+from .loop import LoadSettings, TimedPrompt
 
 RUNNERS = {
     "quire": ".run_quire",
@@ -30,12 +30,12 @@ RUNNERS = {
 def reply(runner, state: dict, job: dict) -> dict:
     """Do one job: `prepare` and `load` take Settings, `run` takes requests."""
     if job["op"] == "prepare":
-        runner.prepare(Settings(**job["settings"]))
+        runner.prepare(LoadSettings(**job["settings"]))
         return {}
     if job["op"] == "load":
-        state["serve"] = runner.load(Settings(**job["settings"]))
+        state["serve"] = runner.load(LoadSettings(**job["settings"]))
         return {}
-    requests = [Request(**request) for request in job["requests"]]
+    requests = [TimedPrompt(**request) for request in job["requests"]]
     return {"answers": [asdict(answer) for answer in state["serve"](requests)]}
 
 

@@ -88,7 +88,7 @@ def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int)
         config = family_of(MODELS[model]).config(MODELS[model], length)
         config = replace(config, quant=quantization, kv_cache_dtype=kv_cache_dtype)
         return config, abstract(config)
-    return command.read(model, "auto", quantization, kv_cache_dtype)
+    return command.read(model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
 def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int | None = None, specs=None) -> dict:

@@ -3,17 +3,20 @@
 import json
 import math
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .. import options as o
 from ..sizes import size
+from ..tables import amount, length_name, table
+from . import meshes as meshes
 
 MACHINE = "The device"
 SEVERAL = "Several devices"
 
 
+@o.takes_engine(only=("dtype", "quantization", "kv_cache_dtype"))
 def main(
     model: o.Model = None,
     length: Annotated[
@@ -25,9 +28,8 @@ def main(
             show_default="1K, 4K, 16K, ... and the model's longest",
         ),
     ] = None,
-    dtype: o.Dtype = None,
-    quantization: o.Quantization = None,
-    kv_cache_dtype: o.CacheDtype = None,
+    *,
+    engine: dict[str, Any],
     device: Annotated[
         str, typer.Option(metavar="NAME", help="h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE)
     ] = "h100",
@@ -95,7 +97,6 @@ def main(
 ) -> None:
     """Print what a model's weights and KV cache weigh, and how many sequences fit. Only config.json is read."""
     from ...model.planning import cost  # not at the top: `--help` must not wait for JAX
-    from . import meshes
 
     if device not in cost.DEVICES:
         raise o.UsageError(f"--device is {device!r}; it can be {', '.join(cost.DEVICES)}")
@@ -113,7 +114,7 @@ def main(
         ),
     )
     meshes.check(devices, batch, best)
-    config, weights = read(model, dtype or "auto", quantization, kv_cache_dtype or "auto")
+    config, weights = read(model, **engine)
     lengths = sorted(set(length or default_lengths(config.max_len)))
     result = {
         "model": model or "quill",
@@ -148,13 +149,13 @@ def main(
         print(text(result) if devices is None else meshes.text(result))
 
 
-def read(model: str | None, dtype: str, quantization: str | None, kv_cache_dtype: str):
+def read(model: str | None, **engine: Any):
     """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its weights."""
     from ...model.checkpoint import hub
     from ...model.checkpoint.loader import read_config, specs_of
 
     folder = hub.resolve(model, ["config.json"])
-    config = read_config(folder, dtype, None, quantization, kv_cache_dtype)
+    config = read_config(folder, **engine)
     return config, specs_of(folder, config)
 
 
@@ -243,29 +244,3 @@ def notes(result: dict) -> str:
     if any(row["balance_batch"] is None for row in result["lengths"]):
         lines.append("never: a sequence's cache takes longer to read than its arithmetic takes, at any batch.")
     return "\n".join(lines)
-
-
-def amount(count: float) -> str:
-    """Bytes in the largest unit that leaves at least one."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**power:
-            return f"{count / 1024**power:,.4g} {unit}"
-    return f"{count:,.0f} B"
-
-
-def length_name(tokens: int | None) -> str:
-    if tokens is None:
-        return "all"
-    return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else str(tokens)
-
-
-def table(head: tuple, rows: list[tuple]) -> str:
-    """Columns under their heads: names to the left, numbers to the right."""
-    cells = [tuple(map(str, row)) for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "   ".join(
-            (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
-        )
-        for row in cells
-    )

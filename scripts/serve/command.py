@@ -8,11 +8,12 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ... import __version__
+from ...serving.api.options import EngineOptions
 from .. import options as o
 from .checks import check_limits, read_keys
 from .config import read_config
-from .ray import PANEL, SCALE_OPTIONS, plan_of
-from .ray import run as run_ray
+from .replicas import PANEL, SCALE_OPTIONS, plan_of
+from .replicas import run as run_replicas
 
 LISTEN = "Listening"
 ACCESS = "Who may ask"
@@ -133,7 +134,7 @@ def main(
     ] = None,
     seed: Annotated[
         int, typer.Option(help="Of what is drawn for requests without a seed.", rich_help_panel=ANSWERS)
-    ] = 0,
+    ] = EngineOptions.seed,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=WATCH)] = "info",
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log one JSON object a line.", rich_help_panel=WATCH)
@@ -173,7 +174,7 @@ def main(
     if not wanted.settings.loopback and not wanted.settings.api_keys:
         print(f"note: anybody who reaches {host} may use this server; --api-key asks for a key", file=sys.stderr)
     if runs_on is not None:
-        run_ray(plan_of(given, wanted, scale), ray_address)
+        run_replicas(plan_of(given, wanted, scale), ray_address)
         return
     if wanted.options.get("process_id"):
         follow((models or [None])[0], wanted.options)
@@ -186,7 +187,7 @@ def main(
     server.run(run(wanted))
 
 
-class Wanted(NamedTuple):
+class ServerSetup(NamedTuple):
     """What a command line asks for."""
 
     names: list[str]  # of the models; none: the bundled one
@@ -195,7 +196,7 @@ class Wanted(NamedTuple):
     options: dict[str, Any]  # of every engine
 
 
-def wanted_of(given: dict[str, Any]) -> Wanted:
+def wanted_of(given: dict[str, Any]) -> ServerSetup:
     """From the values of all options."""
     keys = read_keys(given["api_key"] or [], given["api_key_file"])
     template = None if given["chat_template"] is None else o.read_text(given["chat_template"])
@@ -222,7 +223,7 @@ def wanted_of(given: dict[str, Any]) -> Wanted:
     if processes > 1 and (len(names) > 1 or given["runs_on"] is not None):
         raise o.UsageError(f"--num-processes is {processes}: several processes serve one model together, without Ray")
     options = given["engine"] | {"max_queued_requests": given["max_queued_requests"], "seed": given["seed"]}
-    return Wanted(names, called(names, given["served_model_name"] or []), Settings(**chosen), options)
+    return ServerSetup(names, called(names, given["served_model_name"] or []), Settings(**chosen), options)
 
 
 @o.takes_engine()
@@ -242,7 +243,7 @@ def follow(model: str | None, options: dict[str, Any]) -> None:
     follow(model, progress=logging.getLogger("quire").info, **options)
 
 
-async def run(wanted: Wanted) -> None:
+async def run(wanted: ServerSetup) -> None:
     from ...serving.http.models import Models
     from ...serving.http.server import serve
     from ...serving.http.service import Service

@@ -8,7 +8,7 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from ...model.config import LatentAttention, ModelConfig
-from ...model.partition import Stage, whole
+from ...model.partition import Stage, whole_model
 from ...model.planning.cost import layer_token_bytes
 from ...ops import sampling
 from ...ops.attention import KVPages, page_dtype, pairs
@@ -67,7 +67,7 @@ def owners(config: ModelConfig, stage: Stage, group: int) -> list[int]:
 
 def page_bytes(config: ModelConfig, group: int, page_size: int, stage: Stage | None = None) -> int:
     """Bytes of one page number of a cache group, over all layers that own it, or those of a stage."""
-    layers = [config.layers[index] for index in owners(config, stage or whole(config), group)]
+    layers = [config.layers[index] for index in owners(config, stage or whole_model(config), group)]
     return page_size * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in layers)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ...model.config import ModelConfig
 from ...model.expert_copies import spare_of
 from ...ops.sampling import Sampled, SlotState
-from ...sharding.mesh import team
+from ...sharding.mesh import device_axes
 from ..cache.page_moves import Moves
 from ..device.batch import Size
 from ..device.compile_counter import CompileCounter
@@ -77,8 +77,8 @@ class Runner:
         self.config, self.weights, self.limits = config, weights, limits
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
         self.mesh, self.stages = mesh, Stages(config, mesh)
-        width, lanes, devices = -(-max_len // page_size), len(self.stages), team(mesh)
-        self.batcher = batcher_of(devices.apart.size, limits, len(num_pages), page_size, width, lanes=lanes)
+        width, lanes, devices = -(-max_len // page_size), len(self.stages), device_axes(mesh)
+        self.batcher = batcher_of(devices.data.size, limits, len(num_pages), page_size, width, lanes=lanes)
         # With the words that make the vocabulary divide.
         self.words = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.mover = Mover(self.stages, to_host)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...model.text.tokenizer import Tokenizer
-from ...model.text.worker import Worker
+from ...model.text.worker import WorkerProcess
 from ..api.structured import FIELD
 from ..api.validation import RequestError
 
@@ -86,7 +86,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int):
         self.tokenizer, self.vocab = tokenizer, vocab
-        self.worker = Worker(SCRIPT)
+        self.worker = WorkerProcess(SCRIPT)
         self.lock = threading.Lock()
         self.kept: OrderedDict[tuple, tuple[LLMatcher, int]] = OrderedDict()
         self.kept_text = 0

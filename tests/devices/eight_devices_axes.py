@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
-from test_golden import TOLERANCE, Golden, check_answers
+from golden.recorded import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Homes, place_all
 from quire.model.config import ModelError
 from quire.model.families import llama
-from quire.model.partition import falls_apart, splits
+from quire.model.partition import can_stage, splits
 from quire.model.planning.traffic import traffic
 from quire.model.weights import abstract
 from quire.ops.sampling.xla import CANDIDATES
@@ -77,7 +77,7 @@ CASES = (
 def over(config, number: int, axis: str) -> dict[str, int]:
     """A mesh of at most eight devices over stages or replicas, the positions of pages, and heads or experts."""
     found = {"context_parallel_size": 2} if splits(config, context=2) else {}
-    if axis == "pipe" and falls_apart(config, 2):
+    if axis == "pipe" and can_stage(config, 2):
         found["pipeline_parallel_size"] = 2
     if axis == "data" and splits(config, data=2, context=2):
         found["data_parallel_size"] = 2

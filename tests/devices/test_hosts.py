@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden.families import VARIANTS
-from test_golden import Golden
+from golden.recorded import Golden
 
 from quire import LLM, ModelError, follow
 from quire.model.checkpoint import loader

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden.families import VARIANTS
+from golden.recorded import Golden
 from served import model_of, served
-from test_golden import Golden
 
 from quire import LLM, SamplingParams
 from quire.model import decoder, uncached

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_values import restored
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
+from golden.recorded import TOLERANCE, Golden
 from safetensors.numpy import save_file
-from test_golden import TOLERANCE, Golden
-from test_quant import restored
 
 from quire import LLM, SamplingParams
 from quire.model import decoder, uncached
@@ -21,7 +21,7 @@ from quire.model.checkpoint import expert_stacks as stacks
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Homes, place_packed
 from quire.model.config import Attention, Layer, ModelConfig, Moe
-from quire.model.families.common import Part, linear
+from quire.model.families.common import SourceTensor, linear
 from quire.model.planning import cost
 from quire.model.weights import abstract, moe_spec
 from quire.ops import native, quant
@@ -193,10 +193,10 @@ def test_one_expert_at_a_time(fused, tmp_path, monkeypatch):
     value = (rng.standard_normal((E, D, F)) / 4).astype(jnp.bfloat16)
     if fused:
         tensors = {"all": value}
-        parts = (Part("all", (E, D, F), lambda x: x.swapaxes(1, 2)),)
+        parts = (SourceTensor("all", (E, D, F), lambda x: x.swapaxes(1, 2)),)
     else:
         tensors = {f"{e}.weight": value[e] for e in range(E)}
-        parts = tuple(Part(f"{e}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E))
+        parts = tuple(SourceTensor(f"{e}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E))
     save_file(tensors, tmp_path / "model.safetensors")
     found, told = loader.find_tensors(tmp_path), []
     stacks.read_stack(whole, spec, parts, found, [0], told.append)  # what the first call makes once

@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jaxlib.mlir import ir
 
-from quire.ops.attention import KVPages, Rows, mosaic_gpu
+from quire.ops.attention import KVPages, QueryRows, mosaic_gpu
 from quire.ops.attention.mosaic import task
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
@@ -58,7 +58,7 @@ CASES = {  # each value of each parameter beside several of the others
 def small(monkeypatch):
     """Contexts are cut early, and there is room for two blocks only."""
     monkeypatch.setattr(task, "SPAN", 128)
-    monkeypatch.setattr(task.Shape, "stages", 2)
+    monkeypatch.setattr(task.KernelShape, "stages", 2)
     jax.clear_caches()
 
 
@@ -130,7 +130,7 @@ def lower(name, monkeypatch):
     else:
         page, scale = array(4096, S, K, H, dtype=shape.codes), array(4096, K, S, dtype=jnp.float32)
         pages = KVPages(page, page, scale, scale)
-    rows = Rows(numbers(T), numbers(B + 1), numbers(B, 131072 // S), numbers(T))
+    rows = QueryRows(numbers(T), numbers(B + 1), numbers(B, 131072 // S), numbers(T))
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
 
     def step(q, k, v, pages, rows, sinks):

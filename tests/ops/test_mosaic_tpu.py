@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from quire.ops import attention
-from quire.ops.attention import KVPages, Rows, mosaic_tpu
+from quire.ops.attention import KVPages, QueryRows, mosaic_tpu
 from quire.scripts import collect_env
 
 CLOSE = {"rtol": 1e-2, "atol": 6e-3}
@@ -185,7 +185,7 @@ def trace(shape: Shape, length: int, sharding=None):
 
     page, new = array(1024, S, K, H), array(T, K, H)
     pages = KVPages(kv_PSYH=array(1024, S, 2 * K, H)) if shape.paired else KVPages(page, page)
-    rows = Rows(numbers(T), numbers(B + 1), numbers(B, -(-length // S)), numbers(T))
+    rows = QueryRows(numbers(T), numbers(B + 1), numbers(B, -(-length // S)), numbers(T))
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
 
     def step(q, k, v, pages, rows, sinks):

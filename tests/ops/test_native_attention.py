@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.ops import native
-from quire.ops.attention import KVPages, Rows, xla
+from quire.ops.attention import KVPages, QueryRows, xla
 from quire.ops.attention import native as attention
 from quire.ops.native import build
 
@@ -161,7 +161,7 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
         positions[place], slots[place] = np.arange(s.start, s.end), where[s.start - oldest :]
         starts[b + 1 :] = place.stop
         places.append(place)
-    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
+    rows = QueryRows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
     return new, held, scales if shape.pages == "int8" else [None, None], rows, places
 
 

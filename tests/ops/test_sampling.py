@@ -1,7 +1,7 @@
 """Each implementation of sampling against float64 references written with a plain sort, exact counts, and itself in
 other company."""
 
-import importlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def implementation(request):
             patch.setenv("QUIRE_NATIVE", isa)
             if not native.has(kernel_names.SAMPLING):
                 pytest.skip("the log says why there is no kernel")
-        yield importlib.import_module(sampling.IMPLEMENTATIONS[name], sampling.__name__).sample
+        yield partial(sampling.sample, implementation=name)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden.families import VARIANTS
-from test_golden import Golden
+from golden.recorded import Golden
 
 import quire
 from quire.model.config import ModelError

@@ -7,11 +7,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .shared import Shared
-from .task import Inputs, Shape, Task, each_task
+from .shared import SharedMemory
+from .task import Inputs, KernelShape, Task, each_task
 
 
-def fetch_all(shape: Shape, inputs: Inputs, shared: Shared, tasks, count) -> None:
+def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, tasks, count) -> None:
     """What this processor's tasks need, in their order; nothing that was brought is left unused when it returns."""
     step = each_task(shape, tasks, count, functools.partial(fetch, shape, inputs, shared))
 
@@ -28,7 +28,7 @@ def fetch_all(shape: Shape, inputs: Inputs, shared: Shared, tasks, count) -> Non
                 plgpu.barrier_wait(shared.v_free.at[slot])
 
 
-def fetch(shape: Shape, inputs: Inputs, shared: Shared, task: Task, step):
+def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, step):
     """The queries of a task, and its keys and values as there is room for them."""
     group, piece, kv_head = shape.group, shape.piece, task.kv_head(shape)
 

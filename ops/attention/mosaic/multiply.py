@@ -9,18 +9,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import task as sizes
-from .shared import Shared
-from .task import ROWS, Inputs, Shape, Task
+from .shared import SharedMemory
+from .task import ROWS, Inputs, KernelShape, Task
 from .tile import LOG2_E, Tiles, along_columns, along_rows
 
 COLUMNS = 64  # that are scrubbed at once
 PART = 128  # columns whose sums are merged at once
 
 
-def multiply(shape: Shape, tiles: Tiles, inputs: Inputs, shared: Shared, outs, own: int, task: Task, step):
+def multiply(shape: KernelShape, tiles: Tiles, inputs: Inputs, shared: SharedMemory, outs, own: int, task: Task, step):
     """The part of a task that belongs to one warpgroup; the number of blocks that there were until then."""
     plgpu.barrier_wait(shared.q_here)
-    mine = Mine(shape, tiles, inputs, shared, outs, own, task)
+    mine = WarpgroupTask(shape, tiles, inputs, shared, outs, own, task)
     q, a_span = mine.queries(), sizes.SPAN // shape.block
     first_span, last_span = lax.div(task.first, a_span), lax.div(task.last, a_span)
 
@@ -30,13 +30,13 @@ def multiply(shape: Shape, tiles: Tiles, inputs: Inputs, shared: Shared, outs, o
         *found, step = lax.fori_loop(first, last, lambda b, carry: mine.block(q, b, *carry), (*nothing, step))
         if shape.cut:
             place = task.place * shape.parts + task.part
-            lax.cond(task.alone == 1, lambda *found: mine.give(*merge(mine.start(), by_part(*found))),
-                     lambda *found: mine.leave(place, *by_part(*found)), *found)  # fmt: skip
+            lax.cond(task.alone == 1, lambda *found: mine.finish(*merge(mine.start(), by_part(*found))),
+                     lambda *found: mine.save(place, *by_part(*found)), *found)  # fmt: skip
             return step
-        place = lax.axis_index("processor") * shape.team + own
-        before = either(s == first_span, mine.start, lambda: mine.left(place))
-        lax.cond(s == last_span, lambda *found: mine.give(*merge(before, by_part(*found))),
-                 lambda *found: mine.leave(place, *merge(before, by_part(*found))), *found)  # fmt: skip
+        place = lax.axis_index("processor") * shape.warpgroups + own
+        before = either(s == first_span, mine.start, lambda: mine.saved(place))
+        lax.cond(s == last_span, lambda *found: mine.finish(*merge(before, by_part(*found))),
+                 lambda *found: mine.save(place, *merge(before, by_part(*found))), *found)  # fmt: skip
         return step
 
     step = lax.fori_loop(first_span, last_span + 1, span, step)
@@ -46,13 +46,13 @@ def multiply(shape: Shape, tiles: Tiles, inputs: Inputs, shared: Shared, outs, o
 
 
 @dataclass(frozen=True)
-class Mine:
+class WarpgroupTask:
     """One warpgroup's part of a task."""
 
-    shape: Shape
+    shape: KernelShape
     tiles: Tiles
     inputs: Inputs
-    shared: Shared
+    shared: SharedMemory
     outs: Any
     own: int
     task: Task
@@ -175,7 +175,7 @@ class Mine:
 
         @pl.when(((b + 1) * J > newest + 1) | (b * J < oldest))
         def _():
-            for c in range(self.own * COLUMNS, shape.values, shape.team * COLUMNS):
+            for c in range(self.own * COLUMNS, shape.values, shape.warpgroups * COLUMNS):
                 v_JC_ref = v_ref.at[:, pl.ds(c, COLUMNS)]
                 v_JC = self.tiles.load(v_JC_ref, swizzled=True)
                 key_JC = b * J + self.tiles.index(v_JC.shape, 0)
@@ -185,9 +185,9 @@ class Mine:
             self.wait_for_all()
 
     def wait_for_all(self) -> None:
-        if self.shape.team > 1:
-            plgpu.barrier_arrive(self.shared.level)
-            plgpu.barrier_wait(self.shared.level)
+        if self.shape.warpgroups > 1:
+            plgpu.barrier_arrive(self.shared.together)
+            plgpu.barrier_wait(self.shared.together)
 
     def start(self):
         """What there is before the first span: each row's sink, which has no value, or nothing."""
@@ -204,23 +204,23 @@ class Mine:
             sink_M8 = jnp.where(head_M8 == g, self.inputs.sinks[self.task.part * shape.group + g] * LOG2_E, sink_M8)
         return jnp.max(sink_M8, axis=1), tiles.full((ROWS,), 1.0), nothing
 
-    def leave(self, place, best_M, total_M, sum_of) -> None:
+    def save(self, place, best_M, total_M, sum_of) -> None:
         """In the card's memory, for the next span or for whoever merges spans."""
         sums, totals, bests, *_ = self.outs
         for start, size in parts(self.shape):
-            sums[place, :, self.left_columns(start, size)] = sum_of(start, size)
+            sums[place, :, self.saved_columns(start, size)] = sum_of(start, size)
         if not self.shape.cut or self.columns.start == 0:
             totals[place], bests[place] = total_M, best_M
 
-    def left(self, place):
+    def saved(self, place):
         sums, totals, bests, *_ = self.outs
         best_M, total_M = (self.tiles.load_rows(x.at[place]) for x in (bests, totals))
-        return best_M, total_M, lambda *part: self.tiles.load(sums.at[place, :, self.left_columns(*part)])
+        return best_M, total_M, lambda *part: self.tiles.load(sums.at[place, :, self.saved_columns(*part)])
 
-    def left_columns(self, start: int, size: int):
+    def saved_columns(self, start: int, size: int):
         return pl.ds((self.columns.start if self.shape.cut else 0) + start, size)
 
-    def give(self, best_M, total_M, sum_of) -> None:
+    def finish(self, best_M, total_M, sum_of) -> None:
         """The results of the tile, by way of where its queries lay."""
         if self.shape.latent:
             self.wait_for_all()  # all have read the queries
@@ -260,7 +260,7 @@ def new_zero(block):
 # are functions of (first column, columns), and go where they belong part by part.
 
 
-def parts(shape: Shape):
+def parts(shape: KernelShape):
     """(first column, columns) of each part."""
     return [(start, min(PART, shape.columns)) for start in range(0, shape.columns, PART)]
 

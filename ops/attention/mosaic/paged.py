@@ -9,7 +9,7 @@ from ..xla import tiles
 from . import task as sizes
 from .merge import merge_spans
 from .ragged import run_tasks
-from .task import ROWS, Inputs, Shape
+from .task import ROWS, Inputs, KernelShape
 
 BLOCK = 64  # keys of a step
 
@@ -26,11 +26,11 @@ def attend(
     width = values if latent else H
     decodes = T == B  # mostly a row each, and a tile for each row
     spans = -(-M * S // sizes.SPAN) if decodes else 1
-    shape = Shape(
+    shape = KernelShape(
         rows=T, positions=1 if decodes else ROWS // min(N // K, ROWS), heads=N, kv_heads=K, width=H, values=width,
         latent=latent, page=S, block=BLOCK, codes=codes, tasks=0, processors=processors,
-        team=2 if latent or not (decodes or codes or H > 128) else 1, window=window, scale=scale, soft_cap=soft_cap,
-        sinks=sinks_N is not None, cut=spans > 1,
+        warpgroups=2 if latent or not (decodes or codes or H > 128) else 1, window=window, scale=scale,
+        soft_cap=soft_cap, sinks=sinks_N is not None, cut=spans > 1,
     )  # fmt: skip
     tasks_IF, count, tiles_CF = plan(rows, T, shape.positions * shape.tiles, BLOCK, window, spans)
     shape = shape._replace(tasks=len(tasks_IF))

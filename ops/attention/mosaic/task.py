@@ -11,7 +11,7 @@ MEMORY = 227 << 10  # bytes of shared memory that a processor has for us
 SMALL = 5120  # bytes of it for barriers, and for the gaps between arrays
 
 
-class Shape(NamedTuple):
+class KernelShape(NamedTuple):
     """What is compiled for."""
 
     rows: int
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     codes: str | None  # what the pages hold where it is not what the queries are made of
     tasks: int
     processors: int
-    team: int  # warpgroups that multiply
+    warpgroups: int  # warpgroups that multiply
     window: int | None
     scale: float
     soft_cap: float | None
@@ -46,12 +46,12 @@ class Shape(NamedTuple):
     @property
     def tiles(self) -> int:
         """Of a task. Where values are a part of the keys, warpgroups share a tile, each with a part of the values."""
-        return 1 if self.latent else self.team
+        return 1 if self.latent else self.warpgroups
 
     @property
     def columns(self) -> int:
         """Values that a warpgroup sums."""
-        return self.values * self.tiles // self.team
+        return self.values * self.tiles // self.warpgroups
 
     @property
     def piece(self) -> int:
@@ -107,11 +107,11 @@ class Task(NamedTuple):
     alone: Any  # 1: its span is the only one
     part: Any  # of each position's heads
 
-    def kv_head(self, shape: Shape):
+    def kv_head(self, shape: KernelShape):
         return lax.div(self.part * shape.group, jnp.int32(shape.heads // shape.kv_heads))
 
 
-def each_task(shape: Shape, tasks, count, do):
+def each_task(shape: KernelShape, tasks, count, do):
     """Calls `do(task, step)`, which returns the number of blocks that there were until then; the last of these."""
 
     def run(n, i, part, step):
@@ -121,7 +121,7 @@ def each_task(shape: Shape, tasks, count, do):
     return each_part(shape, count, run, jnp.int32(0))
 
 
-def each_part(shape: Shape, count, do, carry):
+def each_part(shape: KernelShape, count, do, carry):
     """Calls `do(n, i, part, carry)` for those of `count` things, each of several parts, that are this processor's."""
     processors, work = jnp.int32(shape.processors), count * shape.parts
     mine = lax.axis_index("processor")

@@ -5,7 +5,6 @@ The golden files say what transformers computed from the same weights.
 
 import json
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -14,7 +13,8 @@ from functools import lru_cache
 import jax
 import numpy as np
 import pytest
-from golden.families import VARIANTS
+from cases import FACTOR
+from golden.families import KINDS, VARIANTS
 from golden.folder import POSITIONS
 from golden.recorded import TOLERANCE, Golden, check_answers
 
@@ -64,12 +64,10 @@ def check_scores(llm: LLM, made: Golden) -> None:
             assert scores[row + 1][whole[row + 1]].logprob == pytest.approx(wanted, abs=2 * TOLERANCE)
 
 
-# One of each kind of layer; all of them with QUIRE_ALL_FAMILIES=1, which takes a while.
-KINDS = ["llama", "olmo2", "gemma3-text", "gemma4-shared", "gpt-oss", "deepseek-v3"]
 EVERY = [name for name in NAMED if NAMED[name].new_tokens]
 CASES = (
     [(name, number, axis) for number, name in enumerate(EVERY) for axis in ("pipe", "data")]
-    if os.environ.get("QUIRE_ALL_FAMILIES")
+    if FACTOR > 1  # QUIRE_CASES=10; it takes a while
     else [(name, number, ("pipe", "data")[number % 2]) for number, name in enumerate(KINDS)]
 )
 

@@ -103,6 +103,7 @@ def converted(folder, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "stored", "data"), [(2, "folder", 1), (4, "converted", 2)])
 def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_path, request):
     """200 requests; some of them again after sleep and a reset. Sums go another way, so scores differ a little."""
@@ -165,6 +166,7 @@ class Served:
             return error.code, json.load(error)
 
 
+@pytest.mark.slow
 def test_a_process_is_lost(started, tmp_path):
     """Under load: requests fail, the first process says who is gone and ends; all start again, and serve."""
     one = Served(started, tmp_path, "one")
@@ -197,6 +199,7 @@ def test_a_process_is_lost(started, tmp_path):
     assert "process 0 at 127.0.0.1 is gone: its connection" in two.said(1)
 
 
+@pytest.mark.slow
 def test_another_wish_is_refused(folder, started, tmp_path):
     """A process with other options is told so, and so is the first; both end."""
     shared = together(2)

@@ -7,6 +7,7 @@ import random
 import msgspec
 import numpy as np
 import pytest
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ def check(engine: Engine, shown: dict) -> None:
     assert shown["used"] == engine.pages.used()
 
 
-@settings(max_examples=40)
+@settings(max_examples=cases(40))
 @given(seed=st.integers(0, 2**32), cells=st.sampled_from([7, 40, 150, 2048]))
 def test_a_snapshot_is_what_the_engine_is_like(lent, seed, cells):
     """In random runs with shared prefixes, preemptions and aborts; numbers stay, and small ones come back."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -361,7 +362,7 @@ def mixed(lent: Engine, seed: int) -> Metrics:
         count.close()
 
 
-@settings(max_examples=30)
+@settings(max_examples=cases(30))
 @given(seed=st.integers(0, 2**32))
 def test_every_number_is_what_another_count_says(lent, seed):
     mixed(lent, seed)

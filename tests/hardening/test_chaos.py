@@ -1,25 +1,27 @@
 """Everything at once: clients that die, a queue that is full, steps that raise, and an end under load.
 
-Forty seconds of it by default (QUIRE_CHAOS_SECONDS). Afterwards every page is free or kept, and every request that the
+Forty seconds of it. Afterwards every page is free or kept, and every request that the
 engine took is counted at its end.
 """
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections import Counter
 
 import pytest
+from cases import cases
 from served import served
 
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.http.models import Model
 
-SECONDS = float(os.environ.get("QUIRE_CHAOS_SECONDS", "40"))
+SECONDS = cases(40)
 CLIENTS = 48
+
+pytestmark = pytest.mark.slow
 
 
 def engine():

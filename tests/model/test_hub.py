@@ -105,7 +105,7 @@ def server(tmp_path):
 
 CHILD = """
 import sys
-from quire.model import hub
+from quire.model.checkpoint import hub
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.config import ModelError
 

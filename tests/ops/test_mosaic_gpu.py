@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Sequence, Shape, build, check, run
+from cases import slow
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jaxlib.mlir import ir
@@ -53,6 +54,11 @@ CASES = {  # each value of each parameter beside several of the others
     "mixed, a wide group": (mixed(K=1, G=60, T=12, S=128), [Sequence(1, 100, 7), Sequence(2, 3, 1)]),
 }
 
+QUICK = [
+    "decoding, a window", "decoding, int8", "decoding, float8", "decoding, latent", "mixed, int8", "mixed, latent",
+    "mixed, a window",
+]  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
@@ -62,7 +68,7 @@ def small(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*QUICK, *slow(name for name in CASES if name not in QUICK)])
 def test_against_float64(name):
     """Each row is right, and no access races with another."""
     shape, sequences = CASES[name]

@@ -253,6 +253,7 @@ both.close()
 """
 
 
+@pytest.mark.slow
 def test_from_one_device_to_another():
     """Which a CPU pretends to have."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"

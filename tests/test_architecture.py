@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 ROOMS = """
     sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
-    ops/ordered_sum ops/activation ops/norm ops/rope ops/quant ops/native ops/linear ops/moe ops/expert_dispatch
-    ops/attention ops/sampling
+    ops/ordered_sum ops/activation ops/norm ops/rope ops/implementations ops/weight ops/native ops/quant
+    ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/attention ops/sampling
 
     model/config model/weights model/partition model/decoder model/uncached model/expert_copies model/families
     model/checkpoint model/planning model/text
@@ -31,7 +31,7 @@ ROOMS = """
     serving/build serving/follow serving/progress serving/resume serving/llm serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 
-    scripts/sizes scripts/devices scripts/options scripts/loading scripts/collect_env scripts/build_kernels
+    scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env scripts/build_kernels
     scripts/convert scripts/quantize scripts/generate scripts/chat scripts/run_batch
     scripts/plan scripts/serve scripts/bench scripts/peers scripts/gpu scripts/quill
 """.split()

@@ -1,4 +1,4 @@
-"""What a stream has told its reader, so that another engine can go on where this one ended."""
+"""What a stream has sent its reader, so that another engine can go on where this one stopped."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from .api.outputs import Fresh
 from .engine.engine import Engine
 from .request.request import Request
 
-Streamed = tuple[int, int, list[int]]  # of which prompt, which of its answers, and the tokens that it got at once
+Streamed = tuple[int, int, list[int]]  # which prompt, which of its completions, and the tokens sent at once
 NONE = np.zeros(0)
 
 
 @dataclass
 class Journal:
-    """Kept by whoever passes the stream on; it begins empty, and an engine that finds it so begins at the start.
+    """Kept by whoever passes the stream on; an engine that gets an empty one begins at the start.
 
     Tokens depend on nothing but the prompt, the parameters, the seed and the tokens before them, so that any engine of
     the same model goes on as this one would have done.
@@ -32,7 +32,7 @@ class Journal:
 
 
 def seed_of(request: Request) -> int:
-    """The one that gives these draws when it is asked for."""
+    """The seed that makes a request draw what this one draws."""
     high, low = request.sequences[0].seed
     base = high << 32 | low
     return base - (1 << 64) if base >> 63 else base

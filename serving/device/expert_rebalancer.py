@@ -1,4 +1,4 @@
-"""Moves experts between devices while requests go on, so that none of the devices has much more to do."""
+"""Moves experts between devices while requests run, so that every device has about as much to do."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class ExpertRebalancer:
         self.programs: dict[Any, Any] = {}
 
     def lower(self, weights: ModelWeights) -> Iterator[tuple[Any, jax.stages.Lowered]]:
-        """What is to be compiled: a program a shape."""
+        """The programs that move experts, one for each shape, to be compiled."""
         n, own = self.loads.devices, self.loads.held_LS.shape[1] // self.loads.devices
         places, found = np.zeros((n, n, own), np.int32), set()
         for index in self.config.expert_layers:
@@ -40,9 +40,10 @@ class ExpertRebalancer:
                     yield key, move_experts.lower(leaf, places, places, np.int32(0), mesh=self.mesh, places=spec)
 
     def plan(self, worth: float = 1.0) -> dict[str, float]:
-        """Queue what the recent rows ask for: layers whose busiest device gets less than 1 / worth of what it has.
+        """Queue the layers whose busiest device would get less than 1 / worth of its recent tokens.
 
-        Says of how many layers, and what the busiest device has in units of the mean, on average over all layers.
+        Returns how many they are, and the tokens of the busiest device before and after, in units of the mean and
+        averaged over all layers.
         """
         loads_LE, held_LS, n = self.loads.recent_LE, self.loads.held_LS, self.loads.devices
         self.queue.clear()
@@ -56,7 +57,7 @@ class ExpertRebalancer:
         return {"layers": len(self.queue), "before": float(np.mean(before)), "after": float(np.mean(after))}
 
     def launching(self, weights: ModelWeights) -> ModelWeights:
-        """The weights for the next step; where something is to be moved, in one layer."""
+        """The weights for the next step, with one queued layer moved."""
         self.since += 1
         if self.every and self.since >= self.every:
             self.since = 0
@@ -64,7 +65,7 @@ class ExpertRebalancer:
         return self.move(weights, *self.queue.popleft()) if self.queue else weights
 
     def move(self, weights: ModelWeights, at: int, new_S: np.ndarray) -> ModelWeights:
-        """Give the experts of a layer other places, and send its rows there from now on."""
+        """Give the experts of a layer other places, and send its tokens there from now on."""
         n, held_LS, index = self.loads.devices, self.loads.held_LS.copy(), self.config.expert_layers[at]
         new_S = settled(new_S, held_LS[at], n)
         sent, kept, turns = transfers(new_S, held_LS[at], n)
@@ -80,7 +81,7 @@ class ExpertRebalancer:
         return weights.replace(layers=(*layers[:index], layer.replace(moe=moe), *layers[index + 1 :]))
 
     def reload(self) -> None:
-        """The weights were read again, and lie as at first."""
+        """The weights were read again, so every expert is back at its first place."""
         self.queue.clear()
         self.loads.reload()
 

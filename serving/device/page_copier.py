@@ -1,4 +1,4 @@
-"""Copies pages within the device, and between it and the host."""
+"""Copies pages within the device, and between device and host memory."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -15,25 +15,25 @@ from .pipeline import Pipeline
 from .state import owners
 from .step import copy_pages, read_pages, write_pages
 
-AT_ONCE = 16  # pages a call; where there are fewer, the dummy page fills up
+AT_ONCE = 16  # pages a call; the dummy page fills the rest
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Pages under way to the host, from each stage its part of them."""
+    """Pages on their way to host memory, each stage's part of them apart."""
 
     stages: list[jax.Array]  # [N, bytes of a page]
     copies: list[Copy]
 
     def arrive(self) -> None:
-        """Wait for them, and give each copy its own."""
+        """Wait for the pages, and give each copy its bytes."""
         rows = zip(*map(np.asarray, self.stages), strict=True)
         for copy, own in zip(self.copies, rows, strict=False):
             copy.data = np.concatenate(own)  # no view: the others' bytes go when theirs do
 
 
 class PageCopier:
-    """The programs that copy pages of each cache group, in each stage that has some, compiled ahead."""
+    """Has a compiled program for each kind of copy, cache group and stage."""
 
     def __init__(self, pipeline: Pipeline, to_host: bool):
         config, self.to_host = pipeline.config, to_host
@@ -42,7 +42,7 @@ class PageCopier:
         self.programs: dict[tuple[str, int, int], Any] = {}
 
     def lower(self, pages: dict[int, KVPages]) -> Iterator[tuple[tuple[str, int, int], jax.stages.Lowered]]:
-        """What is to be compiled."""
+        """The programs, to be compiled."""
         numbers = np.zeros(AT_ONCE, np.int32)
         for group, stages in enumerate(self.owners):
             for stage, own in enumerate(stages):
@@ -54,7 +54,7 @@ class PageCopier:
                     yield ("back", group, stage), write_pages.lower(layers, numbers, bytes_NX)
 
     def move(self, pages: dict[int, KVPages], moves: Moves) -> tuple[dict[int, KVPages], list[Offload]]:
-        """(the pages, what is under way to the host)."""
+        """(the pages, what is on its way to host memory)."""
         offloads = []
         for group, stages in enumerate(self.owners):
             layers = [[pages[index] for index in own] for own in stages]

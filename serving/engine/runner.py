@@ -1,4 +1,4 @@
-"""Between the scheduler's plans and the device: builds batches, launches steps, reads tokens back."""
+"""Runs the scheduler's plans on the device: builds batches, launches steps, reads tokens back."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +43,7 @@ class Launched:
 
 
 class Drawn(NamedTuple):  # hundreds are made a step
-    """What a step gave one of its items, a row of `sampled` each: scores of prompt tokens, then the token drawn."""
+    """What a step gave one of its items: a row of `sampled` for each prompt token scored, then for the token drawn."""
 
     item: Item
     row: int  # the first
@@ -89,7 +89,7 @@ class Runner:
         self.compiled: dict[Size, Any] = {}
         self.plain: dict[Size, Any] = {}  # the same for steps that only decode, without the branches of sampling
         self.compiles = CompileCounter()
-        self.leader: Leader | None = None  # of several processes; each makes the calls that this one tells
+        self.leader: Leader | None = None  # to the other processes, which make the same calls
         counted = config.experts and len(self.pipeline) == 1 and jax.process_count() == 1
         self.expert_loads = ExpertLoads(config, devices.experts.size) if counted else None
         self.rebalancer = None
@@ -99,7 +99,7 @@ class Runner:
         self.homes: Any = None  # where weights and state lay on the device, while they do not
 
     def tell(self, call: str, *values: Any) -> None:
-        """What the other processes are to do, before this one does: a method of theirs, and what it is given."""
+        """Let the other processes make the same call, before this one does: its name and its arguments."""
         if self.leader is not None:
             self.leader.send(call, *values)
 
@@ -110,12 +110,12 @@ class Runner:
             raise error
 
     def close(self) -> None:
-        """The other processes, if there are any, are not needed any more."""
+        """Let the other processes end, if there are any."""
         if self.leader is not None:
             self.leader.close()
 
     def reset(self) -> None:
-        """A fresh device state: nothing that was computed is kept."""
+        """Begin with a fresh device state: nothing that was computed is kept."""
         self.tell("reset")
         self.state = self.make_state()
 
@@ -164,14 +164,14 @@ class Runner:
         self.compiles.mark()
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
-        """Free the device's memory; what is kept goes to the host's."""
+        """Free the device's memory; what is kept goes to host memory."""
         self.tell("sleep", keep_weights, keep_pages)
         self.homes = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
         self.weights = to_host(self.weights, keep_weights)
         self.state = to_host(self.state, keep_pages)
 
     def wake_up(self) -> None:
-        """The inverse; what was not kept is read again, or empty."""
+        """Bring weights and state back; weights that were dropped are read again, and dropped pages are empty."""
         self.tell("wake_up")
         weights, state = self.homes
         if self.weights is None:
@@ -187,7 +187,7 @@ class Runner:
             self.state = jax.tree.map(to_device, self.state, state)
 
     def launch(self, plan: Plan, moves: Moves) -> Launched:
-        """Send a step to the device, and the moves before it, and return at once."""
+        """Send the page copies and then the step to the device, and return at once."""
         offloads = self.move(moves) if moves else []
         for item in plan.items:
             if item.begins:
@@ -205,7 +205,7 @@ class Runner:
         return Launched(plan, size, sampled, hidden_RD, offloads)
 
     def rest(self) -> None:
-        """Nothing is under way: what was counted can be read without waiting."""
+        """No step is under way: the experts' counters can be read without waiting."""
         if self.expert_loads is not None:
             self.expert_loads.settle(self.state)
 
@@ -221,14 +221,14 @@ class Runner:
         return (self.plain.get(size) if plain else None) or self.compiled[size]
 
     def move(self, moves: Moves) -> list[Offload]:
-        """Copy pages; what goes to the host is under way when this returns. Over several hosts none does."""
+        """Start to copy pages. Over several hosts no page goes to host memory."""
         self.tell("copy", moves.within)
         pages, offloads = self.page_copier.move(self.state.pages, moves)
         self.state = self.state.replace(pages=pages)
         return offloads
 
     def collect(self, launched: Launched) -> list[Drawn]:
-        """Wait for a step and hand out its results: its tokens, and scores only if somebody wants them."""
+        """Wait for a step: its tokens, and log-probabilities only if a request wants them."""
         for pages in launched.offloads:
             pages.arrive()
         items, sampled = launched.plan.items, launched.sampled
@@ -250,9 +250,9 @@ class Runner:
         return drawn
 
     def assign(self, seq: Sequence, computed: int) -> None:
-        """Give a slot to a sequence: its sampling parameters, and a clean row on the device where it needs one.
+        """Give a slot to a sequence: its sampling parameters, and a fresh row on the device where it needs one.
 
-        Tokens that were found computed never pass through a step, so the penalties learn of them here.
+        Tokens from the prefix cache never pass through a step, so the penalties count them here.
         """
         bias = bias_of(seq, self.vocab)
         self.biases[self.place(seq)] = bias
@@ -261,11 +261,11 @@ class Runner:
             self.reset_slot(self.place(seq), first_row(seq, computed, self.vocab, bias))
 
     def place(self, seq: Sequence) -> int:
-        """The device's number of a sequence's slot: it has those of all replicas, one after the other."""
+        """The number of a sequence's slot on the device, which has the slots of all replicas in a row."""
         return seq.replica * self.limits.max_seqs + seq.slot
 
     def reset_slot(self, slot: int, row: SlotState) -> None:
-        """Let the device know what a slot's sequence begins with."""
+        """Write what a slot's sequence begins with into the device state."""
         self.tell("reset_slot", slot, *jax.tree.leaves(row))
         self.state = self.state.replace(slots=reset_slot(self.state.slots, np.int32(slot), row))
 
@@ -277,7 +277,7 @@ class Runner:
         self.set_bias(slot, np.where(allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf)))
 
     def set_bias(self, slot: int, bias_V: np.ndarray) -> None:
-        """Let the device know what a slot's next token may be."""
+        """Write what is added to the logits of a slot's next token into the device state."""
         self.tell("set_bias", slot, bias_V)
         slots = self.state.slots
         slots = slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(slot), bias_V))

@@ -50,9 +50,14 @@ class Protocol(NamedTuple):
 
 
 class Service:
-    """What all requests share."""
+    """What all requests share. `prepare_pages` is awaited for each prompt before it is queued."""
 
-    def __init__(self, models: Models, settings: Settings):
+    def __init__(
+        self,
+        models: Models,
+        settings: Settings,
+        prepare_pages: Callable[[AsyncLLM, Ask], Awaitable[None]] | None = None,
+    ):
         self.models, self.settings = models, settings
         self.pool = ThreadPoolExecutor(32, "quire-parse")  # most of them wait: for a template, or for a grammar
         self.draining = False
@@ -64,7 +69,7 @@ class Service:
         self.tracer = make_tracer(settings.otlp_traces_endpoint)
         self.stop: Callable[[], None] = lambda: None  # what a signal does; set by the server
         self.address = ""
-        self.ready: Callable[[AsyncLLM, Ask], Awaitable[None]] = nothing  # what is done for a prompt before it is asked
+        self.prepare_pages = prepare_pages
 
     def note(self, scope: Any, status: int, seconds: float) -> None:
         """A request is over: what is kept of it are numbers and names, nothing that it said."""
@@ -176,7 +181,8 @@ class Service:
             read_as = (Served.take, False) if parsed.delivery.stream else (Served.output, True)
             names = [name if len(prepared.asks) == 1 else f"{name}-{index}" for index in range(len(prepared.asks))]
             for ask in prepared.asks:
-                await self.ready(model.llm, ask)
+                if self.prepare_pages is not None:
+                    await self.prepare_pages(model.llm, ask)
             asks = [reseeded(*both) for both in zip_longest(prepared.asks, before.seeds)]
             answers = await model.llm.ask(names, asks, *read_as, before.told)
             answering = Answering(prepared, answers, choices, journal)
@@ -226,10 +232,6 @@ class Service:
             self.tracer.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.models.close()
-
-
-async def nothing(llm: AsyncLLM, ask: Ask) -> None:
-    pass
 
 
 def reseeded(ask: Ask, seed: int | None) -> Ask:

@@ -1,4 +1,4 @@
-"""How the processes of one engine come together: each says what it wants to serve, and all must want the same."""
+"""How the processes of one engine find each other and check that all serve the same model with the same options."""
 
 import hashlib
 import logging
@@ -18,8 +18,8 @@ from .leader import Follower, Leader
 
 log = logging.getLogger("quire")
 
-JOIN = 300.0  # seconds for all to come
-HELLO = 5.0  # for one that came to say who it is
+JOIN = 300.0  # seconds for all processes to connect
+HELLO = 5.0  # seconds for a process that connected to say who it is
 OWN = {  # what every process may choose for itself
     "model", "tokenizer", "skip_tokenizer_init", "coordinator_address", "process_id", "max_queued_requests",
     "pooling", "trace", "seed", "enable_prefix_caching",
@@ -77,7 +77,7 @@ def digest(data: bytes) -> str:
 def gather(
     host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]
 ) -> dict[int, HostConnection]:
-    """The connections of all the others, each of which has said that it wants the same."""
+    """Connections to all the other processes, whose facts were compared with these."""
     others, deadline = range(1, options.num_processes), time.monotonic() + JOIN
     connections: dict[int, HostConnection] = {}
     try:
@@ -96,7 +96,7 @@ def gather(
                 except TimeoutError:
                     raise ModelError(f"process {missing[0]} has not come within {JOIN:g} seconds") from None
                 except (ConnectionLost, OSError) as error:
-                    log.warning("somebody at %s:%d who is none of us: %s", host, port, error)
+                    log.warning("a connection at %s:%d was not from a process of this engine: %s", host, port, error)
                     continue
                 why = refusal(index, theirs, facts, missing, options.num_processes)
                 if why is not None:
@@ -113,7 +113,7 @@ def gather(
 
 
 def said(connection: HostConnection) -> tuple[int, dict[str, Any]]:
-    """(process, facts) of one that has just come."""
+    """(process, facts) of a process that has just connected."""
     try:
         kind, values = connection.receive(HELLO)
         match kind, values:
@@ -126,7 +126,7 @@ def said(connection: HostConnection) -> tuple[int, dict[str, Any]]:
 
 
 def refusal(index: int, theirs: dict[str, Any], facts: dict[str, Any], missing: list[int], count: int) -> str | None:
-    """Why a process cannot be one of these, if so."""
+    """Why a process is refused, if it is."""
     for name in sorted(facts.keys() | theirs.keys()):
         if facts.get(name) != theirs.get(name):
             return (
@@ -141,7 +141,7 @@ def refusal(index: int, theirs: dict[str, Any], facts: dict[str, Any], missing: 
 def come(
     host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]
 ) -> HostConnection:
-    """The connection to the first process, which has taken this one in."""
+    """A connection to process 0, which has accepted this one."""
     deadline = time.monotonic() + JOIN
     progress(f"waiting for process 0 at {host}:{port}")
     while True:

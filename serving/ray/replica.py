@@ -42,14 +42,15 @@ class Replica:
         setup_logging(plan.log_json, plan.log_level)
         self.plan, self.reader, self.resumes = plan, reader, 0.0
         models = [Model(names, maker(options_of(name, **plan.chosen))) for name, names in plan.models]
-        self.service = Service(Models(models, plan.settings.max_loaded), plan.settings)
+        self.service = Service(
+            Models(models, plan.settings.max_loaded), plan.settings, None if reader is None else self.prepare_pages
+        )
         self.app = make_app(self.service)
         await self.service.load_first()
         self.heart = asyncio.create_task(heartbeat(self.service, self.service.http_metrics.beat))
         self.identity = self.digest()
         if reader is not None:
             check_alike(await reader.identity.remote(), tiers_of(self.engine.pages.tables[0]).identity)
-            self.service.ready = self.ready
 
     @property
     def engine(self) -> Engine:
@@ -70,7 +71,8 @@ class Replica:
         except Exception as error:
             raise ReplicaFailed(as_http(error).message) from None
 
-    async def ready(self, llm: AsyncLLM, ask: Ask) -> None:
+    async def prepare_pages(self, llm: AsyncLLM, ask: Ask) -> None:
+        """Have a prompt's pages computed by a reader, if one is there."""
         if time.monotonic() >= self.resumes:
             await bring(llm, ask, self.read_elsewhere)
 

@@ -1,4 +1,4 @@
-"""A request on its way: the text, log-probabilities and times of its completions, as results for the user."""
+"""A request that is being served, and the text, log-probabilities and times of its completions."""
 
 import math
 
@@ -9,7 +9,7 @@ from .sequence import Sequence
 
 
 class Completion:
-    """One of the `n` answers to a request."""
+    """One of the answers to a request: `n` or, where the likeliest are chosen, `best_of` are written."""
 
     def __init__(self, seq: Sequence, params: SamplingParams, tokenizer):
         self.seq, self.params, self.tokenizer = seq, params, tokenizer
@@ -179,7 +179,7 @@ class Request:
         return sorted(self.completions, key=lambda completion: completion.likelihood, reverse=True)[: self.params.n]
 
     def facts(self) -> dict[str, int]:
-        """What it was about, in numbers."""
+        """What a trace says of it, in numbers."""
         seqs = self.sequences
         return {
             "prompt_tokens": seqs[0].num_prompt,

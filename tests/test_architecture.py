@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 ROOMS = """
     sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
-    ops/ordered_sum ops/activation ops/norm ops/rope ops/quant ops/native ops/linear ops/moe ops/expert_dispatch
-    ops/attention ops/sampling
+    ops/implementations ops/ordered_sum ops/activation ops/norm ops/rope ops/quant ops/native ops/linear ops/moe
+    ops/expert_dispatch ops/attention ops/sampling
 
     model/config model/weights model/partition model/decoder model/uncached model/expert_copies model/families
     model/checkpoint model/planning model/text

@@ -14,7 +14,6 @@ from ...ops import sampling
 from ...ops.attention import KVPages, page_dtype, pairs
 
 OF_ROWS = ("data", "context")  # the axes of a mesh along which each device may have rows of its own
-LOADS = -1  # where the loads lie among the pages of the layers while a step is computed
 HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS": 1}  # the axis of heads
 
 

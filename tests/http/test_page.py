@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from browser import CHROMIUM, FLAGS, Tab, needs_chromium, until
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_server import STORY, StandIn, said, serving, token, words
@@ -313,7 +314,7 @@ def test_tokens_that_write_late_or_nothing(bench: Page, chunks: list[tuple[str, 
     assert bench.evaluate(DEAL, given_) == pieces
 
 
-@settings(max_examples=150)
+@settings(max_examples=cases(150))
 @given(st.data())
 def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
     letters = data.draw(st.sampled_from(["ab \n", "ab \n\u00e9\u4e16\U0001f426\u0301"]))
@@ -374,7 +375,7 @@ def test_markdown_becomes_elements(tab: Tab, stand_in: StandIn):
 MARKS = ["*", "**", "`", "```", "\n", "\n\n", "- ", "  ", "1. ", "# ", "a", "<b>", "&amp;", "~~~"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(60))
 @given(st.lists(st.sampled_from(MARKS), max_size=30))
 def test_markdown_grown_bit_by_bit_is_the_same(bench: Page, parts: list[str]):
     script = """parts => { const shown = (steps) => { const root = document.createElement("div");

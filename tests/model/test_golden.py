@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden.families import VARIANTS
+from golden.families import KINDS, VARIANTS
 from golden.folder import POSITIONS
 from golden.recorded import TOLERANCE, Golden, check_answers
 
@@ -47,8 +47,11 @@ def test_logits(variant, golden):
 
 @pytest.mark.parametrize(
     ("variant", "block_size"),
-    [(variant, (8, 16)[i % 2]) for i, variant in enumerate(VARIANTS) if variant.new_tokens],
-    ids=lambda value: getattr(value, "name", value),
+    [
+        pytest.param(variant, (8, 16)[i % 2], id=variant.name, marks=[] if variant.name in KINDS else pytest.mark.slow)
+        for i, variant in enumerate(VARIANTS)
+        if variant.new_tokens
+    ],
 )
 def test_greedy_tokens(variant, block_size, golden):
     """Alone and in a batch of unequal lengths, in chunks, through pages of 8 and 16."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run, step
+from cases import thinned
 
 from quire.ops.attention import KVPages, page_dtype, paged_attention, pairs, xla
 from quire.ops.attention.xla import BLOCK, tiles
@@ -54,9 +55,13 @@ MIXED = {
     "few rows": Shape(T=5, B=4),
     "one sequence": Shape(T=64, B=1),
 }
+QUICK = [
+    "mqa", "wide group", "page 1", "window 1", "everything", "bfloat16 bits", "latent bits", "int8", "float8",
+    "paired bits", "few rows",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", thinned(MIXED, QUICK))
 def test_mixed_steps(name):
     """Decoding, verifying and prefilling rows in one step."""
     rng = np.random.default_rng(7)
@@ -127,7 +132,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", thinned(SAME, ["gqa, bfloat16", "window, float32"]))
 def test_the_same_bits_in_any_step(name):
     """A row's result does not depend on its company, on where its chunk begins, or on the step's sizes."""
     shape, rng, seed, wanted = SAME[name], np.random.default_rng(11), 77, {}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 from scipy import special, stats
 
 from quire.ops import native, sampling
@@ -29,10 +30,11 @@ OFF = {
     "wants_logprobs_R": (bool, False),
 }
 
+SAMPLERS = ["xla", *(f"native {isa}" for isa in build.isas() if "emulated" not in isa)]
 SLOTS, V = 8, 700  # and 8 or 32 rows, where a test has no reason for others: each shape is a compilation
 
 
-@pytest.fixture(scope="module", params=["xla", *(f"native {isa}" for isa in build.isas() if "emulated" not in isa)])
+@pytest.fixture(scope="module", params=thinned(SAMPLERS, SAMPLERS[:2]))
 def implementation(request):
     """An implementation's `sample`: XLA's, and the kernel's on every instruction set that this machine has."""
     name, _, isa = request.param.partition(" ")

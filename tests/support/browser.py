@@ -17,9 +17,12 @@ FLAGS = [
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 LOUD = re.compile("Failed to load resource")  # what the browser itself says of an error status
 
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None and "QUIRE_NEEDS_BROWSER" not in os.environ, reason="needs chromium or google-chrome"
-)
+needs_chromium = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None and "QUIRE_NEEDS_BROWSER" not in os.environ, reason="needs chromium or google-chrome"
+    ),
+]
 
 
 class Tab:

@@ -22,7 +22,7 @@ from .resume import Streamed, retell
 
 
 class Ask(NamedTuple):
-    """A prompt to be answered."""
+    """A prompt, and how it is to be answered."""
 
     tokens: list[int]
     params: SamplingParams
@@ -32,12 +32,12 @@ class Ask(NamedTuple):
 
 
 class Answers:
-    """Requests that were accepted together, and what comes of them."""
+    """The results of requests that were accepted together."""
 
     def __init__(self, thread: EngineThread, inbox: Inbox, names: list[str]):
         self.thread, self.inbox, self.names = thread, inbox, names
         self.requests: list[Request] = []
-        self.retold: list[tuple[int, Fresh]] = []  # what the reader has had from another engine
+        self.retold: list[tuple[int, Fresh]] = []  # what the reader got from another engine
         self.over = False
 
     async def news(self) -> list[tuple[int, Any]]:
@@ -49,7 +49,7 @@ class Answers:
         return items
 
     async def outputs(self) -> list[RequestOutput]:
-        """The results of all prompts, where they were asked for at the end; nobody waits for a part of them."""
+        """The results of all prompts, if they were asked for with `at_end`."""
         found: dict[int, RequestOutput] = {}
         try:
             while len(found) < len(self.names):
@@ -61,14 +61,14 @@ class Answers:
         return [found[index] for index in range(len(found))]
 
     def close(self) -> None:
-        """Nobody reads on: what still runs ends before the next step is planned."""
+        """Stop reading: requests that still run are aborted before the next step is planned."""
         if not self.over:
             self.over = True
             with suppress(NotServing):  # then they have ended
                 self.thread.post(self.end)
 
     def end(self) -> None:
-        """In the engine's thread: unless a name has gone to another by now."""
+        """In the engine's thread: abort the requests, unless their names belong to new ones by now."""
         engine, listeners = self.thread.engine, self.thread.outbox.listeners
         for request in self.requests:
             if engine.requests.get(request.request_id) is request:
@@ -121,7 +121,7 @@ class AsyncLLM:
     ) -> Answers:
         """Queue prompts, all of them or none; `read` makes what the caller gets, at each delivery or at the end.
 
-        They go on after what was `told` of them, and have ended if that was all.
+        They go on after the tokens in `told`, which another engine sent; they end at once if those were all.
         """
         answers = Answers(self.thread, Inbox(), names)
 
@@ -150,7 +150,7 @@ class AsyncLLM:
         return self.engine.add(name, ask.tokens, ask.params, prompt=ask.text, terms=ask.terms, pooling=ask.pooling)
 
     async def call(self, job: Callable[[], Any]) -> Any:
-        """What a job in the engine's thread returns."""
+        """Run a job in the engine's thread; what it returns."""
         return await asyncio.wrap_future(self.thread.submit(job))
 
     async def abort(self, request_id: str) -> None:

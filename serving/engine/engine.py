@@ -245,10 +245,10 @@ class Engine:
         self.pages.lose()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> list[Request]:
-        """Give the device's memory to others; the requests to which the step under way has still given something.
+        """Free the device's memory; the requests that still got tokens from the steps under way.
 
-        Weights go to host memory (level 1) or are read again (level 2). Requests wait: what they have so far is
-        computed again afterwards, where its pages are not kept.
+        Weights go to host memory (level 1) or are read again (level 2). Requests wait, and their rows are computed
+        again afterwards unless the pages are kept.
         """
         if level not in (1, 2):
             what = "must be 1 (weights to host memory) or 2 (weights dropped)"
@@ -273,7 +273,7 @@ class Engine:
             self.asleep = False
 
     def close(self) -> None:
-        """End every request and let the disk have the pages that are kept, where there is one to keep them."""
+        """End every request and save the cached pages to disk, if there is one."""
         if self.closed:
             return
         self.closed = True
@@ -346,7 +346,7 @@ class Engine:
         return self.runner.page_copier.place(group, block_NX)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what earlier prompts have left behind; what runs goes on."""
+        """Empty the prefix cache; requests that run go on."""
         self.pages.forget()
 
     def expert_loads(self) -> dict[int, dict[str, list]]:

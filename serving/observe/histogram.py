@@ -30,7 +30,7 @@ class Buckets(NamedTuple):
 
 
 class Histogram:
-    """One thread observes and any may read: what is read never goes back, and its count is that of its buckets."""
+    """One thread observes and any thread may read: counts never go back, and the total is the sum of the buckets."""
 
     def __init__(self, bounds: Sequence[float]):
         self.bounds = tuple(bounds)

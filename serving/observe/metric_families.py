@@ -1,4 +1,4 @@
-"""The names of what is counted, what they mean, and what is read off an engine at any moment."""
+"""The metrics' names and what they mean, and those that a snapshot of the engine gives."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,18 +18,18 @@ SHORT = one_two_five(1e-5, 10)
 
 PHASES = ("schedule", "launch", "collect", "update")
 COUNTERS = {
-    "prompt_tokens_total": "Tokens of the prompts that were read to their end",
-    "prompt_tokens_cached_total": "Of these, tokens that were found computed",
-    "generation_tokens_total": "Tokens written",
-    "prefix_cache_queries_total": "Tokens that were looked for in the prefix cache",
-    "prefix_cache_hits_total": "Of these, tokens that were there",
-    "num_preemptions_total": "Sequences that had to give way and were begun again, or ended",
+    "prompt_tokens_total": "Prompt tokens of the requests whose prompt was computed",
+    "prompt_tokens_cached_total": "Of these, tokens from the prefix cache",
+    "generation_tokens_total": "Tokens generated",
+    "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
+    "prefix_cache_hits_total": "Of these, tokens found",
+    "num_preemptions_total": "Preemptions of sequences",
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {  # None: as many tokens as a sequence may have
     "time_to_first_token_seconds": ("From arrival to the first token", FIRST),
     "inter_token_latency_seconds": ("From each token of a sequence to the next", NEXT),
-    "request_time_per_output_token_seconds": ("The mean of these, by request", NEXT),
-    "e2e_request_latency_seconds": ("From arrival to the end, whatever it was", SPAN),
+    "request_time_per_output_token_seconds": ("Mean time from each token to the next, by request", NEXT),
+    "e2e_request_latency_seconds": ("From arrival to the end of the request, however it ended", SPAN),
     "request_queue_time_seconds": ("From arrival to the first step", SPAN),
     "request_prefill_time_seconds": ("From the first step to the first token", SPAN),
     "request_decode_time_seconds": ("From the first token to the last", SPAN),
@@ -37,17 +37,17 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {  # None: as many
     "request_prompt_tokens": ("Tokens of the prompt, by request", None),
     "request_generation_tokens": ("Tokens of all answers, by request", None),
     "request_max_num_generation_tokens": ("Tokens of the longest answer, by request", None),
-    "request_params_max_tokens": ("Tokens asked for at most, by request", None),
-    "request_params_n": ("Answers asked for, by request", CHOICES),
-    "iteration_tokens_total": ("Rows of a step: tokens that are read or written", ROWS),
+    "request_params_max_tokens": ("max_tokens, by request", None),
+    "request_params_n": ("n, by request", CHOICES),
+    "iteration_tokens_total": ("Tokens computed in a step, of prompts and of answers", ROWS),
 }
 
 
 class Family(NamedTuple):
-    """All values of one name; each has its labels."""
+    """All samples of one name, each with its labels."""
 
     name: str
-    kind: str  # counter, gauge, histogram, or info: a gauge whose labels say all
+    kind: str  # counter, gauge, histogram, or info (a gauge of value 1 whose labels are the information)
     help: str
     samples: list[tuple[dict[str, str], Any]]
 

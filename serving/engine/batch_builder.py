@@ -16,9 +16,9 @@ SETTINGS = {  # what a slot remembers of its request's sampling parameters, and 
     "top_k_R": (np.int32, 0),
     "top_p_R": (np.float32, 1),
     "min_p_R": (np.float32, 0),
-    "repetition_R": (np.float32, 1),
-    "presence_R": (np.float32, 0),
-    "frequency_R": (np.float32, 0),
+    "repetition_penalty_R": (np.float32, 1),
+    "presence_penalty_R": (np.float32, 0),
+    "frequency_penalty_R": (np.float32, 0),
     "biased_R": (np.bool_, False),
     "wants_logprobs_R": (np.bool_, False),
 }

@@ -9,7 +9,7 @@ from ..api.errors import EngineError
 from ..api.outputs import Fresh, RequestOutput
 from ..async_llm import Answers
 from ..engine.thread import EngineFailed
-from ..protocol.answers.answer import Answer, Part, Usage
+from ..protocol.answers.answer import ChoicePart, FinishedChoice, Usage
 from ..protocol.answers.choices import Choices
 from ..resume import Journal
 from .errors import HttpError, as_http
@@ -25,7 +25,7 @@ EVENTS = (
 )  # fmt: skip
 
 
-class Gone(Exception):
+class ClientLeft(Exception):
     """The client has left."""
 
 
@@ -42,7 +42,7 @@ class Answering:
         cached = sum(request.sequences[0].num_cached for request in self.answers.requests)
         return Usage(self.prompt_tokens, self.choices.written, cached, self.choices.thought)
 
-    def part(self, prompt: int, fresh: Fresh) -> Part:
+    def part(self, prompt: int, fresh: Fresh) -> ChoicePart:
         if fresh.finish_reason == "abort" and self.answers.thread.failure is not None:
             raise EngineFailed("the engine has stopped")
         return self.choices.part(prompt, fresh)
@@ -75,7 +75,7 @@ class Answering:
                     if data := b"".join(out):
                         yield data
             yield stream.end(self.usage)
-        except Gone:
+        except ClientLeft:
             raise
         except Exception as error:
             if self.journal is not None and as_http(error).status == 503:  # somebody else can go on
@@ -93,7 +93,7 @@ class Answering:
             stream.counted(self.usage)
         return stream.part(part)
 
-    async def whole(self) -> tuple[list[Answer], list[RequestOutput]]:
+    async def whole(self) -> tuple[list[FinishedChoice], list[RequestOutput]]:
         """All choices of all prompts, when they are done."""
         outputs = await self.answers.outputs()
         return self.choices.answers(outputs), outputs
@@ -115,13 +115,13 @@ class EventStream:
         state = scope["state"]
         connection = state["connection"]
         watcher = asyncio.create_task(until_gone(receive))
-        watcher.add_done_callback(lambda _: self.answers.inbox.put(Gone()))
+        watcher.add_done_callback(lambda _: self.answers.inbox.put(ClientLeft()))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS]})
             async for data in self.events:
                 await connection.write(data)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except Gone:
+        except ClientLeft:
             state["facts"]["ended"] = "client did not read" if connection.unread else "client left"
         finally:
             watcher.cancel()

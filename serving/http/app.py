@@ -18,7 +18,7 @@ from ..protocol import chat, completion, messages, responses
 from ..protocol.answers import chat as chat_answer
 from ..protocol.answers import completion as completion_answer
 from . import prompting
-from .answering import Gone
+from .answering import ClientLeft
 from .endpoints import admin, pooled, status, tokens
 from .endpoints.static import page_routes
 from .errors import HttpError, as_http, error_response
@@ -30,11 +30,13 @@ log = logging.getLogger("quire")
 
 PROTOCOLS = {
     "/v1/completions": Protocol(
-        "cmpl-", completion.parse, prompting.completion, completion_answer.response, completion_answer.Stream
+        "cmpl-", completion.parse, prompting.completion, completion_answer.response, completion_answer.CompletionStream
     ),
-    "/v1/chat/completions": Protocol("chatcmpl-", chat.parse, prompting.chat, chat_answer.response, chat_answer.Stream),
-    "/v1/responses": Protocol("resp_", responses.parse, prompting.chat, responses.response, responses.Stream),
-    "/v1/messages": Protocol("msg_", messages.parse, prompting.chat, messages.response, messages.Stream),
+    "/v1/chat/completions": Protocol(
+        "chatcmpl-", chat.parse, prompting.chat, chat_answer.response, chat_answer.ChatStream
+    ),
+    "/v1/responses": Protocol("resp_", responses.parse, prompting.chat, responses.response, responses.ResponsesStream),
+    "/v1/messages": Protocol("msg_", messages.parse, prompting.chat, messages.response, messages.MessagesStream),
 }
 
 
@@ -87,7 +89,7 @@ def guarded(handler: Callable) -> Callable:
     async def endpoint(request: Request) -> Any:
         try:
             return await handler(request)
-        except Gone:
+        except ClientLeft:
             request.state.facts["ended"] = "client left"
             return Response(status_code=499)
         except Exception as error:

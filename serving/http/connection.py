@@ -6,14 +6,14 @@ import h11
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .settings import Settings
+from .settings import ServerSettings
 
 HEAD_BYTES = 32 << 10  # the request line and all headers
 CRUMB, CRUMBS = 256, 512  # bytes of a small chunk of a body, and how many there may be
 TURN = 8  # connections that are heard between two looks of the event loop at everything else
 
 
-class Reading(h11.Connection):
+class BoundedReader(h11.Connection):
     """Refuses bodies in crumbs: each takes as much work as a large piece, and a packet holds thousands."""
 
     crumbs = 0
@@ -29,7 +29,7 @@ class Reading(h11.Connection):
         return event
 
 
-class Turnstile:
+class ReadTurns:
     """When all speak at once, a few are heard at a time: nothing else waits for the whole crowd."""
 
     def __init__(self):
@@ -60,14 +60,14 @@ class Turnstile:
 class Connection(H11Protocol):
     """What a client sends must come in time, and what it is sent it must take in time: others are hung up on."""
 
-    settings: Settings
-    turnstile: Turnstile
+    settings: ServerSettings
+    turnstile: ReadTurns
     receiving = sending = None  # timers
     lost = unread = False
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
-        self.conn = Reading(h11.SERVER, HEAD_BYTES)
+        self.conn = BoundedReader(h11.SERVER, HEAD_BYTES)
         self.app_state = {**self.app_state, "connection": self}
 
     def connection_made(self, transport) -> None:
@@ -156,10 +156,10 @@ class Connection(H11Protocol):
         self.transport.abort()
 
 
-def bounded(of: Settings) -> type[Connection]:
+def bounded(of: ServerSettings) -> type[Connection]:
     """The connections of one server."""
 
     class Bounded(Connection):
-        settings, turnstile = of, Turnstile()
+        settings, turnstile = of, ReadTurns()
 
     return Bounded

@@ -44,7 +44,7 @@ def as_http(error: Exception) -> HttpError:
     return HttpError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
-class Json(Response):
+class JsonResponse(Response):
     """A body as JSON."""
 
     media_type = "application/json"
@@ -60,4 +60,4 @@ def error_response(path: str, error: Exception) -> Response:
         body = messages.error(found.status, found.message, found.param)
     else:
         body = shapes.error(found.status, found.message, found.param, found.code)
-    return Json(body, found.status, found.headers)
+    return JsonResponse(body, found.status, found.headers)

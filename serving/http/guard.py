@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from ..protocol.fields import MAX_REQUEST_ID, is_plain
 from .errors import HttpError, error_response
-from .settings import LOOPBACK, Settings
+from .settings import LOOPBACK, ServerSettings
 
 OPEN = ("/health", "/ping")  # tell nothing that a load balancer must not know
 HOST = re.compile(r"\[([^\[\]]*)\](?::\d*)?|([^:\[\]]*)(?::\d*)?")
@@ -30,7 +30,7 @@ def new_id() -> str:
 class Guard:
     """Wraps the application. `refuses` may hold a reason why no work is taken."""
 
-    def __init__(self, app: Any, settings: Settings, refuses: Callable[[], HttpError | None], note: Callable):
+    def __init__(self, app: Any, settings: ServerSettings, refuses: Callable[[], HttpError | None], note: Callable):
         self.app, self.settings, self.refuses, self.note = app, settings, refuses, note
         self.keys = {digest(key): key for key in settings.api_keys}
         own = (*LOOPBACK, settings.host) if settings.loopback else ()
@@ -111,7 +111,7 @@ class Guard:
         return found
 
 
-def too_large(settings: Settings) -> HttpError:
+def too_large(settings: ServerSettings) -> HttpError:
     most = settings.max_body_bytes
     return HttpError(413, f"the body must be at most {most} bytes (--max-body-bytes)")
 

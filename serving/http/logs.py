@@ -42,7 +42,7 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
     return {name: field(value) for name, value in found if name not in OWN and not name.startswith("_")}
 
 
-class Plain(logging.Formatter):
+class PlainFormatter(logging.Formatter):
     """Time, level and message; a traceback follows, indented so that no line of it looks like a record."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -53,7 +53,7 @@ class Plain(logging.Formatter):
         return line
 
 
-class Json(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """An object a line: time, level, logger, message, what else was said, and an exception as one field."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -82,7 +82,7 @@ def setup_logging(json: bool, level: str, stream: TextIO | None = None) -> None:
     if level.lower() not in LEVELS:
         raise ModelError(f"log_level is {level!r}; it can be {', '.join(LEVELS)}")
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(Json() if json else Plain())
+    handler.setFormatter(JsonFormatter() if json else PlainFormatter())
     own = getattr(logging, level.upper())
     root = logging.getLogger()
     root.handlers[:] = [handler]

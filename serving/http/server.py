@@ -13,7 +13,7 @@ import uvicorn
 from .app import make_app
 from .connection import bounded
 from .service import Service
-from .settings import Settings
+from .settings import ServerSettings
 
 try:
     import uvloop
@@ -33,7 +33,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """Without uvicorn's way with signals: what they mean is ours to say."""
 
     @contextlib.contextmanager
@@ -45,7 +45,7 @@ async def serve(service: Service, ready: Callable[[str], None]) -> None:
     """Listen, load the first model, and serve until a signal has drained it."""
     settings = service.settings
     sys.setswitchinterval(SWITCH)
-    server = Server(
+    server = UvicornServer(
         uvicorn.Config(
             make_app(service),
             host=settings.host,
@@ -99,7 +99,7 @@ async def serve(service: Service, ready: Callable[[str], None]) -> None:
         service.close()
 
 
-def address(settings: Settings, server: Server) -> str:
+def address(settings: ServerSettings, server: UvicornServer) -> str:
     """Where it listens, as a client writes it."""
     if settings.uds is not None:
         return f"unix:{settings.uds}"

@@ -22,14 +22,14 @@ from ..observe.metrics import Http
 from ..protocol.answers.answer import Head, Prompted
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
-from .answering import Answering, EventStream, Gone, until_gone
-from .errors import HttpError, Json
+from .answering import Answering, ClientLeft, EventStream, until_gone
+from .errors import HttpError, JsonResponse
 from .facts import span_facts, tell
 from .guard import digest, new_id, too_large
 from .logs import access
 from .models import Models
 from .prompting import Formats, Prepared
-from .settings import Settings
+from .settings import ServerSettings
 from .telemetry import make_tracer
 
 log = logging.getLogger("quire")
@@ -52,7 +52,7 @@ class Protocol(NamedTuple):
 class Service:
     """What all requests share."""
 
-    def __init__(self, models: Models, settings: Settings):
+    def __init__(self, models: Models, settings: ServerSettings):
         self.models, self.settings = models, settings
         self.pool = ThreadPoolExecutor(32, "quire-parse")  # most of them wait: for a template, or for a grammar
         self.draining = False
@@ -126,7 +126,7 @@ class Service:
         except TimeoutError:
             raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
-            raise Gone from None
+            raise ClientLeft from None
         return b"".join(parts)
 
     async def read(self, request: Request, parse: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -192,7 +192,7 @@ class Service:
 
     async def whole(
         self, request: Request, protocol: Protocol, head: Head, parsed: Any, body: Any, answering: Answering
-    ) -> Json:
+    ) -> JsonResponse:
         """The answer in one piece, unless the client leaves before it is there."""
         async with watched(request, answering.answers):
             answers, outputs = await answering.whole()
@@ -203,7 +203,7 @@ class Service:
         tell(answering, request.state.facts)
         usage = answering.usage
         found = protocol.response(replace(head, prompts=prompts), parsed, body, answers, usage)
-        return Json(found)
+        return JsonResponse(found)
 
     async def drain(self, grace: float) -> None:
         """No new work; what runs may end until the grace is over, and then it ends with what it has."""
@@ -289,7 +289,7 @@ def decode(raw: bytes) -> Any:
 async def watched(request: Request, answers: Answers) -> AsyncIterator[None]:
     """Tells those who wait for answers when the client leaves."""
     watcher = asyncio.create_task(until_gone(request.receive))
-    watcher.add_done_callback(lambda _: answers.inbox.put(Gone()))
+    watcher.add_done_callback(lambda _: answers.inbox.put(ClientLeft()))
     try:
         yield
     finally:

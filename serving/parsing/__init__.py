@@ -3,7 +3,7 @@
 import importlib
 from functools import partial
 
-from .parser import Parser, Row
+from .parser import Parser, ParserChain
 from .reader import Reader
 
 TOOL_PARSERS = {
@@ -49,7 +49,7 @@ def make_parser(tool_parser: str | None, reasoning_parser: str | None, tools: bo
     if tool and tools:
         module = importlib.import_module(tool, __name__)
         row.append(Reader(module.read, module.KEEPS_SPECIAL))
-    return row[0] if len(row) == 1 else Row(row)
+    return row[0] if len(row) == 1 else ParserChain(row)
 
 
 def module_of(what: str, name: str | None, table: dict[str, str]) -> str | None:

@@ -23,7 +23,7 @@ class Parser(Protocol):
         ...
 
 
-class Row:
+class ParserChain:
     """Parsers of which each reads what is text to the one before."""
 
     def __init__(self, parsers: Sequence[Parser]):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Generator, Iterator
 
-from .pieces import Arguments, Call, Piece, Said, Thought
+from .pieces import Arguments, CallStart, Piece, Said, Thought
 
 Text = type[Said] | type[Thought]
 
@@ -74,8 +74,8 @@ class Reader:
         """What is held was the head of a call."""
         self.held.clear()
         self._close()
-        self._kind, self.argued = Call, False
-        self._pieces.append(Call(self.calls, call_id, name))
+        self._kind, self.argued = CallStart, False
+        self._pieces.append(CallStart(self.calls, call_id, name))
         self.calls += 1
 
     def argue(self) -> None:

@@ -7,13 +7,13 @@ from ..api.errors import RequestError
 from ..api.params import SAMPLING, SamplingParams
 from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicode_text
 from .answers.answer import ChatRequest
-from .answers.messages import Stream, error, response
+from .answers.messages import MessagesStream, error, response
 from .answers.objects import listed, plain, texts, typed
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
 from .conversation import Conversation, choice_of
 from .fields import TERMS, delivery_of, known_fields, sampling_fields, schema_of, template_options, terms_of, truncation
 
-__all__ = ["Stream", "error", "parse", "parse_count", "response"]
+__all__ = ["MessagesStream", "error", "parse", "parse_count", "response"]
 
 OWN_SAMPLING = sampling_fields("messages")
 # What is computed for a prompt is found again without being asked for, so cache_control labels like the others.

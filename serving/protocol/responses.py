@@ -8,7 +8,7 @@ from ..api.params import SAMPLING, SamplingParams
 from ..api.validation import boolean, shown, unicode_text
 from .answers.answer import ChatRequest
 from .answers.objects import listed, plain, texts, typed
-from .answers.responses import Stream, response
+from .answers.responses import ResponsesStream, response
 from .answers.shapes import error
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
 from .conversation import Conversation, choice_of
@@ -24,7 +24,7 @@ from .fields import (
     truncation,
 )
 
-__all__ = ["Stream", "error", "parse", "response"]
+__all__ = ["ResponsesStream", "error", "parse", "response"]
 
 OWN_SAMPLING = sampling_fields("responses")
 FIELDS = (

@@ -95,7 +95,7 @@ def beginnings(root: bytes, text: bytes) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-class Asked(msgspec.Struct):
+class PromptFields(msgspec.Struct):
     """Of a request's body what stands at the beginning of a prompt, as it was written."""
 
     model: msgspec.Raw = msgspec.Raw()
@@ -111,7 +111,7 @@ class Asked(msgspec.Struct):
 def of_body(headers: Headers, body: bytes) -> tuple[bytes, ...]:
     """The beginnings of what a body asks; none where it is no JSON, which the replica will say."""
     try:
-        asked = msgspec.json.decode(body, type=Asked)
+        asked = msgspec.json.decode(body, type=PromptFields)
     except (msgspec.DecodeError, RecursionError):
         return ()
     keys = [value for name, value in headers if name in KEYS]

@@ -24,9 +24,9 @@ from ..http.watchdog import heartbeat
 from ..observe.metric_families import Family
 from .affinity import of_tokens
 from .kv_transfer import Handover, check_alike, tiers_of
-from .message import Call, Piece, Start, Wire
+from .message import ForwardedRequest, ReplicaConnection, ResponsePiece, ResponseStart
 from .prefill import bring, read
-from .scale import Plan
+from .scale import DeploymentPlan
 
 READING, PAUSE = 30.0, 30.0  # seconds that are waited for a reader, and without asking one that did not answer
 
@@ -38,7 +38,7 @@ class ReplicaFailed(RuntimeError):
 class Replica:
     """The application of `quire serve` behind a wire in place of a connection."""
 
-    async def __init__(self, plan: Plan, reader: Any = None):
+    async def __init__(self, plan: DeploymentPlan, reader: Any = None):
         setup_logging(plan.log_json, plan.log_level)
         self.plan, self.reader, self.resumes = plan, reader, 0.0
         models = [Model(names, maker(options_of(name, **plan.chosen))) for name, names in plan.models]
@@ -62,10 +62,10 @@ class Replica:
         what = (own, self.plan.models, settings.version, settings.formats, self.engine.max_len)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
-    async def answer(self, call: Call) -> AsyncIterator[Start | Piece]:
+    async def answer(self, call: ForwardedRequest) -> AsyncIterator[ResponseStart | ResponsePiece]:
         """The response to a request; one that another replica can answer ends with `ReplicaFailed`."""
         try:
-            async for message in Wire(call, self.identity).messages(self.app):
+            async for message in ReplicaConnection(call, self.identity).messages(self.app):
                 yield message
         except Exception as error:
             raise ReplicaFailed(as_http(error).message) from None
@@ -79,7 +79,7 @@ class Replica:
         prefix = of_tokens(ask.tokens, ask.terms.cache_salt)
         try:
             async with asyncio.timeout(READING):
-                return await self.reader.read.remote(Prompt(prefix, ask.tokens, ask.terms))
+                return await self.reader.read.remote(PromptToRead(prefix, ask.tokens, ask.terms))
         except Exception:
             self.resumes = time.monotonic() + PAUSE
             raise
@@ -105,7 +105,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptToRead:
     """What a reader is to read."""
 
     prefix: tuple[bytes, ...]
@@ -113,10 +113,10 @@ class Prompt:
     terms: Terms
 
 
-class Reader:
+class PrefillReplica:
     """Reads prompts for replicas that write answers."""
 
-    async def __init__(self, plan: Plan):
+    async def __init__(self, plan: DeploymentPlan):
         setup_logging(plan.log_json, plan.log_level)
         options = options_of(plan.models[0][0], **plan.chosen)
         self.llm, self.ids = AsyncLLM.of(await asyncio.to_thread(maker(options))), itertools.count()
@@ -124,7 +124,7 @@ class Reader:
     async def identity(self) -> bytes:
         return tiers_of(self.llm.engine.pages.tables[0]).identity
 
-    async def read(self, prompt: Prompt) -> Handover:
+    async def read(self, prompt: PromptToRead) -> Handover:
         ask = Ask(prompt.tokens, SamplingParams(), None, prompt.terms)
         handover = await read(self.llm, f"read-{next(self.ids)}", ask)
         return await asyncio.to_thread(handover.on_host)

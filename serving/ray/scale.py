@@ -5,12 +5,12 @@ from typing import Any
 
 from ...model.config import ModelError
 from ..api.options import HOST, EngineOptions, options_of
-from ..http.settings import Settings
+from ..http.settings import ServerSettings
 from .affinity import ROUTINGS, Routing
 
 
 @dataclass(frozen=True)
-class Scale:
+class ReplicaOptions:
     """What an operator chooses about the replicas; the names are those of the flags."""
 
     replicas: int | None = None  # None: 1, or as many as the requests need where a most is given
@@ -58,13 +58,13 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """All that a deployment is made of."""
 
     models: tuple[tuple[str | None, tuple[str, ...]], ...]  # (which, what clients may call it)
-    settings: Settings
+    settings: ServerSettings
     options: dict[str, Any]  # of every engine
-    scale: Scale = field(default_factory=Scale)
+    scale: ReplicaOptions = field(default_factory=ReplicaOptions)
     log_json: bool = False
     log_level: str = "info"
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.serving import parsing
-from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
+from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
 from quire.serving.protocol.answers.answer import ToolCall
 from quire.serving.protocol.answers.collected import collect
 
@@ -61,7 +61,7 @@ class Result:
 def joined(pieces) -> Result:
     result = Result("", "", [])
     for piece in pieces:
-        if isinstance(piece, Call):
+        if isinstance(piece, CallStart):
             assert piece.index == len(result.calls) and piece.id
             result.calls.append((piece.name, ""))
         elif isinstance(piece, Arguments):
@@ -527,17 +527,19 @@ def test_ids():
         (PARSERS["mistral"], '[TOOL_CALLS][{"name": "f"}, {"name": "g"}]'),
         (PARSERS["mistral"], "[TOOL_CALLS]f[CALL_ID]x[ARGS]{}[TOOL_CALLS]g{}"),
     ]:
-        ids = [piece.id for piece in make().push(answer) if isinstance(piece, Call)]
+        ids = [piece.id for piece in make().push(answer) if isinstance(piece, CallStart)]
         assert len(set(ids)) == 2 and all(len(each) == 9 and each.isascii() and each.isalnum() for each in ids)
     call = PARSERS["mistral"]().push("[TOOL_CALLS]f[CALL_ID]aB3456789[ARGS]{}")[0]
-    assert call == Call(0, "aB3456789", "f")
-    ids = [piece.id for piece in PARSERS["hermes"]().push('<tool_call>{"name":"f"}' * 2) if isinstance(piece, Call)]
+    assert call == CallStart(0, "aB3456789", "f")
+    ids = [
+        piece.id for piece in PARSERS["hermes"]().push('<tool_call>{"name":"f"}' * 2) if isinstance(piece, CallStart)
+    ]
     assert len(set(ids)) == 2 and all(each.startswith("call_") for each in ids)
 
 
 def test_collect():
     assert collect([]) == (None, None, [])
-    pieces = [Thought("h"), Thought("m"), Said("a"), Call(0, "x", "f"), Arguments(0, "{"), Call(1, "y", "g")]
+    pieces = [Thought("h"), Thought("m"), Said("a"), CallStart(0, "x", "f"), Arguments(0, "{"), CallStart(1, "y", "g")]
     assert collect([*pieces, Arguments(1, "{}"), Arguments(0, "}"), Said("b")]) == (
         "ab",
         "hm",

@@ -94,7 +94,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FinishedChoice:
     """One choice, whole; `finish_reason` is stop, length, tool_calls, abort or timeout."""
 
     index: int
@@ -108,7 +108,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Part:
+class ChoicePart:
     """What one choice got since the part before; the last one has a finish reason."""
 
     index: int

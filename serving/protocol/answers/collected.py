@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable
 
-from ...parsing.pieces import Arguments, Call, Piece, Said, Thought
+from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from .answer import ToolCall
 
 
 def collect(pieces: Iterable[Piece]) -> tuple[str | None, str | None, list[ToolCall]]:
     """(content, reasoning, calls); None where there was no piece of a kind."""
     texts: dict[type, list[str]] = {Said: [], Thought: []}
-    calls: list[tuple[Call, list[str]]] = []
+    calls: list[tuple[CallStart, list[str]]] = []
     for piece in pieces:
-        if isinstance(piece, Call):
+        if isinstance(piece, CallStart):
             calls.append((piece, []))
         elif isinstance(piece, Arguments):
             calls[piece.index][1].append(piece.text)

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...parsing.pieces import Arguments, Call, Piece, Said, Thought
-from .answer import Answer, ChatRequest, Head, Logprobs, Part, Usage
+from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
 from .objects import send
 from .shapes import chat_logprobs
 
-KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), Call: ("function_call", "fc")}
+KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), CallStart: ("function_call", "fc")}
 EVENTS = {  # what the events of an item's text are called, and the field of the last one that holds all of it
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),
@@ -19,12 +19,12 @@ ECHOED = ("instructions", "max_output_tokens", "metadata", "user", "safety_ident
 
 
 @dataclass
-class Item:
+class OutputItem:
     """One of the things that an answer consists of: a message, thoughts, or the call of a function."""
 
     kind: str
     id: str
-    call: Call | None
+    call: CallStart | None
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -46,22 +46,24 @@ class Item:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
 
-def response(head: Head, request: ChatRequest, body: Any, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+def response(
+    head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+) -> dict[str, Any]:
     """The body that answers a request: what a stream of one part comes to."""
     [answer] = answers
-    stream = Stream(head, request, body)
+    stream = ResponsesStream(head, request, body)
     stream.part(whole(answer))
     status = status_of(answer.finish_reason)
     stream.close(status)
     return stream.frame(status, usage)
 
 
-def whole(answer: Answer) -> Part:
+def whole(answer: FinishedChoice) -> ChoicePart:
     """An answer as one part, in the order in which models write."""
     pieces: list[Piece] = [Thought(answer.reasoning or ""), Said(answer.content or "")]
     for i, call in enumerate(answer.calls):
-        pieces += [Call(i, call.id, call.name), Arguments(i, call.arguments)]
-    return Part(0, pieces, answer.finish_reason, answer.stop_reason, answer.token_ids, answer.logprobs)
+        pieces += [CallStart(i, call.id, call.name), Arguments(i, call.arguments)]
+    return ChoicePart(0, pieces, answer.finish_reason, answer.stop_reason, answer.token_ids, answer.logprobs)
 
 
 def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[dict[str, Any]]:
@@ -85,7 +87,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Stream:
+class ResponsesStream:
     """One answer as events. An item is open from its first piece to the first that is another's.
 
     A message tells the log-probabilities of all tokens since the one before it, also of those that are not its text.
@@ -95,7 +97,7 @@ class Stream:
         self.head, self.request, self.asked = head, request, body
         self.number = 0  # of the next event
         self.output: list[dict[str, Any]] = []  # the items that are closed
-        self.item: Item | None = None  # the one that is open
+        self.item: OutputItem | None = None  # the one that is open
         self.logprobs: list[dict[str, Any]] = []  # those that no message has told yet
         self.finish_reason: str | None = None
 
@@ -105,7 +107,7 @@ class Stream:
     def counted(self, usage: Usage) -> None:
         """Only the last event tells what was used."""
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: ChoicePart) -> bytes:
         if part.logprobs is not None:
             self.logprobs += described(self.request, part.token_ids, part.logprobs)
         self.finish_reason = part.finish_reason
@@ -123,7 +125,7 @@ class Stream:
         return begun + self.close("incomplete") + self.state("response.failed", "failed", error=error)
 
     def piece(self, piece: Piece) -> bytes:
-        if isinstance(piece, Call):
+        if isinstance(piece, CallStart):
             return self.close("completed") + self.open(piece)
         if not piece.text:
             return b""
@@ -136,8 +138,8 @@ class Stream:
 
     def open(self, piece: Piece) -> bytes:
         kind, short = KINDS[type(piece)]
-        call = piece if isinstance(piece, Call) else None
-        self.item = Item(kind, f"{short}_{len(self.output)}_{self.head.id}", call)
+        call = piece if isinstance(piece, CallStart) else None
+        self.item = OutputItem(kind, f"{short}_{len(self.output)}_{self.head.id}", call)
         found = self.event("response.output_item.added", item=self.item.body("in_progress"))
         return found if call else found + self.place("response.content_part.added", part=self.item.part())
 
@@ -147,7 +149,7 @@ class Stream:
         told = {"logprobs": self.tell(self.item)} if self.item.kind == "message" else {}
         return self.place(f"{EVENTS[self.item.kind][0]}.delta", delta=text, **told)
 
-    def tell(self, item: Item) -> list[dict[str, Any]]:
+    def tell(self, item: OutputItem) -> list[dict[str, Any]]:
         """The log-probabilities that wait for a message; from here on they are its own."""
         new, self.logprobs = self.logprobs, []
         item.logprobs += new

@@ -1,4 +1,4 @@
-"""What a user can choose about an engine."""
+"""The options of an engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from ...model.config import ModelError
 
 Pooling = Literal["last", "mean"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-HOST = 256 << 20  # bytes of host memory on the way to the disk
+HOST = 256 << 20  # bytes of host memory that buffer pages for the disk
 DISK = 8 << 30
 PARALLEL = {  # axes of the mesh
     "tensor": "tensor_parallel_size", "expert": "expert_parallel_size", "context": "context_parallel_size",
@@ -18,44 +18,48 @@ PARALLEL = {  # axes of the mesh
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a user can choose; the names are those of the flags."""
+    """The options of an engine; the names are those of the flags."""
 
     model: str | None = None  # None: the bundled model
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
-    quantization: str | None = None  # int8, int4 and their variants: weights are rounded while they are loaded
+    quantization: str | None = None  # int8, int4 or a variant, to which weights are rounded while they are loaded
     max_model_len: int | None = None  # None: the model's own; -1: the longest that fits
     block_size: int = 16
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    tensor_parallel_size: int = 1  # devices that each have a part of every layer
-    expert_parallel_size: int = 1  # groups of them that each have some of the experts
-    context_parallel_size: int = 1  # groups that each have some positions of every page, and some rows of long steps
-    pipeline_parallel_size: int = 1  # groups that each have some of the layers
-    data_parallel_size: int = 1  # groups that each have sequences, slots and pages of their own; they share the experts
-    expert_redundancy: int = 0  # places for further copies of experts that many rows want, in every layer
-    expert_rebalance_steps: int = 3000  # from one look at how evenly they are used to the next; 0: only when asked
-    shard_weights: bool = False  # the devices of `context` each keep a part of every layer, put together as it is used
-    weights_host_bytes: int | None = None  # so much of the layers stays in host memory and is brought as it is used
-    coordinator_address: str | None = None  # HOST:PORT of process 0, where the others find it
-    num_processes: int = 1  # one a host; each has some of the devices
-    process_id: int = 0  # which of them this is; 0 leads, the others follow
+    tensor_parallel_size: int = 1  # devices that share every layer
+    expert_parallel_size: int = 1  # groups of devices that each hold some of the experts
+    context_parallel_size: int = 1  # groups that each hold some positions of every page and compute some tokens
+    pipeline_parallel_size: int = 1  # groups that each hold some of the layers
+    data_parallel_size: int = 1  # groups with sequences and pages of their own; they share the experts
+    expert_redundancy: int = 0  # copies of the busiest experts, in every layer
+    expert_rebalance_steps: int = 3000  # rebalance every N steps; 0: only on request
+    shard_weights: bool = False  # a context group's devices share every layer, gathered when it is used
+    weights_host_bytes: int | None = (
+        None  # bytes of layers that stay in host memory and are copied in when they are used
+    )
+    coordinator_address: str | None = None  # HOST:PORT of process 0
+    num_processes: int = 1  # one a host, each with its own devices
+    process_id: int = 0  # 0 leads, the others follow
     kv_cache_dtype: str = "auto"  # or bfloat16, or int8 or fp8 with a scale a position and head
     kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float | None = None  # for everything; None: 0.9, and on a CPU a part of what is free
+    gpu_memory_utilization: float | None = (
+        None  # share for weights and cache; None: 0.9, and on a CPU a part of what is free
+    )
     enable_prefix_caching: bool = True
-    kv_cache_host_bytes: int | None = None  # for pages that the cache has no room for; None: 0, or HOST where a disk is
-    kv_cache_disk: str | None = None  # a folder for those that the host has no room for
-    kv_cache_disk_bytes: int | None = None  # the most that it may hold; None: DISK
-    max_queued_requests: int | None = None  # more are refused; None: as many as come
-    pooling: Pooling = "last"  # which hidden states of a prompt are its embedding: the last one, or the mean of all
-    trace: str | None = None  # a file for what the engine does when
+    kv_cache_host_bytes: int | None = None  # for evicted pages; None: 0, or HOST where there is a disk
+    kv_cache_disk: str | None = None  # a folder for pages that the host evicts
+    kv_cache_disk_bytes: int | None = None  # the most that the folder may hold; None: DISK
+    max_queued_requests: int | None = None  # more are refused; None: no bound
+    pooling: Pooling = "last"  # a prompt's embedding is its last hidden state, or the mean of all
+    trace: str | None = None  # a file for the timeline of steps and requests
     seed: int = 0
 
     @property
     def most_running(self) -> int:
-        """Sequences that can be served at a time."""
+        """Sequences that can run at a time."""
         return self.max_num_seqs * self.data_parallel_size
 
     def __post_init__(self):
@@ -68,7 +72,7 @@ class EngineOptions:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ModelError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
-                f"({self.max_num_seqs}), so that every running sequence gets its row"
+                f"({self.max_num_seqs}), so that every running sequence gets a token a step"
             )
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):

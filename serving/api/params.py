@@ -180,7 +180,7 @@ class SamplingParams:
     top_k: int = declared(0, rule(checked_top_k, TOP_K.schema), padding=0)  # -1 is read as 0
     min_p: float = declared(0.0, real(0, 1, " (0 is off)"), padding=0.0)
     seed: int | None = declared(None, rule(checked_seed, whole(SEEDS[0], SEEDS[-1]).schema))
-    # One string or several, kept as a tuple; so are the other lists, and None is empty.
+    # One string or several, stored as a tuple; so are the other lists, and None is empty.
     stop: Sequence[str] = declared((), TEXT_OR_TEXTS, OPENAI)
     stop_token_ids: Sequence[int] = declared((), STOP_TOKENS)
     ignore_eos: bool = declared(False, FLAG)

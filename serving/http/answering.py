@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its deltas as parts of a protocol's answer, or the whole of it."""
+"""From the engine's deltas to the events of a protocol, or to one whole answer."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from .prompting import Prepared
 
 log = logging.getLogger("quire")
 
-QUIET = 10.0  # seconds; a stream without news for so long says that it is alive
+QUIET = 10.0  # seconds; a stream with nothing new for so long sends a comment
 ALIVE = b": waiting\n\n"
 EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
@@ -30,17 +30,28 @@ class ClientLeft(Exception):
 
 
 class Answering:
-    """Reads what the engine says of the prompts of one request, and counts it."""
+    """Reads the engine's outputs for the prompts of one request, and counts their tokens."""
 
     def __init__(self, prepared: Prepared, answers: Answers, each: int, journal: Journal | None = None):
         self.answers, self.choices = answers, Choices(prepared.parser, each, prepared.most_calls)
-        self.journal = journal  # where somebody can go on elsewhere
+        self.journal = journal  # where another replica can go on with the answer
         self.prompt_tokens = sum(len(ask.tokens) for ask in prepared.asks)
 
     @property
     def usage(self) -> Usage:
         cached = sum(request.sequences[0].num_cached for request in self.answers.requests)
         return Usage(self.prompt_tokens, self.choices.written, cached, self.choices.thought)
+
+    def facts(self) -> dict[str, Any]:
+        """What the log may know of it: numbers and names."""
+        usage, first = self.usage, self.answers.requests[0]
+        return {
+            "tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "finish_reason": ",".join(sorted(self.choices.reasons)),
+            "queued": None if first.first_scheduled is None else first.first_scheduled - first.arrival,
+            "first_token": None if first.first_token is None else first.first_token - first.arrival,
+        }
 
     def part(self, prompt: int, fresh: Fresh) -> ChoicePart:
         if fresh.finish_reason == "abort" and self.answers.thread.failure is not None:
@@ -53,7 +64,7 @@ class Answering:
             with self.answers.inbox.reminded(QUIET):
                 left = len(self.answers.names)
                 began = self.journal is not None and bool(self.journal.told)
-                if began:  # the same events again, for what they leave behind: the reader has had them
+                if began:  # the client has had these events; they are made again for the state they leave in the stream
                     stream.begin(self.usage)
                 for prompt, fresh in self.answers.retold:
                     self.event(stream, prompt, fresh, counted)
@@ -78,7 +89,7 @@ class Answering:
         except ClientLeft:
             raise
         except Exception as error:
-            if self.journal is not None and as_http(error).status == 503:  # somebody else can go on
+            if self.journal is not None and as_http(error).status == 503:  # another replica can go on
                 raise
             found = as_http(error)
             if not isinstance(error, HttpError | EngineFailed | EngineError):

@@ -1,4 +1,4 @@
-"""The application: which path is answered by what."""
+"""The ASGI application: routes, middleware, and what an error becomes."""
 
 import asyncio
 import logging
@@ -24,7 +24,6 @@ from .endpoints.static import page_routes
 from .errors import HttpError, as_http, error_response
 from .guard import Guard
 from .service import Protocol, Service
-from .watchdog import heartbeat
 
 log = logging.getLogger("quire")
 
@@ -64,7 +63,7 @@ def make_app(service: Service) -> Any:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(heartbeat(service, service.http_metrics.beat))
+        task = asyncio.create_task(service.heartbeat())
         try:
             yield
         finally:
@@ -79,12 +78,12 @@ def make_app(service: Service) -> Any:
         middleware=middleware,
         exception_handlers={HTTPException: not_found, Exception: unforeseen},
     )
-    app.router.redirect_slashes = False  # a path is there or it is not
+    app.router.redirect_slashes = False  # `/x/` is not `/x`
     return Guard(app, service.settings, service.refuses, service.note)
 
 
 def guarded(handler: Callable) -> Callable:
-    """Errors become answers; one that nobody foresaw is logged, and the client learns nothing of it."""
+    """Errors become responses; an unforeseen one is logged, and the client learns nothing of it."""
 
     async def endpoint(request: Request) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""What a client hears when it gets no answer, in the shape of the protocol that it speaks."""
+"""Errors as HTTP responses, in the shape of the client's protocol."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class HttpError(Exception):
 
 
 def as_http(error: Exception) -> HttpError:
-    """What any error means over HTTP; of one that nobody foresaw a client learns nothing."""
+    """Any error as an HTTP one; of an unforeseen one the client learns nothing."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, QueueFull):

@@ -1,4 +1,4 @@
-"""The listening server: from its start to an end in good order."""
+"""The listening server, from its start to its shutdown."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ except ImportError:  # there is none for Windows
 
 log = logging.getLogger("quire")
 
-SWITCH = 0.0005  # seconds that the engine's thread may keep the event loop's waiting for Python's lock, at each write
+SWITCH = 0.0005  # seconds for which the engine's thread may hold Python's lock while the event loop waits for it
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -34,7 +34,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 class UvicornServer(uvicorn.Server):
-    """Without uvicorn's way with signals: what they mean is ours to say."""
+    """uvicorn without its signal handlers: `serve` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self):

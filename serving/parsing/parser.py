@@ -1,4 +1,4 @@
-"""What reads an answer as it comes, alone or in a row."""
+"""The interface of a parser, and several in a chain."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -24,7 +24,7 @@ class Parser(Protocol):
 
 
 class ParserChain:
-    """Parsers of which each reads what is text to the one before."""
+    """Each parser reads what the one before took for text."""
 
     def __init__(self, parsers: Sequence[Parser]):
         self.parsers = parsers

@@ -26,7 +26,7 @@ def parse(body: Any) -> CompletionRequest:
     delivery, echo = delivery_of(given), boolean("echo", given.get("echo", False))
     silent = echo and own.get("max_tokens") == 0 and own["max_tokens"] is not False
     if silent:
-        own["max_tokens"] = 1  # what it draws is not told
+        own["max_tokens"] = 1  # the token that is drawn is not sent
     params = SamplingParams.from_dict(own)
     if delivery.stream:
         if params.prompt_logprobs is not None:
@@ -47,7 +47,7 @@ def parse(body: Any) -> CompletionRequest:
         add_special_tokens=boolean("add_special_tokens", given.get("add_special_tokens", True)),
         echo=echo,
         silent=silent,
-        tells_prompt=given.get("prompt_logprobs") is not None,
+        wants_prompt_logprobs=given.get("prompt_logprobs") is not None,
     )
 
 

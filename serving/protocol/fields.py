@@ -1,4 +1,4 @@
-"""What requests of every protocol share: which fields there are, and what the common ones say."""
+"""The fields that requests of every protocol share, and how they are read."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -29,7 +29,7 @@ def sampling_fields(endpoint: str) -> tuple[str, ...]:
 def known_fields(
     body: Any, names: Iterable[str], neutral: Mapping[str, Any], refused: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The fields that say something: known ones, without those that are null or ask for nothing."""
+    """The fields of a body, all known, without those that are null or have a neutral value."""
     if not isinstance(body, Mapping):
         raise RequestError("body", f"must be a JSON object, got {shown(body)}")
     refuse_unknown(body, (*names, *neutral, *refused))

@@ -8,10 +8,10 @@ from ..api.params import SAMPLING, SamplingParams
 from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicode_text
 from .answers.answer import ChatRequest
 from .answers.messages import MessagesStream, error, response
-from .answers.objects import listed, plain, texts, typed
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
 from .conversation import Conversation, choice_of
 from .fields import TERMS, delivery_of, known_fields, sampling_fields, schema_of, template_options, terms_of, truncation
+from .objects import listed, plain, texts, typed
 
 __all__ = ["MessagesStream", "error", "parse", "parse_count", "response"]
 
@@ -188,7 +188,7 @@ def parse_choice(value: Any, tools: list[dict[str, Any]]) -> tuple[str, bool]:
 
 
 def parse_thinking(value: Any) -> dict[str, Any]:
-    """Whether and how long to think, as variables of the chat template: that is where a model is told so."""
+    """Whether and how long to think, as variables of the chat template, which says it to the model."""
     if value is None:
         return {}
     given = typed("thinking", value, THINKING)

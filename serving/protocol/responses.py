@@ -7,7 +7,6 @@ from ..api.errors import RequestError
 from ..api.params import SAMPLING, SamplingParams
 from ..api.validation import boolean, shown, unicode_text
 from .answers.answer import ChatRequest
-from .answers.objects import listed, plain, texts, typed
 from .answers.responses import ResponsesStream, response
 from .answers.shapes import error
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
@@ -23,6 +22,7 @@ from .fields import (
     terms_of,
     truncation,
 )
+from .objects import listed, plain, texts, typed
 
 __all__ = ["ResponsesStream", "error", "parse", "response"]
 

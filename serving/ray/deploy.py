@@ -1,4 +1,4 @@
-"""A plan as an application of Ray Serve, and Ray on this machine where there is no cluster."""
+"""Deploys a plan on Ray Serve, on a cluster or on this machine alone."""
 
 import math
 import os
@@ -15,16 +15,16 @@ from .replica import PrefillReplica, Replica
 from .router import Router
 from .scale import DeploymentPlan
 
-THREADS = "PJRT_NPROC"  # XLA's; of itself it takes one a core of the machine, for each replica
+THREADS = "PJRT_NPROC"  # XLA's threads; by default each replica would take one a core of the machine
 
 
 def application(plan: DeploymentPlan) -> serve.Application:
-    """Front, replicas, and readers where there are to be any."""
+    """Front, replicas, and prefill replicas if the plan has any."""
     options = plan.engine
     shared: dict[str, Any] = {
         "ray_actor_options": actor_options(plan),
-        "max_ongoing_requests": 2 * options.most_running,  # so many wait at the replica, where priorities are known
-        "max_queued_requests": options.max_queued_requests or -1,  # and the others in front of all of them
+        "max_ongoing_requests": 2 * options.most_running,  # so many wait at the replica, which knows priorities
+        "max_queued_requests": options.max_queued_requests or -1,  # and the others at the front
         "request_router_config": RequestRouterConfig(
             request_router_class=f"{Router.__module__}:{Router.__name__}",
             request_router_kwargs={"routing": plan.scale.routing},

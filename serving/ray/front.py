@@ -1,4 +1,4 @@
-"""What stands before the replicas: passes requests on, and again where a replica has died or failed on them."""
+"""The front of the replicas: forwards each request to one, and to another when that one dies or fails on it."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from .scale import DeploymentPlan
 
 log = logging.getLogger("quire")
 
-TRIES = 3  # replicas for one request: what brings down those that it is sent to must not be sent to all of them
+TRIES = 3  # replicas for one request: one that crashes a replica must not reach all of them
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError, ReplicaUnavailableError, ReplicaFailed)
 HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"te", b"upgrade", b"trailer"}
 APP, FRONT, ENGINE, READER = "quire", "front", "engine", "reader"
@@ -81,7 +81,7 @@ class Front:
             await response(scope, receive, send)
 
     async def call_of(self, scope, receive) -> ForwardedRequest:
-        """The request, whole: it may have to be sent more than once."""
+        """The whole request: it may have to be sent more than once."""
         parts, size, more = [], 0, True
         while more:
             message = await receive()
@@ -145,10 +145,10 @@ class Front:
         return JsonResponse({"status": "ok" if well else "unavailable", "replicas": states}, 200 if well else 503)
 
     async def metrics(self) -> Response:
-        """Those of all replicas, which a label tells apart, and the front's own."""
+        """The metrics of all replicas, labelled by replica, and the front's own."""
         every = [handle.broadcast("metrics") for handle in (self.engine, self.reader) if handle is not None]
-        told = [await one.results_async(timeout_s=10, return_exceptions=True) for one in every]
-        families = [pair for results in told for found in results if isinstance(found, list) for pair in found]
+        every_result = [await one.results_async(timeout_s=10, return_exceptions=True) for one in every]
+        families = [pair for results in every_result for found in results if isinstance(found, list) for pair in found]
         states = [
             ({"deployment": name, "state": state}, count)
             for name, counts in (await self.states()).items()
@@ -165,11 +165,11 @@ class Front:
 
 
 class ClientResponse:
-    """The one response that a client gets, whoever it comes from."""
+    """The one response that a client gets, whichever replicas write it."""
 
     def __init__(self, call: ForwardedRequest, send: Callable):
         self.call, self.send = call, send
-        self.held: ResponseStart | None = None  # it begins when there is something to say
+        self.held: ResponseStart | None = None  # it is sent with the first bytes of the body
         self.start: ResponseStart | None = None  # how it began
 
     @property
@@ -204,7 +204,7 @@ class ClientResponse:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: HttpError) -> None:
-        """Told to a reader who has a part of the answer."""
+        """End a response of which the client has a part."""
         body = error_response(self.call.path, error).body
         data = b"event: error\ndata: %b\n\n" % body if self.start.name else b""
         await self.send({"type": "http.response.body", "body": data, "more_body": False})

@@ -1,4 +1,4 @@
-"""A request as it travels to a replica, and its response as it travels back: the application's own, piece by piece."""
+"""A request as it is sent to a replica, and its response as it comes back, piece by piece."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,8 +19,8 @@ class ForwardedRequest:
     query: bytes
     headers: Headers
     body: bytes
-    prefix: tuple[bytes, ...] = ()  # names of its prompt's beginnings, the shortest first
-    journal: Journal = field(default_factory=Journal)  # what has been told of its answer by others
+    prefix: tuple[bytes, ...] = ()  # digests of its prompt's beginnings, the shortest first
+    journal: Journal = field(default_factory=Journal)  # what other replicas have sent of its answer
     tried: list[str] = field(default_factory=list)  # replicas that it was sent to; the router writes it
 
     @property
@@ -46,14 +46,14 @@ class ResponseStart(NamedTuple):
 
     status: int
     headers: Headers
-    identity: bytes  # of what computes it: only the same goes on with it
+    identity: bytes  # of what computes it: only a replica with the same one goes on with it
     name: str = ""
     created: int = 0
     seeds: tuple[int, ...] = ()
 
 
 class ResponsePiece(NamedTuple):
-    """Bytes of a response, and what they told of the answer."""
+    """Bytes of a response, and the parts of the answer in them."""
 
     data: bytes
     told: list[Told]

@@ -20,7 +20,6 @@ from ..http.errors import as_http
 from ..http.logs import setup_logging
 from ..http.models import Model, Models
 from ..http.service import Service
-from ..http.watchdog import heartbeat
 from ..observe.metric_families import Family
 from .affinity import of_tokens
 from .kv_transfer import Handover, check_alike, tiers_of
@@ -28,7 +27,7 @@ from .message import ForwardedRequest, ReplicaConnection, ResponsePiece, Respons
 from .prefill import bring, read
 from .scale import DeploymentPlan
 
-READING, PAUSE = 30.0, 30.0  # seconds that are waited for a reader, and without asking one that did not answer
+READING, PAUSE = 30.0, 30.0  # seconds to wait for a prefill replica, and until one that failed is asked again
 
 
 class ReplicaFailed(RuntimeError):
@@ -36,27 +35,27 @@ class ReplicaFailed(RuntimeError):
 
 
 class Replica:
-    """The application of `quire serve` behind a wire in place of a connection."""
+    """The application of `quire serve`, called by Ray in place of a socket."""
 
     async def __init__(self, plan: DeploymentPlan, reader: Any = None):
         setup_logging(plan.log_json, plan.log_level)
         self.plan, self.reader, self.resumes = plan, reader, 0.0
         models = [Model(names, maker(options_of(name, **plan.chosen))) for name, names in plan.models]
-        self.service = Service(Models(models, plan.settings.max_loaded), plan.settings)
+        fetches = None if reader is None else self.fetch_pages
+        self.service = Service(Models(models, plan.settings.max_loaded), plan.settings, fetches)
         self.app = make_app(self.service)
         await self.service.load_first()
-        self.heart = asyncio.create_task(heartbeat(self.service, self.service.http_metrics.beat))
+        self.heart = asyncio.create_task(self.service.heartbeat())
         self.identity = self.digest()
         if reader is not None:
             check_alike(await reader.identity.remote(), tiers_of(self.engine.pages.tables[0]).identity)
-            self.service.ready = self.ready
 
     @property
     def engine(self) -> Engine:
         return self.service.models.find(None).llm.engine
 
     def digest(self) -> bytes:
-        """Of all that an answer depends on beside the request."""
+        """A digest of all that an answer depends on beside the request."""
         options, settings = options_of(self.plan.models[0][0], **self.plan.options), self.plan.settings
         own = identity(hub.resolve(options.model), self.engine.runner.config, options)
         what = (own, self.plan.models, settings.version, settings.formats, self.engine.max_len)
@@ -70,12 +69,13 @@ class Replica:
         except Exception as error:
             raise ReplicaFailed(as_http(error).message) from None
 
-    async def ready(self, llm: AsyncLLM, ask: Ask) -> None:
+    async def fetch_pages(self, llm: AsyncLLM, ask: Ask) -> None:
+        """Fetch a prompt's pages from a prefill replica, unless one has just failed."""
         if time.monotonic() >= self.resumes:
             await bring(llm, ask, self.read_elsewhere)
 
     async def read_elsewhere(self, ask: Ask) -> Handover:
-        """Without a reader prompts are read here until one may be back."""
+        """Compute a prompt on a prefill replica; after a failure prompts are computed here for a while."""
         prefix = of_tokens(ask.tokens, ask.terms.cache_salt)
         try:
             async with asyncio.timeout(READING):
@@ -85,7 +85,7 @@ class Replica:
             raise
 
     async def metrics(self) -> list[tuple[dict[str, str], Family]]:
-        """What the engines and the application have counted, with the labels that tell whose it is."""
+        """The metrics of the engines and of the application, labelled by replica and model."""
         engines = [(model.name, model.llm.engine.trace.metrics) for model in self.service.models.ready()]
         own = {"replica": own_name()}
         found = [(own | {"model_name": name}, family) for name, metrics in engines for family in metrics.families()]
@@ -106,7 +106,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class PromptToRead:
-    """What a reader is to read."""
+    """A prompt for a prefill replica to compute."""
 
     prefix: tuple[bytes, ...]
     tokens: list[int]
@@ -114,7 +114,7 @@ class PromptToRead:
 
 
 class PrefillReplica:
-    """Reads prompts for replicas that write answers."""
+    """Computes prompts for the replicas that generate answers."""
 
     async def __init__(self, plan: DeploymentPlan):
         setup_logging(plan.log_json, plan.log_level)

@@ -64,10 +64,10 @@ def test_logprobs_and_best_of():
 
 def test_echo_asks_for_the_log_probabilities_of_the_prompt():
     found = completion(echo=True, logprobs=2)
-    assert (found.params.prompt_logprobs, found.tells_prompt) == (2, False)
+    assert (found.params.prompt_logprobs, found.wants_prompt_logprobs) == (2, False)
     found = completion(echo=True, logprobs=2, prompt_logprobs=5)
-    assert (found.params.prompt_logprobs, found.tells_prompt) == (5, True)
-    assert completion(prompt_logprobs=0).tells_prompt
+    assert (found.params.prompt_logprobs, found.wants_prompt_logprobs) == (5, True)
+    assert completion(prompt_logprobs=0).wants_prompt_logprobs
     assert completion(logprobs=2).params.prompt_logprobs is None
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire.serving import parsing
 from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
 from quire.serving.protocol.answers.answer import ToolCall
-from quire.serving.protocol.answers.collected import collect
+from quire.serving.protocol.answers.choices import collect
 
 MARKERS = (
     "<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|python_tag|> <|start|> <|channel|> "
@@ -579,7 +579,7 @@ def test_a_prompt_that_opens_the_thought():
     assert not parsing.opens_thought("<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize("name", [*parsing.TOOL_PARSERS, *parsing.REASONING_PARSERS])
+@pytest.mark.parametrize("name", parsing.FORMS)
 def test_every_name_makes_a_parser(name):
     pair = (name, None) if name in parsing.TOOL_PARSERS else (None, name)
     assert read(partial(parsing.make_parser, *pair, True), "Hello!") == Result(

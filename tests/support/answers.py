@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from quire.serving.api.outputs import Logprob
 from quire.serving.parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from quire.serving.protocol.answers.answer import ChoicePart, FinishedChoice, ToolCall
-from quire.serving.protocol.answers.collected import collect
+from quire.serving.protocol.answers.choices import collect
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     ["\n\n", "data: x\r\n", "event: error", "\u2028", "é" * 5, "\x00"]

@@ -1,4 +1,4 @@
-"""What an operator may ask of a running server, where that is switched on."""
+"""Paths for operators, served with --admin: sleep, pause, caches and experts."""
 
 from collections.abc import Callable
 

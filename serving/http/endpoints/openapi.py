@@ -1,4 +1,4 @@
-"""The server's own description, as OpenAPI has it."""
+"""The OpenAPI document of the server."""
 
 from typing import Any
 

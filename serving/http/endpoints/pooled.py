@@ -1,4 +1,4 @@
-"""/v1/embeddings, /score and /rerank: what is read off prompts, with nothing written."""
+"""/v1/embeddings, /score and /rerank: prompts are computed, and no token is generated."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ from ..service import Service, watched
 async def outputs_of(
     service: Service, request: Request, prefix: str, parse: Callable[[Any], Any], prepare: Callable[..., list[Ask]]
 ) -> tuple[Head, Any, list[RequestOutput], Usage]:
-    """The prompts of a request, read to their ends."""
+    """The outputs for all prompts of a request, when they are computed."""
     asked, _ = await service.read(request, parse)
     async with service.counted(), service.models.use(asked.model) as model:
         asked = replace(asked, terms=service.terms(asked.terms, service.key(request)))

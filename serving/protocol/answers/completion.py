@@ -42,7 +42,7 @@ def choice(request: CompletionRequest, prompt: Prompted, answer: FinishedChoice)
         at = 0 if (prompt.text or "").startswith(prompt.first) else -len(prompt.first)
         found["logprobs"], _ = completion_logprobs(tokens, logprobs, at, prompt.first)
         found["logprobs"]["text_offset"] = [max(offset, 0) for offset in found["logprobs"]["text_offset"]]
-    if request.tells_prompt and prompt.logprobs is not None:
+    if request.wants_prompt_logprobs and prompt.logprobs is not None:
         found["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
     if request.delivery.return_token_ids:
         found |= {"token_ids": own, "prompt_token_ids": list(prompt.token_ids)}

@@ -7,7 +7,7 @@ import msgspec
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Usage
-from .objects import send
+from .shapes import typed_event
 
 ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -102,10 +102,10 @@ class MessagesStream:
         self.stop = stopped(None, None)
 
     def begin(self, usage: Usage) -> bytes:
-        return send({"type": "message_start", "message": message(self.head, [], usage)})
+        return typed_event({"type": "message_start", "message": message(self.head, [], usage)})
 
     def counted(self, usage: Usage) -> None:
-        """Only the last events tell what was used."""
+        """Only the last events have the usage."""
 
     def part(self, part: ChoicePart) -> bytes:
         self.stop = stopped(part.finish_reason, part.stop_reason)
@@ -113,10 +113,10 @@ class MessagesStream:
 
     def end(self, usage: Usage) -> bytes:
         delta = {"type": "message_delta", "delta": self.stop, "usage": usage_body(usage)}
-        return self.close() + send(delta) + send({"type": "message_stop"})
+        return self.close() + typed_event(delta) + typed_event({"type": "message_stop"})
 
     def fail(self, status: int, message: str, param: str | None = None) -> bytes:
-        return send(error(status, message, param))
+        return typed_event(error(status, message, param))
 
     def add(self, piece: Piece) -> bytes:
         if isinstance(piece, CallStart):
@@ -145,4 +145,4 @@ class MessagesStream:
 
     def event(self, name: str, /, **fields: Any) -> bytes:
         """An event of the block that is open."""
-        return send({"type": name, "index": self.index, **fields})
+        return typed_event({"type": name, "index": self.index, **fields})

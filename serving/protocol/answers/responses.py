@@ -6,8 +6,7 @@ from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
-from .objects import send
-from .shapes import chat_logprobs
+from .shapes import chat_logprobs, typed_event
 
 KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), CallStart: ("function_call", "fc")}
 EVENTS = {  # what the events of an item's text are called, and the field of the last one that holds all of it
@@ -90,7 +89,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 class ResponsesStream:
     """One answer as events. An item is open from its first piece to the first that is another's.
 
-    A message tells the log-probabilities of all tokens since the one before it, also of those that are not its text.
+    A message has the log-probabilities of all tokens since the message before it, also of those that are not its text.
     """
 
     def __init__(self, head: Head, request: ChatRequest, body: Any):
@@ -98,14 +97,14 @@ class ResponsesStream:
         self.number = 0  # of the next event
         self.output: list[dict[str, Any]] = []  # the items that are closed
         self.item: OutputItem | None = None  # the one that is open
-        self.logprobs: list[dict[str, Any]] = []  # those that no message has told yet
+        self.logprobs: list[dict[str, Any]] = []  # those that no message has yet
         self.finish_reason: str | None = None
 
     def begin(self, usage: Usage) -> bytes:
         return self.state("response.created", "in_progress") + self.state("response.in_progress", "in_progress")
 
     def counted(self, usage: Usage) -> None:
-        """Only the last event tells what was used."""
+        """Only the last event has the usage."""
 
     def part(self, part: ChoicePart) -> bytes:
         if part.logprobs is not None:
@@ -146,10 +145,10 @@ class ResponsesStream:
     def more(self, text: str) -> bytes:
         assert self.item is not None
         self.item.texts.append(text)
-        told = {"logprobs": self.tell(self.item)} if self.item.kind == "message" else {}
-        return self.place(f"{EVENTS[self.item.kind][0]}.delta", delta=text, **told)
+        own = {"logprobs": self.take_logprobs(self.item)} if self.item.kind == "message" else {}
+        return self.place(f"{EVENTS[self.item.kind][0]}.delta", delta=text, **own)
 
-    def tell(self, item: OutputItem) -> list[dict[str, Any]]:
+    def take_logprobs(self, item: OutputItem) -> list[dict[str, Any]]:
         """The log-probabilities that wait for a message; from here on they are its own."""
         new, self.logprobs = self.logprobs, []
         item.logprobs += new
@@ -165,7 +164,7 @@ class ResponsesStream:
         if item.call is not None:
             rest["name"] = item.call.name
         elif item.kind == "message":
-            self.tell(item)
+            self.take_logprobs(item)
             rest["logprobs"] = item.logprobs
         found = self.place(f"{name}.done", **rest)
         if item.call is None:
@@ -191,7 +190,7 @@ class ResponsesStream:
 
     def numbered(self, body: dict[str, Any]) -> bytes:
         self.number += 1
-        return send({**body, "sequence_number": self.number - 1})
+        return typed_event({**body, "sequence_number": self.number - 1})
 
     def frame(self, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """The response as it stands; what the request asked for is said again."""

@@ -123,9 +123,9 @@ def ask(engine: Engine, prompts: Seq[tuple[list[int], Terms]], params: SamplingP
         raise
     found = []
     for request in requests:
-        if request.streams[0].finish_reason == "error":
+        if request.completions[0].finish_reason == "error":
             raise RuntimeError("a step of the beam search failed; the log says why")
-        entries = request.streams[0].logprobs[0]
+        entries = request.completions[0].logprobs[0]
         found.append([(token, entry.logprob) for token, entry in entries.items()][: params.logprobs])
     return found
 

@@ -8,6 +8,7 @@ import msgspec
 import openai
 import pytest
 from answers import Server, Written, strangers, written
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -382,7 +383,7 @@ def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return choices
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(200))
 @given(written(scored=True), written(scored=True), st.randoms(use_true_random=False))
 def test_the_deltas_of_a_stream_joined_are_the_whole_answer(one: Written, other: Written, random):
     request = chat(n=2, logprobs=True, top_logprobs=2, return_token_ids=True, stream=True)
@@ -407,7 +408,7 @@ def test_the_deltas_of_a_stream_joined_are_the_whole_answer(one: Written, other:
         assert made["ids"] == choice["token_ids"] and made["scores"] == choice["logprobs"]["content"]
 
 
-@settings(max_examples=100)
+@settings(max_examples=cases(100))
 @given(st.lists(written(), min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_the_client_puts_a_stream_together(lines: list[Written], random):
     """With the client's own accumulator, whichever choice comes first and whatever the last part brings."""

@@ -44,9 +44,9 @@ class SamplingInputs:
     top_k_R: Array  # int32, 0 or less = off
     top_p_R: Array  # float32, 1 = off
     min_p_R: Array  # float32, 0 = off
-    repetition_R: Array  # float32, 1 = off
-    presence_R: Array  # float32, 0 = off
-    frequency_R: Array  # float32, 0 = off
+    repetition_penalty_R: Array  # float32, 1 = off
+    presence_penalty_R: Array  # float32, 0 = off
+    frequency_penalty_R: Array  # float32, 0 = off
     ban_stop_R: Array  # bool, ban the slot's stop tokens (min_tokens is not reached)
     ban_RX: Array  # int32 token ids, -1 = none
     targets_R: Array  # int32, -1 = choose a token, else score this one

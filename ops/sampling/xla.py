@@ -30,7 +30,8 @@ def sample(
     raw_RV = logits_RV.astype(jnp.float32)
     scored_R = inputs.targets_R >= 0
     masked_R = inputs.biased_R | inputs.ban_stop_R | (inputs.ban_RX >= 0).any(axis=1)
-    penalised_R = (inputs.repetition_R != 1) | (inputs.presence_R != 0) | (inputs.frequency_R != 0)
+    penalised_R = (inputs.presence_penalty_R != 0) | (inputs.frequency_penalty_R != 0)
+    penalised_R |= inputs.repetition_penalty_R != 1
     adjusts = (~scored_R & (masked_R | penalised_R)).any()
     draws_R = ~scored_R & (inputs.temperature_R > 0)
 
@@ -75,10 +76,11 @@ def penalise(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Arra
     """Logits after the penalties for repetition (prompt and output), frequency and presence (output)."""
     counts_RV = state.output_counts_BV[inputs.slots_R]
     seen_RV = state.prompt_BV[inputs.slots_R] | (counts_RV > 0)
-    repetition_R1 = inputs.repetition_R[:, None]
+    repetition_R1 = inputs.repetition_penalty_R[:, None]
     repeated_RV = jnp.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
     logits_RV = jnp.where(seen_RV, repeated_RV, logits_RV)
-    return logits_RV - inputs.frequency_R[:, None] * counts_RV - inputs.presence_R[:, None] * (counts_RV > 0)
+    frequency_R1, presence_R1 = inputs.frequency_penalty_R[:, None], inputs.presence_penalty_R[:, None]
+    return logits_RV - frequency_R1 * counts_RV - presence_R1 * (counts_RV > 0)
 
 
 def argmax(logits_RV: Array, axis: Axis) -> tuple[Array, Array]:

@@ -148,17 +148,17 @@ def main(
 ) -> None:
     """Measure three replicas on this machine."""
     from ... import LLM, SamplingParams
-    from ...serving.http.settings import Settings
+    from ...serving.http.settings import ServerSettings
     from ...serving.ray import deploy
-    from ...serving.ray.scale import Plan, Scale
+    from ...serving.ray.scale import DeploymentPlan, ReplicaOptions
 
     options = {"max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 128,
                "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    scale = Scale(replicas=3, replica_resources={"CPU": 0.1})
-    plan = Plan(((model, ("m",)),), Settings(port=port), options, scale, log_level="warning")
+    scale = ReplicaOptions(replicas=3, replica_resources={"CPU": 0.1})
+    plan = DeploymentPlan(((model, ("m",)),), ServerSettings(port=port), options, scale, log_level="warning")
 
     def expected(body: dict[str, Any]) -> str:
         own = {key: value for key, value in body.items() if key != "prompt"}
@@ -175,7 +175,7 @@ def main(
             routed(port, routing)
         texts = []
         for name, chosen in {"together": {"replicas": 2}, "apart": {"replicas": 1, "prefill_replicas": 1}}.items():
-            deploy.run(replace(plan, scale=Scale(replica_resources={"CPU": 0.1}, **chosen)))
+            deploy.run(replace(plan, scale=ReplicaOptions(replica_resources={"CPU": 0.1}, **chosen)))
             texts.append(mixed(port, name))
         print(f"apart as together: {sum(map(str.__eq__, *texts))} of {len(texts[0])} answers identical")
     finally:

@@ -193,10 +193,10 @@ def wanted_of(given: dict[str, Any]) -> ServerSetup:
     template = None if given["chat_template"] is None else o.read_text(given["chat_template"])
 
     from ...serving.http.prompting import Formats
-    from ...serving.http.settings import Settings  # not at the top: `--help` must not wait for it
+    from ...serving.http.settings import ServerSettings  # not at the top: `--help` must not wait for it
 
     parsers = given["tool_call_parser"], given["reasoning_parser"], given["enable_auto_tool_choice"]
-    own = {field.name for field in fields(Settings)} & set(given)
+    own = {field.name for field in fields(ServerSettings)} & set(given)
     chosen = {name: given[name] for name in own} | {
         "version": __version__,
         "api_keys": keys,
@@ -214,7 +214,7 @@ def wanted_of(given: dict[str, Any]) -> ServerSetup:
     if processes > 1 and (len(names) > 1 or given["runs_on"] is not None):
         raise o.UsageError(f"--num-processes is {processes}: several processes serve one model together, without Ray")
     options = given["engine"] | {"max_queued_requests": given["max_queued_requests"], "seed": given["seed"]}
-    return ServerSetup(names, called(names, given["served_model_name"] or []), Settings(**chosen), options)
+    return ServerSetup(names, called(names, given["served_model_name"] or []), ServerSettings(**chosen), options)
 
 
 @o.takes_engine()

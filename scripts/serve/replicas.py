@@ -86,12 +86,12 @@ def plan_of(given: dict[str, Any], wanted: Any, scale: dict[str, Any]) -> Any:
         if given[name] != default:
             flag = f"--{name.replace('_', '-')}"
             raise o.UsageError(f"{flag} has no effect with --engine ray, whose server is Ray's; leave it out")
-    from ...serving.ray.scale import Plan, Scale  # not at the top: `--help` must not wait for it
+    from ...serving.ray.scale import DeploymentPlan, ReplicaOptions  # not at the top: `--help` must not wait for it
 
     folders = [name if name is None or not Path(name).is_dir() else str(Path(name).resolve()) for name in wanted.names]
     models = tuple(zip(folders or [None], wanted.called, strict=True))
     logged = {"log_json": given["log_json"], "log_level": given["log_level"]}
-    return Plan(models, wanted.settings, wanted.options, Scale(**scale), **logged)
+    return DeploymentPlan(models, wanted.settings, wanted.options, ReplicaOptions(**scale), **logged)
 
 
 def run(plan: Any, address: str | None) -> None:

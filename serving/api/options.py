@@ -1,4 +1,4 @@
-"""What a user can choose about an engine."""
+"""The options of an engine."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +8,7 @@ from ...model.config import ModelError
 
 Pooling = Literal["last", "mean"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-HOST = 256 << 20  # bytes of host memory on the way to the disk
+HOST = 256 << 20  # bytes of host memory that buffer pages for the disk
 DISK = 8 << 30
 PARALLEL = {  # axes of the mesh
     "tensor": "tensor_parallel_size", "expert": "expert_parallel_size", "context": "context_parallel_size",
@@ -30,7 +30,7 @@ def flag(default: Any, panel: str, help: str, metavar: str | None = None, defaul
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a user can choose; the names are those of the flags, and the commands make their flags of these fields."""
+    """The names are those of the flags, and the commands make their flags of these fields."""
 
     model: str | None = None  # a folder or Hugging Face id; None: the bundled model
     tokenizer: str | None = flag(None, MODEL, "A folder or Hugging Face id.", default_text="the model's own")
@@ -104,7 +104,7 @@ class EngineOptions:
 
     @property
     def most_running(self) -> int:
-        """Sequences that can be served at a time."""
+        """Sequences that can run at a time."""
         return self.max_num_seqs * self.data_parallel_size
 
     def __post_init__(self):
@@ -117,7 +117,7 @@ class EngineOptions:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ModelError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
-                f"({self.max_num_seqs}), so that every running sequence gets its row"
+                f"({self.max_num_seqs}), so that every running sequence gets a token a step"
             )
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):

@@ -36,7 +36,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)  # hundreds are made a step, and a frozen one takes four times as long
 class Fresh:
-    """What one answer got since somebody last looked."""
+    """What one answer got since the last look at it."""
 
     index: int
     text: str
@@ -47,7 +47,7 @@ class Fresh:
 
 
 class Delta(NamedTuple):
-    """What a request got since somebody last looked: of those answers that got something."""
+    """What a request got since the last look at it: the answers that got something."""
 
     parts: Sequence[Fresh]
     finished: bool
@@ -84,7 +84,7 @@ class RequestOutput:
     prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None  # the first is None: nothing precedes it
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    pooled: Sequence[float] | None = None  # of a request for an embedding: the hidden state, as it is
+    pooled: Sequence[float] | None = None  # of an embedding request: the hidden state, not normalised
 
 
 @dataclass(frozen=True)

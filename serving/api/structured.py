@@ -1,4 +1,4 @@
-"""What an answer has to look like, as a caller says it: checked in form and size; what it means, grammar.py sees."""
+"""What an answer has to look like, checked in form and size; request/grammar.py compiles it."""
 
 import json
 from collections.abc import Mapping

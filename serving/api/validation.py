@@ -1,8 +1,9 @@
 """What a value from a caller may be, and the one line that refuses another."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -11,6 +12,7 @@ from .errors import RequestError
 MAX_STRINGS = 64  # stop strings, bad words
 MAX_STRING_LENGTH = 1024
 INT32_MAX = 2**31 - 1  # token ids and counts travel to the device as int32
+Schema = dict[str, Any]  # JSON Schema
 
 
 def shown(value: object) -> str:
@@ -96,3 +98,41 @@ def token_ids(param: str, value: object, most: int) -> tuple[int, ...]:
         integer(f"{param}[{i}]", token, 0, INT32_MAX, " (a token id)")
         for i, token in enumerate(items(param, value, most))
     )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value may be, as a check and as a JSON schema."""
+
+    # (name of the field, value, what a refusal says more) -> the value as it is kept
+    check: Callable[..., Any]
+    schema: Schema
+
+
+def rule(check: Callable[[str, Any], Any], schema: Schema) -> Rule:
+    """Of a check whose refusals say all there is to say."""
+    return Rule(lambda param, value, more="": check(param, value), schema)
+
+
+def whole(low: int, high: int = INT32_MAX, remedy: str = "") -> Rule:
+    def check(param: str, value: Any, more: str = "") -> int:
+        return integer(param, value, low, high, remedy + more)
+
+    return Rule(check, {"type": "integer", "minimum": low, "maximum": high})
+
+
+def real(low: float, high: float, remedy: str = "", open_low: bool = False) -> Rule:
+    def check(param: str, value: Any, more: str = "") -> float:
+        return number(param, value, low, high, remedy + more, open_low)
+
+    return Rule(check, {"type": "number", "exclusiveMinimum" if open_low else "minimum": low, "maximum": high})
+
+
+def many(item: Schema, most: int, least: int = 0) -> Schema:
+    return {"type": "array", "items": item, "minItems": least, "maxItems": most}
+
+
+TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
+STRING: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STRING_LENGTH}
+STRINGS = many(STRING, MAX_STRINGS)
+FLAG = rule(boolean, {"type": "boolean"})

@@ -11,6 +11,7 @@ import numpy as np
 from flax import struct
 
 from ...ops.sampling import MAX_BANS, SamplingInputs
+from ..api.params import SAMPLING
 
 
 class Size(NamedTuple):
@@ -118,9 +119,18 @@ class Layout:
         return tree.unflatten([part(array, *ends) for array, ends in zip(arrays, bounds, strict=True)])
 
 
+def param_arrays(rows: int) -> dict[str, np.ndarray]:
+    """The sampling parameters that rows carry, as padding has them."""
+    carried = {name: declaration.padding for name, declaration in SAMPLING.items() if declaration.padding is not None}
+    return {
+        f"{name}_R": np.full(rows, padding, np.float32 if isinstance(padding, float) else np.int32)
+        for name, padding in carried.items()
+    }
+
+
 def empty(size: Size, num_groups: int, table_width: int, max_seqs: int) -> Batch:
     """A batch of nothing but padding: rows that write to the dummy page and draw for nobody."""
-    T, B, R, i32, f32 = size.rows, size.seqs, size.samples, np.int32, np.float32
+    T, B, R, i32 = size.rows, size.seqs, size.samples, np.int32
     return Batch(
         tokens_T=np.zeros(T, i32),
         positions_T=np.full(T, -1, i32),
@@ -136,13 +146,7 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int) -> Batch
             slots_R=np.zeros(R, i32),
             positions_R=np.zeros(R, i32),
             seeds_R2=np.zeros((R, 2), np.uint32),
-            temperature_R=np.zeros(R, f32),
-            top_k_R=np.zeros(R, i32),
-            top_p_R=np.ones(R, f32),
-            min_p_R=np.zeros(R, f32),
-            repetition_R=np.ones(R, f32),
-            presence_R=np.zeros(R, f32),
-            frequency_R=np.zeros(R, f32),
+            **param_arrays(R),
             ban_stop_R=np.zeros(R, bool),
             ban_RX=np.full((R, MAX_BANS), -1, i32),
             targets_R=np.full(R, -1, i32),

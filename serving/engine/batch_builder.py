@@ -7,21 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..device.batch import Batch, Layout, Size, choose, sizes
+from ..device.batch import Batch, Layout, Size, choose, param_arrays, sizes
 from ..request.sequence import Sequence
 from .scheduler import Item, Limits, Plan
-
-SETTINGS = {  # what a slot remembers of its request's sampling parameters, and what padding rows have
-    "temperature_R": (np.float32, 0),
-    "top_k_R": (np.int32, 0),
-    "top_p_R": (np.float32, 1),
-    "min_p_R": (np.float32, 0),
-    "repetition_R": (np.float32, 1),
-    "presence_R": (np.float32, 0),
-    "frequency_R": (np.float32, 0),
-    "biased_R": (np.bool_, False),
-    "wants_logprobs_R": (np.bool_, False),
-}
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,8 @@ class Batcher:
         self.seeds = np.zeros((B, 2), np.uint32)
         self.tracked = np.zeros(B, bool)
         self.plain = np.zeros(B, bool)
-        self.settings = {name: np.full(B, off, dtype) for name, (dtype, off) in SETTINGS.items()}
+        self.params = param_arrays(B)
+        self.settings = self.params | {name: np.zeros(B, bool) for name in ("biased_R", "wants_logprobs_R")}
         self.lasts: deque[Decode] = deque()  # of each lane at most one; the first is whose turn it is
         self.draws_plainly = False  # the batch that was built last asks for nothing but plain draws
 
@@ -72,12 +61,9 @@ class Batcher:
         self.synced[slot], self.seeds[slot] = 0, seq.seed
         self.tracked[slot] = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         self.plain[slot] = p.top_k <= 0 and p.top_p >= 1 and not (self.tracked[slot] or biased or seq.scored)
-        values = (
-            p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
-            p.frequency_penalty, biased, seq.scored,
-        )  # fmt: skip
-        for array, value in zip(self.settings.values(), values, strict=True):
-            array[slot] = value
+        for name, values in self.params.items():
+            values[slot] = getattr(p, name.removesuffix("_R"))
+        self.settings["biased_R"][slot], self.settings["wants_logprobs_R"][slot] = biased, seq.scored
         return bool(self.tracked[slot])
 
     def build(self, plan: Plan) -> tuple[Size, np.ndarray]:

@@ -1,1 +1,1 @@
-"""Requests over HTTP, and everything a server owes to those who send them."""
+"""The HTTP server: connections, admission, models, and the way of a request from its bytes to its answer."""

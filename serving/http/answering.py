@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its deltas as parts of a protocol's answer, or the whole of it."""
+"""From the engine's deltas to the events of a protocol, or to one whole answer."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from ..api.errors import EngineError
 from ..api.outputs import Fresh, RequestOutput
 from ..async_llm import Answers
 from ..engine.thread import EngineFailed
-from ..protocol.answers.answer import Answer, Part, Usage
+from ..protocol.answers.answer import ChoicePart, FinishedChoice, Usage
 from ..protocol.answers.choices import Choices
 from ..resume import Journal
 from .errors import HttpError, as_http
@@ -17,7 +17,7 @@ from .prompting import Prepared
 
 log = logging.getLogger("quire")
 
-QUIET = 10.0  # seconds; a stream without news for so long says that it is alive
+QUIET = 10.0  # seconds; a stream with nothing new for so long sends a comment
 ALIVE = b": waiting\n\n"
 EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
@@ -25,16 +25,16 @@ EVENTS = (
 )  # fmt: skip
 
 
-class Gone(Exception):
+class ClientLeft(Exception):
     """The client has left."""
 
 
 class Answering:
-    """Reads what the engine says of the prompts of one request, and counts it."""
+    """Reads the engine's outputs for the prompts of one request, and counts their tokens."""
 
     def __init__(self, prepared: Prepared, answers: Answers, each: int, journal: Journal | None = None):
         self.answers, self.choices = answers, Choices(prepared.parser, each, prepared.most_calls)
-        self.journal = journal  # where somebody can go on elsewhere
+        self.journal = journal  # where another replica can go on with the answer
         self.prompt_tokens = sum(len(ask.tokens) for ask in prepared.asks)
 
     @property
@@ -42,7 +42,18 @@ class Answering:
         cached = sum(request.sequences[0].num_cached for request in self.answers.requests)
         return Usage(self.prompt_tokens, self.choices.written, cached, self.choices.thought)
 
-    def part(self, prompt: int, fresh: Fresh) -> Part:
+    def facts(self) -> dict[str, Any]:
+        """What the log may know of it: numbers and names."""
+        usage, first = self.usage, self.answers.requests[0]
+        return {
+            "tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "finish_reason": ",".join(sorted(self.choices.reasons)),
+            "queued": None if first.first_scheduled is None else first.first_scheduled - first.arrival,
+            "first_token": None if first.first_token is None else first.first_token - first.arrival,
+        }
+
+    def part(self, prompt: int, fresh: Fresh) -> ChoicePart:
         if fresh.finish_reason == "abort" and self.answers.thread.failure is not None:
             raise EngineFailed("the engine has stopped")
         return self.choices.part(prompt, fresh)
@@ -53,7 +64,7 @@ class Answering:
             with self.answers.inbox.reminded(QUIET):
                 left = len(self.answers.names)
                 began = self.journal is not None and bool(self.journal.told)
-                if began:  # the same events again, for what they leave behind: the reader has had them
+                if began:  # the client has had these events; they are made again for the state they leave in the stream
                     stream.begin(self.usage)
                 for prompt, fresh in self.answers.retold:
                     self.event(stream, prompt, fresh, counted)
@@ -75,10 +86,10 @@ class Answering:
                     if data := b"".join(out):
                         yield data
             yield stream.end(self.usage)
-        except Gone:
+        except ClientLeft:
             raise
         except Exception as error:
-            if self.journal is not None and as_http(error).status == 503:  # somebody else can go on
+            if self.journal is not None and as_http(error).status == 503:  # another replica can go on
                 raise
             found = as_http(error)
             if not isinstance(error, HttpError | EngineFailed | EngineError):
@@ -93,7 +104,7 @@ class Answering:
             stream.counted(self.usage)
         return stream.part(part)
 
-    async def whole(self) -> tuple[list[Answer], list[RequestOutput]]:
+    async def whole(self) -> tuple[list[FinishedChoice], list[RequestOutput]]:
         """All choices of all prompts, when they are done."""
         outputs = await self.answers.outputs()
         return self.choices.answers(outputs), outputs
@@ -115,13 +126,13 @@ class EventStream:
         state = scope["state"]
         connection = state["connection"]
         watcher = asyncio.create_task(until_gone(receive))
-        watcher.add_done_callback(lambda _: self.answers.inbox.put(Gone()))
+        watcher.add_done_callback(lambda _: self.answers.inbox.put(ClientLeft()))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS]})
             async for data in self.events:
                 await connection.write(data)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except Gone:
+        except ClientLeft:
             state["facts"]["ended"] = "client did not read" if connection.unread else "client left"
         finally:
             watcher.cancel()

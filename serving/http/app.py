@@ -1,4 +1,4 @@
-"""The application: which path is answered by what."""
+"""The ASGI application: routes, middleware, and what an error becomes."""
 
 import asyncio
 import logging
@@ -18,23 +18,24 @@ from ..protocol import chat, completion, messages, responses
 from ..protocol.answers import chat as chat_answer
 from ..protocol.answers import completion as completion_answer
 from . import prompting
-from .answering import Gone
+from .answering import ClientLeft
 from .endpoints import admin, pooled, status, tokens
 from .endpoints.static import page_routes
 from .errors import HttpError, as_http, error_response
 from .guard import Guard
 from .service import Protocol, Service
-from .watchdog import heartbeat
 
 log = logging.getLogger("quire")
 
 PROTOCOLS = {
     "/v1/completions": Protocol(
-        "cmpl-", completion.parse, prompting.completion, completion_answer.response, completion_answer.Stream
+        "cmpl-", completion.parse, prompting.completion, completion_answer.response, completion_answer.CompletionStream
     ),
-    "/v1/chat/completions": Protocol("chatcmpl-", chat.parse, prompting.chat, chat_answer.response, chat_answer.Stream),
-    "/v1/responses": Protocol("resp_", responses.parse, prompting.chat, responses.response, responses.Stream),
-    "/v1/messages": Protocol("msg_", messages.parse, prompting.chat, messages.response, messages.Stream),
+    "/v1/chat/completions": Protocol(
+        "chatcmpl-", chat.parse, prompting.chat, chat_answer.response, chat_answer.ChatStream
+    ),
+    "/v1/responses": Protocol("resp_", responses.parse, prompting.chat, responses.response, responses.ResponsesStream),
+    "/v1/messages": Protocol("msg_", messages.parse, prompting.chat, messages.response, messages.MessagesStream),
 }
 
 
@@ -62,7 +63,7 @@ def make_app(service: Service) -> Any:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(heartbeat(service, service.http_metrics.beat))
+        task = asyncio.create_task(service.heartbeat())
         try:
             yield
         finally:
@@ -77,17 +78,17 @@ def make_app(service: Service) -> Any:
         middleware=middleware,
         exception_handlers={HTTPException: not_found, Exception: unforeseen},
     )
-    app.router.redirect_slashes = False  # a path is there or it is not
+    app.router.redirect_slashes = False  # `/x/` is not `/x`
     return Guard(app, service.settings, service.refuses, service.note)
 
 
 def guarded(handler: Callable) -> Callable:
-    """Errors become answers; one that nobody foresaw is logged, and the client learns nothing of it."""
+    """Errors become responses; an unforeseen one is logged, and the client learns nothing of it."""
 
     async def endpoint(request: Request) -> Any:
         try:
             return await handler(request)
-        except Gone:
+        except ClientLeft:
             request.state.facts["ended"] = "client left"
             return Response(status_code=499)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A connection to a client: bounded in time and size, taking turns with the others, and quick to write."""
+"""A connection to a client: bounded in time and size, and read in turn with the others."""
 
 from collections import deque
 
@@ -6,68 +6,68 @@ import h11
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .settings import Settings
+from .settings import ServerSettings
 
 HEAD_BYTES = 32 << 10  # the request line and all headers
-CRUMB, CRUMBS = 256, 512  # bytes of a small chunk of a body, and how many there may be
-TURN = 8  # connections that are heard between two looks of the event loop at everything else
+SMALL_CHUNK, MOST_SMALL = 256, 512  # bytes of a small chunk of a body, and how many of them there may be
+TURN = 8  # connections that are read in one turn of the event loop
 
 
-class Reading(h11.Connection):
-    """Refuses bodies in crumbs: each takes as much work as a large piece, and a packet holds thousands."""
+class BoundedReader(h11.Connection):
+    """Refuses bodies in many small chunks: each takes as much work as a large one, and a packet holds thousands."""
 
-    crumbs = 0
+    small_chunks = 0
 
     def next_event(self):
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self.crumbs = 0
-        elif isinstance(event, h11.Data) and event.chunk_start and len(event.data) < CRUMB:
-            self.crumbs += 1
-            if self.crumbs > CRUMBS:
+            self.small_chunks = 0
+        elif isinstance(event, h11.Data) and event.chunk_start and len(event.data) < SMALL_CHUNK:
+            self.small_chunks += 1
+            if self.small_chunks > MOST_SMALL:
                 raise h11.RemoteProtocolError("too many small chunks")
         return event
 
 
-class Turnstile:
-    """When all speak at once, a few are heard at a time: nothing else waits for the whole crowd."""
+class ReadTurns:
+    """When many connections send at once, a few are read in each turn of the event loop, so that other work goes on."""
 
     def __init__(self):
         self.waiting: deque[tuple[Connection, bytes]] = deque()
-        self.heard = 0  # since the last turn: TURN while anybody waits, so that nobody is heard before those
+        self.read = 0  # connections in this turn; TURN while any wait, so that none is read before those
 
     def enter(self, connection: "Connection", data: bytes) -> None:
-        if not self.heard:
+        if not self.read:
             connection.loop.call_soon(self.turn, connection.loop)
-        if self.heard < TURN:
-            self.heard += 1
-            connection.hear(data)
+        if self.read < TURN:
+            self.read += 1
+            connection.read(data)
         else:
             connection.flow.pause_reading()
             self.waiting.append((connection, data))
 
     def turn(self, loop) -> None:
-        self.heard = min(len(self.waiting), TURN)
-        if self.heard:
+        self.read = min(len(self.waiting), TURN)
+        if self.read:
             loop.call_soon(self.turn, loop)
-        for _ in range(self.heard):
+        for _ in range(self.read):
             connection, data = self.waiting.popleft()
             if not connection.lost:
                 connection.flow.resume_reading()
-                connection.hear(data)
+                connection.read(data)
 
 
 class Connection(H11Protocol):
-    """What a client sends must come in time, and what it is sent it must take in time: others are hung up on."""
+    """A client must send its request in time and take its response in time, or it is disconnected."""
 
-    settings: Settings
-    turnstile: Turnstile
+    settings: ServerSettings
+    turns: ReadTurns
     receiving = sending = None  # timers
     lost = unread = False
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
-        self.conn = Reading(h11.SERVER, HEAD_BYTES)
+        self.conn = BoundedReader(h11.SERVER, HEAD_BYTES)
         self.app_state = {**self.app_state, "connection": self}
 
     def connection_made(self, transport) -> None:
@@ -75,9 +75,9 @@ class Connection(H11Protocol):
         self.expect()
 
     def data_received(self, data: bytes) -> None:
-        self.turnstile.enter(self, data)
+        self.turns.enter(self, data)
 
-    def hear(self, data: bytes) -> None:
+    def read(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self.expect()
@@ -85,7 +85,7 @@ class Connection(H11Protocol):
             self.relax()
 
     async def write(self, data: bytes) -> None:
-        """A part of an event stream: what sending it would come to, without asking all that stand between."""
+        """Write a part of an event stream straight to the transport, past the layers of ASGI."""
         if self.flow.write_paused:
             await self.flow.drain()
         if not self.lost:
@@ -108,7 +108,7 @@ class Connection(H11Protocol):
         self.unwatch()
 
     def timeout_keep_alive_handler(self) -> None:
-        if self.transport.get_write_buffer_size():  # closed in good order it would wait for its reader
+        if self.transport.get_write_buffer_size():  # a graceful close would wait for the client to read
             self.hang_up()
         super().timeout_keep_alive_handler()
 
@@ -117,10 +117,10 @@ class Connection(H11Protocol):
         self.relax()
         self.unwatch()
         super().connection_lost(exc)
-        self.app_state = {}  # which leads here again, and would keep all of it until the collector comes
+        self.app_state = {}  # it refers back to this connection; without the cycle both are freed at once
 
     def _should_upgrade(self) -> bool:
-        return False  # and no advice to install what would
+        return False  # and uvicorn logs no advice to install websockets
 
     def expect(self) -> None:
         if self.receiving is None:
@@ -132,7 +132,7 @@ class Connection(H11Protocol):
             self.receiving = None
 
     def watch(self) -> None:
-        """As much must be read in a while as may be on its way."""
+        """In each period the client must read as much as may be in flight."""
         self.unwatch()
         left = self.transport.get_write_buffer_size()
 
@@ -152,14 +152,14 @@ class Connection(H11Protocol):
             self.sending = None
 
     def hang_up(self) -> None:
-        """Close now, with what is not sent yet."""
+        """Close now, and drop what is not sent yet."""
         self.transport.abort()
 
 
-def bounded(of: Settings) -> type[Connection]:
+def bounded(of: ServerSettings) -> type[Connection]:
     """The connections of one server."""
 
     class Bounded(Connection):
-        settings, turnstile = of, Turnstile()
+        settings, turns = of, ReadTurns()
 
     return Bounded

@@ -1,4 +1,4 @@
-"""What a client hears when it gets no answer, in the shape of the protocol that it speaks."""
+"""Errors as HTTP responses, in the shape of the client's protocol."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class HttpError(Exception):
 
 
 def as_http(error: Exception) -> HttpError:
-    """What any error means over HTTP; of one that nobody foresaw a client learns nothing."""
+    """Any error as an HTTP one; of an unforeseen one the client learns nothing."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, QueueFull):
@@ -44,7 +44,7 @@ def as_http(error: Exception) -> HttpError:
     return HttpError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
-class Json(Response):
+class JsonResponse(Response):
     """A body as JSON."""
 
     media_type = "application/json"
@@ -60,4 +60,4 @@ def error_response(path: str, error: Exception) -> Response:
         body = messages.error(found.status, found.message, found.param)
     else:
         body = shapes.error(found.status, found.message, found.param, found.code)
-    return Json(body, found.status, found.headers)
+    return JsonResponse(body, found.status, found.headers)

@@ -1,4 +1,4 @@
-"""What stands before every request: who may ask, in what form, how much, and what is noted about it."""
+"""Checks every request before the application sees it: host, key, form and size; and reports it when it is over."""
 
 import hashlib
 import hmac
@@ -12,9 +12,9 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from ..protocol.fields import MAX_REQUEST_ID, is_plain
 from .errors import HttpError, error_response
-from .settings import LOOPBACK, Settings
+from .settings import LOOPBACK, ServerSettings
 
-OPEN = ("/health", "/ping")  # tell nothing that a load balancer must not know
+OPEN = ("/health", "/ping")  # say nothing that must not be public
 HOST = re.compile(r"\[([^\[\]]*)\](?::\d*)?|([^:\[\]]*)(?::\d*)?")
 
 
@@ -23,14 +23,14 @@ def digest(key: str) -> bytes:
 
 
 def new_id() -> str:
-    """Unlike any other. It can be guessed: asking the system for better costs a turn at Python's lock."""
+    """A unique id. It can be guessed: `os.urandom` would release and retake Python's lock."""
     return f"{random.getrandbits(128):032x}"
 
 
 class Guard:
-    """Wraps the application. `refuses` may hold a reason why no work is taken."""
+    """Wraps the application. `refuses` returns the error with which all work is refused, if it is."""
 
-    def __init__(self, app: Any, settings: Settings, refuses: Callable[[], HttpError | None], note: Callable):
+    def __init__(self, app: Any, settings: ServerSettings, refuses: Callable[[], HttpError | None], note: Callable):
         self.app, self.settings, self.refuses, self.note = app, settings, refuses, note
         self.keys = {digest(key): key for key in settings.api_keys}
         own = (*LOOPBACK, settings.host) if settings.loopback else ()
@@ -45,7 +45,7 @@ class Guard:
         if not name or len(name) > MAX_REQUEST_ID or not is_plain(name):
             name = new_id()
         state = scope["state"]
-        state["request_id"], state["facts"], status = name, {}, 499  # unless it comes to an answer
+        state["request_id"], state["facts"], status = name, {}, 499  # unless there is a response
 
         async def answer(message) -> None:
             nonlocal status
@@ -65,10 +65,10 @@ class Guard:
             await self.app(scope, receive, answer)
         finally:
             self.note(scope, status, time.monotonic() - began)
-            del state["connection"]  # it has a way back here: none of it would be free before the collector comes
+            del state["connection"]  # it refers back here; without the cycle all of it is freed at once
 
     def check_form(self, version: str, headers: Headers) -> None:
-        """Two lengths: who stands before this server may have taken the other one, and see other requests than it."""
+        """Refuse two lengths: a proxy may go by the other one, and see other requests than this server."""
         if version not in ("1.0", "1.1"):
             raise HttpError(400, "HTTP/1.0 and HTTP/1.1 are spoken here", headers={"Connection": "close"})
         if "transfer-encoding" in headers and ("content-length" in headers or version == "1.0"):
@@ -111,7 +111,7 @@ class Guard:
         return found
 
 
-def too_large(settings: Settings) -> HttpError:
+def too_large(settings: ServerSettings) -> HttpError:
     most = settings.max_body_bytes
     return HttpError(413, f"the body must be at most {most} bytes (--max-body-bytes)")
 

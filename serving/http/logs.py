@@ -42,7 +42,7 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
     return {name: field(value) for name, value in found if name not in OWN and not name.startswith("_")}
 
 
-class Plain(logging.Formatter):
+class PlainFormatter(logging.Formatter):
     """Time, level and message; a traceback follows, indented so that no line of it looks like a record."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -53,7 +53,7 @@ class Plain(logging.Formatter):
         return line
 
 
-class Json(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """An object a line: time, level, logger, message, what else was said, and an exception as one field."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -71,18 +71,18 @@ class Json(logging.Formatter):
 
 
 def trace_of(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """The last of a traceback: there is what happened."""
+    """The end of a traceback, where the error is."""
     parts = [formatter.formatException(record.exc_info)] if record.exc_info and record.exc_info[0] else []
     parts += [formatter.formatStack(record.stack_info)] if record.stack_info else []
     return "\n".join(parts)[-MOST_TRACE:]
 
 
 def setup_logging(json: bool, level: str, stream: TextIO | None = None) -> None:
-    """One way out for all records, on stderr unless said otherwise; of other libraries warnings only."""
+    """One handler for all records, on stderr by default; other libraries' records from warnings up."""
     if level.lower() not in LEVELS:
         raise ModelError(f"log_level is {level!r}; it can be {', '.join(LEVELS)}")
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(Json() if json else Plain())
+    handler.setFormatter(JsonFormatter() if json else PlainFormatter())
     own = getattr(logging, level.upper())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -96,7 +96,7 @@ def setup_logging(json: bool, level: str, stream: TextIO | None = None) -> None:
 
 
 def access(method: str, path: str, status: int, seconds: float, request_id: str, **facts: Any) -> None:
-    """A request was answered: what it took in numbers and names, and never a word of it."""
+    """Log a request that is over: numbers and names, never its text."""
     known = {"method": method, "path": path, "status": status, "seconds": seconds, "request_id": request_id}
     found = {name: field(value) for name, value in (facts | known).items() if value is not None and name not in OWN}
     rest = "".join(f" {name}={found[name]}" for name in facts if name in found and name not in known)

@@ -1,4 +1,4 @@
-"""The models of a server: which are there, which are awake, and who gives way to whom."""
+"""The models of a server: which are loaded, which are awake, and which is put to sleep for another."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ from .errors import HttpError
 
 log = logging.getLogger("quire")
 
-TURN = 5.0  # seconds that a model serves whoever comes before it gives way to those that are waited for
+TURN = 5.0  # seconds for which a model takes new requests before it is put to sleep for one that others wait for
 READY, ASLEEP, UNLOADED, MOVING, FAILED = "ready", "asleep", "unloaded", "loading", "failed"
 
 
@@ -27,7 +27,7 @@ YOUNG = (10_000, 20, 50)  # objects before the collector looks, and how much rar
 
 
 def settle() -> None:
-    """What is there now stays: looking through it for garbage stops everything for a tenth of a second, each time."""
+    """Exempt what is there now from garbage collection: a full pass stops everything for a tenth of a second."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*YOUNG)
@@ -35,7 +35,7 @@ def settle() -> None:
 
 @dataclass(eq=False)
 class Model:
-    """One of them. It moves between unloaded, awake and asleep; `users` keep it awake."""
+    """A model of the server: unloaded, asleep or awake; `users` keep it awake."""
 
     names: tuple[str, ...]  # the first is what answers call it
     make: Callable[[], Engine]
@@ -59,9 +59,16 @@ class Model:
     def name(self) -> str:
         return self.names[0]
 
+    def check_stall(self, most: float) -> None:
+        """A step that hangs for more than `most` seconds cannot be ended, but nobody has to wait for it."""
+        thread = self.llm.thread
+        if thread.stalled() > most and thread.awaited():
+            log.error("model %s: a step has taken more than %g seconds; its requests end", self.name, most)
+            thread.give_up(HttpError(503, "the engine does not answer", code="engine_stalled"))
+
 
 class Models:
-    """Hands out models that are awake, at most `most` at once: the one left longest ago gives way."""
+    """Hands out models that are awake, at most `most` at once: the least recently used is put to sleep first."""
 
     def __init__(self, models: Sequence[Model], most: int | None = None):
         self.models, self.most = list(models), most or len(models)

@@ -19,7 +19,7 @@ from ..protocol.answers.answer import ChatRequest, CompletionRequest, Prompted
 
 @dataclass(frozen=True)
 class Formats:
-    """How conversations are told to a model, and what its answers hold beside text. `auto`: see its chat template."""
+    """The chat template and the formats of tool calls and reasoning. `auto`: as the chat template shows."""
 
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -46,7 +46,7 @@ class Formats:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is asked of the engine, and how its answers are read."""
+    """The requests to the engine, and how its answers are parsed."""
 
     asks: list[Ask]
     prompts: list[Prompted]
@@ -182,7 +182,7 @@ def needs_tokenizer(engine: Engine) -> Tokenizer:
 
 
 def chat_tokenizer(engine: Engine, formats: Formats) -> Tokenizer:
-    """With the template that this server was told to use, if it was."""
+    """The tokenizer, with the chat template of this server's options if there is one."""
     tokenizer = needs_tokenizer(engine)
     if formats.chat_template is not None:
         tokenizer.adopt(formats.chat_template)

@@ -1,4 +1,4 @@
-"""The listening server: from its start to an end in good order."""
+"""The listening server, from its start to its shutdown."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import uvicorn
 from .app import make_app
 from .connection import bounded
 from .service import Service
-from .settings import Settings
+from .settings import ServerSettings
 
 try:
     import uvloop
@@ -22,7 +22,7 @@ except ImportError:  # there is none for Windows
 
 log = logging.getLogger("quire")
 
-SWITCH = 0.0005  # seconds that the engine's thread may keep the event loop's waiting for Python's lock, at each write
+SWITCH = 0.0005  # seconds for which the engine's thread may hold Python's lock while the event loop waits for it
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -33,8 +33,8 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-class Server(uvicorn.Server):
-    """Without uvicorn's way with signals: what they mean is ours to say."""
+class UvicornServer(uvicorn.Server):
+    """uvicorn without its signal handlers: `serve` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self):
@@ -45,7 +45,7 @@ async def serve(service: Service, ready: Callable[[str], None]) -> None:
     """Listen, load the first model, and serve until a signal has drained it."""
     settings = service.settings
     sys.setswitchinterval(SWITCH)
-    server = Server(
+    server = UvicornServer(
         uvicorn.Config(
             make_app(service),
             host=settings.host,
@@ -99,7 +99,7 @@ async def serve(service: Service, ready: Callable[[str], None]) -> None:
         service.close()
 
 
-def address(settings: Settings, server: Server) -> str:
+def address(settings: ServerSettings, server: UvicornServer) -> str:
     """Where it listens, as a client writes it."""
     if settings.uds is not None:
         return f"unix:{settings.uds}"

@@ -1,4 +1,4 @@
-"""The server's own state, and the way of a request from its bytes to its answer."""
+"""The server's state, and the way of a request from its bytes to its answer."""
 
 import asyncio
 import logging
@@ -22,21 +22,22 @@ from ..observe.metrics import HttpMetrics
 from ..protocol.answers.answer import Head, Prompted
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
-from .answering import Answering, EventStream, Gone, until_gone
-from .errors import HttpError, Json
-from .facts import span_facts, tell
+from .answering import Answering, ClientLeft, EventStream, until_gone
+from .errors import HttpError, JsonResponse
 from .guard import digest, new_id, too_large
 from .logs import access
 from .models import Models
 from .prompting import Formats, Prepared
-from .settings import Settings
-from .telemetry import make_tracer
+from .settings import ServerSettings
+from .telemetry import make_tracer, span_facts
 
 log = logging.getLogger("quire")
 
 DRAINING = "draining"
 SMALL_BODY = 4096  # bytes that are read in less time than handing them to another thread takes
-PROBES = ("/health", "/ping", "/metrics", "/live")  # asked all the time: in the log when they fail
+PROBES = ("/health", "/ping", "/metrics", "/live")  # polled: they are logged only when they fail
+
+BeforeAsking = Callable[[AsyncLLM, Ask], Awaitable[None]]
 
 
 class Protocol(NamedTuple):
@@ -50,14 +51,10 @@ class Protocol(NamedTuple):
 
 
 class Service:
-    """What all requests share. `prepare_pages` is awaited for each prompt before it is queued."""
+    """What all requests share."""
 
-    def __init__(
-        self,
-        models: Models,
-        settings: Settings,
-        prepare_pages: Callable[[AsyncLLM, Ask], Awaitable[None]] | None = None,
-    ):
+    def __init__(self, models: Models, settings: ServerSettings, before_asking: BeforeAsking | None = None):
+        """`before_asking` is awaited with each prompt before the engine is asked for its answer."""
         self.models, self.settings = models, settings
         self.pool = ThreadPoolExecutor(32, "quire-parse")  # most of them wait: for a template, or for a grammar
         self.draining = False
@@ -69,10 +66,10 @@ class Service:
         self.tracer = make_tracer(settings.otlp_traces_endpoint)
         self.stop: Callable[[], None] = lambda: None  # what a signal does; set by the server
         self.address = ""
-        self.prepare_pages = prepare_pages
+        self.before_asking = before_asking
 
     def note(self, scope: Any, status: int, seconds: float) -> None:
-        """A request is over: what is kept of it are numbers and names, nothing that it said."""
+        """Count, log and trace a request that is over: numbers and names, nothing of its text."""
         route, state = scope.get("route"), scope["state"]
         path = "other" if route is None else route.path
         method = scope["method"] if route is not None and scope["method"] in route.methods else "other"
@@ -87,7 +84,7 @@ class Service:
             span.finish(own | span_facts(facts, state["asked"]))
 
     async def load_first(self) -> None:
-        """A server whose first model cannot be had is none."""
+        """Load the first model; without it the server does not start."""
         try:
             async with self.models.use(None):
                 self.started = True
@@ -96,7 +93,7 @@ class Service:
             raise ModelError(f"model {first.name}: {first.why}") from None
 
     def refuses(self) -> HttpError | None:
-        """Why no work is taken, if none is."""
+        """The error with which work is refused while the server shuts down."""
         if self.draining:
             headers = {"Retry-After": "5", "Connection": "close"}
             return HttpError(503, "the server is shutting down", code=DRAINING, headers=headers)
@@ -104,7 +101,7 @@ class Service:
 
     @asynccontextmanager
     async def counted(self) -> AsyncIterator[None]:
-        """A request that is waited for at the end."""
+        """Count a request as open: a server that shuts down waits for it."""
         self.open += 1
         self.idle.clear()
         try:
@@ -115,7 +112,7 @@ class Service:
                 self.idle.set()
 
     async def beside(self, job: Callable, *given: Any) -> Any:
-        """Work that would keep the event loop from others."""
+        """Run work in a thread that would block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, job, *given)
 
     async def body(self, request: Request) -> bytes:
@@ -131,7 +128,7 @@ class Service:
         except TimeoutError:
             raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
-            raise Gone from None
+            raise ClientLeft from None
         return b"".join(parts)
 
     async def read(self, request: Request, parse: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -140,7 +137,7 @@ class Service:
         return read(parse, raw) if len(raw) <= SMALL_BODY else await self.beside(read, parse, raw)
 
     def key(self, request: Request) -> str | None:
-        """Whom a request is from, in a form that can be kept: nothing of a key is in a cache or a trace."""
+        """The tenant of a request: a digest, so that no cache and no trace holds a key."""
         key = request.state.key
         return None if key is None else digest(f"salt {key}").hex()[:32]
 
@@ -148,7 +145,7 @@ class Service:
         return Head(name, model, created or int(time.time()), f"quire-{self.settings.version}", prompts)
 
     def terms(self, given: Terms, key: str | None) -> Terms:
-        """Pages are shared among requests of one key only, and the machine in equal parts by all keys."""
+        """Pages are shared among requests of one key only; each key is a tenant."""
         most = self.settings.request_seconds
         if most is not None and (given.timeout or 0) > most:
             raise RequestError("timeout", f"must be at most {most:g} seconds here, got {given.timeout:g}")
@@ -180,9 +177,9 @@ class Service:
                 request.state.asked = parsed.params
             read_as = (Served.take, False) if parsed.delivery.stream else (Served.output, True)
             names = [name if len(prepared.asks) == 1 else f"{name}-{index}" for index in range(len(prepared.asks))]
-            for ask in prepared.asks:
-                if self.prepare_pages is not None:
-                    await self.prepare_pages(model.llm, ask)
+            if self.before_asking is not None:
+                for ask in prepared.asks:
+                    await self.before_asking(model.llm, ask)
             asks = [reseeded(*both) for both in zip_longest(prepared.asks, before.seeds)]
             answers = await model.llm.ask(names, asks, *read_as, before.told)
             answering = Answering(prepared, answers, choices, journal)
@@ -192,13 +189,13 @@ class Service:
                 journal.name, journal.created = name, head.created
                 journal.seeds = [seed_of(asked) for asked in answers.requests]
             stream = protocol.stream(head, parsed, body)
-            events = told(answering.stream(stream, parsed.delivery.continuous_usage), answering, facts)
+            events = with_facts(answering.stream(stream, parsed.delivery.continuous_usage), answering, facts)
             keep = stack.pop_all()  # the model stays awake until the last event
             return Streaming(EventStream(events, answers), keep, self.http_metrics)
 
     async def whole(
         self, request: Request, protocol: Protocol, head: Head, parsed: Any, body: Any, answering: Answering
-    ) -> Json:
+    ) -> JsonResponse:
         """The answer in one piece, unless the client leaves before it is there."""
         async with watched(request, answering.answers):
             answers, outputs = await answering.whole()
@@ -206,13 +203,23 @@ class Service:
             replace(prompt, logprobs=output.prompt_logprobs)
             for prompt, output in zip(head.prompts, outputs, strict=True)
         ]
-        tell(answering, request.state.facts)
+        request.state.facts |= answering.facts()
         usage = answering.usage
         found = protocol.response(replace(head, prompts=prompts), parsed, body, answers, usage)
-        return Json(found)
+        return JsonResponse(found)
+
+    async def heartbeat(self, pause: float = 0.05) -> None:
+        """Watch the event loop and the engines: how late a timer is, and whether a step never ends."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + pause
+            await asyncio.sleep(pause)
+            self.http_metrics.beat(loop.time() - due)
+            for model in self.models.ready():
+                model.check_stall(self.settings.stall_seconds)
 
     async def drain(self, grace: float) -> None:
-        """No new work; what runs may end until the grace is over, and then it ends with what it has."""
+        """Take no new work; requests have `grace` seconds to end, and then they end with what they have."""
         self.draining = True
         try:
             async with asyncio.timeout(grace):
@@ -243,7 +250,7 @@ def abort_all(thread: Any) -> None:
 
 
 class Streaming:
-    """A response that holds on to something until it is over."""
+    """A response that holds resources until it is over."""
 
     def __init__(self, response: EventStream, keep: AsyncExitStack, metrics: HttpMetrics):
         self.response, self.keep, self.metrics = response, keep, metrics
@@ -257,13 +264,13 @@ class Streaming:
             self.metrics.streams -= 1
 
 
-async def told(events: AsyncIterator[bytes], answering: Answering, facts: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The events, and at their end what the log is to know."""
+async def with_facts(events: AsyncIterator[bytes], answering: Answering, facts: dict[str, Any]) -> AsyncIterator[bytes]:
+    """The events, and at their end the facts for the log."""
     try:
         async for event in events:
             yield event
     finally:
-        tell(answering, facts)
+        facts |= answering.facts()
 
 
 def read(parse: Callable[[Any], Any], raw: bytes) -> tuple[Any, Any]:
@@ -291,7 +298,7 @@ def decode(raw: bytes) -> Any:
 async def watched(request: Request, answers: Answers) -> AsyncIterator[None]:
     """Tells those who wait for answers when the client leaves."""
     watcher = asyncio.create_task(until_gone(request.receive))
-    watcher.add_done_callback(lambda _: answers.inbox.put(Gone()))
+    watcher.add_done_callback(lambda _: answers.inbox.put(ClientLeft()))
     try:
         yield
     finally:

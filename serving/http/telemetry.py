@@ -7,10 +7,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...model.config import ModelError
+from ..api.params import SamplingParams
 
 VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL, SPOKEN = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf"
-ATTRIBUTES = {  # of what is known of a request; nothing else goes out
+ATTRIBUTES = {  # all that a span says of a request
     "request_id": "gen_ai.request.id",
     "model": "gen_ai.request.model",
     "max_tokens": "gen_ai.request.max_tokens",
@@ -25,6 +26,16 @@ ATTRIBUTES = {  # of what is known of a request; nothing else goes out
     "finish_reasons": "gen_ai.response.finish_reasons",
     "error": "error.type",
 }
+
+
+def span_facts(facts: Mapping[str, Any], asked: SamplingParams) -> dict[str, Any]:
+    """What the log knows of a request and what was asked for, by the names of ATTRIBUTES."""
+    names = {"model": "model", "prompt_tokens": "prompt_tokens", "completion_tokens": "tokens",
+             "time_in_queue": "queued", "time_to_first_token": "first_token"}  # fmt: skip
+    found = {name: facts.get(own) for name, own in names.items()}
+    reasons = [reason for reason in facts.get("finish_reason", "").split(",") if reason]
+    wanted = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "n")}
+    return found | wanted | {"finish_reasons": reasons or None}
 
 
 class Span:
@@ -48,7 +59,7 @@ class Span:
 
 
 class Tracer:
-    """Spans are kept in a bounded queue and sent by a thread: what a collector does not take in time is dropped."""
+    """Sends spans from a thread with a bounded queue: what a collector does not take in time is dropped."""
 
     def __init__(self, provider: Any):
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

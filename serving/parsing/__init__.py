@@ -1,23 +1,23 @@
-"""Parsers of answers: one file for each way to write tool calls or thoughts, found by the name it goes by."""
+"""Parsers of answers: a file for each format of tool calls or thoughts, in FORMS by the names that users give."""
 
 import importlib
 from functools import partial
 
-from .parser import Parser, Row
+from .parser import Parser, ParserChain
 from .reader import Reader
 
-TOOL_PARSERS = {
+FORMS = {  # name that a user gives -> module
+    "deepseek_r1": ".thinking",
     "harmony": ".harmony",
     "hermes": ".hermes",
     "llama3_json": ".llama3_json",
     "mistral": ".mistral",
     "openai": ".harmony",
-}
-REASONING_PARSERS = {
-    "deepseek_r1": ".thinking",
     "openai_gptoss": ".harmony",
     "qwen3": ".thinking",
 }
+REASONING_PARSERS = ("deepseek_r1", "openai_gptoss", "qwen3")
+TOOL_PARSERS = tuple(name for name in FORMS if name not in REASONING_PARSERS)
 # What a chat template shows of the format; the first sign counts.
 SIGNS = (
     ("<|channel|>", "openai"),
@@ -49,13 +49,13 @@ def make_parser(tool_parser: str | None, reasoning_parser: str | None, tools: bo
     if tool and tools:
         module = importlib.import_module(tool, __name__)
         row.append(Reader(module.read, module.KEEPS_SPECIAL))
-    return row[0] if len(row) == 1 else Row(row)
+    return row[0] if len(row) == 1 else ParserChain(row)
 
 
-def module_of(what: str, name: str | None, table: dict[str, str]) -> str | None:
-    if name is not None and name not in table:
-        raise ValueError(f"the {what} is {name!r}; it can be {', '.join(sorted(table))}")
-    return None if name is None else table[name]
+def module_of(what: str, name: str | None, known: tuple[str, ...]) -> str | None:
+    if name is not None and name not in known:
+        raise ValueError(f"the {what} is {name!r}; it can be {', '.join(known)}")
+    return None if name is None else FORMS[name]
 
 
 def detect(chat_template: str) -> tuple[str | None, str | None]:

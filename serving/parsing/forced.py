@@ -1,7 +1,7 @@
 """An answer that was made to be the arguments of one function."""
 
 from .calls import new_id
-from .pieces import Arguments, Call, Piece
+from .pieces import Arguments, CallStart, Piece
 
 
 class Forced:
@@ -13,7 +13,7 @@ class Forced:
         self.name, self.begun = name, False
 
     def push(self, text: str) -> list[Piece]:
-        begin: list[Piece] = [] if self.begun else [Call(0, new_id(), self.name)]
+        begin: list[Piece] = [] if self.begun else [CallStart(0, new_id(), self.name)]
         self.begun = True
         return [*begin, Arguments(0, text)]
 

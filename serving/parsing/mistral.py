@@ -39,10 +39,10 @@ def several(reader: Reader) -> Iterator[None]:
 
 def named(reader: Reader) -> Iterator[None]:
     """The name, perhaps an id, and the arguments."""
-    name, call_id = (yield from word(reader)), ""
+    name, call_id = (yield from until_bracket(reader)), ""
     found = yield from marker(reader, (CALL_ID, ARGS))
     if found == CALL_ID:
-        call_id = yield from word(reader)
+        call_id = yield from until_bracket(reader)
         yield from marker(reader, (ARGS,))
     yield from blank(reader)
     if not name or reader.char not in BEGINS:
@@ -51,7 +51,7 @@ def named(reader: Reader) -> Iterator[None]:
     yield from arguments(reader)
 
 
-def word(reader: Reader) -> Generator[None, None, str]:
+def until_bracket(reader: Reader) -> Generator[None, None, str]:
     start = len(reader.held)
     while reader.char and reader.char not in '[{"' and not reader.char.isspace():
         reader.hold()

@@ -1,4 +1,4 @@
-"""What reads an answer as it comes, alone or in a row."""
+"""The interface of a parser, and several in a chain."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,8 +23,8 @@ class Parser(Protocol):
         ...
 
 
-class Row:
-    """Parsers of which each reads what is text to the one before."""
+class ParserChain:
+    """Each parser reads what the one before took for text."""
 
     def __init__(self, parsers: Sequence[Parser]):
         self.parsers = parsers

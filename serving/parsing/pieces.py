@@ -18,7 +18,7 @@ class Thought:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallStart:
     """A tool call begins; `index` counts those of the answer from 0."""
 
     index: int
@@ -34,4 +34,4 @@ class Arguments:
     text: str
 
 
-Piece = Said | Thought | Call | Arguments
+Piece = Said | Thought | CallStart | Arguments

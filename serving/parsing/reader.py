@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Generator, Iterator
 
-from .pieces import Arguments, Call, Piece, Said, Thought
+from .pieces import Arguments, CallStart, Piece, Said, Thought
 
 Text = type[Said] | type[Thought]
 
@@ -12,7 +12,7 @@ class Broken(Exception):
 
 
 class Reader:
-    """A parser made of steps: a generator that looks at `char`, keeps it or passes it on, and yields for the next.
+    """A parser made of steps: a generator that looks at `char`, holds it or passes it on, and yields for the next one.
 
         answer   |-------- passed on --------|--- held ---| char | to come
 
@@ -39,13 +39,13 @@ class Reader:
                 self.release(Said)
                 self.add(Said, text[at:])
                 break
-        return self._taken()
+        return self._finished()
 
     def finish(self) -> list[Piece]:
         """What was held, for nothing more comes."""
         self._step("")
         self.settle(Said)
-        return self._taken()
+        return self._finished()
 
     def hold(self) -> None:
         self.held.append(self.char)
@@ -74,8 +74,8 @@ class Reader:
         """What is held was the head of a call."""
         self.held.clear()
         self._close()
-        self._kind, self.argued = Call, False
-        self._pieces.append(Call(self.calls, call_id, name))
+        self._kind, self.argued = CallStart, False
+        self._pieces.append(CallStart(self.calls, call_id, name))
         self.calls += 1
 
     def argue(self) -> None:
@@ -102,10 +102,10 @@ class Reader:
         elif text:
             self._pieces.append(self._kind(text))  # type: ignore[misc]
 
-    def _taken(self) -> list[Piece]:
+    def _finished(self) -> list[Piece]:
         self._close()
-        taken, self._pieces = self._pieces, []
-        return taken
+        finished, self._pieces = self._pieces, []
+        return finished
 
 
 def blank(reader: Reader) -> Iterator[None]:

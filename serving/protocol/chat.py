@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import MAX_LOGPROBS, SamplingParams
-from ..api.validation import INT32_MAX, boolean, integer, refuse_unknown, shown
+from ..api.params import SAMPLING, SamplingParams
+from ..api.validation import boolean, refuse_unknown, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import ChatRequest
 from .fields import (
@@ -15,11 +15,11 @@ from .fields import (
     DELIVERY,
     LABELS,
     MAX_SCHEMA,
-    SAMPLING,
     TEMPLATE,
     TERMS,
     delivery_of,
     known_fields,
+    sampling_fields,
     structure,
     template_options,
     terms_of,
@@ -27,10 +27,11 @@ from .fields import (
     truncation,
 )
 
+OWN_SAMPLING = sampling_fields("chat")
 FIELDS = (
     "model", "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",
     "tool_choice", "parallel_tool_calls", "truncate_prompt_tokens", "echo",
-    *TEMPLATE, *SAMPLING, *DELIVERY, *TERMS, *LABELS,
+    *TEMPLATE, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
     "modalities": ["text"],
@@ -55,14 +56,14 @@ MAX_MESSAGES = 4096
 def parse(body: Any) -> ChatRequest:
     """The request in a body."""
     given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
-    own = {name: given[name] for name in SAMPLING if name in given} | structure(given)
+    own = {name: given[name] for name in OWN_SAMPLING if name in given} | structure(given)
     own["max_tokens"] = given.get("max_tokens")  # not given: up to the model's length
     if "max_completion_tokens" in given:
         if "max_tokens" in given:
             raise RequestError("max_tokens", "is the old name of max_completion_tokens; leave one of them out")
-        own["max_tokens"] = integer("max_completion_tokens", given["max_completion_tokens"], 1, INT32_MAX)
+        own["max_tokens"] = SAMPLING["max_tokens"].rule.check("max_completion_tokens", given["max_completion_tokens"])
     if boolean("logprobs", given.get("logprobs", False)):
-        own["logprobs"] = integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+        own["logprobs"] = SAMPLING["logprobs"].rule.check("top_logprobs", given.get("top_logprobs", 0))
     elif given.get("top_logprobs"):
         raise RequestError("top_logprobs", f"needs logprobs to be true, got {shown(given['top_logprobs'])}")
     delivery = delivery_of(given)

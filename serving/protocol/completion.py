@@ -8,11 +8,12 @@ from ..api.params import SamplingParams
 from ..api.validation import INT32_MAX, boolean, items, shown, token_ids
 from ..api.validation import unicode_text as unicode
 from .answers.answer import CompletionRequest
-from .fields import DELIVERY, LABELS, SAMPLING, TERMS, delivery_of, known_fields, structure, terms_of, truncation
+from .fields import DELIVERY, LABELS, TERMS, delivery_of, known_fields, sampling_fields, structure, terms_of, truncation
 
+OWN_SAMPLING = sampling_fields("completions")
 FIELDS = (
-    "model", "prompt", "best_of", "logprobs", "echo", "response_format", "truncate_prompt_tokens",
-    "add_special_tokens", *SAMPLING, *DELIVERY, *TERMS, *LABELS,
+    "model", "prompt", "echo", "response_format", "truncate_prompt_tokens",
+    "add_special_tokens", *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 NEUTRAL = {"suffix": ""}
 MAX_PROMPTS = 2048  # in one request
@@ -21,11 +22,11 @@ MAX_PROMPTS = 2048  # in one request
 def parse(body: Any) -> CompletionRequest:
     """The request in a body."""
     given = known_fields(body, FIELDS, NEUTRAL)
-    own = {name: given[name] for name in (*SAMPLING, "best_of", "logprobs") if name in given} | structure(given)
+    own = {name: given[name] for name in OWN_SAMPLING if name in given} | structure(given)
     delivery, echo = delivery_of(given), boolean("echo", given.get("echo", False))
     silent = echo and own.get("max_tokens") == 0 and own["max_tokens"] is not False
     if silent:
-        own["max_tokens"] = 1  # what it draws is not told
+        own["max_tokens"] = 1  # the token that is drawn is not sent
     params = SamplingParams.from_dict(own)
     if delivery.stream:
         if params.prompt_logprobs is not None:
@@ -46,7 +47,7 @@ def parse(body: Any) -> CompletionRequest:
         add_special_tokens=boolean("add_special_tokens", given.get("add_special_tokens", True)),
         echo=echo,
         silent=silent,
-        tells_prompt=given.get("prompt_logprobs") is not None,
+        wants_prompt_logprobs=given.get("prompt_logprobs") is not None,
     )
 
 

@@ -1,23 +1,17 @@
-"""What requests of every protocol share: which fields there are, and what the common ones say."""
+"""The fields that requests of every protocol share, and how they are read."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import Terms
+from ..api.params import SAMPLING, Terms, declarations
 from ..api.validation import INT32_MAX, boolean, integer, refuse_unknown, shown, unicode_text
 from .answers.answer import Delivery
 
-SAMPLING = (  # fields that are SamplingParams' own, under the same name
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
-    "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "prompt_logprobs",
-    "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids", "bad_words",
-    "structured_outputs",
-)  # fmt: skip
 LABELS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # have no effect
 DELIVERY = ("stream", "stream_options", "return_token_ids", "request_id")
-TERMS = ("priority", "cache_salt", "timeout")
+TERMS = tuple(name for name, declaration in declarations(Terms).items() if declaration.endpoints)
 TEMPLATE = (
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "reasoning_effort",
 )  # fmt: skip
@@ -27,10 +21,15 @@ MAX_SCHEMA = 65_536
 ABSENT = "is not implemented for this endpoint, leave it out"
 
 
+def sampling_fields(endpoint: str) -> tuple[str, ...]:
+    """The sampling parameters that an endpoint takes under their own names."""
+    return tuple(name for name, declaration in SAMPLING.items() if endpoint in declaration.endpoints)
+
+
 def known_fields(
     body: Any, names: Iterable[str], neutral: Mapping[str, Any], refused: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The fields that say something: known ones, without those that are null or ask for nothing."""
+    """The fields of a body, all known, without those that are null or have a neutral value."""
     if not isinstance(body, Mapping):
         raise RequestError("body", f"must be a JSON object, got {shown(body)}")
     refuse_unknown(body, (*names, *neutral, *refused))

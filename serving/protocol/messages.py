@@ -4,19 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import SamplingParams
+from ..api.params import SAMPLING, SamplingParams
 from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicode_text
 from .answers.answer import ChatRequest
-from .answers.messages import Stream, error, response
-from .answers.objects import listed, plain, texts, typed
+from .answers.messages import MessagesStream, error, response
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
 from .conversation import Conversation, choice_of
-from .fields import SAMPLING, TERMS, delivery_of, known_fields, schema_of, template_options, terms_of, truncation
+from .fields import TERMS, delivery_of, known_fields, sampling_fields, schema_of, template_options, terms_of, truncation
+from .objects import listed, plain, texts, typed
 
-__all__ = ["Stream", "error", "parse", "parse_count", "response"]
+__all__ = ["MessagesStream", "error", "parse", "parse_count", "response"]
 
-ELSEWHERE = ("n", "stop", "prompt_logprobs")  # sampling fields that this endpoint has not, or by another name
-OWN_SAMPLING = tuple(name for name in SAMPLING if name not in ELSEWHERE)
+OWN_SAMPLING = sampling_fields("messages")
 # What is computed for a prompt is found again without being asked for, so cache_control labels like the others.
 LABELS = ("metadata", "service_tier", "user_profile_id", "workspace_id", "cache_control")
 COUNTED = (  # fields that say something of the prompt
@@ -64,7 +63,7 @@ def parse(body: Any) -> ChatRequest:
     """The request in a body of /v1/messages."""
     given = fields_of(body, FIELDS)
     own = {name: given[name] for name in OWN_SAMPLING if name in given}
-    own["max_tokens"] = integer("max_tokens", given.get("max_tokens"), 1, INT32_MAX)
+    own["max_tokens"] = SAMPLING["max_tokens"].rule.check("max_tokens", given.get("max_tokens"))
     own["stop"] = strings("stop_sequences", given.get("stop_sequences", ()))
     return request_of(given, own)
 
@@ -189,7 +188,7 @@ def parse_choice(value: Any, tools: list[dict[str, Any]]) -> tuple[str, bool]:
 
 
 def parse_thinking(value: Any) -> dict[str, Any]:
-    """Whether and how long to think, as variables of the chat template: that is where a model is told so."""
+    """Whether and how long to think, as variables of the chat template, which says it to the model."""
     if value is None:
         return {}
     given = typed("thinking", value, THINKING)

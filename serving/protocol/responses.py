@@ -4,30 +4,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import MAX_LOGPROBS, SamplingParams
-from ..api.validation import INT32_MAX, boolean, integer, shown, unicode_text
+from ..api.params import SAMPLING, SamplingParams
+from ..api.validation import boolean, shown, unicode_text
 from .answers.answer import ChatRequest
-from .answers.objects import listed, plain, texts, typed
-from .answers.responses import Stream, response
+from .answers.responses import ResponsesStream, response
 from .answers.shapes import error
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
 from .conversation import Conversation, choice_of
 from .fields import (
     LABELS,
-    SAMPLING,
     TERMS,
     delivery_of,
     known_fields,
+    sampling_fields,
     schema_of,
     template_options,
     terms_of,
     truncation,
 )
+from .objects import listed, plain, texts, typed
 
-__all__ = ["Stream", "error", "parse", "response"]
+__all__ = ["ResponsesStream", "error", "parse", "response"]
 
-ELSEWHERE = ("n", "max_tokens", "prompt_logprobs")  # sampling fields that this endpoint has not, or by another name
-OWN_SAMPLING = tuple(name for name in SAMPLING if name not in ELSEWHERE)
+OWN_SAMPLING = sampling_fields("responses")
 FIELDS = (
     "model", "input", "instructions", "max_output_tokens", "top_logprobs", "include", "stream", "request_id", "tools",
     "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncate_prompt_tokens", "add_generation_prompt",
@@ -88,7 +87,7 @@ def parse(body: Any) -> ChatRequest:
     own = {name: given[name] for name in OWN_SAMPLING if name in given} | parse_format(given)
     own["max_tokens"] = given.get("max_output_tokens")  # not given: up to the model's length
     if own["max_tokens"] is not None:
-        integer("max_output_tokens", own["max_tokens"], 1, INT32_MAX)
+        SAMPLING["max_tokens"].rule.check("max_output_tokens", own["max_tokens"])
     own["logprobs"] = parse_logprobs(given)
     effort = parse_effort(given.get("reasoning", {}))
     tools = parse_tools(given.get("tools", []))
@@ -183,7 +182,7 @@ def parse_format(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_logprobs(given: Mapping[str, Any]) -> int | None:
     """How many log-probabilities a token are wanted beside its own."""
-    count = integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    count = SAMPLING["logprobs"].rule.check("top_logprobs", given.get("top_logprobs", 0))
     wanted = listed("include", given.get("include", []), MAX_MESSAGES)
     for i, name in enumerate(wanted):
         if name not in INCLUDED:

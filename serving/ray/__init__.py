@@ -1,1 +1,1 @@
-"""Many replicas of a server on Ray Serve; needs the extra `ray`."""
+"""Several replicas of the server on Ray Serve, behind one front that routes by prefix; needs the extra `ray`."""

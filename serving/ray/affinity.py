@@ -1,4 +1,4 @@
-"""Which replica a prompt goes to: the one that has read its beginning, as long as it does not have too much to do."""
+"""Routing by prefix: a prompt goes to the replica that has computed its beginning, unless that one is too busy."""
 
 import hashlib
 from array import array
@@ -12,9 +12,9 @@ from .message import Headers
 
 Routing = Literal["prefix", "round-robin"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
-CHUNK = 256  # bytes; what is remembered of a prompt are its beginnings in steps of so many
+CHUNK = 256  # bytes; a prompt's beginnings are remembered in steps of so many
 MOST = 64  # beginnings of a prompt
-REMEMBERED = 1 << 16  # beginnings in all; those that were asked for longest ago go first
+REMEMBERED = 1 << 16  # beginnings in all; the least recently used are forgotten first
 SLACK = 4  # requests
 KEYS = (b"authorization", b"x-api-key")  # replicas share computed pages among requests of one key only
 
@@ -29,7 +29,7 @@ def limit(least: int) -> int:
 
 
 class Affinity:
-    """Remembers who has read what. It may be wrong, as a replica forgets by itself; that costs time and no answer."""
+    """Which replica has computed which beginnings. One may have been evicted since; that only costs time."""
 
     def __init__(self, routing: Routing = "prefix"):
         self.routing = routing
@@ -38,7 +38,7 @@ class Affinity:
         self.count = 0
 
     def order(self, prefix: Sequence[bytes], loads: Mapping[str, int], tried: Collection[str] = ()) -> list[str]:
-        """The replicas, the best first: not one that failed on the request, not too busy, has read most, least busy."""
+        """Best first: not failed on this request, not too busy, longest beginning computed, least busy."""
         most = limit(min(loads.values(), default=0))
         known = self.known(prefix) if self.routing == "prefix" else {}
 
@@ -95,8 +95,8 @@ def beginnings(root: bytes, text: bytes) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-class Asked(msgspec.Struct):
-    """Of a request's body what stands at the beginning of a prompt, as it was written."""
+class PromptFields(msgspec.Struct):
+    """The fields of a body that a prompt begins with, as raw JSON."""
 
     model: msgspec.Raw = msgspec.Raw()
     cache_salt: msgspec.Raw = msgspec.Raw()
@@ -111,7 +111,7 @@ class Asked(msgspec.Struct):
 def of_body(headers: Headers, body: bytes) -> tuple[bytes, ...]:
     """The beginnings of what a body asks; none where it is no JSON, which the replica will say."""
     try:
-        asked = msgspec.json.decode(body, type=Asked)
+        asked = msgspec.json.decode(body, type=PromptFields)
     except (msgspec.DecodeError, RecursionError):
         return ()
     keys = [value for name, value in headers if name in KEYS]

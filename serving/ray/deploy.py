@@ -1,4 +1,4 @@
-"""A plan as an application of Ray Serve, and Ray on this machine where there is no cluster."""
+"""Deploys a plan on Ray Serve, on a cluster or on this machine alone."""
 
 import math
 import os
@@ -11,20 +11,20 @@ from ray.serve.config import RequestRouterConfig
 from ...model.config import ModelError
 from ..api.options import PARALLEL
 from .front import APP, ENGINE, FRONT, READER, Front
-from .replica import Reader, Replica
+from .replica import PrefillReplica, Replica
 from .router import Router
-from .scale import Plan
+from .scale import DeploymentPlan
 
-THREADS = "PJRT_NPROC"  # XLA's; of itself it takes one a core of the machine, for each replica
+THREADS = "PJRT_NPROC"  # XLA's threads; by default each replica would take one a core of the machine
 
 
-def application(plan: Plan) -> serve.Application:
-    """Front, replicas, and readers where there are to be any."""
+def application(plan: DeploymentPlan) -> serve.Application:
+    """Front, replicas, and prefill replicas if the plan has any."""
     options = plan.engine
     shared: dict[str, Any] = {
         "ray_actor_options": actor_options(plan),
-        "max_ongoing_requests": 2 * options.most_running,  # so many wait at the replica, where priorities are known
-        "max_queued_requests": options.max_queued_requests or -1,  # and the others in front of all of them
+        "max_ongoing_requests": 2 * options.most_running,  # so many wait at the replica, which knows priorities
+        "max_queued_requests": options.max_queued_requests or -1,  # and the others at the front
         "request_router_config": RequestRouterConfig(
             request_router_class=f"{Router.__module__}:{Router.__name__}",
             request_router_kwargs={"routing": plan.scale.routing},
@@ -41,11 +41,13 @@ def application(plan: Plan) -> serve.Application:
     )(Front)
     if not plan.scale.prefill_replicas:
         return front.bind(plan, engine.bind(plan))
-    readers = serve.deployment(name=READER, **shared, num_replicas=plan.scale.prefill_replicas)(Reader).bind(plan)
+    readers = serve.deployment(name=READER, **shared, num_replicas=plan.scale.prefill_replicas)(PrefillReplica).bind(
+        plan
+    )
     return front.bind(plan, engine.bind(plan, readers), readers)
 
 
-def actor_options(plan: Plan) -> dict[str, Any]:
+def actor_options(plan: DeploymentPlan) -> dict[str, Any]:
     """What each replica gets of the machines."""
     resources = dict(plan.scale.replica_resources or default_resources(plan))
     cpus = resources.pop("CPU", 0)
@@ -55,14 +57,14 @@ def actor_options(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def default_resources(plan: Plan) -> dict[str, float]:
+def default_resources(plan: DeploymentPlan) -> dict[str, float]:
     """A CPU, and as many accelerators as the model is spread over, where the cluster has any."""
     there, options = ray.cluster_resources(), plan.engine
     devices = math.prod(getattr(options, name) for name in PARALLEL.values())
     return {"CPU": 1} | {kind: devices for kind in ("GPU", "TPU") if there.get(kind)}
 
 
-def connect(address: str | None, plan: Plan) -> None:
+def connect(address: str | None, plan: DeploymentPlan) -> None:
     """To a cluster, or to one made on this machine for as long as this process lives."""
     if address is not None:
         ray.init(address=address, log_to_driver=False)
@@ -77,7 +79,7 @@ def connect(address: str | None, plan: Plan) -> None:
             )
 
 
-def run(plan: Plan) -> None:
+def run(plan: DeploymentPlan) -> None:
     """Deploy the plan, in place of what was deployed before: replica after replica, none of them in the middle of an
     answer. Returns when all of it runs."""
     settings = plan.settings

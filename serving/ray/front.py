@@ -1,4 +1,4 @@
-"""What stands before the replicas: passes requests on, and again where a replica has died or failed on them."""
+"""The front of the replicas: forwards each request to one, and to another when that one dies or fails on it."""
 
 import asyncio
 import logging
@@ -12,29 +12,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..api.errors import QueueFull
-from ..http.errors import HttpError, Json, error_response
+from ..http.errors import HttpError, JsonResponse, error_response
 from ..http.guard import Guard, too_large
 from ..http.logs import setup_logging
 from ..observe.metric_families import Family
 from ..observe.prometheus import expose
 from .affinity import of_body
-from .message import Call, Headers, Piece, Start
+from .message import ForwardedRequest, Headers, ResponsePiece, ResponseStart
 from .replica import ReplicaFailed
-from .scale import Plan
+from .scale import DeploymentPlan
 
 log = logging.getLogger("quire")
 
-TRIES = 3  # replicas for one request: what brings down those that it is sent to must not be sent to all of them
+TRIES = 3  # replicas for one request: one that crashes a replica must not reach all of them
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError, ReplicaUnavailableError, ReplicaFailed)
 HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"te", b"upgrade", b"trailer"}
 APP, FRONT, ENGINE, READER = "quire", "front", "engine", "reader"
 
 
-class Elsewhere(Exception):
+class ReplicaRefused(Exception):
     """A replica does not take the request."""
 
 
-class Through(Response):
+class AppResponse(Response):
     """Answers with an application, which sees the request as it came."""
 
     def __init__(self, app: Any):
@@ -48,7 +48,7 @@ class Through(Response):
 class Front:
     """One process; all requests go through it."""
 
-    def __init__(self, plan: Plan, engine: Any, reader: Any = None):
+    def __init__(self, plan: DeploymentPlan, engine: Any, reader: Any = None):
         setup_logging(plan.log_json, plan.log_level)
         self.settings, self.engine, self.reader = plan.settings, engine, reader
         self.answers = engine.options(stream=True)
@@ -59,7 +59,7 @@ class Front:
         self.open = self.retried = self.resumed = 0
 
     async def __call__(self, request: Request) -> Response:
-        return Through(self.guard)
+        return AppResponse(self.guard)
 
     async def route(self, scope, receive, send) -> None:
         own = self.own.get(scope["path"]) if scope["method"] == "GET" else None
@@ -80,8 +80,8 @@ class Front:
         if response is not None:
             await response(scope, receive, send)
 
-    async def call_of(self, scope, receive) -> Call:
-        """The request, whole: it may have to be sent more than once."""
+    async def call_of(self, scope, receive) -> ForwardedRequest:
+        """The whole request: it may have to be sent more than once."""
         parts, size, more = [], 0, True
         while more:
             message = await receive()
@@ -98,13 +98,13 @@ class Front:
         if body or scope["method"] == "POST":
             headers.append((b"content-length", b"%d" % len(body)))
         prefix = of_body(headers, body)
-        return Call(scope["method"], scope["path"], scope["query_string"], headers, body, prefix)
+        return ForwardedRequest(scope["method"], scope["path"], scope["query_string"], headers, body, prefix)
 
-    async def pass_on(self, call: Call, send: Callable) -> Response | None:
+    async def pass_on(self, call: ForwardedRequest, send: Callable) -> Response | None:
         """Answer a request by one replica, or by several that go on where one has been lost."""
         self.open += 1
         try:
-            outgoing = Outgoing(call, send)
+            outgoing = ClientResponse(call, send)
             for left in reversed(range(TRIES)):
                 stream = self.answers.answer.remote(call)
                 try:
@@ -112,7 +112,7 @@ class Front:
                         await outgoing.take(message, last=not left)
                     await outgoing.end()
                     return None
-                except (*LOST, Elsewhere) as error:
+                except (*LOST, ReplicaRefused) as error:
                     log.warning("%s: a replica was lost: %s", call.path, str(error).splitlines()[0][:200])
                     if not left or not outgoing.goes_on:
                         if outgoing.start is None:
@@ -126,11 +126,11 @@ class Front:
         finally:
             self.open -= 1
 
-    async def ping(self) -> Json:
-        return Json({})
+    async def ping(self) -> JsonResponse:
+        return JsonResponse({})
 
-    async def load(self) -> Json:
-        return Json({"server_load": self.open})
+    async def load(self) -> JsonResponse:
+        return JsonResponse({"server_load": self.open})
 
     async def states(self) -> dict[str, dict[str, int]]:
         """How many replicas of each kind are in which state."""
@@ -138,17 +138,17 @@ class Front:
         found = {name: app.deployments[name].replica_states for name in (ENGINE, READER) if name in app.deployments}
         return {name: {str(state): count for state, count in states.items()} for name, states in found.items()}
 
-    async def health(self) -> Json:
+    async def health(self) -> JsonResponse:
         """200 where a replica runs."""
         states = await self.states()
         well = states.get(ENGINE, {}).get("RUNNING", 0) > 0
-        return Json({"status": "ok" if well else "unavailable", "replicas": states}, 200 if well else 503)
+        return JsonResponse({"status": "ok" if well else "unavailable", "replicas": states}, 200 if well else 503)
 
     async def metrics(self) -> Response:
-        """Those of all replicas, which a label tells apart, and the front's own."""
+        """The metrics of all replicas, labelled by replica, and the front's own."""
         every = [handle.broadcast("metrics") for handle in (self.engine, self.reader) if handle is not None]
-        told = [await one.results_async(timeout_s=10, return_exceptions=True) for one in every]
-        families = [pair for results in told for found in results if isinstance(found, list) for pair in found]
+        every_result = [await one.results_async(timeout_s=10, return_exceptions=True) for one in every]
+        families = [pair for results in every_result for found in results if isinstance(found, list) for pair in found]
         states = [
             ({"deployment": name, "state": state}, count)
             for name, counts in (await self.states()).items()
@@ -164,26 +164,26 @@ class Front:
         return Response(body, media_type=kind)
 
 
-class Outgoing:
-    """The one response that a client gets, whoever it comes from."""
+class ClientResponse:
+    """The one response that a client gets, whichever replicas write it."""
 
-    def __init__(self, call: Call, send: Callable):
+    def __init__(self, call: ForwardedRequest, send: Callable):
         self.call, self.send = call, send
-        self.held: Start | None = None  # it begins when there is something to say
-        self.start: Start | None = None  # how it began
+        self.held: ResponseStart | None = None  # it is sent with the first bytes of the body
+        self.start: ResponseStart | None = None  # how it began
 
     @property
     def goes_on(self) -> bool:
         """Whether another replica can take over now."""
         return self.start is None or bool(self.start.name)
 
-    async def take(self, message: Start | Piece, last: bool) -> None:
-        if isinstance(message, Start):
+    async def take(self, message: ResponseStart | ResponsePiece, last: bool) -> None:
+        if isinstance(message, ResponseStart):
             if self.start is not None and (message.identity, message.status) != (self.start.identity, 200):
                 self.start = self.start._replace(name="")
-                raise Elsewhere("what goes on with it would be of another model or version")
+                raise ReplicaRefused("what goes on with it would be of another model or version")
             if message.status == 503 and not last:
-                raise Elsewhere("a replica takes no requests")
+                raise ReplicaRefused("a replica takes no requests")
             self.held = message
             return
         await self.begin()
@@ -204,7 +204,7 @@ class Outgoing:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: HttpError) -> None:
-        """Told to a reader who has a part of the answer."""
+        """End a response of which the client has a part."""
         body = error_response(self.call.path, error).body
         data = b"event: error\ndata: %b\n\n" % body if self.start.name else b""
         await self.send({"type": "http.response.body", "body": data, "more_body": False})

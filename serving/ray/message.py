@@ -1,4 +1,4 @@
-"""A request as it travels to a replica, and its response as it travels back: the application's own, piece by piece."""
+"""A request as it is sent to a replica, and its response as it comes back, piece by piece."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass
-class Call:
+class ForwardedRequest:
     """A request to a server, whole."""
 
     method: str
@@ -19,8 +19,8 @@ class Call:
     query: bytes
     headers: Headers
     body: bytes
-    prefix: tuple[bytes, ...] = ()  # names of its prompt's beginnings, the shortest first
-    journal: Journal = field(default_factory=Journal)  # what has been told of its answer by others
+    prefix: tuple[bytes, ...] = ()  # digests of its prompt's beginnings, the shortest first
+    journal: Journal = field(default_factory=Journal)  # what other replicas have sent of its answer
     tried: list[str] = field(default_factory=list)  # replicas that it was sent to; the router writes it
 
     @property
@@ -41,36 +41,36 @@ class Call:
         }
 
 
-class Start(NamedTuple):
+class ResponseStart(NamedTuple):
     """How a response begins. An answer that can be gone on with elsewhere has a name."""
 
     status: int
     headers: Headers
-    identity: bytes  # of what computes it: only the same goes on with it
+    identity: bytes  # of what computes it: only a replica with the same one goes on with it
     name: str = ""
     created: int = 0
     seeds: tuple[int, ...] = ()
 
 
-class Piece(NamedTuple):
-    """Bytes of a response, and what they told of the answer."""
+class ResponsePiece(NamedTuple):
+    """Bytes of a response, and the parts of the answer in them."""
 
     data: bytes
     told: list[Streamed]
 
 
-class Wire:
+class ReplicaConnection:
     """Runs the application on a call. It is the `connection` of the request as well, to which streams are written."""
 
     unread = False
 
-    def __init__(self, call: Call, identity: bytes):
+    def __init__(self, call: ForwardedRequest, identity: bytes):
         self.call, self.identity, self.journal = call, identity, call.journal
         self.sent = len(call.journal.told)
-        self.queue: asyncio.Queue[Start | Piece | BaseException | None] = asyncio.Queue()
+        self.queue: asyncio.Queue[ResponseStart | ResponsePiece | BaseException | None] = asyncio.Queue()
         self.gone, self.asked = asyncio.Event(), False
 
-    async def messages(self, app: Any) -> AsyncIterator[Start | Piece]:
+    async def messages(self, app: Any) -> AsyncIterator[ResponseStart | ResponsePiece]:
         """The response as it comes; leaving early tells the application that its client has gone."""
         task = asyncio.create_task(self.run(app))
         try:
@@ -101,13 +101,13 @@ class Wire:
     async def send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
             known = self.journal
-            start = Start(message["status"], [*message["headers"]], self.identity)
+            start = ResponseStart(message["status"], [*message["headers"]], self.identity)
             self.queue.put_nowait(start._replace(name=known.name, created=known.created, seeds=tuple(known.seeds)))
         elif data := message.get("body", b""):
-            self.queue.put_nowait(Piece(data, []))
+            self.queue.put_nowait(ResponsePiece(data, []))
 
     async def write(self, data: bytes) -> None:
         """A part of an event stream."""
         told = self.journal.told[self.sent :]
         self.sent += len(told)
-        self.queue.put_nowait(Piece(data, told))
+        self.queue.put_nowait(ResponsePiece(data, told))

@@ -20,15 +20,14 @@ from ..http.errors import as_http
 from ..http.logs import setup_logging
 from ..http.models import Model, Models
 from ..http.service import Service
-from ..http.watchdog import heartbeat
 from ..observe.metric_families import Family
 from .affinity import of_tokens
 from .kv_transfer import Handover, check_alike, tiers_of
-from .message import Call, Piece, Start, Wire
+from .message import ForwardedRequest, ReplicaConnection, ResponsePiece, ResponseStart
 from .prefill import bring, read
-from .scale import Plan
+from .scale import DeploymentPlan
 
-READING, PAUSE = 30.0, 30.0  # seconds that are waited for a reader, and without asking one that did not answer
+READING, PAUSE = 30.0, 30.0  # seconds to wait for a prefill replica, and until one that failed is asked again
 
 
 class ReplicaFailed(RuntimeError):
@@ -36,18 +35,17 @@ class ReplicaFailed(RuntimeError):
 
 
 class Replica:
-    """The application of `quire serve` behind a wire in place of a connection."""
+    """The application of `quire serve`, called by Ray in place of a socket."""
 
-    async def __init__(self, plan: Plan, reader: Any = None):
+    async def __init__(self, plan: DeploymentPlan, reader: Any = None):
         setup_logging(plan.log_json, plan.log_level)
         self.plan, self.reader, self.resumes = plan, reader, 0.0
         models = [Model(names, maker(options_of(name, **plan.chosen))) for name, names in plan.models]
-        self.service = Service(
-            Models(models, plan.settings.max_loaded), plan.settings, None if reader is None else self.prepare_pages
-        )
+        fetches = None if reader is None else self.fetch_pages
+        self.service = Service(Models(models, plan.settings.max_loaded), plan.settings, fetches)
         self.app = make_app(self.service)
         await self.service.load_first()
-        self.heart = asyncio.create_task(heartbeat(self.service, self.service.http_metrics.beat))
+        self.heart = asyncio.create_task(self.service.heartbeat())
         self.identity = self.digest()
         if reader is not None:
             check_alike(await reader.identity.remote(), tiers_of(self.engine.pages.tables[0]).identity)
@@ -57,37 +55,37 @@ class Replica:
         return self.service.models.find(None).llm.engine
 
     def digest(self) -> bytes:
-        """Of all that an answer depends on beside the request."""
+        """A digest of all that an answer depends on beside the request."""
         options, settings = options_of(self.plan.models[0][0], **self.plan.options), self.plan.settings
         own = identity(hub.resolve(options.model), self.engine.config, options)
         what = (own, self.plan.models, settings.version, settings.formats, self.engine.max_len)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
-    async def answer(self, call: Call) -> AsyncIterator[Start | Piece]:
+    async def answer(self, call: ForwardedRequest) -> AsyncIterator[ResponseStart | ResponsePiece]:
         """The response to a request; one that another replica can answer ends with `ReplicaFailed`."""
         try:
-            async for message in Wire(call, self.identity).messages(self.app):
+            async for message in ReplicaConnection(call, self.identity).messages(self.app):
                 yield message
         except Exception as error:
             raise ReplicaFailed(as_http(error).message) from None
 
-    async def prepare_pages(self, llm: AsyncLLM, ask: Ask) -> None:
-        """Have a prompt's pages computed by a reader, if one is there."""
+    async def fetch_pages(self, llm: AsyncLLM, ask: Ask) -> None:
+        """Fetch a prompt's pages from a prefill replica, unless one has just failed."""
         if time.monotonic() >= self.resumes:
             await bring(llm, ask, self.read_elsewhere)
 
     async def read_elsewhere(self, ask: Ask) -> Handover:
-        """Without a reader prompts are read here until one may be back."""
+        """Compute a prompt on a prefill replica; after a failure prompts are computed here for a while."""
         prefix = of_tokens(ask.tokens, ask.terms.cache_salt)
         try:
             async with asyncio.timeout(READING):
-                return await self.reader.read.remote(Prompt(prefix, ask.tokens, ask.terms))
+                return await self.reader.read.remote(PromptToRead(prefix, ask.tokens, ask.terms))
         except Exception:
             self.resumes = time.monotonic() + PAUSE
             raise
 
     async def metrics(self) -> list[tuple[dict[str, str], Family]]:
-        """What the engines and the application have counted, with the labels that tell whose it is."""
+        """The metrics of the engines and of the application, labelled by replica and model."""
         engines = [(model.name, model.llm.metrics) for model in self.service.models.ready()]
         own = {"replica": own_name()}
         found = [(own | {"model_name": name}, family) for name, metrics in engines for family in metrics.families()]
@@ -107,18 +105,18 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What a reader is to read."""
+class PromptToRead:
+    """A prompt for a prefill replica to compute."""
 
     prefix: tuple[bytes, ...]
     tokens: list[int]
     terms: Terms
 
 
-class Reader:
-    """Reads prompts for replicas that write answers."""
+class PrefillReplica:
+    """Computes prompts for the replicas that generate answers."""
 
-    async def __init__(self, plan: Plan):
+    async def __init__(self, plan: DeploymentPlan):
         setup_logging(plan.log_json, plan.log_level)
         options = options_of(plan.models[0][0], **plan.chosen)
         self.llm, self.ids = AsyncLLM.of(await asyncio.to_thread(maker(options))), itertools.count()
@@ -126,7 +124,7 @@ class Reader:
     async def identity(self) -> bytes:
         return tiers_of(self.llm.engine.pages.tables[0]).identity
 
-    async def read(self, prompt: Prompt) -> Handover:
+    async def read(self, prompt: PromptToRead) -> Handover:
         ask = Ask(prompt.tokens, SamplingParams(), None, prompt.terms)
         handover = await read(self.llm, f"read-{next(self.ids)}", ask)
         return await asyncio.to_thread(handover.on_host)

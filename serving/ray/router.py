@@ -1,4 +1,4 @@
-"""Asks `Affinity` where a call goes: what Ray Serve wants of a request router."""
+"""Ray Serve's interface to `Affinity`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from .affinity import Affinity
 
 
 class Router(RequestRouter):
-    """One in each process that sends calls. It counts what it has sent, since nobody else knows sooner."""
+    """One in each process that sends calls. It counts the requests it has sent: no other count is as recent."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         self.affinity = Affinity(**kwargs)

@@ -5,19 +5,19 @@ from typing import Any
 
 from ...model.config import ModelError
 from ..api.options import HOST, EngineOptions, options_of
-from ..http.settings import Settings
+from ..http.settings import ServerSettings
 from .affinity import ROUTINGS, Routing
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What an operator chooses about the replicas; the names are those of the flags."""
+class ReplicaOptions:
+    """The options of the replicas; the names are those of the flags."""
 
     replicas: int | None = None  # None: 1, or as many as the requests need where a most is given
     min_replicas: int | None = None
     max_replicas: int | None = None
     target_ongoing_requests: float | None = None  # a replica's, which decides how many there are; None: see `target`
-    prefill_replicas: int = 0  # that read long prompts for the others
+    prefill_replicas: int = 0  # that compute long prompts for the others
     routing: Routing = "prefix"
     replica_resources: dict[str, float] | None = None  # of Ray's, for each; None: a CPU, and the devices of the model
 
@@ -44,7 +44,7 @@ class Scale:
         return self.target_ongoing_requests or max(1.0, 0.75 * options.most_running)
 
     def number(self, options: EngineOptions) -> dict[str, Any]:
-        """The same as Serve wants to hear it."""
+        """The same as arguments of `serve.deployment`."""
         if self.max_replicas is None:
             return {"num_replicas": self.replicas or 1}
         least = 1 if self.min_replicas is None else self.min_replicas
@@ -53,24 +53,24 @@ class Scale:
 
     @property
     def least(self) -> int:
-        """Replicas of both kinds that are there at the start."""
+        """Replicas of both kinds at the start."""
         return self.prefill_replicas + (self.replicas or max(self.min_replicas or 1, 1))
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """All that a deployment is made of."""
 
-    models: tuple[tuple[str | None, tuple[str, ...]], ...]  # (which, what clients may call it)
-    settings: Settings
+    models: tuple[tuple[str | None, tuple[str, ...]], ...]  # (model, the names that clients may use)
+    settings: ServerSettings
     options: dict[str, Any]  # of every engine
-    scale: Scale = field(default_factory=Scale)
+    scale: ReplicaOptions = field(default_factory=ReplicaOptions)
     log_json: bool = False
     log_level: str = "info"
 
     def __post_init__(self):
         for name, _ in self.models:
-            options_of(name, **self.options)  # wrong ones are told before anything is started
+            options_of(name, **self.options)  # wrong ones are refused before anything is started
         for name in ("kv_cache_disk", "trace"):
             if self.options.get(name):
                 raise ModelError(f"{name} is one process's own; several replicas cannot share it: leave it out")
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Options with room for pages that come from elsewhere, where there are to be any."""
+        """The engine's options, with host memory for the pages that prefill replicas send."""
         if not self.scale.prefill_replicas or self.options.get("kv_cache_host_bytes"):
             return self.options
         return self.options | {"kv_cache_host_bytes": HOST}

@@ -170,7 +170,7 @@ def inputs_of(R: int, top_k: int, top_p: float) -> sampling.SamplingInputs:
     return sampling.SamplingInputs(
         slots_R=full(0, jnp.int32), positions_R=full(5, jnp.int32), seeds_R2=jnp.asarray(seeds),
         temperature_R=full(1), top_k_R=full(top_k, jnp.int32), top_p_R=full(top_p), min_p_R=full(0),
-        repetition_R=full(1), presence_R=full(0), frequency_R=full(0), ban_stop_R=full(0, bool),
+        repetition_penalty_R=full(1), presence_penalty_R=full(0), frequency_penalty_R=full(0), ban_stop_R=full(0, bool),
         ban_RX=jnp.full((R, 2), -1), targets_R=full(-1, jnp.int32), biased_R=full(0, bool),
         wants_logprobs_R=full(1, bool),
     )  # fmt: skip

@@ -15,8 +15,8 @@ from quire.serving.build import make_engine
 from quire.serving.http.app import make_app
 from quire.serving.http.models import Model, Models
 from quire.serving.http.service import Service
-from quire.serving.http.settings import Settings
-from quire.serving.ray.message import Call, Piece, Start, Wire
+from quire.serving.http.settings import ServerSettings
+from quire.serving.ray.message import ForwardedRequest, ReplicaConnection, ResponsePiece, ResponseStart
 from quire.serving.resume import Journal
 
 FOLDER = Path(quire.__file__).parent / "model" / "quill_draft"
@@ -46,15 +46,15 @@ def two():
         options = options_of(str(FOLDER), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, seed=seed)
         models.append(Models([Model(("m",), lambda options=options: make_engine(options))]))
     with asyncio.Runner() as runner:
-        yield runner, [make_app(Service(one, Settings())) for one in models]
+        yield runner, [make_app(Service(one, ServerSettings())) for one in models]
         for one in models:
             one.close()
 
 
-def call_of(path: str, body: dict, journal: Journal | None = None) -> Call:
+def call_of(path: str, body: dict, journal: Journal | None = None) -> ForwardedRequest:
     raw = json.dumps(body | {"stream": True}).encode()
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))]
-    return Call("POST", path, b"", headers, raw, journal=journal or Journal())
+    return ForwardedRequest("POST", path, b"", headers, raw, journal=journal or Journal())
 
 
 def read(data: bytes) -> dict:
@@ -84,8 +84,8 @@ def read(data: bytes) -> dict:
     return found | scores
 
 
-async def respond(app, call: Call) -> tuple[Start, list[Piece]]:
-    start, *pieces = [message async for message in Wire(call, b"").messages(app)]
+async def respond(app, call: ForwardedRequest) -> tuple[ResponseStart, list[ResponsePiece]]:
+    start, *pieces = [message async for message in ReplicaConnection(call, b"").messages(app)]
     assert start.status == 200, pieces
     return start, pieces
 

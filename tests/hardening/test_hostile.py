@@ -22,7 +22,7 @@ from quire.model.config import ModelError
 from quire.serving.api.validation import INT32_MAX
 from quire.serving.http import guard
 from quire.serving.http.app import make_app
-from quire.serving.http.logs import Json, Plain
+from quire.serving.http.logs import JsonFormatter, PlainFormatter
 from quire.serving.http.models import Model
 from quire.serving.protocol.schema import BODIES as SCHEMAS
 from quire.serving.protocol.schema import body_schema
@@ -562,7 +562,7 @@ def test_a_model_that_cannot_be_loaded_shows_nothing(caplog, kind):
         for path in ("/health", "/v1/models", "/metrics"):
             shows_nothing(*client.ask("GET", path))
         assert client.complete("hello")[0] == 200
-    assert any(SECRET in Plain().format(record) for record in caplog.records)
+    assert any(SECRET in PlainFormatter().format(record) for record in caplog.records)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -585,7 +585,7 @@ def test_a_log_line_is_one_line(client, caplog):
         assert client.ask("GET", path)[0] == 404
     client.ask("GET", "/ping", None, {"X-Request-Id": "a\tforged"})
     for record in caplog.records:
-        for line in (Plain().format(record), Json().format(record)):
+        for line in (PlainFormatter().format(record), JsonFormatter().format(record)):
             assert not re.search(r"[\r\n\x1b\u2028]", line), line
 
 

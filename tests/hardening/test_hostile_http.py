@@ -23,7 +23,7 @@ from served import FORMATS, model_of, scripted, served
 from uvicorn.server import ServerState
 
 from quire.serving.http.server import bounded
-from quire.serving.http.settings import Settings
+from quire.serving.http.settings import ServerSettings
 
 RECEIVE, IDLE, WRITE = 0.6, 0.7, 0.6  # seconds
 LATE = 3.0  # more, on a machine that has other things to do
@@ -556,7 +556,7 @@ def test_the_last_bytes_that_nobody_reads():
 
     async def idle() -> str:
         config = uvicorn.Config(lambda *_: None, ws="none", log_config=None)
-        stuck, kind = Stuck(), bounded(Settings())
+        stuck, kind = Stuck(), bounded(ServerSettings())
         connection = kind(config, ServerState(), {})
         connection.connection_made(stuck)
         connection.timeout_keep_alive_handler()

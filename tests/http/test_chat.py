@@ -17,9 +17,17 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob
 from quire.serving.api.params import SamplingParams
-from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
+from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
 from quire.serving.protocol.answers import chat as chat_answer
-from quire.serving.protocol.answers.answer import Answer, ChatRequest, Head, Part, Prompted, ToolCall, Usage
+from quire.serving.protocol.answers.answer import (
+    ChatRequest,
+    ChoicePart,
+    FinishedChoice,
+    Head,
+    Prompted,
+    ToolCall,
+    Usage,
+)
 from quire.serving.protocol.answers.shapes import DONE
 from quire.serving.protocol.chat import FIELDS, NEUTRAL, REFUSED, parse
 
@@ -224,17 +232,17 @@ def test_template_options():
     assert refused(reasoning_effort=3).startswith("reasoning_effort: must be a string")
 
 
-def answer(index: int = 0, **fields) -> Answer:
+def answer(index: int = 0, **fields) -> FinishedChoice:
     """An answer of three tokens; the second is not among the two likeliest, the last is a part of a character."""
     logprobs = [
         {1: Logprob(-0.1, 1, "Hi"), 2: Logprob(-2.5, 2, "Ho")},
         {9: Logprob(-7.0, 40, " you"), 3: Logprob(-0.5, 1, " me"), 4: Logprob(-1.0, 2, " us")},
         {5: Logprob(float("-inf"), 2, "\ufffd"), 6: Logprob(-0.25, 1, "\ufffd")},
     ]
-    return replace(Answer(index, "Hi you\ufffd", "length", token_ids=[1, 9, 5], logprobs=logprobs), **fields)
+    return replace(FinishedChoice(index, "Hi you\ufffd", "length", token_ids=[1, 9, 5], logprobs=logprobs), **fields)
 
 
-def respond(request: ChatRequest, *answers: Answer, head: Head = HEAD, usage: Usage = USAGE) -> dict[str, Any]:
+def respond(request: ChatRequest, *answers: FinishedChoice, head: Head = HEAD, usage: Usage = USAGE) -> dict[str, Any]:
     body = chat_answer.response(head, request, None, answers, usage)
     assert json.loads(json.dumps(body, allow_nan=False)) == body
     check(ChatCompletion, body)
@@ -287,14 +295,14 @@ def test_logprobs_that_were_not_asked_for():
 
 
 def test_tokens_without_a_tokenizer():
-    bare = Answer(0, "", "stop", token_ids=[7], logprobs=[{7: Logprob(-0.5, 1)}])
+    bare = FinishedChoice(0, "", "stop", token_ids=[7], logprobs=[{7: Logprob(-0.5, 1)}])
     (entry,) = respond(chat(logprobs=True, top_logprobs=1), bare)["choices"][0]["logprobs"]["content"]
     assert (entry["token"], entry["bytes"]) == ("token_id:7", None)
 
 
 def test_calls_thoughts_and_numbers_of_tokens():
     calls = [ToolCall("a", "look_up", '{"city": "Rome"}'), ToolCall("b", "now", "{}")]
-    whole = Answer(0, None, "tool_calls", "Hm.", calls, token_ids=[4, 5])
+    whole = FinishedChoice(0, None, "tool_calls", "Hm.", calls, token_ids=[4, 5])
     head = replace(HEAD, prompts=[Prompted("x", [1, 2], [None, {2: Logprob(-1.0, 3, "as")}])])
     request = chat(tools=[TOOL], return_token_ids=True, prompt_logprobs=0)
     body = respond(request, whole, head=head, usage=Usage(2, 2))
@@ -317,15 +325,17 @@ def test_calls_thoughts_and_numbers_of_tokens():
 def test_echo_says_again_what_the_answer_goes_on_from():
     messages = [*ASK, {"role": "assistant", "content": "Hi "}]
     request = chat(messages=messages, continue_final_message=True, echo=True, n=2)
-    assert respond(request, Answer(0, "you", "stop"))["choices"][0]["message"]["content"] == "Hi you"
-    assert respond(chat(echo=True), Answer(0, "you", "stop"))["choices"][0]["message"]["content"] == "you"
-    chunks = chunks_of(streamed(request, [Part(0, [Said("y")]), Part(1, [Said("y")]), Part(0, [Said("ou")], "stop")]))
+    assert respond(request, FinishedChoice(0, "you", "stop"))["choices"][0]["message"]["content"] == "Hi you"
+    assert respond(chat(echo=True), FinishedChoice(0, "you", "stop"))["choices"][0]["message"]["content"] == "you"
+    chunks = chunks_of(
+        streamed(request, [ChoicePart(0, [Said("y")]), ChoicePart(1, [Said("y")]), ChoicePart(0, [Said("ou")], "stop")])
+    )
     texts = [(c["choices"][0]["index"], c["choices"][0]["delta"].get("content")) for c in chunks]
     assert texts == [(0, "Hi "), (1, "Hi "), (0, "y"), (1, "y"), (0, "ou")]
 
 
-def streamed(request: ChatRequest, parts: list[Part], head: Head = HEAD, ends: bool = True) -> bytes:
-    stream = chat_answer.Stream(head, request, None)
+def streamed(request: ChatRequest, parts: list[ChoicePart], head: Head = HEAD, ends: bool = True) -> bytes:
+    stream = chat_answer.ChatStream(head, request, None)
     data = stream.begin(Usage(30, 0, 16))
     for number, part in enumerate(parts, 1):
         stream.counted(Usage(30, number, 16))
@@ -431,9 +441,9 @@ def test_the_client_puts_a_stream_together(lines: list[Written], random):
 
 def test_the_chunks_of_a_short_answer_in_full():
     parts = [
-        Part(0, [Thought("Hm"), Thought("."), Call(0, "c", "f"), Arguments(0, "{")]),
-        Part(0, [], None, None, [5, 6]),  # nothing to show yet
-        Part(0, [Arguments(0, "}"), Call(1, "d", "g")], "tool_calls"),
+        ChoicePart(0, [Thought("Hm"), Thought("."), CallStart(0, "c", "f"), Arguments(0, "{")]),
+        ChoicePart(0, [], None, None, [5, 6]),  # nothing to show yet
+        ChoicePart(0, [Arguments(0, "}"), CallStart(1, "d", "g")], "tool_calls"),
     ]
     deltas = [chunk["choices"][0] for chunk in chunks_of(streamed(chat(stream=True), parts))]
     nothing = {"index": 0, "logprobs": None, "finish_reason": None}
@@ -448,7 +458,7 @@ def test_the_chunks_of_a_short_answer_in_full():
 
 
 def test_usage_in_a_stream():
-    parts = [Part(0, [Said("a")]), Part(0, [Said("b")], "stop")]
+    parts = [ChoicePart(0, [Said("a")]), ChoicePart(0, [Said("b")], "stop")]
     plain = chunks_of(streamed(chat(stream=True), parts))
     assert not any("usage" in chunk for chunk in plain) and all(chunk["choices"] for chunk in plain)
     asked = {"stream": True, "stream_options": {"include_usage": True}}
@@ -467,8 +477,10 @@ def test_usage_in_a_stream():
     ("status", "kind"), [(500, "server_error"), (503, "overloaded_error"), (400, "invalid_request_error")]
 )
 def test_a_stream_that_fails_says_so_and_ends(status, kind):
-    stream = chat_answer.Stream(HEAD, chat(stream=True), None)
-    data = stream.begin(Usage(3, 0)) + stream.part(Part(0, [Said("a")])) + stream.fail(status, "it broke", "queue")
+    stream = chat_answer.ChatStream(HEAD, chat(stream=True), None)
+    data = (
+        stream.begin(Usage(3, 0)) + stream.part(ChoicePart(0, [Said("a")])) + stream.fail(status, "it broke", "queue")
+    )
     *_, last = chunks_of(data)
     assert last == {"error": {"message": "it broke", "type": kind, "param": "queue", "code": None}}
     client = openai.OpenAI(api_key="k", base_url="http://127.0.0.1/v1", http_client=Server(data).http)

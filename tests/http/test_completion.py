@@ -18,7 +18,7 @@ from quire.serving.api.outputs import Logprob
 from quire.serving.api.params import SamplingParams
 from quire.serving.parsing.pieces import Said
 from quire.serving.protocol.answers import completion as completion_answer
-from quire.serving.protocol.answers.answer import Answer, CompletionRequest, Head, Part, Prompted, Usage
+from quire.serving.protocol.answers.answer import ChoicePart, CompletionRequest, FinishedChoice, Head, Prompted, Usage
 from quire.serving.protocol.answers.shapes import DONE
 from quire.serving.protocol.completion import FIELDS, NEUTRAL, parse
 
@@ -65,10 +65,10 @@ def test_logprobs_and_best_of():
 
 def test_echo_asks_for_the_log_probabilities_of_the_prompt():
     found = completion(echo=True, logprobs=2)
-    assert (found.params.prompt_logprobs, found.tells_prompt) == (2, False)
+    assert (found.params.prompt_logprobs, found.wants_prompt_logprobs) == (2, False)
     found = completion(echo=True, logprobs=2, prompt_logprobs=5)
-    assert (found.params.prompt_logprobs, found.tells_prompt) == (5, True)
-    assert completion(prompt_logprobs=0).tells_prompt
+    assert (found.params.prompt_logprobs, found.wants_prompt_logprobs) == (5, True)
+    assert completion(prompt_logprobs=0).wants_prompt_logprobs
     assert completion(logprobs=2).params.prompt_logprobs is None
 
 
@@ -111,17 +111,19 @@ def test_prompts():
         assert refused(prompt=prompt).startswith(message)
 
 
-def answer(index: int = 0, **fields) -> Answer:
+def answer(index: int = 0, **fields) -> FinishedChoice:
     """An answer of three tokens; the second is not among the two likeliest, the last is a part of a character."""
     logprobs = [
         {1: Logprob(-0.1, 1, "Hi"), 2: Logprob(-2.5, 2, "Ho")},
         {9: Logprob(-7.0, 40, " you"), 3: Logprob(-0.5, 1, " me"), 4: Logprob(-1.0, 2, " us")},
         {5: Logprob(float("-inf"), 2, "\ufffd"), 6: Logprob(-0.25, 1, "\ufffd")},
     ]
-    return replace(Answer(index, "Hi you\ufffd", "length", token_ids=[1, 9, 5], logprobs=logprobs), **fields)
+    return replace(FinishedChoice(index, "Hi you\ufffd", "length", token_ids=[1, 9, 5], logprobs=logprobs), **fields)
 
 
-def respond(request: CompletionRequest, *answers: Answer, head: Head = HEAD, usage: Usage = USAGE) -> dict[str, Any]:
+def respond(
+    request: CompletionRequest, *answers: FinishedChoice, head: Head = HEAD, usage: Usage = USAGE
+) -> dict[str, Any]:
     body = completion_answer.response(head, request, None, answers, usage)
     assert json.loads(json.dumps(body, allow_nan=False)) == body
     check(body)
@@ -168,7 +170,7 @@ def test_answers_in_full():
 
 
 def test_tokens_without_a_tokenizer():
-    bare = Answer(0, "", "stop", token_ids=[7], logprobs=[{7: Logprob(-0.5, 1)}])
+    bare = FinishedChoice(0, "", "stop", token_ids=[7], logprobs=[{7: Logprob(-0.5, 1)}])
     found = respond(completion(logprobs=0), bare)["choices"][0]["logprobs"]
     assert found == {
         "tokens": ["token_id:7"],
@@ -183,7 +185,7 @@ def test_echo(text, first, offsets):
     """The prompt is said again, with its log-probabilities; a token that the tokenizer put to it has no place in it."""
     entries = [None, {2: Logprob(-1.0, 3, "It" if first == "<s>" else " is")}]
     head = replace(HEAD, prompts=[Prompted(text, [1, 2], entries, first)])
-    one = Answer(0, " so", "stop", token_ids=[9], logprobs=[{9: Logprob(-0.5, 1, " so")}])
+    one = FinishedChoice(0, " so", "stop", token_ids=[9], logprobs=[{9: Logprob(-0.5, 1, " so")}])
     (choice,) = respond(completion(echo=True, logprobs=1, return_token_ids=True), one, head=head)["choices"]
     assert choice["text"] == "It is so"
     assert choice["logprobs"]["tokens"] == [first, "It" if first == "<s>" else " is", " so"]
@@ -199,8 +201,8 @@ def test_echo(text, first, offsets):
     assert respond(completion(echo=True), replace(one, logprobs=None), head=head)["choices"][0]["text"] == "It is so"
 
 
-def streamed(request: CompletionRequest, parts: list[Part], head: Head = HEAD) -> bytes:
-    stream = completion_answer.Stream(head, request, None)
+def streamed(request: CompletionRequest, parts: list[ChoicePart], head: Head = HEAD) -> bytes:
+    stream = completion_answer.CompletionStream(head, request, None)
     data = stream.begin(Usage(8, 0, 4))
     for number, part in enumerate(parts, 1):
         stream.counted(Usage(8, number, 4))
@@ -272,7 +274,7 @@ def test_the_client_reads_answers_and_streams(one):
 
 
 def test_usage_in_a_stream():
-    parts = [Part(0, [Said("a")]), Part(0, [Said("")]), Part(0, [Said("b")], "stop")]
+    parts = [ChoicePart(0, [Said("a")]), ChoicePart(0, [Said("")]), ChoicePart(0, [Said("b")], "stop")]
     plain = chunks_of(streamed(completion(stream=True), parts))
     assert [chunk["choices"][0]["text"] for chunk in plain] == ["a", "b"] and not any("usage" in one for one in plain)
     for continuous, shown in ((False, [None, None]), (True, [1, 3])):
@@ -283,7 +285,7 @@ def test_usage_in_a_stream():
 
 
 def test_a_silent_stream_says_the_prompt_only():
-    parts = [Part(0, [Said("a")], None, None, [5]), Part(0, [Said("b")], "length", None, [6])]
+    parts = [ChoicePart(0, [Said("a")], None, None, [5]), ChoicePart(0, [Said("b")], "length", None, [6])]
     asked = completion(stream=True, echo=True, max_tokens=0, return_token_ids=True)
     found = [chunk["choices"][0] for chunk in chunks_of(streamed(asked, parts))]
     assert [(one["text"], one["token_ids"], one["finish_reason"]) for one in found] == [
@@ -292,8 +294,8 @@ def test_a_silent_stream_says_the_prompt_only():
 
 
 def test_a_stream_that_fails_says_so_and_ends():
-    stream = completion_answer.Stream(HEAD, completion(stream=True), None)
-    data = stream.begin(Usage(3, 0)) + stream.part(Part(0, [Said("a")])) + stream.fail(429, "it broke", "queue")
+    stream = completion_answer.CompletionStream(HEAD, completion(stream=True), None)
+    data = stream.begin(Usage(3, 0)) + stream.part(ChoicePart(0, [Said("a")])) + stream.fail(429, "it broke", "queue")
     *_, last = chunks_of(data)
     assert last == {"error": {"message": "it broke", "type": "rate_limit_error", "param": "queue", "code": None}}
     client = openai.OpenAI(api_key="k", base_url="http://127.0.0.1/v1", http_client=Server(data).http)

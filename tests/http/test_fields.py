@@ -14,7 +14,7 @@ from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.protocol import chat as chats
 from quire.serving.protocol import completion as completions
 from quire.serving.protocol.answers.answer import Delivery
-from quire.serving.protocol.fields import ABSENT, LABELS, SAMPLING
+from quire.serving.protocol.fields import ABSENT, LABELS, sampling_fields
 
 VALUES: dict[str, Any] = {  # a value for each sampling field, as JSON has it
     "n": 3, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "temperature": 0,
@@ -49,7 +49,7 @@ modules = pytest.mark.parametrize(("parse", "module"), [(chat, chats), (completi
 
 @both
 def test_every_sampling_field_is_applied(parse):
-    assert set(VALUES) == set(SAMPLING)
+    assert set(VALUES) == set(sampling_fields("chat"))
     expected = SamplingParams(**VALUES)
     assert parse(**VALUES).params == expected
     for name, value in VALUES.items():

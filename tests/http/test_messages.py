@@ -18,9 +18,17 @@ from hypothesis import strategies as st
 
 from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SamplingParams, Terms
-from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
+from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
 from quire.serving.protocol import messages
-from quire.serving.protocol.answers.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage
+from quire.serving.protocol.answers.answer import (
+    ChatRequest,
+    ChoicePart,
+    Delivery,
+    FinishedChoice,
+    Head,
+    ToolCall,
+    Usage,
+)
 from quire.serving.protocol.messages import COUNTED, FIELDS, LABELS, NEUTRAL, OWN_SAMPLING, REFUSED
 
 HEAD = Head("msg_1", "quill", 1700000000, "quire-0")
@@ -100,8 +108,8 @@ def result(number: int, content: Any, **others) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": f"t{number}", "content": content, **others}
 
 
-def streamed(answer: Sequence[Part]) -> bytes:
-    stream = messages.Stream(HEAD, parse(), ASK)
+def streamed(answer: Sequence[ChoicePart]) -> bytes:
+    stream = messages.MessagesStream(HEAD, parse(), ASK)
     data = stream.begin(Usage(30, 0, 0))
     for part in answer:
         stream.counted(USAGE)
@@ -109,7 +117,7 @@ def streamed(answer: Sequence[Part]) -> bytes:
     return data + stream.end(USAGE)
 
 
-def whole(answer: Answer) -> dict[str, Any]:
+def whole(answer: FinishedChoice) -> dict[str, Any]:
     return messages.response(HEAD, parse(), ASK, [answer], USAGE)
 
 
@@ -473,22 +481,22 @@ def test_what_a_client_sends_back_is_what_was_said(answer: Written, streams: boo
     ],
 )
 def test_why_an_answer_has_stopped(finish_reason, stop_reason, expected):
-    body = whole(Answer(0, "Hi", finish_reason, stop_reason=stop_reason))
+    body = whole(FinishedChoice(0, "Hi", finish_reason, stop_reason=stop_reason))
     assert (body["stop_reason"], body["stop_sequence"]) == expected
-    delta = events_of(streamed([Part(0, [Said("Hi")], finish_reason, stop_reason)]))[-2]["delta"]
+    delta = events_of(streamed([ChoicePart(0, [Said("Hi")], finish_reason, stop_reason)]))[-2]["delta"]
     assert delta == {"stop_reason": expected[0], "stop_sequence": expected[1]}
 
 
 def test_arguments_that_were_cut_off():
     for arguments in ("", '{"a": 1', "[1]", "x"):
-        body = whole(Answer(0, None, "length", None, [ToolCall("c", "f", arguments)]))
+        body = whole(FinishedChoice(0, None, "length", None, [ToolCall("c", "f", arguments)]))
         assert body["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
         check(Message, body)
 
 
 def test_the_events_of_a_short_answer_in_full():
-    pieces = [Thought("Hm"), Said("Hi"), Said(""), Call(0, "c", "f"), Arguments(0, "{}")]
-    assert events_of(streamed([Part(0, pieces, "tool_calls")]))[1:] == [
+    pieces = [Thought("Hm"), Said("Hi"), Said(""), CallStart(0, "c", "f"), Arguments(0, "{}")]
+    assert events_of(streamed([ChoicePart(0, pieces, "tool_calls")]))[1:] == [
         {"type": "content_block_start", "index": 0,
          "content_block": {"type": "thinking", "thinking": "", "signature": ""}},
         {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm"}},
@@ -533,7 +541,7 @@ def test_errors(status, kind, raised):
 
 @given(written(), st.integers(0, 4))
 def test_a_stream_that_fails_says_so(answer: Written, when: int):
-    stream = messages.Stream(HEAD, parse(), ASK)
+    stream = messages.MessagesStream(HEAD, parse(), ASK)
     data = stream.begin(Usage(3, 0)) if when else b""
     for part in answer.parts[: max(0, when - 1)]:
         data += stream.part(part)

@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.serving import parsing
-from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
+from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
 from quire.serving.protocol.answers.answer import ToolCall
-from quire.serving.protocol.answers.collected import collect
+from quire.serving.protocol.answers.choices import collect
 
 MARKERS = (
     "<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|python_tag|> <|start|> <|channel|> "
@@ -62,7 +62,7 @@ class Result:
 def joined(pieces) -> Result:
     result = Result("", "", [])
     for piece in pieces:
-        if isinstance(piece, Call):
+        if isinstance(piece, CallStart):
             assert piece.index == len(result.calls) and piece.id
             result.calls.append((piece.name, ""))
         elif isinstance(piece, Arguments):
@@ -530,17 +530,19 @@ def test_ids():
         (PARSERS["mistral"], '[TOOL_CALLS][{"name": "f"}, {"name": "g"}]'),
         (PARSERS["mistral"], "[TOOL_CALLS]f[CALL_ID]x[ARGS]{}[TOOL_CALLS]g{}"),
     ]:
-        ids = [piece.id for piece in make().push(answer) if isinstance(piece, Call)]
+        ids = [piece.id for piece in make().push(answer) if isinstance(piece, CallStart)]
         assert len(set(ids)) == 2 and all(len(each) == 9 and each.isascii() and each.isalnum() for each in ids)
     call = PARSERS["mistral"]().push("[TOOL_CALLS]f[CALL_ID]aB3456789[ARGS]{}")[0]
-    assert call == Call(0, "aB3456789", "f")
-    ids = [piece.id for piece in PARSERS["hermes"]().push('<tool_call>{"name":"f"}' * 2) if isinstance(piece, Call)]
+    assert call == CallStart(0, "aB3456789", "f")
+    ids = [
+        piece.id for piece in PARSERS["hermes"]().push('<tool_call>{"name":"f"}' * 2) if isinstance(piece, CallStart)
+    ]
     assert len(set(ids)) == 2 and all(each.startswith("call_") for each in ids)
 
 
 def test_collect():
     assert collect([]) == (None, None, [])
-    pieces = [Thought("h"), Thought("m"), Said("a"), Call(0, "x", "f"), Arguments(0, "{"), Call(1, "y", "g")]
+    pieces = [Thought("h"), Thought("m"), Said("a"), CallStart(0, "x", "f"), Arguments(0, "{"), CallStart(1, "y", "g")]
     assert collect([*pieces, Arguments(1, "{}"), Arguments(0, "}"), Said("b")]) == (
         "ab",
         "hm",
@@ -580,7 +582,7 @@ def test_a_prompt_that_opens_the_thought():
     assert not parsing.opens_thought("<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize("name", [*parsing.TOOL_PARSERS, *parsing.REASONING_PARSERS])
+@pytest.mark.parametrize("name", parsing.FORMS)
 def test_every_name_makes_a_parser(name):
     pair = (name, None) if name in parsing.TOOL_PARSERS else (None, name)
     assert read(partial(parsing.make_parser, *pair, True), "Hello!") == Result(

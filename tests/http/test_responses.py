@@ -16,9 +16,17 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 
 from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SamplingParams, Terms
-from quire.serving.parsing.pieces import Arguments, Call, Said
+from quire.serving.parsing.pieces import Arguments, CallStart, Said
 from quire.serving.protocol import responses
-from quire.serving.protocol.answers.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage
+from quire.serving.protocol.answers.answer import (
+    ChatRequest,
+    ChoicePart,
+    Delivery,
+    FinishedChoice,
+    Head,
+    ToolCall,
+    Usage,
+)
 from quire.serving.protocol.responses import FIELDS, INCLUDED, LOGPROBS, NEUTRAL, OWN_SAMPLING, REASONING, REFUSED
 
 HEAD = Head("resp_1", "quill", 1700000000, "quire-0")
@@ -93,8 +101,8 @@ def messages(*items: Any, **given) -> list[dict[str, Any]]:
     return parse(input=list(items), **given).messages
 
 
-def streamed(answer: Sequence[Part], asked: dict[str, Any] = FULL) -> bytes:
-    stream = responses.Stream(HEAD, responses.parse(asked), asked)
+def streamed(answer: Sequence[ChoicePart], asked: dict[str, Any] = FULL) -> bytes:
+    stream = responses.ResponsesStream(HEAD, responses.parse(asked), asked)
     data = stream.begin(Usage(30, 0))
     for part in answer:
         stream.counted(USAGE)
@@ -102,7 +110,7 @@ def streamed(answer: Sequence[Part], asked: dict[str, Any] = FULL) -> bytes:
     return data + stream.end(USAGE)
 
 
-def whole(answer: Answer, asked: dict[str, Any] = FULL) -> dict[str, Any]:
+def whole(answer: FinishedChoice, asked: dict[str, Any] = FULL) -> dict[str, Any]:
     return responses.response(HEAD, responses.parse(asked), asked, [answer], USAGE)
 
 
@@ -504,7 +512,7 @@ def test_log_probabilities_stand_with_the_text(answer: Written):
 
 
 def test_a_response_says_again_what_was_asked():
-    found = whole(Answer(0, "Hi", "stop"))
+    found = whole(FinishedChoice(0, "Hi", "stop"))
     for name in (
         "instructions",
         "metadata",
@@ -517,13 +525,15 @@ def test_a_response_says_again_what_was_asked():
         assert found[name] == FULL[name], name
     assert found["text"] == {"format": {"type": "text"}} and found["reasoning"] == {"effort": "high", "summary": None}
     assert not found["parallel_tool_calls"] and not found["store"] and found["id"] == "resp_1"
-    plain = whole(Answer(0, "Hi", "stop"), ASK | {"text": None, "reasoning": None, "tools": None, "tool_choice": None})
+    plain = whole(
+        FinishedChoice(0, "Hi", "stop"), ASK | {"text": None, "reasoning": None, "tools": None, "tool_choice": None}
+    )
     check(Response, plain)
     assert plain["tools"] == [] and plain["tool_choice"] == "auto" and plain["max_output_tokens"] is None
 
 
 def test_the_events_of_a_short_answer_in_full():
-    parts = [Part(0, [Said("Hi"), Call(0, "c", "f")]), Part(0, [Arguments(0, "{}")], "tool_calls")]
+    parts = [ChoicePart(0, [Said("Hi"), CallStart(0, "c", "f")]), ChoicePart(0, [Arguments(0, "{}")], "tool_calls")]
     events = events_of(streamed(parts, ASK))
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
@@ -534,13 +544,16 @@ def test_the_events_of_a_short_answer_in_full():
         "type": "function_call", "id": "fc_1_resp_1", "status": "completed", "call_id": "c", "name": "f",
         "arguments": "{}",
     }  # fmt: skip
-    assert whole(Answer(0, None, "stop", None, [ToolCall("c", "f", "{}")]), ASK)["output"][0]["id"] == "fc_0_resp_1"
+    assert (
+        whole(FinishedChoice(0, None, "stop", None, [ToolCall("c", "f", "{}")]), ASK)["output"][0]["id"]
+        == "fc_0_resp_1"
+    )
 
 
 @given(written(), st.integers(0, 5), st.sampled_from(FAILURES))
 def test_a_stream_that_fails_says_so_and_ends(answer: Written, when, end):
     status, code = end
-    stream = responses.Stream(HEAD, parse(), ASK)
+    stream = responses.ResponsesStream(HEAD, parse(), ASK)
     data = stream.begin(Usage(3, 0)) if when else b""
     for part in answer.parts[: max(0, when - 1)]:
         data += stream.part(part)

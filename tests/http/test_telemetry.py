@@ -258,7 +258,7 @@ def test_an_exception(written, as_json):
 
 @given(st.text(st.characters(exclude_categories=())), st.text(st.characters(exclude_categories=())))
 def test_a_record_is_one_line_whatever_it_says(path, name):
-    for formatter in (logs.Plain(), logs.Json()):
+    for formatter in (logs.PlainFormatter(), logs.JsonFormatter()):
         record = logging.makeLogRecord({"msg": "%s %s", "args": (path, name), "levelname": "INFO", "request_id": name})
         line = formatter.format(record)
         assert len(line.splitlines()) == 1

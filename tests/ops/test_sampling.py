@@ -21,9 +21,9 @@ OFF = {
     "top_k_R": (np.int32, 0),
     "top_p_R": (np.float32, 1),
     "min_p_R": (np.float32, 0),
-    "repetition_R": (np.float32, 1),
-    "presence_R": (np.float32, 0),
-    "frequency_R": (np.float32, 0),
+    "repetition_penalty_R": (np.float32, 1),
+    "presence_penalty_R": (np.float32, 0),
+    "frequency_penalty_R": (np.float32, 0),
     "ban_stop_R": (bool, False),
     "targets_R": (np.int32, -1),
     "biased_R": (bool, False),
@@ -208,9 +208,9 @@ def mixed_case(V=V, rows=32, slots=SLOTS):
         top_k=some(rng.integers(1, 600, rows), 0),
         top_p=some(rng.uniform(0.3, 1, rows), 1),
         min_p=some(rng.uniform(0, 0.01, rows), 0, 0.3),
-        repetition=some(rng.uniform(0.8, 1.5, rows), 1, 0.3),
-        presence=some(rng.normal(size=rows), 0, 0.3),
-        frequency=some(rng.normal(size=rows), 0, 0.3),
+        repetition_penalty=some(rng.uniform(0.8, 1.5, rows), 1, 0.3),
+        presence_penalty=some(rng.normal(size=rows), 0, 0.3),
+        frequency_penalty=some(rng.normal(size=rows), 0, 0.3),
         ban_stop=rng.random(rows) < 0.3,
         biased=rng.random(rows) < 0.3,
         targets=some(rng.integers(0, V, rows), -1, 0.1),
@@ -268,9 +268,9 @@ def test_penalties_and_masks_match_numpy(run):
     bans = {0: [4], 3: [0, V - 1], 5: list(range(MAX_BANS))}
     values = {
         "slots": rng.integers(0, SLOTS, R),
-        "repetition": rng.uniform(0.5, 2, R),
-        "presence": rng.normal(size=R),
-        "frequency": rng.normal(size=R),
+        "repetition_penalty": rng.uniform(0.5, 2, R),
+        "presence_penalty": rng.normal(size=R),
+        "frequency_penalty": rng.normal(size=R),
         "biased": np.arange(R) % 2 == 0,
         "ban_stop": np.arange(R) % 3 == 0,
     }
@@ -285,8 +285,10 @@ def test_penalties_and_masks_match_numpy(run):
                 x = -np.inf
             count = counts_BV[slot, token]
             if count or prompt_BV[slot, token]:
-                x = x / values["repetition"][r] if x > 0 else x * values["repetition"][r]
-            expected_RV[r, token] = x - values["frequency"][r] * count - values["presence"][r] * (count > 0)
+                x = x / values["repetition_penalty"][r] if x > 0 else x * values["repetition_penalty"][r]
+            expected_RV[r, token] = (
+                x - values["frequency_penalty"][r] * count - values["presence_penalty"][r] * (count > 0)
+            )
     np.testing.assert_allclose(adjusted_RV, expected_RV, rtol=1e-5, atol=1e-5)
     tokens_R = run(logits_RV, state, inputs).tokens_R
     np.testing.assert_array_equal(tokens_R, expected_RV.argmax(1))

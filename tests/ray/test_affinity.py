@@ -11,10 +11,10 @@ import typer
 from quire.__main__ import app
 from quire.model.config import ModelError
 from quire.serving.api.options import EngineOptions
-from quire.serving.http.settings import Settings
+from quire.serving.http.settings import ServerSettings
 from quire.serving.ray import affinity as module
 from quire.serving.ray.affinity import CHUNK, MOST, SLACK, Affinity, beginnings, limit, of_body, of_tokens
-from quire.serving.ray.scale import Plan, Scale
+from quire.serving.ray.scale import DeploymentPlan, ReplicaOptions
 
 
 def body(**fields) -> bytes:
@@ -147,17 +147,17 @@ def test_the_bound(least):
 )
 def test_scales_that_are_none(chosen, why):
     with pytest.raises(ModelError, match=why):
-        Scale(**chosen)
+        ReplicaOptions(**chosen)
 
 
 def test_how_many():
     options = EngineOptions(max_num_seqs=32)
-    assert Scale().number(options) == {"num_replicas": 1}
-    [(_, scaled)] = Scale(max_replicas=4).number(options).items()
+    assert ReplicaOptions().number(options) == {"num_replicas": 1}
+    [(_, scaled)] = ReplicaOptions(max_replicas=4).number(options).items()
     assert scaled == {"min_replicas": 1, "max_replicas": 4, "initial_replicas": 1, "target_ongoing_requests": 24}
-    [(_, scaled)] = Scale(max_replicas=4).number(EngineOptions(max_num_seqs=32, data_parallel_size=2)).items()
+    [(_, scaled)] = ReplicaOptions(max_replicas=4).number(EngineOptions(max_num_seqs=32, data_parallel_size=2)).items()
     assert scaled["target_ongoing_requests"] == 48
-    assert Scale(min_replicas=2, max_replicas=4, prefill_replicas=3).least == 5
+    assert ReplicaOptions(min_replicas=2, max_replicas=4, prefill_replicas=3).least == 5
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,14 @@ def test_how_many():
 )
 def test_plans_that_are_none(models, options, scale, why):
     with pytest.raises(ModelError, match=why):
-        Plan(((None, ("m",)),) * models, Settings(), options, Scale(**scale))
+        DeploymentPlan(((None, ("m",)),) * models, ServerSettings(), options, ReplicaOptions(**scale))
 
 
 def test_readers_need_room_for_what_they_hand_over():
-    assert Plan(((None, ("m",)),), Settings(), {}, Scale(prefill_replicas=1)).chosen["kv_cache_host_bytes"]
-    assert not Plan(((None, ("m",)),), Settings(), {}).chosen
+    assert DeploymentPlan(((None, ("m",)),), ServerSettings(), {}, ReplicaOptions(prefill_replicas=1)).chosen[
+        "kv_cache_host_bytes"
+    ]
+    assert not DeploymentPlan(((None, ("m",)),), ServerSettings(), {}).chosen
 
 
 @pytest.mark.parametrize(

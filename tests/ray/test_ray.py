@@ -19,8 +19,8 @@ from canary import Client
 import quire
 from quire import LLM, SamplingParams
 from quire.model.config import ModelError
-from quire.serving.http.settings import Settings
-from quire.serving.ray.scale import Plan, Scale
+from quire.serving.http.settings import ServerSettings
+from quire.serving.ray.scale import DeploymentPlan, ReplicaOptions
 
 try:
     import ray
@@ -42,9 +42,11 @@ WORDS = "fox bear lake hat ship moon tree bird king road song fish".split()
 pytestmark = pytest.mark.slow
 
 
-def plan_of(port: int, **scale: Any) -> Plan:
-    chosen = Scale(replica_resources={"CPU": 0.1}, **scale)
-    return Plan(((FOLDER, ("m",)),), Settings(port=port, api_keys=("key",)), OPTIONS, chosen, log_level="warning")
+def plan_of(port: int, **scale: Any) -> DeploymentPlan:
+    chosen = ReplicaOptions(replica_resources={"CPU": 0.1}, **scale)
+    return DeploymentPlan(
+        ((FOLDER, ("m",)),), ServerSettings(port=port, api_keys=("key",)), OPTIONS, chosen, log_level="warning"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +207,7 @@ def test_a_replica_killed_under_load(cluster):
 def test_replaced_under_load(cluster):
     """Another plan takes the place of the first, replica after replica; then one reads and another writes."""
     plan, asker = cluster
-    new = replace(plan, scale=Scale(replicas=1, prefill_replicas=1, replica_resources={"CPU": 0.1}))
+    new = replace(plan, scale=ReplicaOptions(replicas=1, prefill_replicas=1, replica_resources={"CPU": 0.1}))
     asker.all_answered(bodies(24, 1, 150), lambda: deploy.run(new))
     assert asker.get("/health")["replicas"]["reader"] == {"RUNNING": 1}
     asker.all_answered(bodies(10, 2, 20), lambda: None)
@@ -219,4 +221,4 @@ def test_what_does_not_fit_is_told(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **given: None)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     with pytest.raises(ModelError, match="3 replicas of 1 CPU do not fit: this machine has 2; .* CPU=0.67"):
-        deploy.connect(None, Plan(((None, ("m",)),), Settings(), {}, Scale(replicas=3)))
+        deploy.connect(None, DeploymentPlan(((None, ("m",)),), ServerSettings(), {}, ReplicaOptions(replicas=3)))

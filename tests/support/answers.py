@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
 from quire.serving.api.outputs import Logprob
-from quire.serving.parsing.pieces import Arguments, Call, Piece, Said, Thought
-from quire.serving.protocol.answers.answer import Answer, Part, ToolCall
-from quire.serving.protocol.answers.collected import collect
+from quire.serving.parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from quire.serving.protocol.answers.answer import ChoicePart, FinishedChoice, ToolCall
+from quire.serving.protocol.answers.choices import collect
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     ["\n\n", "data: x\r\n", "event: error", "\u2028", "é" * 5, "\x00"]
@@ -32,8 +32,8 @@ ENDS = (("stop", None), ("stop", "END"), ("stop", 7), ("length", None), ("timeou
 class Written:
     """One answer: in parts, whole, and as (kind, text or call) with neighbours of a kind made one."""
 
-    parts: list[Part]
-    answer: Answer
+    parts: list[ChoicePart]
+    answer: FinishedChoice
     blocks: list[tuple[str, Any]]
 
 
@@ -41,7 +41,7 @@ def joined(pieces: Iterable[Piece]) -> list[tuple[str, Any]]:
     """What a reader of pieces sees: empty ones are nothing."""
     found: list[tuple[str, Any]] = []
     for piece in pieces:
-        if isinstance(piece, Call):
+        if isinstance(piece, CallStart):
             found.append(("call", ToolCall(piece.id, piece.name, "")))
         elif isinstance(piece, Arguments):
             _, call = found.pop()
@@ -82,7 +82,7 @@ def written(draw: st.DrawFn, ordered: bool = False, calls: bool = True, scored: 
     number = 0
     for kind, text in chosen:
         if kind == "call":
-            pieces.append(Call(number, f"call_{number}", random.choice(["look_up", "add"])))
+            pieces.append(CallStart(number, f"call_{number}", random.choice(["look_up", "add"])))
             pieces += [Arguments(number, part) for part in cuts(random, text, 5)]
             number += 1
         else:
@@ -95,10 +95,12 @@ def written(draw: st.DrawFn, ordered: bool = False, calls: bool = True, scored: 
         tokens = list(range(count, count + random.randrange(3)))
         count += len(tokens)
         end = (reason, stop) if i == len(slices) - 1 else (None, None)
-        parts.append(Part(0, part, *end, tokens, [token(i) for i in tokens] if scored else None))
+        parts.append(ChoicePart(0, part, *end, tokens, [token(i) for i in tokens] if scored else None))
     content, reasoning, found = collect(pieces)
     logprobs = [token(i) for i in range(count)] if scored else None
-    return Written(parts, Answer(0, content, reason, reasoning, found, stop, range(count), logprobs), joined(pieces))
+    return Written(
+        parts, FinishedChoice(0, content, reason, reasoning, found, stop, range(count), logprobs), joined(pieces)
+    )
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.serving.api.structured import SHAPES, SPACING
+from quire.serving.api.validation import INT32_MAX
 from quire.serving.http import app
 from quire.serving.http.endpoints import admin, openapi, pooled, status, tokens
 from quire.serving.protocol import chat, completion, fields, messages, pooling, responses, schema
@@ -208,7 +209,7 @@ def takes(found: Mapping[str, Any]) -> str:
 
 def limits(found: Mapping[str, Any]) -> str:
     low, above, high = (found.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
-    if high in (schema.INT32_MAX, None):
+    if high in (INT32_MAX, None):
         return "" if low is None else f"from {number(low)}"
     return f"above {number(above)}, up to {number(high)}" if above is not None else f"{number(low)} to {number(high)}"
 

@@ -17,7 +17,7 @@ from quire.serving.http import server
 from quire.serving.http.models import Model, Models
 from quire.serving.http.prompting import Formats
 from quire.serving.http.service import Service
-from quire.serving.http.settings import Settings
+from quire.serving.http.settings import ServerSettings
 
 # A conversation as text that a script can look at: tools, then turns, as Hermes and Qwen write them.
 TEMPLATE = (
@@ -105,7 +105,7 @@ def model_of(engine: Any, *names: str) -> Model:
 @contextmanager
 def served(*models: Model, **chosen: Any) -> Iterator[Any]:
     """(url, service, loop) of a server that is ready; it drains at the end."""
-    settings = Settings(**{"port": 0, "shutdown_grace": 5.0, **chosen})
+    settings = ServerSettings(**{"port": 0, "shutdown_grace": 5.0, **chosen})
     started, state = threading.Event(), SimpleNamespace(url="", service=None, loop=None, error=None)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""What an operator may ask of a running server, where that is switched on."""
+"""Paths for operators, served with --admin: sleep, pause, caches and experts."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from ...api.errors import RequestError
 from ...api.validation import integer
-from ..errors import Json
+from ..errors import JsonResponse
 from ..models import ASLEEP, READY, Model
 from ..service import Service
 
@@ -16,39 +16,39 @@ def model_of(service: Service, request: Request) -> Model:
     return service.models.find(request.query_params.get("model"))
 
 
-async def reset_prefix_cache(service: Service, request: Request) -> Json:
+async def reset_prefix_cache(service: Service, request: Request) -> JsonResponse:
     async with service.models.use(request.query_params.get("model")) as model:
-        return Json({"reset": await model.llm.reset_prefix_cache()})
+        return JsonResponse({"reset": await model.llm.reset_prefix_cache()})
 
 
-async def sleep(service: Service, request: Request) -> Json:
+async def sleep(service: Service, request: Request) -> JsonResponse:
     """Requests under way wait until the model wakes up."""
     model = model_of(service, request)
     text = request.query_params.get("level", "1")
     level = integer("level", int(text) if text.isdigit() and len(text) < 5 else text, 1, 2)
     if model.state == READY:
         await service.models.move(model, ASLEEP, lambda: model.llm.sleep(level))
-    return Json({"is_sleeping": model.state == ASLEEP})
+    return JsonResponse({"is_sleeping": model.state == ASLEEP})
 
 
-async def wake_up(service: Service, request: Request) -> Json:
+async def wake_up(service: Service, request: Request) -> JsonResponse:
     async with service.models.use(request.query_params.get("model")):
-        return Json({"is_sleeping": False})
+        return JsonResponse({"is_sleeping": False})
 
 
-async def is_sleeping(service: Service, request: Request) -> Json:
-    return Json({"is_sleeping": model_of(service, request).state == ASLEEP})
+async def is_sleeping(service: Service, request: Request) -> JsonResponse:
+    return JsonResponse({"is_sleeping": model_of(service, request).state == ASLEEP})
 
 
-async def pause(service: Service, request: Request) -> Json:
+async def pause(service: Service, request: Request) -> JsonResponse:
     return await hold(service, request, True)
 
 
-async def resume(service: Service, request: Request) -> Json:
+async def resume(service: Service, request: Request) -> JsonResponse:
     return await hold(service, request, False)
 
 
-async def hold(service: Service, request: Request, wanted: bool) -> Json:
+async def hold(service: Service, request: Request, wanted: bool) -> JsonResponse:
     """Requests are accepted and wait; none of what is computed is lost."""
     model = model_of(service, request)
     if model.loaded is None:
@@ -59,17 +59,17 @@ async def hold(service: Service, request: Request, wanted: bool) -> Json:
         thread.paused = wanted
 
     await model.llm.call(change)
-    return Json({"is_paused": wanted})
+    return JsonResponse({"is_paused": wanted})
 
 
-async def expert_loads(service: Service, request: Request) -> Json:
+async def expert_loads(service: Service, request: Request) -> JsonResponse:
     async with service.models.use(request.query_params.get("model")) as model:
-        return Json({"layers": await model.llm.expert_loads()})
+        return JsonResponse({"layers": await model.llm.expert_loads()})
 
 
-async def rebalance_experts(service: Service, request: Request) -> Json:
+async def rebalance_experts(service: Service, request: Request) -> JsonResponse:
     async with service.models.use(request.query_params.get("model")) as model:
-        return Json(await model.llm.rebalance_experts())
+        return JsonResponse(await model.llm.rebalance_experts())
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

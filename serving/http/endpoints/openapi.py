@@ -1,9 +1,9 @@
-"""The server's own description, as OpenAPI has it."""
+"""The OpenAPI document of the server."""
 
 from typing import Any
 
 from ...protocol.schema import BODIES, body_schema
-from ..settings import Settings
+from ..settings import ServerSettings
 
 ABOUT = {
     "/v1/chat/completions": "Answer a conversation.",
@@ -37,7 +37,7 @@ ERROR = {
 }
 
 
-def document(settings: Settings) -> dict[str, Any]:
+def document(settings: ServerSettings) -> dict[str, Any]:
     """Each path with what it takes; every answer is JSON, but for streams and /metrics."""
     answers = {
         "200": {"description": "The answer."},

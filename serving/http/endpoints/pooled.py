@@ -1,4 +1,4 @@
-"""/v1/embeddings, /score and /rerank: what is read off prompts, with nothing written."""
+"""/v1/embeddings, /score and /rerank: prompts are computed, and no token is generated."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from ...protocol import pooling as shapes
 from ...protocol.answers.answer import Head, Usage
 from ...request import pooling, scoring
 from .. import prompting
-from ..errors import HttpError, Json
+from ..errors import HttpError, JsonResponse
 from ..guard import new_id
 from ..service import Service, watched
 
@@ -23,7 +23,7 @@ from ..service import Service, watched
 async def outputs_of(
     service: Service, request: Request, prefix: str, parse: Callable[[Any], Any], prepare: Callable[..., list[Ask]]
 ) -> tuple[Head, Any, list[RequestOutput], Usage]:
-    """The prompts of a request, read to their ends."""
+    """The outputs for all prompts of a request, when they are computed."""
     asked, _ = await service.read(request, parse)
     async with service.counted(), service.models.use(asked.model) as model:
         asked = replace(asked, terms=service.terms(asked.terms, service.key(request)))
@@ -49,11 +49,11 @@ def check_ends(outputs: list[RequestOutput]) -> None:
         raise EngineFailed("the request was cut off")
 
 
-async def embeddings(service: Service, request: Request) -> Json:
+async def embeddings(service: Service, request: Request) -> JsonResponse:
     found = await outputs_of(service, request, "embd-", shapes.parse_embeddings, ask_for_vectors)
     head, asked, outputs, usage = found
     vectors = [pooling.embedding(output, asked.dimensions).outputs.embedding for output in outputs]
-    return Json(shapes.embeddings_response(head, asked, vectors, usage))
+    return JsonResponse(shapes.embeddings_response(head, asked, vectors, usage))
 
 
 def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
@@ -69,14 +69,14 @@ def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]
     return asks
 
 
-async def score(service: Service, request: Request) -> Json:
+async def score(service: Service, request: Request) -> JsonResponse:
     head, _, scores, usage = await scores_of(service, request, "score-", shapes.parse_score)
-    return Json(shapes.score_response(head, scores, usage))
+    return JsonResponse(shapes.score_response(head, scores, usage))
 
 
-async def rerank(service: Service, request: Request) -> Json:
+async def rerank(service: Service, request: Request) -> JsonResponse:
     head, asked, scores, usage = await scores_of(service, request, "rerank-", shapes.parse_rerank)
-    return Json(shapes.rerank_response(head, asked, scores, usage))
+    return JsonResponse(shapes.rerank_response(head, asked, scores, usage))
 
 
 async def scores_of(service: Service, request: Request, prefix: str, parse: Callable[[Any], Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The page at `/`: files of this package, served as they are, with leave to talk to this server alone."""
+"""The page at `/`: files of this package; its scripts may connect to this server only."""
 
 from importlib.resources import files
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ...observe import metrics
 from ..answering import EVENTS, until_gone
-from ..errors import Json
+from ..errors import JsonResponse
 from ..models import FAILED, READY, Model
 from ..service import DRAINING, Service
 from .openapi import document
@@ -31,7 +31,7 @@ def state_of(service: Service, model: Model) -> str:
     return "stalled" if thread.stalled() > service.settings.stall_seconds else READY
 
 
-async def health(service: Service, request: Request) -> Json:
+async def health(service: Service, request: Request) -> JsonResponse:
     """200 where requests can be served; being busy is no reason against it.
 
     A model that could not be loaded is no reason either, for starting again would not help, unless it was the last.
@@ -40,28 +40,28 @@ async def health(service: Service, request: Request) -> Json:
     broken = any(model.state == READY and states[model.name] != READY for model in service.models.models)
     well = service.started and not service.draining and not broken and set(states.values()) != {FAILED}
     status = DRAINING if service.draining else "ok" if well else "unavailable"
-    return Json({"status": status, "models": states}, 200 if well else 503)
+    return JsonResponse({"status": status, "models": states}, 200 if well else 503)
 
 
-async def ping(service: Service, request: Request) -> Json:
-    return Json({})
+async def ping(service: Service, request: Request) -> JsonResponse:
+    return JsonResponse({})
 
 
-async def version(service: Service, request: Request) -> Json:
-    return Json({"version": service.settings.version})
+async def version(service: Service, request: Request) -> JsonResponse:
+    return JsonResponse({"version": service.settings.version})
 
 
-async def load(service: Service, request: Request) -> Json:
-    return Json({"server_load": service.open})
+async def load(service: Service, request: Request) -> JsonResponse:
+    return JsonResponse({"server_load": service.open})
 
 
-async def models(service: Service, request: Request) -> Json:
-    return Json({"object": "list", "data": [card(service, model, name) for model, name in named(service)]})
+async def models(service: Service, request: Request) -> JsonResponse:
+    return JsonResponse({"object": "list", "data": [card(service, model, name) for model, name in named(service)]})
 
 
-async def model(service: Service, request: Request) -> Json:
+async def model(service: Service, request: Request) -> JsonResponse:
     found = service.models.find(request.path_params["name"])
-    return Json(card(service, found, request.path_params["name"]))
+    return JsonResponse(card(service, found, request.path_params["name"]))
 
 
 def named(service: Service) -> list[tuple[Model, str]]:
@@ -88,8 +88,8 @@ async def prometheus(service: Service, request: Request) -> Response:
     return Response(body + generate_latest(PROCESS), media_type=kind)
 
 
-async def openapi(service: Service, request: Request) -> Json:
-    return Json(document(service.settings))
+async def openapi(service: Service, request: Request) -> JsonResponse:
+    return JsonResponse(document(service.settings))
 
 
 class LivePage:

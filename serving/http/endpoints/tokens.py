@@ -11,14 +11,14 @@ from ...engine.engine import Engine
 from ...protocol import messages
 from ...protocol.tokens import TokenizeRequest, checked, parse_detokenize, parse_tokenize
 from .. import prompting
-from ..errors import Json
+from ..errors import JsonResponse
 from ..service import Service
 
 
-async def tokenize(service: Service, request: Request) -> Json:
+async def tokenize(service: Service, request: Request) -> JsonResponse:
     asked, _ = await service.read(request, parse_tokenize)
     async with service.models.use(asked.model) as model:
-        return Json(await service.beside(cut, model.llm.engine, asked, service.settings.formats))
+        return JsonResponse(await service.beside(cut, model.llm.engine, asked, service.settings.formats))
 
 
 def cut(engine: Engine, asked: TokenizeRequest, formats: prompting.Formats) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def cut(engine: Engine, asked: TokenizeRequest, formats: prompting.Formats) -> d
     return {"count": len(found), "max_model_len": engine.max_len, "tokens": found, "token_strs": texts}
 
 
-async def detokenize(service: Service, request: Request) -> Json:
+async def detokenize(service: Service, request: Request) -> JsonResponse:
     asked, _ = await service.read(request, parse_detokenize)
     async with service.models.use(asked.model) as model:
         engine = model.llm.engine
@@ -44,15 +44,15 @@ async def detokenize(service: Service, request: Request) -> Json:
             known = checked(asked.tokens, engine.config.vocab_size)
             return prompting.needs_tokenizer(engine).decode(known, skip_special_tokens=asked.skip_special_tokens)
 
-        return Json({"prompt": await service.beside(join)})
+        return JsonResponse({"prompt": await service.beside(join)})
 
 
-async def count(service: Service, request: Request) -> Json:
+async def count(service: Service, request: Request) -> JsonResponse:
     """Anthropic's question how many tokens a conversation has."""
     asked, _ = await service.read(request, messages.parse_count)
     async with service.models.use(asked.model) as model:
         prepared = await service.beside(prompting.chat, model.llm.engine, asked, service.settings.formats)
-        return Json({"input_tokens": sum(len(ask.tokens) for ask in prepared.asks)})
+        return JsonResponse({"input_tokens": sum(len(ask.tokens) for ask in prepared.asks)})
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

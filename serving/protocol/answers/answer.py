@@ -1,4 +1,4 @@
-"""What is known of an answer, whole or in parts, before a protocol gives it its shape."""
+"""Requests and answers before a protocol gives them its shape."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ class Delivery:
     """How an answer is to be sent."""
 
     stream: bool = False
-    include_usage: bool = False  # a last chunk that tells the usage
-    continuous_usage: bool = False  # every chunk tells it
+    include_usage: bool = False  # a last chunk has the usage
+    continuous_usage: bool = False  # every chunk has the usage so far
     return_token_ids: bool = False
     request_id: str | None = None
 
@@ -51,13 +51,13 @@ class CompletionRequest:
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool = True
     echo: bool = False
-    silent: bool = False  # nothing is to be written: with echo, max_tokens may be 0
-    tells_prompt: bool = False  # the prompt's log-probabilities are wanted by themselves, and not for echo only
+    silent: bool = False  # no text is wanted: with echo, max_tokens may be 0
+    wants_prompt_logprobs: bool = False  # by themselves, and not for echo only
 
 
 @dataclass(frozen=True)
 class Prompted:
-    """What was read before an answer."""
+    """The prompt of an answer."""
 
     text: str | None
     token_ids: Sequence[int]
@@ -78,7 +78,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took."""
+    """The tokens that a request took."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -94,7 +94,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FinishedChoice:
     """One choice, whole; `finish_reason` is stop, length, tool_calls, abort or timeout."""
 
     index: int
@@ -108,7 +108,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Part:
+class ChoicePart:
     """What one choice got since the part before; the last one has a finish reason."""
 
     index: int

@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ...parsing.pieces import Arguments, Call, Piece, Said, Thought
-from .answer import Answer, ChatRequest, Head, Part, Usage
+from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Usage
 from .shapes import DONE, chat_logprobs, error, event, prompt_logprobs, usage_body
 
 
-def response(head: Head, request: ChatRequest, body: Any, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+def response(
+    head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+) -> dict[str, Any]:
     """The body that answers a request."""
     found = {
         "id": head.id,
@@ -28,7 +30,7 @@ def response(head: Head, request: ChatRequest, body: Any, answers: Sequence[Answ
     return found
 
 
-def choice(request: ChatRequest, answer: Answer) -> dict[str, Any]:
+def choice(request: ChatRequest, answer: FinishedChoice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if echoed := echo_text(request):
         message["content"] = echoed + (answer.content or "")
@@ -60,7 +62,7 @@ def echo_text(request: ChatRequest) -> str:
     return last["content"] if request.echo and last["role"] == "assistant" else ""
 
 
-class Stream:
+class ChatStream:
     """One answer as events: chunks, then the usage, then the end."""
 
     def __init__(self, head: Head, request: ChatRequest, body: Any):
@@ -81,7 +83,7 @@ class Stream:
         delta = {"role": "assistant", "content": echo_text(self.request)}
         return b"".join(self.choice(index, delta) for index in range(self.request.params.n))
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: ChoicePart) -> bytes:
         delta: dict[str, Any] = {}
         add(delta, part.pieces)
         more: dict[str, Any] = {}
@@ -133,8 +135,8 @@ def add(delta: dict[str, Any], pieces: Sequence[Piece]) -> None:
             add_call(delta.setdefault("tool_calls", []), piece)
 
 
-def add_call(calls: list[dict[str, Any]], piece: Call | Arguments) -> None:
-    if isinstance(piece, Call):
+def add_call(calls: list[dict[str, Any]], piece: CallStart | Arguments) -> None:
+    if isinstance(piece, CallStart):
         function = {"name": piece.name, "arguments": ""}
         calls.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
         return

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...parsing.pieces import Said
-from .answer import Answer, CompletionRequest, Head, Part, Prompted, Usage
+from .answer import ChoicePart, CompletionRequest, FinishedChoice, Head, Prompted, Usage
 from .shapes import DONE, completion_logprobs, error, event, prompt_logprobs, usage_body
 
 
 def response(
-    head: Head, request: CompletionRequest, body: Any, answers: Sequence[Answer], usage: Usage
+    head: Head, request: CompletionRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
 ) -> dict[str, Any]:
     """The body that answers a request; its choices are those of the first prompt, of the second, ..."""
     return {
@@ -23,7 +23,7 @@ def response(
     }
 
 
-def choice(request: CompletionRequest, prompt: Prompted, answer: Answer) -> dict[str, Any]:
+def choice(request: CompletionRequest, prompt: Prompted, answer: FinishedChoice) -> dict[str, Any]:
     text, own, logprobs = answer.content or "", list(answer.token_ids), list(answer.logprobs or ())
     if request.silent:
         text, own, logprobs = "", [], []
@@ -42,14 +42,14 @@ def choice(request: CompletionRequest, prompt: Prompted, answer: Answer) -> dict
         at = 0 if (prompt.text or "").startswith(prompt.first) else -len(prompt.first)
         found["logprobs"], _ = completion_logprobs(tokens, logprobs, at, prompt.first)
         found["logprobs"]["text_offset"] = [max(offset, 0) for offset in found["logprobs"]["text_offset"]]
-    if request.tells_prompt and prompt.logprobs is not None:
+    if request.wants_prompt_logprobs and prompt.logprobs is not None:
         found["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
     if request.delivery.return_token_ids:
         found |= {"token_ids": own, "prompt_token_ids": list(prompt.token_ids)}
     return found
 
 
-class Stream:
+class CompletionStream:
     """The answers as events: chunks, then the usage, then the end."""
 
     def __init__(self, head: Head, request: CompletionRequest, body: Any):
@@ -68,7 +68,7 @@ class Stream:
         self.usage = usage
         return b""
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: ChoicePart) -> bytes:
         """A chunk; the first of each choice says its prompt again, where that is wanted."""
         begins = part.index not in self.offsets
         text = "".join(piece.text for piece in part.pieces if isinstance(piece, Said))

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from ...parsing.pieces import Arguments, Call, Piece, Said, Thought
-from .answer import Answer, ChatRequest, Head, Part, Usage
-from .objects import send
+from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Usage
+from .shapes import typed_event
 
 ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -31,13 +31,15 @@ def error(status: int, message: str, param: str | None = None) -> dict[str, Any]
     return {"type": "error", "error": found}
 
 
-def response(head: Head, request: ChatRequest, body: Any, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+def response(
+    head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+) -> dict[str, Any]:
     """The body that answers a request."""
     [answer] = answers
     content = [block(Thought(answer.reasoning))] if answer.reasoning else []
     content += [block(Said(answer.content))] if answer.content else []
     for i, call in enumerate(answer.calls):
-        content.append(block(Call(i, call.id, call.name), arguments_of(call.arguments)))
+        content.append(block(CallStart(i, call.id, call.name), arguments_of(call.arguments)))
     return message(head, content, usage) | stopped(answer.finish_reason, answer.stop_reason)
 
 
@@ -57,7 +59,7 @@ def message(head: Head, content: list[dict[str, Any]], usage: Usage) -> dict[str
 
 def block(piece: Piece, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
     """The content block that a piece is."""
-    if isinstance(piece, Call):
+    if isinstance(piece, CallStart):
         return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": arguments or {}}
     if isinstance(piece, Thought):
         return {"type": "thinking", "thinking": piece.text, "signature": ""}
@@ -90,7 +92,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Stream:
+class MessagesStream:
     """One answer as events. A block is open from its first piece to the first that is another's."""
 
     def __init__(self, head: Head, request: ChatRequest, body: Any):
@@ -100,30 +102,30 @@ class Stream:
         self.stop = stopped(None, None)
 
     def begin(self, usage: Usage) -> bytes:
-        return send({"type": "message_start", "message": message(self.head, [], usage)})
+        return typed_event({"type": "message_start", "message": message(self.head, [], usage)})
 
     def counted(self, usage: Usage) -> None:
-        """Only the last events tell what was used."""
+        """Only the last events have the usage."""
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: ChoicePart) -> bytes:
         self.stop = stopped(part.finish_reason, part.stop_reason)
         return b"".join(self.add(piece) for piece in part.pieces)
 
     def end(self, usage: Usage) -> bytes:
         delta = {"type": "message_delta", "delta": self.stop, "usage": usage_body(usage)}
-        return self.close() + send(delta) + send({"type": "message_stop"})
+        return self.close() + typed_event(delta) + typed_event({"type": "message_stop"})
 
     def fail(self, status: int, message: str, param: str | None = None) -> bytes:
-        return send(error(status, message, param))
+        return typed_event(error(status, message, param))
 
     def add(self, piece: Piece) -> bytes:
-        if isinstance(piece, Call):
+        if isinstance(piece, CallStart):
             return self.open(piece)
         if not piece.text:
             return b""
         begun = b""
         if isinstance(piece, Arguments):
-            assert isinstance(self.piece, Call) and self.piece.index == piece.index
+            assert isinstance(self.piece, CallStart) and self.piece.index == piece.index
         elif type(piece) is not type(self.piece):
             begun = self.open(type(piece)(""))
         kind, name = DELTAS[type(piece)]
@@ -143,4 +145,4 @@ class Stream:
 
     def event(self, name: str, /, **fields: Any) -> bytes:
         """An event of the block that is open."""
-        return send({"type": name, "index": self.index, **fields})
+        return typed_event({"type": name, "index": self.index, **fields})

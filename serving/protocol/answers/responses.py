@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...parsing.pieces import Arguments, Call, Piece, Said, Thought
-from .answer import Answer, ChatRequest, Head, Logprobs, Part, Usage
-from .objects import send
-from .shapes import chat_logprobs
+from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
+from .shapes import chat_logprobs, typed_event
 
-KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), Call: ("function_call", "fc")}
+KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), CallStart: ("function_call", "fc")}
 EVENTS = {  # what the events of an item's text are called, and the field of the last one that holds all of it
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),
@@ -19,12 +18,12 @@ ECHOED = ("instructions", "max_output_tokens", "metadata", "user", "safety_ident
 
 
 @dataclass
-class Item:
+class OutputItem:
     """One of the things that an answer consists of: a message, thoughts, or the call of a function."""
 
     kind: str
     id: str
-    call: Call | None
+    call: CallStart | None
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -46,22 +45,24 @@ class Item:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
 
-def response(head: Head, request: ChatRequest, body: Any, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+def response(
+    head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+) -> dict[str, Any]:
     """The body that answers a request: what a stream of one part comes to."""
     [answer] = answers
-    stream = Stream(head, request, body)
+    stream = ResponsesStream(head, request, body)
     stream.part(whole(answer))
     status = status_of(answer.finish_reason)
     stream.close(status)
     return stream.frame(status, usage)
 
 
-def whole(answer: Answer) -> Part:
+def whole(answer: FinishedChoice) -> ChoicePart:
     """An answer as one part, in the order in which models write."""
     pieces: list[Piece] = [Thought(answer.reasoning or ""), Said(answer.content or "")]
     for i, call in enumerate(answer.calls):
-        pieces += [Call(i, call.id, call.name), Arguments(i, call.arguments)]
-    return Part(0, pieces, answer.finish_reason, answer.stop_reason, answer.token_ids, answer.logprobs)
+        pieces += [CallStart(i, call.id, call.name), Arguments(i, call.arguments)]
+    return ChoicePart(0, pieces, answer.finish_reason, answer.stop_reason, answer.token_ids, answer.logprobs)
 
 
 def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[dict[str, Any]]:
@@ -85,27 +86,27 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Stream:
+class ResponsesStream:
     """One answer as events. An item is open from its first piece to the first that is another's.
 
-    A message tells the log-probabilities of all tokens since the one before it, also of those that are not its text.
+    A message has the log-probabilities of all tokens since the message before it, also of those that are not its text.
     """
 
     def __init__(self, head: Head, request: ChatRequest, body: Any):
         self.head, self.request, self.asked = head, request, body
         self.number = 0  # of the next event
         self.output: list[dict[str, Any]] = []  # the items that are closed
-        self.item: Item | None = None  # the one that is open
-        self.logprobs: list[dict[str, Any]] = []  # those that no message has told yet
+        self.item: OutputItem | None = None  # the one that is open
+        self.logprobs: list[dict[str, Any]] = []  # those that no message has yet
         self.finish_reason: str | None = None
 
     def begin(self, usage: Usage) -> bytes:
         return self.state("response.created", "in_progress") + self.state("response.in_progress", "in_progress")
 
     def counted(self, usage: Usage) -> None:
-        """Only the last event tells what was used."""
+        """Only the last event has the usage."""
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: ChoicePart) -> bytes:
         if part.logprobs is not None:
             self.logprobs += described(self.request, part.token_ids, part.logprobs)
         self.finish_reason = part.finish_reason
@@ -123,7 +124,7 @@ class Stream:
         return begun + self.close("incomplete") + self.state("response.failed", "failed", error=error)
 
     def piece(self, piece: Piece) -> bytes:
-        if isinstance(piece, Call):
+        if isinstance(piece, CallStart):
             return self.close("completed") + self.open(piece)
         if not piece.text:
             return b""
@@ -136,18 +137,18 @@ class Stream:
 
     def open(self, piece: Piece) -> bytes:
         kind, short = KINDS[type(piece)]
-        call = piece if isinstance(piece, Call) else None
-        self.item = Item(kind, f"{short}_{len(self.output)}_{self.head.id}", call)
+        call = piece if isinstance(piece, CallStart) else None
+        self.item = OutputItem(kind, f"{short}_{len(self.output)}_{self.head.id}", call)
         found = self.event("response.output_item.added", item=self.item.body("in_progress"))
         return found if call else found + self.place("response.content_part.added", part=self.item.part())
 
     def more(self, text: str) -> bytes:
         assert self.item is not None
         self.item.texts.append(text)
-        told = {"logprobs": self.tell(self.item)} if self.item.kind == "message" else {}
-        return self.place(f"{EVENTS[self.item.kind][0]}.delta", delta=text, **told)
+        own = {"logprobs": self.take_logprobs(self.item)} if self.item.kind == "message" else {}
+        return self.place(f"{EVENTS[self.item.kind][0]}.delta", delta=text, **own)
 
-    def tell(self, item: Item) -> list[dict[str, Any]]:
+    def take_logprobs(self, item: OutputItem) -> list[dict[str, Any]]:
         """The log-probabilities that wait for a message; from here on they are its own."""
         new, self.logprobs = self.logprobs, []
         item.logprobs += new
@@ -163,7 +164,7 @@ class Stream:
         if item.call is not None:
             rest["name"] = item.call.name
         elif item.kind == "message":
-            self.tell(item)
+            self.take_logprobs(item)
             rest["logprobs"] = item.logprobs
         found = self.place(f"{name}.done", **rest)
         if item.call is None:
@@ -189,7 +190,7 @@ class Stream:
 
     def numbered(self, body: dict[str, Any]) -> bytes:
         self.number += 1
-        return send({**body, "sequence_number": self.number - 1})
+        return typed_event({**body, "sequence_number": self.number - 1})
 
     def frame(self, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """The response as it stands; what the request asked for is said again."""

@@ -25,6 +25,11 @@ def event(body: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(body)
 
 
+def typed_event(body: Mapping[str, Any]) -> bytes:
+    """A server-sent event that bears the name of its type."""
+    return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body))
+
+
 def usage_body(usage: Usage) -> dict[str, Any]:
     found = {
         "prompt_tokens": usage.prompt_tokens,
@@ -50,7 +55,7 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Logprobs, count: int) -> I
 
     def described(token: int, entry: Logprob) -> dict[str, Any]:
         text = token_text(token, entry)
-        # A part of a character has bytes that its text no longer tells.
+        # A part of a character has bytes that its text no longer shows.
         known = entry.decoded_token is not None and "\ufffd" not in text
         return {"token": text, "logprob": finite(entry), "bytes": list(text.encode()) if known else None}
 

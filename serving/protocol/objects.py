@@ -1,12 +1,10 @@
-"""JSON objects inside a body, read with care, and objects that say what they are by their `type`, sent as events."""
+"""JSON objects inside the body of a request: their fields are known, and their `type` says which those are."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from ...api.errors import RequestError
-from ...api.validation import refuse_unknown, shown, unicode_text
+from ..api.errors import RequestError
+from ..api.validation import refuse_unknown, shown, unicode_text
 
 Kinds = Mapping[str, Sequence[str]]  # the fields of each type of object, beside `type`
 
@@ -45,8 +43,3 @@ def texts(where: str, value: Any, kinds: Kinds, most: int) -> str:
         name = kinds[given["type"]][0]
         lines.append(unicode_text(f"{where}[{i}].{name}", given.get(name)))
     return "\n".join(lines)
-
-
-def send(body: Mapping[str, Any]) -> bytes:
-    """A server-sent event that bears the name of its type."""
-    return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body))

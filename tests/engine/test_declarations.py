@@ -1,0 +1,90 @@
+"""A sampling parameter is declared once: every table that names one follows from its declaration."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.ops.sampling import MAX_LOGPROBS, SamplingInputs
+from quire.serving.api import params
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SAMPLING, SamplingParams, declarations, declared
+from quire.serving.api.validation import real
+from quire.serving.device.batch import Size, empty, param_arrays
+from quire.serving.engine.batch_builder import Batcher
+from quire.serving.engine.scheduler import Limits
+from quire.serving.protocol import chat, completion, messages, responses
+from quire.serving.protocol.fields import TERMS, sampling_fields
+from quire.serving.protocol.schema import body_schema
+
+ENDPOINTS = {
+    "chat": (chat, "/v1/chat/completions"),
+    "completions": (completion, "/v1/completions"),
+    "responses": (responses, "/v1/responses"),
+    "messages": (messages, "/v1/messages"),
+}
+CARRIED = [name for name, declaration in SAMPLING.items() if declaration.padding is not None]
+OF_THE_STEP = {  # what rows carry beside parameters
+    "slots_R", "positions_R", "seeds_R2", "ban_stop_R", "ban_RX", "targets_R", "biased_R", "wants_logprobs_R",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extended(SamplingParams):
+    dryness: float = declared(0.5, real(0, 5, " (0 is off)"), ("chat",), padding=0.25)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_endpoints_take_what_is_declared(endpoint, name):
+    module, path = ENDPOINTS[endpoint]
+    taken = endpoint in SAMPLING[name].endpoints
+    assert (name in module.OWN_SAMPLING) == taken
+    if taken:
+        schema = body_schema(path)["properties"][name]
+        assert name in module.FIELDS and SAMPLING[name].rule.schema in (schema, schema.get("anyOf", [None])[0])
+
+
+def test_terms_are_taken_everywhere():
+    assert {"cache_salt", "priority", "timeout"} == set(TERMS)
+    for module, path in ENDPOINTS.values():
+        assert set(TERMS) <= set(module.FIELDS) and set(TERMS) <= set(body_schema(path)["properties"])
+
+
+def test_rows_carry_what_is_declared():
+    assert {field.name for field in dataclasses.fields(SamplingInputs)} == OF_THE_STEP | {f"{x}_R" for x in CARRIED}
+    padding = empty(Size(8, 4, 4), 1, 2, 4).sampling
+    for name in CARRIED:
+        array = getattr(padding, f"{name}_R")
+        assert array.tolist() == [SAMPLING[name].padding] * 4
+        assert array.dtype == (np.float32 if isinstance(SAMPLING[name].padding, float) else np.int32)
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_slot_has_the_values_of_its_request(name):
+    batcher = Batcher(Limits(4, 16, 16), 1, 16, 4)
+    value = 7 if isinstance(SAMPLING[name].padding, int) else 0.75
+    seq: Any = SimpleNamespace(slot=2, seed=(1, 2), params=SamplingParams(**{name: value}), scored=False)
+    batcher.assign(seq, False)
+    for other in CARRIED:
+        kept = batcher.settings[f"{other}_R"].tolist()
+        assert kept[2] == getattr(seq.params, other) and {*kept[:2], kept[3]} == {SAMPLING[other].padding}
+    assert batcher.settings[f"{name}_R"][2] == value
+
+
+def test_a_made_up_parameter_needs_its_declaration_alone(monkeypatch):
+    assert Extended().dryness == 0.5 and Extended(dryness=np.float32(2), n=3).dryness == 2.0
+    with pytest.raises(RequestError) as caught:
+        Extended(dryness=6)
+    assert str(caught.value) == "dryness: must be a number from 0 to 5 (0 is off), got 6"
+    with pytest.raises(RequestError, match="did you mean 'dryness'"):
+        Extended.from_dict({"drynes": 1})
+    monkeypatch.setitem(SAMPLING, "dryness", declarations(Extended)["dryness"])
+    assert "dryness" in sampling_fields("chat") and "dryness" not in sampling_fields("messages")
+    assert param_arrays(3)["dryness_R"].tolist() == [0.25] * 3
+
+
+def test_as_many_logprobs_as_the_step_lists():
+    assert params.MAX_LOGPROBS == MAX_LOGPROBS

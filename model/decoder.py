@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
 from ..ops.expert_dispatch import mix_over
-from ..ops.linear import einsum, gated, project
+from ..ops.linear import einsum, gated, project, rows
 from ..ops.norm import rms_norm
 from ..ops.rope import angles, rotate
 from ..sharding.device_axes import ALONE, Axis, Team
@@ -195,15 +195,11 @@ def look_up(table_V, tokens_T, team: Team):
     """Rows of a table of words, of which each device has some."""
     if team.tensor.size == 1:
         return table_V[tokens_T]
-    words = rows_of(table_V)
+    words = rows(table_V)
     at_T = tokens_T - team.tensor.index() * words
     own_T = (at_T >= 0) & (at_T < words)
     found_T = table_V[jnp.where(own_T, at_T, 0)]
     return team.tensor.sum(jnp.where(own_T.reshape(-1, *[1] * (found_T.ndim - 1)), found_T, 0))
-
-
-def rows_of(table_V) -> int:
-    return table_V.rows if hasattr(table_V, "rows") else table_V.shape[0]
 
 
 def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, team: Team = ALONE):

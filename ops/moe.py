@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from .linear import weight_of
 from .ordered_sum import softmax, sum_pairs
 
 BLOCK = 16  # rows of one expert computed together: one fixed shape, so that a row's sums never depend on the batch
@@ -34,13 +35,9 @@ def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
     return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(T, E)
 
 
-def pick(stack, e):
-    """One expert's matrix of a stack."""
-    if hasattr(stack, "pick"):
-        return stack.pick(e)
-    # Without the barrier XLA widens the whole stack to float32 ahead of the loop.
-    stack, e = jax.lax.optimization_barrier((stack, e))
-    return stack[e]
+def pick(stack, e, implementation: str | None = None):
+    """One expert's matrix of a stack; `implementation` forces one of `ops.linear.IMPLEMENTATIONS`."""
+    return weight_of(stack, implementation).pick(e)
 
 
 def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):

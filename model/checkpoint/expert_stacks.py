@@ -14,7 +14,7 @@ from ...ops.quant.stack import Stack, one_of
 from ...sharding import local_shards
 from ...sharding.spec import ArraySpec, empty
 from . import compressed_tensors
-from .assemble import read_leaf
+from .dense_leaf import read_leaf
 
 THREADS = min(16, os.cpu_count() or 1)  # each holds one expert, dense
 

@@ -155,7 +155,7 @@ def read(model: str | None, dtype: str, quantization: str | None, kv_cache_dtype
 
     folder = hub.resolve(model, ["config.json"])
     config = read_config(folder, dtype, None, quantization, kv_cache_dtype)
-    return config, specs_of(folder, config)
+    return config, specs_of(config)
 
 
 def split(config, budget: float) -> list[dict]:

@@ -1,4 +1,4 @@
-"""What quantization_config says of a checkpoint in the compressed-tensors form; what is not understood is an error."""
+"""quantization_config of the compressed-tensors form, read and written; what is not understood is an error."""
 
 import re
 from typing import Any
@@ -94,7 +94,7 @@ def matching(where: str, said: dict[str, Any], schemes: dict[str, Scheme], part:
 
 
 def patterns(where: str, names: Any) -> tuple[str, ...]:
-    """Names of modules, and what follows `re:` as regular expressions that are sure to end."""
+    """Names of modules; one that begins with `re:` must be a regular expression that is matched in bounded time."""
     right = "names of modules, or `re:` and a regular expression with at most four repeats and none of a bracket"
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise refusal(where, names, "a list of names")

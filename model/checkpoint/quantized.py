@@ -24,10 +24,10 @@ EXPERTS = r"re:.*\.experts\..*"
 
 
 def save(folder: Path, out: Path, config: ModelConfig, progress: Callable[[int], None] = lambda count: None) -> int:
-    """Write `folder` to `out` with its matrices in the format `config.quant`; the number of those that were rounded.
+    """Write `folder` to `out` with its matrices in the format `config.quant`; returns how many were rounded.
 
-    `out` appears when it is whole. Embeddings, norms, routers and the head stay as they are, and so do experts of which
-    one tensor holds all: the form knows matrices alone.
+    `out` appears once it is complete. Embeddings, norms, routers and the head stay as they are, and so do experts that
+    share one tensor: the compressed-tensors form has matrices only.
     """
     if holds_weights(folder):
         raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
@@ -79,7 +79,7 @@ def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], set[str], l
 
 
 def keeps_experts(out: Path) -> bool:
-    """Whether a folder that was written has experts that were left as they are."""
+    """Whether a folder that `save` wrote has experts that were left as they are."""
     return EXPERTS in read_json(out / "config.json")["quantization_config"]["ignore"]
 
 
@@ -91,7 +91,7 @@ def write_weights(
     dtype: str,
     progress: Callable[[int], None],
 ) -> None:
-    """A file for each of the source's, with an index if there are several."""
+    """One file for each file of the source, and an index if there are several."""
     files: dict[Path, list[Tensor]] = {}
     for tensor in tensors:
         files.setdefault(tensor.file, []).append(tensor)
@@ -119,7 +119,7 @@ def write_weights(
 def values(
     tensors: list[Tensor], matrices: set[str], stored: StoredFormat, dtype: str, progress: Callable[[int], None]
 ) -> Iterator[np.ndarray]:
-    """What a file holds, in the order of its layout: one tensor in memory at a time."""
+    """The tensors of a file in the order of its layout, one in memory at a time."""
     for tensor in tensors:
         value = tensor.read()
         if tensor.name in matrices:

@@ -33,7 +33,7 @@ class Format(Protocol):
         ...
 
     def tensors(self, E: int, into: int, out: tuple[int, ...]) -> Any:
-        """A node of (ending of the name, shape in the file, turn) for a stack that a checkpoint holds so."""
+        """Of a format with a METHOD: a node of the tensors in which a checkpoint holds a stack, as `StoredTensor`s."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Formats that weights are rounded to, and how a checkpoint of the compressed-tensors form holds them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,14 @@ class Rounded(Weight):
     def parts(self, form: str) -> dict[str, np.ndarray]:
         """The tensors that a rounded matrix, whose node has one axis in and one out, is stored as."""
         raise NotImplementedError
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a stack: what its name ends in, its shape in the file, and how it becomes an array of the node."""
+
+    ending: str
+    shape: tuple[int, ...]
+    turn: Any
 
 
 def split(dense: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:

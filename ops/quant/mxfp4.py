@@ -4,7 +4,7 @@ Stacks of experts are found so in checkpoints of gpt-oss; nothing is rounded to 
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from ..native import has
 from ..native.linear import Product
 from ..native.pack import by_block, pack_stack, tile_nibbles
 from ..weight import Weight
-from .compressed import FormatError
+from .compressed import FormatError, StoredTensor
 
 BLOCK = 32
 
@@ -95,14 +95,6 @@ def spec(dense: ArraySpec, *options: str) -> Mxfp4:
         blocks=replace(dense, shape=(E, D // 2, *rest), dtype=jnp.uint8, init="bytes"),
         scales=replace(dense, shape=(E, D // BLOCK, *rest), dtype=jnp.uint8, init="exponents"),
     )
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a stack: what its name ends in, its shape in the file, and how it becomes an array of the node."""
-
-    ending: str
-    shape: tuple[int, ...]
-    turn: Any
 
 
 def tensors(E: int, into: int, out: tuple[int, ...]) -> Mxfp4:

@@ -191,7 +191,7 @@ def load_weights(
         check_codes(dense.layers, specs.layers, parts.layers, tensors)
 
     def read_array(location: Location, spec: ArraySpec, parts, whole: bool = False):
-        needed = None if whole or location.mesh is None else local_shards.needed(spec, location.mesh)
+        needed = None if whole or location.mesh is None else local_shards.local_elements(spec, location.mesh)
         leaf = read_leaf(spec, parts, tensors, needed)
         progress(leaf.nbytes)
         return leaf

@@ -29,7 +29,7 @@ class Location:
         """A leaf of numpy arrays over the mesh, each device having its part."""
         mesh = self.mesh
         assert mesh is not None
-        return jax.tree.map(lambda one, array: local_shards.place(array, one, mesh, self.sharding(one)), spec, leaf)
+        return jax.tree.map(lambda one, array: local_shards.shard(array, one, mesh, self.sharding(one)), spec, leaf)
 
     def settle(self, leaf: Any) -> Any:
         """A leaf on the one device, moved to the host's memory if it is to lie there."""
@@ -43,7 +43,7 @@ class Location:
             return SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST if self.on_host else None)
         found = sharding(spec, self.mesh)
         if self.parted:
-            shape, size = local_shards.dealt_shape(spec, self.mesh), self.mesh.shape["context"]
+            shape, size = local_shards.sharded_shape(spec, self.mesh), self.mesh.shape["context"]
             found = NamedSharding(self.mesh, part_over(found, shape, size))
         return found.with_memory_kind(HOST) if self.on_host else found
 
@@ -120,7 +120,7 @@ def abstract_over(config: ModelConfig, mesh: Mesh, specs: ModelWeights) -> Model
 
     def structs(location: Location, part: Any):
         def struct(spec: ArraySpec):
-            shape = local_shards.dealt_shape(spec, mesh)
+            shape = local_shards.sharded_shape(spec, mesh)
             return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=location.sharding(spec))
 
         return jax.tree.map(struct, part)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from canary import BODIES, Canary, Client, settled, text_of
+from cases import cases
 from served import FORMATS, model_of, scripted, served
 
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
-from quire.serving.observe.observers import watch
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -28,7 +28,6 @@ def say(prompt: str) -> str:
 def real():
     """The bundled model, served."""
     engine = make_engine(options_of(None, max_num_seqs=40, max_num_batched_tokens=128, max_model_len=256))
-    watch(engine)
     with served(model_of(engine), max_choices=128) as state:
         state.engine, state.canary = engine, Canary(state.url)
         yield state
@@ -86,10 +85,11 @@ WRONG: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.random
 def test_700_bad_requests_among_32_streams(real):
     """What the streams say is what each says alone, to the letter."""
     prompts = [f"Once upon a time there was {noun}" for noun in
-               "a dog|a cat|a girl|a boy|a bear|a tree|a house|a king".split("|")] * 4  # fmt: skip
+               "a dog|a cat|a girl|a boy|a bear|a tree|a house|a king".split("|")] * cases(4, least=1)  # fmt: skip
     bodies = [
         {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "temperature": 0.8 * (number % 2), "seed": number}
         for number, prompt in enumerate(prompts)
@@ -102,7 +102,7 @@ def test_700_bad_requests_among_32_streams(real):
     def crowd(number: int) -> None:
         nonlocal overlapped
         with Client(real.url, timeout=300) as client:
-            for _ in range(100):
+            for _ in range(cases(100)):
                 with lock:
                     wrong = rng.choice(WRONG)
                     overlapped += any(found.thread.is_alive() for found in streams)
@@ -113,10 +113,10 @@ def test_700_bad_requests_among_32_streams(real):
     crowds = [later(crowd, number) for number in range(7)]
     for found in (*crowds, *streams):
         found.thread.join()
-    assert counts == {400: 700, 200: 0, 500: 0}
+    assert counts == {400: 7 * cases(100), 200: 0, 500: 0}
     together = [text_of(found.value) for found in streams]
     assert together == alone and all(found.value[-1][1] == "[DONE]" for found in streams)
-    print(f"700 bad requests, {overlapped} of them while 32 streams went on; all streams identical")
+    print(f"{counts[400]} bad requests, {overlapped} of them while {len(streams)} streams went on; all identical")
     real.canary.sings()
     settled(real.engine)
 

@@ -165,7 +165,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
-        await self.call(self.engine.pages.forget)
+        await self.call(self.engine.reset_prefix_cache)
         return True
 
     async def rebalance_experts(self) -> dict[str, float]:

@@ -58,7 +58,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget what earlier prompts have left behind; what runs goes on."""
-        self.engine.pages.forget()
+        self.engine.reset_prefix_cache()
         return True
 
     def get_metrics(self) -> dict[str, Any]:

@@ -160,6 +160,6 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
         return lambda weights, state, buffer: (sampled, None, state)
 
     runner.compiled = {size: compiled(size) for size in runner.batcher.layouts}
-    runner.mover.programs = {("within", group, 0): lambda layers, *pages: layers for group in range(groups)}
-    pages = PageTable((num_seqs * (-(-longest // 16) + 1) + 1,) * groups, 16, config.windows)
-    return Engine(runner, tokenizer, pages, config.max_len)
+    runner.mover.programs = {("copy", group, 0): lambda layers, *pages: layers for group in range(groups)}
+    table = PageTable((num_seqs * (-(-longest // 16) + 1) + 1,) * groups, 16, config.windows)
+    return Engine(runner, tokenizer, [table], config.max_len)

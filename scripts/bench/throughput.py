@@ -70,7 +70,7 @@ def main(
     bandwidth = read_bandwidth()  # before the model takes the memory
     with load_model(model, **engine) as llm:
         runner = llm.engine.runner
-        most = runner.limits.max_seqs * len(llm.engine.pages.tables)
+        most = runner.limits.max_seqs * len(llm.engine.tables)
         serve(llm, [WARM_UP], 1, temperature)  # what happens once, such as the first touch of memory
         points = []
         for level in sorted(set(concurrency or [most])):

@@ -15,16 +15,14 @@ from ...model.text.tokenizer import Tokenizer
 from ..api.options import Pooling
 from ..api.params import PLAIN, NotServing, QueueFull, RequestError, SamplingParams, Terms, shown
 from ..cache.page_table import PageTable
-from ..cache.prefetch import saving
 from ..observe.trace import NoTrace
 from ..request.grammar import Grammars
 from ..request.pooling import Pool
 from ..request.request import Request
 from ..request.sequence import Sequence, sequences_of
 from .admission import check, spelled
-from .replicas import Tables, scheduler_of
 from .runner import Drawn, Launched, Runner
-from .scheduler import Plan, rank_of
+from .scheduler import Scheduler, StepPlan, rank_of
 
 log = logging.getLogger("quire")
 
@@ -41,7 +39,7 @@ class Engine:
         self,
         runner: Runner,
         tokenizer: Tokenizer | None,
-        pages: PageTable | Tables,
+        tables: list[PageTable],  # of each replica
         max_len: int,
         seed: int = 0,
         max_queued: int | None = None,
@@ -49,12 +47,12 @@ class Engine:
         trace: NoTrace | None = None,
         pooling: Pooling = "last",
     ):
-        self.runner, self.tokenizer, self.pages, self.max_len = runner, tokenizer, pages, max_len
+        self.runner, self.tokenizer, self.tables, self.max_len = runner, tokenizer, tables, max_len
         self.max_queued, self.clock, self.trace = max_queued, clock, trace or NoTrace()
         self.pooling = pooling  # of a request for an embedding that does not say
         self.grammars = None if tokenizer is None else Grammars(tokenizer, runner.config.vocab_size)
         self.lanes = len(runner.stages)  # steps that can be computed at a time
-        self.scheduler = scheduler_of(pages, runner.limits, self.lanes)
+        self.scheduler = Scheduler(tables, runner.limits, self.lanes)
         self.requests: dict[str, Request] = {}
         self.request_of: dict[Sequence, Request] = {}
         self.count = itertools.count()
@@ -90,7 +88,7 @@ class Engine:
         now = self.clock()
         sequences = sequences_of(tokens, params, self.max_len, rank_of(terms.priority, now), eos, base)
         for seq, constraint in zip(sequences, constraints, strict=True):
-            seq.party, seq.salt = terms.share_key, terms.cache_salt
+            seq.tenant, seq.cache.salt = terms.share_key, terms.cache_salt
             seq.bad_words, seq.constraint = bad_words, constraint
             seq.lockstep = self.lanes > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
             seq.pool = None if pooling is None else Pool(pooling, len(tokens))
@@ -110,7 +108,7 @@ class Engine:
     def check(self, tokens: Seq[int], params: SamplingParams) -> None:
         """Refuse what can never be served."""
         rows, words = self.runner.limits.max_rows, self.runner.config.vocab_size
-        check(tokens, params, words, self.max_len, lambda n: self.pages.fits(n, rows), self.tokenizer is not None)
+        check(tokens, params, words, self.max_len, lambda n: self.tables[0].fits(n, rows), self.tokenizer is not None)
 
     def step(self) -> list[Request]:
         """Launch one step, take in the one before; the requests that got something new.
@@ -128,10 +126,11 @@ class Engine:
             if plan is not None:
                 for item in plan.items:
                     self.request_of[item.seq].scheduled(now)
-                launched = self.runner.launch(plan, self.pages.take_moves())
+                launched = self.runner.launch(plan, self.scheduler.take_moves())
                 self.trace.launched(plan)
             elif not self.in_flight:
-                self.pages.wait(0.05)
+                for table in self.tables:
+                    table.wait(0.05 / len(self.tables))
             if launched is None or len(self.in_flight) >= max(1, self.lanes - 1):
                 self.collect(changed)
             if launched is not None:
@@ -173,7 +172,7 @@ class Engine:
             request = self.request_of[seq]
             changed[request.request_id] = request
             if not drawn.ok:
-                self.pages.disown(seq)
+                self.tables[seq.replica].invalidate(seq)
                 self.end(seq, "error")
                 continue
             if seq.pool is not None:
@@ -221,7 +220,7 @@ class Engine:
                 self.end(seq, "abort")
         return request
 
-    def recover(self, plan: Plan | None, changed: dict[str, Request]) -> None:
+    def recover(self, plan: StepPlan | None, changed: dict[str, Request]) -> None:
         """After a failed step: its requests end with an error, the others start over on a fresh device state."""
         plans = [launched.plan for launched in self.in_flight] + [plan] * (plan is not None)
         hit = {item.seq for plan in plans for item in plan.items}
@@ -239,7 +238,17 @@ class Engine:
         for seq in self.scheduler.waiting:
             seq.pending = 0
         self.runner.reset()
-        self.pages.lose()
+        self.forget_device()
+
+    def forget_device(self) -> None:
+        """The device's pages are lost."""
+        for table in self.tables:
+            table.forget_device()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every computed page; what runs goes on."""
+        for table in self.tables:
+            table.clear()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> list[Request]:
         """Give the device's memory to others; the requests to which the step under way has still given something.
@@ -262,7 +271,7 @@ class Engine:
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
         if not keep_pages:
-            self.pages.lose()
+            self.forget_device()
         self.runner.sleep(level == 1, keep_pages)
         self.asleep = True
         return list(changed.values())
@@ -283,10 +292,11 @@ class Engine:
         while self.in_flight:
             self.step()
         if self.asleep:
-            self.pages.lose()  # copies can be saved, and what is not on the device cannot
-        for moves in saving(self.pages.tables):
-            for pages in self.runner.move(moves) if moves else ():
-                pages.arrive()
+            self.forget_device()  # copies can be saved, and what is not on the device cannot
+        for table in self.tables:
+            for moves in table.save():
+                for pages in self.runner.move(moves) if moves else ():
+                    pages.arrive()
         self.runner.close()
         self.trace.close()
 

@@ -13,7 +13,7 @@ from ...model.config import ModelConfig
 from ...model.expert_copies import spare_of
 from ...ops.sampling import Sampled, SlotState
 from ...sharding.mesh import team
-from ..cache.page_moves import Moves
+from ..cache.page_moves import PageMoves
 from ..device.batch import Size
 from ..device.compile_counter import CompileCounter
 from ..device.expert_loads import Experts
@@ -25,8 +25,8 @@ from ..device.step import reset_slot, set_bias
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
 from ..request.sequence import Sequence
-from .replicas import batcher_of
-from .scheduler import Item, Limits, Plan
+from .batch_builder import BatchBuilder
+from .scheduler import Limits, ScheduledSequence, StepPlan
 from .slot_state import bias_of, first_row
 
 
@@ -34,7 +34,7 @@ from .slot_state import bias_of, first_row
 class Launched:
     """A step under way: its results are futures until they are collected."""
 
-    plan: Plan
+    plan: StepPlan
     size: Size
     sampled: Sampled
     hidden_RD: jax.Array
@@ -44,7 +44,7 @@ class Launched:
 class Drawn(NamedTuple):  # hundreds are made a step
     """What a step gave one of its items, a row of `sampled` each: scores of prompt tokens, then the token drawn."""
 
-    item: Item
+    item: ScheduledSequence
     row: int  # the first
     ok: bool
     token: int  # of the last row
@@ -78,7 +78,7 @@ class Runner:
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
         self.mesh, self.stages = mesh, Stages(config, mesh)
         width, lanes, devices = -(-max_len // page_size), len(self.stages), team(mesh)
-        self.batcher = batcher_of(devices.apart.size, limits, len(num_pages), page_size, width, lanes=lanes)
+        self.batcher = BatchBuilder(limits, len(num_pages), page_size, width, lanes, devices.apart.size)
         # With the words that make the vocabulary divide.
         self.words = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.mover = Mover(self.stages, to_host)
@@ -182,7 +182,7 @@ class Runner:
         else:
             self.state = jax.tree.map(to_device, self.state, state)
 
-    def launch(self, plan: Plan, moves: Moves) -> Launched:
+    def launch(self, plan: StepPlan, moves: PageMoves) -> Launched:
         """Send a step to the device, and the moves before it, and return at once."""
         leaving = self.move(moves) if moves else []
         for item in plan.items:
@@ -216,9 +216,9 @@ class Runner:
         """The compiled step for a batch of this size."""
         return (self.plain.get(size) if plain else None) or self.compiled[size]
 
-    def move(self, moves: Moves) -> list[Leaving]:
+    def move(self, moves: PageMoves) -> list[Leaving]:
         """Copy pages; what goes to the host is under way when this returns. Over several hosts none does."""
-        self.tell("copy", moves.within)
+        self.tell("copy", moves.copies)
         pages, leaving = self.mover.move(self.state.pages, moves)
         self.state = self.state.replace(pages=pages)
         return leaving
@@ -255,11 +255,7 @@ class Runner:
             seq.constraint.bias = bias
         tracked = self.batcher.assign(seq, bias is not None or seq.constraint is not None)
         if bias is not None or tracked or seq.params.min_tokens:
-            self.reset_slot(self.place(seq), first_row(seq, computed, self.words, bias))
-
-    def place(self, seq: Sequence) -> int:
-        """The device's number of a sequence's slot: it has those of all replicas, one after the other."""
-        return seq.replica * self.limits.max_seqs + seq.slot
+            self.reset_slot(self.batcher.place(seq), first_row(seq, computed, self.words, bias))
 
     def reset_slot(self, slot: int, row: SlotState) -> None:
         """Let the device know what a slot's sequence begins with."""
@@ -271,7 +267,7 @@ class Runner:
         row = constraint.row(seq.stop_ids)
         if len(row) < self.words:
             row = np.pad(row, (0, self.words - len(row)))
-        self.set_bias(self.place(seq), row)
+        self.set_bias(self.batcher.place(seq), row)
 
     def set_bias(self, slot: int, bias_V: np.ndarray) -> None:
         """Let the device know what a slot's next token may be."""

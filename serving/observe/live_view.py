@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.page_pool import Group
+from ..cache.page_pool import PagePool
 from ..cache.page_table import PageTable
 from ..engine.engine import Engine
 from ..request.request import Request
@@ -72,18 +72,18 @@ class Live(NoTrace):
         self.watched_until = now + PATIENCE
         self.number(engine)
         counts, limits, waiting = self.metrics.counts, engine.runner.limits, waiting_requests(engine)
-        running, tables = running_requests(engine), engine.pages.tables
+        running, tables = running_requests(engine), engine.tables
         new = min(max(0, self.count - since), len(self.steps))
         return {
             "t": now,
-            "page_size": engine.pages.page_size,
+            "page_size": tables[0].page_size,
             "limits": {
                 "max_seqs": limits.max_seqs * len(tables),
                 "max_rows": limits.max_rows * len(tables),
                 "max_len": engine.max_len,
             },
-            "groups": [self.group(engine, table, index) for table in tables for index in range(len(table.groups))],
-            "used": engine.pages.used(),
+            "groups": [self.group(engine, table, index) for table in tables for index in range(len(table.pools))],
+            "used": max(table.used() for table in tables),
             "running": [self.row(request, seqs) for request, seqs in islice(running.items(), LISTED)],
             "waiting": [{"id": request.request_id, "prompt": request.sequences[0].num_prompt} for request in waiting],
             "num_running": len(running),
@@ -112,20 +112,20 @@ class Live(NoTrace):
                 self.numbers[request] = heapq.heappop(self.spare) if self.spare else len(self.numbers) + 1
 
     def group(self, engine: Engine, table: PageTable, index: int) -> dict[str, Any]:
-        """Who has which page: 0 nobody, -1 it is kept, -2 several sequences, otherwise the number of a request.
+        """Who has which page: 0 nobody, -1 it is cached, -2 several sequences, otherwise the number of a request.
 
         A cell of several pages shows the one with most life in it.
         """
-        group = table.groups[index]
-        running = [seq for seq in engine.scheduler.running if seq.pages and seq.replica == table.replica]
-        life = liveliness(group, [(self.numbers[engine.request_of[seq]], seq.pages[index]) for seq in running])
+        pool = table.pools[index]
+        running = [seq for seq in engine.scheduler.running if seq.cache.pages and seq.replica == table.replica]
+        life = liveliness(pool, [(self.numbers[engine.request_of[seq]], seq.cache.pages[index]) for seq in running])
         each = max(1, -(-len(life) // CELLS))
         life = np.pad(life, (0, -len(life) % each)).reshape(-1, each).max(axis=1)
         cells = np.select([life == 0, life == 1, life == ALIVE], [0, -1, -2], life - 1)
-        name = "full" if group.window is None else f"window {group.window}"
-        if len(engine.pages.tables) > 1:
+        name = "full" if pool.window is None else f"window {pool.window}"
+        if len(engine.tables) > 1:
             name = f"replica {table.replica}, {name}"
-        return {"name": name, "pages": group.num_pages - 1, "each": each, "cells": cells.tolist()}
+        return {"name": name, "pages": pool.num_pages - 1, "each": each, "cells": cells.tolist()}
 
     def row(self, request: Request, seqs: list[Sequence]) -> dict[str, Any]:
         """A request that runs, without a word of what it says."""
@@ -135,7 +135,7 @@ class Live(NoTrace):
             "number": self.numbers[request],
             "id": request.request_id,
             "prompt": first.num_prompt,
-            "cached": first.num_cached,
+            "cached": first.cache.num_cached,
             "computed": max(seq.num_computed for seq in seqs),
             "tokens": sum(seq.num_output for seq in request.sequences),
             "state": "reading" if reads else "writing",
@@ -150,13 +150,13 @@ class Live(NoTrace):
         }
 
 
-def liveliness(group: Group, owned: list[tuple[int, list[int]]]) -> np.ndarray:
-    """Of every page but the dummy: 0 blank, 1 kept, 1 + the number of the request that has it, ALIVE for several."""
-    life = np.zeros(group.num_pages, np.int32)
-    life[list(group.kept)] = 1
+def liveliness(pool: PagePool, owned: list[tuple[int, list[int]]]) -> np.ndarray:
+    """Of every page but the dummy: 0 blank, 1 cached, 1 + the number of the request that has it, ALIVE for several."""
+    life = np.zeros(pool.num_pages, np.int32)
+    life[list(pool.cached)] = 1
     pages = np.fromiter(chain.from_iterable(table for _, table in owned), np.int64)
     life[pages] = np.repeat([number + 1 for number, _ in owned], [len(table) for _, table in owned])
-    life[np.fromiter(group.owners, np.int32, group.num_pages) > 1] = ALIVE
+    life[np.fromiter(pool.owners, np.int32, pool.num_pages) > 1] = ALIVE
     return life[1:]
 
 

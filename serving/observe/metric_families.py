@@ -72,13 +72,13 @@ def plain(family: Family) -> Any:
 
 def states(engine: Engine) -> list[Family]:
     """What an engine is like now: lengths and flags, which any thread may look at."""
-    running, all_of_them, pages = len(engine.scheduler.running), len(engine.request_of), engine.pages
+    running, all_of_them = len(engine.scheduler.running), len(engine.request_of)
     asleep, dropped = engine.asleep, engine.runner.weights is None
     sleeping = {"awake": not asleep, "weights_offloaded": asleep and not dropped, "discard_all": asleep and dropped}
     free = cached = used = 0
-    for group in pages.groups:
-        blank, kept = len(group.blank), len(group.kept)
-        free, cached, used = free + blank, cached + kept, used + group.num_pages - 1 - blank - kept
+    for pool in (pool for table in engine.tables for pool in table.pools):
+        blank, kept = len(pool.blank), len(pool.cached)
+        free, cached, used = free + blank, cached + kept, used + pool.num_pages - 1 - blank - kept
     found = [
         ("vllm:num_requests_running", "gauge", "Sequences that have a place in the batch", running),
         ("vllm:num_requests_waiting", "gauge", "Sequences that wait for one", max(0, all_of_them - running)),
@@ -86,7 +86,7 @@ def states(engine: Engine) -> list[Family]:
             "vllm:kv_cache_usage_perc",
             "gauge",
             "The share of the pages in use: 1 is all",
-            pages.used(),
+            max(table.used() for table in engine.tables),
         ),
         ("quire:recompiles_total", "counter", "Compilations in service", max(0, engine.runner.compiles.recompiles)),
     ]
@@ -119,11 +119,11 @@ def expert_states(engine: Engine) -> list[Family]:
 
 def cache_config(engine: Engine) -> dict[str, str]:
     """The group that sees everything says how many tokens there is room for."""
-    pages = engine.pages
-    group = next((group for group in pages.groups if group.window is None), pages.groups[0])
+    table = engine.tables[0]
+    pool = next((pool for pool in table.pools if pool.window is None), table.pools[0])
     return {
-        "block_size": str(pages.page_size),
-        "num_gpu_blocks": str(group.num_pages - 1),
+        "block_size": str(table.page_size),
+        "num_gpu_blocks": str(pool.num_pages - 1),
         "cache_dtype": engine.runner.config.kv_dtype,
-        "enable_prefix_caching": str(pages.keeps_prefixes),
+        "enable_prefix_caching": str(table.keeps_prefixes),
     }

@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 
 from ..api.outputs import FINISH_REASONS
 from ..engine.engine import Engine
-from ..engine.scheduler import Item, Plan
+from ..engine.scheduler import ScheduledSequence, StepPlan
 from ..request.request import Request
 from ..request.sequence import Sequence
 from .histogram import Histogram, one_two_five
 from .metric_families import COUNTERS, HISTOGRAMS, PHASES, SHORT, Family, labelled, plain, states
 from .trace import NoTrace
 
-ROWS, BEGINS = itemgetter(Item._fields.index("num_rows")), itemgetter(Item._fields.index("begins"))
+ROWS, BEGINS = (
+    itemgetter(ScheduledSequence._fields.index("num_rows")),
+    itemgetter(ScheduledSequence._fields.index("begins")),
+)
 
 
 class Step(NamedTuple):
@@ -48,8 +51,8 @@ class Metrics(NoTrace):
         self.at = self.free = 0.0  # when the lap began, when the device was done
         self.came = 0.0  # the tokens before the next ones
         self.scheduling = 0.0
-        self.flying: deque[tuple[Plan, float, int, int]] = deque()
-        self.taken: tuple[Plan, float, int, int] | None = None
+        self.flying: deque[tuple[StepPlan, float, int, int]] = deque()
+        self.taken: tuple[StepPlan, float, int, int] | None = None
         self.step: Step | None = None  # of this turn
         self.open: dict[Request, bool] = {}  # whether its first token has come
         self.begun: dict[Sequence, int] = {}  # preemptions that are counted
@@ -67,7 +70,7 @@ class Metrics(NoTrace):
         now = self.clock()
         self.scheduling, self.at = now - self.at, now
 
-    def launched(self, plan: Plan) -> None:
+    def launched(self, plan: StepPlan) -> None:
         now = self.clock()
         self.phases["schedule"].observe(self.scheduling)
         self.phases["launch"].observe(now - self.at)
@@ -80,9 +83,9 @@ class Metrics(NoTrace):
     def begins(self, seq: Sequence) -> None:
         """Where it gave way before, that is known for certain now."""
         counts, counted = self.counts, self.begun.get(seq)
-        if counted is None and seq.shares_prefix and self.engine.pages.keeps_prefixes:
+        if counted is None and seq.shares_prefix and self.engine.tables[0].keeps_prefixes:
             counts["prefix_cache_queries_total"] += seq.num_prompt
-            counts["prefix_cache_hits_total"] += seq.num_cached
+            counts["prefix_cache_hits_total"] += seq.cache.num_cached
         counts["num_preemptions_total"] += seq.num_preemptions - (counted or 0)
         self.begun[seq] = seq.num_preemptions
 
@@ -103,7 +106,7 @@ class Metrics(NoTrace):
     def failed(self) -> None:
         self.flying.clear()
 
-    def take(self, plan: Plan, launched: float, rows: int, decodes: int, requests: Iterable[Request]) -> None:
+    def take(self, plan: StepPlan, launched: float, rows: int, decodes: int, requests: Iterable[Request]) -> None:
         """The tokens of a step have been given to their sequences."""
         now, came = self.at, self.came
         self.taken = None
@@ -143,7 +146,7 @@ class Metrics(NoTrace):
     def reads(self, seq: Sequence) -> None:
         """A prompt has been read."""
         self.counts["prompt_tokens_total"] += seq.num_prompt
-        self.counts["prompt_tokens_cached_total"] += seq.num_cached
+        self.counts["prompt_tokens_cached_total"] += seq.cache.num_cached
 
     def look(self) -> None:
         """Requests that came since the last look, and those that went; mostly there are none."""

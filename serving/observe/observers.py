@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ..engine.engine import Engine
-from ..engine.scheduler import Plan
+from ..engine.scheduler import StepPlan
 from ..request.request import Request
 from .live_view import Live
 from .metrics import Metrics
@@ -25,7 +25,7 @@ class Watchers(NoTrace):
         for watcher in self.all:
             watcher.lap(name)
 
-    def launched(self, plan: Plan) -> None:
+    def launched(self, plan: StepPlan) -> None:
         for watcher in self.all:
             watcher.launched(plan)
 

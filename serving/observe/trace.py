@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..engine.scheduler import Plan
+from ..engine.scheduler import StepPlan
 from ..request.request import Request
 
 log = logging.getLogger("quire")
@@ -25,7 +25,7 @@ class NoTrace:
     def lap(self, name: str) -> None:
         """This is what was done since the last lap."""
 
-    def launched(self, plan: Plan) -> None:
+    def launched(self, plan: StepPlan) -> None:
         """A step is on its way to the device."""
 
     def collected(self) -> None:
@@ -53,7 +53,7 @@ class Trace(NoTrace):
 
     def __init__(self, path: Path, clock: Callable[[], float]):
         self.clock, self.number, self.at, self.free = clock, 0, 0.0, 0.0
-        self.flying: deque[tuple[int, Plan, float]] = deque()
+        self.flying: deque[tuple[int, StepPlan, float]] = deque()
         self.file = open(path, "w", buffering=1)  # noqa: SIM115 - open as long as the engine is
         self.broken = False
         self.put("[\n")
@@ -68,7 +68,7 @@ class Trace(NoTrace):
         self.span(name, HOST, self.at, now)
         self.at = now
 
-    def launched(self, plan: Plan) -> None:
+    def launched(self, plan: StepPlan) -> None:
         self.lap("launch")
         self.flying.append((self.number, plan, self.at))
         self.number += 1

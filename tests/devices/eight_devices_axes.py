@@ -28,7 +28,7 @@ from quire.model.planning.traffic import traffic
 from quire.model.weights import abstract
 from quire.ops.sampling.xla import CANDIDATES
 from quire.serving.device.pipeline import Stages
-from quire.serving.engine.batch_builder import Batcher
+from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.cache_size import held_bytes
 from quire.serving.engine.scheduler import Limits
 from quire.sharding.mesh import make_mesh
@@ -137,7 +137,7 @@ def test_what_is_sent(name, sizes, golden):
     mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
     weights, stages = loader.load(folder, config, Homes(mesh)), Stages(config, mesh)
     state = stages.abstract_state((8,) * len(config.windows), 16, 4)
-    batcher = Batcher(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
+    batcher = BatchBuilder(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
     for size, layout in batcher.layouts.items():
         (lowered,) = stages.lower(weights, state, layout)
         found, drawn = collectives(lowered.compile().as_text())
@@ -211,7 +211,7 @@ def test_one_layer_at_a_time(golden):
 
         weights = place_all(config, homes, struct, abstract(config))
         stages = Stages(config, mesh)
-        layout = min(Batcher(Limits(4, 32, 16), 1, 16, 4).layouts.items())[1]
+        layout = min(BatchBuilder(Limits(4, 32, 16), 1, 16, 4).layouts.items())[1]
         (lowered,) = stages.lower(weights, stages.abstract_state((8,), 16, 4), layout)
         spent.append(lowered.compile().memory_analysis())
     layer = nbytes(abstract(config).layers[0])

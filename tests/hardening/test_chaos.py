@@ -142,7 +142,7 @@ def accounted(server) -> None:
     assert not engine.busy and not engine.requests and not engine.request_of and not server.service.open
     assert not thread.courier.listeners and not thread.courier.news
     engine.scheduler.check()
-    assert all(group.free == group.num_pages - 1 for group in engine.pages.groups)
+    assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
     assert engine.runner.compiles.recompiles == 0
 
 

@@ -8,12 +8,13 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
 PYTEST := $(VENV)/bin/python -m pytest -n logical --maxprocesses 4
 CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 python
 
-.PHONY: help demo serve test lint parity dist clean
+.PHONY: help demo serve test test-all lint parity dist clean
 
 help:
 	@echo "make demo     watch the bundled model write a story"
 	@echo "make serve    the same model behind HTTP, with a page to look at"
-	@echo "make test     linters, types and tests"
+	@echo "make test     linters, types, and every behaviour once: for each change"
+	@echo "make test-all the same and the rest: chaos, browser, Ray, hosts, devices, sanitizers, all random cases, parity"
 	@echo "make parity   the same tokens as transformers? (installs torch)"
 	@echo "make dist     a wheel and an sdist in dist/"
 	@echo "make clean    remove what the others made"
@@ -26,7 +27,10 @@ serve: $(VENV)/.demo
 	@$(VENV)/bin/quire serve
 
 test: lint
-	$(PYTEST) --dist loadfile --no-loadscope-reorder --durations=10
+	QUIRE_CASES=0.1 $(PYTEST) --dist loadfile --no-loadscope-reorder --durations=10 -m "not slow"
+
+test-all: test parity
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --durations=10 -m "slow or random or hypothesis"
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Public name -> module. Loaded on first use: `import quire` costs nothing until something is asked of it.
+# Public name -> module, imported on first use: `import quire` alone costs nothing.
 EXPORTS = {
     "AsyncLLM": ".serving.async_llm",
     "BeamSearchParams": ".serving.engine.beam_search",
     "CompletionOutput": ".serving.api.outputs",
     "LLM": ".serving.llm",
     "ModelError": ".model.config",
-    "RequestError": ".serving.api.params",
+    "RequestError": ".serving.api.errors",
     "RequestOutput": ".serving.api.outputs",
     "SamplingParams": ".serving.api.params",
     "follow": ".serving.follow",
@@ -20,9 +20,9 @@ EXPORTS = {
 
 if TYPE_CHECKING:
     from .model.config import ModelError as ModelError
+    from .serving.api.errors import RequestError as RequestError
     from .serving.api.outputs import CompletionOutput as CompletionOutput
     from .serving.api.outputs import RequestOutput as RequestOutput
-    from .serving.api.params import RequestError as RequestError
     from .serving.api.params import SamplingParams as SamplingParams
     from .serving.async_llm import AsyncLLM as AsyncLLM
     from .serving.engine.beam_search import BeamSearchParams as BeamSearchParams

@@ -1,5 +1,6 @@
 """The decoder: one pure function for every family, driven by `ModelConfig`."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,141 +12,160 @@ from ..ops.expert_dispatch import mix_over
 from ..ops.linear import einsum, gated, project
 from ..ops.norm import rms_norm
 from ..ops.rope import angles, rotate
-from ..sharding.device_axes import ALONE, Axis, Team
+from ..sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
 from .config import Attention, LatentAttention, Layer, ModelConfig, Moe
-from .weights import AttentionWeights, LatentWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from .weights import (
+    AttentionWeights,
+    LatentWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+    PerLayerWeights,
+)
 
 
-def forward(weights: ModelWeights, cache, tokens_T, positions_T, config, attend, team: Team = ALONE, note=None):
+def forward(weights: ModelWeights, cache, tokens_T, positions_T, config, attend, axes=ONE_DEVICE, note=None):
     """(hidden_TD after the final norm, cache).
 
     `attend(index, q_TNH, k_TKH, v_TKH, cache, **options) -> (out_TNH, cache)` is the only place where rows
     meet: the serving step passes paged attention, training and the tests pass a dense one. A row at position -1 is
-    padding: it begins as zeros and stays zeros, which the products need not multiply. In a team each device has its
-    part of the weights, a configuration that says so, and the same rows.
+    padding: it begins as zeros and stays zeros, which the products need not multiply.
+
+    On several devices this is what each of them computes: `weights` are its own part, `config` counts its own heads
+    and columns, and all have the same rows.
     """
-    x = enter(weights, tokens_T, positions_T, config, team)
-    (x_TD, _), cache = pass_through(weights.layers, 0, x, cache, positions_T, config, attend, team, note)
-    return leave(weights, x_TD, config), cache
+    x = embed(weights, tokens_T, positions_T, config, axes)
+    (x_TD, _), cache = run_layers(weights.layers, 0, x, cache, positions_T, config, attend, axes, note)
+    return final_norm(weights, x_TD, config), cache
 
 
-def enter(weights: ModelWeights, tokens_T, positions_T, config: ModelConfig, team: Team = ALONE):
-    """What the first layer gets: the rows, and where layers have embeddings of their own, those of all of them."""
+def embed(weights: ModelWeights, tokens_T, positions_T, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
+    """The first layer's input (x_TD, per_layer_TLA): the rows, and the per-layer embeddings or None."""
     dtype = jnp.dtype(config.dtype)
-    x_TD = look_up(weights.embed_VD, tokens_T, team).astype(dtype) * jnp.asarray(config.embed_scale, dtype)
+    x_TD = look_up(weights.embed_VD, tokens_T, axes).astype(dtype) * jnp.asarray(config.embed_scale, dtype)
     x_TD = jnp.where(positions_T[:, None] >= 0, x_TD, 0)
-    return x_TD, per_layer_inputs(weights, tokens_T, x_TD, config, team) if config.per_layer_dim else None
+    return x_TD, per_layer_inputs(weights, tokens_T, x_TD, config, axes) if config.per_layer_dim else None
 
 
-def pass_through(layers, first: int, x, cache, positions_T, config, attend, team=ALONE, note=None, fetch=None):
-    """What layers make of the rows, from layer `first` of the configuration on.
+def run_layers(layers, first: int, x, cache, positions_T, config, attend, axes=ONE_DEVICE, note=None, fetch=None):
+    """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as `embed` gives it.
 
-    `note(index, experts_TX, cache) -> cache` hears which experts each row chose; those of padding are past the last.
-    `fetch(number, weights, x) -> (weights, x)` brings those of a layer that do not lie ready: one layer ahead.
+    `note(index, experts_TX, cache) -> cache` is told which experts each row chose; padding rows have one past the last.
+    `fetch(number, weights, x) -> (weights, x)` brings a layer's weights to the device, one layer ahead.
     """
     x_TD, per_layer_TLA = x
     layers = list(layers)
     if fetch is not None:
         layers[0], x_TD = fetch(0, layers[0], x_TD)
     live_T = positions_T >= 0
+    # Once a step, not once a layer.
     ropes = {rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)}
     for number, w in enumerate(layers):
         index = first + number
         if fetch is not None and number + 1 < len(layers):
             layers[number + 1], x_TD = fetch(number + 1, layers[number + 1], x_TD)
         with jax.named_scope(f"layer{index}"):
-            per_layer_TA = None if per_layer_TLA is None else per_layer_TLA[:, index]
-            layer = config.layers[index]
-            x_TD, cache = block(index, layer, w, x_TD, live_T, per_layer_TA, ropes, cache, config, attend, team, note)
+            layer, per_layer_TA = config.layers[index], None if per_layer_TLA is None else per_layer_TLA[:, index]
+            with jax.named_scope("attention"):
+                rope = ropes.get(layer.attention.rope)
+                x_TD, cache = attention_block(layer, w, x_TD, rope, cache, partial(attend, index), config, axes)
+            with jax.named_scope("mlp"):
+                x_TD, experts_TX = feed_forward_block(layer, w, x_TD, live_T, config, axes)
+                if experts_TX is not None and note is not None:
+                    cache = note(index, experts_TX, cache)
+            if w.per_layer is not None:
+                with jax.named_scope("per_layer"):
+                    x_TD = per_layer_block(layer, w.per_layer, x_TD, per_layer_TA, config)
+            if w.scale is not None:
+                x_TD = x_TD * w.scale.astype(x_TD.dtype)
     return (x_TD, per_layer_TLA), cache
 
 
-def leave(weights: ModelWeights, x_TD, config: ModelConfig):
-    """The final norm."""
+def final_norm(weights: ModelWeights, x_TD, config: ModelConfig):
     return rms_norm(x_TD, weights.final_norm_D, config.norm_eps)
 
 
-def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, team: Team = ALONE):
-    """Float32 logits of the rows given; of a team each device has those of its own words."""
+def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
+    """Float32 logits of the given rows; on several devices those of this device's part of the vocabulary."""
     head_VD = weights.embed_VD if weights.head_VD is None else weights.head_VD
     with jax.named_scope("logits"):
         logits_RV = soft_cap(einsum("RD,VD->RV", hidden_RD, head_VD, jnp.float32), config.final_soft_cap)
-    words = logits_RV.shape[1]
-    if words * team.tensor.size == config.vocab_size:
+    V = logits_RV.shape[1]
+    if V * axes.tensor.size == config.vocab_size:
         return logits_RV
-    word_V = team.tensor.index() * words + jnp.arange(words)
-    return jnp.where(word_V < config.vocab_size, logits_RV, -jnp.inf)  # the table was made longer to divide
+    token_V = axes.tensor.index() * V + jnp.arange(V)
+    return jnp.where(token_V < config.vocab_size, logits_RV, -jnp.inf)  # the table was padded so that it divides
 
 
 def distinct_ropes(config: ModelConfig):
-    """Each rotary table is computed once a step, not once a layer."""
     return {layer.attention.rope for layer in config.layers if layer.attention.rope is not None}
 
 
-def block(
-    index, layer: Layer, w: LayerWeights, x_TD, live_T, per_layer_TA, ropes, cache, config: ModelConfig, attend, team,
-    note,
-):  # fmt: skip
-    def norm(x, scale):
-        return x if scale is None else rms_norm(x, scale, config.norm_eps)
-
-    with jax.named_scope("attention"):
-        run: Any = latent_attention if isinstance(layer.attention, LatentAttention) else attention
-        rope = ropes.get(layer.attention.rope)
-        y_TD, cache = run(
-            index, layer.attention, w.attention, norm(x_TD, w.pre_attention_norm_D), rope, cache, config, attend, team
-        )
-        x_TD = x_TD + norm(y_TD, w.post_attention_norm_D)
-    with jax.named_scope("mlp"):
-        y_TD, experts_TX = feed_forward(layer, w, x_TD, norm(x_TD, w.pre_mlp_norm_D), live_T, config, team)
-        if experts_TX is not None and note is not None:
-            cache = note(index, experts_TX, cache)
-        x_TD = x_TD + norm(y_TD, w.post_mlp_norm_D)
-    if w.per_layer is not None:
-        with jax.named_scope("per_layer"):
-            activation = ACTIVATIONS[layer.mlp.activation]
-            gate_TA = activation(einsum("TD,DA->TA", x_TD, w.per_layer.gate_DA)) * per_layer_TA
-            x_TD = x_TD + norm(einsum("TA,AD->TD", gate_TA, w.per_layer.up_AD), w.per_layer.norm_D)
-    if w.scale is not None:
-        x_TD = x_TD * w.scale.astype(x_TD.dtype)
-    return x_TD, cache
+def norm(x, scale, eps: float):
+    """RMS norm where the layer has one at this place."""
+    return x if scale is None else rms_norm(x, scale, eps)
 
 
-def attention(index, a: Attention, w: AttentionWeights, x_TD, rope, cache, config: ModelConfig, attend, team: Team):
+def attention_block(layer: Layer, w: LayerWeights, x_TD, rope, cache, attend, config: ModelConfig, axes: DeviceAxes):
+    """(x_TD, cache) after the layer's attention, its norms and the residual; `attend` is that of this layer."""
+    run: Any = latent_attention if isinstance(layer.attention, LatentAttention) else attention
+    y_TD, cache = run(
+        layer.attention, w.attention, norm(x_TD, w.pre_attention_norm_D, config.norm_eps), rope, cache, attend,
+        config.norm_eps, axes,
+    )  # fmt: skip
+    return x_TD + norm(y_TD, w.post_attention_norm_D, config.norm_eps), cache
+
+
+def feed_forward_block(layer: Layer, w: LayerWeights, x_TD, live_T, config: ModelConfig, axes: DeviceAxes):
+    """(x_TD, chosen experts) after the dense block and the experts, their norms and the residual."""
+    normed_TD = norm(x_TD, w.pre_mlp_norm_D, config.norm_eps)
+    y_TD, experts_TX = feed_forward(layer, w, x_TD, normed_TD, live_T, config, axes)
+    return x_TD + norm(y_TD, w.post_mlp_norm_D, config.norm_eps), experts_TX
+
+
+def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config: ModelConfig):
+    """Gemma 4: adds this layer's own embedding of the token, gated by the row."""
+    activation = ACTIVATIONS[layer.mlp.activation]
+    gate_TA = activation(einsum("TD,DA->TA", x_TD, w.gate_DA)) * per_layer_TA
+    return x_TD + norm(einsum("TA,AD->TD", gate_TA, w.up_AD), w.norm_D, config.norm_eps)
+
+
+def attention(a: Attention, w: AttentionWeights, x_TD, rope, cache, attend, eps: float, axes: DeviceAxes):
     N, K = a.heads, a.kv_heads
     qkv_TGH = project("TD,DGH->TGH", x_TD, w.qkv_DGH, w.qkv_bias_GH)
     q_TNH, k_TKH, v_TKH = qkv_TGH[:, :N], None, None
-    q_TNH = head_norm(a, q_TNH, w.q_norm, config.norm_eps, team)
+    q_TNH = head_norm(a, q_TNH, w.q_norm, eps, axes)
     if rope is not None:
         q_TNH = rotate(q_TNH, rope)
     if a.kv_source is None:
         k_TKH = qkv_TGH[:, N : N + K]
         v_TKH = k_TKH if a.tied_kv else qkv_TGH[:, N + K :]
-        k_TKH = head_norm(a, k_TKH, w.k_norm, config.norm_eps, team)
+        k_TKH = head_norm(a, k_TKH, w.k_norm, eps, axes)
         if rope is not None:
             k_TKH = rotate(k_TKH, rope)
         if a.v_norm:
-            v_TKH = rms_norm(v_TKH, None, config.norm_eps)
+            v_TKH = rms_norm(v_TKH, None, eps)
     out_TNH, cache = attend(
-        index, q_TNH, k_TKH, v_TKH, cache,
-        scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N,
-    )  # fmt: skip
-    return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, team.tensor), cache
+        q_TNH, k_TKH, v_TKH, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N
+    )
+    return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache
 
 
-def head_norm(a: Attention, x_TNH, scale, eps: float, team: Team):
-    """RMS norm of queries or keys, head by head or across all heads."""
+def head_norm(a: Attention, x_TNH, scale, eps: float, axes: DeviceAxes):
+    """RMS norm of queries or keys, over each head or over all heads."""
     if a.qk_norm is None:
         return x_TNH
     if a.qk_norm == "head":
         return rms_norm(x_TNH, scale, eps)
-    return rms_norm(x_TNH.reshape(x_TNH.shape[0], -1), scale, eps, team.tensor).reshape(x_TNH.shape)
+    return rms_norm(x_TNH.reshape(x_TNH.shape[0], -1), scale, eps, axes.tensor).reshape(x_TNH.shape)
 
 
-def latent_attention(
-    index, a: LatentAttention, w: LatentWeights, x_TD, rope, cache, config: ModelConfig, attend, team: Team
-):
-    """MLA with the up-projections absorbed: queries meet the latents themselves, as one shared KV head."""
+def latent_attention(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, attend, eps: float, axes: DeviceAxes):
+    """MLA with the up-projections absorbed: queries attend to the latents themselves, as one shared KV head.
+
+    Its norms have an epsilon of their own in place of `eps`.
+    """
     if w.q_down_DA is None:
         q_TA = x_TD
     else:
@@ -157,59 +177,59 @@ def latent_attention(
     q_latent_TNA = einsum("TNH,NAH->TNA", q_TNH[..., : a.nope_dim], w.k_up_NAH)
     q_TNA = jnp.concatenate([q_latent_TNA, rotate(q_TNH[..., a.nope_dim :], rope)], axis=-1)
     k_T1A = jnp.concatenate([latent_TA[:, None], k_rope_T1H], axis=-1)
-    out_TNA, cache = attend(index, q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank)
+    out_TNA, cache = attend(q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank)
     out_TNH = einsum("TNA,NHA->TNH", out_TNA, w.v_up_NHA)
-    return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, team.tensor), cache
+    return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache
 
 
-def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, config: ModelConfig, team: Team):
-    """The dense block and the experts side by side, and who chose which; `residual_TD` is x before its norm."""
+def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, config: ModelConfig, axes: DeviceAxes):
+    """(what the dense block and the experts give together, chosen experts); `residual_TD` is x before its norm."""
     out_TD = 0
     if layer.mlp is not None:
-        out_TD = mlp(layer.mlp.activation, w.mlp, x_TD, team)
+        out_TD = mlp(layer.mlp.activation, w.mlp, x_TD, axes)
     if layer.moe is None:
         return out_TD, None
     if not layer.moe.own_norms:
-        routed_TD, experts_TX = mix(layer.moe, w.moe, x_TD, x_TD, live_T, team)
+        routed_TD, experts_TX = mix(layer.moe, w.moe, x_TD, x_TD, live_T, axes)
         return out_TD + routed_TD, experts_TX
     eps = config.norm_eps
     router_TD = rms_norm(residual_TD, None, eps) * (w.moe.router_scale_D * config.dim**-0.5).astype(x_TD.dtype)
-    routed_TD, experts_TX = mix(layer.moe, w.moe, router_TD, rms_norm(residual_TD, w.moe.pre_norm_D, eps), live_T, team)
+    routed_TD, experts_TX = mix(layer.moe, w.moe, router_TD, rms_norm(residual_TD, w.moe.pre_norm_D, eps), live_T, axes)
     out_TD = rms_norm(out_TD, w.moe.mlp_post_norm_D, eps) + rms_norm(routed_TD, w.moe.post_norm_D, eps)
     return out_TD, experts_TX
 
 
-def mlp(activation: str, w: MlpWeights, x_TD, team: Team):
-    return add_up("TF,FD->TD", gated("TD,DGF->TGF", x_TD, w.up_DGF, activation), w.down_FD, None, team.tensor)
+def mlp(activation: str, w: MlpWeights, x_TD, axes: DeviceAxes):
+    return add_up("TF,FD->TD", gated("TD,DGF->TGF", x_TD, w.up_DGF, activation), w.down_FD, None, axes.tensor)
 
 
 def add_up(subscripts: str, x, w, bias, axis: Axis):
-    """A product of which each device has the part that its own columns give, and a bias that all have."""
+    """A product over an axis that the devices split, summed over them; the bias is added once."""
     if axis.size == 1:
         return project(subscripts, x, w, bias)
     out = axis.sum(einsum(subscripts, x, w))
     return out if bias is None else (out.astype(jnp.float32) + bias).astype(out.dtype)
 
 
-def look_up(table_V, tokens_T, team: Team):
-    """Rows of a table of words, of which each device has some."""
-    if team.tensor.size == 1:
+def look_up(table_V, tokens_T, axes: DeviceAxes):
+    """Rows of an embedding, of which each device has a part."""
+    if axes.tensor.size == 1:
         return table_V[tokens_T]
-    words = rows_of(table_V)
-    at_T = tokens_T - team.tensor.index() * words
-    own_T = (at_T >= 0) & (at_T < words)
+    V = rows_of(table_V)
+    at_T = tokens_T - axes.tensor.index() * V
+    own_T = (at_T >= 0) & (at_T < V)
     found_T = table_V[jnp.where(own_T, at_T, 0)]
-    return team.tensor.sum(jnp.where(own_T.reshape(-1, *[1] * (found_T.ndim - 1)), found_T, 0))
+    return axes.tensor.sum(jnp.where(own_T.reshape(-1, *[1] * (found_T.ndim - 1)), found_T, 0))
 
 
 def rows_of(table_V) -> int:
     return table_V.rows if hasattr(table_V, "rows") else table_V.shape[0]
 
 
-def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, team: Team = ALONE):
-    """(what the experts give, which ones): route by `router_TD`, compute on `x_TD`. Padding chooses nobody.
+def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE_DEVICE):
+    """(what the experts give, chosen experts): route by `router_TD`, compute on `x_TD`. Padding chooses no expert.
 
-    Of a team that shares the experts, each device computes what its own ones give, and its own columns of them.
+    Each device computes its own experts, and its own columns of them.
     """
     logits_TE = einsum("TD,DE->TE", router_TD.astype(jnp.float32), w.router_DE)
     if w.router_bias_E is not None:
@@ -220,7 +240,7 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, team: Team = ALONE):
     )
     if w.expert_scale_E is not None:
         weights_TX = weights_TX * w.expert_scale_E[experts_TX]
-    own = moe.slots // team.experts.size
+    own = moe.slots // axes.experts.size
     experts_TX = jnp.where(live_T[:, None], experts_TX, moe.experts)
 
     def expert(e, x_QD):
@@ -230,30 +250,30 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, team: Team = ALONE):
             inner_QF = gated("QD,DGF->QGF", x_QD, up_DGF, moe.activation)
         else:
             inner_QF = glu(project("QD,DGF->QGF", x_QD, up_DGF, up_bias_GF), moe.activation, moe.clamp, moe.alpha)
-        if down_bias_D is not None and team.tensor.size > 1:  # one of those that have a part of the columns adds it
-            down_bias_D = jnp.where(team.tensor.index() == 0, down_bias_D, 0)
+        if down_bias_D is not None and axes.tensor.size > 1:  # one of the devices that split the columns adds it
+            down_bias_D = jnp.where(axes.tensor.index() == 0, down_bias_D, 0)
         return project("QF,FD->QD", inner_QF, experts.pick(w.down_EFD, e), down_bias_D)
 
-    if team.alike.size < team.experts.size or moe.spare:
-        return mix_over(team, x_TD, weights_TX, slots_of(moe, w, experts_TX), own, expert), experts_TX
-    here_TX = experts_TX - team.experts.index() * own
+    if axes.same_rows.size < axes.experts.size or moe.spare:
+        return mix_over(axes, x_TD, weights_TX, slots_of(moe, w, experts_TX), own, expert), experts_TX
+    here_TX = experts_TX - axes.experts.index() * own
     here_TX = jnp.where((here_TX >= 0) & (here_TX < own), here_TX, own)
-    return team.sum(experts.mix_experts(x_TD, weights_TX, here_TX, own, expert)), experts_TX
+    return axes.sum(experts.mix_experts(x_TD, weights_TX, here_TX, own, expert)), experts_TX
 
 
 def slots_of(moe: Moe, w: MoeWeights, experts_TX):
-    """Where the chosen experts lie; rows take turns with an expert's copies. Which one computes shows in no bit."""
+    """The slots of the chosen experts. Rows take turns with an expert's copies, which give the same bits."""
     if w.copies_E is None:
         return experts_TX
     copy_TX = jnp.arange(len(experts_TX))[:, None] % w.copies_E[experts_TX]
     return jnp.where(experts_TX < moe.experts, w.slots_EC[experts_TX, copy_TX], moe.slots)
 
 
-def per_layer_inputs(weights: ModelWeights, tokens_T, x_TD, config: ModelConfig, team: Team):
-    """Gemma 4's second embedding: what the token says to each layer, mixed with a projection of its first one."""
+def per_layer_inputs(weights: ModelWeights, tokens_T, x_TD, config: ModelConfig, axes: DeviceAxes):
+    """Gemma 4's second embedding, one vector for each layer, plus a projection of the first embedding."""
     A = config.per_layer_dim
     context_TLA = einsum("TD,DLA->TLA", x_TD, weights.per_layer_proj_DLA, jnp.float32) * config.dim**-0.5
     context_TLA = rms_norm(context_TLA.astype(x_TD.dtype), weights.per_layer_norm_A, config.norm_eps)
-    token_TLA = look_up(weights.per_layer_embed_VLA, tokens_T, team).astype(x_TD.dtype)
+    token_TLA = look_up(weights.per_layer_embed_VLA, tokens_T, axes).astype(x_TD.dtype)
     token_TLA = token_TLA * jnp.asarray(A**0.5, x_TD.dtype)
     return (context_TLA + token_TLA) * jnp.asarray(2**-0.5, x_TD.dtype)

@@ -1,4 +1,4 @@
-"""A model over several devices: whether it can be split so, and what each of them computes."""
+"""A model over several devices: whether it can be split so, and what each device computes."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,32 +9,33 @@ from ..sharding.mesh import AXES, shardings
 from .config import LatentAttention, Layer, ModelConfig, ModelError
 from .weights import ModelWeights, dense_specs
 
-WHAT = {"tensor": "the heads, key-value heads and columns", "expert": "the experts"}
+SPLITS = {"tensor": "the heads, key-value heads and columns", "expert": "the experts"}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers that lie on the same devices, and whether the model begins and ends with them."""
+    """A pipeline stage: its layers, and whether it has the embedding and the head."""
 
     layers: range
     begins: bool
     ends: bool
 
 
-def whole(config: ModelConfig) -> Stage:
+def whole_model(config: ModelConfig) -> Stage:
+    """The only stage of a model that is not split into several."""
     return stages(config, 1)[0]
 
 
 def stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """The layers in so many parts, as even as can be."""
+    """The layers in so many pipeline stages, as even as possible."""
     ends = [len(config.layers) * number // count for number in range(count + 1)]
     return tuple(
         Stage(range(first, last), first == 0, last == ends[-1]) for first, last in zip(ends, ends[1:], strict=False)
     )
 
 
-def falls_apart(config: ModelConfig, count: int) -> bool:
-    """Whether each layer lies with the one whose cache it reads, and no stage is empty."""
+def can_stage(config: ModelConfig, count: int) -> bool:
+    """Whether so many stages have a layer each, and no layer reads a cache of another stage."""
     return all(
         stage.layers and all(config.kv_owner[index] in stage.layers for index in stage.layers)
         for stage in stages(config, count)
@@ -42,7 +43,7 @@ def falls_apart(config: ModelConfig, count: int) -> bool:
 
 
 def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
-    """What a stage has of the weights of a model of several."""
+    """The weights of one stage."""
     own = weights.replace(layers=weights.layers[stage.layers.start : stage.layers.stop])
     if not stage.begins:
         own = own.replace(embed_VD=None, per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
@@ -50,9 +51,9 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
 
 
 def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1, context: int = 1) -> None:
-    """Refuse numbers of devices over which the model cannot be split, and name those over which it can."""
-    if not falls_apart(config, pipe):
-        fitting = [str(n) for n in range(1, 2 * pipe + 1) if falls_apart(config, n)]
+    """Refuse mesh sizes over which the model cannot be split, and name those over which it can."""
+    if not can_stage(config, pipe):
+        fitting = [str(n) for n in range(1, 2 * pipe + 1) if can_stage(config, n)]
         raise ModelError(
             f"pipeline_parallel_size is {pipe}, and this model's {len(config.layers)} layers, each with the one whose "
             f"cache it reads, do not fall into so many stages; it can be {', '.join(fitting)}"
@@ -69,7 +70,7 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
         if not splits(config, **{name: size}):
             fitting = [str(n) for n in range(1, 2 * size + 1) if splits(config, **{name: n})]
             raise ModelError(
-                f"{name}_parallel_size is {size}, which does not divide {WHAT[name]} of this model; it can be "
+                f"{name}_parallel_size is {size}, which does not divide {SPLITS[name]} of this model; it can be "
                 f"{', '.join(fitting)}"
             )
     sharing = {"expert": expert}
@@ -85,7 +86,7 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
 
 
 def splits(config: ModelConfig, **sizes: int) -> bool:
-    """Whether every array can be dealt out over axes of these sizes."""
+    """Whether every array can be split over axes of these sizes."""
     if sizes.get("expert", 1) > 1 and all(layer.moe is None for layer in config.layers):
         return False
     try:
@@ -95,23 +96,23 @@ def splits(config: ModelConfig, **sizes: int) -> bool:
     return True
 
 
-def part_of(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
-    """The model as one device computes it: its heads and its columns. Experts are counted as they are chosen, all."""
-    return part_of_sizes(config, 1 if mesh is None else mesh.shape["tensor"])
+def local_config(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """The model as one device computes it, with its own heads and columns. Routing counts all experts on each."""
+    return split_config(config, 1 if mesh is None else mesh.shape["tensor"])
 
 
-def part_of_sizes(config: ModelConfig, size: int) -> ModelConfig:
-    """The same of so many devices along `tensor`."""
-    if size == 1:
+def split_config(config: ModelConfig, tensor: int) -> ModelConfig:
+    """The same where so many devices split the heads and columns."""
+    if tensor == 1:
         return config
 
-    def part(layer: Layer) -> Layer:
+    def local(layer: Layer) -> Layer:
         a = layer.attention
         if isinstance(a, LatentAttention):
-            own = replace(a, heads=a.heads // size)
+            own = replace(a, heads=a.heads // tensor)
         else:
-            own = replace(a, heads=a.heads // size, kv_heads=max(1, a.kv_heads // size))
-        mlp, moe = (block and replace(block, dim=block.dim // size) for block in (layer.mlp, layer.moe))
+            own = replace(a, heads=a.heads // tensor, kv_heads=max(1, a.kv_heads // tensor))
+        mlp, moe = (block and replace(block, dim=block.dim // tensor) for block in (layer.mlp, layer.moe))
         return replace(layer, attention=own, mlp=mlp, moe=moe)
 
-    return replace(config, layers=tuple(part(layer) for layer in config.layers))
+    return replace(config, layers=tuple(local(layer) for layer in config.layers))

@@ -1,29 +1,29 @@
-"""The decoder without a cache: whole sequences at once, differentiable. Training uses it, and the tests' oracle."""
+"""The decoder without a cache: whole sequences at once, differentiable. For training, and the reference in tests."""
 
 import jax
 import jax.numpy as jnp
 
-from ..sharding.device_axes import ALONE, Team
+from ..sharding.device_axes import ONE_DEVICE, DeviceAxes
 from . import decoder
 from .config import ModelConfig
 
 
-def forward(weights, tokens_BT, config: ModelConfig, team: Team = ALONE):
-    """Float32 logits [B, T, V] of every position; of a team each device has those of its own words."""
-    hidden, (B, T) = hidden_states(weights, tokens_BT, config, team), tokens_BT.shape
-    return decoder.logits(weights, hidden.reshape(B * T, -1), config, team).reshape(B, T, -1)
+def forward(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
+    """Float32 logits [B, T, V]; on several devices those of this device's part of the vocabulary."""
+    hidden, (B, T) = hidden_states(weights, tokens_BT, config, axes), tokens_BT.shape
+    return decoder.logits(weights, hidden.reshape(B * T, -1), config, axes).reshape(B, T, -1)
 
 
-def hidden_states(weights, tokens_BT, config: ModelConfig, team: Team = ALONE):
+def hidden_states(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
     """The final hidden states [B, T, D]."""
     B, T = tokens_BT.shape
     positions = jnp.tile(jnp.arange(T), B)
-    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, attention(config, B, T), team)
+    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, attention(config, B, T), axes)
     return hidden.reshape(B, T, -1)
 
 
 def attention(config: ModelConfig, B: int, T: int):
-    """Causal attention over [B, T]; the cache is a dict from layer to its keys and values."""
+    """`attend` as `decoder.forward` takes it, over [B, T]; the cache is a dict of each layer's keys and values."""
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None):
         if k_TKH is not None:

@@ -5,26 +5,26 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ..sharding.device_axes import Axis, Team
+from ..sharding.device_axes import Axis, DeviceAxes
 from .moe import add_pairs, by_expert, weighed
 
 
-def mix_over(team: Team, x_TD, weights_TX, slots_TX, own: int, expert):
-    """`mix_experts` where device d of `team.experts` has the slots d * own and up: the bits of one that has them all.
+def mix_over(axes: DeviceAxes, x_TD, weights_TX, slots_TX, own: int, expert):
+    """`mix_experts` where device d of `axes.experts` has the slots d * own and up: the bits of one that has them all.
 
     Devices that have the same rows take an equal share of them each, and hand out the results among themselves.
     A pair whose slot is past the last is nobody's.
     """
-    alike, T = team.alike, len(x_TD)
+    alike, T = axes.same_rows, len(x_TD)
     share = -(-T // alike.size)
 
     def cut(x, fill):
         spare = [(0, share * alike.size - T), *[(0, 0)] * (x.ndim - 1)]
         return jax.lax.dynamic_slice_in_dim(jnp.pad(x, spare, constant_values=fill), alike.index() * share, share)
 
-    slots_QX = cut(slots_TX, own * team.experts.size)
-    out_QD = send_and_mix(team.experts, cut(x_TD, 0), cut(weights_TX, 0), slots_QX, own, expert)
-    return alike.gather(team.tensor.sum(out_QD.astype(x_TD.dtype))).reshape(-1, x_TD.shape[1])[:T]
+    slots_QX = cut(slots_TX, own * axes.experts.size)
+    out_QD = send_and_mix(axes.experts, cut(x_TD, 0), cut(weights_TX, 0), slots_QX, own, expert)
+    return alike.gather(axes.tensor.sum(out_QD.astype(x_TD.dtype))).reshape(-1, x_TD.shape[1])[:T]
 
 
 def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):

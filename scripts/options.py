@@ -1,24 +1,31 @@
-"""The options that commands share: their names, units and places in the help, and sizes as people write them."""
+"""The options that commands share. Those of the engine are made from the fields of `EngineOptions`."""
 
 import functools
 import inspect
+from collections.abc import Collection
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .devices import DEVICE_OPTIONS
-from .sizes import ENGINE, MODEL, OUTPUT, SAMPLING, sampled, sized
+from ..serving.api.options import MEMORY as MEMORY
+from ..serving.api.options import MODEL as MODEL
+from ..serving.api.options import OUTPUT as OUTPUT
+from ..serving.api.options import EngineOptions
+from .sizes import size
+
+SAMPLING = "Sampling"
 
 
 class UsageError(typer.TyperException):
-    """A command line that asks for what cannot be done."""
+    """A command line that cannot be carried out."""
 
     exit_code = 2
 
 
 def given(**values) -> dict:
-    """The options that were given; the rest are left to the engine's own defaults."""
+    """The options that were given; the others keep the engine's own defaults."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -26,157 +33,64 @@ Model = Annotated[
     str | None,
     typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.", show_default="the bundled model, quill"),
 ]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(help="A folder or Hugging Face id.", show_default="the model's own", rich_help_panel=MODEL),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or auto.", show_default="auto: the model's", rich_help_panel=MODEL),
-]
-Quantization = Annotated[
-    str | None,
-    typer.Option(
-        help="Round the weights while loading: int8, int8-weights, int4, int4-128, int4-64-zero and so on.",
-        show_default="as they are",
-        rich_help_panel=MODEL,
-    ),
-]
-Rounding = Annotated[
-    str,
-    typer.Option(
-        "--quantization",
-        help="What to round the weights to: int8, int8-weights, int4, int4-128, int4-64-zero and so on.",
-        show_default=False,
-    ),
-]
-MaxModelLen = Annotated[
-    int | None,
-    sized(
-        "--max-model-len",
-        "Longest prompt and answer together; -1: the longest that fits.",
-        "TOKENS",
-        MODEL,
-        "the model's own",
-    ),
-]
-BlockSize = Annotated[int | None, sized("--block-size", "Tokens a page of the KV cache.", "TOKENS", ENGINE, "16")]
-CacheBytes = Annotated[
-    int | None,
-    sized("--kv-cache-memory-bytes", "Memory for the KV cache, as in 2G.", "BYTES", ENGINE, "a part of what is free"),
-]
-MemoryShare = Annotated[
-    float | None,
-    typer.Option(
-        "--gpu-memory-utilization",
-        metavar="SHARE",
-        help="Of the device's memory, for weights, cache and all else; the cache gets what the others leave.",
-        show_default="0.9; on a CPU the cache gets a quarter of what is free, at most 8G",
-        rich_help_panel=ENGINE,
-    ),
-]
-CacheDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="What keys and values are kept in: auto, bfloat16, int8 or fp8.",
-        show_default="auto: the model's dtype",
-        rich_help_panel=ENGINE,
-    ),
-]
-PrefixCaching = Annotated[
-    bool | None,
-    typer.Option(
-        "--enable-prefix-caching/--no-enable-prefix-caching",
-        help="Keep computed pages for prompts that begin alike.",
-        show_default="on",
-        rich_help_panel=ENGINE,
-    ),
-]
-HostBytes = Annotated[
-    int | None,
-    sized(
-        "--kv-cache-host-bytes",
-        "Host memory for computed pages that the KV cache has no room for.",
-        "BYTES",
-        ENGINE,
-        "0, or 256M with --kv-cache-disk",
-    ),
-]
-CacheDisk = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="A folder for those that the host has no room for; they are found again by the next process.",
-        show_default="none",
-        rich_help_panel=ENGINE,
-    ),
-]
-DiskBytes = Annotated[
-    int | None, sized("--kv-cache-disk-bytes", "The most that folder may hold.", "BYTES", ENGINE, "8G")
-]
-MaxNumSeqs = Annotated[int | None, sized("--max-num-seqs", "Most sequences in one step.", "N", ENGINE, "32")]
-MaxBatchedTokens = Annotated[
-    int | None, sized("--max-num-batched-tokens", "Most tokens in one step.", "TOKENS", ENGINE, "512")
-]
-Pooling = Annotated[
-    str | None,
-    typer.Option(
-        help="What an embedding is made of: the last hidden state, or the mean of all.",
-        metavar="last|mean",
-        show_default="last",
-        rich_help_panel=MODEL,
-    ),
-]
-Trace = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Write what each step did when; ui.perfetto.dev and chrome://tracing show it.",
-        rich_help_panel=OUTPUT,
-    ),
-]
 
-MaxTokens = Annotated[int | None, sized("--max-tokens", "Longest answer.", "TOKENS", SAMPLING)]
-Temperature = Annotated[float | None, sampled("--temperature", "0 takes the likeliest token each time.")]
-TopP = Annotated[float | None, sampled("--top-p", "Keep the likeliest tokens that sum to this probability, 0 to 1.")]
-TopK = Annotated[int | None, sampled("--top-k", "Keep this many of the likeliest tokens.")]
-MinP = Annotated[float | None, sampled("--min-p", "Drop tokens below this fraction of the likeliest's probability.")]
+
+def sized(name: str, help: str, metavar: str, panel: str, default: str | bool = True):
+    """A whole number that may be written as 32K."""
+    return typer.Option(name, help=help, parser=size, metavar=metavar, rich_help_panel=panel, show_default=default)
+
+
+def sampled(name: str, help: str):
+    return typer.Option(name, help=help, rich_help_panel=SAMPLING)
+
+
+MaxTokens = Annotated[int | None, sized("--max-tokens", "Most tokens of an answer.", "TOKENS", SAMPLING)]
+Temperature = Annotated[float | None, sampled("--temperature", "0 always takes the likeliest token.")]
+TopP = Annotated[
+    float | None, sampled("--top-p", "Sample from the likeliest tokens that together have this probability.")
+]
+TopK = Annotated[int | None, sampled("--top-k", "Sample from this many of the likeliest tokens.")]
+MinP = Annotated[float | None, sampled("--min-p", "Drop tokens less likely than this fraction of the likeliest.")]
 Seed = Annotated[int | None, sampled("--seed", "The same seed gives the same tokens.")]
-Stop = Annotated[list[str] | None, sampled("--stop", "End before this text; may be given several times.")]
-RepetitionPenalty = Annotated[float | None, sampled("--repetition-penalty", "Above 1 makes seen tokens less likely.")]
-PresencePenalty = Annotated[float | None, sampled("--presence-penalty", "Taken from the logit of each written token.")]
+Stop = Annotated[list[str] | None, sampled("--stop", "Stop before this text; may be given several times.")]
+RepetitionPenalty = Annotated[
+    float | None, sampled("--repetition-penalty", "Above 1: tokens already seen become less likely.")
+]
+PresencePenalty = Annotated[
+    float | None, sampled("--presence-penalty", "Subtracted from the logit of every token already generated.")
+]
 FrequencyPenalty = Annotated[
-    float | None, sampled("--frequency-penalty", "The same, once for each time it was written.")
+    float | None, sampled("--frequency-penalty", "Subtracted from it for every time that the token was generated.")
 ]
 
-ENGINE_OPTIONS = {
-    "tokenizer": Tokenizer,
-    "dtype": Dtype,
-    "quantization": Quantization,
-    "max_model_len": MaxModelLen,
-    "block_size": BlockSize,
-    **DEVICE_OPTIONS,
-    "kv_cache_dtype": CacheDtype,
-    "kv_cache_memory_bytes": CacheBytes,
-    "gpu_memory_utilization": MemoryShare,
-    "enable_prefix_caching": PrefixCaching,
-    "kv_cache_host_bytes": HostBytes,
-    "kv_cache_disk": CacheDisk,
-    "kv_cache_disk_bytes": DiskBytes,
-    "max_num_seqs": MaxNumSeqs,
-    "max_num_batched_tokens": MaxBatchedTokens,
-    "pooling": Pooling,
-    "trace": Trace,
-}
+
+def engine_flag(option: Field) -> Any:
+    """The flag of a field of `EngineOptions`. Not given it is None, which leaves the default to the engine."""
+    about, name = option.metadata, f"--{option.name.replace('_', '-')}"
+    sized = about["metavar"] if option.type in (int, int | None) else None
+    return Annotated[
+        option.type | None,
+        typer.Option(
+            name if option.default is not True else f"{name}/--no-{name[2:]}",
+            help=about["help"],
+            metavar=about["metavar"],
+            parser=size if sized else None,
+            rich_help_panel=about["panel"],
+            show_default=about["default"],
+        ),
+    ]
 
 
-def takes_engine(without: tuple[str, ...] = ()):
-    """A command with the engine's options in the place of its parameter `engine`, which gets those that were given."""
-    return takes("engine", {name: option for name, option in ENGINE_OPTIONS.items() if name not in without})
+ENGINE_FLAGS = {option.name: engine_flag(option) for option in fields(EngineOptions) if option.metadata}
+
+
+def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] = ()):
+    """A command with flags of the engine in place of its parameter `engine`, a dict of those that were given."""
+    return takes("engine", {name: flag for name, flag in ENGINE_FLAGS.items() if name in only and name not in without})
 
 
 def takes(place: str, added: dict):
-    """The same for any options, in the place of any parameter."""
+    """The same for any options, in place of any parameter."""
 
     def decorate(main):
         parameters: list[inspect.Parameter] = []

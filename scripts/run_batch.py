@@ -1,4 +1,4 @@
-"""`quire run-batch`: OpenAI's batch files, every line of them under way at once."""
+"""`quire run-batch`: OpenAI's batch files, all lines queued at once."""
 
 import json
 import sys
@@ -11,7 +11,8 @@ from typing import IO, Annotated, Any
 import typer
 
 from .. import __version__
-from ..serving.api.params import RequestError, shown
+from ..serving.api.errors import RequestError
+from ..serving.api.validation import shown
 from ..serving.progress import bar
 from ..serving.protocol.answers import chat as chat_answer
 from ..serving.protocol.answers import completion as completion_answer
@@ -23,8 +24,8 @@ from .loading import load
 
 
 @dataclass
-class Job:
-    """A line with the requests it became, one a prompt, or the error it met."""
+class LineJob:
+    """A line with its requests, one a prompt, or its error."""
 
     line: BatchLine
     requests: list[Any] = field(default_factory=list)
@@ -42,25 +43,31 @@ def main(
     input_file: Annotated[
         Path | None,
         typer.Option(
-            "--input-file", "-i", help="Requests, one JSON object a line; - is stdin.", rich_help_panel=o.OUTPUT
+            "--input-file",
+            "-i",
+            help="Requests to answer, one JSON object a line; - is stdin.",
+            rich_help_panel=o.OUTPUT,
         ),
     ] = None,
     output_file: Annotated[
         Path | None,
         typer.Option(
-            "--output-file", "-o", help="Results, in the order of the requests; - is stdout.", rich_help_panel=o.OUTPUT
+            "--output-file",
+            "-o",
+            help="Where the results go, in the order of the requests; - is stdout.",
+            rich_help_panel=o.OUTPUT,
         ),
     ] = None,
     served_model_name: Annotated[
         str | None,
         typer.Option(
-            help='The "model" that requests may ask for.', show_default="the model's own", rich_help_panel=o.MODEL
+            help="Model name that requests may give.", show_default="the model's own", rich_help_panel=o.MODEL
         ),
     ] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format. A line that is wrong gets an error and hurts no other."""
+    """Answer a file of requests in OpenAI's batch format. A bad line gets an error; the others are answered."""
     if input_file is None or output_file is None:
         raise o.UsageError("-i and -o are both needed: quire run-batch [MODEL] -i requests.jsonl -o results.jsonl")
     if str(input_file) != "-" and input_file.exists() and input_file.resolve() == output_file.resolve():
@@ -83,7 +90,7 @@ def main(
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines as bytes: one that is not UTF-8 is no reason to refuse the others."""
+    """The lines as bytes, so that one which is not UTF-8 spoils no other."""
     try:
         data = typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
@@ -96,7 +103,7 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
     started, written, refused, tokens = time.perf_counter(), 0, 0, 0
     jobs = [start(llm, line, names) for line in lines]
 
-    def write(job: Job) -> None:
+    def write(job: LineJob) -> None:
         nonlocal written, refused, tokens
         result = result_of(job, names[0])
         output.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -114,7 +121,7 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
                     break
                 done = [request for request in llm.engine.step() if request.finished]
                 advance(len(done), sum(len(one.token_ids) for each in done for one in each.output().outputs))
-    finally:  # Ctrl-C: what is done is kept, though results before it are missing
+    finally:  # after Ctrl-C too: what is done is kept, though results before it are missing
         for job in jobs[written:]:
             if job.done:
                 write(job)
@@ -128,11 +135,11 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
         )
 
 
-def start(llm, line: BatchLine, names: tuple[str, ...]) -> Job:
+def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
     """Queue the requests of a line; if one of them cannot be served, none is."""
     asked = line.request
     if isinstance(asked, RequestError):
-        return Job(line, error=asked)
+        return LineJob(line, error=asked)
     from ..serving.http import prompting  # not at the top: `--help` must not wait for JAX
 
     requests: list[Any] = []
@@ -149,11 +156,11 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> Job:
     except RequestError as error:
         for request in requests:
             llm.engine.abort(request.request_id)
-        return Job(line, error=error)
-    return Job(line, requests, prepared)
+        return LineJob(line, error=error)
+    return LineJob(line, requests, prepared)
 
 
-def result_of(job: Job, model: str) -> dict[str, Any]:
+def result_of(job: LineJob, model: str) -> dict[str, Any]:
     """The output line of a job that is done."""
     name = uuid.uuid4().hex
     request_id = f"batch_req_{name}"

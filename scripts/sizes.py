@@ -1,4 +1,4 @@
-"""Sizes as people write them, and the places of options in the help."""
+"""Sizes as people write them."""
 
 import re
 
@@ -9,10 +9,6 @@ UNITS = {
     **{letter: 1000**power for power, letter in enumerate("kmgt", start=1)},
     **{letter: 1024**power for power, letter in enumerate("KMGT", start=1)},
 }
-MODEL = "The model"
-ENGINE = "Memory and batching"
-SAMPLING = "Sampling"
-OUTPUT = "Input and output"
 
 
 def size(text: str) -> int:
@@ -27,11 +23,3 @@ def size(text: str) -> int:
             " of 1000, as in 32K"
         )
     return int(value)
-
-
-def sized(name: str, help: str, metavar: str, panel: str, default: str | bool = True):
-    return typer.Option(name, help=help, parser=size, metavar=metavar, rich_help_panel=panel, show_default=default)
-
-
-def sampled(name: str, help: str):
-    return typer.Option(name, help=help, rich_help_panel=SAMPLING)

@@ -8,14 +8,15 @@ from typing import Any
 
 from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
+from .api.errors import RequestError
 from .api.options import Pooling, options_of
 from .api.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
-from .api.params import PLAIN, RequestError, SamplingParams, Terms, shown
+from .api.params import PLAIN, SamplingParams, Terms
+from .api.validation import shown
 from .build import make_engine
-from .device.expert_loads import known
-from .device.expert_rebalancer import given
 from .engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from .engine.engine import Engine
+from .observe.metrics import Metrics
 from .progress import bar
 from .request import pooling, scoring
 
@@ -38,7 +39,8 @@ class LLM:
         return llm
 
     def start(self, engine: Engine) -> None:
-        self.engine, self.ids = engine, itertools.count()
+        self.engine, self.ids, self.metrics = engine, itertools.count(), Metrics(engine)
+        engine.observers.append(self.metrics)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
@@ -63,15 +65,15 @@ class LLM:
 
     def get_metrics(self) -> dict[str, Any]:
         """What the engine has counted so far, by the names that Prometheus would read."""
-        return self.engine.trace.metrics.values()
+        return self.metrics.values()
 
     def expert_loads(self) -> dict[int, dict[str, list]]:
         """By layer of a mixture of experts: the rows that each expert got; what runs is counted every 64 steps."""
-        return known(self.engine.runner.experts).loads()
+        return self.engine.expert_loads()
 
     def rebalance_experts(self) -> dict[str, float]:
         """With `expert_redundancy`: place the experts as the recent rows ask for, a layer in each of the next steps."""
-        return given(self.engine.runner.balance).plan()
+        return self.engine.rebalance_experts()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
         """Give the device's memory to others until `wake_up()`: nothing is compiled again, and nothing under way lost.
@@ -138,7 +140,7 @@ class LLM:
 
         With `dimensions` it has so many numbers, the first ones.
         """
-        pooling.check_dimensions(dimensions, self.engine.runner.config.dim)
+        pooling.check_dimensions(dimensions, self.engine.config.dim)
         batch = prompt_list(prompts)
         outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, self.engine.pooling)
         return [pooling.embedding(output, dimensions) for output in outputs]
@@ -197,7 +199,7 @@ class LLM:
 
     def drain(self) -> None:
         """Take in what is still under way, so that the next call starts clean."""
-        while self.engine.in_flight:
+        while self.engine.under_way:
             self.engine.step()
 
     def add(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None):

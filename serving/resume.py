@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .api.errors import EngineError
 from .api.outputs import Fresh
 from .engine.engine import Engine
-from .protocol.answers.choices import EngineError
 from .request.request import Request
 
-Told = tuple[int, int, list[int]]  # of which prompt, which of its answers, and the tokens that it got at once
+Streamed = tuple[int, int, list[int]]  # of which prompt, which of its answers, and the tokens that it got at once
 NONE = np.zeros(0)
 
 
@@ -25,7 +25,7 @@ class Journal:
     name: str = ""  # of the answer
     created: int = 0
     seeds: list[int] = field(default_factory=list)  # of each prompt, also where the request did not choose one
-    told: list[Told] = field(default_factory=list)
+    told: list[Streamed] = field(default_factory=list)
 
     def tell(self, prompt: int, fresh: Fresh) -> None:
         self.told.append((prompt, fresh.index, list(fresh.token_ids)))
@@ -38,7 +38,7 @@ def seed_of(request: Request) -> int:
     return base - (1 << 64) if base >> 63 else base
 
 
-def retell(engine: Engine, requests: Seq[Request], told: Seq[Told]) -> list[tuple[int, Fresh]]:
+def retell(engine: Engine, requests: Seq[Request], told: Seq[Streamed]) -> list[tuple[int, Fresh]]:
     """Give requests that were just added the tokens that they had, in the same pieces; the pieces, with their prompts.
 
     In the engine's thread. Their rows are computed like those of a prompt. Scores are not known any more; the text is.
@@ -52,6 +52,6 @@ def retell(engine: Engine, requests: Seq[Request], told: Seq[Told]) -> list[tupl
         for token in tokens:
             if seq.finish_reason is None:
                 engine.push(seq, token, (token, 0.0, 1, NONE, NONE) if seq.scored else None, now)
-        if (fresh := request.streams[index].take(index)) is not None:
+        if (fresh := request.completions[index].take(index)) is not None:
             found.append((prompt, fresh))
     return found

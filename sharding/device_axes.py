@@ -1,4 +1,4 @@
-"""The devices that compute one step together, as the code that each of them runs sees them."""
+"""The mesh as the code that runs on one of its devices sees it: collectives, named for what they give."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from jax import lax
 
 @dataclass(frozen=True)
 class Axis:
-    """Devices that each have a part of something; a single one has it whole, and needs nobody.
+    """Devices over which something is split. With a size of one it is not, and no method communicates.
 
     They may lie along several axes of the mesh, the first of which changes the slowest.
     """
@@ -17,69 +17,70 @@ class Axis:
     size: int = 1
 
     def index(self):
-        """Which of them this one is."""
+        """This device's number."""
         return lax.axis_index(self.name) if self.size > 1 else 0
 
     def sum(self, x):
-        """What all of them have, added up."""
+        """The sum of all devices' arrays."""
         return lax.psum(x, self.name) if self.size > 1 else x
 
     def gather(self, x):
-        """What each of them has, one after the other: a leading axis more."""
+        """All devices' arrays, stacked along a new leading axis."""
         return lax.all_gather(x, self.name) if self.size > 1 else jnp.asarray(x)[None]
 
     def join(self, x):
-        """What all of them have, in one: the leading axis is longer."""
+        """All devices' arrays, concatenated along the leading axis."""
         return lax.all_gather(x, self.name, tiled=True) if self.size > 1 else x
 
     def part(self, x):
-        """Of what all have, this one's part of the leading axis."""
+        """This device's part of the leading axis of an array that all devices have."""
         each = x.shape[0] // self.size
         return lax.dynamic_slice_in_dim(x, self.index() * each, each) if self.size > 1 else x
 
     def exchange(self, x):
-        """Of [n, ...] the first goes to the first of them, and so on; what comes lies in the order of the senders."""
+        """Sends x[d] to device d, and gives what the devices sent to this one: [sender, ...]."""
         return lax.all_to_all(x, self.name, 0, 0) if self.size > 1 else x
 
     def __mul__(self, other: "Axis") -> "Axis":
-        """Those of both."""
+        """The devices of both axes."""
         if 1 in (self.size, other.size):
             return other if self.size == 1 else self
         names = [(axis.name,) if isinstance(axis.name, str) else axis.name for axis in (self, other)]
         return Axis(names[0] + names[1], self.size * other.size)
 
 
-WHOLE = Axis()
+UNSPLIT = Axis()
 
 
 @dataclass(frozen=True)
-class Team:
-    """`tensor`: parts of heads, of columns and of the vocabulary. `expert`: whole experts.
+class DeviceAxes:
+    """What each axis of the mesh splits.
 
-    `context`: parts of every page; and where a step is worth it, parts of its rows: then `rows` is the same. Along
-    `apart` are replicas, which have rows of their own. All but those of `tensor` share the experts.
+    `tensor` splits heads, columns and the vocabulary; `expert` splits the experts; `context` splits the positions of
+    every page; `data` counts replicas, each with rows of its own. `rows` is `context` in steps whose rows are split
+    over it too, and nothing in others. The experts are split over all axes but `tensor`.
     """
 
-    tensor: Axis = WHOLE
-    expert: Axis = WHOLE
-    context: Axis = WHOLE
-    rows: Axis = WHOLE
-    apart: Axis = WHOLE
+    tensor: Axis = UNSPLIT
+    expert: Axis = UNSPLIT
+    context: Axis = UNSPLIT
+    rows: Axis = UNSPLIT
+    data: Axis = UNSPLIT
 
     @property
     def experts(self) -> Axis:
-        """All that share the experts."""
-        return self.apart * self.context * self.expert
+        """The devices that the experts are split over."""
+        return self.data * self.context * self.expert
 
     @property
-    def alike(self) -> Axis:
-        """Those of them that have the same rows as this one."""
+    def same_rows(self) -> Axis:
+        """Those of `experts` that have the same rows as this device."""
         return self.expert if self.rows.size > 1 else self.context * self.expert
 
     def sum(self, x):
-        """What those with the same rows have, of experts and of their columns, added up at once."""
-        both = self.tensor * self.alike
+        """The sum over the devices that have the same rows: of their experts, and of their columns of each."""
+        both = self.tensor * self.same_rows
         return both.sum(x)
 
 
-ALONE = Team()
+ONE_DEVICE = DeviceAxes()

@@ -8,20 +8,20 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .device_axes import ALONE, Axis, Team
+from .device_axes import ONE_DEVICE, Axis, DeviceAxes
 from .spec import ArraySpec, Runs
 
 AXES = ("data", "pipe", "context", "tensor", "expert")
-# How they lie on the devices: neighbours, as on one host, are parts of `tensor`, which sends the most.
-APART = ("data", "pipe", "context", "expert", "tensor")
+# From the slowest to the fastest: neighbouring devices, as on one host, are parts of `tensor`, which sends the most.
+DEVICE_ORDER = ("data", "pipe", "context", "expert", "tensor")
 
-Over = str | tuple[str, ...] | None  # axes of the mesh; of several the first changes the slowest
-RULES: dict[str, Over] = {
+MeshAxes = str | tuple[str, ...] | None  # of several the first changes the slowest
+RULES: dict[str, MeshAxes] = {
     "vocab": "tensor", "heads": "tensor", "ffn": "tensor", "experts": ("data", "context", "expert"), "embed": None,
 }  # fmt: skip
-PADDED = {"vocab"}  # these axes are made longer where they do not divide
+PADDED = {"vocab"}  # logical axes that are padded where they do not divide
 
-Rules = Mapping[str, Over]
+Rules = Mapping[str, MeshAxes]
 
 
 def make_mesh(
@@ -33,20 +33,20 @@ def make_mesh(
     tensor: int = 1,
     expert: int = 1,
 ) -> Mesh:
-    """A mesh with all of `AXES`, over the first devices that it needs."""
+    """A mesh with all of `AXES`, on the first devices that it needs."""
     shape = (data, pipe, context, tensor, expert)
     found = jax.devices() if devices is None else devices
     if min(shape) < 1 or math.prod(shape) > len(found):
         wanted = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
         raise ValueError(f"a mesh of {wanted} needs {math.prod(shape)} devices; there are {len(found)}")
     sizes = dict(zip(AXES, shape, strict=True))
-    grid = np.array(found[: math.prod(shape)], object).reshape([sizes[name] for name in APART])
-    chosen = grid.transpose([APART.index(name) for name in AXES]).reshape(-1).tolist()
+    grid = np.array(found[: math.prod(shape)], object).reshape([sizes[name] for name in DEVICE_ORDER])
+    chosen = grid.transpose([DEVICE_ORDER.index(name) for name in AXES]).reshape(-1).tolist()
     return jax.make_mesh(shape, AXES, devices=chosen, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def stage_meshes(mesh: Mesh) -> list[Mesh]:
-    """The devices of each stage of a pipeline, as a mesh with the same axes."""
+    """A mesh for each pipeline stage, with the same axes."""
     at = AXES.index("pipe")
     return [
         Mesh(devices, AXES, axis_types=mesh.axis_types) for devices in np.split(mesh.devices, mesh.shape["pipe"], at)
@@ -54,22 +54,22 @@ def stage_meshes(mesh: Mesh) -> list[Mesh]:
 
 
 def sharding(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> NamedSharding:
-    """Where an array lies: each logical axis over the mesh axis that the rules name, or whole."""
-    over = [over_axis(axis, rules) for axis in spec.axes]
+    """The sharding of an array: each logical axis over the mesh axes that the rules name, or unsplit."""
+    over = [mesh_axes(axis, rules) for axis in spec.axes]
     for axis, size, name in zip(spec.axes, spec.shape, over, strict=True):
         if name is not None:
-            order(axis, size, devices_along(name, mesh), name)
+            element_order(axis, size, devices_along(name, mesh), name)
     return NamedSharding(mesh, PartitionSpec(*over))
 
 
-def devices_along(over: Over, mesh: Mesh | AbstractMesh) -> int:
-    """How many devices an axis is split over."""
+def devices_along(over: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
+    """The number of devices along these axes."""
     names = (over,) if isinstance(over, str) else over or ()
     return math.prod(mesh.shape[name] for name in names)
 
 
-def over_axis(axis: str | Runs | None, rules: Rules) -> Over:
-    """The mesh axes that a logical one is split over."""
+def mesh_axes(axis: str | Runs | None, rules: Rules) -> MeshAxes:
+    """The mesh axes that the rules name for a logical axis."""
     name = axis.axis if isinstance(axis, Runs) else axis
     if name is None:
         return None
@@ -78,8 +78,11 @@ def over_axis(axis: str | Runs | None, rules: Rules) -> Over:
     return rules[name]
 
 
-def order(axis: str | Runs | None, size: int, devices: int, over: Over) -> np.ndarray | None:
-    """Which of an axis' elements each device has, one device after the other; -1 is none. None: as they come."""
+def element_order(axis: str | Runs | None, size: int, devices: int, over: MeshAxes) -> np.ndarray | None:
+    """The elements of an axis in the order in which the devices hold them, device after device; -1 is padding.
+
+    None where that is their own order, with no element twice and no padding.
+    """
     name, runs, shared, again = axis if isinstance(axis, Runs) else Runs(axis or "", (size,))
 
     def fits(at: int, devices: int) -> bool:
@@ -109,37 +112,30 @@ def order(axis: str | Runs | None, size: int, devices: int, over: Over) -> np.nd
     return None if found.size == size and (found == np.arange(size)).all() else found
 
 
-def orders(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> list[np.ndarray | None]:
-    """`order` of each axis."""
-    over = [over_axis(axis, rules) for axis in spec.axes]
+def element_orders(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> list[np.ndarray | None]:
+    """`element_order` of each axis."""
+    over = [mesh_axes(axis, rules) for axis in spec.axes]
     return [
-        None if name is None else order(axis, size, devices_along(name, mesh), name)
+        None if name is None else element_order(axis, size, devices_along(name, mesh), name)
         for axis, size, name in zip(spec.axes, spec.shape, over, strict=True)
     ]
 
 
-def taken(leaf, found: np.ndarray, at: int):
-    """These elements of an axis, and zeros for those that are none."""
+def take_elements(leaf, found: np.ndarray, at: int):
+    """These elements of axis `at`, with zeros for padding."""
     part = np.take(leaf, np.maximum(found, 0), axis=at)
     lost = (found < 0).reshape(-1, *[1] * (leaf.ndim - 1 - at))
     return np.where(lost, np.zeros((), part.dtype), part) if lost.any() else part
 
 
-def deal(leaf, spec: ArraySpec, mesh: Mesh, rules: Rules = RULES):
-    """An array in the order in which the devices have it: then equal cuts give each what is its own."""
-    for at, found in enumerate(orders(spec, mesh, rules)):
-        leaf = leaf if found is None else taken(leaf, found, at)
-    return leaf
-
-
 def shardings(tree, mesh: Mesh | AbstractMesh, rules: Rules = RULES):
-    """The same tree with each spec's sharding."""
+    """A tree of specs with the sharding of each in its place."""
     return jax.tree.map(lambda spec: sharding(spec, mesh, rules), tree)
 
 
-def team(mesh: Mesh | None) -> Team:
-    """The devices of a mesh, as each of them sees the others."""
+def device_axes(mesh: Mesh | None) -> DeviceAxes:
+    """The axes of a mesh, for the code that runs on each device."""
     if mesh is None:
-        return ALONE
+        return ONE_DEVICE
     tensor, expert, context, data = (Axis(name, mesh.shape[name]) for name in ("tensor", "expert", "context", "data"))
-    return Team(tensor, expert, context, apart=data)
+    return DeviceAxes(tensor, expert, context, data=data)

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ALIGNMENT = 64  # JAX on a CPU takes over a buffer that lies so, where it would copy another
+ALIGNMENT = 64  # bytes: on a CPU JAX uses a host buffer that is aligned so in place, and copies any other
 
 
 class Runs(NamedTuple):
-    """A logical axis made of several runs, each of which is split by itself: queries, then keys, then values.
+    """A logical axis of several runs, each split by itself: in a fused qkv the queries, then the keys, then the values.
 
-    An element of a run that is `shared` is held by several devices where they are more. So many elements lie `again`
-    after the last, from the first on.
+    Where there are more devices than a run in `shared` has elements, several devices hold the same element. The first
+    `again` elements are repeated after the last.
     """
 
     axis: str
@@ -28,15 +28,15 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A leaf of an abstract tree; shardings, random init, loading and memory sizes all come from it."""
+    """A leaf of an abstract weight tree: shardings, random weights, loading and memory sizes follow from it."""
 
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | Runs | None, ...]
     init: str = "normal"
     fan_in: int = 1
-    inputs: tuple[int, ...] = ()  # the axes that every product with it sums over; empty where it is in no product
-    stacked: bool = False  # its first axis counts matrices, each with rows of its own
+    inputs: tuple[int, ...] = ()  # the axes that a product with it sums over; empty where there is no product
+    stacked: bool = False  # the first axis counts matrices that are multiplied one by one, such as experts
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -56,7 +56,7 @@ class ArraySpec:
 
 
 def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An array of no particular values that JAX can take over without a copy."""
+    """An uninitialised host array that JAX on a CPU can use without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -69,9 +69,9 @@ def nbytes(tree) -> int:
 
 
 def random_arrays(tree, seed: int = 0, on_device: bool = False):
-    """A tree of arrays drawn as its specs say.
+    """A tree of random arrays as its specs declare them.
 
-    By numpy on the host, which costs no compilation; or where they are to lie, which for gigabytes takes a moment.
+    Drawn by numpy on the host, which needs no compilation, or on the device, which is much faster for gigabytes.
     """
     leaves, shape = jax.tree.flatten(tree)
     if on_device:
@@ -92,7 +92,7 @@ def random_arrays(tree, seed: int = 0, on_device: bool = False):
 
 @partial(jax.jit, static_argnames="spec")
 def draw_on_device(spec: ArraySpec, key) -> jax.Array:
-    """An array drawn as its spec says, from a key."""
+    """A random array as its spec declares it."""
 
     def integers(low: int, high: int, dtype):
         return jax.random.randint(key, spec.shape, low, high, dtype)
@@ -101,7 +101,7 @@ def draw_on_device(spec: ArraySpec, key) -> jax.Array:
 
 
 def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
-    """What an array holds, by numpy or its like in JAX."""
+    """The values of an array by its `init`, in numpy or jax.numpy (`xp`)."""
     if spec.init == "zeros":
         return xp.zeros(spec.shape, xp.float32)
     if spec.init == "ones":
@@ -112,7 +112,7 @@ def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
         return integers(0, 256, xp.uint8)
     if spec.init == "signed":
         return integers(-127, 128, xp.int8)
-    if spec.init.startswith("scale/"):  # of codes spread evenly up to this number
+    if spec.init.startswith("scale/"):  # for codes that are uniform up to this number
         return xp.full(spec.shape, math.sqrt(3 / spec.fan_in) / float(spec.init.removeprefix("scale/")))
     if spec.init == "exponents":  # 127 means 1; the codes they scale are as large as 2^1.5
         return xp.full(spec.shape, 127 - round(math.log2(spec.fan_in) / 2 + 1.5))

@@ -59,4 +59,6 @@ def read_node(one: ArraySpec, node: Any, parts, tensors: dict[str, Any]) -> Any:
 
 def wanted(dense: ArraySpec, mesh) -> Iterable[int]:
     """The experts of which this process has a part."""
-    return range(dense.shape[0]) if mesh is None else np.flatnonzero(local_shards.needed(dense, mesh)[0]).tolist()
+    return (
+        range(dense.shape[0]) if mesh is None else np.flatnonzero(local_shards.local_elements(dense, mesh)[0]).tolist()
+    )

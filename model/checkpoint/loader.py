@@ -177,7 +177,7 @@ def load_weights(
         check_codes(dense_specs(config).layers, specs.layers, parts.layers, tensors)
 
     def read(home: Home, spec: ArraySpec, parts, whole: bool = False):
-        needed = None if whole or home.mesh is None else local_shards.needed(spec, home.mesh)
+        needed = None if whole or home.mesh is None else local_shards.local_elements(spec, home.mesh)
         leaf = read_leaf(spec, parts, tensors, needed)
         progress(leaf.nbytes)
         return leaf

@@ -97,7 +97,7 @@ def load_weights(folder: Path, specs, progress: Callable[[int], None], homes=Non
     progress(nbytes(specs))
     for name in whole:
         home = places[name]
-        arrays[name] = local_shards.place(arrays[name], wanted[name], home.mesh, home.sharding(wanted[name]))
+        arrays[name] = local_shards.shard(arrays[name], wanted[name], home.mesh, home.sharding(wanted[name]))
     return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in wanted])
 
 

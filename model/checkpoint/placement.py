@@ -34,7 +34,7 @@ class Home:
             return SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST if self.on_host else None)
         found = sharding(spec, self.mesh)
         if self.parted:
-            shape, size = local_shards.dealt_shape(spec, self.mesh), self.mesh.shape["context"]
+            shape, size = local_shards.sharded_shape(spec, self.mesh), self.mesh.shape["context"]
             found = NamedSharding(self.mesh, part_over(found, shape, size))
         return found.with_memory_kind(HOST) if self.on_host else found
 
@@ -98,7 +98,7 @@ def place_packed(spec: ArraySpec, leaf, narrow: bool = True):
 
 def place_over(home: Home, spec, leaf):
     """A finished leaf, each device of a mesh having its part."""
-    return jax.tree.map(lambda one, array: local_shards.place(array, one, home.mesh, home.sharding(one)), spec, leaf)
+    return jax.tree.map(lambda one, array: local_shards.shard(array, one, home.mesh, home.sharding(one)), spec, leaf)
 
 
 def place_all(config: ModelConfig, homes: Homes, put: Callable[..., Any], *trees) -> ModelWeights:
@@ -137,7 +137,7 @@ def abstract_over(config: ModelConfig, mesh: Mesh, specs: ModelWeights) -> Model
     """The weights as they lie on a mesh, without memory."""
 
     def struct(home: Home, spec: ArraySpec):
-        return jax.ShapeDtypeStruct(local_shards.dealt_shape(spec, mesh), spec.dtype, sharding=home.sharding(spec))
+        return jax.ShapeDtypeStruct(local_shards.sharded_shape(spec, mesh), spec.dtype, sharding=home.sharding(spec))
 
     homes = Homes(mesh).tree(config)
     weights = jax.tree.map(struct, spread(homes, specs), specs)

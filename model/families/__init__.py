@@ -1,4 +1,9 @@
-"""Model families: one file each, found by the `model_type` of a checkpoint's config.json."""
+"""Model families, one file each, by the `model_type` of a checkpoint's config.json.
+
+A family's module has `config(hf, max_len) -> ModelConfig` and `sources(config)`, a weight tree with a `Source` for each
+leaf; and where its checkpoints need it `canonical(name)`, the one name of a tensor that goes by several, and
+`ignored(name, config)`, whether a tensor is not loaded.
+"""
 
 FAMILIES = {
     "deepseek_v2": ".deepseek",

@@ -1,6 +1,6 @@
-"""What the families share: layers by type, and the checkpoint names most of them use."""
+"""What the families share: checkpoint names, layers by type, and the config keys that all of them read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,44 +12,55 @@ from .config_keys import Keys
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor of a checkpoint, its shape there, and the place in a leaf that it fills once `turn`ed."""
+class SourceTensor:
+    """A tensor of a checkpoint: its shape there, the `turn` to the leaf's layout, and its place in the leaf."""
 
     name: str
     shape: tuple[int, ...]
-    turn: Callable[[np.ndarray], np.ndarray] = lambda x: x  # of a stack of experts: any number of them
-    at: Any = ()  # an index of numpy's
+    turn: Callable[[np.ndarray], np.ndarray] = lambda x: x  # of stacked experts: takes any number of them
+    at: Any = ()  # a numpy index
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a leaf of the weight tree comes from; a leaf of the tree that `sources(config)` returns."""
+    """The tensors that make up one leaf of the weight tree. `sources(config)` of a family returns a tree of these."""
 
-    parts: tuple[Part, ...]
-    whole: tuple[Part, ...] = ()  # the same where a checkpoint holds a layer's experts in one tensor
+    parts: tuple[SourceTensor, ...]
+    whole: tuple[SourceTensor, ...] = ()  # instead of `parts` where a checkpoint holds a layer's experts in one tensor
 
-    def found_in(self, names) -> tuple[Part, ...]:
-        """The parts that a checkpoint with these tensors has."""
+    def found_in(self, names) -> tuple[SourceTensor, ...]:
+        """The form that a checkpoint with tensors of these names has."""
         return self.whole if self.whole and self.whole[0].name in names else self.parts
 
 
-def copy(name: str, shape: tuple[int, ...]) -> Source:
-    """A tensor taken as it is."""
-    return Source((Part(name, shape),))
+def tensor(name: str, shape: tuple[int, ...], turn: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> Source:
+    """A leaf that is one tensor."""
+    return Source((SourceTensor(name, shape, turn),))
 
 
 def scale(name: str, size: int, offset: float = 0.0) -> Source:
-    """A norm's scale; Gemma stores it less one."""
-    return Source((Part(name, (size,), lambda x: x.astype(np.float32) + offset),))
+    """A norm's scale; Gemma's checkpoints store `scale - 1`: an offset of 1."""
+    return tensor(name, (size,), lambda x: x.astype(np.float32) + offset)
 
 
 def linear(out: tuple[int, ...], into: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
-    """A torch linear weight [out, in], turned to [*in, *out]."""
+    """From a torch linear weight [out, in] to [*in, *out]."""
     return lambda x: x.T.reshape(*into, *out)
 
 
-def attention_sources(a: Attention, D: int, prefix: str, fused: bool = False, norm_offset: float = 0.0):
-    """The names of Llama and its many relatives; `fused`: one `qkv_proj` as Phi-3 has."""
+def part_pairs(x: np.ndarray, first: int, last: int) -> np.ndarray:
+    """The rotary pairs in x[..., first:last], which some checkpoints keep side by side, half that width apart.
+
+    The rotary embedding pairs the first half with the second. Scores do not change where queries and keys both have it.
+    """
+    return np.concatenate([x[..., :first], x[..., first:last:2], x[..., first + 1 : last : 2], x[..., last:]], axis=-1)
+
+
+def attention_sources(
+    a: Attention, D: int, prefix: str, fused: bool = False, norm_offset: float = 0.0, interleaved: bool = False
+) -> AttentionWeights:
+    """Llama's names. `fused`: one qkv_proj; `interleaved`: rotary pairs lie side by side, see `part_pairs`."""
+    assert not (interleaved and (fused or a.qk_norm)), "the order of pairs is not undone in fused weights and norms"
     N, K, H = a.heads, a.kv_heads, a.head_dim
     parts = {"q": (0, N)}
     if a.kv_source is None:
@@ -57,71 +68,85 @@ def attention_sources(a: Attention, D: int, prefix: str, fused: bool = False, no
         if not a.tied_kv:
             parts["v"] = (N + K, K)
     G = sum(count for _, count in parts.values())
+    rotary = 2 * len(a.rope.inv_freq) if interleaved and a.rope is not None else 0
+
+    def heads(name: str, turn: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+        return turn if name == "v" or not rotary else lambda x: part_pairs(turn(x), 0, rotary)
+
     if fused:
-        qkv = Source((Part(f"{prefix}.qkv_proj.weight", (G * H, D), linear((G, H), (D,))),))
+        qkv = tensor(f"{prefix}.qkv_proj.weight", (G * H, D), linear((G, H), (D,)))
     else:
         qkv = Source(
             tuple(
-                Part(f"{prefix}.{x}_proj.weight", (n * H, D), linear((n, H), (D,)), np.s_[:, at : at + n])
+                SourceTensor(
+                    f"{prefix}.{x}_proj.weight", (n * H, D), heads(x, linear((n, H), (D,))), np.s_[:, at : at + n]
+                )
                 for x, (at, n) in parts.items()
             )
         )
     bias = Source(
         tuple(
-            Part(f"{prefix}.{x}_proj.bias", (n * H,), lambda b, n=n: b.reshape(n, H), np.s_[at : at + n])
+            SourceTensor(
+                f"{prefix}.{x}_proj.bias", (n * H,), heads(x, lambda b, n=n: b.reshape(n, H)), np.s_[at : at + n]
+            )
             for x, (at, n) in parts.items()
         )
     )
     q_size, k_size = (H, H) if a.qk_norm == "head" else (N * H, K * H)
     return AttentionWeights(
         qkv_DGH=qkv,
-        out_NHD=Source((Part(f"{prefix}.o_proj.weight", (D, N * H), linear((D,), (N, H))),)),
+        out_NHD=tensor(f"{prefix}.o_proj.weight", (D, N * H), linear((D,), (N, H))),
         qkv_bias_GH=bias if a.bias else None,
-        out_bias_D=copy(f"{prefix}.o_proj.bias", (D,)) if a.out_bias else None,
+        out_bias_D=tensor(f"{prefix}.o_proj.bias", (D,)) if a.out_bias else None,
         q_norm=scale(f"{prefix}.q_norm.weight", q_size, norm_offset) if a.qk_norm else None,
         k_norm=scale(f"{prefix}.k_norm.weight", k_size, norm_offset) if a.qk_norm and a.kv_source is None else None,
-        sinks_N=copy(f"{prefix}.sinks", (N,)) if a.sinks else None,
+        sinks_N=tensor(f"{prefix}.sinks", (N,)) if a.sinks else None,
     )
 
 
 def mlp_sources(F: int, D: int, prefix: str, fused: bool = False) -> MlpWeights:
-    """gate_proj, up_proj, down_proj; `fused`: one gate_up_proj."""
+    """gate_proj, up_proj and down_proj. `fused`: one gate_up_proj."""
     if fused:
-        up = Source((Part(f"{prefix}.gate_up_proj.weight", (2 * F, D), linear((2, F), (D,))),))
+        up = tensor(f"{prefix}.gate_up_proj.weight", (2 * F, D), linear((2, F), (D,)))
     else:
         up = Source(
             tuple(
-                Part(f"{prefix}.{x}_proj.weight", (F, D), linear((F,), (D,)), np.s_[:, at])
+                SourceTensor(f"{prefix}.{x}_proj.weight", (F, D), linear((F,), (D,)), np.s_[:, at])
                 for at, x in enumerate(("gate", "up"))
             )
         )
-    return MlpWeights(up_DGF=up, down_FD=Source((Part(f"{prefix}.down_proj.weight", (D, F), linear((D,), (F,))),)))
+    return MlpWeights(up_DGF=up, down_FD=tensor(f"{prefix}.down_proj.weight", (D, F), linear((D,), (F,))))
 
 
 def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj", "down_proj")) -> dict[str, Source]:
-    """The matrices of all experts: three tensors an expert, or two for all as `transformers` 5 holds them."""
+    """The matrices of all experts: three tensors an expert, or two for all as `transformers` 5 writes them."""
     E, F = moe.experts, moe.dim
     *up, down = names
     return {
         "up_EDGF": Source(
             tuple(
-                Part(f"{prefix}.{e}.{name}.weight", (F, D), linear((F,), (D,)), np.s_[e, :, at])
+                SourceTensor(f"{prefix}.{e}.{name}.weight", (F, D), linear((F,), (D,)), np.s_[e, :, at])
                 for e in range(E)
                 for at, name in enumerate(up)
             ),
-            (Part(f"{prefix}.gate_up_proj", (E, 2 * F, D), lambda x: x.reshape(-1, 2, F, D).transpose(0, 3, 1, 2)),),
+            (
+                SourceTensor(
+                    f"{prefix}.gate_up_proj", (E, 2 * F, D), lambda x: x.reshape(-1, 2, F, D).transpose(0, 3, 1, 2)
+                ),
+            ),
         ),
         "down_EFD": Source(
-            tuple(Part(f"{prefix}.{e}.{down}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E)),
-            (Part(f"{prefix}.down_proj", (E, D, F), lambda x: x.swapaxes(1, 2)),),
+            tuple(SourceTensor(f"{prefix}.{e}.{down}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E)),
+            (SourceTensor(f"{prefix}.down_proj", (E, D, F), lambda x: x.swapaxes(1, 2)),),
         ),
     }
 
 
 def router_source(moe: Moe, D: int, name: str) -> Source:
-    return Source((Part(name, (moe.experts, D), linear((moe.experts,), (D,))),))
+    return tensor(name, (moe.experts, D), linear((moe.experts,), (D,)))
 
 
+# Field of LayerWeights: the norm's name in a checkpoint.
 LLAMA_NORMS = {"pre_attention_norm_D": "input_layernorm", "pre_mlp_norm_D": "post_attention_layernorm"}
 SANDWICH_NORMS = {
     "pre_attention_norm_D": "input_layernorm",
@@ -136,15 +161,24 @@ POST_NORMS = {
 
 
 def layer_sources(
-    config: ModelConfig, index: int, prefix: str, norms=LLAMA_NORMS, norm_offset: float = 0.0, fused: bool = False
+    config: ModelConfig,
+    index: int,
+    prefix: str,
+    norms: dict[str, str] = LLAMA_NORMS,
+    norm_offset: float = 0.0,
+    fused: Collection[str] = (),
+    interleaved: bool = False,
 ) -> LayerWeights:
-    """A layer with the common names; families replace what is their own."""
+    """A layer with the common names; families replace what is their own.
+
+    `fused` names the products that the checkpoint keeps in one tensor: "qkv", "gate_up".
+    """
     layer, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
     own_norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D, norm_offset) for field, name in norms.items()}
     assert isinstance(layer.attention, Attention)
     return LayerWeights(
-        attention=attention_sources(layer.attention, D, f"{here}.self_attn", fused, norm_offset),
-        mlp=layer.mlp and mlp_sources(layer.mlp.dim, D, f"{here}.mlp", fused),
+        attention=attention_sources(layer.attention, D, f"{here}.self_attn", "qkv" in fused, norm_offset, interleaved),
+        mlp=layer.mlp and mlp_sources(layer.mlp.dim, D, f"{here}.mlp", "gate_up" in fused),
         moe=None,
         **own_norms,
     )
@@ -153,18 +187,18 @@ def layer_sources(
 def model_sources(
     config: ModelConfig, prefix: str = "model.", layer: Callable[..., LayerWeights] = layer_sources, **options
 ) -> ModelWeights:
-    """The whole tree; `options` go to `layer(config, index, prefix, ...)`."""
+    """The whole tree; `options` go to `layer(config, index, prefix, **options)`."""
     V, D = config.vocab_size, config.dim
     return ModelWeights(
-        embed_VD=copy(f"{prefix}embed_tokens.weight", (V, D)),
+        embed_VD=tensor(f"{prefix}embed_tokens.weight", (V, D)),
         layers=tuple(layer(config, index, prefix, **options) for index in range(len(config.layers))),
         final_norm_D=scale(f"{prefix}norm.weight", D, options.get("norm_offset", 0.0)),
-        head_VD=None if config.tied else copy("lm_head.weight", (V, D)),
+        head_VD=None if config.tied else tensor("lm_head.weight", (V, D)),
     )
 
 
 def layer_types(keys: Keys, count: int, default: list[str]) -> list[str]:
-    """`layer_types` as newer configs spell out, else the family's default."""
+    """The key `layer_types` that newer configs have, else the family's default."""
     kinds = keys("layer_types", None) or default
     if len(kinds) != count:
         raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {count} layers")
@@ -179,7 +213,7 @@ def layer_types(keys: Keys, count: int, default: list[str]) -> list[str]:
 def layers_by_type(
     kinds: list[str], mlp: Mlp, full: Attention, sliding: Attention, window: int | None, longest: int, **fields
 ) -> tuple[Layer, ...]:
-    """A layer a kind: `full` as it is, `sliding` behind the window, if that is shorter than the longest sequence."""
+    """A layer for each of `kinds`; those with `sliding` attention get the window."""
     if "sliding_attention" in kinds and window is None:
         raise ModelError("config.json: layer_types names sliding_attention, but no sliding_window is in use")
     sliding = replace(sliding, window=narrower(window, longest))
@@ -188,12 +222,12 @@ def layers_by_type(
 
 
 def narrower(window: int | None, longest: int) -> int | None:
-    """A window that hides nothing from the longest sequence is none: those layers then share the full ones' pages."""
+    """The window, or None where no sequence is longer: the layer then shares pages with those of full attention."""
     return None if window is None or window >= longest else window
 
 
-def decoder(keys: Keys, family: str, layers: tuple[Layer, ...], longest: int, **fields) -> ModelConfig:
-    """The `ModelConfig` from the keys that all families share; `fields` replace what is a family's own."""
+def model_config(keys: Keys, family: str, layers: tuple[Layer, ...], longest: int, **fields) -> ModelConfig:
+    """The `ModelConfig` from the keys that all families share; `fields` come from the family and win."""
     common = {
         "vocab_size": lambda: keys.count("vocab_size"),
         "dim": lambda: keys.count("hidden_size"),

@@ -1,4 +1,4 @@
-"""Strict reading of config.json: a key that nobody has read is an error."""
+"""Strict reading of config.json: a key that the family has not read is an error."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ ACTIVATION_NAMES = {
 
 
 class Keys:
-    """A config.json that is read key by key; what nobody has read is an error at the end."""
+    """A config.json that is read key by key; `done` refuses keys that were not read."""
 
     def __init__(self, hf: dict[str, Any]):
         self.hf, self.read = hf, set(HARMLESS)
@@ -40,14 +40,14 @@ class Keys:
         return default
 
     def count(self, name: str, default: Any = ...) -> Any:
-        """A whole number of at least one; None where that is the default."""
+        """The value of a key that must be a whole number of at least 1, or its default."""
         value = self(name, default)
         if value is not None and (type(value) is not int or value < 1):
             raise ModelError(f"config.json: {name} = {value!r}; it must be a whole number of at least 1")
         return value
 
     def positive(self, name: str, default: float | None) -> Any:
-        """A number above zero; None where that is the default."""
+        """The value of a key that must be a number above zero, or its default."""
         value = self(name, default)
         if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
             raise ModelError(f"config.json: {name} = {value!r}; it must be a positive number")
@@ -64,12 +64,13 @@ class Keys:
         self.read.update(names)
 
     def refuse(self, name: str, *harmless: Any) -> None:
-        """A key whose other values would change the arithmetic in a way that is not built."""
+        """Refuse all values of a key but those that are harmless: the others are not supported."""
         if (value := self(name, None)) is not None and value not in harmless:
             right = repr(harmless[0]) if harmless else "null"
             raise ModelError(f"config.json: {name} = {value!r} is not supported; supported is {right}")
 
     def activation(self, *names: str) -> str:
+        """The activation that the first of these keys with a value names; silu without one."""
         value = next((v for name in names if (v := self(name, None)) is not None), "silu")
         if value not in list(ACTIVATION_NAMES):
             raise ModelError(f"activation {value!r} is not known; it can be one of {', '.join(ACTIVATION_NAMES)}")
@@ -104,8 +105,8 @@ class Keys:
     ) -> Rope | None:
         """The rotary embedding from `rope_parameters` (new), or `rope_theta` and `rope_scaling` (old).
 
-        With a `layer_type` the new form holds one set for each; `plain` marks the type that the old keys say
-        nothing about: it turns with base `theta`, unscaled.
+        `layer_type`: in the new form each type of layer has its own parameters. `plain`: the old keys do not apply to
+        this type, which there has base `theta` without scaling.
         """
         old_theta, scaling, new = self("rope_theta", theta), self("rope_scaling", None), self("rope_parameters", None)
         partial, trained = self("partial_rotary_factor", None), self("original_max_position_embeddings", None)
@@ -125,13 +126,14 @@ class Keys:
             params["original_max_position_embeddings"] = (
                 trained or params.get("original_max_position_embeddings") or declared
             )
-        if kind == "dynamic":  # its base grows where a sequence outgrows the declared length
+        if kind == "dynamic":  # its base grows for sequences longer than the declared length
             params["original_max_position_embeddings"] = declared
         if kind in ("yarn", "longrope") and params.get("factor") is None:
             params["factor"] = declared / params["original_max_position_embeddings"]
         return rope.build(params, head_dim, max_len)
 
     def done(self) -> None:
+        """Refuse a config.json with keys that were not read."""
         if unknown := sorted(key for key, value in self.hf.items() if key not in self.read and value is not None):
             raise ModelError(
                 f"config.json: {unknown[0]} = {self.hf[unknown[0]]!r} is not understood for model type "
@@ -140,7 +142,7 @@ class Keys:
 
 
 def same_kind(name: str, value: Any, default: Any) -> Any:
-    """The value, if it is a truth value, a number, text, a list or an object as the default is."""
+    """The value, if it is of the same JSON type as the default."""
     number = isinstance(default, (int, float)) and not isinstance(default, bool)
     kind = (int, float) if number else object if default in (None, ...) else type(default)
     if not isinstance(value, kind) or (number and isinstance(value, bool)):

@@ -12,16 +12,16 @@ from ..weights import LatentWeights, LayerWeights, MoeWeights
 from .common import (
     LLAMA_NORMS,
     Keys,
-    Part,
     Source,
-    copy,
-    decoder,
     expert_sources,
     linear,
     mlp_sources,
+    model_config,
     model_sources,
+    part_pairs,
     router_source,
     scale,
+    tensor,
 )
 
 
@@ -40,12 +40,12 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     layers = tuple(dense if i < first or i % every else sparse for i in range(keys.count("num_hidden_layers")))
     keys.refuse("mlp_bias", False)
     keys.quantization("fp8")  # widened at load
-    return decoder(keys, kind, layers, longest)
+    return model_config(keys, kind, layers, longest)
 
 
 def latent_attention(keys: Keys, max_len: int) -> LatentAttention:
     nope, rotary = keys.count("qk_nope_head_dim", 128), keys.count("qk_rope_head_dim", 64)
-    keys.ignore("head_dim", "qk_head_dim", "num_key_value_heads")  # follow from the sizes here
+    keys.ignore("head_dim", "qk_head_dim", "num_key_value_heads")  # these follow from other keys
     return LatentAttention(
         heads=keys.count("num_attention_heads"),
         q_rank=keys.count("q_lora_rank", None),
@@ -61,13 +61,13 @@ def latent_attention(keys: Keys, max_len: int) -> LatentAttention:
 
 
 def sharpness(rope: dict[str, Any]) -> float:
-    """What a stretched context adds to the scale of the scores."""
+    """What yarn's stretched context multiplies the scores' scale by."""
     weight, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
     return (0.1 * weight * math.log(factor) + 1.0) ** 2 if weight and factor > 1 else 1.0
 
 
 def softmax_experts(keys: Keys, activation: str) -> Moe:
-    """V2: a group is as good as its best expert."""
+    """V2: a group's score is that of its best expert."""
     method = keys("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(f"config.json: topk_method = {method!r}; it can be greedy or group_limited_greedy")
@@ -79,7 +79,7 @@ def softmax_experts(keys: Keys, activation: str) -> Moe:
 
 
 def sigmoid_experts(keys: Keys, activation: str) -> Moe:
-    """V3: a learned bias steers the choice, and a group is as good as its two best experts."""
+    """V3: a learned bias is added for the choice; a group's score is the sum of its two best experts'."""
     keys.refuse("topk_method", "noaux_tc")
     keys.refuse("scoring_func", "sigmoid")
     return Moe(
@@ -103,42 +103,34 @@ def experts(keys: Keys, scaling: float) -> dict[str, Any]:
     }
 
 
-def part_pairs(a: LatentAttention, x: np.ndarray) -> np.ndarray:
-    """The rotary pairs at the end of the last axis, moved from side by side to half the width apart."""
-    if not a.interleaved:
-        return x
-    R = a.rope_dim
-    return np.concatenate([x[..., :-R], x[..., -R::2], x[..., 1 - R :: 2]], axis=-1)
-
-
 def attention_sources(a: LatentAttention, D: int, prefix: str) -> LatentWeights:
     N, A, H, KV, wide = a.heads, a.kv_rank, a.nope_dim + a.rope_dim, a.nope_dim + a.v_dim, a.kv_rank + a.rope_dim
     rank = a.q_rank or D
     q_name, kv_name = "q_b_proj" if a.q_rank else "q_proj", "kv_a_proj_with_mqa"
 
+    def rotary(x: np.ndarray) -> np.ndarray:
+        """With the rotary pairs, which are at the end of the last axis, parted."""
+        return part_pairs(x, x.shape[-1] - a.rope_dim, x.shape[-1]) if a.interleaved else x
+
     def kv_up(turn: Callable[[np.ndarray], np.ndarray]) -> Source:
-        return Source((Part(f"{prefix}.kv_b_proj.weight", (N * KV, A), lambda x: turn(x.reshape(N, KV, A))),))
+        return tensor(f"{prefix}.kv_b_proj.weight", (N * KV, A), lambda x: turn(x.reshape(N, KV, A)))
 
-    def turned(name: str, out: tuple[int, ...], into: tuple[int, ...]) -> Source:
+    def product(name: str, out: tuple[int, ...], into: tuple[int, ...], then=lambda x: x) -> Source:
         shape, turn = (math.prod(out), math.prod(into)), linear(out, into)
-        return Source((Part(f"{prefix}.{name}.weight", shape, lambda x: part_pairs(a, turn(x))),))
+        return tensor(f"{prefix}.{name}.weight", shape, lambda x: then(turn(x)))
 
-    def plain(name: str, out: tuple[int, ...], into: tuple[int, ...]) -> Source:
-        return Source((Part(f"{prefix}.{name}.weight", (math.prod(out), math.prod(into)), linear(out, into)),))
-
-    kv_bias = Part(f"{prefix}.{kv_name}.bias", (wide,), lambda x: part_pairs(a, x))
     return LatentWeights(
-        q_down_DA=plain("q_a_proj", (rank,), (D,)) if a.q_rank else None,
+        q_down_DA=product("q_a_proj", (rank,), (D,)) if a.q_rank else None,
         q_norm_A=scale(f"{prefix}.q_a_layernorm.weight", rank) if a.q_rank else None,
-        q_up_ANH=turned(q_name, (N, H), (rank,)),
-        kv_down_DA=turned(kv_name, (wide,), (D,)),
+        q_up_ANH=product(q_name, (N, H), (rank,), rotary),
+        kv_down_DA=product(kv_name, (wide,), (D,), rotary),
         kv_norm_A=scale(f"{prefix}.kv_a_layernorm.weight", A),
         k_up_NAH=kv_up(lambda x_NHA: x_NHA[:, : a.nope_dim].swapaxes(1, 2)),
         v_up_NHA=kv_up(lambda x_NHA: x_NHA[:, a.nope_dim :]),
-        out_NHD=plain("o_proj", (D,), (N, a.v_dim)),
-        q_down_bias_A=copy(f"{prefix}.q_a_proj.bias", (rank,)) if a.bias and a.q_rank else None,
-        kv_down_bias_A=Source((kv_bias,)) if a.bias else None,
-        out_bias_D=copy(f"{prefix}.o_proj.bias", (D,)) if a.bias else None,
+        out_NHD=product("o_proj", (D,), (N, a.v_dim)),
+        q_down_bias_A=tensor(f"{prefix}.q_a_proj.bias", (rank,)) if a.bias and a.q_rank else None,
+        kv_down_bias_A=tensor(f"{prefix}.{kv_name}.bias", (wide,), rotary) if a.bias else None,
+        out_bias_D=tensor(f"{prefix}.o_proj.bias", (D,)) if a.bias else None,
     )
 
 
@@ -146,7 +138,7 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
     mlp, moe = this.mlp, None
     if this.moe is not None:
-        bias = copy(f"{here}.mlp.gate.e_score_correction_bias", (this.moe.experts,)) if this.moe.choice_bias else None
+        bias = tensor(f"{here}.mlp.gate.e_score_correction_bias", (this.moe.experts,)) if this.moe.choice_bias else None
         moe = MoeWeights(
             router_DE=router_source(this.moe, D, f"{here}.mlp.gate.weight"),
             choice_bias_E=bias,
@@ -161,7 +153,7 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The layers past the last, which predict a second token."""
+    """The layers past the last, which predict further tokens."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return found is not None and int(found[1]) >= len(config.layers)
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from ..config import Attention, Mlp, ModelConfig
-from .common import SANDWICH_NORMS, Keys, decoder, layer_types, layers_by_type, model_sources
+from .common import SANDWICH_NORMS, Keys, layer_types, layers_by_type, model_config, model_sources
 
 MISSING = {  # what a config.json without these keys means
     "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, "attn_logit_softcapping": 50.0,
@@ -28,7 +28,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
     window = keys.count("sliding_window", None)
-    return decoder(
+    return model_config(
         keys,
         "gemma2",
         layers_by_type(kinds, mlp, attention, attention, window, longest, post_norm=True),

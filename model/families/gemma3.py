@@ -1,10 +1,10 @@
-"""Gemma 3: Gemma 2 with head norms in place of the soft caps; local and global layers turn at different bases."""
+"""Gemma 3: Gemma 2 with head norms in place of soft caps; local and global layers differ in their rope."""
 
 from dataclasses import replace
 from functools import partial
 
 from ..config import Attention, Mlp, ModelConfig, ModelError
-from .common import SANDWICH_NORMS, Keys, decoder, layer_types, layers_by_type, model_sources
+from .common import SANDWICH_NORMS, Keys, layer_types, layers_by_type, model_config, model_sources
 
 MISSING = {  # what a config.json without these keys means: the larger models leave most of them out
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -14,10 +14,10 @@ MISSING = {  # what a config.json without these keys means: the larger models le
 IMAGE_KEYS = ("mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
 
 
-def text_config(hf: dict, *other_senses: str) -> dict:
-    """The part of a model with vision that says how it writes; images are not read."""
+def text_config(hf: dict, *other_keys: str) -> dict:
+    """The language model's part of a config with other modalities, which are not supported."""
     outer = Keys(hf)
-    outer.ignore("vision_config", *other_senses)
+    outer.ignore("vision_config", *other_keys)
     text = outer("text_config")
     if not isinstance(text, dict):
         raise ModelError(f"config.json: text_config = {text!r}; it must be an object")
@@ -42,11 +42,11 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     )
     sliding = replace(full, rope=keys.rope(H, served, "sliding_attention", local, plain=True))
     L, every = keys.count("num_hidden_layers"), keys.count("sliding_window_pattern", 6)
-    keys.ignore("_sliding_window_pattern")  # written beside the layer_types that it gave
+    keys.ignore("_sliding_window_pattern")  # `layer_types`, which are there too, follow from it
     kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(L)])
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
     window = keys.count("sliding_window", None)
-    return decoder(
+    return model_config(
         keys,
         "gemma3",
         layers_by_type(kinds, mlp, full, sliding, window, longest, post_norm=True),
@@ -58,7 +58,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def canonical(name: str) -> str:
-    """A tensor's name as the text-only models write it; those with vision have two ways to say where they nest it."""
+    """A tensor's name as in text-only checkpoints; those with vision nest it in one of two ways."""
     for nested, plain in (
         ("language_model.model.", "model."),
         ("language_model.lm_head.", "lm_head."),
@@ -70,7 +70,7 @@ def canonical(name: str) -> str:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The tensors that read images."""
+    """The tensors for images."""
     return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
 
 

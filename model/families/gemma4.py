@@ -5,17 +5,16 @@ from ..weights import LayerWeights, ModelWeights, MoeWeights, PerLayerWeights
 from .common import (
     SANDWICH_NORMS,
     Keys,
-    Part,
-    Source,
-    decoder,
     expert_sources,
     layer_sources,
     layer_types,
     linear,
+    model_config,
     model_sources,
     narrower,
     router_source,
     scale,
+    tensor,
 )
 from .gemma3 import canonical, text_config
 
@@ -32,7 +31,7 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
-OTHER_SENSES = (
+OTHER_KEYS = (
     "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id",
     "eoa_token_id", "eoa_token_index", "audio_token_id", "vision_soft_tokens_per_image",
 )  # fmt: skip
@@ -42,11 +41,11 @@ OTHER_TENSORS = ("vision_tower.", "audio_tower.", "vision_embedder.", "embed_vis
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     missing = MISSING_UNIFIED if hf["model_type"].startswith("gemma4_unified") else MISSING
     if "text_config" in hf:
-        hf = text_config(hf, *OTHER_SENSES) | {"model_type": f"{hf['model_type']}_text"}
+        hf = text_config(hf, *OTHER_KEYS) | {"model_type": f"{hf['model_type']}_text"}
     keys = Keys(missing | hf)
     if not keys("rope_parameters", None):
         keys = Keys(keys.hf | {"rope_parameters": ROPES})
-    keys.refuse("use_bidirectional_attention", "vision")  # among the tokens of an image alone
+    keys.refuse("use_bidirectional_attention", "vision")  # it concerns the tokens of images alone
     longest, L = keys.count("max_position_embeddings"), keys.count("num_hidden_layers")
     local = ["sliding_attention" if (i + 1) % 6 and i + 1 < L else "full_attention" for i in range(L)]
     kinds = layer_types(keys, L, local)
@@ -65,7 +64,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         raise ModelError(f"config.json: hidden_size_per_layer_input = {A}; it must be 0 or more")
     if A and keys.count("vocab_size") > V:
         raise ModelError(f"config.json: vocab_size_per_layer_input = {V}; it must cover vocab_size")
-    return decoder(
+    return model_config(
         keys,
         "gemma4",
         layers,
@@ -80,7 +79,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def cache_sources(keys: Keys, kinds: list[str]) -> list[int | None]:
-    """The last `num_kv_shared_layers` layers read the cache of the last layer of their kind before them."""
+    """The layer whose cache each reads: the last `num_kv_shared_layers` read that of their kind's last owner."""
     shared = keys("num_kv_shared_layers", 0)
     own = kinds[: max(0, len(kinds) - shared)]
     if shared < 0 or set(own) != set(kinds):
@@ -90,13 +89,13 @@ def cache_sources(keys: Keys, kinds: list[str]) -> list[int | None]:
 
 
 def head_sizes(keys: Keys, kinds: list[str]) -> list[tuple[int, int]]:
-    """The head size and the key-value heads of each layer: the global ones have their own."""
+    """(head size, key-value heads) of each layer: global layers have their own."""
     H, K = keys.count("head_dim", 256), keys.count("num_key_value_heads")
     wide, few = {"head_dim": keys.count("global_head_dim", 512)}, keys.count("num_global_key_value_heads", None)
     if few and keys("attention_k_eq_v", False):
         wide["num_key_value_heads"] = few
     own = {str(index): wide for index, kind in enumerate(kinds) if kind == "full_attention"}
-    own, sizes = keys("per_layer_config", own), []  # which says the same in newer files
+    own, sizes = keys("per_layer_config", own), []  # newer files spell this out
     for index in range(len(kinds)):
         layer = Keys(own.get(str(index), {}))
         sizes.append((layer.count("head_dim", H), layer.count("num_key_value_heads", K)))
@@ -105,7 +104,7 @@ def head_sizes(keys: Keys, kinds: list[str]) -> list[tuple[int, int]]:
 
 
 def attention_layers(keys: Keys, kinds: list[str], owners: list[int | None], max_len: int) -> list[Attention]:
-    """One attention a layer."""
+    """The attention of each layer."""
     N, bias, tied = keys.count("num_attention_heads"), keys("attention_bias", False), keys("attention_k_eq_v", False)
     window = narrower(keys.count("sliding_window"), keys.count("max_position_embeddings"))
     return [
@@ -128,7 +127,7 @@ def attention_layers(keys: Keys, kinds: list[str], owners: list[int | None], max
 
 
 def experts(keys: Keys, activation: str) -> Moe | None:
-    """The experts beside each feed-forward block."""
+    """The experts beside each dense block, if there are any."""
     if not keys("enable_moe_block", False):
         keys.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
         return None
@@ -144,13 +143,13 @@ def experts(keys: Keys, activation: str) -> Moe | None:
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     moe, D, A, here = config.layers[index].moe, config.dim, config.per_layer_dim, f"{prefix}layers.{index}"
     weights = layer_sources(config, index, prefix, SANDWICH_NORMS).replace(
-        scale=Source((Part(f"{here}.layer_scalar", (1,), lambda x: x.reshape(())),))
+        scale=tensor(f"{here}.layer_scalar", (1,), lambda x: x.reshape(()))
     )
     if A:
-        gate = Part(f"{here}.per_layer_input_gate.weight", (A, D), linear((A,), (D,)))
-        up = Part(f"{here}.per_layer_projection.weight", (D, A), linear((D,), (A,)))
+        gate = tensor(f"{here}.per_layer_input_gate.weight", (A, D), linear((A,), (D,)))
+        up = tensor(f"{here}.per_layer_projection.weight", (D, A), linear((D,), (A,)))
         norm = scale(f"{here}.post_per_layer_input_norm.weight", D)
-        weights = weights.replace(per_layer=PerLayerWeights(Source((gate,)), Source((up,)), norm))
+        weights = weights.replace(per_layer=PerLayerWeights(gate, up, norm))
     if moe:
         weights = weights.replace(
             moe=MoeWeights(
@@ -171,17 +170,15 @@ def sources(config: ModelConfig) -> ModelWeights:
     L, D, A, V = len(config.layers), config.dim, config.per_layer_dim, config.per_layer_vocab
     if not A:
         return weights
-    embed = Part("model.embed_tokens_per_layer.weight", (V, L * A), lambda x: x.reshape(V, L, A))
-    project = Part("model.per_layer_model_projection.weight", (L * A, D), linear((L, A), (D,)))
     return weights.replace(
-        per_layer_embed_VLA=Source((embed,)),
-        per_layer_proj_DLA=Source((project,)),
+        per_layer_embed_VLA=tensor("model.embed_tokens_per_layer.weight", (V, L * A), lambda x: x.reshape(V, L, A)),
+        per_layer_proj_DLA=tensor("model.per_layer_model_projection.weight", (L * A, D), linear((L, A), (D,))),
         per_layer_norm_A=scale("model.per_layer_projection_norm.weight", A),
     )
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """What reads images and sound, and the keys and values of layers that share a cache."""
+    """The tensors for images and sound, and keys and values of layers that read another layer's cache."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"] and parts[3] == "self_attn":
         shares = config.layers[int(parts[2])].attention.kv_source is not None

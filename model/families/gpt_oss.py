@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, every second layer behind a window, and experts of four bits a weight."""
+"""gpt-oss: attention sinks, a window on every second layer, and experts in four bits a weight."""
 
 from dataclasses import replace
 
@@ -9,15 +9,15 @@ from ..config import Attention, Layer, ModelConfig, ModelError, Moe
 from ..weights import LayerWeights, MoeWeights
 from .common import (
     Keys,
-    Part,
     Source,
-    copy,
-    decoder,
+    SourceTensor,
     layer_sources,
     layer_types,
+    model_config,
     model_sources,
     narrower,
     router_source,
+    tensor,
 )
 
 MISSING = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}  # what a config.json without these keys means
@@ -32,7 +32,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     if not keys("rope_parameters", None) and not keys("rope_scaling", None):
         keys = Keys(keys.hf | {"rope_scaling": YARN})
     longest, heads, bias = keys.count("max_position_embeddings", 131072), keys.heads(64), keys("attention_bias", True)
-    keys.ignore("initial_context_length")  # stands in the rope's settings too
+    keys.ignore("initial_context_length")  # the rope settings have it too
     full = Attention(
         **heads,
         rope=keys.rope(heads["head_dim"], max_len or longest, theta=150000.0),
@@ -61,7 +61,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
     layers = tuple(Layer(sliding if kind == "sliding_attention" else full, moe=moe) for kind in kinds)
-    return decoder(keys, "gpt_oss", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(keys, "gpt_oss", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 def packed_source(name: str, E: int, into: int, *out: int) -> Mxfp4:
@@ -79,8 +79,8 @@ def packed_source(name: str, E: int, into: int, *out: int) -> Mxfp4:
 
     rows = int(np.prod(out))
     return Mxfp4(
-        blocks=Source((Part(f"{name}_blocks", (E, rows, G, BLOCK // 2), turn),)),
-        scales=Source((Part(f"{name}_scales", (E, rows, G), turn_scales),)),
+        blocks=Source((SourceTensor(f"{name}_blocks", (E, rows, G, BLOCK // 2), turn),)),
+        scales=Source((SourceTensor(f"{name}_scales", (E, rows, G), turn_scales),)),
     )
 
 
@@ -90,17 +90,17 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     if moe.quant:
         up, down = packed_source(f"{experts}.gate_up_proj", E, D, 2, F), packed_source(f"{experts}.down_proj", E, F, D)
     else:
-        part = Part(f"{experts}.gate_up_proj", (E, D, 2 * F), lambda x: x.reshape(-1, D, F, 2).swapaxes(2, 3))
-        up, down = Source((part,)), copy(f"{experts}.down_proj", (E, F, D))
-    bias = Part(f"{experts}.gate_up_proj_bias", (E, 2 * F), lambda x: x.reshape(E, F, 2).swapaxes(1, 2))
+        part = SourceTensor(f"{experts}.gate_up_proj", (E, D, 2 * F), lambda x: x.reshape(-1, D, F, 2).swapaxes(2, 3))
+        up, down = Source((part,)), tensor(f"{experts}.down_proj", (E, F, D))
+    bias = SourceTensor(f"{experts}.gate_up_proj_bias", (E, 2 * F), lambda x: x.reshape(E, F, 2).swapaxes(1, 2))
     return layer_sources(config, index, prefix).replace(
         moe=MoeWeights(
             router_DE=router_source(moe, D, f"{here}.router.weight"),
             up_EDGF=up,
             down_EFD=down,
-            router_bias_E=copy(f"{here}.router.bias", (E,)),
+            router_bias_E=tensor(f"{here}.router.bias", (E,)),
             up_bias_EGF=Source((bias,)),
-            down_bias_ED=copy(f"{experts}.down_proj_bias", (E, D)),
+            down_bias_ED=tensor(f"{experts}.down_proj_bias", (E, D)),
         )
     )
 

@@ -1,7 +1,7 @@
-"""Mistral: Llama behind a sliding window, which later versions took away again."""
+"""Mistral: Llama with a sliding window, which later versions do not have."""
 
 from ..config import Attention, Layer, Mlp, ModelConfig
-from .common import Keys, decoder, model_sources, narrower
+from .common import Keys, model_config, model_sources, narrower
 
 MISSING = {"num_key_value_heads": 8, "sliding_window": 4096}  # what a config.json without these keys means
 
@@ -15,7 +15,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         window=narrower(keys.count("sliding_window", None), longest),
     )
     layer = Layer(attention, Mlp(keys.count("intermediate_size"), keys.activation("hidden_act")))
-    return decoder(keys, "mistral", (layer,) * keys.count("num_hidden_layers"), longest)
+    return model_config(keys, "mistral", (layer,) * keys.count("num_hidden_layers"), longest)
 
 
 sources = model_sources

@@ -2,7 +2,7 @@
 
 from ..config import Attention, Layer, ModelConfig, Moe
 from ..weights import LayerWeights, MoeWeights
-from .common import Keys, decoder, expert_sources, layer_sources, model_sources, narrower, router_source
+from .common import Keys, expert_sources, layer_sources, model_config, model_sources, narrower, router_source
 
 MISSING = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -22,7 +22,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         activation=keys.activation("hidden_act"),
     )
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
-    return decoder(keys, "mixtral", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(keys, "mixtral", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:

@@ -3,7 +3,7 @@
 from functools import partial
 
 from ..config import Attention, Layer, Mlp, ModelConfig
-from .common import POST_NORMS, Keys, decoder, model_sources
+from .common import POST_NORMS, Keys, model_config, model_sources
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -13,7 +13,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     attention = Attention(**heads, rope=rope, qk_norm="all", bias=bias, out_bias=bias)
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
     layers = (Layer(attention, mlp, pre_norm=False, post_norm=True),) * keys.count("num_hidden_layers")
-    return decoder(keys, "olmo2", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(keys, "olmo2", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 sources = partial(model_sources, norms=POST_NORMS)

@@ -1,10 +1,10 @@
-"""OLMo 3: OLMo 2 with a window on three layers of four; only the others stretch their rotary embedding."""
+"""OLMo 3: OLMo 2 with a window on three layers of four; only the others scale their rotary embedding."""
 
 from dataclasses import replace
 from functools import partial
 
 from ..config import Attention, Mlp, ModelConfig
-from .common import POST_NORMS, Keys, decoder, layer_types, layers_by_type, model_sources
+from .common import POST_NORMS, Keys, layer_types, layers_by_type, model_config, model_sources
 
 THETA = 500000.0
 
@@ -22,7 +22,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
     window = keys.count("sliding_window", None)
     layers = layers_by_type(kinds, mlp, full, sliding, window, longest, pre_norm=False, post_norm=True)
-    return decoder(keys, "olmo3", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(keys, "olmo3", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 sources = partial(model_sources, norms=POST_NORMS)

@@ -1,9 +1,9 @@
-"""Phi-3 and Phi-4: Llama with fused projections; the small ones reach far with longrope."""
+"""Phi-3 and Phi-4: Llama with fused projections; the small ones have long contexts by longrope."""
 
 from functools import partial
 
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError
-from .common import Keys, decoder, model_sources, narrower
+from .common import Keys, model_config, model_sources, narrower
 
 EARLY_NAMES = ("su", "yarn")  # what the first configs called longrope
 
@@ -22,7 +22,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     )
     layer = Layer(attention, Mlp(keys.count("intermediate_size"), keys.activation("hidden_act")))
     layers = (layer,) * keys.count("num_hidden_layers")
-    return decoder(keys, "phi3", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(keys, "phi3", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 def rename_longrope(hf: dict) -> dict:
@@ -39,4 +39,4 @@ def rename_longrope(hf: dict) -> dict:
     return hf
 
 
-sources = partial(model_sources, fused=True)
+sources = partial(model_sources, fused=("qkv", "gate_up"))

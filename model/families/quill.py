@@ -1,4 +1,4 @@
-"""The recipe of a small cache, as one public config: MQA, windows between global layers, KV shared by neighbours."""
+"""quill, a model with a small KV cache: one KV head, windows between global layers, caches shared by neighbours."""
 
 from ..config import Attention, Layer, Mlp, ModelConfig, Rope
 from .common import Keys, layer_types, model_sources
@@ -22,7 +22,7 @@ def small_cache_config(
     kinds: list[str] | None = None,
     kv_sources: list[int | None] | None = None,
 ) -> ModelConfig:
-    """Every `global_every`-th run of `share` layers is global, the others see a window; a run shares one cache.
+    """Every `global_every`-th run of `share` layers is global, the others have a window; a run shares one cache.
 
     With 8 layers, share 2 and global_every 2: window, window*, global, global*, window, window*, global, global*,
     where a star marks a layer that reads the cache of the layer before it.
@@ -75,7 +75,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def hf_config(config: ModelConfig, **extra) -> dict:
-    """The config.json of a small-cache model, read back by `config`."""
+    """The config.json that `config` reads back."""
     attention, mlp = config.layers[0].attention, config.layers[0].mlp
     windows = [layer.attention.window for layer in config.layers]
     rope = attention.rope.inv_freq

@@ -1,7 +1,7 @@
-"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values; the upper layers may see a window."""
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values; the upper layers may have a window."""
 
 from ..config import Attention, Layer, Mlp, ModelConfig
-from .common import Keys, decoder, layer_types, layers_by_type, model_sources
+from .common import Keys, layer_types, layers_by_type, model_config, model_sources
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -9,11 +9,11 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.refuse("use_mrope", False)
     longest, heads = keys.count("max_position_embeddings", 32768), keys.heads()
     attention = Attention(**heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=True)
-    return decoder(keys, "qwen2", windowed_layers(keys, attention, longest), longest)
+    return model_config(keys, "qwen2", windowed_layers(keys, attention, longest), longest)
 
 
 def windowed_layers(keys: Keys, attention: Attention, longest: int) -> tuple[Layer, ...]:
-    """Qwen's layers: with `use_sliding_window`, those from `max_window_layers` on see a window."""
+    """Qwen's layers: with `use_sliding_window`, those from `max_window_layers` on have a window."""
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
     L, window, first = (
         keys.count("num_hidden_layers"),

@@ -1,7 +1,7 @@
 """Qwen3: Qwen2 with a norm on each head of queries and keys, mostly in place of the biases."""
 
 from ..config import Attention, ModelConfig
-from .common import Keys, decoder, model_sources
+from .common import Keys, model_config, model_sources
 from .qwen2 import windowed_layers
 
 
@@ -12,7 +12,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     attention = Attention(
         **heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=bias, out_bias=bias, qk_norm="head"
     )
-    return decoder(keys, "qwen3", windowed_layers(keys, attention, longest), longest)
+    return model_config(keys, "qwen3", windowed_layers(keys, attention, longest), longest)
 
 
 sources = model_sources

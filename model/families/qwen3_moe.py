@@ -2,7 +2,7 @@
 
 from ..config import Attention, Layer, Mlp, ModelConfig, Moe
 from ..weights import LayerWeights, MoeWeights
-from .common import Keys, decoder, expert_sources, layer_sources, model_sources, narrower, router_source
+from .common import Keys, expert_sources, layer_sources, model_config, model_sources, narrower, router_source
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -10,7 +10,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     longest, heads = keys.count("max_position_embeddings", 32768), keys.heads()
     bias = keys("attention_bias", False)
     window = keys.count("sliding_window", 4096)
-    keys.ignore("max_window_layers")  # a window is one for all layers here
+    keys.ignore("max_window_layers")  # all layers have the same window here
     attention = Attention(
         **heads,
         rope=keys.rope(heads["head_dim"], max_len or longest),
@@ -31,7 +31,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     step, without = keys.count("decoder_sparse_step", 1), keys("mlp_only_layers", [])
     layers = tuple(dense if i in without or (i + 1) % step else sparse for i in range(keys.count("num_hidden_layers")))
     keys.quantization("fp8")  # widened at load
-    return decoder(keys, "qwen3_moe", layers, longest)
+    return model_config(keys, "qwen3_moe", layers, longest)
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:

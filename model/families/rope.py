@@ -1,4 +1,4 @@
-"""From a checkpoint's rope settings to the frequencies the decoder uses; numpy, once, at load."""
+"""From a checkpoint's rope settings to the frequencies that the decoder uses, in numpy, when a model is loaded."""
 
 import math
 
@@ -22,9 +22,9 @@ COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 def build(params: dict, head_dim: int, max_len: int) -> Rope:
     """`params` as `transformers` 5 writes them; `max_len` is the longest sequence that will be served.
 
-    `dynamic` and `longrope` change their frequencies with the length of the sequence. Keys already in the
-    cache cannot follow, so the choice is made once, from `max_len`: short sequences then do not depend on
-    what else was served, and within the original length the result is the unscaled one.
+    `dynamic` and `longrope` change their frequencies with the length of the sequence, but keys in the cache keep
+    theirs. So the choice is made once, from `max_len`: a sequence's result does not depend on its length, and with a
+    `max_len` within the original length nothing is scaled.
     """
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind not in ALLOWED:
@@ -53,13 +53,13 @@ def build(params: dict, head_dim: int, max_len: int) -> Rope:
 
 
 def check(name: str, value) -> None:
-    """Refuse what cannot be a parameter of that name."""
+    """Refuse a value that a parameter of this name cannot have."""
     if value is None or name in ("rope_type", "type", "truncate"):
         return
     is_list = name in ("long_factor", "short_factor")
     numbers = value if is_list and isinstance(value, list) else [value]
     good = is_list == isinstance(value, list) and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
-    # DeepSeek writes mscale = 0 for none.
+    # DeepSeek writes mscale = 0 for none
     if not good or any(x < 0 or (x == 0 and "mscale" not in name) for x in numbers):
         right = "a list of positive numbers" if is_list else "a positive number"
         raise ModelError(f"rope parameter {name} = {value!r}; it must be {right}")

@@ -1,24 +1,24 @@
 """Attention over a paged cache: append the new keys and values, then attend, in one call."""
 
-import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from ...sharding.device_axes import WHOLE, Axis
+from ...sharding.device_axes import UNSPLIT, Axis
+from ..implementations import choose
 
-# Tried in order; one that cannot serve a case raises NotImplementedError.
+# Tried in order; one that cannot serve a case declines by raising NotImplementedError with the reason.
 IMPLEMENTATIONS = {"native": ".native", "mosaic_tpu": ".mosaic_tpu", "mosaic_gpu": ".gated_mosaic_gpu", "xla": ".xla"}
 
 
 @struct.dataclass
 class KVPages:
-    """The cache of one layer. Without `v_PSKH` the values are the first dimensions of the keys (MLA).
+    """The KV cache of one layer. Without `v_PSKH` the values are the first dimensions of the keys (MLA).
 
-    Pages of uint16 hold the bits of bfloat16, pages of eight bits come with a float32 scale a head and position. Where
-    `kv_PSYH` is there, it holds what the others would, each head's value right after its key.
+    Pages of uint16 hold the bits of bfloat16; pages of eight bits have a float32 scale for each head and position.
+    `kv_PSYH` replaces all the others: each head's value right after its key.
     """
 
     k_PSKH: Any = None
@@ -29,25 +29,25 @@ class KVPages:
 
 
 @struct.dataclass
-class Rows:
-    """Which sequence each query row belongs to, and where the keys and values of one cache group lie."""
+class QueryRows:
+    """Which sequence each query row belongs to, and where keys and values lie in the pages of one cache group."""
 
     positions_T: Any
-    starts_B1: Any  # rows starts[b] .. starts[b + 1] are those of sequence b; padding rows come after the last
+    starts_B1: Any  # sequence b has the rows starts[b] .. starts[b + 1]; padding rows come after the last
     tables_BM: Any  # page numbers of each sequence; page 0 is a dummy
-    slots_T: Any  # page * S + offset where each row's key and value go; padding goes to page 0
+    slots_T: Any  # page * S + offset: where each row's key and value are written; for padding page 0
 
 
 def page_dtype(dtype):
-    """What pages are made of: on a CPU the bits of bfloat16, which XLA could not write or read in place there.
+    """The dtype of page arrays. On a CPU bfloat16 is kept as its bits in uint16.
 
-    It would turn the whole cache to float32 and back in every layer.
+    XLA cannot update bfloat16 in place there: it would convert the whole cache to float32 and back in every layer.
     """
     return jnp.dtype(jnp.uint16 if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype)
 
 
 def pairs(dtype) -> bool:
-    """Whether keys and values lie in one array: the kernel for TPUs reads `kv_PSYH`, and has no room for a copy."""
+    """Whether keys and values are kept in one array, `kv_PSYH`: the TPU kernel reads them so."""
     return dtype == jnp.bfloat16 and jax.default_backend() == "tpu"
 
 
@@ -56,33 +56,35 @@ def paged_attention(
     k_TKH,
     v_TKH,
     pages: KVPages,
-    rows: Rows,
+    rows: QueryRows,
     *,
     scale,
     window=None,
     soft_cap=None,
     sinks_N=None,
     value_dim=None,
-    context: Axis = WHOLE,
-    deal: bool = False,
+    context: Axis = UNSPLIT,
+    split_rows: bool = False,
+    implementation: str | None = None,
 ):
-    """(out_TNH, pages): `k` is None where the layer reads pages that another layer has already filled.
+    """(out_TNH, pages). `k_TKH` is None where the layer reads pages that another layer has already filled.
 
-    `value_dim` is the width of the values where they are a part of the keys. The devices of `context` each have some of
-    the positions of every page; all bring all rows, and get what belongs to all of them or, with `deal`, to their part.
+    `value_dim` is the width of the values where they are a part of the keys. Each device of `context` has some of the
+    positions of every page. All devices pass all rows; each gets the result of all rows, or with `split_rows` that of
+    its own part of them. `implementation` forces one of IMPLEMENTATIONS.
     """
-    reasons = []
-    for name, module in IMPLEMENTATIONS.items():
-        if context.size > 1 and name != "xla":
-            reasons.append(f"{name}: positions are spread over {context.size} devices")
-            continue
-        spread = {"context": context, "deal": deal} if context.size > 1 else {}
-        try:
-            attend = importlib.import_module(module, __name__).paged_attention
-            return attend(
-                q_TNH, k_TKH, v_TKH, pages, rows,
-                scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim, **spread,
-            )  # fmt: skip
-        except NotImplementedError as reason:
-            reasons.append(f"{name}: {reason}")
-    raise NotImplementedError("no attention implementation serves this case: " + "; ".join(reasons))
+
+    def attend(module):
+        return module.paged_attention(
+            q_TNH, k_TKH, v_TKH, pages, rows,
+            scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim,
+            context=context, split_rows=split_rows,
+        )  # fmt: skip
+
+    return choose(IMPLEMENTATIONS, __name__, attend, implementation)
+
+
+def require_whole_pages(context: Axis) -> None:
+    """Declines pages whose positions are split over devices."""
+    if context.size > 1:
+        raise NotImplementedError(f"positions are spread over {context.size} devices")

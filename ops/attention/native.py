@@ -1,21 +1,26 @@
 """Paged attention by the C++ kernel: see attention.h in `ops/native`.
 
-A row's result has the same bits in any batch, in any chunk and on any number of threads.
+A row's bits are the same in any batch, in any chunk and on any number of threads.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...sharding.device_axes import UNSPLIT, Axis
 from ..native import target
 from ..native.kernel_names import ATTENTION
-from . import KVPages
+from . import KVPages, require_whole_pages
 
 PAGES = {pages for pages, _ in ATTENTION}
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
+def paged_attention(
+    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim,
+    context: Axis = UNSPLIT, split_rows=False,
+):  # fmt: skip
     """See `quire.ops.attention.paged_attention`."""
+    require_whole_pages(context)
     if pages.kv_PSYH is not None:
         raise NotImplementedError("keys and values must lie in arrays of their own")
     dtype, held = q_TNH.dtype, pages.k_PSKH.dtype
@@ -50,7 +55,7 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
 
 
 def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
-    """The kernel takes arrays at their word, so each must have the shape that the others say."""
+    """The kernel does not check shapes, so each array must have the shape that the others imply."""
     T, N, H = q_TNH.shape
     P, S, K, _ = pages.k_PSKH.shape
     B = rows.tables_BM.shape[0]

@@ -1,13 +1,12 @@
 """Sampling: from logits to tokens, each row's result a function of that row alone.
 
-The order of work is vLLM's: biases and bans, penalties, then argmax, or temperature, min-p, top-k, top-p and a draw.
-The last three filters each keep the tokens whose logit reaches some threshold, so together they are one number a row,
-its floor; tokens that tie with the floor are all kept.
+The order is vLLM's: biases and bans, penalties, then argmax, or temperature, min-p, top-k, top-p and a draw. The last
+three filters each keep the tokens whose logit reaches a threshold, so together they are one number a row: its floor.
+Tokens that tie with the floor are all kept.
 
 Letters beside the package's: R sampled rows, B slots, X bans, K listed log-probabilities, C candidates, W fan-out.
 """
 
-import importlib
 from dataclasses import replace
 
 import jax
@@ -15,9 +14,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from ...sharding.device_axes import WHOLE, Axis
+from ...sharding.device_axes import UNSPLIT, Axis
+from ..implementations import choose
 
-# Tried in order; one that cannot serve a case raises NotImplementedError.
+# Tried in order; one that cannot serve a case declines by raising NotImplementedError with the reason.
 IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
 MAX_LOGPROBS = 20
 MAX_BANS = 64
@@ -25,7 +25,7 @@ MAX_BANS = 64
 
 @struct.dataclass
 class SlotState:
-    """What sampling remembers on the device: one row a running request."""
+    """What sampling keeps on the device between steps: one row for each running sequence."""
 
     bias_BV: Array  # float32, added to the logits; -inf where a token is not allowed
     stop_BV: Array  # bool, the tokens that would end the request
@@ -56,7 +56,7 @@ class SamplingInputs:
 
 @struct.dataclass
 class Sampled:
-    """The tokens, and what was asked of the raw logits; a row that is not ok has zeros."""
+    """The tokens, and their log-probabilities by the raw logits; a row that is not ok has zeros."""
 
     tokens_R: Array  # int32
     logprobs_R: Array  # float32, log-softmax of the logits before any processing
@@ -67,44 +67,46 @@ class Sampled:
 
 
 def sample(
-    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = WHOLE
+    logits_RV: Array,
+    state: SlotState,
+    inputs: SamplingInputs,
+    plain: bool = False,
+    axis: Axis = UNSPLIT,
+    implementation: str | None = None,
 ) -> Sampled:
-    """Choose, or score, one token a row. Each device of `axis` has the logits, and the state, of its own words.
+    """Choose, or score, one token a row. Each device of `axis` has the logits and the state of its own tokens.
 
-    `plain` promises that all are drawn, and no logit changed or left out but by temperature and min-p: the same tokens
-    without a branch, at each of which a GPU waits for its host.
+    `plain` promises that all rows are drawn or greedy with no parameters but temperature and min-p, and want no
+    log-probabilities. The tokens are the same, computed without a branch: at each branch a GPU waits for its host.
+    `implementation` forces one of IMPLEMENTATIONS.
     """
-    reasons = []
-    for name, module in IMPLEMENTATIONS.items():
-        try:
-            return importlib.import_module(module, __name__).sample(logits_RV, state, inputs, plain, axis)
-        except NotImplementedError as reason:
-            reasons.append(f"{name}: {reason}")
-    raise NotImplementedError("no sampling implementation serves this case: " + "; ".join(reasons))
+    return choose(
+        IMPLEMENTATIONS, __name__, lambda module: module.sample(logits_RV, state, inputs, plain, axis), implementation
+    )
 
 
 def empty_state(num_slots: int, vocab: int) -> SlotState:
-    """The state of slots that no request has."""
+    """The state where no slot is in use."""
     return SlotState(*(jnp.zeros((num_slots, vocab), dtype) for dtype in (jnp.float32, bool, jnp.int32, bool)))
 
 
-def reset_slot(state: SlotState, slot: Array, row: SlotState) -> SlotState:
-    """The state with a slot made ready for a new request, whose row has no B axis."""
+def replace_row(state: SlotState, slot: Array, row: SlotState) -> SlotState:
+    """The state with one slot's row, which has no B axis, replaced."""
     return jax.tree.map(lambda all_BV, own_V: all_BV.at[slot].set(own_V), state, row)
 
 
-def set_bias(bias_BV: Array, slot: Array, bias_V: Array) -> Array:
+def replace_bias(bias_BV: Array, slot: Array, bias_V: Array) -> Array:
     """The biases with those of one slot replaced."""
     return bias_BV.at[slot].set(bias_V)
 
 
 def count_tokens(
-    state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array, axis: Axis = WHOLE
+    state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array, axis: Axis = UNSPLIT
 ) -> SlotState:
-    """The state with prompt tokens marked and output tokens counted, of the rows that are tracked."""
+    """The state with the prompt tokens of the tracked rows marked and their output tokens counted."""
     B, V = state.prompt_BV.shape
     if axis.size > 1:
-        tokens_T = own_words(tokens_T, V, axis)
+        tokens_T = own_tokens(tokens_T, V, axis)
     prompt_T = jnp.where(tracked_T & is_prompt_T, slots_T, B)  # slot B does not exist: dropped
     output_T = jnp.where(tracked_T & ~is_prompt_T, slots_T, B)
     return replace(
@@ -114,7 +116,7 @@ def count_tokens(
     )
 
 
-def own_words(tokens, V: int, axis: Axis):
-    """Where each token lies among the V words of this device; V for those of the others."""
+def own_tokens(tokens, V: int, axis: Axis):
+    """The index of each token among the V of this device; V for tokens of other devices."""
     at = tokens - axis.index() * V
     return jnp.where((at >= 0) & (at < V), at, V)

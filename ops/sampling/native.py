@@ -1,21 +1,21 @@
 """Sampling by the C++ kernel: see sampling.h in `ops/native`.
 
-A row's result has the same bits in any company and on any number of threads. Draws run over the tokens in the order of
-their ids, so the same seed may draw other tokens than XLA's way does, from the same distribution.
+A row's bits depend neither on the other rows nor on the number of threads. Draws run over the tokens in the order of
+their ids, so the same seed may draw other tokens than in XLA, from the same distribution.
 """
 
 import jax
 import jax.numpy as jnp
 
-from ...sharding.device_axes import WHOLE, Axis
+from ...sharding.device_axes import UNSPLIT, Axis
 from ..native import kernel_names, target
 from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState
 
 
-def sample(logits_RV, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = WHOLE) -> Sampled:
-    """See `quire.ops.sampling.sample`; branches cost nothing here."""
+def sample(logits_RV, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = UNSPLIT) -> Sampled:
+    """See `quire.ops.sampling.sample`. `plain` makes no difference here."""
     if axis.size > 1:
-        raise NotImplementedError("the words are split over devices")
+        raise NotImplementedError("the vocabulary is split over devices")
     kernel = target(kernel_names.SAMPLING)
     check_shapes(logits_RV, state, inputs)
     R, V = logits_RV.shape
@@ -35,7 +35,7 @@ def sample(logits_RV, state: SlotState, inputs: SamplingInputs, plain: bool = Fa
 
 
 def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:
-    """The kernel takes arrays at their word, so each must have the shape that the logits say."""
+    """The kernel does not check shapes, so each array must have the shape that the logits imply."""
     R, V = logits_RV.shape
     if not R or not V:
         raise NotImplementedError(f"there must be logits, not an array of {R} by {V}")

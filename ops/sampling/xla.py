@@ -1,12 +1,12 @@
 """Sampling in plain XLA, which serves everywhere.
 
 The thresholds need no sort of the vocabulary: they come from the best few logits where these suffice (nearly always),
-else from bisecting the ordered bit patterns of float32. A row gives the same bits in any company and at any number of
-rows: floating-point sums run in an order written out here (`fold`), and a row whose best few logits suffice keeps that
-answer when another row needs the bisection.
+else from bisecting the ordered bit patterns of float32. A row's bits depend neither on the other rows nor on their
+number: floating-point sums run in a written order (`fold`), and a row whose best few logits suffice keeps that answer
+when another row needs the bisection.
 
-Where the words are split over the devices of an axis, only what a device has found among its own goes to the others:
-numbers a row, and its best few logits.
+Where the vocabulary is split over the devices of an axis, no logits are gathered: the devices exchange a few numbers a
+row and their best few logits.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...sharding.device_axes import WHOLE, Axis
-from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_words
+from ...sharding.device_axes import UNSPLIT, Axis
+from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_tokens
 
 CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530
 FAN_OUT = 64
 
 
 def sample(
-    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = WHOLE
+    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = UNSPLIT
 ) -> Sampled:
     """See `quire.ops.sampling.sample`. Work that no row wants is skipped."""
     raw_RV = logits_RV.astype(jnp.float32)
@@ -35,7 +35,7 @@ def sample(
     draws_R = ~scored_R & (inputs.temperature_R > 0)
 
     def choose():
-        # A row that wants neither comes out as it went in, so one branch serves both.
+        # A row without masks and penalties does not change, so one branch serves all rows.
         logits_RV = lax.cond(
             adjusts, lambda: penalise(mask(raw_RV, state, inputs, axis), state, inputs), lambda: raw_RV
         )
@@ -60,13 +60,13 @@ def sample(
 
 
 @jax.named_scope("mask")
-def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = WHOLE) -> Array:
+def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = UNSPLIT) -> Array:
     """Logits with the biases added and the bans applied."""
     R, V = logits_RV.shape
     bias_RV = jnp.where(inputs.biased_R[:, None], state.bias_BV[inputs.slots_R], 0)
     banned_RV = inputs.ban_stop_R[:, None] & state.stop_BV[inputs.slots_R]
     logits_RV = jnp.where(banned_RV, -jnp.inf, logits_RV + bias_RV)
-    ban_RX = own_words(inputs.ban_RX, V, axis)  # a negative index would count from the end
+    ban_RX = own_tokens(inputs.ban_RX, V, axis)  # a negative index would count from the end
     return logits_RV.at[jnp.arange(R)[:, None], ban_RX].set(-jnp.inf, mode="drop")
 
 
@@ -99,7 +99,7 @@ def most(values_RV: Array, axis: Axis) -> Array:
 
 
 def top(logits_RV: Array, count: int, axis: Axis) -> tuple[Array, Array]:
-    """The best few logits of each row, and their tokens."""
+    """The best `count` logits of each row, and their tokens."""
     V = logits_RV.shape[1]
     top_RC, tokens_RC = lax.top_k(logits_RV, min(count, V))
     if axis.size == 1:
@@ -113,13 +113,13 @@ def top(logits_RV: Array, count: int, axis: Axis) -> tuple[Array, Array]:
 
 @jax.named_scope("draw")
 def draw(
-    logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs, axis: Axis = WHOLE, cuts: bool = True
+    logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs, axis: Axis = UNSPLIT, cuts: bool = True
 ) -> Array:
-    """A token a row, by the inverse of the distribution function of what min-p and, with `cuts`, top-k and top-p keep.
+    """A token a row, by the inverse distribution function of what min-p and, with `cuts`, top-k and top-p keep.
 
     The function runs over the tokens in the order of `fold`'s tree, not of their ids: any fixed order draws alike.
     """
-    # Not below the smallest normal number, which may be flushed to 0: 0 / 0 is no weight.
+    # Smaller numbers may be flushed to 0, and 0 / 0 is no weight.
     temperature_R = jnp.where(draws_R, jnp.maximum(inputs.temperature_R, jnp.finfo(jnp.float32).tiny), 1)
     top_k_R = jnp.where(draws_R & (inputs.top_k_R < axis.size * logits_RV.shape[1]), inputs.top_k_R, 0)
     top_p_R = jnp.where(draws_R, inputs.top_p_R, 1)
@@ -149,7 +149,7 @@ def draw(
     chance_R = uniform(inputs.seeds_R2, inputs.positions_R)
     if axis.size == 1:
         return descend(levels, weigh_tokens, chance_R * total_R)
-    # The devices are one level more of the tree, above all the others.
+    # The devices are one more level of the tree, above all others.
     total_RA = axis.gather(total_R).T
     sums_RA = running_sums(total_RA)
     begins_RA = jnp.pad(sums_RA[:, :-1], ((0, 0), (1, 0)))
@@ -161,7 +161,7 @@ def draw(
     return axis.sum(jnp.where(at_R == axis.index(), token_R, 0))
 
 
-def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array, axis: Axis = WHOLE) -> Array:
+def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array, axis: Axis = UNSPLIT) -> Array:
     """The k-th best logit of each row, -inf where k is off."""
     hard_R = k_R > top_RC.shape[1]
     floor_R = jnp.take_along_axis(top_RC, jnp.clip(k_R - 1, 0, top_RC.shape[1] - 1)[:, None], axis=1)[:, 0]
@@ -170,9 +170,9 @@ def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array, axis: Axis = WHOLE)
 
 
 def top_p_floor(
-    logits_RV: Array, top_RC: Array, p_R: Array, weigh: Callable[[Array], Array], axis: Axis = WHOLE
+    logits_RV: Array, top_RC: Array, p_R: Array, weigh: Callable[[Array], Array], axis: Axis = UNSPLIT
 ) -> Array:
-    """The best logit of each row at or above which lies p of the mass, -inf where p is off."""
+    """The highest logit of each row such that the tokens at or above it have p of the mass, -inf where p is off."""
     need_R = p_R * total(weigh(logits_RV), axis)
     enough_RC = running_sums(weigh(top_RC)) >= need_R[:, None]
     floor_R = jnp.take_along_axis(top_RC, enough_RC.argmax(axis=1)[:, None], axis=1)[:, 0]
@@ -181,8 +181,8 @@ def top_p_floor(
     return jnp.where(hard_R, exact_R, jnp.where(p_R < 1, floor_R, -jnp.inf))
 
 
-def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array, axis: Axis = WHOLE) -> Array:
-    """The best logit of each row such that the weights of the tokens that reach it add up to the need.
+def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array, axis: Axis = UNSPLIT) -> Array:
+    """The highest logit of each row such that the weights of the tokens at or above it add up to the need.
 
     Read as an unsigned integer, with the sign flipped if positive and all bits if negative, float32 keeps its order:
     32 passes settle the 32 bits of the threshold.
@@ -220,7 +220,7 @@ def fold(values_RN: Array, combine: Callable, neutral: float) -> tuple[Array, li
     return values_RN[:, 0], levels
 
 
-def total(values_RN: Array, axis: Axis = WHOLE) -> Array:
+def total(values_RN: Array, axis: Axis = UNSPLIT) -> Array:
     """The sum of each row, the same bits on each device."""
     total_R = fold(values_RN, jnp.add, 0)[0]
     return total_R if axis.size == 1 else fold(axis.gather(total_R).T, jnp.add, 0)[0]
@@ -261,13 +261,13 @@ def uniform(seeds_R2: Array, positions_R: Array) -> Array:
 
 
 @jax.named_scope("score")
-def score(raw_RV: Array, tokens_R: Array, axis: Axis = WHOLE) -> tuple[Array, ...]:
+def score(raw_RV: Array, tokens_R: Array, axis: Axis = UNSPLIT) -> tuple[Array, ...]:
     """Log-probability and rank of each row's token, and the best K tokens with theirs."""
     V = raw_RV.shape[1]
     if axis.size == 1:
         token_logits_R = jnp.take_along_axis(raw_RV, tokens_R[:, None], axis=1)[:, 0]
     else:
-        at_R = own_words(tokens_R, V, axis)
+        at_R = own_tokens(tokens_R, V, axis)
         found_R = jnp.take_along_axis(raw_RV, jnp.minimum(at_R, V - 1)[:, None], axis=1)[:, 0]
         token_logits_R = axis.sum(jnp.where(at_R < V, found_R, 0))
     ranks_R = 1 + total((raw_RV > token_logits_R[:, None]).astype(jnp.int32), axis)

@@ -1,6 +1,6 @@
-"""A client of OpenAI-compatible servers on asyncio's streams: HTTP/1.1, server-sent events, and when each piece came.
+"""A client of OpenAI-compatible servers on asyncio's streams: HTTP/1.1, server-sent events, and the time of each piece.
 
-A library would do, but the client shares the machine with the server it measures: the less it does the better.
+A library would do, but the client often shares the machine with the server: the less work it does the better.
 """
 
 import asyncio
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from .metrics import Answer
+from .metrics import RequestTimes
 
 LINE = 1 << 20  # longest line of a head or an event
 ERROR_BODY = 1 << 16  # how much of an error is read
 
 
 class Failure(Exception):
-    """One request has failed; the reason is one line."""
+    """A request failed; the reason is one line."""
 
 
 @dataclass(frozen=True)
-class Server:
-    """Where requests go, and what each of them carries."""
+class ServerAddress:
+    """Where requests go, and what each carries."""
 
     host: str
     port: int
@@ -33,7 +33,7 @@ class Server:
     key: str | None = None
 
     @classmethod
-    def parse(cls, url: str, key: str | None = None) -> "Server":
+    def parse(cls, url: str, key: str | None = None) -> "ServerAddress":
         """ValueError where the text is no http(s) address. An address that ends in /v1 is taken without it."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -75,7 +75,7 @@ class Response:
 
 
 @asynccontextmanager
-async def exchange(server: Server, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
+async def exchange(server: ServerAddress, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
     """One request on a connection of its own, closed however this ends."""
     reader, writer = await asyncio.open_connection(server.host, server.port, ssl=server.tls, limit=LINE)
     try:
@@ -88,7 +88,7 @@ async def exchange(server: Server, method: str, path: str, body: bytes = b"") ->
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers, the names in lower case; interim answers (1xx) are passed over."""
+    """Status and headers, with names in lower case; interim answers (1xx) are skipped."""
     while True:
         version, _, rest = (await reader.readuntil(b"\n")).decode("latin-1").strip().partition(" ")
         code = rest.split(" ")[0]
@@ -144,7 +144,9 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
                 data = []
 
 
-async def ask(server: Server, path: str, body: dict[str, Any], timeout: float, clock: Callable[[], float]) -> Answer:
+async def ask(
+    server: ServerAddress, path: str, body: dict[str, Any], timeout: float, clock: Callable[[], float]
+) -> RequestTimes:
     """Send one request and time what comes back. Only a cancellation is raised: all else is the answer's `error`."""
     sent, times, usage, limit = clock(), [], {}, None
     try:
@@ -168,12 +170,12 @@ async def ask(server: Server, path: str, body: dict[str, Any], timeout: float, c
                 raise Failure("the stream held no token")
     except TimeoutError:
         late = limit is not None and limit.expired()
-        return Answer(sent, times, error=f"no end within {timeout:g} s" if late else "cannot connect: timed out")
+        return RequestTimes(sent, times, error=f"no end within {timeout:g} s" if late else "cannot connect: timed out")
     except asyncio.IncompleteReadError:
-        return Answer(sent, times, error="disconnected in the middle of the answer" if times else "disconnected")
+        return RequestTimes(sent, times, error="disconnected in the middle of the answer" if times else "disconnected")
     except (Failure, OSError, ValueError, asyncio.LimitOverrunError) as error:
-        return Answer(sent, times, error=reason(error))
-    return Answer(sent, times, usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times)))
+        return RequestTimes(sent, times, error=reason(error))
+    return RequestTimes(sent, times, usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times)))
 
 
 def piece(event: str) -> tuple[bool, dict[str, int]]:
@@ -217,7 +219,7 @@ def reason(error: BaseException) -> str:
     return text.strip().split("\n")[0][:200]
 
 
-async def get(server: Server, path: str, timeout: float) -> str:
+async def get(server: ServerAddress, path: str, timeout: float) -> str:
     """The text at a path; OSError or Failure where there is none."""
     async with asyncio.timeout(timeout), exchange(server, "GET", path) as response:
         if response.status != 200:
@@ -225,7 +227,7 @@ async def get(server: Server, path: str, timeout: float) -> str:
         return (await response.read(LINE)).decode(errors="replace")
 
 
-async def models(server: Server, timeout: float) -> list[str]:
+async def models(server: ServerAddress, timeout: float) -> list[str]:
     """The names that the server lists at /v1/models; OSError or Failure where it cannot be asked."""
     async with asyncio.timeout(timeout), exchange(server, "GET", "/v1/models") as response:
         data = await response.read(LINE)

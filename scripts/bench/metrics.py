@@ -1,14 +1,14 @@
-"""What a benchmark saw of each request, and the figures that follow: arithmetic on times, whoever took them."""
+"""What a benchmark saw of each request, and the figures that follow from it."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # as results name them, and as people do
+METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # name in results -> name for people
 
 
 @dataclass(frozen=True)
-class Answer:
+class RequestTimes:
     """One request as its caller saw it, in seconds of one clock. A piece is a token, or a few that came together.
 
     sent ──── ttft ────> times[0] ─ gap ─> times[1] ─ gap ─> ... times[-1]
@@ -31,7 +31,7 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None where there is no other."""
+        """Seconds a token after the first; None where there is only one."""
         return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
@@ -40,7 +40,7 @@ class Answer:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
     def meets(self, limits: dict[str, float]) -> bool:
-        """Whether every limit (metric -> milliseconds) is kept; a single token has no TPOT that could be late."""
+        """Whether every limit (metric -> milliseconds) is kept; a single token has no TPOT and keeps that limit."""
         return all((getattr(self, metric) or 0.0) * 1000 <= most for metric, most in limits.items())
 
 
@@ -56,7 +56,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which this share of a sorted sample lies, on a straight line between its neighbours."""
+    """The value below which this share of a sorted sample lies, interpolated between its neighbours."""
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -73,7 +73,7 @@ def summarise(values: Iterable[float]) -> Summary | None:
     return Summary(mean, std, *(percentile(ordered, percent) for percent in (50, 90, 99)))
 
 
-def milliseconds(answers: Iterable[Answer]) -> dict[str, list[float]]:
+def milliseconds(answers: Iterable[RequestTimes]) -> dict[str, list[float]]:
     """The values of every metric over the requests that were answered."""
     good = [answer for answer in answers if answer.error is None]
     seconds = {
@@ -85,7 +85,7 @@ def milliseconds(answers: Iterable[Answer]) -> dict[str, list[float]]:
     return {metric: [value * 1000 for value in values] for metric, values in seconds.items()}
 
 
-def totals(answers: Sequence[Answer], duration: float) -> dict[str, float]:
+def totals(answers: Sequence[RequestTimes], duration: float) -> dict[str, float]:
     """Counts and rates of a run; the names are those of vLLM's result files."""
     good = [answer for answer in answers if answer.error is None]
     read, written = sum(answer.prompt_tokens for answer in good), sum(answer.output_tokens for answer in good)
@@ -102,8 +102,8 @@ def totals(answers: Sequence[Answer], duration: float) -> dict[str, float]:
     }
 
 
-def goodput(answers: Sequence[Answer], duration: float, limits: dict[str, float]) -> float:
-    """Requests a second that kept every limit."""
+def goodput(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> float:
+    """Requests a second that kept all limits."""
     return sum(answer.error is None and answer.meets(limits) for answer in answers) / max(duration, 1e-9)
 
 

@@ -5,68 +5,88 @@ from typing import Annotated, Any
 
 import typer
 
+from ...serving.api.options import EngineOptions
 from .. import options as o
-from ..plan.command import table
+from ..tables import table
 from . import load as load
 from . import report as reports
-from .metrics import Answer, flat, milliseconds
+from .metrics import RequestTimes, flat, milliseconds
 from .simulation import Cost, Policy, Simulation, conversations, reasons
 
+DEVICE = "The simulated device"
 NAMES = {"wait": "in the queue", "ttft": "first token", "itl": "each token after", "e2el": "whole request"}
 
 
+@o.takes_engine(only=("block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching"))
 def main(
     context: typer.Context,
-    num_prompts: Annotated[int, o.sized("--num-prompts", "Requests.", "N", load.DATA)] = 2000,
-    request_rate: Annotated[float, typer.Option(help="Requests a second, on average; they come in bursts.")] = 20.0,
+    num_prompts: Annotated[int, o.sized("--num-prompts", "Number of requests.", "N", load.DATA)] = 2000,
+    request_rate: Annotated[
+        float,
+        typer.Option(
+            metavar="N", help="Requests a second, on average; they come in bursts.", rich_help_panel=load.DATA
+        ),
+    ] = 20.0,
     longest: Annotated[int, o.sized("--longest", "Longest prompt and longest answer.", "TOKENS", load.DATA)] = 2000,
-    shared_prefix: Annotated[int, o.sized("--shared-prefix", "System prompt of all.", "TOKENS", load.DATA)] = 0,
-    max_num_seqs: Annotated[int, o.sized("--max-num-seqs", "Most sequences in one step.", "N", o.ENGINE)] = 32,
-    max_num_batched_tokens: Annotated[
-        int, o.sized("--max-num-batched-tokens", "Most tokens in one step.", "TOKENS", o.ENGINE)
-    ] = 512,
-    num_pages: Annotated[int, o.sized("--num-pages", "Pages of 16 tokens.", "N", o.ENGINE)] = 6000,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Keep computed pages.")] = True,
+    shared_prefix: Annotated[
+        int, o.sized("--shared-prefix", "System prompt that all begin with.", "TOKENS", load.DATA)
+    ] = 0,
+    seed: load.Seed = 0,
+    num_pages: Annotated[int, o.sized("--num-pages", "Pages of the KV cache.", "N", o.MEMORY)] = 6000,
     policy: Annotated[
         Policy,
-        typer.Option(help="Let requests in at every step; or, when the last batch is over, a full one or what came."),
+        typer.Option(
+            metavar="WHEN",
+            help="When requests are admitted. continuous: at every step; static: in full batches, each when the last "
+            "is over; dynamic: the same, but after --delay-ms the batch need not be full.",
+            rich_help_panel=o.MEMORY,
+        ),
     ] = Policy.continuous,
     delay_ms: Annotated[
-        float | None, typer.Option(help="How long a dynamic batch waits to be full.", show_default="100")
+        float | None,
+        typer.Option(
+            metavar="MS",
+            help="How long a dynamic batch waits to be full.",
+            show_default="100",
+            rich_help_panel=o.MEMORY,
+        ),
     ] = None,
-    step_ms: Annotated[float, typer.Option(help="What every step takes.")] = 8.0,
-    row_us: Annotated[float, typer.Option(help="What each of its rows adds.")] = 20.0,
-    seed: load.Seed = 0,
+    step_ms: Annotated[float, typer.Option(metavar="MS", help="Time of every step.", rich_help_panel=DEVICE)] = 8.0,
+    row_us: Annotated[
+        float, typer.Option(metavar="US", help="Time that each token of a step adds.", rich_help_panel=DEVICE)
+    ] = 20.0,
+    *,
+    engine: dict[str, Any],
     as_json: reports.Json = None,
     save_result: reports.SaveResult = False,
     plot: reports.Plot = None,
 ) -> None:
-    """Schedule chats on a pretended device. Prints waits, latencies, and how well batch and pages are filled."""
+    """Schedule chats on a simulated device. Prints waits, latencies, and how well batch and pages are filled."""
     from ...serving.cache.page_table import PageTable
     from ...serving.engine.scheduler import Limits
 
     report = reports.report(context, as_json, save_result, plot)
     load.above_zero(
-        num_prompts=num_prompts, request_rate=request_rate, longest=longest, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, num_pages=num_pages, step_ms=step_ms,
+        num_prompts=num_prompts, request_rate=request_rate, longest=longest, num_pages=num_pages,
+        step_ms=step_ms,
     )  # fmt: skip
+    options = EngineOptions(**engine)
+    max_num_seqs, most_rows, page = options.max_num_seqs, options.max_num_batched_tokens, options.block_size
     if delay_ms is not None and policy is not Policy.dynamic:
         raise o.UsageError(f"--delay-ms is for --policy dynamic; with {policy} batches leave it out")
     delay_ms = 100.0 if delay_ms is None else delay_ms
     for name, value in (("--row-us", row_us), ("--delay-ms", delay_ms)):
         if value < 0:
             raise o.UsageError(f"{name} is {value:g}; it must be at least 0")
-    if max_num_batched_tokens < max_num_seqs:
-        raise o.UsageError(f"--max-num-batched-tokens is {max_num_batched_tokens}; it must be at least --max-num-seqs")
-    pages = PageTable((num_pages,), 16, (None,), enable_prefix_caching)
+    pages = PageTable((num_pages,), page, (None,), options.enable_prefix_caching)
     most = shared_prefix + 2 * longest
-    if not pages.fits(most, max_num_batched_tokens):
-        raise o.UsageError(f"--num-pages is {num_pages}; a request of {most} tokens needs {-(-most // 16) + 1}")
-    limits = Limits(max_num_seqs, max_num_batched_tokens, max(max_num_seqs, 16))
+    if not pages.fits(most, most_rows):
+        raise o.UsageError(f"--num-pages is {num_pages}; a request of {most} tokens needs {-(-most // page) + 1}")
+    limits = Limits(max_num_seqs, most_rows, max(max_num_seqs, 16))
     simulation = Simulation(pages, limits, Cost(step_ms / 1e3, row_us / 1e6), policy, delay_ms / 1e3)
     fates = simulation.run(conversations(num_prompts, request_rate, seed, longest, shared_prefix))
 
-    answers = [Answer(f.job.arrival, f.tokens, len(f.job.prompt), len(f.tokens)) for f in fates if f.tokens]
+    answers = [RequestTimes(f.job.arrival, f.tokens, len(f.job.prompt), len(f.tokens)) for f in fates if f.tokens]
     each = milliseconds(answers)
     values = {
         "wait": [(f.started - f.job.arrival) * 1e3 for f in fates if f.started is not None],

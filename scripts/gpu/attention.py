@@ -1,7 +1,7 @@
-"""The attention kernel by itself: compared with float64 on fresh random inputs, and timed with the card warm.
+"""The attention kernel by itself: compared with float64 on random inputs, and timed with the card warm.
 
-NaN lies in whatever nobody owns. The table sets the bytes and operations that the work needs against what this card
-copies and multiplies.
+Pages and slots that no sequence owns hold NaN. The table sets the bytes and operations of each case against the card's
+own rates of copying and multiplying.
 """
 
 import os
@@ -18,18 +18,18 @@ from ...ops import attention
 from ...ops.attention import mosaic_gpu
 from ...ops.attention.accuracy_trial import LARGEST_ERROR, Trial, arrays, attend, error
 from ..collect_env import first_to
-from .common import Report, Scale, copy_rate, product_rate, seconds
+from .common import CheckSizes, PartReport, copy_rate, product_rate, seconds
 
 
 @dataclass(frozen=True)
-class Work(Trial):
-    """With what it moves and computes."""
+class TimedTrial(Trial):
+    """A trial with the bytes that it moves and the operations that it computes."""
 
     goal: str = ""
 
     @property
     def seen(self) -> int:
-        """Pairs of a row and a key that it sees, in one sequence."""
+        """Pairs of a query and a key that it attends to, in one sequence."""
         first = self.length - self.rows
         return sum(min(p + 1, self.window or p + 1) for p in range(first, self.length))
 
@@ -67,17 +67,17 @@ RIGHT = [
     Trial("chunk, width 64, sinks", 2, 5000, rows=77, heads=64, width=64, sinks=True),
 ]
 FAST = [
-    Work("decode, 64 of 8k", 64, 8192, goal="85 % of copy"),
-    Work("decode, 1 of 128k", 1, 131072, goal="75 % of copy"),
-    Work("decode, 64 of 4k", 64, 4096),
-    Work("decode, 16 of 128k, window 4k", 16, 131072, window=4096, goal="1.3 times 16 of 4k"),
-    Work("decode, 16 of 4k", 16, 4096),
-    Work("prefill, 8k causal", 1, 8192, rows=8192, goal="60 % of products"),
-    Work("decode, 64 of 8k, pages of 64", 64, 8192, page=64),
-    Work("decode, 64 of 8k, int8", 64, 8192, page=64, codes="int8"),
-    Work("decode, 64 of 8k, float8", 64, 8192, page=64, codes="float8_e4m3fn"),
-    Work("decode, 64 of 8k, width 256", 64, 8192, heads=16, width=256),
-    Work("decode, 64 of 8k, latent", 64, 8192, heads=128, kv_heads=1, width=576, values=512),
+    TimedTrial("decode, 64 of 8k", 64, 8192, goal="85 % of copy"),
+    TimedTrial("decode, 1 of 128k", 1, 131072, goal="75 % of copy"),
+    TimedTrial("decode, 64 of 4k", 64, 4096),
+    TimedTrial("decode, 16 of 128k, window 4k", 16, 131072, window=4096, goal="1.3 times 16 of 4k"),
+    TimedTrial("decode, 16 of 4k", 16, 4096),
+    TimedTrial("prefill, 8k causal", 1, 8192, rows=8192, goal="60 % of products"),
+    TimedTrial("decode, 64 of 8k, pages of 64", 64, 8192, page=64),
+    TimedTrial("decode, 64 of 8k, int8", 64, 8192, page=64, codes="int8"),
+    TimedTrial("decode, 64 of 8k, float8", 64, 8192, page=64, codes="float8_e4m3fn"),
+    TimedTrial("decode, 64 of 8k, width 256", 64, 8192, heads=16, width=256),
+    TimedTrial("decode, 64 of 8k, latent", 64, 8192, heads=128, kv_heads=1, width=576, values=512),
 ]
 
 
@@ -85,7 +85,7 @@ def implementation(name: str) -> Callable:
     return import_module(f".{name}", attention.__name__).paged_attention
 
 
-def right(report: Report, scale: Scale, seed: int) -> None:
+def right(report: PartReport, scale: CheckSizes, seed: int) -> None:
     """Every case against float64."""
     for trial in RIGHT:
         if trial.length > scale.longest:
@@ -99,11 +99,11 @@ def right(report: Report, scale: Scale, seed: int) -> None:
         )
 
 
-def chosen(report: Report, scale: Scale, seed: int) -> None:
-    """Whether an engine comes to the kernel by itself, in a process that holds most of the card's memory."""
+def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
+    """Whether an engine chooses the kernel by itself, in a process that holds most of the card's memory."""
     trial, began, errors = Trial("decode", 5, 700), time.perf_counter(), []
     with tempfile.TemporaryDirectory() as empty:
-        os.environ["XDG_CACHE_HOME"] = empty  # nothing is remembered there
+        os.environ["XDG_CACHE_HOME"] = empty  # no earlier choice is cached there
         name, declined = first_to(lambda implementation: errors.append(error(trial, implementation, seed)))
     took, found = time.perf_counter() - began, errors[0]
     said = "; ".join((name, *declined))
@@ -114,12 +114,12 @@ def chosen(report: Report, scale: Scale, seed: int) -> None:
         report.wrong(f"error {found:.1e}")
 
 
-def fast(report: Report, scale: Scale, seed: int) -> None:
-    """What each work takes, beside what its bytes and its operations would at this card's own rates."""
+def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
+    """The time of each case, beside that of its bytes and of its operations at the card's own rates."""
     copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
     report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
     report(f"{'work':32} {'ms':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9}  to reach")
-    for work in [work for work in FAST if work.length <= scale.longest] or [Work("decode, 2 of 64", 2, 64)]:
+    for work in [work for work in FAST if work.length <= scale.longest] or [TimedTrial("decode, 2 of 64", 2, 64)]:
         inputs = arrays(work, seed)
         took, plain = (
             seconds(jax.jit(partial(attend, work, implementation(name))), *inputs, bursts=bursts)

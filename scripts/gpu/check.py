@@ -1,7 +1,7 @@
 """Checks and times Quire on this machine's NVIDIA GPU: `python -m quire.scripts.gpu.check [--out FOLDER]`.
 
-Every part has a process of its own: it finds an empty card, a crash or a hang takes no other part along, and what it
-has found by then is kept. Parts run in the order of what they are worth, as long as there is time.
+Every part runs in a process of its own: it finds an empty card, a crash or a hang stops no other part, and what it has
+found by then is kept. The most important parts run first, as long as there is time.
 """
 
 import argparse
@@ -22,8 +22,8 @@ GRAPHS = "--xla_gpu_enable_command_buffer="
 
 
 @dataclass(frozen=True)
-class Part:
-    """A thing to find out, and the seconds that it takes on an H100, by estimate: with less it is not begun."""
+class CheckPart:
+    """A part of the check; it is skipped when fewer seconds are left than it needs on an H100, by estimate."""
 
     name: str
     title: str
@@ -31,10 +31,10 @@ class Part:
     function: str
     needs: float
     options: dict[str, Any] = field(default_factory=dict)
-    flags: str = ""  # of XLA, beside those of the environment
+    flags: str = ""  # of XLA, besides those of the environment
 
     def attention(self, found: dict[str, Any]) -> dict[str, str]:
-        """The attention that it uses: the kernel, unless that is known not to work, or it must be another."""
+        """The attention that it uses: its own choice, or the kernel unless that has failed already."""
         if self.function != "run":
             return {}
         works = all(sound(found[name]) for name in ("right", "step_kernel") if name in found)
@@ -42,20 +42,20 @@ class Part:
 
 
 PARTS = (
-    Part("right", "the attention kernel against float64", ".attention", "right", 45),
-    Part("fast", "the attention kernel's time", ".attention", "fast", 45),
-    Part("step_kernel", "the decode step with the kernel", ".step", "run", 75, {"attention": "kernel"}),
-    Part("serving", "streams, and the host between steps", ".serving", "run", 75),
-    Part("chosen", "what an engine chooses by itself", ".attention", "chosen", 100),
-    Part("pieces", "what else a step is made of", ".pieces", "measure", 75),
-    Part("step_xla", "the decode step with XLA's attention", ".step", "run", 75, {"attention": "xla"}),
-    Part("transformers", "the same streams through transformers", ".serving", "transformers", 75),
-    Part("no_graphs", "a decode step without command buffers", ".step", "run", 45, {"batches": (1,)}, GRAPHS),
-    Part("graphs_loops", "a decode step with loops in command buffers too", ".step", "run", 45, {"batches": (1,)},
+    CheckPart("right", "the attention kernel against float64", ".attention", "right", 45),
+    CheckPart("fast", "the attention kernel's time", ".attention", "fast", 45),
+    CheckPart("step_kernel", "the decode step with the kernel", ".step", "run", 75, {"attention": "kernel"}),
+    CheckPart("serving", "streams, and the host between steps", ".serving", "run", 75),
+    CheckPart("chosen", "what an engine chooses by itself", ".attention", "chosen", 100),
+    CheckPart("pieces", "what else a step is made of", ".pieces", "measure", 75),
+    CheckPart("step_xla", "the decode step with XLA's attention", ".step", "run", 75, {"attention": "xla"}),
+    CheckPart("transformers", "the same streams through transformers", ".serving", "transformers", 75),
+    CheckPart("no_graphs", "a decode step without command buffers", ".step", "run", 45, {"batches": (1,)}, GRAPHS),
+    CheckPart("graphs_loops", "a decode step with loops in command buffers too", ".step", "run", 45, {"batches": (1,)},
          f"{GRAPHS}+WHILE"),
 )  # fmt: skip
-MACHINE = Part("machine", "the machine", ".check", "machine", 0)
-Launch = Callable[[Part, dict[str, str], float], dict[str, Any]]
+MACHINE = CheckPart("machine", "the machine", ".check", "machine", 0)
+Launch = Callable[[CheckPart, dict[str, str], float], dict[str, Any]]
 
 
 def sound(found: dict[str, Any]) -> bool:
@@ -63,13 +63,13 @@ def sound(found: dict[str, Any]) -> bool:
 
 
 def check(
-    parts: Sequence[Part],
+    parts: Sequence[CheckPart],
     budget: float,
     launch: Launch,
     save: Callable[[dict[str, Any]], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """What each part has found; those for which the seconds left do not suffice are skipped."""
+    """The findings of each part; a part that needs more seconds than are left is skipped."""
     began, found = clock(), {}
     for part in parts:
         left = budget - (clock() - began)
@@ -79,7 +79,7 @@ def check(
             print(f"skipped: {found[part.name]['skipped']}", flush=True)
         else:
             started = clock()
-            # One that hangs leaves the others their time.
+            # A part that hangs must leave time for the others.
             found[part.name] = launch(part, part.attention(found), min(left, 2.5 * part.needs))
             found[part.name]["took"] = clock() - started
             if failed := found[part.name].get("failed"):
@@ -88,8 +88,8 @@ def check(
     return found
 
 
-def start(part: Part, chosen: dict[str, str], limit: float, folder: Path, seed: int, tiny: bool) -> dict[str, Any]:
-    """Run a part in a process of its own; what it reported, and how it failed if it did."""
+def start(part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, seed: int, tiny: bool) -> dict[str, Any]:
+    """Run a part in a process of its own. Returns its findings, and how it failed if it did."""
     file, errors = folder / f"{part.name}.json", folder / f"{part.name}.err"
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--part", part.name, "--file", str(file)]
     command += ["--seed", str(seed), *(["--attention", chosen["attention"]] if chosen else []), *["--tiny"] * tiny]
@@ -106,7 +106,7 @@ def start(part: Part, chosen: dict[str, str], limit: float, folder: Path, seed: 
             failed = f"it took longer than {limit:.0f} s"
         finally:
             if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # with what it has started itself
+                os.killpg(child.pid, signal.SIGKILL)  # with its own children
                 child.wait()
     found = json.loads(file.read_text()) if file.exists() else {}
     if failed:
@@ -116,20 +116,20 @@ def start(part: Part, chosen: dict[str, str], limit: float, folder: Path, seed: 
 
 
 def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool) -> None:
-    """In the process of a part."""
+    """Run a part in this process."""
     from ...serving.build import use_compile_cache
-    from .common import FULL, TINY, Report
+    from .common import FULL, TINY, PartReport
 
     use_compile_cache()
     part = next(part for part in (*PARTS, MACHINE) if part.name == name)
     options = {name: value for name, value in part.options.items() if name != "attention"}
     options |= {} if attention is None else {"attention": attention}
     run = getattr(importlib.import_module(part.module, __package__), part.function)
-    run(Report(file), TINY if tiny else FULL, seed, **options)
+    run(PartReport(file), TINY if tiny else FULL, seed, **options)
 
 
 def machine(report, scale, seed: int) -> None:
-    """The card, and what decides how XLA uses it."""
+    """The card, and XLA's flags."""
     from ...ops.attention.gated_mosaic_gpu import card
     from ...ops.attention.mosaic_gpu import has_gpu
 
@@ -158,7 +158,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
 
-        def launch(part: Part, attention: dict[str, str], limit: float) -> dict[str, Any]:
+        def launch(part: CheckPart, attention: dict[str, str], limit: float) -> dict[str, Any]:
             return start(part, attention, limit, Path(place), chosen.seed, chosen.tiny)
 
         here = launch(MACHINE, {}, 120)

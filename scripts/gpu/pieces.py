@@ -1,4 +1,4 @@
-"""What a step is made of beside attention, piece by piece: which of them XLA leaves far from what the card can do."""
+"""The pieces of a step other than attention: which of them are far slower than the card allows."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from ...ops.norm import rms_norm
 from ...ops.rope import angles, rotate
 from ...ops.sampling import SamplingInputs, empty_state, sample
 from ...sharding.spec import nbytes, random_arrays
-from .common import PAGE, Report, Scale, copy_rate, product_rate, seconds
+from .common import PAGE, CheckSizes, PartReport, copy_rate, product_rate, seconds
 
 FORMATS = None, "int8", "int8-weights", "int4-32"
 POOL = 4096  # pages of the cache that rows are appended to
 
 
 @dataclass
-class Piece:
+class StepPiece:
     """`run(*inputs)`, and what it must read and compute."""
 
     name: str
@@ -37,10 +37,10 @@ class Piece:
     operations: int = 0
 
 
-def measure(report: Report, scale: Scale, seed: int) -> None:
-    """Each piece's time, beside what its bytes and its operations would take at this card's own rates.
+def measure(report: PartReport, scale: CheckSizes, seed: int) -> None:
+    """The time of each piece, beside that of its bytes and of its operations at the card's own rates.
 
-    Each is a call of its own: one that takes no longer than the first, which does nothing, shows what a call costs.
+    Each is a call of its own. The first does nothing: a piece that takes no longer measures the call.
     """
     copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
     report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
@@ -54,9 +54,9 @@ def measure(report: Report, scale: Scale, seed: int) -> None:
         )
 
 
-def pieces(scale: Scale, seed: int) -> Iterator[Piece]:
-    """In the order in which they are worth to be known; each is made when the one before it is gone."""
-    yield Piece("a call that does next to nothing", jax.jit(lambda x: x + 1), (jnp.zeros(8),), 64)
+def pieces(scale: CheckSizes, seed: int) -> Iterator[StepPiece]:
+    """The most important first; each is made when the one before is freed."""
+    yield StepPiece("a call that does next to nothing", jax.jit(lambda x: x + 1), (jnp.zeros(8),), 64)
     config = llama.config(scale.hf | {"num_hidden_layers": 1}, scale.prompt)
     for hf in scale.mixtures:
         mixture = replace(family_of(hf).config(hf, scale.prompt), dtype=config.dtype)
@@ -72,8 +72,8 @@ def rows_of(config: ModelConfig, rows: int, seed: int):
     return jax.random.normal(jax.random.key(seed), (rows, config.dim), config.dtype)
 
 
-def mixtures(name: str, config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[Piece]:
-    """Experts with their router; of the stack only those that some row chose are read."""
+def mixtures(name: str, config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
+    """Experts with their router; only experts that some token chose are read."""
     moe, w = config.layers[0].moe, random_arrays(abstract(config).layers[0].moe, seed, on_device=True)
     mix = jax.jit(lambda w, x_TD: decoder.mix(moe, w, x_TD, x_TD, jnp.ones(len(x_TD), bool)))
     for rows in many:
@@ -81,21 +81,21 @@ def mixtures(name: str, config: ModelConfig, many: tuple[int, ...], seed: int) -
         chosen = len(np.unique(np.asarray(mix(w, x_TD)[1])))
         read = nbytes((w.up_EDGF, w.down_EFD)) * chosen // moe.experts
         operations = 2 * rows * moe.top_k * config.dim * 3 * moe.dim
-        yield Piece(f"experts of {name}, {plural(rows)}", mix, (w, x_TD), read, operations)
+        yield StepPiece(f"experts of {name}, {plural(rows)}", mix, (w, x_TD), read, operations)
 
 
-def dense(config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[Piece]:
+def dense(config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
     mlp, w = config.layers[0].mlp, random_arrays(abstract(config).layers[0].mlp, seed, on_device=True)
-    run = jax.jit(lambda w, x_TD: decoder.mlp(mlp.activation, w, x_TD, decoder.ALONE))
+    run = jax.jit(lambda w, x_TD: decoder.mlp(mlp.activation, w, x_TD, decoder.ONE_DEVICE))
     for rows in many:
         inputs = w, rows_of(config, rows, seed)
         operations = 2 * rows * config.dim * 3 * mlp.dim
-        yield Piece(
+        yield StepPiece(
             f"dense block in {config.quant or config.dtype}, {plural(rows)}", run, inputs, nbytes(w), operations
         )
 
 
-def appended(config: ModelConfig, rows: int, seed: int) -> Piece:
+def appended(config: ModelConfig, rows: int, seed: int) -> StepPiece:
     """Keys and values of new rows, each to a page of its own, in place."""
     a = config.layers[0].attention
     new_TKH = jax.random.normal(jax.random.key(seed), (rows, a.kv_heads, a.head_dim), config.dtype)
@@ -109,11 +109,11 @@ def appended(config: ModelConfig, rows: int, seed: int) -> Piece:
         held[:] = pages.k_PSKH, pages.v_PSKH
         return held
 
-    return Piece(f"append, {plural(rows)}", run, (new_TKH, slots_T), 4 * nbytes(new_TKH))
+    return StepPiece(f"append, {plural(rows)}", run, (new_TKH, slots_T), 4 * nbytes(new_TKH))
 
 
-def between(config: ModelConfig, rows: int, seed: int) -> Piece:
-    """What stands between two products of attention: a norm, and rotated queries and keys."""
+def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
+    """The norm, and the rotation of queries and keys."""
     a = config.layers[0].attention
     x_TD = rows_of(config, rows, seed)
     qk_TNH = jax.random.normal(jax.random.key(seed), (rows, a.heads + a.kv_heads, a.head_dim), config.dtype)
@@ -123,24 +123,24 @@ def between(config: ModelConfig, rows: int, seed: int) -> Piece:
     def run(x_TD, qk_TNH, scale_D):
         return rms_norm(x_TD, scale_D), rotate(qk_TNH, angles(positions_T, frequencies))
 
-    return Piece(
+    return StepPiece(
         f"norm and rope, {plural(rows)}", run, (x_TD, qk_TNH, jnp.ones(config.dim)), 2 * nbytes((x_TD, qk_TNH))
     )
 
 
-def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[Piece]:
-    """The last product, and tokens from its logits."""
+def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:
+    """The logits, and tokens sampled from them."""
     specs, R, V = abstract(config), rows, config.vocab_size
     head = random_arrays(specs.embed_VD if specs.head_VD is None else specs.head_VD, seed, on_device=True)
     product = jax.jit(lambda head, x_RD: jnp.dot(x_RD, head.T, preferred_element_type=jnp.float32))
     x_RD = rows_of(config, rows, seed)
-    yield Piece(f"logits, {plural(rows)}", product, (head, x_RD), nbytes(head), 2 * R * V * config.dim)
+    yield StepPiece(f"logits, {plural(rows)}", product, (head, x_RD), nbytes(head), 2 * R * V * config.dim)
     logits_RV, state = product(head, x_RD), empty_state(R, V)
     for name, plain, temperature, top_p in (
         ("without branches", True, 0.8, 1.0), ("greedy", False, 0.0, 1.0), ("with top-p", False, 0.8, 0.9),
     ):  # fmt: skip
         run = jax.jit(partial(sample, plain=plain))
-        yield Piece(
+        yield StepPiece(
             f"tokens, {name}, {plural(rows)}", run, (logits_RV, state, wishes(R, seed, temperature, top_p)),
             nbytes(logits_RV),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Many streams at once through the engine, what its host work costs the device, and the same through transformers."""
+"""Many streams through the engine, the device time that the host costs, and the same streams through transformers."""
 
 import random
 import time
@@ -13,16 +13,16 @@ from ...serving.device.batch import choose
 from ...serving.engine.engine import Engine
 from ...serving.engine.runner import Runner
 from ...serving.llm import LLM
-from ..bench.engine import Run, serve
+from ..bench.engine import LoadRun, serve
 from ..bench.load import Sample
 from ..bench.metrics import flat, milliseconds, totals
-from .common import PAGE, Report, Scale, make_runner, timed
+from .common import PAGE, CheckSizes, PartReport, make_runner, timed
 
-SETTLED = 3  # decode steps after the last prompt that are not counted: the host catches up with the device in them
+SETTLED = 3  # decode steps after the last prompt that do not count: in them the host catches up with the device
 
 
 class Recorded:
-    """The compiled steps of a runner, which remember in which order what was sent to them."""
+    """Wraps the compiled steps of a runner and records what is sent to them, in order."""
 
     def __init__(self, runner: Runner):
         self.sent: list[tuple[Callable, np.ndarray]] = []
@@ -37,7 +37,7 @@ class Recorded:
         return launch
 
 
-def run(report: Report, scale: Scale, seed: int, attention: str) -> None:
+def run(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> None:
     """Answer all requests, then launch the same decode steps again with nothing between them."""
     name = scale.kernel if attention == "kernel" else attention
     started = time.perf_counter()
@@ -65,17 +65,17 @@ def run(report: Report, scale: Scale, seed: int, attention: str) -> None:
     host_share(report, runner, found, recorded)
 
 
-def requests(scale: Scale, seed: int) -> list[Sample]:
-    """Prompts that have nothing in common."""
+def requests(scale: CheckSizes, seed: int) -> list[Sample]:
+    """Random prompts, which share no prefix."""
     rng, vocab = random.Random(seed), scale.hf["vocab_size"]
     return [Sample([rng.randrange(vocab) for _ in range(scale.prompt)], scale.answer) for _ in range(scale.requests)]
 
 
-def host_share(report: Report, runner: Runner, found: Run, recorded: Recorded) -> None:
-    """The part of a decode step's time in which the device has nothing to do.
+def host_share(report: PartReport, runner: Runner, found: LoadRun, recorded: Recorded) -> None:
+    """The share of a decode step's time in which the device is idle.
 
-    It is what the engine's loop takes for the longest series of decode steps of all streams, less what the device takes
-    for the same steps, on the same arrays, when it need not wait for anybody.
+    It is the time of the engine's loop for the longest series of decode steps of all streams, less the time of the
+    device for the same steps on the same arrays when it waits for nothing.
     """
     if len(found.steps) != len(recorded.sent):
         raise RuntimeError(f"{len(recorded.sent)} steps were launched and {len(found.steps)} came back")
@@ -112,7 +112,7 @@ def longest(flags: list[bool]) -> range:
     return best
 
 
-def transformers(report: Report, scale: Scale, seed: int) -> None:
+def transformers(report: PartReport, scale: CheckSizes, seed: int) -> None:
     """The same requests through transformers' continuous batching, where it is installed and finds the card."""
     try:
         from ..peers import continuous

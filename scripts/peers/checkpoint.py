@@ -13,7 +13,7 @@ BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # scales not counted: 
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A Llama, or with experts a Mixtral; the head is the embedding (tied), as in most models of these sizes."""
 
     layers: int
@@ -39,13 +39,13 @@ class Shape:
 
 
 SIZES = {
-    "100m": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
-    "400m": Shape(layers=24, width=1024, heads=16, kv_heads=4, ffn=4096),
-    "mixture": Shape(layers=8, width=1024, heads=16, kv_heads=4, ffn=512, experts=32, chosen=4),
+    "100m": ModelShape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
+    "400m": ModelShape(layers=24, width=1024, heads=16, kv_heads=4, ffn=4096),
+    "mixture": ModelShape(layers=8, width=1024, heads=16, kv_heads=4, ffn=512, experts=32, chosen=4),
 }
 
 
-def config_of(shape: Shape, vocab: int = VOCAB, max_len: int = MAX_LEN) -> dict:
+def config_of(shape: ModelShape, vocab: int = VOCAB, max_len: int = MAX_LEN) -> dict:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab,
         "hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
@@ -63,7 +63,7 @@ def config_of(shape: Shape, vocab: int = VOCAB, max_len: int = MAX_LEN) -> dict:
     }  # fmt: skip
 
 
-def write(folder: Path, shape: Shape, vocab: int = VOCAB, max_len: int = MAX_LEN, seed: int = 0) -> Path:
+def write(folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MAX_LEN, seed: int = 0) -> Path:
     """Write config.json, model.safetensors and the tokenizer, unless they are there."""
     if (folder / "model.safetensors").is_file():
         return folder

@@ -1,6 +1,6 @@
-"""What a worker is asked, what it answers, and the loop that drives every engine which can be stepped.
+"""The jobs and answers of a worker, and the loop that drives every engine which can be stepped.
 
-Read by all runners, in each peer's own environment: nothing but the standard library may be imported here.
+Every runner imports this in its own environment: nothing but the standard library may be imported here.
 """
 
 import time
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoadSettings:
     """How to load: the same limits for every engine."""
 
     model: str  # the folder with config.json, model.safetensors and tokenizer.json
-    prepared: str  # where this engine keeps what it made of that folder
+    prepared: str  # where this engine keeps its conversion of that folder
     weights: str  # bf16, int8 or int4
     max_len: int
     max_seqs: int
@@ -21,7 +21,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Request:
+class TimedPrompt:
     """A prompt, how many tokens to write, and when it arrives, in seconds from the start."""
 
     prompt: list[int]
@@ -30,8 +30,8 @@ class Request:
 
 
 @dataclass
-class Answer:
-    """What came of a request; times are seconds from the start of the run."""
+class TimedTokens:
+    """The tokens of a request, with times in seconds from the start of the run."""
 
     first: float = 0.0
     last: float = 0.0
@@ -39,12 +39,12 @@ class Answer:
 
 
 def drive(
-    requests: list[Request],
-    add: Callable[[int, Request], None],
+    requests: list[TimedPrompt],
+    add: Callable[[int, TimedPrompt], None],
     step: Callable[[], Iterable[tuple[int, list[int]]]],
-) -> list[Answer]:
+) -> list[TimedTokens]:
     """Add each request when its time comes and step until all are done; `step` yields (request, new tokens)."""
-    answers = [Answer() for _ in requests]
+    answers = [TimedTokens() for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda index: requests[index].arrival)[::-1]
     missing = [request.count for request in requests]
     running = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import median
 
-from .checkpoint import Shape
-from .work import WORKS, Work
+from .checkpoint import ModelShape
+from .work import WORKS, Workload
 
 Results = Mapping[tuple[str, str], list[dict]]  # (work, engine) -> a measurement a round
 Failures = Mapping[tuple[str, str], str]
@@ -19,14 +19,14 @@ NOTES = {
 }
 
 
-def summary(works: Mapping[str, Work], engines: list[str], results: Results, failures: Failures, shape: Shape,
+def summary(works: Mapping[str, Workload], engines: list[str], results: Results, failures: Failures, shape: ModelShape,
             bandwidth: float) -> dict:  # fmt: skip
     """{work: {title, engines: {engine: medians and rounds, or why it failed}, best peer and Quire's ratio to it}}."""
     found = {name: one_work(name, work, engines, results, failures, shape, bandwidth) for name, work in works.items()}
     return {name: work for name, work in found.items() if work["engines"]}
 
 
-def one_work(name: str, work: Work, engines: list[str], results: Results, failures: Failures, shape: Shape,
+def one_work(name: str, work: Workload, engines: list[str], results: Results, failures: Failures, shape: ModelShape,
              bandwidth: float) -> dict:  # fmt: skip
     moved = work.must_move(shape)
     rows: dict[str, dict] = {}
@@ -36,7 +36,7 @@ def one_work(name: str, work: Work, engines: list[str], results: Results, failur
         if not rounds:
             if (name, engine) in failures:
                 rows[engine] = {"failed": failures[name, engine]}
-            continue  # else it was stopped before
+            continue  # no result and no failure: stopped before
         row: dict = {key: median(each[key] for each in rounds) for key in FIGURES if rounds[0].get(key) is not None}
         row |= {key: rounds[0][key] for key in ("identical", "of") if key in rounds[0]}
         if moved is not None:
@@ -74,7 +74,7 @@ def optional(value: float | None, show: Callable[[float], str]) -> str:
 
 
 def rich_table(report: dict):
-    """Every engine at every work, a row each. Most first tokens are Quire's, or an engine runs some other model."""
+    """A row for every engine at every work. Most first tokens equal Quire's, or an engine runs another model."""
     from rich.table import Table
 
     table = Table(title=f"{report['size']}, {report['rounds']} rounds, {report['bandwidth'] / 1e9:.1f} GB/s to read")

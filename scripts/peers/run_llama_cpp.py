@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface, batched as its server does it: a row a running sequence, prompts beside."""
+"""llama.cpp through its C interface, batched as in its server: a token a running sequence, and chunks of prompts."""
 
 # pyright: reportMissingImports=false
 
@@ -11,7 +11,7 @@ import gguf
 import llama_cpp as lib
 import numpy as np
 
-from .loop import Answer, Request, Settings, drive
+from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
 FILES = {"bf16": "bf16.gguf", "int8": "q8_0.gguf", "int4": "q4_0.gguf"}
 QUANTISED = {"int8": lib.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": lib.LLAMA_FTYPE_MOSTLY_Q4_0}
@@ -21,10 +21,10 @@ NAMES = {
     "mlp.down_proj": "ffn_down", "block_sparse_moe.gate": "ffn_gate_inp", "w1": "ffn_gate_exps", "w3": "ffn_up_exps",
     "w2": "ffn_down_exps", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-BATCH, ROWS = 2048, 512  # most tokens a call, and of these at once: its own defaults
+BATCH, ROWS = 2048, 512  # most tokens a call, and most at once: its own defaults
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: LoadSettings) -> None:
     folder = Path(settings.prepared)
     folder.mkdir(parents=True, exist_ok=True)
     plain, wanted = folder / FILES["bf16"], folder / FILES[settings.weights]
@@ -109,7 +109,7 @@ def together(found: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray
     return stacked
 
 
-def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
+def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     lib.llama_backend_init()
     path = Path(settings.prepared) / FILES[settings.weights]
     model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
@@ -117,7 +117,7 @@ def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
         raise RuntimeError(f"llama.cpp cannot load {path}")
     vocab = json.loads((Path(settings.model) / "config.json").read_text())["vocab_size"]
 
-    def serve(requests: list[Request]) -> list[Answer]:
+    def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
         seqs = min(settings.max_seqs, len(requests))
         context = lib.llama_init_from_model(model, context_params(settings, seqs, requests))
         batch = lib.llama_batch_init(BATCH, 0, 1)
@@ -130,15 +130,15 @@ def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
     return serve
 
 
-def context_params(settings: Settings, seqs: int, requests: list[Request]):
+def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt]):
     """A context with room for the longest request in each of its sequences."""
     longest = max(len(request.prompt) + request.count for request in requests)
     params = lib.llama_context_default_params()
     params.n_ctx = seqs * -(-longest // 256) * 256
     params.n_batch, params.n_ubatch, params.n_seq_max = BATCH, ROWS, seqs
     params.n_threads = params.n_threads_batch = settings.threads
-    # In one cache for all, short sequences batch three times better; long ones lose more than that, for each then
-    # looks at every other's positions too, masked.
+    # In one cache for all, short sequences batch three times better. Long ones lose more than that: each then attends
+    # to all others' positions too, masked.
     params.kv_unified = longest <= 1024
     return params
 
@@ -146,16 +146,16 @@ def context_params(settings: Settings, seqs: int, requests: list[Request]):
 class Slots:
     """Continuous batching: a request takes a free sequence, its prompt rides along in chunks, then one token a call."""
 
-    def __init__(self, context, batch, vocab: int, seqs: int, requests: list[Request]):
+    def __init__(self, context, batch, vocab: int, seqs: int, requests: list[TimedPrompt]):
         self.context, self.batch, self.vocab, self.requests = context, batch, vocab, requests
         self.free = list(range(seqs))
         self.queue: list[int] = []
         self.slots: dict[int, int] = {}  # request -> sequence
-        self.rest: dict[int, list[int]] = {}  # what each must still feed: its prompt, then its newest token
+        self.rest: dict[int, list[int]] = {}  # tokens still to feed: the prompt, then the newest token
         self.place: dict[int, int] = {}  # the next position
         self.left: dict[int, int] = {}
 
-    def run(self) -> list[Answer]:
+    def run(self) -> list[TimedTokens]:
         return drive(self.requests, lambda index, request: self.queue.append(index), self.step)
 
     def step(self):
@@ -164,7 +164,7 @@ class Slots:
             self.slots[index], self.place[index] = self.free.pop(), 0
             self.rest[index], self.left[index] = list(self.requests[index].prompt), self.requests[index].count
         ends, used, b = {}, 0, self.batch
-        for index in sorted(self.slots, key=lambda index: len(self.rest[index])):  # those that write come first
+        for index in sorted(self.slots, key=lambda index: len(self.rest[index])):  # decoding sequences come first
             fed, self.rest[index] = self.rest[index][: BATCH - used], self.rest[index][BATCH - used :]
             for token in fed:
                 b.token[used], b.pos[used], b.n_seq_id[used] = token, self.place[index], 1

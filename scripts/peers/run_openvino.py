@@ -5,12 +5,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from .loop import Answer, Request, Settings, drive
+from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
 COMPRESSION = {"bf16": None, "int8": {"bits": 8, "sym": False}, "int4": {"bits": 4, "sym": False, "group_size": 128}}
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: LoadSettings) -> None:
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig, OVWeightQuantizationConfig
 
@@ -23,7 +23,7 @@ def prepare(settings: Settings) -> None:
     (folder / "done").touch()
 
 
-def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
+def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -38,10 +38,10 @@ def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
     )
     ids = iter(range(1 << 30))
 
-    def serve(requests: list[Request]) -> list[Answer]:
+    def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
         handles: dict[int, genai.GenerationHandle] = {}
 
-        def add(index: int, request: Request) -> None:
+        def add(index: int, request: TimedPrompt) -> None:
             config = genai.GenerationConfig()
             config.max_new_tokens, config.ignore_eos, config.do_sample = request.count, True, False
             tokens = ov.Tensor(np.array([request.prompt], np.int64))

@@ -1,25 +1,25 @@
-"""Quire itself, in the environment that runs the comparison."""
+"""Quire, in the environment that runs the comparison."""
 
 from collections.abc import Callable
 from typing import Any
 
 from ... import LLM, SamplingParams
-from .loop import Answer, Request, Settings, drive
+from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: LoadSettings) -> None:
     """Nothing: it reads the checkpoint, and quantises as it loads."""
 
 
-def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
+def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     options: dict[str, Any] = {} if settings.weights == "bf16" else {"quantization": settings.weights}
     options |= {"max_model_len": settings.max_len, "max_num_seqs": settings.max_seqs, "enable_prefix_caching": False}
     llm = LLM(settings.model, **options)
 
-    def serve(requests: list[Request]) -> list[Answer]:
+    def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
         handles: dict[str, list] = {}
 
-        def add(index: int, request: Request) -> None:
+        def add(index: int, request: TimedPrompt) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=request.count, ignore_eos=True, detokenize=False)
             handle = llm.add({"prompt_token_ids": request.prompt}, params)
             handles[handle.request_id] = [index, 0]

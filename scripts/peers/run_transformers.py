@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from .loop import Answer, Request, Settings
+from .loop import LoadSettings, TimedPrompt, TimedTokens
 
 
 class Clock(StoppingCriteria):
@@ -22,17 +22,17 @@ class Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: LoadSettings) -> None:
     if settings.weights != "bf16":
         raise NotImplementedError(f"{settings.weights} weights need one more package, and are not compared")
 
 
-def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
+def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     torch.set_num_threads(settings.threads)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None  # EOS is a token like any other
 
-    def batch(requests: list[Request]) -> tuple[torch.Tensor, list[float]]:
+    def batch(requests: list[TimedPrompt]) -> tuple[torch.Tensor, list[float]]:
         """One batch, padded on the left; all run as long as the longest."""
         longest, count = max(len(r.prompt) for r in requests), max(r.count for r in requests)
         ids = torch.zeros(len(requests), longest, dtype=torch.long)
@@ -48,8 +48,8 @@ def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
             )  # fmt: skip
         return out[:, longest:], clock.times
 
-    def serve(requests: list[Request]) -> list[Answer]:
-        answers = [Answer() for _ in requests]
+    def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
+        answers = [TimedTokens() for _ in requests]
         waiting = sorted(range(len(requests)), key=lambda index: requests[index].arrival)
         start = time.perf_counter()
         while waiting:
@@ -60,7 +60,7 @@ def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
             tokens, times = batch([requests[index] for index in here])
             for row, index in enumerate(here):
                 count = requests[index].count
-                answers[index] = Answer(times[0] - start, times[count - 1] - start, tokens[row, :count].tolist())
+                answers[index] = TimedTokens(times[0] - start, times[count - 1] - start, tokens[row, :count].tolist())
         return answers
 
     return serve

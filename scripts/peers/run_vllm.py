@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from .loop import Answer, Request, Settings, drive
+from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
 GROUP = 128
 WHOLE = {"type": "int", "symmetric": True, "dynamic": False}
@@ -21,7 +21,7 @@ WEIGHTS = {
 ACTIVATIONS = WHOLE | {"num_bits": 8, "strategy": "token", "dynamic": True}
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: LoadSettings) -> None:
     folder = Path(settings.prepared) / settings.weights
     if settings.weights != "bf16" and not (folder / "model.safetensors").is_file():
         quantise(Path(settings.model), folder, settings.weights)
@@ -66,7 +66,7 @@ def quantise(model: Path, folder: Path, weights: str) -> None:
     (folder / "model.part").rename(folder / "model.safetensors")
 
 
-def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
+def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -76,8 +76,8 @@ def load(settings: Settings) -> Callable[[list[Request]], list[Answer]]:
         skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True,
     ).llm_engine  # fmt: skip
 
-    def serve(requests: list[Request]) -> list[Answer]:
-        def add(index: int, request: Request) -> None:
+    def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
+        def add(index: int, request: TimedPrompt) -> None:
             params = SamplingParams(
                 temperature=0.0, max_tokens=request.count, ignore_eos=True, detokenize=False,
                 output_kind=RequestOutputKind.DELTA,

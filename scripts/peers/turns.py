@@ -1,4 +1,4 @@
-"""Engines turn and turn about: every worker but the one at work is stopped."""
+"""Engines in turns: all processes but that of the engine at work are stopped."""
 
 import contextlib
 import json
@@ -15,14 +15,14 @@ from pathlib import Path
 from statistics import median
 
 from .envs import python_of
-from .loop import Request, Settings
-from .work import Work
+from .loop import LoadSettings, TimedPrompt
+from .work import Workload
 
 SHORT = 8  # tokens of a warm-up
 
 
-class Failed(RuntimeError):
-    """An engine that cannot go on, and why, in a line."""
+class EngineFailure(RuntimeError):
+    """Why an engine cannot go on, in a line."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Bench:
     """What all turns share."""
 
     place: Path  # environments, checkpoints and logs
-    settings: Settings  # `prepared` and `weights` are set for each engine and group
+    settings: LoadSettings  # `prepared` and `weights` are set for each engine and group
     limit: float  # seconds that a worker may take over a job
 
 
-class Worker:
-    """The process of one engine. Between jobs it is stopped, so that no idle thread of it costs the others anything."""
+class EngineProcess:
+    """The process of one engine. Between jobs it is stopped, so that its idle threads cost the others nothing."""
 
     def __init__(self, engine: str, bench: Bench):
         self.engine, self.limit = engine, bench.limit
@@ -56,7 +56,7 @@ class Worker:
             )  # fmt: skip
 
     def ask(self, **job) -> dict:
-        """Do a job; the process runs for just that long."""
+        """Do a job; the process runs for that long only."""
         self.signal(signal.SIGCONT)
         try:
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -66,10 +66,12 @@ class Worker:
         except BrokenPipeError:
             line = b""
         if not line:
-            raise Failed(f"{job['op']}: {f'no answer in {self.limit:g} s' if line is None else self.last_words()}")
+            raise EngineFailure(
+                f"{job['op']}: {f'no answer in {self.limit:g} s' if line is None else self.last_words()}"
+            )
         answer = json.loads(line)
         if "error" in answer:
-            raise Failed(f"{job['op']}: {answer['error']}")
+            raise EngineFailure(f"{job['op']}: {answer['error']}")
         self.signal(signal.SIGSTOP)
         return answer
 
@@ -80,7 +82,7 @@ class Worker:
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"its process ended with {ended}; the last line in {self.log}: {lines[-1][:200] if lines else '(none)'}"
 
-    def run(self, requests: list[Request]) -> list[dict]:
+    def run(self, requests: list[TimedPrompt]) -> list[dict]:
         return self.ask(op="run", requests=[asdict(request) for request in requests])["answers"]
 
     def signal(self, number: int) -> None:
@@ -102,11 +104,11 @@ def command(place: Path, engine: str) -> list[str]:
     return [str(python_of(place, engine)), "-P", str(Path(__file__).with_name("worker.py")), engine]
 
 
-def start(engine: str, weights: str, bench: Bench) -> Worker:
-    """A worker that has loaded, after another has prepared what it loads."""
+def start(engine: str, weights: str, bench: Bench) -> EngineProcess:
+    """A process that has loaded, after another one has prepared what it loads."""
     settings = asdict(settings_of(engine, weights, bench))
     for op in ("prepare", "load"):
-        worker = Worker(engine, bench)
+        worker = EngineProcess(engine, bench)
         try:
             worker.ask(op=op, settings=settings)
         except BaseException:  # Ctrl-C too: nobody else knows of this process yet
@@ -117,24 +119,24 @@ def start(engine: str, weights: str, bench: Bench) -> Worker:
     return worker
 
 
-def settings_of(engine: str, weights: str, bench: Bench) -> Settings:
+def settings_of(engine: str, weights: str, bench: Bench) -> LoadSettings:
     prepared = Path(bench.settings.model).parent / engine
     return replace(bench.settings, prepared=str(prepared), weights=weights)
 
 
-def measure(worker: Worker, work: Work, turn: int, bench: Bench) -> dict:
+def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> dict:
     """One engine's turn at a work."""
     requests = work.requests(turn)
     if work.kind == "start":
         settings = asdict(settings_of(worker.engine, work.weights, bench))
-        started, fresh = time.perf_counter(), Worker(worker.engine, bench)
+        started, fresh = time.perf_counter(), EngineProcess(worker.engine, bench)
         try:
             fresh.ask(op="load", settings=settings)
             fresh.run(requests)
             return {"first": time.perf_counter() - started}
         finally:
             fresh.close()
-    if not turn:  # what is compiled or packed at first use is, before anything is measured
+    if not turn:  # compiles and packs whatever is compiled or packed at first use
         warm = [replace(request, count=min(request.count, SHORT), arrival=0.0) for request in work.requests(-1)]
         worker.run(warm)
     if work.kind == "invariance":
@@ -144,11 +146,11 @@ def measure(worker: Worker, work: Work, turn: int, bench: Bench) -> dict:
     return figures(requests, worker.run(requests))
 
 
-def figures(requests: list[Request], answers: list[dict]) -> dict:
+def figures(requests: list[TimedPrompt], answers: list[dict]) -> dict:
     """What one run comes to. `first` and `decode` are the medians over its requests, `rate` is of all together."""
     for request, answer in zip(requests, answers, strict=True):
         if len(answer["tokens"]) != request.count:
-            raise Failed(f"run: {len(answer['tokens'])} tokens where {request.count} were asked for")
+            raise EngineFailure(f"run: {len(answer['tokens'])} tokens where {request.count} were asked for")
     seconds = max(answer["last"] for answer in answers)
     spans = [(a["last"] - a["first"], r.count - 1) for r, a in zip(requests, answers, strict=True) if r.count > 1]
     return {
@@ -168,7 +170,7 @@ def brief(done: dict) -> str:
 
 
 def play(
-    works: dict[str, Work],
+    works: dict[str, Workload],
     engines: list[str],
     bench: Bench,
     rounds: int,
@@ -177,19 +179,19 @@ def play(
 ) -> tuple[dict[tuple[str, str], list[dict]], dict[tuple[str, str], str]]:
     """({(work, engine): a measurement a round}, {(work, engine): why it failed}); `between` is called every round.
 
-    An engine that fails at a work is left out of that work from then on, and its process is started anew. Whoever
-    stops this gets what was measured until then.
+    An engine that fails at a work is left out of that work from then on, and its process is started anew. When
+    stopped, this returns what was measured until then.
     """
     results: dict[tuple[str, str], list[dict]] = {}
     failures: dict[tuple[str, str], str] = {}
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         for weights in dict.fromkeys(work.weights for work in works.values()):
             group = {name: work for name, work in works.items() if work.weights == weights}
-            workers: dict[str, Worker] = {}
+            workers: dict[str, EngineProcess] = {}
             try:
                 for turn in range(rounds):
                     between()
-                    first = turn % len(engines)  # nobody is always the first, or always after the same one
+                    first = turn % len(engines)  # no engine is always the first
                     for name, engine in product(group, engines[first:] + engines[:first]):
                         if (name, engine) in failures or (turn and group[name].kind == "invariance"):
                             continue  # invariance is a count, not a time: once will do
@@ -198,7 +200,7 @@ def play(
                                 note(f"{engine} loads ({weights})")
                                 workers[engine] = start(engine, weights, bench)
                             done = measure(workers[engine], group[name], turn, bench)
-                        except Failed as error:
+                        except EngineFailure as error:
                             hit = (
                                 [name] if engine in workers else list(group)
                             )  # what cannot load cannot do any of these

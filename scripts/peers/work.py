@@ -1,16 +1,16 @@
-"""What is asked of every engine: the same prompts, lengths and arrivals, drawn from the seed of the round."""
+"""The works: the same prompts, lengths and arrivals for every engine, drawn from the seed of the round."""
 
 import random
 from dataclasses import dataclass
 
-from .checkpoint import BYTES_A_WEIGHT, VOCAB, Shape
-from .loop import Request
+from .checkpoint import BYTES_A_WEIGHT, VOCAB, ModelShape
+from .loop import TimedPrompt
 
-RATE = 8.0  # requests a second, where arrivals are spread: about what the faster engines can just serve
+RATE = 8.0  # requests a second, where arrivals are spread: about as many as the faster engines can serve
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A row of the comparison. `kind` is serve, start (a fresh process to its first token) or invariance."""
 
     title: str
@@ -22,20 +22,20 @@ class Work:
     spread: bool = False
     by: str = "rate"  # what the ratio compares: output tokens a second, or first: the time to the first token
 
-    def requests(self, seed: int) -> list[Request]:
-        """The requests of a round; arrivals and lengths are the same in every round, the tokens never."""
+    def requests(self, seed: int) -> list[TimedPrompt]:
+        """The requests of a round; arrivals and lengths are the same in every round, the tokens differ."""
         plan, tokens = random.Random(self.title), random.Random(f"{self.title} {seed}")
         found, now = [], 0.0
         for _ in range(self.count):
             prompt = [tokens.randrange(300, VOCAB) for _ in range(plan.randint(*self.prompt))]
-            found.append(Request(prompt, plan.randint(*self.output), now))
+            found.append(TimedPrompt(prompt, plan.randint(*self.output), now))
             now += plan.expovariate(RATE) if self.spread else 0.0
         return found
 
-    def must_move(self, shape: Shape) -> float | None:
+    def must_move(self, shape: ModelShape) -> float | None:
         """Bytes that any engine must read: the weights once a step, and the keys and values of each position before.
 
-        None where the number of steps is the engine's choice, or where arithmetic rules.
+        None where the engine chooses the number of steps, or where arithmetic is the limit.
         """
         if self.kind != "serve" or self.spread or self.by == "first":
             return None
@@ -46,15 +46,15 @@ class Work:
 
 
 WORKS = {
-    "one": Work("1 request, 128 in, 128 out", 1, (128, 128), (128, 128)),
-    "sixteen": Work("16 requests, 128 in, 128 out", 16, (128, 128), (128, 128)),
-    "arrivals": Work("64 requests, 32 to 512 in, 16 to 256 out, 8 a second", 64, (32, 512), (16, 256), spread=True),
-    "prompt": Work("1 request, 3,900 in: time to the first token", 1, (3900, 3900), (4, 4), by="first"),
-    "long": Work("16 requests, 2,048 in, 64 out", 16, (2048, 2048), (64, 64)),
-    "start": Work("process start to the first token", 1, (128, 128), (1, 1), kind="start", by="first"),
-    "invariance": Work("24 requests alone and in one batch", 24, (16, 128), (64, 64), kind="invariance"),
-    "one-int8": Work("1 request, 128 in, 128 out, int8", 1, (128, 128), (128, 128), weights="int8"),
-    "sixteen-int8": Work("16 requests, 128 in, 128 out, int8", 16, (128, 128), (128, 128), weights="int8"),
-    "one-int4": Work("1 request, 128 in, 128 out, int4", 1, (128, 128), (128, 128), weights="int4"),
-    "sixteen-int4": Work("16 requests, 128 in, 128 out, int4", 16, (128, 128), (128, 128), weights="int4"),
+    "one": Workload("1 request, 128 in, 128 out", 1, (128, 128), (128, 128)),
+    "sixteen": Workload("16 requests, 128 in, 128 out", 16, (128, 128), (128, 128)),
+    "arrivals": Workload("64 requests, 32 to 512 in, 16 to 256 out, 8 a second", 64, (32, 512), (16, 256), spread=True),
+    "prompt": Workload("1 request, 3,900 in: time to the first token", 1, (3900, 3900), (4, 4), by="first"),
+    "long": Workload("16 requests, 2,048 in, 64 out", 16, (2048, 2048), (64, 64)),
+    "start": Workload("process start to the first token", 1, (128, 128), (1, 1), kind="start", by="first"),
+    "invariance": Workload("24 requests alone and in one batch", 24, (16, 128), (64, 64), kind="invariance"),
+    "one-int8": Workload("1 request, 128 in, 128 out, int8", 1, (128, 128), (128, 128), weights="int8"),
+    "sixteen-int8": Workload("16 requests, 128 in, 128 out, int8", 16, (128, 128), (128, 128), weights="int8"),
+    "one-int4": Workload("1 request, 128 in, 128 out, int4", 1, (128, 128), (128, 128), weights="int4"),
+    "sixteen-int4": Workload("16 requests, 128 in, 128 out, int4", 16, (128, 128), (128, 128), weights="int4"),
 }

@@ -1,4 +1,4 @@
-"""One engine in its own process: reads a job a line from stdin, answers each with a line on stdout, until stdin ends.
+"""One engine in its own process: reads a job a line from stdin and answers each with a line on stdout.
 
 For Quire: `python -m quire.scripts.peers.worker quire`. For a peer: its environment's `python -P .../worker.py vllm`.
 Whatever the engine prints goes to stderr.
@@ -16,7 +16,7 @@ if not __package__:  # run by its path: a peer's own packages come first, ours l
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     __package__ = "peers"
 
-from .loop import Request, Settings
+from .loop import LoadSettings, TimedPrompt
 
 RUNNERS = {
     "quire": ".run_quire",
@@ -28,14 +28,14 @@ RUNNERS = {
 
 
 def reply(runner, state: dict, job: dict) -> dict:
-    """Do one job: `prepare` and `load` take Settings, `run` takes requests."""
+    """Do one job: `prepare` and `load` take LoadSettings, `run` takes requests."""
     if job["op"] == "prepare":
-        runner.prepare(Settings(**job["settings"]))
+        runner.prepare(LoadSettings(**job["settings"]))
         return {}
     if job["op"] == "load":
-        state["serve"] = runner.load(Settings(**job["settings"]))
+        state["serve"] = runner.load(LoadSettings(**job["settings"]))
         return {}
-    requests = [Request(**request) for request in job["requests"]]
+    requests = [TimedPrompt(**request) for request in job["requests"]]
     return {"answers": [asdict(answer) for answer in state["serve"](requests)]}
 
 

@@ -1,19 +1,22 @@
-"""`quire plan`: what a model costs in memory, and the batch that is worth reaching, from its config.json alone."""
+"""`quire plan`: a model's memory, and the batch from which compute is the limit, from its config.json alone."""
 
 import json
 import math
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .. import options as o
 from ..sizes import size
+from ..tables import amount, length_name, table
+from . import meshes as meshes
 
 MACHINE = "The device"
 SEVERAL = "Several devices"
 
 
+@o.takes_engine(only=("dtype", "quantization", "kv_cache_dtype"))
 def main(
     model: o.Model = None,
     length: Annotated[
@@ -25,36 +28,44 @@ def main(
             show_default="1K, 4K, 16K, ... and the model's longest",
         ),
     ] = None,
-    dtype: o.Dtype = None,
-    quantization: o.Quantization = None,
-    kv_cache_dtype: o.CacheDtype = None,
+    *,
+    engine: dict[str, Any],
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE)
+        str,
+        typer.Option(metavar="NAME", help="Device to plan for: h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE),
     ] = "h100",
     memory: Annotated[
         int | None,
         typer.Option(
             parser=size,
             metavar="BYTES",
-            help="Memory for weights and cache, as in 80G.",
+            help="Memory for weights and KV cache, as in 80G.",
             show_default="the device's",
             rich_help_panel=MACHINE,
         ),
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(metavar="GB/S", min=0.001, show_default="the device's", rich_help_panel=MACHINE),
+        typer.Option(
+            metavar="GB/S", min=0.001, help="Memory bandwidth.", show_default="the device's", rich_help_panel=MACHINE
+        ),
     ] = None,
     flops: Annotated[
         float | None,
-        typer.Option(metavar="TFLOP/S", min=0.001, show_default="the device's", rich_help_panel=MACHINE),
+        typer.Option(
+            metavar="TFLOP/S",
+            min=0.001,
+            help="Speed of dense products in bfloat16.",
+            show_default="the device's",
+            rich_help_panel=MACHINE,
+        ),
     ] = None,
     link: Annotated[
         float | None,
         typer.Option(
             metavar="GB/S",
             min=0.001,
-            help="To the others of a machine, each way.",
+            help="Speed of links to devices of the same machine, each way.",
             show_default="the device's",
             rich_help_panel=MACHINE,
         ),
@@ -64,20 +75,20 @@ def main(
         typer.Option(
             metavar="GB/S",
             min=0.001,
-            help="To those of other machines.",
+            help="Speed of links to devices of other machines, each way.",
             show_default="the device's",
             rich_help_panel=MACHINE,
         ),
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="Propose a mesh of so many.", show_default=False, rich_help_panel=SEVERAL),
+        typer.Option(min=1, help="Number of devices; proposes a mesh.", show_default=False, rich_help_panel=SEVERAL),
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Sequences that decode together, each of the first --length.",
+            help="Sequences that decode together, each as long as the first --length.",
             show_default="64",
             rich_help_panel=SEVERAL,
         ),
@@ -86,16 +97,15 @@ def main(
         str | None,
         typer.Option(
             metavar="FOR",
-            help="What the mesh is for: throughput, latency or prompts.",
+            help="What the mesh should be best for: throughput, latency or prompts.",
             show_default="throughput",
             rich_help_panel=SEVERAL,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print what a model's weights and KV cache weigh, and how many sequences fit. Only config.json is read."""
+    """Print the memory of a model's weights and KV cache, and how many sequences fit. Reads config.json only."""
     from ...model.planning import cost  # not at the top: `--help` must not wait for JAX
-    from . import meshes
 
     if device not in cost.DEVICES:
         raise o.UsageError(f"--device is {device!r}; it can be {', '.join(cost.DEVICES)}")
@@ -113,7 +123,7 @@ def main(
         ),
     )
     meshes.check(devices, batch, best)
-    config, weights = read(model, dtype or "auto", quantization, kv_cache_dtype or "auto")
+    config, weights = read(model, **engine)
     lengths = sorted(set(length or default_lengths(config.max_len)))
     result = {
         "model": model or "quill",
@@ -148,18 +158,18 @@ def main(
         print(text(result) if devices is None else meshes.text(result))
 
 
-def read(model: str | None, dtype: str, quantization: str | None, kv_cache_dtype: str):
+def read(model: str | None, **engine: Any):
     """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its weights."""
     from ...model.checkpoint import hub
     from ...model.checkpoint.loader import read_config, specs_of
 
     folder = hub.resolve(model, ["config.json"])
-    config = read_config(folder, dtype, None, quantization, kv_cache_dtype)
+    config = read_config(folder, **engine)
     return config, specs_of(folder, config)
 
 
 def split(config, budget: float) -> list[dict]:
-    """How the engine would divide this memory among its groups of layers; nothing where it is too little."""
+    """How the engine would divide this memory among its cache groups; nothing where it is too little."""
     from ...model.config import ModelError
     from ...serving.api.options import EngineOptions
     from ...serving.device.state import page_bytes
@@ -243,29 +253,3 @@ def notes(result: dict) -> str:
     if any(row["balance_batch"] is None for row in result["lengths"]):
         lines.append("never: a sequence's cache takes longer to read than its arithmetic takes, at any batch.")
     return "\n".join(lines)
-
-
-def amount(count: float) -> str:
-    """Bytes in the largest unit that leaves at least one."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**power:
-            return f"{count / 1024**power:,.4g} {unit}"
-    return f"{count:,.0f} B"
-
-
-def length_name(tokens: int | None) -> str:
-    if tokens is None:
-        return "all"
-    return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else str(tokens)
-
-
-def table(head: tuple, rows: list[tuple]) -> str:
-    """Columns under their heads: names to the left, numbers to the right."""
-    cells = [tuple(map(str, row)) for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "   ".join(
-            (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
-        )
-        for row in cells
-    )

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from .. import options as o
-from .command import amount, length_name, table
+from ..tables import amount, length_name, table
 
 SHOWN = 10
 NAMES = {"tensor": "tensor", "expert": "expert", "context": "context", "pipe": "pipeline", "data": "data"}
@@ -20,14 +20,14 @@ def check(devices: int | None, batch: int | None, best: str | None) -> None:
 
 
 def propose(config, weights, device, devices: int, batch: int, length: int, best: str | None) -> dict:
-    """All meshes that hold the work, in order, and what was asked."""
+    """All meshes that have room for the work, the best first, and what was asked."""
     from ...model.config import ModelError
     from ...model.planning import meshes
     from ...serving.api.options import EngineOptions
 
     if length > config.max_len:
         raise ModelError(f"--length is {length}; the model was made for at most {config.max_len} positions")
-    work = meshes.Work(batch, length, EngineOptions().max_num_batched_tokens)
+    work = meshes.Workload(batch, length, EngineOptions().max_num_batched_tokens)
     found = meshes.choices(config, device, work, devices, weights)
     chosen = meshes.ranked(found, work, best or "throughput")
     if not chosen:

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from . import tasks as tasks
 
-# How often a document of each kind is drawn. Looking up comes first and alone until it is there: learned beside other
-# tasks from the start, it was seen to stay at chance.
+# How often a document of each kind is drawn. Looking up is trained first and alone, until it is learned: beside other
+# tasks from the start, it stayed at chance.
 DRILLS = {"drill": 1.0}
 MIX = {
     "story": 3.0, "story_plain": 2.4, "add": 4.0, "subtract": 4.0, "multiply": 1.5, "sort_numbers": 2.0,
@@ -48,7 +48,7 @@ def train_tokenizer(vocab_size: int, seed: int = 0) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Packed rows; position t predicts targets[t] with a weight in the loss. Documents do not see each other."""
 
     tokens: np.ndarray
@@ -68,7 +68,7 @@ def encode(tokenizer: Tokenizer, parts: list[tuple[str, float]]) -> tuple[list[i
     return ids, weights
 
 
-def pack(documents: list[list[tuple[list[int], list[float]]]], length: int) -> Rows:
+def pack(documents: list[list[tuple[list[int], list[float]]]], length: int) -> PackedRows:
     """One row for each list of documents; what is left over is padding that nothing learns."""
     shape = (len(documents), length)
     tokens, targets, owner = (np.zeros(shape, np.int32) for _ in range(3))
@@ -82,10 +82,10 @@ def pack(documents: list[list[tuple[list[int], list[float]]]], length: int) -> R
             weights[row, at : at + n - 1] = learned[1:]
             owner[row, at : at + n] = number + 1
             at += n
-    return Rows(tokens, targets, weights, owner)
+    return PackedRows(tokens, targets, weights, owner)
 
 
-def training_rows(tokenizer: Tokenizer, seed: str, rows: int, length: int, mix: dict[str, float]) -> Rows:
+def training_rows(tokenizer: Tokenizer, seed: str, rows: int, length: int, mix: dict[str, float]) -> PackedRows:
     """Fresh training rows, the same for the same seed."""
     rng = Random(f"train/{seed}")
     return pack([_row(tokenizer, rng, length, mix) for _ in range(rows)], length)

@@ -1,8 +1,8 @@
 """What a user can choose about an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ...model.config import ModelError
 
@@ -14,44 +14,93 @@ PARALLEL = {  # axes of the mesh
     "tensor": "tensor_parallel_size", "expert": "expert_parallel_size", "context": "context_parallel_size",
     "pipe": "pipeline_parallel_size", "data": "data_parallel_size",
 }  # fmt: skip
+# Panels of `--help`.
+MODEL, DEVICES, MEMORY = "The model", "Devices and processes", "Memory and batching"
+PREFIXES, OUTPUT = "Prefix cache", "Input and output"
+
+
+def flag(default: Any, panel: str, help: str, metavar: str | None = None, default_text: str | None = None) -> Any:
+    """A field that is also a flag of the commands. A whole number with a metavar may be written as 32K or 8G.
+
+    `default_text` says what happens without the flag, where the default itself does not.
+    """
+    text = default_text or {"None": "none", "True": "on", "False": "off"}.get(f"{default}", f"{default}")
+    return field(default=default, metadata={"panel": panel, "help": help, "metavar": metavar, "default": text})
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a user can choose; the names are those of the flags."""
+    """What a user can choose; the names are those of the flags, and the commands make their flags of these fields."""
 
-    model: str | None = None  # None: the bundled model
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    dtype: str = "auto"
-    quantization: str | None = None  # int8, int4 and their variants: weights are rounded while they are loaded
-    max_model_len: int | None = None  # None: the model's own; -1: the longest that fits
-    block_size: int = 16
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    tensor_parallel_size: int = 1  # devices that each have a part of every layer
-    expert_parallel_size: int = 1  # groups of them that each have some of the experts
-    context_parallel_size: int = 1  # groups that each have some positions of every page, and some rows of long steps
-    pipeline_parallel_size: int = 1  # groups that each have some of the layers
-    data_parallel_size: int = 1  # groups that each have sequences, slots and pages of their own; they share the experts
-    expert_redundancy: int = 0  # places for further copies of experts that many rows want, in every layer
-    expert_rebalance_steps: int = 3000  # from one look at how evenly they are used to the next; 0: only when asked
-    shard_weights: bool = False  # the devices of `context` each keep a part of every layer, put together as it is used
-    weights_host_bytes: int | None = None  # so much of the layers stays in host memory and is brought as it is used
-    coordinator_address: str | None = None  # HOST:PORT of process 0, where the others find it
-    num_processes: int = 1  # one a host; each has some of the devices
-    process_id: int = 0  # which of them this is; 0 leads, the others follow
-    kv_cache_dtype: str = "auto"  # or bfloat16, or int8 or fp8 with a scale a position and head
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float | None = None  # for everything; None: 0.9, and on a CPU a part of what is free
-    enable_prefix_caching: bool = True
-    kv_cache_host_bytes: int | None = None  # for pages that the cache has no room for; None: 0, or HOST where a disk is
-    kv_cache_disk: str | None = None  # a folder for those that the host has no room for
-    kv_cache_disk_bytes: int | None = None  # the most that it may hold; None: DISK
+    model: str | None = None  # a folder or Hugging Face id; None: the bundled model
+    tokenizer: str | None = flag(None, MODEL, "A folder or Hugging Face id.", default_text="the model's own")
+    skip_tokenizer_init: bool = False  # serve token ids only
+    dtype: str = flag("auto", MODEL, "float32, bfloat16 or auto.", default_text="auto: the model's")
+    quantization: str | None = flag(
+        None, MODEL, "Round the weights to int8, int8-weights, int4, int4-128, int4-64-zero and so on.",
+        default_text="as they are",
+    )  # fmt: skip
+    max_model_len: int | None = flag(
+        None, MODEL, "Most tokens of a prompt and its answer together; -1: as many as fit into memory.", "TOKENS",
+        "the model's own",
+    )  # fmt: skip
+    block_size: int = flag(16, MEMORY, "Size of a page of the KV cache.", "TOKENS")
+    tensor_parallel_size: int = flag(1, DEVICES, "Devices that split every layer.")
+    expert_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the experts.")
+    context_parallel_size: int = flag(
+        1, DEVICES, "Groups of devices that divide the positions of every page, and the tokens of long steps."
+    )
+    pipeline_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the layers.")
+    data_parallel_size: int = flag(
+        1, DEVICES, "Groups of devices that each have sequences and a KV cache of their own; they share the experts."
+    )
+    shard_weights: bool = flag(
+        False, DEVICES,
+        "Divide every layer's weights among the devices of --context-parallel-size; they are gathered for each use.",
+    )  # fmt: skip
+    weights_host_bytes: int | None = flag(
+        None, MEMORY, "Weights to keep in host memory; each layer is copied to the device for each use.", "BYTES"
+    )
+    expert_redundancy: int = flag(0, DEVICES, "Spare places in every layer, for copies of its most used experts.")
+    expert_rebalance_steps: int = flag(3000, DEVICES, "Rebalance the experts every N steps (0: only on request).")
+    coordinator_address: str | None = flag(
+        None, DEVICES, "Where process 0 listens for the others; the port after it is used too.", "HOST:PORT"
+    )
+    num_processes: int = flag(1, DEVICES, "Processes, one a host, whose devices serve together.")
+    process_id: int = flag(0, DEVICES, "Which of them this is: 0 serves, the others lend it their devices.")
+    kv_cache_dtype: str = flag(
+        "auto", MEMORY, "Type of keys and values in the KV cache: auto, bfloat16, int8 or fp8.",
+        default_text="auto: the model's dtype",
+    )  # fmt: skip
+    kv_cache_memory_bytes: int | None = flag(
+        None, MEMORY, "Memory for the KV cache, as in 2G.", "BYTES", "a part of what is free"
+    )
+    gpu_memory_utilization: float | None = flag(
+        None, MEMORY,
+        "Share of the device's memory for weights, KV cache and all else; the KV cache gets what the others leave.",
+        "SHARE", "0.9; on a CPU the KV cache gets a quarter of what is free, at most 8G",
+    )  # fmt: skip
+    enable_prefix_caching: bool = flag(True, PREFIXES, "Keep computed pages for prompts that begin alike.")
+    kv_cache_host_bytes: int | None = flag(
+        None, PREFIXES, "Host memory for computed pages that the KV cache has no room for.", "BYTES",
+        f"0, or {HOST >> 20}M with --kv-cache-disk",
+    )  # fmt: skip
+    kv_cache_disk: str | None = flag(
+        None, PREFIXES, "Folder for pages that the host memory has no room for; they survive a restart.", "DIR"
+    )
+    kv_cache_disk_bytes: int | None = flag(
+        None, PREFIXES, "The most that this folder may hold.", "BYTES", f"{DISK >> 30}G"
+    )
+    max_num_seqs: int = flag(32, MEMORY, "Most sequences in one step.", "N")
+    max_num_batched_tokens: int = flag(512, MEMORY, "Most tokens in one step.", "TOKENS")
     max_queued_requests: int | None = None  # more are refused; None: as many as come
-    pooling: Pooling = "last"  # which hidden states of a prompt are its embedding: the last one, or the mean of all
-    trace: str | None = None  # a file for what the engine does when
-    seed: int = 0
+    pooling: Pooling = flag(
+        "last", MODEL, "Make an embedding of the last hidden state, or of the mean of all.", "last|mean"
+    )
+    trace: str | None = flag(
+        None, OUTPUT, "Write a timeline of the steps, for ui.perfetto.dev or chrome://tracing.", "FILE"
+    )
+    seed: int = 0  # of sampling, for requests without a seed
 
     @property
     def most_running(self) -> int:

@@ -5,29 +5,19 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
+from .errors import RequestError
 from .structured import checked_structure
 from .validation import (
     INT32_MAX,
     MAX_STRING_LENGTH,
-    MAX_STRINGS,
-    NotServing,
-    QueueFull,
-    RequestError,
     boolean,
     integer,
-    items,
     number,
     refuse_unknown,
     shown,
     strings,
     token_ids,
-    unicode_text,
 )
-
-__all__ = [  # what others take from here beside what is written here
-    "INT32_MAX", "MAX_STRINGS", "MAX_STRING_LENGTH", "NotServing", "QueueFull", "RequestError", "boolean",
-    "integer", "items", "number", "refuse_unknown", "shown", "unicode_text",
-]  # fmt: skip
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20

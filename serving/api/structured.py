@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .validation import RequestError, boolean, items, refuse_unknown, shown, unicode_text
+from .errors import RequestError
+from .validation import boolean, items, refuse_unknown, shown, unicode_text
 
 FIELD = "structured_outputs"
 SHAPES = ("json", "regex", "choice", "grammar", "json_object")  # exactly one of them

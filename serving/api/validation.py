@@ -6,29 +6,11 @@ from collections.abc import Set as AbstractSet
 from numbers import Integral, Real
 from typing import Any
 
+from .errors import RequestError
+
 MAX_STRINGS = 64  # stop strings, bad words
 MAX_STRING_LENGTH = 1024
 INT32_MAX = 2**31 - 1  # token ids and counts travel to the device as int32
-
-
-class RequestError(ValueError):
-    """A request that cannot be served: one line that names the field, the value and what would be right."""
-
-    def __init__(self, param: str, message: str):
-        super().__init__(param, message)  # both, so that it pickles and copies
-        self.param = param
-        self.message = message
-
-    def __str__(self) -> str:
-        return f"{self.param}: {self.message}"
-
-
-class QueueFull(RequestError):
-    """As many wait as may: the same request can be served later."""
-
-
-class NotServing(RequestError):
-    """The engine is asleep or closed: no request can be served now."""
 
 
 def shown(value: object) -> str:

@@ -7,7 +7,6 @@ import numpy as np
 
 from ...model.config import ModelConfig
 from ...model.expert_copies import first_placements
-from ..api.params import RequestError
 from .expert_placement import busiest
 from .state import State
 from .step import read_loads
@@ -16,7 +15,7 @@ EVERY = 64  # steps from one look at the counters to the next
 KEPT = 0.9  # of the rows that are taken for recent ones, from look to look
 
 
-class Experts:
+class ExpertLoads:
     """Reads the counters of the device now and then, without waiting for it."""
 
     def __init__(self, config: ModelConfig, devices: int = 1):
@@ -89,13 +88,6 @@ class Experts:
         """By layer: recent rows of the busiest device against the mean."""
         found = (busiest(*pair, self.devices) for pair in zip(self.recent_LE, self.held_LS, strict=True))
         return dict(zip(self.layers, found, strict=True))
-
-
-def known(experts: Experts | None) -> Experts:
-    """Those of a model that has some."""
-    if experts is None:
-        raise RequestError("model", "has no experts")
-    return experts
 
 
 def peak(loads: np.ndarray) -> float:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 
-class Kept:
+class HostArray:
     """What the devices of this process held of an array, by place: the others' parts are theirs to keep."""
 
     def __init__(self, leaf: jax.Array):
@@ -14,15 +14,15 @@ class Kept:
         self.parts = {str(shard.index): np.array(shard.data) for shard in leaf.addressable_shards}
 
 
-def to_device(kept: Kept, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.make_array_from_callback(kept.shape, sharding, lambda index: kept.parts[str(index)])
+def to_device(held: HostArray, sharding: jax.sharding.Sharding) -> jax.Array:
+    return jax.make_array_from_callback(held.shape, sharding, lambda index: held.parts[str(index)])
 
 
 def to_host(tree: Any, keep: bool) -> Any:
     """The same in the host's memory, or None; its memory on the device is free, one array after the other."""
 
-    def move(leaf: jax.Array) -> Kept | None:
-        host = Kept(leaf) if keep else None
+    def move(leaf: jax.Array) -> HostArray | None:
+        host = HostArray(leaf) if keep else None
         leaf.delete()
         return host
 

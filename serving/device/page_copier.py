@@ -11,7 +11,7 @@ import numpy as np
 from ...ops.attention import KVPages
 from ..cache.page_moves import PageMoves
 from ..cache.prefix_tree import HostCopy, SentPage
-from .pipeline import Stages
+from .pipeline import Pipeline
 from .state import owners
 from .step import copy_pages, read_pages, write_pages
 
@@ -19,7 +19,7 @@ AT_ONCE = 16  # pages a call; where there are fewer, the dummy page fills up
 
 
 @dataclass(frozen=True)
-class Leaving:
+class Offload:
     """Pages under way to the host, from each stage its part of them."""
 
     stages: list[jax.Array]  # [N, bytes of a page]
@@ -32,12 +32,12 @@ class Leaving:
             copy.data = np.concatenate(own)  # no view: the others' bytes go when theirs do
 
 
-class Mover:
+class PageCopier:
     """The programs that copy pages of each cache group, in each stage that has some, compiled ahead."""
 
-    def __init__(self, stages: Stages, to_host: bool):
-        config, self.to_host = stages.config, to_host
-        found = [[owners(config, stage, group) for stage in stages.stages] for group in range(len(config.windows))]
+    def __init__(self, pipeline: Pipeline, to_host: bool):
+        config, self.to_host = pipeline.config, to_host
+        found = [[owners(config, stage, group) for stage in pipeline.stages] for group in range(len(config.windows))]
         self.owners = [[own for own in layers if own] for layers in found]  # by group, by stage
         self.programs: dict[tuple[str, int, int], Any] = {}
 
@@ -53,9 +53,9 @@ class Mover:
                     yield ("offload", group, stage), read_pages.lower(layers, numbers)
                     yield ("restore", group, stage), write_pages.lower(layers, numbers, bytes_NX)
 
-    def move(self, pages: dict[int, KVPages], moves: PageMoves) -> tuple[dict[int, KVPages], list[Leaving]]:
+    def move(self, pages: dict[int, KVPages], moves: PageMoves) -> tuple[dict[int, KVPages], list[Offload]]:
         """(the pages, what is under way to the host)."""
-        leaving = []
+        offloads = []
         for group, stages in enumerate(self.owners):
             layers = [[pages[index] for index in own] for own in stages]
 
@@ -70,7 +70,7 @@ class Mover:
                 read = run("offload", numbers_of([page for page, _ in some]))
                 for bytes_NX in read:
                     bytes_NX.copy_to_host_async()
-                leaving.append(Leaving(read, [copy for _, copy in some]))
+                offloads.append(Offload(read, [copy for _, copy in some]))
             for some in parts([move[1:] for move in moves.copies if move[0] == group]):
                 origins, targets = (numbers_of(pages) for pages in zip(*some, strict=True))
                 layers[:] = run("copy", origins, targets)
@@ -87,7 +87,7 @@ class Mover:
                 layers[:] = run("restore", targets, block_NX)
             for own, held in zip(stages, layers, strict=True):
                 pages = {**pages, **dict(zip(own, held, strict=True))}
-        return pages, leaving
+        return pages, offloads
 
     def read(self, pages: dict[int, KVPages], group: int, numbers: Seq[int]) -> Any:
         """What up to `AT_ONCE` pages hold, a row each: on the device; of several stages put together on the host."""
@@ -117,9 +117,9 @@ def parts(moves: Seq[Any]) -> Iterator[Seq[Any]]:
 def blocks(rows: Seq[tuple[int, SentPage]]) -> Iterator[tuple[Any, np.ndarray]]:
     """Arrays on the device, and for each of their rows the page that it goes to; the dummy page takes the others."""
     found: dict[int, tuple[Any, np.ndarray]] = {}
-    for page, sent in rows:
-        _, targets = found.setdefault(id(sent.block_NX), (sent.block_NX, np.zeros(AT_ONCE, np.int32)))
-        targets[sent.row] = page
+    for page, row in rows:
+        _, targets = found.setdefault(id(row.block_NX), (row.block_NX, np.zeros(AT_ONCE, np.int32)))
+        targets[row.row] = page
     return iter(found.values())
 
 

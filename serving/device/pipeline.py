@@ -13,7 +13,7 @@ from .state import State
 from .step import Places, abstract_state, make_state, step
 
 
-class Stages:
+class Pipeline:
     """One stage on one device or mesh; or several, each on its own, through which rows go one after the other.
 
         step n      [stage 0][stage 1][stage 2]
@@ -63,13 +63,13 @@ class Stages:
 class Relay:
     """The programs of the stages, one after the other; nothing here waits for a device."""
 
-    def __init__(self, stages: Stages, programs: list[Any]):
-        self.stages, self.programs = stages, programs
+    def __init__(self, pipeline: Pipeline, programs: list[Any]):
+        self.pipeline, self.programs = pipeline, programs
 
     def __call__(self, weights, state: State, buffer):
         x, hidden_RD, states = (), None, []
-        parts = self.stages.parts(weights, state)
-        for mesh, program, (own, held) in zip(self.stages.meshes, self.programs, parts, strict=True):
+        parts = self.pipeline.parts(weights, state)
+        for mesh, program, (own, held) in zip(self.pipeline.meshes, self.programs, parts, strict=True):
             *x, hidden_RD, held = program(own, held, buffer, *move(x, mesh))
             states.append(held)
         return *x, hidden_RD, join(states)

@@ -8,13 +8,12 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from ...model.config import LatentAttention, ModelConfig
-from ...model.partition import Stage, whole
+from ...model.partition import Stage, whole_model
 from ...model.planning.cost import layer_token_bytes
 from ...ops import sampling
 from ...ops.attention import KVPages, page_dtype, pairs
 
 OF_ROWS = ("data", "context")  # the axes of a mesh along which each device may have rows of its own
-LOADS = -1  # where the loads lie among the pages of the layers while a step is computed
 HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS": 1}  # the axis of heads
 
 
@@ -67,7 +66,7 @@ def owners(config: ModelConfig, stage: Stage, group: int) -> list[int]:
 
 def page_bytes(config: ModelConfig, group: int, page_size: int, stage: Stage | None = None) -> int:
     """Bytes of one page number of a cache group, over all layers that own it, or those of a stage."""
-    layers = [config.layers[index] for index in owners(config, stage or whole(config), group)]
+    layers = [config.layers[index] for index in owners(config, stage or whole_model(config), group)]
     return page_size * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in layers)
 
 

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 from ...model import decoder
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig
-from ...model.partition import Stage, part_of, whole
+from ...model.partition import Stage, local_config, whole_model
 from ...ops import sampling
-from ...ops.attention import KVPages, Rows, paged_attention
-from ...sharding.device_axes import ALONE, Axis, Team
-from ...sharding.mesh import team
+from ...ops.attention import KVPages, QueryRows, paged_attention
+from ...sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
+from ...sharding.mesh import device_axes
 from .batch import Layout
-from .state import LOADS, State, empty_state, state_places
+from .state import State, empty_state, state_places
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,21 @@ def step(
     Over a mesh each device does the same with its own part of weights and state. A `stage` that is not the last gives
     (rows, None, state), and one that is not the first gets such rows.
     """
-    stage = stage or whole(config)
+    stage = stage or whole_model(config)
     fetch = None if places is None else places.fetcher(weights)
     if places is None or places.mesh is None:
-        return step_of_one(weights, state, buffer, x, layout, config, plain, ALONE, stage, fetch)
-    own, devices = part_of(config, places.mesh), team_of(places.mesh, layout)
+        return step_of_one(weights, state, buffer, x, layout, config, plain, ONE_DEVICE, stage, fetch)
+    own, devices = local_config(config, places.mesh), axes_of(places.mesh, layout)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     of_state = state_places(state)
-    of_rows = P((devices.apart * devices.rows).name or None)
+    of_rows = P((devices.data * devices.rows).name or None)
     tells = places.mesh.is_multi_process  # what is drawn must be on a device of each process
     drawn = P(None if tells else "data")
 
     def part(weights, state, buffer, x):
-        mine = devices.apart.part(buffer)
+        mine = devices.data.part(buffer)
         *out, state = step_of_one(weights, state, mine, x, layout, own, plain, devices, stage, fetch)
-        return *(jax.tree.map(devices.apart.join, out) if tells and stage.ends else out), state
+        return *(jax.tree.map(devices.data.join, out) if tells and stage.ends else out), state
 
     run = jax.shard_map(
         part, mesh=places.mesh, in_specs=(of_weights, of_state, P(), of_rows),
@@ -108,9 +108,9 @@ def step(
     return run(weights, state, buffer, x)
 
 
-def team_of(mesh: Mesh, layout: Layout) -> Team:
+def axes_of(mesh: Mesh, layout: Layout) -> DeviceAxes:
     """Steps that carry prompts have rows enough for each device to take a part of them, outside of attention."""
-    found = team(mesh)
+    found = device_axes(mesh)
     split = found.context.size > 1 and layout.size.rows > layout.size.seqs
     return replace(found, rows=found.context) if split else found
 
@@ -129,7 +129,7 @@ def split_state(
     config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh
 ) -> State:
     """Each device makes its part; compiled once, since an engine that recovers makes another."""
-    own, words = part_of(config, mesh), -(-config.vocab_size // mesh.shape["tensor"])
+    own, words = local_config(config, mesh), -(-config.vocab_size // mesh.shape["tensor"])
 
     def part() -> State:
         return empty_state(own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, words)
@@ -153,50 +153,57 @@ def abstract_state(
 
 
 def step_of_one(
-    weights, state: State, buffer, x, layout: Layout, config: ModelConfig, plain: bool, team: Team, stage: Stage, fetch
+    weights,
+    state: State,
+    buffer,
+    x,
+    layout: Layout,
+    config: ModelConfig,
+    plain: bool,
+    axes: DeviceAxes,
+    stage: Stage,
+    fetch,
 ):
-    """What one device of a team does in a step; alone, all of it."""
+    """What one device does in a step."""
     batch = layout.read(buffer)
     tokens_T = batch.tokens_T
     if stage.begins and stage.ends:  # with several stages the host knows all tokens
         held_T = jnp.maximum(-1 - tokens_T, 0)
         tokens_T = jnp.where(tokens_T < 0, state.last_tokens_B[held_T], tokens_T)
-    spare = -layout.size.rows % team.rows.size
+    spare = -layout.size.rows % axes.rows.size
     positions_T = jnp.pad(batch.positions_T, (0, spare), constant_values=-1)
 
-    def attend(index, q_TNH, k_TKH, v_TKH, pages, **options):
+    def attend(index, q_TNH, k_TKH, v_TKH, state: State, **options):
         owner, group = config.kv_owner[index], config.group(index)
         slots_T = jnp.pad(batch.slots_GT[group], (0, spare))
-        rows = Rows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
-        q_TNH, k_TKH, v_TKH = (None if x is None else team.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
-        spread = {"context": team.context, "deal": team.rows.size > 1}
-        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, pages[owner], rows, **options, **spread)
-        return out_TNH, {**pages, owner: filled}
+        rows = QueryRows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
+        q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
+        spread = {"context": axes.context, "split_rows": axes.rows.size > 1}
+        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, state.pages[owner], rows, **options, **spread)
+        return out_TNH, state.replace(pages={**state.pages, owner: filled})
 
-    def note(index, experts_TX, pages):
+    def note(index, experts_TX, state: State) -> State:
         # Where the devices of `context` have the same rows, the first counts them.
-        one = 1 if team.rows.size > 1 or team.context.size == 1 else jnp.where(team.context.index() == 0, 1, 0)
+        one = 1 if axes.rows.size > 1 or axes.context.size == 1 else jnp.where(axes.context.index() == 0, 1, 0)
         layer = config.expert_layers.index(index)
-        return {**pages, LOADS: pages[LOADS].at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop")}
+        return state.replace(loads_nLE=state.loads_nLE.at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop"))
 
-    own_T, first = team.rows.part(positions_T), stage.layers.start
+    own_T, first = axes.rows.part(positions_T), stage.layers.start
     if stage.begins:
-        x = decoder.enter(weights, team.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, team)
-    pages = {**state.pages, LOADS: state.loads_nLE}
+        x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes)
     hear = None if state.loads_nLE is None else note
-    x, pages = decoder.pass_through(weights.layers, first, x, pages, own_T, config, attend, team, hear, fetch)
-    loads_nLE = pages.pop(LOADS)
+    x, state = decoder.run_layers(weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch)
     if not stage.ends:
-        return x, None, state.replace(pages=pages)
-    hidden_RD = take_rows(decoder.leave(weights, x[0], config), batch.sample_rows_R, team.rows)
-    logits_RV = decoder.logits(weights, hidden_RD, config, team)
+        return x, None, state
+    hidden_RD = take_rows(decoder.final_norm(weights, x[0], config), batch.sample_rows_R, axes.rows)
+    logits_RV = decoder.logits(weights, hidden_RD, config, axes)
     with jax.named_scope("sample"):
-        axis = team.tensor
+        axis = axes.tensor
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
         sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis)
         last_tokens_B = state.last_tokens_B.at[batch.store_R].set(sampled.tokens_R, mode="drop")
         sampled = sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1))
-    return sampled, hidden_RD, State(pages, slots, last_tokens_B, loads_nLE)
+    return sampled, hidden_RD, state.replace(slots=slots, last_tokens_B=last_tokens_B)
 
 
 @jax.jit
@@ -224,7 +231,7 @@ def read_pages(layers: list[KVPages], pages_N) -> jax.Array:
 @partial(jax.jit, static_argnames=("mesh", "places"), donate_argnames="stack_SX")
 def move_experts(stack_SX, sent_nnM, kept_nnM, turns, mesh: Mesh, places: P) -> jax.Array:
     """A stack of experts over devices, of which each takes over some of the others', as `placement.transfers` says."""
-    axis = team(mesh).experts
+    axis = device_axes(mesh).experts
 
     def part(stack_SX, sent_nnM, kept_nnM, turns):
         me = axis.index()
@@ -265,10 +272,10 @@ def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
 @partial(jax.jit, donate_argnames="slots")
 def reset_slot(slots: sampling.SlotState, slot, row: sampling.SlotState) -> sampling.SlotState:
     """Make a slot ready for a new request."""
-    return sampling.reset_slot(slots, slot, row)
+    return sampling.replace_row(slots, slot, row)
 
 
 @partial(jax.jit, donate_argnames="bias_BV")
 def set_bias(bias_BV, slot, bias_V) -> jax.Array:
     """What a slot's next token may be."""
-    return sampling.set_bias(bias_BV, slot, bias_V)
+    return sampling.replace_bias(bias_BV, slot, bias_V)

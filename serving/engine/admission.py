@@ -6,7 +6,9 @@ import numpy as np
 
 from ...model.text.tokenizer import Tokenizer
 from ...ops.sampling import MAX_BANS
-from ..api.params import RequestError, SamplingParams, shown
+from ..api.errors import RequestError
+from ..api.params import SamplingParams
+from ..api.validation import shown
 from ..cache.page_pool import largest
 
 

@@ -3,7 +3,9 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from ..api.params import MAX_LOGPROBS, PLAIN, RequestError, SamplingParams, Terms, boolean, integer, number
+from ..api.errors import RequestError
+from ..api.params import MAX_LOGPROBS, PLAIN, SamplingParams, Terms
+from ..api.validation import boolean, integer, number
 from ..request.request import Request
 from .engine import Engine
 
@@ -121,9 +123,9 @@ def ask(engine: Engine, prompts: Seq[tuple[list[int], Terms]], params: SamplingP
         raise
     found = []
     for request in requests:
-        if request.streams[0].finish_reason == "error":
+        if request.completions[0].finish_reason == "error":
             raise RuntimeError("a step of the beam search failed; the log says why")
-        entries = request.streams[0].logprobs[0]
+        entries = request.completions[0].logprobs[0]
         found.append([(token, entry.logprob) for token, entry in entries.items()][: params.logprobs])
     return found
 

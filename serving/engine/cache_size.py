@@ -10,13 +10,13 @@ from jax.sharding import Mesh
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig, ModelError
 from ...model.expert_copies import spare_of
-from ...model.partition import part_of
-from ...sharding.mesh import team
+from ...model.partition import local_config
+from ...sharding.mesh import device_axes
 from ..api.options import EngineOptions
 from ..cache.page_pool import PagePool, largest
-from ..device.expert_loads import Experts
-from ..device.expert_rebalancer import Balance
-from ..device.pipeline import Stages
+from ..device.expert_loads import ExpertLoads
+from ..device.expert_rebalancer import ExpertRebalancer
+from ..device.pipeline import Pipeline
 from ..device.state import page_bytes
 from .batch_builder import BatchBuilder
 from .scheduler import Limits
@@ -59,8 +59,8 @@ def held_bytes(tree) -> int:
 
 def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, mesh: Mesh | None = None) -> int:
     """What the largest step takes on a device beside weights and state, as its compiler says; nothing is run."""
-    groups, stages = len(config.windows), Stages(config, mesh)
-    replicas = team(mesh).apart.size
+    groups, stages = len(config.windows), Pipeline(config, mesh)
+    replicas = device_axes(mesh).data.size
     batcher = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
     _, layout = max(batcher.layouts.items())
     state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs)
@@ -71,14 +71,14 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, 
         found.append(used.temp_size_in_bytes + used.generated_code_size_in_bytes + results)
     moving = [0]
     if mesh is not None and spare_of(config):
-        balance = Balance(Experts(config, team(mesh).experts.size), config, mesh, 0)
+        balance = ExpertRebalancer(ExpertLoads(config, device_axes(mesh).experts.size), config, mesh, 0)
         moving = [lowered.compile().memory_analysis().temp_size_in_bytes for _, lowered in balance.lower(weights)]
     return max(found) + max(moving)
 
 
 def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
     """Of all devices that have a part of it: what a page takes that is copied out."""
-    stages = Stages(config, mesh)
+    stages = Pipeline(config, mesh)
     pages = stages.abstract_state((1,) * len(config.windows), page_size, 1).pages
     own = [pages[index] for index in config.kv_layers if config.group(index) == group]
     return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
@@ -95,7 +95,7 @@ def size_cache(
     S, chunk = options.block_size, options.max_num_batched_tokens
     groups = [PagePool(1, S, window) for window in config.windows]
     held = S if mesh is None else S // mesh.shape["context"]  # positions of a page that a device has
-    own, parts = part_of(config, mesh), Stages(config, mesh).stages
+    own, parts = local_config(config, mesh), Pipeline(config, mesh).stages
     costs = [max(page_bytes(own, group, held, stage) for stage in parts) for group in range(len(config.windows))]
 
     def needs(length: int) -> list[int]:

@@ -58,7 +58,7 @@ class Listener:
         self.begun = False
 
 
-class Courier:
+class Outbox:
     """The engine's thread notes which requests have news, and now and then sends it all."""
 
     def __init__(self, clock: Callable[[], float]):

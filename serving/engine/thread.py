@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ..api.params import NotServing
-from .delivery import Courier
+from ..api.errors import NotServing
+from .delivery import Outbox
 from .engine import Engine
 
 log = logging.getLogger("quire")
@@ -24,15 +24,15 @@ class EngineThread:
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
         self.engine, self.clock = engine, clock
-        self.courier = Courier(clock)
+        self.outbox = Outbox(clock)
         self.jobs: deque[tuple[Callable[[], Any], Future | None]] = deque()  # without a future nobody waits for it
         self.wake = threading.Condition()
         self.closed = False
         self.failure: BaseException | None = None
         self.paused = False  # requests are accepted, and wait
         self.busy_since: float | None = None  # when the step or the job under way began
-        if engine.runner.hosts is not None:
-            engine.runner.hosts.mourners.append(self.fail)
+        if engine.runner.leader is not None:
+            engine.runner.leader.on_loss.append(self.fail)
         self.thread = threading.Thread(target=self.run, name="quire-engine", daemon=True)
         self.thread.start()
 
@@ -65,7 +65,7 @@ class EngineThread:
     def awaited(self) -> bool:
         """Whether somebody waits for it."""
         with self.wake:
-            return bool(self.courier.listeners) or any(future is not None for _, future in self.jobs)
+            return bool(self.outbox.listeners) or any(future is not None for _, future in self.jobs)
 
     def give_up(self, error: Exception) -> None:
         """Nobody is to wait for a step that never ends. From any thread but this one."""
@@ -75,7 +75,7 @@ class EngineThread:
         for future in waited:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
-        self.courier.give_up(error)
+        self.outbox.give_up(error)
 
     def fail(self, error: Exception) -> None:
         """The engine is over, and its thread may hang."""
@@ -96,9 +96,9 @@ class EngineThread:
         finally:
             with self.wake:
                 self.closed = True
-            self.courier.note([self.engine.abort(name) for name in list(self.engine.requests)])
-            self.courier.send()
-            self.courier.give_up(EngineFailed("the engine has stopped"))
+            self.outbox.note([self.engine.abort(name) for name in list(self.engine.requests)])
+            self.outbox.send()
+            self.outbox.give_up(EngineFailed("the engine has stopped"))
             for _, future in self.jobs:
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_exception(NotServing("engine", "is closed"))
@@ -109,7 +109,7 @@ class EngineThread:
 
     def serve(self) -> None:
         """Jobs, then a step, for as long as there is either."""
-        engine, courier = self.engine, self.courier
+        engine, outbox = self.engine, self.outbox
         while True:
             self.busy_since = None
             with self.wake:
@@ -123,11 +123,11 @@ class EngineThread:
             for job, future in jobs:
                 run(job, future)
             if not self.paused:
-                courier.note(engine.step())
+                outbox.note(engine.step())
             if self.paused or not engine.busy:
-                courier.send()
+                outbox.send()
             else:
-                courier.deliver_due()
+                outbox.deliver_due()
 
 
 def run(job: Callable[[], Any], future: Future | None) -> None:

@@ -5,11 +5,12 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from ..api.errors import EngineError
 from ..api.outputs import Fresh, RequestOutput
 from ..async_llm import Answers
 from ..engine.thread import EngineFailed
 from ..protocol.answers.answer import Answer, Part, Usage
-from ..protocol.answers.choices import Choices, EngineError
+from ..protocol.answers.choices import Choices
 from ..resume import Journal
 from .errors import HttpError, as_http
 from .prompting import Prepared

@@ -5,11 +5,10 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from ..api.params import NotServing, QueueFull, RequestError
+from ..api.errors import EngineError, NotServing, QueueFull, RequestError
 from ..engine.thread import EngineFailed
 from ..protocol import messages
 from ..protocol.answers import shapes
-from ..protocol.answers.choices import EngineError
 
 
 class HttpError(Exception):

@@ -9,7 +9,7 @@ import time
 from typing import Any, TextIO
 
 from ...model.config import ModelError
-from ..api.params import shown
+from ..api.validation import shown
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # what ends a line, or moves a terminal's cursor

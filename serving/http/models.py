@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...model.config import ModelError
-from ..api.params import shown
+from ..api.validation import shown
 from ..async_llm import AsyncLLM
 from ..build import on_host
 from ..engine.engine import Engine

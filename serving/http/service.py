@@ -14,10 +14,11 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from ...model.config import ModelError
-from ..api.params import RequestError, Terms
+from ..api.errors import RequestError
+from ..api.params import Terms
 from ..async_llm import Answers, Ask, AsyncLLM
 from ..engine.engine import Engine
-from ..observe.metrics import Http
+from ..observe.metrics import HttpMetrics
 from ..protocol.answers.answer import Head, Prompted
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
@@ -59,7 +60,7 @@ class Service:
         self.open = 0  # requests that are being answered
         self.idle = asyncio.Event()
         self.idle.set()
-        self.http_metrics = Http()
+        self.http_metrics = HttpMetrics()
         self.tracer = make_tracer(settings.otlp_traces_endpoint)
         self.stop: Callable[[], None] = lambda: None  # what a signal does; set by the server
         self.address = ""
@@ -236,13 +237,13 @@ def reseeded(ask: Ask, seed: int | None) -> Ask:
 
 
 def abort_all(thread: Any) -> None:
-    thread.courier.note([thread.engine.abort(name) for name in list(thread.engine.requests)])
+    thread.outbox.note([thread.engine.abort(name) for name in list(thread.engine.requests)])
 
 
 class Streaming:
     """A response that holds on to something until it is over."""
 
-    def __init__(self, response: EventStream, keep: AsyncExitStack, metrics: Http):
+    def __init__(self, response: EventStream, keep: AsyncExitStack, metrics: HttpMetrics):
         self.response, self.keep, self.metrics = response, keep, metrics
 
     async def __call__(self, scope, receive, send) -> None:

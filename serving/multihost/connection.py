@@ -14,11 +14,11 @@ SMALL = 4096  # bytes of an array that nobody tries to shorten
 ARRAY = 1  # the code of an extension of msgpack
 
 
-class Gone(Exception):
+class ConnectionLost(Exception):
     """The other side is not there any more, or does not speak as it should."""
 
 
-class Line:
+class HostConnection:
     """A connection to another process of the engine. Any thread may send; one receives."""
 
     def __init__(self, sock: socket.socket):
@@ -34,28 +34,28 @@ class Line:
             with self.lock:
                 self.sock.sendall(data)
         except OSError as error:
-            raise Gone(f"nothing can be sent to it: {error.strerror or error}") from None
+            raise ConnectionLost(f"nothing can be sent to it: {error.strerror or error}") from None
 
     def receive(self, patience: float) -> tuple[str, list[Any]]:
-        """The next message; raises `Gone` where none comes within so many seconds."""
+        """The next message; raises `ConnectionLost` where none comes within so many seconds."""
         try:
             self.sock.settimeout(patience)
             (size,) = LENGTH.unpack(self.read(LENGTH.size))
             if size > MOST:
-                raise Gone(f"it sent a message of {size} bytes")
+                raise ConnectionLost(f"it sent a message of {size} bytes")
             kind, *values = DECODER.decode(self.read(size))
         except TimeoutError:
-            raise Gone(f"nothing was heard of it for {patience:g} seconds") from None
+            raise ConnectionLost(f"nothing was heard of it for {patience:g} seconds") from None
         except OSError as error:
-            raise Gone(f"its connection broke: {error.strerror or error}") from None
+            raise ConnectionLost(f"its connection broke: {error.strerror or error}") from None
         except (msgspec.DecodeError, ValueError, TypeError) as error:
-            raise Gone(f"it sent what is no message: {error}") from None
+            raise ConnectionLost(f"it sent what is no message: {error}") from None
         return kind, values
 
     def read(self, size: int) -> bytes:
         data = self.file.read(size)
         if len(data) < size:
-            raise Gone("its connection was closed")
+            raise ConnectionLost("its connection was closed")
         return data
 
     def close(self) -> None:

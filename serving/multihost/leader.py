@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...model.config import ModelError
-from .connection import Changes, Gone, Line, frame
+from .connection import Changes, ConnectionLost, HostConnection, frame
 
 log = logging.getLogger("quire")
 
@@ -26,11 +26,11 @@ class HostLost(RuntimeError):
     """A process of the engine is gone, and the engine with it."""
 
 
-class Link:
-    """A line that is watched: what comes is queued, and silence is death."""
+class WatchedConnection:
+    """A connection that is watched: what comes is queued, and silence is death."""
 
-    def __init__(self, line: Line, name: str, lost: Callable[[str], None]):
-        self.line, self.name, self.lost = line, name, lost
+    def __init__(self, connection: HostConnection, name: str, lost: Callable[[str], None]):
+        self.connection, self.name, self.lost = connection, name, lost
         self.inbox: queue.SimpleQueue[tuple[str, list[Any]]] = queue.SimpleQueue()
         for job in (self.listen, self.beat):
             threading.Thread(target=job, name=f"quire-{job.__name__}", daemon=True).start()
@@ -38,40 +38,41 @@ class Link:
     def listen(self) -> None:
         try:
             while True:
-                kind, values = self.line.receive(SILENCE)
+                kind, values = self.connection.receive(SILENCE)
                 if kind == "failed":
-                    raise Gone(f"it failed: {values[0]}")
+                    raise ConnectionLost(f"it failed: {values[0]}")
                 if kind != "beat":
                     self.inbox.put((kind, values))
-        except Gone as error:
+        except ConnectionLost as error:
             self.lost(f"{self.name} is gone: {error}")
 
     def beat(self) -> None:
         try:
             while True:
                 time.sleep(BEAT)
-                self.line.send("beat")
-        except Gone:
+                self.connection.send("beat")
+        except ConnectionLost:
             pass  # who listens hears of it
 
 
 class Leader:
     """The first process: it sends each call that it makes on the devices to the others, before it makes it."""
 
-    def __init__(self, lines: dict[int, Line]):
+    def __init__(self, connections: dict[int, HostConnection]):
         self.over = threading.Lock()  # taken once
         self.noticed = threading.Event()  # somebody is gone, and it is told
-        self.mourners: list[Callable[[Exception], None]] = []
+        self.on_loss: list[Callable[[Exception], None]] = []
         self.changes, self.sent_last = Changes(), 0  # bytes to each of them
-        self.links: list[Link] = []
-        self.links += [Link(line, f"process {index} at {line.peer}", self.end) for index, line in sorted(lines.items())]
+        self.links: list[WatchedConnection] = []  # a loss may be heard of before all are there
+        for index, connection in sorted(connections.items()):
+            self.links.append(WatchedConnection(connection, f"process {index} at {connection.peer}", self.end))
 
     def send(self, kind: str, *values: Any) -> None:
         """The others do so too."""
         data = frame(kind, *values)
         self.sent_last = len(data)
         for link in self.links:
-            link.line.send_frame(data)
+            link.connection.send_frame(data)
 
     def step(self, size: tuple[int, ...], plain: bool, buffer: np.ndarray) -> None:
         """The same for the call that comes most often."""
@@ -99,8 +100,8 @@ class Leader:
             return
         self.noticed.set()
         log.critical("%s; the engine ends, and its processes must be started again together", why)
-        for mourner in self.mourners:
-            mourner(HostLost(why))
+        for tell in self.on_loss:
+            tell(HostLost(why))
         self.tell("failed", why)
         threading.Thread(target=leave, args=(GRACE,), daemon=True).start()
 
@@ -117,20 +118,20 @@ class Leader:
     def tell(self, kind: str, *values: Any) -> None:
         """To all who can hear it."""
         for link in self.links:
-            with suppress(Gone):
-                link.line.send(kind, *values)
+            with suppress(ConnectionLost):
+                link.connection.send(kind, *values)
 
 
 class Follower:
     """Another process, as it sees the first."""
 
-    def __init__(self, line: Line):
+    def __init__(self, connection: HostConnection):
         self.over = False
-        self.link = Link(line, f"process 0 at {line.peer}", self.end)
+        self.link = WatchedConnection(connection, f"process 0 at {connection.peer}", self.end)
 
     def least(self, budget: int, device: str) -> int:
         """What all of them have room for."""
-        self.link.line.send("room", budget, device)
+        self.link.connection.send("room", budget, device)
         kind, values = self.link.inbox.get()
         assert kind == "room", kind
         return values[0]
@@ -144,8 +145,8 @@ class Follower:
     def abandon(self, why: str) -> None:
         """This one cannot go on, and its caller says so himself: the first one is told."""
         self.over = True
-        with suppress(Gone):
-            self.link.line.send("failed", why)
+        with suppress(ConnectionLost):
+            self.link.connection.send("failed", why)
 
 
 def leave(after: float) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..engine.engine import Engine
-from .histogram import Reading, one_two_five
+from ..engine.snapshot import Snapshot
+from .histogram import Buckets, one_two_five
 
 # Bounds are vLLM's: boards and alerts are made for them.
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -62,7 +62,7 @@ def plain(family: Family) -> Any:
     for labels, value in family.samples:
         if family.kind == "info":
             return labels
-        if isinstance(value, Reading):
+        if isinstance(value, Buckets):
             value = {"count": value.total, "sum": value.sum, "buckets": dict(value.cumulative())}
         if not labels:
             return value
@@ -70,60 +70,55 @@ def plain(family: Family) -> Any:
     return found
 
 
-def states(engine: Engine) -> list[Family]:
-    """What an engine is like now: lengths and flags, which any thread may look at."""
-    running, all_of_them = len(engine.scheduler.running), len(engine.request_of)
-    asleep, dropped = engine.asleep, engine.runner.weights is None
-    sleeping = {"awake": not asleep, "weights_offloaded": asleep and not dropped, "discard_all": asleep and dropped}
-    free = cached = used = 0
-    for pool in (pool for table in engine.tables for pool in table.pools):
-        blank, kept = len(pool.blank), len(pool.cached)
-        free, cached, used = free + blank, cached + kept, used + pool.num_pages - 1 - blank - kept
+def states(now: Snapshot) -> list[Family]:
+    """What an engine is like now."""
+    sleeping = {
+        "awake": not now.asleep,
+        "weights_offloaded": now.asleep and not now.weights_dropped,
+        "discard_all": now.asleep and now.weights_dropped,
+    }
     found = [
-        ("vllm:num_requests_running", "gauge", "Sequences that have a place in the batch", running),
-        ("vllm:num_requests_waiting", "gauge", "Sequences that wait for one", max(0, all_of_them - running)),
-        (
-            "vllm:kv_cache_usage_perc",
-            "gauge",
-            "The share of the pages in use: 1 is all",
-            max(table.used() for table in engine.tables),
-        ),
-        ("quire:recompiles_total", "counter", "Compilations in service", max(0, engine.runner.compiles.recompiles)),
+        ("vllm:num_requests_running", "gauge", "Sequences with a slot in the batch", now.running),
+        ("vllm:num_requests_waiting", "gauge", "Sequences that wait for a slot", now.waiting),
+        ("vllm:kv_cache_usage_perc", "gauge", "The share of the pages in use: 1 is all", now.pages_used),
+        ("quire:recompiles_total", "counter", "Compilations in service", now.recompiles),
     ]
+    pages = {
+        "free": sum(group.blank for group in now.pages),
+        "running": sum(group.used for group in now.pages),
+        "cached": sum(group.cached for group in now.pages),
+    }
     return [
         *(Family(name, kind, text, [({}, value)]) for name, kind, text, value in found),
-        *expert_states(engine),
-        labelled("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state",
-                 {"free": free, "running": used, "cached": cached}),
+        *expert_states(now),
+        labelled("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state", pages),
         labelled("vllm:engine_sleep_state", "gauge", "1: the engine is in this state", "sleep_state",
                  {name: int(on) for name, on in sleeping.items()}),
-        Family("vllm:cache_config_info", "info", "The KV cache", [(cache_config(engine), 1)]),
+        Family("vllm:cache_config_info", "info", "The KV cache", [(cache_config(now), 1)]),
     ]  # fmt: skip
 
 
-def expert_states(engine: Engine) -> list[Family]:
-    """How evenly rows fall on the experts, where a model has any."""
-    experts = engine.runner.experts
-    if experts is None:
+def expert_states(now: Snapshot) -> list[Family]:
+    """How evenly tokens fall on the experts, where a model has any."""
+    if (experts := now.experts) is None:
         return []
-    rows = int(experts.rows_LE.sum())
     return [
-        Family("quire:expert_rows_total", "counter", "Rows that experts got, of all layers", [({}, rows)]),
-        labelled("quire:expert_skew", "gauge", "Lately, the rows of the busiest expert against the mean", "layer",
-                 {str(layer): value for layer, value in experts.skew().items()}),
-        labelled("quire:expert_device_skew", "gauge", "Lately, the rows of the busiest device against the mean",
-                 "layer", {str(layer): value for layer, value in experts.device_skew().items()}),
+        Family("quire:expert_rows_total", "counter", "Tokens that experts got, in all layers",
+               [({}, experts.tokens)]),
+        labelled("quire:expert_skew", "gauge", "Lately, the tokens of the busiest expert against the mean", "layer",
+                 {str(layer): value for layer, value in experts.skew.items()}),
+        labelled("quire:expert_device_skew", "gauge", "Lately, the tokens of the busiest device against the mean",
+                 "layer", {str(layer): value for layer, value in experts.device_skew.items()}),
         Family("quire:expert_moves_total", "counter", "Places that got another expert", [({}, experts.moved)]),
     ]  # fmt: skip
 
 
-def cache_config(engine: Engine) -> dict[str, str]:
-    """The group that sees everything says how many tokens there is room for."""
-    table = engine.tables[0]
-    pool = next((pool for pool in table.pools if pool.window is None), table.pools[0])
+def cache_config(now: Snapshot) -> dict[str, str]:
+    """The group without a window says how many tokens there is room for."""
+    group = next((group for group in now.pages if group.window is None), now.pages[0])
     return {
-        "block_size": str(table.page_size),
-        "num_gpu_blocks": str(pool.num_pages - 1),
-        "cache_dtype": engine.runner.config.kv_dtype,
-        "enable_prefix_caching": str(table.keeps_prefixes),
+        "block_size": str(now.page_size),
+        "num_gpu_blocks": str(group.total),
+        "cache_dtype": now.kv_dtype,
+        "enable_prefix_caching": str(now.caches_prefixes),
     }

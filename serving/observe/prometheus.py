@@ -17,7 +17,7 @@ KINDS = {
 }
 
 
-class Read(Collector):
+class FamilyCollector(Collector):
     """Families that have been read, as prometheus_client wants them: one a name, with all samples."""
 
     def __init__(self, found: Iterable[tuple[Mapping[str, str], Family]]):
@@ -41,5 +41,5 @@ class Read(Collector):
 def expose(found: Iterable[tuple[Mapping[str, str], Family]]) -> tuple[bytes, str]:
     """The text and its content type, of families with the labels of whom they tell."""
     registry = CollectorRegistry()
-    registry.register(Read(found))
+    registry.register(FamilyCollector(found))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

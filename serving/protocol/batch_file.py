@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..api.params import RequestError, refuse_unknown, shown
+from ..api.errors import RequestError
+from ..api.validation import refuse_unknown, shown
 from . import chat, completion
 from .answers.answer import ChatRequest, CompletionRequest
 

@@ -5,8 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..api.params import INT32_MAX, MAX_LOGPROBS, RequestError, SamplingParams, boolean, integer, refuse_unknown, shown
-from ..api.params import unicode_text as unicode
+from ..api.errors import RequestError
+from ..api.params import MAX_LOGPROBS, SamplingParams
+from ..api.validation import INT32_MAX, boolean, integer, refuse_unknown, shown
+from ..api.validation import unicode_text as unicode
 from .answers.answer import ChatRequest
 from .fields import (
     ABSENT,

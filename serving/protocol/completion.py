@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from ..api.params import INT32_MAX, RequestError, SamplingParams, boolean, items, shown, token_ids
-from ..api.params import unicode_text as unicode
+from ..api.errors import RequestError
+from ..api.params import SamplingParams
+from ..api.validation import INT32_MAX, boolean, items, shown, token_ids
+from ..api.validation import unicode_text as unicode
 from .answers.answer import CompletionRequest
 from .fields import DELIVERY, LABELS, SAMPLING, TERMS, delivery_of, known_fields, structure, terms_of, truncation
 

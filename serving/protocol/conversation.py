@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..api.params import RequestError, shown, unicode_text
+from ..api.errors import RequestError
+from ..api.validation import shown, unicode_text
 
 
 class Conversation:

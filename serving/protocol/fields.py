@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..api.params import INT32_MAX, RequestError, Terms, boolean, integer, refuse_unknown, shown, unicode_text
+from ..api.errors import RequestError
+from ..api.params import Terms
+from ..api.validation import INT32_MAX, boolean, integer, refuse_unknown, shown, unicode_text
 from .answers.answer import Delivery
 
 SAMPLING = (  # fields that are SamplingParams' own, under the same name

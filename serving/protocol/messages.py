@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..api.params import INT32_MAX, RequestError, SamplingParams, boolean, integer, shown, strings, unicode_text
+from ..api.errors import RequestError
+from ..api.params import SamplingParams
+from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicode_text
 from .answers.answer import ChatRequest
 from .answers.messages import Stream, error, response
 from .answers.objects import listed, plain, texts, typed

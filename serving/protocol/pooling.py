@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..api.params import PLAIN, RequestError, Terms, boolean, integer, items, refuse_unknown, shown
-from ..api.params import unicode_text as unicode
+from ..api.errors import RequestError
+from ..api.params import PLAIN, Terms
+from ..api.validation import boolean, integer, items, refuse_unknown, shown
+from ..api.validation import unicode_text as unicode
 from .answers.answer import Head, Usage
 from .completion import MAX_PROMPTS, parse_prompts
 from .fields import LABELS, TERMS, known_fields, terms_of, truncation

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..api.params import INT32_MAX, MAX_LOGPROBS, RequestError, SamplingParams, boolean, integer, shown, unicode_text
+from ..api.errors import RequestError
+from ..api.params import MAX_LOGPROBS, SamplingParams
+from ..api.validation import INT32_MAX, boolean, integer, shown, unicode_text
 from .answers.answer import ChatRequest
 from .answers.objects import listed, plain, texts, typed
 from .answers.responses import Stream, response

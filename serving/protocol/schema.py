@@ -2,17 +2,8 @@
 
 from typing import Any
 
-from ..api.params import (
-    INT32_MAX,
-    MAX_BIASES,
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    MAX_PRIORITY,
-    MAX_STOP_TOKENS,
-    MAX_STRING_LENGTH,
-    MAX_STRINGS,
-    MAX_TIMEOUT,
-)
+from ..api.params import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_TOKENS, MAX_TIMEOUT
+from ..api.validation import INT32_MAX, MAX_STRING_LENGTH, MAX_STRINGS
 from . import chat, completion, messages, pooling, responses
 from .completion import MAX_PROMPTS
 from .tokens import DETOKENIZE, TOKENIZE

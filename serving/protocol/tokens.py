@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..api.params import INT32_MAX, RequestError, boolean, integer, token_ids
-from ..api.params import unicode_text as unicode
+from ..api.errors import RequestError
+from ..api.validation import INT32_MAX, boolean, integer, token_ids
+from ..api.validation import unicode_text as unicode
 from .chat import parse_messages, parse_tools
 from .fields import TEMPLATE, known_fields, template_options
 

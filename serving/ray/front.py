@@ -11,7 +11,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..api.params import QueueFull
+from ..api.errors import QueueFull
 from ..http.errors import HttpError, Json, error_response
 from ..http.guard import Guard, too_large
 from ..http.logs import setup_logging

@@ -58,7 +58,7 @@ class Replica:
     def digest(self) -> bytes:
         """Of all that an answer depends on beside the request."""
         options, settings = options_of(self.plan.models[0][0], **self.plan.options), self.plan.settings
-        own = identity(hub.resolve(options.model), self.engine.runner.config, options)
+        own = identity(hub.resolve(options.model), self.engine.config, options)
         what = (own, self.plan.models, settings.version, settings.formats, self.engine.max_len)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
@@ -86,7 +86,7 @@ class Replica:
 
     async def metrics(self) -> list[tuple[dict[str, str], Family]]:
         """What the engines and the application have counted, with the labels that tell whose it is."""
-        engines = [(model.name, model.llm.engine.trace.metrics) for model in self.service.models.ready()]
+        engines = [(model.name, model.llm.metrics) for model in self.service.models.ready()]
         own = {"replica": own_name()}
         found = [(own | {"model_name": name}, family) for name, metrics in engines for family in metrics.families()]
         return found + [(own, family) for family in self.service.http_metrics.families()]
@@ -131,7 +131,7 @@ class Reader:
 
     async def metrics(self) -> list[tuple[dict[str, str], Family]]:
         own = {"replica": own_name(), "model_name": "reader"}
-        return [(own, family) for family in self.llm.engine.trace.metrics.families()]
+        return [(own, family) for family in self.llm.metrics.families()]
 
     async def check_health(self) -> None:
         if self.llm.thread.failure is not None:

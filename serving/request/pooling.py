@@ -4,7 +4,8 @@ import numpy as np
 
 from ..api.options import Pooling
 from ..api.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-from ..api.params import SamplingParams, integer
+from ..api.params import SamplingParams
+from ..api.validation import integer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)  # nothing is written
 

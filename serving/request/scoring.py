@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from ...model.text.chat_template import PromptError
 from ...model.text.tokenizer import Tokenizer
+from ..api.errors import RequestError
 from ..api.outputs import RequestOutput, ScoringOutput, ScoringRequestOutput
-from ..api.params import RequestError, SamplingParams, shown, unicode_text
+from ..api.params import SamplingParams
+from ..api.validation import shown, unicode_text
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
 

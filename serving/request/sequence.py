@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..api.params import SamplingParams
 
@@ -49,6 +49,7 @@ class Sequence:
     lockstep: bool = False  # its next step needs its last token on the host
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: tuple[int, int] = (0, 0)
+    request: Any = None  # the `Request` whose answer this is, until the answer ends
     num_computed: int = 0
     pending: int = 0
     slot: int = -1

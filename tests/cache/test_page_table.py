@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 
 import pytest
+from cases import cases
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -225,7 +226,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=300, stateful_step_count=80)
+TestPages.settings = settings(max_examples=cases(300), stateful_step_count=80)
 
 
 def compute(table: PageTable, seq: Sequence, count: int | None = None) -> None:

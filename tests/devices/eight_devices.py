@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
+from golden.recorded import TOLERANCE, Golden, check_answers
 from jax.sharding import PartitionSpec as P
 from scipy import stats
-from test_golden import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
 from quire.model import uncached
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Homes
 from quire.model.config import ModelError
-from quire.model.partition import part_of, splits
+from quire.model.partition import local_config, splits
 from quire.ops import sampling
 from quire.ops.sampling import xla
 from quire.serving.device.batch import choose
 from quire.serving.engine.cache_size import held_bytes
-from quire.sharding.mesh import make_mesh, team
+from quire.sharding.mesh import device_axes, make_mesh
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
@@ -59,7 +59,7 @@ def test_logits(name, golden):
         mesh = make_mesh(tensor=tensor, expert=expert)
         weights = loader.load(made.folder, config, Homes(mesh))
         places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
-        run = partial(uncached.forward, config=part_of(config, mesh), team=team(mesh))
+        run = partial(uncached.forward, config=local_config(config, mesh), axes=device_axes(mesh))
         run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(None, None, "tensor"), check_vma=False)
         logits = np.asarray(jax.jit(run)(weights, jnp.array([whole])))[0]
         np.testing.assert_allclose(logits[rows, : config.vocab_size], made.logits, rtol=0, atol=TOLERANCE)
@@ -142,7 +142,7 @@ def test_draws_follow_the_distribution():
         inputs = inputs_of(R, top_k, top_p)
         state = sampling.empty_state(1, len(padded_V))
         run = jax.shard_map(
-            partial(xla.sample, axis=team(mesh).tensor), mesh=mesh,
+            partial(xla.sample, axis=device_axes(mesh).tensor), mesh=mesh,
             in_specs=(P(None, "tensor"), P(None, "tensor"), P()), out_specs=P(), check_vma=False,
         )  # fmt: skip
         drawn = jax.jit(run)(jnp.tile(padded_V, (R, 1)), state, inputs)

@@ -5,12 +5,12 @@ import json
 import jax
 import pytest
 from golden.families import VARIANTS
-from test_golden import Golden
+from golden.recorded import Golden
 
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Homes, abstract_over
 from quire.model.planning import cost
-from quire.model.planning.meshes import Planner, Work
+from quire.model.planning.meshes import Planner, Workload
 from quire.scripts.plan import ahead
 from quire.sharding.mesh import make_mesh
 
@@ -42,7 +42,7 @@ def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
     config, specs = ahead.read(str(tmp_path), quant, "auto", 64)
     found = ahead.measure(config, sizes, 8, 64, specs=specs)
     assert found["sent"] == found["formula"]
-    planner = Planner(config, cost.DEVICES["h200"], Work(8, 64, 32), specs)
+    planner = Planner(config, cost.DEVICES["h200"], Workload(8, 64, 32), specs)
     choice = planner.choice({"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1} | sizes)
     assert found["weights"] == choice.weight_bytes
     assert found["cache"] == choice.sequence_bytes // 64 * (found["cache_tokens"] + ahead.PAGE)

@@ -5,7 +5,6 @@ The golden files say what transformers computed from the same weights.
 
 import json
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -14,20 +13,21 @@ from functools import lru_cache
 import jax
 import numpy as np
 import pytest
-from golden.families import VARIANTS
+from cases import FACTOR
+from golden.families import KINDS, VARIANTS
 from golden.folder import POSITIONS
-from test_golden import TOLERANCE, Golden, check_answers
+from golden.recorded import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Homes, place_all
 from quire.model.config import ModelError
 from quire.model.families import llama
-from quire.model.partition import falls_apart, splits
+from quire.model.partition import can_stage, splits
 from quire.model.planning.traffic import traffic
 from quire.model.weights import abstract
 from quire.ops.sampling.xla import CANDIDATES
-from quire.serving.device.pipeline import Stages
+from quire.serving.device.pipeline import Pipeline
 from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.cache_size import held_bytes
 from quire.serving.engine.scheduler import Limits
@@ -64,12 +64,10 @@ def check_scores(llm: LLM, made: Golden) -> None:
             assert scores[row + 1][whole[row + 1]].logprob == pytest.approx(wanted, abs=2 * TOLERANCE)
 
 
-# One of each kind of layer; all of them with QUIRE_ALL_FAMILIES=1, which takes a while.
-KINDS = ["llama", "olmo2", "gemma3-text", "gemma4-shared", "gpt-oss", "deepseek-v3"]
 EVERY = [name for name in NAMED if NAMED[name].new_tokens]
 CASES = (
     [(name, number, axis) for number, name in enumerate(EVERY) for axis in ("pipe", "data")]
-    if os.environ.get("QUIRE_ALL_FAMILIES")
+    if FACTOR > 1  # QUIRE_CASES=10; it takes a while
     else [(name, number, ("pipe", "data")[number % 2]) for number, name in enumerate(KINDS)]
 )
 
@@ -77,7 +75,7 @@ CASES = (
 def over(config, number: int, axis: str) -> dict[str, int]:
     """A mesh of at most eight devices over stages or replicas, the positions of pages, and heads or experts."""
     found = {"context_parallel_size": 2} if splits(config, context=2) else {}
-    if axis == "pipe" and falls_apart(config, 2):
+    if axis == "pipe" and can_stage(config, 2):
         found["pipeline_parallel_size"] = 2
     if axis == "data" and splits(config, data=2, context=2):
         found["data_parallel_size"] = 2
@@ -135,11 +133,11 @@ def test_what_is_sent(name, sizes, golden):
     folder = golden(name).folder
     config = loader.read_config(folder, "float32", 64)
     mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
-    weights, stages = loader.load(folder, config, Homes(mesh)), Stages(config, mesh)
-    state = stages.abstract_state((8,) * len(config.windows), 16, 4)
+    weights, pipeline = loader.load(folder, config, Homes(mesh)), Pipeline(config, mesh)
+    state = pipeline.abstract_state((8,) * len(config.windows), 16, 4)
     batcher = BatchBuilder(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
     for size, layout in batcher.layouts.items():
-        (lowered,) = stages.lower(weights, state, layout)
+        (lowered,) = pipeline.lower(weights, state, layout)
         found, drawn = collectives(lowered.compile().as_text())
         prompts = size.rows > size.seqs
         wanted = Counter()
@@ -210,9 +208,9 @@ def test_one_layer_at_a_time(golden):
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=home.sharding(spec))
 
         weights = place_all(config, homes, struct, abstract(config))
-        stages = Stages(config, mesh)
+        pipeline = Pipeline(config, mesh)
         layout = min(BatchBuilder(Limits(4, 32, 16), 1, 16, 4).layouts.items())[1]
-        (lowered,) = stages.lower(weights, stages.abstract_state((8,), 16, 4), layout)
+        (lowered,) = pipeline.lower(weights, pipeline.abstract_state((8,), 16, 4), layout)
         spent.append(lowered.compile().memory_analysis())
     layer = nbytes(abstract(config).layers[0])
     kept, parts = (used.argument_size_in_bytes for used in spent)
@@ -295,8 +293,8 @@ def test_stages_are_kept_busy(golden):
     launch = engine.runner.launch
 
     def watched(plan, moves):
-        seen.append([{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.in_flight]])
-        assert not any(item.seq in {one.seq for one in x.plan.items if one.draws} for x in engine.in_flight
+        seen.append([{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.under_way]])
+        assert not any(item.seq in {one.seq for one in x.plan.items if one.draws} for x in engine.under_way
                        for item in plan.items)  # fmt: skip
         return launch(plan, moves)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
+from golden.recorded import TOLERANCE, Golden, check_answers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_golden import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
 from quire.model import decoder, expert_copies, uncached
@@ -20,12 +20,12 @@ from quire.model.checkpoint.placement import Homes
 from quire.model.config import ModelError, Moe
 from quire.model.weights import MoeWeights
 from quire.ops.expert_dispatch import capacity
-from quire.serving.api.params import RequestError
+from quire.serving.api.errors import RequestError
 from quire.serving.device import expert_loads
 from quire.serving.device.expert_placement import transfers
 from quire.serving.device.step import move_experts
-from quire.sharding.device_axes import WHOLE, Axis, Team
-from quire.sharding.mesh import make_mesh, team
+from quire.sharding.device_axes import UNSPLIT, Axis, DeviceAxes
+from quire.sharding.mesh import device_axes, make_mesh
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
@@ -72,7 +72,7 @@ def alone(x, live, weights: MoeWeights):
 
 
 def joined(sizes: dict[str, int], *names: str) -> Axis:
-    found = WHOLE
+    found = UNSPLIT
     for name in names:
         found = found * Axis(name, sizes.get(name, 1))
     return found
@@ -81,15 +81,15 @@ def joined(sizes: dict[str, int], *names: str) -> Axis:
 def together(sizes: dict[str, int], x, live, weights: MoeWeights):
     """A compiled mix whose rows are split over data and context, and its result."""
     rows, context = joined(sizes, "data", "context"), joined(sizes, "context")
-    team = Team(joined(sizes, "tensor"), joined(sizes, "expert"), context, context, joined(sizes, "data"))
-    every = team.experts.name
+    axes = DeviceAxes(joined(sizes, "tensor"), joined(sizes, "expert"), context, context, joined(sizes, "data"))
+    every = axes.experts.name
 
     def own(place: P) -> P:
         return P(*[every if name == "all" else name for name in place])
 
     places = jax.tree.map(own, PLACES, is_leaf=lambda leaf: isinstance(leaf, P))
     run = jax.shard_map(
-        lambda weights, x, live: decoder.mix(MOE, weights, x, x, live, team)[0],
+        lambda weights, x, live: decoder.mix(MOE, weights, x, x, live, axes)[0],
         mesh=make_mesh(**sizes), in_specs=(places, P(rows.name), P(rows.name)), out_specs=P(rows.name),
         check_vma=False,
     )  # fmt: skip
@@ -198,7 +198,7 @@ def test_copies_of_experts(name, golden):
     assert said["layers"] > 0 and 1 <= said["after"] < said["before"]
     assert asked() == before  # a layer moved in each of the first steps
     assert {layer: own["devices"] for layer, own in llm.expert_loads().items()} != held
-    assert not runner.balance.queue and llm.get_metrics()["quire:expert_moves_total"] > 0
+    assert not runner.rebalancer.queue and llm.get_metrics()["quire:expert_moves_total"] > 0
     assert asked() == before
     assert runner.compiles.recompiles == 0
     check_places(runner)
@@ -215,7 +215,7 @@ def test_logits_with_copies(golden):
     mesh, whole = make_mesh(expert=4), made.prompts[0] + made.tokens[0]
     weights = expert_copies.as_loaded(loader.load(made.folder, config, Homes(mesh)), config, mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
-    run = partial(uncached.forward, config=config, team=team(mesh))
+    run = partial(uncached.forward, config=config, axes=device_axes(mesh))
     run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(), check_vma=False)
     logits = np.asarray(jax.jit(run)(weights, jnp.array([whole])))[0]
     rows = np.array([position for position in POSITIONS if position < len(whole)])
@@ -224,7 +224,7 @@ def test_logits_with_copies(golden):
 
 def check_places(runner) -> None:
     """Copies are the same weights, and are where the tables say."""
-    for index, held_S in zip(runner.config.expert_layers, runner.experts.held_LS, strict=True):
+    for index, held_S in zip(runner.config.expert_layers, runner.expert_loads.held_LS, strict=True):
         moe = jax.device_get(runner.weights.layers[index].moe)
         for whole in jax.tree.leaves((moe.up_EDGF, moe.down_EFD)):
             for e in range(runner.config.experts):
@@ -260,7 +260,7 @@ def test_balance_comes_by_itself(golden, monkeypatch):
     then = llm.get_metrics()["quire:expert_device_skew"]
     assert llm.get_metrics()["quire:expert_moves_total"] > 0
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == first
-    llm.engine.runner.experts.held_LS = expert_loads.first_placements(llm.engine.runner.config)
+    llm.engine.runner.expert_loads.held_LS = expert_loads.first_placements(llm.engine.runner.config)
     as_first = llm.get_metrics()["quire:expert_device_skew"]
     assert sum(then.values()) < sum(as_first.values())
     assert llm.engine.runner.compiles.recompiles == 0

@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden.families import VARIANTS
+from golden.recorded import Golden
 from jax.sharding import PartitionSpec as P
-from test_golden import Golden
 
 from quire import LLM, SamplingParams
 from quire.model import decoder
 from quire.model.config import Attention, Layer, ModelConfig, Moe
 from quire.model.planning import cost
-from quire.model.planning.meshes import Planner, Work
+from quire.model.planning.meshes import Planner, Workload
 from quire.model.weights import moe_spec
 from quire.ops import native
 from quire.ops.quant.stack import Stack
 from quire.sharding import local_shards
-from quire.sharding.device_axes import ALONE
-from quire.sharding.mesh import make_mesh, sharding, team
+from quire.sharding.device_axes import ONE_DEVICE
+from quire.sharding.mesh import device_axes, make_mesh, sharding
 from quire.sharding.spec import random_arrays
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -83,7 +83,7 @@ def test_greedy_tokens(name, quantization, sizes, golden, alone):
     runner = llm.engine.runner
     assert runner.compiles.recompiles == 0
     if "pipe" not in sizes:
-        planner = Planner(runner.config, cost.DEVICES["cpu"], Work(4, 64, 32))
+        planner = Planner(runner.config, cost.DEVICES["cpu"], Workload(4, 64, 32))
         planned = planner.held(sizes.get("tensor", 1), sizes.get("expert", 1) * sizes.get("data", 1))
         found = Counter()
         for leaf in jax.tree.leaves(runner.weights):
@@ -111,15 +111,15 @@ def test_experts_by_themselves(name, sizes):
     weights = jax.tree.map(lambda array: vary(np.asarray(array)), random_arrays(specs))
     x_TD = jnp.asarray(rng.standard_normal((40, 32)), jnp.float32)
 
-    def mixed(weights, x_TD, team=ALONE):
-        return decoder.mix(moe, weights, x_TD, x_TD, jnp.arange(40) % 7 != 2, team)[0]
+    def mixed(weights, x_TD, axes=ONE_DEVICE):
+        return decoder.mix(moe, weights, x_TD, x_TD, jnp.arange(40) % 7 != 2, axes)[0]
 
     wanted = np.asarray(jax.jit(mixed)(weights, x_TD), np.float32)
     places = jax.tree.map(lambda spec: sharding(spec, mesh), specs)
-    held = jax.tree.map(lambda spec, array, place: local_shards.place(array, spec, mesh, place), specs, weights, places)
+    held = jax.tree.map(lambda spec, array, place: local_shards.shard(array, spec, mesh, place), specs, weights, places)
     in_specs = (jax.tree.map(lambda place: place.spec, places), P())
     run = jax.shard_map(
-        partial(mixed, team=team(mesh)), mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False
+        partial(mixed, axes=device_axes(mesh)), mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False
     )  # fmt: skip
     found = np.asarray(jax.jit(run)(held, x_TD), np.float32)
     # With columns: of rows in bytes, each device finds the scale of its own part of what comes from the activation.
@@ -164,7 +164,7 @@ def test_codes_and_scales_move_together(name, options, quantization, golden):
     assert llm.rebalance_experts()["layers"] > 0
     assert scored() == before and scored() == before
     assert llm.get_metrics()["quire:expert_moves_total"] > 0 and runner.compiles.recompiles == 0
-    for index, held_S in zip(runner.config.expert_layers, runner.experts.held_LS, strict=True):
+    for index, held_S in zip(runner.config.expert_layers, runner.expert_loads.held_LS, strict=True):
         moe = jax.device_get(runner.weights.layers[index].moe)
         assert isinstance(moe.up_EDGF, Stack)
         for leaf in jax.tree.leaves((moe.up_EDGF, moe.down_EFD)):

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import quick
 
 PARTS = [
     ("eight_devices.py", "logits"), ("eight_devices.py", "not logits"), ("eight_devices_axes.py", ""),
@@ -14,13 +13,13 @@ PARTS = [
     ("eight_devices_ahead.py", ""),
 ]  # fmt: skip
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("file", "part"), PARTS)
 def test_over_eight_devices(file, part):
     here = Path(__file__).parent
-    # The programs are tiny and run a few times: to compile them well would take most of the time.
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
-    flags += ["--xla_backend_optimization_level=0", *quick.FLAGS]
     # The scheduler for CPUs would bring the weights of all layers at once, for the sake of its threads.
     flags.append("--xla_cpu_enable_concurrency_optimized_scheduler=false")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib", "-k", part]

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden.families import VARIANTS
-from test_golden import Golden
+from golden.recorded import Golden
 
 from quire import LLM, ModelError, follow
 from quire.model.checkpoint import loader
@@ -103,6 +103,7 @@ def converted(folder, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "stored", "data"), [(2, "folder", 1), (4, "converted", 2)])
 def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_path, request):
     """200 requests; some of them again after sleep and a reset. Sums go another way, so scores differ a little."""
@@ -165,6 +166,7 @@ class Served:
             return error.code, json.load(error)
 
 
+@pytest.mark.slow
 def test_a_process_is_lost(started, tmp_path):
     """Under load: requests fail, the first process says who is gone and ends; all start again, and serve."""
     one = Served(started, tmp_path, "one")
@@ -197,6 +199,7 @@ def test_a_process_is_lost(started, tmp_path):
     assert "process 0 at 127.0.0.1 is gone: its connection" in two.said(1)
 
 
+@pytest.mark.slow
 def test_another_wish_is_refused(folder, started, tmp_path):
     """A process with other options is told so, and so is the first; both end."""
     shared = together(2)
@@ -240,7 +243,7 @@ def test_strangers_are_left_outside(folder):
     """Somebody who knocks with something else does not disturb those who come together."""
     options = [EngineOptions(**together(3), process_id=index) for index in range(3)]
     host, port = rendezvous.address_of(options[0].coordinator_address)
-    found: dict[int, connection.Line] = {}
+    found: dict[int, connection.HostConnection] = {}
 
     def come(index: int) -> None:
         found[index] = rendezvous.come(host, port, options[index], {"a": 1}, print)
@@ -334,7 +337,7 @@ def received(data: bytes) -> tuple[str, list]:
     with one, two:
         sender = threading.Thread(target=one.sendall, args=(data,))
         sender.start()
-        with contextlib.closing(connection.Line(two)) as line:
+        with contextlib.closing(connection.HostConnection(two)) as line:
             found = line.receive(5)
         sender.join()
         return found
@@ -362,12 +365,19 @@ def test_what_is_no_message(data, said):
     with two:
         one.sendall(data)
         one.close()
-        with contextlib.closing(connection.Line(two)) as line, pytest.raises(connection.Gone, match=said):
+        with (
+            contextlib.closing(connection.HostConnection(two)) as line,
+            pytest.raises(connection.ConnectionLost, match=said),
+        ):
             line.receive(5)
 
 
 def test_silence():
     one, two = pair()
     told = "nothing was heard .* 0.05 s"
-    with one, contextlib.closing(connection.Line(two)) as line, pytest.raises(connection.Gone, match=told):
+    with (
+        one,
+        contextlib.closing(connection.HostConnection(two)) as line,
+        pytest.raises(connection.ConnectionLost, match=told),
+    ):
         line.receive(0.05)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ def drawn(case) -> tuple[np.ndarray, int, int]:
     return loads, slots, devices
 
 
-@settings(max_examples=150)
+@settings(max_examples=cases(150))
 @given(CASES)
 def test_every_expert_has_a_place(case):
     loads, slots, devices = drawn(case)
@@ -41,7 +42,7 @@ def test_every_expert_has_a_place(case):
         assert busiest(loads_E, found, devices) * mean <= mean + own * (loads_E / copies).max() + 1e-9
 
 
-@settings(max_examples=100)
+@settings(max_examples=cases(100))
 @given(CASES)
 def test_what_is_sent_makes_the_placement(case):
     """Carried out turn by turn on names instead of weights."""

@@ -4,11 +4,11 @@ What may not matter: who else runs, how prompts are cut into chunks, what was fo
 back from host memory or disk.
 """
 
-import os
 import random
 
 import jax
 import pytest
+from cases import cases
 
 from quire.model.checkpoint import hub, loader
 from quire.ops import attention
@@ -21,7 +21,6 @@ from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
 from quire.serving.engine.scheduler import Limits
 
-MIXES = int(os.environ.get("QUIRE_MIXES", "20"))
 LENGTH = 256
 
 
@@ -50,7 +49,7 @@ def runner(request):
 def engine_of(compiled: Runner, num_pages: int, host_cache: HostCache | None = None, keeps: bool = True) -> Engine:
     """With a device state of its own, and the steps of the other."""
     runner = Runner(compiled.config, compiled.weights, compiled.limits, compiled.num_pages, 16, LENGTH, True)
-    runner.compiled, runner.mover.programs = compiled.compiled, compiled.mover.programs
+    runner.compiled, runner.page_copier.programs = compiled.compiled, compiled.page_copier.programs
     pages = PageTable((num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, host_cache)
     return Engine(runner, None, [pages], LENGTH)
 
@@ -98,8 +97,9 @@ def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int
     return requests, arrivals
 
 
+@pytest.mark.random
 def test_company_changes_no_bit(runner, tmp_path):
-    rng, compiled = random.Random(2026), runner.compiles.recompiles
+    rng, compiled = random.Random(2), runner.compiles.recompiles
     sizes = [page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))]
     size = max(sizes)
     alone = engine_of(runner, 400, keeps=False)
@@ -107,7 +107,7 @@ def test_company_changes_no_bit(runner, tmp_path):
     host_cache = HostCache(sizes, 12 * size, DiskCache(tmp_path, 1 << 30), b"quill")
     tiered = engine_of(runner, 24, host_cache)
     seen = {"cached": 0, "gave way": 0, "came back": 0}
-    for number in range(MIXES):
+    for number in range(cases(20, least=3)):
         requests, arrivals = mix(rng, runner.config.vocab_size)
         expected = {name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()}
         for kind, engine in {"roomy": roomy, "tight": tight, "tiered": tiered}.items():

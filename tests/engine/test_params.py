@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.serving.api.params import RequestError, SamplingParams
+from quire.serving.api.params import SamplingParams
 
 INFINITY, NAN = float("inf"), float("nan")
 INTEGERS = {  # field: (least, most, default)

@@ -11,9 +11,9 @@ from quire import LLM, SamplingParams
 from quire.model import uncached
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
+from quire.serving.api.errors import RequestError
 from quire.serving.api.options import POOLINGS
 from quire.serving.api.outputs import RequestOutput
-from quire.serving.api.params import RequestError
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
@@ -49,7 +49,7 @@ def oracle(compiled):
 
 def engine_of(old: Runner, num_pages: int = 400) -> Engine:
     runner = Runner(old.config, old.weights, old.limits, old.num_pages, 16, LENGTH)
-    runner.compiled, runner.mover.programs = old.compiled, old.mover.programs
+    runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
     return Engine(runner, None, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH)
 
 

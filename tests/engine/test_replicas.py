@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_scheduler import Device, sequence
+from pretended_device import Device, sequence
 
 from quire.serving.cache.page_moves import PageMoves
 from quire.serving.cache.page_table import PageTable

@@ -1,66 +1,13 @@
 """The scheduler with a pretended device: a step's tokens come back one step late, as they do in service."""
 
-from itertools import groupby
-
 import numpy as np
 import pytest
+from pretended_device import Device, sequence
 
-from quire.serving.api.params import SamplingParams
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.scheduler import Limits, Scheduler
 from quire.serving.engine.waiting_queue import WaitingQueue
 from quire.serving.request.sequence import Sequence
-
-
-def sequence(index: int, prompt: int, output: int, token: int | None = None, **settings) -> Sequence:
-    """Its prompt is one token again and again: two with the same one begin alike."""
-    token = 1000 + index if token is None else token
-    return Sequence(0, [token] * prompt, prompt, SamplingParams(), output, index, **settings)
-
-
-class Device:
-    """Runs plans one step behind, checks each against what has been computed, and ends what is done."""
-
-    def __init__(self, scheduler, limits: Limits | None = None):
-        self.scheduler, self.in_flight, self.steps = scheduler, None, 0
-        self.limits = limits or scheduler.limits
-        self.computed: dict[Sequence, int] = {}
-
-    def step(self) -> None:
-        plan = self.scheduler.schedule()
-        self.scheduler.check()
-        if plan is not None:
-            for own in map(list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))):
-                assert sum(item.num_rows for item in own) <= self.limits.max_rows
-                assert len(own) <= self.limits.max_seqs
-                assert sum(len(item.scores) + item.draws for item in own) <= self.limits.max_samples
-            assert len({(item.seq.replica, item.seq.slot) for item in plan.items}) == len(plan.items)
-            for item in plan.items:
-                if item.begins:
-                    assert item.start == 0 or item.start < item.seq.num_tokens
-                    self.computed[item.seq] = item.start
-                assert item.start == self.computed[item.seq], "rows are computed in order, each once"
-                self.computed[item.seq] += item.num_rows
-                assert item.num_rows >= 1
-        if self.in_flight is not None:
-            for item in self.in_flight.items:
-                seq = item.seq
-                if seq.prompt_scores is not None:
-                    for position in item.scores:
-                        seq.prompt_scores[position] = True
-                if item.draws:
-                    seq.pending -= 1
-                    if seq.finish_reason is None:
-                        seq.tokens.append(2)
-                        if seq.num_output >= seq.max_tokens:
-                            self.scheduler.finish(seq, "length")
-        self.in_flight = plan
-        self.steps += 1
-
-    def run(self) -> None:
-        while self.scheduler.busy or self.in_flight:
-            self.step()
-            assert self.steps < 20000, "no progress"
 
 
 def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8)) -> Scheduler:

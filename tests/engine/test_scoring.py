@@ -11,8 +11,8 @@ from tokenizer_zoo import ZOO, random_text, save
 from quire import LLM
 from quire.model import uncached
 from quire.model.text.tokenizer import Tokenizer
+from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob, RequestOutput
-from quire.serving.api.params import RequestError
 from quire.serving.request.scoring import pair_tokens, pairs, scored
 
 PAIRS = [

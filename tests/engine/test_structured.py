@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiny
+from cases import cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shapes import SCHEMAS, hostile, valid
@@ -20,7 +21,7 @@ from tokenizer_zoo import ZOO, save
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import hub, loader
 from quire.model.text.tokenizer import Tokenizer
-from quire.serving.api.params import RequestError
+from quire.serving.api.errors import RequestError
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine import runner as runner_module
 from quire.serving.engine.engine import Engine
@@ -35,7 +36,6 @@ REGEXES = [
     "  x{2,4}", "[^a-zA-Z0-9]{1,3}", "[a-z]+@[a-z]+\\.(com|org)", "(a|b)*abb",
 ]  # fmt: skip
 SPOKEN = ("byte_level", "byte_fallback", "byte_fallback_unstripped", "unigram")  # their texts are bytes of their tokens
-SCHEMAS_TO_COMPILE = int(os.environ.get("QUIRE_SCHEMAS", "1000"))
 
 
 def form(**fields) -> SamplingParams:
@@ -75,7 +75,7 @@ def answers(llm: LLM, prompts: list, params: list[SamplingParams]) -> list:
 # What comes out
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=cases(12, least=3), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(SCHEMAS, min_size=12, max_size=12), st.integers(0, 2**31), st.booleans())
 def test_json_is_what_its_schema_says(llm, schemas, seed, tight):
     params = [
@@ -138,7 +138,7 @@ def test_json_from_random_models(random_llm):
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12), min_size=1, max_size=6))
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=cases(20, least=5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_choice_is_one_of_them(llm, choice):
     (found,) = answers(llm, ["The"], [shaped("choice", choice, n=4)])
     assert all(text in choice and reason == "stop" for text, reason in found)
@@ -183,7 +183,7 @@ def test_spaces_of_json(llm):
         (constraint,) = llm.engine.grammars.constraints({"json": json.dumps(schema), **spacing}, 1)
         (opening,) = llm.get_tokenizer().encode("{", add_special_tokens=False)
         constraint.advance(opening)
-        spaces = {llm.get_tokenizer().token_bytes(token) for token in np.flatnonzero(np.isfinite(constraint.row(())))}
+        spaces = {llm.get_tokenizer().token_bytes(token) for token in np.flatnonzero(constraint.allowed(()))}
         assert {text for text in spaces if len(text) == 1} == {b'"'} | {bytes([byte]) for byte in wanted}
 
 
@@ -272,7 +272,7 @@ def compiled():
 def engine_of(compiled, num_pages: int) -> Engine:
     old, tokenizer = compiled
     runner = Runner(old.config, old.weights, old.limits, old.num_pages, 16, LENGTH)
-    runner.compiled, runner.mover.programs = old.compiled, old.mover.programs
+    runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
     return Engine(runner, tokenizer, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH)
 
 
@@ -301,11 +301,12 @@ def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) 
     return found, sum(output.metrics.num_preemptions for output in outputs.values())
 
 
+@pytest.mark.random
 def test_company_changes_no_bit(compiled):
     """Constrained and free ones, alone, together, and where pages are short: the same tokens and the same scores."""
     rng, gave_way, recompiled = random.Random(5), 0, compiled[0].compiles.recompiles
     forms = [None, None, {"regex": "[a-z ]{20,60}"}, {"json_object": True}, {"choice": ["yes", "no"]}]
-    for _ in range(int(os.environ.get("QUIRE_MIXES", "20")) // 3):
+    for _ in range(cases(6, least=1)):
         requests, arrivals = {}, {}
         for index in range(rng.randint(3, 8)):
             params = SamplingParams(
@@ -375,8 +376,7 @@ def test_hostile_grammars_are_refused_or_served_in_time(llm):
             continue
         for _ in range(20):
             begun = time.perf_counter()
-            row = constraint.row(eos)
-            allowed = np.flatnonzero(np.isfinite(row))
+            allowed = np.flatnonzero(constraint.allowed(eos))
             if not len(allowed) or constraint.advance(int(rng.choice(allowed))):
                 break
             assert time.perf_counter() - begun < 1
@@ -456,6 +456,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.random
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_distinct_schemas_do_not_pile_up(llm):
     grammars = llm.engine.grammars
@@ -467,7 +468,7 @@ def test_distinct_schemas_do_not_pile_up(llm):
 
     compile_some(0, 200)
     before = resident()
-    compile_some(200, 200 + SCHEMAS_TO_COMPILE)
+    compile_some(200, 200 + cases(1000))
     assert resident() - before < 100 << 20
     assert len(grammars.kept) <= MAX_KEPT and grammars.kept_text == sum(size for _, size in grammars.kept.values())
 
@@ -477,7 +478,7 @@ def test_threads_compile_side_by_side(llm):
 
     def work(start: int) -> None:
         for i in range(30):
-            found.append(grammars.constraints({"regex": f"{(start + i) % 40}x*"}, 1)[0].row(()))
+            found.append(grammars.constraints({"regex": f"{(start + i) % 40}x*"}, 1)[0].allowed(()))
 
     threads = [threading.Thread(target=work, args=(start,)) for start in range(0, 40, 10)]
     for thread in threads:

@@ -4,19 +4,20 @@ The engine is whole but for its device, which draws the same token from every ro
 """
 
 import gc
-import os
 import random
 import tracemalloc
 
 import pytest
+from cases import cases
 
 from quire.scripts.bench.host import pretended_engine
 from quire.scripts.bench.simulation import Cost, Job, Simulation, reasons
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.scheduler import Limits
 
-SEEDS = int(os.environ.get("QUIRE_SEEDS", "100"))  # more find more
+SEEDS = cases(100)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def engine():
 
 
 def check_idle(engine) -> None:
-    assert not engine.busy and not engine.requests and not engine.request_of
+    assert not engine.busy and not engine.requests
     engine.scheduler.check()
     assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
     assert len(engine.scheduler.replicas[0].free_slots) == 16
@@ -39,10 +40,11 @@ def params(rng: random.Random, most: int = 60) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=rng.randint(1, most), n=rng.choice((1, 1, 1, 3)), ignore_eos=True)
 
 
+@pytest.mark.random
 def test_ten_thousand_aborts_leak_nothing(engine):
     """In the queue, in the middle of a prompt, with a token under way, after giving way, together with others."""
     rng, aborted, count, states = random.Random(0), 0, 0, set()
-    while aborted < 10_000:
+    while aborted < cases(10_000):
         while len(engine.requests) < 40:
             tokens = [rng.randrange(400) for _ in range(rng.choice((3, 20, 120)))]
             engine.add(str(count), tokens, params(rng), terms=Terms(share_key=rng.choice((None, "a"))))
@@ -62,6 +64,7 @@ def test_ten_thousand_aborts_leak_nothing(engine):
     assert len(states) >= 7, states
 
 
+@pytest.mark.random
 def test_twenty_thousand_requests_leave_nothing_behind(engine):
     rng, count = random.Random(1), 0
 
@@ -79,19 +82,20 @@ def test_twenty_thousand_requests_leave_nothing_behind(engine):
 
     tracemalloc.start()
     try:
-        before = serve(2_000)
-        after = serve(18_000)
+        before = serve(cases(2_000))
+        after = serve(cases(18_000))
     finally:
         tracemalloc.stop()
-    assert (after - before) / 18_000 < 100  # bytes a request; a thousand would be a leak
+    assert (after - before) / cases(18_000) < 100  # bytes a request; a thousand would be a leak
     check_idle(engine)
 
 
+@pytest.mark.random
 def test_a_step_may_fail_at_any_time(engine, caplog):
     """At the first launch, the second, and so on: who was in it ends with an error, the others as they would have."""
     launch, collect = engine.runner.launch, engine.runner.collect
     hurt = 0
-    for broken in range(1, 200):
+    for broken in range(1, cases(200)):
         rng, calls = random.Random(broken), 0
 
         def fails(work, *given, broken=broken):
@@ -116,7 +120,7 @@ def test_a_step_may_fail_at_any_time(engine, caplog):
         hurt += any(answer.finish_reason == "error" for request in requests for answer in request.output().outputs)
         check_idle(engine)
     engine.runner.launch, engine.runner.collect = launch, collect
-    assert hurt > 60  # the rest had ended before
+    assert hurt > 0.3 * cases(200)  # the rest had ended before
     canary = engine.add("canary", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     while engine.busy:
         engine.step()
@@ -146,6 +150,7 @@ def test_bad_requests_hurt_nobody(engine):
     check_idle(engine)
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("block", range(10))
 def test_a_pool_hardly_larger_than_one_request_serves_all(block):
     """64 requests in 1.2 times the pages of the largest: all end, and none starts over more than three times."""

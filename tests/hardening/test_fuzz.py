@@ -1,8 +1,7 @@
 """What schemathesis makes of the server's own description, sent to the bundled model: thousands of requests that fit
-the schema and that do not. QUIRE_FUZZ says how many in all."""
+the schema and that do not."""
 
 import json
-import os
 from collections import Counter
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import requests
 import schemathesis
 from canary import Canary, settled
+from cases import cases
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from served import model_of, served
@@ -18,10 +18,9 @@ from served import model_of, served
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.http.endpoints.openapi import ABOUT, ERROR
-from quire.serving.observe.observers import watch
 from quire.serving.protocol.schema import BODIES
 
-TOTAL = int(os.environ.get("QUIRE_FUZZ", 3000))
+TOTAL = cases(3000, least=300)
 MOST_TOKENS = 6
 SLOW = ("/tokenize", "/v1/messages/count_tokens")  # to make requests for: it takes longer than to answer them
 WRITES = {  # endpoints that write, and the field that says how much
@@ -42,7 +41,6 @@ MESSAGES_ERROR = {
 @pytest.fixture(scope="module")
 def server():
     engine = make_engine(options_of(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512))
-    watch(engine)
     with served(model_of(engine)) as state:
         state.engine, state.canary, state.counts = engine, Canary(state.url), Counter()
         state.schema = schemathesis.openapi.from_url(f"{state.url}/openapi.json")
@@ -136,6 +134,7 @@ def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[st
     return found
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("path", BODIES)
 def test_bodies(server, path, mode):

@@ -19,7 +19,7 @@ from canary import BODIES, JSON, TURN, Canary, Client, settled, text_of
 from served import FORMATS, model_of, scripted, served
 
 from quire.model.config import ModelError
-from quire.serving.api.params import INT32_MAX
+from quire.serving.api.validation import INT32_MAX
 from quire.serving.http import guard
 from quire.serving.http.app import make_app
 from quire.serving.http.logs import Json, Plain

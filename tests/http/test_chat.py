@@ -8,13 +8,15 @@ import msgspec
 import openai
 import pytest
 from answers import Server, Written, strangers, written
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
+from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob
-from quire.serving.api.params import RequestError, SamplingParams
+from quire.serving.api.params import SamplingParams
 from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
 from quire.serving.protocol.answers import chat as chat_answer
 from quire.serving.protocol.answers.answer import Answer, ChatRequest, Head, Part, Prompted, ToolCall, Usage
@@ -371,7 +373,7 @@ def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return choices
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(200))
 @given(written(scored=True), written(scored=True), st.randoms(use_true_random=False))
 def test_the_deltas_of_a_stream_joined_are_the_whole_answer(one: Written, other: Written, random):
     request = chat(n=2, logprobs=True, top_logprobs=2, return_token_ids=True, stream=True)
@@ -396,7 +398,7 @@ def test_the_deltas_of_a_stream_joined_are_the_whole_answer(one: Written, other:
         assert made["ids"] == choice["token_ids"] and made["scores"] == choice["logprobs"]["content"]
 
 
-@settings(max_examples=100)
+@settings(max_examples=cases(100))
 @given(st.lists(written(), min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_the_client_puts_a_stream_together(lines: list[Written], random):
     """With the client's own accumulator, whichever choice comes first and whatever the last part brings."""

@@ -7,13 +7,15 @@ from typing import Any, get_type_hints
 import openai
 import pytest
 from answers import Server, strangers, written
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.completion_create_params import CompletionCreateParamsStreaming
 
+from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob
-from quire.serving.api.params import RequestError, SamplingParams
+from quire.serving.api.params import SamplingParams
 from quire.serving.parsing.pieces import Said
 from quire.serving.protocol.answers import completion as completion_answer
 from quire.serving.protocol.answers.answer import Answer, CompletionRequest, Head, Part, Prompted, Usage
@@ -218,7 +220,7 @@ def chunks_of(data: bytes) -> list[dict[str, Any]]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=cases(150))
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans())
 def test_the_texts_of_a_stream_joined_are_the_whole_answers(data, num_prompts, each, echo, scored):
     """Several prompts with several answers each, whose parts come in any order."""
@@ -257,7 +259,7 @@ def test_the_texts_of_a_stream_joined_are_the_whole_answers(data, num_prompts, e
                 assert sum((part[name] for part in made["logprobs"]), []) == values
 
 
-@settings(max_examples=30)
+@settings(max_examples=cases(30))
 @given(written(calls=False))
 def test_the_client_reads_answers_and_streams(one):
     server = Server(streamed(completion(stream=True), list(one.parts)))

@@ -4,7 +4,7 @@ import conformance
 import pytest
 from conformance import ENDPOINTS, PAGE, VALUES, Endpoint
 
-from quire.serving.api.params import RequestError
+from quire.serving.api.errors import RequestError
 from quire.serving.protocol.schema import BODIES
 
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 from answers import JSON
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.protocol import chat as chats
 from quire.serving.protocol import completion as completions
 from quire.serving.protocol.answers.answer import Delivery
@@ -177,7 +179,7 @@ def test_a_form_is_asked_for_once(parse):
         assert told.startswith("response_format: and structured_outputs say the same")
 
 
-@settings(max_examples=400)
+@settings(max_examples=cases(400))
 @given(st.data())
 def test_no_body_raises_anything_else(data):
     """One place of a good body replaced by anything."""

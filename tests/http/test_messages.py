@@ -12,10 +12,12 @@ from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from anthropic.types.shared import ErrorResponse
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.parsing.pieces import Arguments, Call, Said, Thought
 from quire.serving.protocol import messages
 from quire.serving.protocol.answers.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage
@@ -347,7 +349,7 @@ def test_messages_that_are_refused():
     assert refused(system=[{"type": "image"}]).startswith("system[0].type: must be text")
 
 
-@settings(max_examples=400)
+@settings(max_examples=cases(400))
 @given(st.data())
 def test_no_body_raises_anything_else(data):
     """One place of a good body replaced by anything."""
@@ -411,7 +413,7 @@ def test_events_are_what_the_client_expects(answer: Written):
     assert begun is None and found == answer.blocks
 
 
-@settings(max_examples=80)
+@settings(max_examples=cases(80))
 @given(written(), written(ordered=True))
 def test_the_client_puts_a_stream_together(answer: Written, ordered: Written):
     for one in (answer, ordered):
@@ -434,7 +436,7 @@ def test_the_client_puts_a_stream_together(answer: Written, ordered: Written):
             assert found.to_dict() == same.to_dict() | {"stop_details": None} and same.to_dict() == body
 
 
-@settings(max_examples=80)
+@settings(max_examples=cases(80))
 @given(written(), st.booleans())
 def test_what_a_client_sends_back_is_what_was_said(answer: Written, streams: bool):
     said = put_together(streamed(answer.parts)) if streams else read_whole(whole(answer.answer))

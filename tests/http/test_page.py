@@ -1,31 +1,23 @@
 """The page at `/`, in a browser, against a server whose answers are scripted."""
 
 import json
-import os
 import re
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, FLAGS, Tab, needs_chromium, until
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_server import STORY, StandIn, said, serving, token, words
-from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 EVIL = "<img src=x onerror=\"window.hacked=1\"></script><script>window.hacked=1</script><b onclick='x'>&amp; **bold**"
 PITCH = 22  # pixels from cell to cell where there are few
-LOUD = re.compile("Failed to load resource")  # what the browser itself says of an error status
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and "QUIRE_NEEDS_BROWSER" not in os.environ, reason="needs chromium or google-chrome"
-)
+pytestmark = needs_chromium
 expect.set_options(timeout=10_000)
 
 
@@ -47,62 +39,6 @@ def run(number: int, **changes: Any) -> dict[str, Any]:
     """A running request of such an event."""
     own = {"number": number, "id": f"chatcmpl-{number}", "prompt": 120, "cached": 64, "computed": 120, "tokens": 45}
     return own | {"state": "writing"} | changes
-
-
-class Tab:
-    """A page under watch: what it logs, and whom it asks."""
-
-    def __init__(self, page: Page, url: str):
-        self.page, self.url = page, url
-        self.errors: list[str] = []
-        self.strangers: list[str] = []
-        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
-        page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
-        page.on("request", self.asked)
-        page.goto(url)
-        self.state = page.locator("#state")
-
-    def asked(self, request: Request) -> None:
-        if not request.url.startswith(self.url):
-            self.strangers.append(request.url)
-
-    def check(self, loud: bool) -> None:
-        """Nothing went wrong and nobody else was asked; `loud` where the server was to answer with errors."""
-        assert [error for error in self.errors if not (loud and LOUD.search(error))] == []
-        assert self.strangers == []
-
-    def ask(self, text: str) -> None:
-        self.page.fill("#prompt", text)
-        self.page.press("#prompt", "Enter")
-
-    def ended(self) -> None:
-        """Waits for the answer to end."""
-        expect(self.page.locator("#send")).to_have_attribute("aria-label", "Send")
-
-    def answer(self) -> str:
-        return self.page.locator(".answer .text").last.inner_text()
-
-    def pixel(self, x: float, y: float, canvas: str = "#maps canvas") -> tuple[int, int, int]:
-        """The colour that a canvas has there."""
-        script = """([selector, x, y]) => { const canvas = document.querySelector(selector), r = devicePixelRatio;
-            return [...canvas.getContext("2d").getImageData(x * r, y * r, 1, 1).data].slice(0, 3) }"""
-        red, green, blue = self.page.evaluate(script, [canvas, x, y])
-        return red, green, blue
-
-    def swatch(self, state: str) -> tuple[int, int, int]:
-        """The colour that the legend gives a state."""
-        script = """state => { const context = new OffscreenCanvas(1, 1).getContext("2d");
-            context.fillStyle = getComputedStyle(document.querySelector(`.swatch.${state}`)).backgroundColor;
-            context.fillRect(0, 0, 1, 1); return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3) }"""
-        red, green, blue = self.page.evaluate(script, state)
-        return red, green, blue
-
-
-def until(condition: Callable[[], Any], page: Page, what: str) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, what
-        page.wait_for_timeout(30)
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +314,7 @@ def test_tokens_that_write_late_or_nothing(bench: Page, chunks: list[tuple[str, 
     assert bench.evaluate(DEAL, given_) == pieces
 
 
-@settings(max_examples=150)
+@settings(max_examples=cases(150))
 @given(st.data())
 def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
     letters = data.draw(st.sampled_from(["ab \n", "ab \n\u00e9\u4e16\U0001f426\u0301"]))
@@ -439,7 +375,7 @@ def test_markdown_becomes_elements(tab: Tab, stand_in: StandIn):
 MARKS = ["*", "**", "`", "```", "\n", "\n\n", "- ", "  ", "1. ", "# ", "a", "<b>", "&amp;", "~~~"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(60))
 @given(st.lists(st.sampled_from(MARKS), max_size=30))
 def test_markdown_grown_bit_by_bit_is_the_same(bench: Page, parts: list[str]):
     script = """parts => { const shown = (steps) => { const root = document.createElement("div");

@@ -3,10 +3,9 @@
 import re
 
 import pytest
+from browser import CHROMIUM, FLAGS, Tab, needs_chromium, until
 from playwright.sync_api import expect, sync_playwright
 from served import model_of, served
-from test_page import CHROMIUM, FLAGS, Tab, until
-from test_page import pytestmark as needs_chromium
 
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
+from cases import cases
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -204,11 +205,12 @@ FORMATS = {
 }
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_come_as_written_however_the_answer_is_cut(name):
     parser, answers = FORMATS[name]
 
-    @settings(max_examples=25)
+    @settings(max_examples=cases(25))
     @given(answers)
     def check(parts):
         assume(sum(len(part.text) for part in parts) < 500)
@@ -220,7 +222,7 @@ def test_calls_come_as_written_however_the_answer_is_cut(name):
     check()
 
 
-@settings(max_examples=20)
+@settings(max_examples=cases(20))
 @given(st.lists(call_object("<tool_call>\n", "\n</tool_call>", late_name=True), min_size=1, max_size=2))
 def test_arguments_before_the_name_wait_for_it(parts):
     """They come with the name; a truncation before it leaves the text as it is."""
@@ -235,7 +237,7 @@ def test_arguments_before_the_name_wait_for_it(parts):
             assert cut.said == answer[:at]
 
 
-@settings(max_examples=30)
+@settings(max_examples=cases(30))
 @given(objects, st.booleans(), st.booleans(), st.booleans())
 def test_arguments_in_a_string_are_what_it_holds(value, inner_ascii, outer_ascii, late_name):
     arguments = json.dumps(value, ensure_ascii=inner_ascii)
@@ -309,14 +311,14 @@ def harmony_expected(messages: list[Message], length: int) -> Result:
     return result
 
 
-@settings(max_examples=25)
+@settings(max_examples=cases(25))
 @given(harmony())
 def test_harmony_comes_as_written_however_the_answer_is_cut(messages):
     parts = [Words(message.head + message.body + message.end) for message in messages]
     agrees_everywhere(PARSERS["openai"], parts, lambda _, length: harmony_expected(messages, length))
 
 
-@settings(max_examples=25)
+@settings(max_examples=cases(25))
 @given(words, hermes(), st.booleans(), space)
 def test_thoughts_come_before_the_rest(thought, parts, opened, gap):
     """White space beside the tags is dropped; the rest is read as if it stood alone."""
@@ -334,13 +336,14 @@ def test_thoughts_come_before_the_rest(thought, parts, opened, gap):
         assert thought.startswith(cut.thought.rstrip()) or "</think>".startswith(cut.thought[len(thought) :].strip())
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("name", PARSERS)
 def test_any_text_is_read_the_same_however_it_is_cut(name):
     """Markers in any order, JSON or none: no error, and one result."""
     pieces_of_json = ['{"name": "f", "arguments": {"a": 1', '{"name": "f"', '"arguments": "', "}", "null", ",", ":"]
     others = ["functions.f", "to=functions.g", "analysis", "final", "assistant", "\\u12", "\\ud83d", "abcdefghi", "; "]
 
-    @settings(max_examples=100)
+    @settings(max_examples=cases(100))
     @given(st.lists(st.sampled_from([*MARKERS, *pieces_of_json, *others]) | spice | st.text(max_size=4), max_size=12))
     def check(parts):
         text = "".join(parts)

@@ -8,12 +8,14 @@ import msgspec
 import openai
 import pytest
 from answers import JSON, Server, Written, events_of, strangers, written
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
-from quire.serving.api.params import RequestError, SamplingParams, Terms
+from quire.serving.api.errors import RequestError
+from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.parsing.pieces import Arguments, Call, Said
 from quire.serving.protocol import responses
 from quire.serving.protocol.answers.answer import Answer, ChatRequest, Delivery, Head, Part, ToolCall, Usage
@@ -332,7 +334,7 @@ def test_input_that_is_refused():
     assert refused(input="\ud800").startswith("input: must be valid Unicode")
 
 
-@settings(max_examples=400)
+@settings(max_examples=cases(400))
 @given(st.data())
 def test_no_body_raises_anything_else(data):
     """One place of a good body replaced by anything."""
@@ -420,7 +422,7 @@ def test_an_answer_whole_is_what_its_events_come_to(answer: Written):
     assert statuses == ["completed"] * (len(statuses) - 1) + [status] * bool(statuses)
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(60))
 @given(written(), written(ordered=True))
 def test_the_client_puts_a_stream_together(answer: Written, ordered: Written):
     for one in (answer, ordered):
@@ -447,7 +449,7 @@ def test_the_client_puts_a_stream_together(answer: Written, ordered: Written):
             assert plain == whole(one.answer)["output"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(60))
 @given(written(), st.booleans())
 def test_what_a_client_sends_back_is_what_was_said(answer: Written, streams: bool):
     server = Server(streamed(answer.parts))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from cases import cases
 from golden.families import VARIANTS
 from golden.families_moe import MOE_VARIANTS
 from hypothesis import given, settings
@@ -92,7 +93,7 @@ WRONG = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=400)
+@settings(max_examples=cases(400))
 @given(st.data())
 def test_any_value_of_any_key(tmp_path_factory, data):
     """Wrong kinds, signs and sizes: refused, or a model whose arrays have sensible shapes."""

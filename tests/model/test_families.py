@@ -4,13 +4,16 @@ import json
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from published import PUBLISHED
 
 from quire.model.checkpoint import loader
-from quire.model.config import ModelError
+from quire.model.config import Attention, ModelError, Rope
+from quire.model.families import common
 from quire.model.weights import abstract
+from quire.ops.rope import angles, rotate
 
 BY_NAME = pytest.mark.parametrize("name", PUBLISHED)
 
@@ -238,3 +241,33 @@ def test_dtype_of_a_nested_config(tmp_path):
     config = loader.read_config(tmp_path)
     assert config.dtype == "bfloat16"
     assert loader.read_config(tmp_path, "float32") == replace(config, dtype="float32")
+
+
+def test_interleaved_pairs_give_the_same_scores():
+    """A checkpoint that keeps rotary pairs side by side, turned to halves, against its own rotation."""
+    rng = np.random.default_rng(0)
+    attention = Attention(heads=2, kv_heads=1, head_dim=12, scale=1.0, rope=Rope((1.0, 0.1, 0.01, 0.003)), bias=True)
+    D, H, pairs, at = 8, 12, 4, np.arange(5) * 7
+    sources = common.attention_sources(attention, D, "a", interleaved=True)
+    x_TD = rng.standard_normal((len(at), D))
+    stored, loaded_TGH = {}, np.zeros((len(at), 4, H))
+    for part in (*sources.qkv_DGH.parts, *sources.qkv_bias_GH.parts):
+        tensor = stored[part.name] = rng.standard_normal(part.shape)
+        whole = np.zeros((D, 4, H) if "weight" in part.name else (4, H))
+        whole[part.at] = part.turn(tensor)
+        loaded_TGH += np.einsum("TD,DGH->TGH", x_TD, whole) if "weight" in part.name else whole
+
+    phase = np.exp(1j * at[:, None, None] * np.array(attention.rope.inv_freq))
+
+    def published(name: str):
+        x_TNH = (x_TD @ stored[f"a.{name}_proj.weight"].T + stored[f"a.{name}_proj.bias"]).reshape(len(at), -1, H)
+        turned = (x_TNH[..., : 2 * pairs : 2] + 1j * x_TNH[..., 1 : 2 * pairs : 2]) * phase
+        return np.concatenate([turned.real, turned.imag, x_TNH[..., 2 * pairs :]], axis=-1)
+
+    cos_sin = angles(at, attention.rope.inv_freq)
+    q_TNH, k_TKH = (np.asarray(rotate(jnp.asarray(x), cos_sin)) for x in (loaded_TGH[:, :2], loaded_TGH[:, 2:3]))
+    scores, expected = (np.einsum("TNH,JKH->NTJ", *both) for both in ((q_TNH, k_TKH), map(published, "qk")))
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(
+        loaded_TGH[:, 3:], (x_TD @ stored["a.v_proj.weight"].T + stored["a.v_proj.bias"])[:, None]
+    )

@@ -1,16 +1,16 @@
 """Every family against transformers: the golden files hold what it computed from the same tiny models."""
 
-import json
 from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden.families import VARIANTS, Variant
-from golden.folder import HERE, POSITIONS, write_folder
+from golden.families import KINDS, VARIANTS
+from golden.folder import POSITIONS
+from golden.recorded import TOLERANCE, Golden, check_answers
 
-from quire import LLM, SamplingParams
+from quire import LLM
 from quire.model import uncached
 from quire.model.checkpoint import loader
 from quire.model.families import FAMILIES
@@ -19,20 +19,7 @@ from quire.ops import native
 pytestmark = pytest.mark.usefixtures("few_programs")
 
 
-TOLERANCE = 2e-4
 BY_NAME = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-
-
-class Golden:
-    """One golden file, and a folder with the model that it was made of."""
-
-    def __init__(self, variant: Variant, folder):
-        with np.load(HERE / f"{variant.name}.npz") as arrays:
-            self.prompts = [arrays[f"prompt{i}"].tolist() for i in range(len(variant.prompts))]
-            self.tokens = [arrays[f"tokens{i}"].tolist() for i in range(len(variant.prompts))]
-            self.logits = arrays["logits"]
-            meta = json.loads(arrays["meta"].tobytes())
-        self.folder = write_folder(folder / variant.name, variant.config, meta["tensors"], meta["seed"])
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +47,11 @@ def test_logits(variant, golden):
 
 @pytest.mark.parametrize(
     ("variant", "block_size"),
-    [(variant, (8, 16)[i % 2]) for i, variant in enumerate(VARIANTS) if variant.new_tokens],
-    ids=lambda value: getattr(value, "name", value),
+    [
+        pytest.param(variant, (8, 16)[i % 2], id=variant.name, marks=[] if variant.name in KINDS else pytest.mark.slow)
+        for i, variant in enumerate(VARIANTS)
+        if variant.new_tokens
+    ],
 )
 def test_greedy_tokens(variant, block_size, golden):
     """Alone and in a batch of unequal lengths, in chunks, through pages of 8 and 16."""
@@ -71,28 +61,3 @@ def test_greedy_tokens(variant, block_size, golden):
         max_model_len=variant.max_len, max_num_batched_tokens=32, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
     )  # fmt: skip
     check_answers(llm, made, near=0 if native.serves() else 2e-5)  # XLA sums in an order that rows may change
-
-
-def check_answers(llm: LLM, made: Golden, near: float) -> None:
-    """It answers as transformers did; a token's score is the same, to the bit or so near, alone and in company."""
-    scores = {}
-    for prompts, expected in asked(made.prompts, made.tokens):
-        outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts],
-            [SamplingParams(temperature=0, max_tokens=len(tokens), ignore_eos=True, logprobs=0) for tokens in expected],
-            use_tqdm=False,
-        )
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        for ids, tokens, output in zip(prompts, expected, outputs, strict=True):
-            for at, (token, found) in enumerate(zip(tokens, output.outputs[0].logprobs or (), strict=True)):
-                score = found[token].logprob
-                assert abs(scores.setdefault((*ids, *tokens[: at + 1]), score) - score) <= near
-
-
-def asked(prompts: list[list[int]], tokens: list[list[int]]):
-    """The first prompt alone; then both and three that have already come a part of the way, all at once."""
-    (long, short), (after_long, after_short) = prompts, tokens
-    yield [long], [after_long]
-    batch = [(short, after_short, 0), (long, after_long, 0), (short, after_short, 9), (long, after_long, 30)]
-    batch.append((long, after_long, len(after_long) - 1))
-    yield [ids + after[:n] for ids, after, n in batch], [after[n:] for _, after, n in batch]

@@ -105,12 +105,13 @@ def server(tmp_path):
 
 CHILD = """
 import sys
-from quire.model import hub
-from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.checkpoint import hub
 from quire.model.config import ModelError
 
 try:
     folder = hub.resolve(sys.argv[1])
+    from quire.model.checkpoint.loader import load_weights, read_config
+
     load_weights(folder, read_config(folder))
     print("loaded", folder)
 except ModelError as error:

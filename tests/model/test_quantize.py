@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from cases import cases
 from golden.families import VARIANTS
 from golden.families_moe import MOE_VARIANTS
 from golden.folder import HERE, write_folder
@@ -563,7 +564,7 @@ def test_other_methods_are_refused_as_before(tmp_path):
 VALUES = [None, True, False, 0, 1, 4, 8, -1, 32, 128, 10**12, 0.5, "", "int", "group", "channel", "token", [], {}, [[]]]
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(300))
 @given(st.data())
 def test_any_value_of_any_key(data):
     """Refused in a line, or understood."""

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run, step
+from cases import thinned
 
-from quire.ops.attention import KVPages, page_dtype, pairs
+from quire.ops.attention import KVPages, page_dtype, paged_attention, pairs, xla
 from quire.ops.attention.xla import BLOCK, tiles
+from quire.ops.implementations import NoImplementation
 from quire.ops.ordered_sum import sum_pairs
+from quire.sharding.device_axes import Axis
 
 
 @pytest.fixture(autouse=True, scope="module", params=["", "off"], ids=["native", "xla"])
@@ -52,9 +55,13 @@ MIXED = {
     "few rows": Shape(T=5, B=4),
     "one sequence": Shape(T=64, B=1),
 }
+QUICK = [
+    "mqa", "wide group", "page 1", "window 1", "everything", "bfloat16 bits", "latent bits", "int8", "float8",
+    "paired bits", "few rows",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", thinned(MIXED, QUICK))
 def test_mixed_steps(name):
     """Decoding, verifying and prefilling rows in one step."""
     rng = np.random.default_rng(7)
@@ -125,7 +132,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", thinned(SAME, ["gqa, bfloat16", "window, float32"]))
 def test_the_same_bits_in_any_step(name):
     """A row's result does not depend on its company, on where its chunk begins, or on the step's sizes."""
     shape, rng, seed, wanted = SAME[name], np.random.default_rng(11), 77, {}
@@ -193,3 +200,22 @@ def test_pairs(monkeypatch):
     for backend, dtypes in (("cpu", ()), ("gpu", ()), ("tpu", ("bfloat16",))):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         assert [name for name in ("bfloat16", "float32", "int8") if pairs(jnp.dtype(name))] == list(dtypes)
+
+
+def test_one_is_forced_by_its_name():
+    case = build(PLAIN, [Sequence(1, 60, 9)], np.random.default_rng(3))
+    served = run(PLAIN, case, partial(paged_attention, implementation="xla"))
+    assert served[0].tobytes() == run(PLAIN, case, xla.paged_attention)[0].tobytes()
+    with pytest.raises(NoImplementation, match="mosaic_tpu: there is no TPU") as error:
+        run(PLAIN, case, partial(paged_attention, implementation="mosaic_tpu"))
+    assert len(error.value.exceptions) == 1
+    with pytest.raises(ValueError, match="implementation is 'cuda'; it can be native, mosaic_tpu, mosaic_gpu, xla"):
+        run(PLAIN, case, partial(paged_attention, implementation="cuda"))
+
+
+def test_split_positions_are_left_to_xla():
+    """The other implementations decline."""
+    case, spread = build(PLAIN, [Sequence(1, 60, 9)], np.random.default_rng(3)), Axis("context", 2)
+    for name in ("native", "mosaic_tpu", "mosaic_gpu"):
+        with pytest.raises(NoImplementation, match=f"{name}: positions are spread over 2 devices"):
+            run(PLAIN, case, partial(paged_attention, implementation=name, context=spread))

@@ -45,8 +45,8 @@ def card(monkeypatch, tmp_path):
 
 
 def another_process() -> None:
-    gate.doubts.cache_clear()
-    gate.explain.cache_clear()
+    gate.refusal.cache_clear()
+    gate.warn_once.cache_clear()
     jax.clear_caches()
 
 
@@ -55,7 +55,7 @@ class Tried:
 
     def __init__(self, monkeypatch, found):
         self.kinds, self.found = [], found
-        monkeypatch.setattr(gate, "try_apart", self)
+        monkeypatch.setattr(gate, "test", self)
 
     def __call__(self, kind: str):
         self.kinds.append(json.loads(kind))
@@ -124,7 +124,7 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
     [
         (RIGHT | {"a chunk": 0.5}, "it is wrong on this GPU: a chunk by 5.0e-01, where 6e-03 is allowed"),
         ({"decoding": float("nan")}, "it is wrong on this GPU: decoding by nan"),
-        (gate.Failed("it took longer than 240 s"), "its trial on this GPU failed: it took longer than 240 s"),
+        (gate.TrialFailed("it took longer than 240 s"), "its trial on this GPU failed: it took longer than 240 s"),
         (OSError("no room"), "it could not be tried: no room"),
     ],
 )
@@ -147,7 +147,7 @@ def test_what_the_kernel_cannot_do_is_not_tried(card, monkeypatch, caplog):
 
 
 def test_the_wish(card, monkeypatch, caplog):
-    tried = Tried(monkeypatch, gate.Failed("no"))
+    tried = Tried(monkeypatch, gate.TrialFailed("no"))
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     assert serves() == "the kernel"
     for wish, says in (("off", "QUIRE_MOSAIC is off"), ("of", "QUIRE_MOSAIC is 'of', and can be off or trusted")):
@@ -188,10 +188,10 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
     says.chmod(says.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(says))
     monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
-    assert gate.try_apart("{}") == {"false": 1, f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two": 2}
+    assert gate.test("{}") == {"false": 1, f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two": 2}
     says.write_text("#!/bin/sh\necho goodbye\n")
-    with pytest.raises(gate.Failed, match="it said 'goodbye"):
-        gate.try_apart("{}")
+    with pytest.raises(gate.TrialFailed, match="it said 'goodbye"):
+        gate.test("{}")
 
 
 @pytest.mark.parametrize("spoilt", [False, True])

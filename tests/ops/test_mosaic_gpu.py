@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Sequence, Shape, build, check, run
+from cases import thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jaxlib.mlir import ir
 
-from quire.ops.attention import KVPages, Rows, mosaic_gpu
+from quire.ops.attention import KVPages, QueryRows, mosaic_gpu
 from quire.ops.attention.mosaic import task
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
@@ -53,16 +54,21 @@ CASES = {  # each value of each parameter beside several of the others
     "mixed, a wide group": (mixed(K=1, G=60, T=12, S=128), [Sequence(1, 100, 7), Sequence(2, 3, 1)]),
 }
 
+QUICK = [
+    "decoding, a window", "decoding, int8", "decoding, float8", "decoding, latent", "mixed, int8", "mixed, latent",
+    "mixed, a window",
+]  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Contexts are cut early, and there is room for two blocks only."""
     monkeypatch.setattr(task, "SPAN", 128)
-    monkeypatch.setattr(task.Shape, "stages", 2)
+    monkeypatch.setattr(task.KernelShape, "stages", 2)
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, QUICK))
 def test_against_float64(name):
     """Each row is right, and no access races with another."""
     shape, sequences = CASES[name]
@@ -109,6 +115,8 @@ PRODUCTION = {
     "MHA, long pages": Shape(K=32, G=1, H=128, S=128, T=64, B=64, soft_cap=50.0),
 }
 
+LOWERED = ["gpt-oss, decoding", "Gemma-3, a chunk", "DeepSeek-V3, decoding", "Llama-3-8B in int8, decoding"]
+
 
 def lower(name, monkeypatch):
     monkeypatch.undo()
@@ -130,7 +138,7 @@ def lower(name, monkeypatch):
     else:
         page, scale = array(4096, S, K, H, dtype=shape.codes), array(4096, K, S, dtype=jnp.float32)
         pages = KVPages(page, page, scale, scale)
-    rows = Rows(numbers(T), numbers(B + 1), numbers(B, 131072 // S), numbers(T))
+    rows = QueryRows(numbers(T), numbers(B + 1), numbers(B, 131072 // S), numbers(T))
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
 
     def step(q, k, v, pages, rows, sinks):
@@ -140,7 +148,7 @@ def lower(name, monkeypatch):
     return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize("name", PRODUCTION)
+@pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
 def test_lowers_for_cuda(name, monkeypatch):
     assert "mosaic_gpu" in lower(name, monkeypatch).as_text()
 

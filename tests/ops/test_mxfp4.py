@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden.families import VARIANTS
-from test_golden import Golden
+from golden.recorded import Golden
 
 from quire.model import uncached as dense
 from quire.model.checkpoint import loader

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import cases, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +22,11 @@ from quire.ops.quant.stack import Stack
 from quire.sharding.spec import ArraySpec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ISAS = list(build.isas())
 FORMATS = ("int8", "int8-weights", "int4", "int4-64", "int4-128-zero", "int4-zero")
 
 
-@pytest.fixture(params=list(build.isas()))
+@pytest.fixture(params=thinned(ISAS, ISAS[:1]))
 def isa(request, monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE", request.param)
     if not native.serves():
@@ -48,7 +50,7 @@ def wide(x):
     return np.asarray(x).astype(np.float64)
 
 
-@settings(max_examples=12)
+@settings(max_examples=cases(12))
 @given(
     rows=st.integers(1, 70), padding=st.integers(0, 9),
     into=st.sampled_from([(8,), (32,), (100,), (4, 24), (288,), (515,)]),
@@ -74,6 +76,7 @@ def check_dense(rows, padding, into, out, bias, dtype, seed):
     np.testing.assert_array_equal(alone[0], got[one])
 
 
+@pytest.mark.random
 def test_dense(isa):
     check_dense()
 
@@ -109,7 +112,7 @@ def test_matrices_of_a_stack(isa, name):
             jax.block_until_ready(pick(stack, e, x))
 
 
-@settings(max_examples=12)
+@settings(max_examples=cases(12))
 @given(
     rows=st.integers(1, 40), padding=st.integers(0, 9), K=st.sampled_from([32, 96, 320]),
     out=st.sampled_from([(16,), (7,), (2, 24), (500,)]), bias=st.booleans(), seed=st.integers(0, 999),
@@ -136,6 +139,7 @@ def check_mxfp4(rows, padding, K, out, bias, seed):
     np.testing.assert_array_equal(project(letters, jnp.asarray(x[one : one + 1]), stack.pick(e), *given)[0], got[one])
 
 
+@pytest.mark.random
 def test_mxfp4(isa):
     check_mxfp4()
 
@@ -147,7 +151,7 @@ def between_bytes(x):
     return np.abs(steps % 1 - 0.5) < 1e-3
 
 
-@settings(max_examples=12)
+@settings(max_examples=cases(12))
 @given(
     name=st.sampled_from(FORMATS), rows=st.integers(1, 40), padding=st.integers(0, 9),
     into=st.sampled_from([(32,), (192,), (6, 32), (322,)]),
@@ -179,6 +183,7 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     np.testing.assert_array_equal(alone[0], whole[one])
 
 
+@pytest.mark.random
 def test_rounded(isa):
     check_rounded()
 

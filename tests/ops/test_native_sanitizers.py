@@ -5,11 +5,14 @@ from pathlib import Path
 
 import jax
 import pytest
+from cases import cases
 
 from quire.ops.native import build
 
-RUNS = "3"  # random cases of each kind; a program by itself takes 20
+RUNS = str(cases(3))  # random cases of each kind; a program by itself takes 20
 CASES = sorted(Path(__file__).parent.glob("native_*_cases.cc"))
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])

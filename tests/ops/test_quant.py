@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_values import restored
 
 from quire.ops import quant
 from quire.ops.linear import einsum
@@ -21,12 +22,6 @@ FORMATS = {
 def dense_spec(into=(256,), out=(2, 64)):
     inputs = tuple(range(len(into)))
     return ArraySpec((*into, *out), jnp.bfloat16, (None,) * len(into + out), fan_in=int(np.prod(into)), inputs=inputs)
-
-
-def restored(node):
-    """The values that a node stands for, by multiplying it with the unit matrix."""
-    size = int(np.prod(node.into))
-    return np.asarray(einsum("TD,DGF->TGF", jnp.eye(size), node, jnp.float32)).reshape(*node.into, *node.out)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -39,6 +39,8 @@ FOLDER = str(Path(quire.__file__).parent / "model" / "quill_draft")
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20}
 WORDS = "fox bear lake hat ship moon tree bird king road song fish".split()
 
+pytestmark = pytest.mark.slow
+
 
 def plan_of(port: int, **scale: Any) -> Plan:
     chosen = Scale(replica_resources={"CPU": 0.1}, **scale)

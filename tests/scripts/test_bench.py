@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from quire.__main__ import main
 from quire.scripts.bench import client, command, engine, load, metrics, plot, serve, startup
 from quire.scripts.bench.load import Sample
-from quire.scripts.bench.metrics import Answer
+from quire.scripts.bench.metrics import RequestTimes
 from quire.scripts.options import UsageError
 
 
@@ -61,12 +61,14 @@ def test_summaries_are_numpys(values):
     assert metrics.summarise([]) is None
 
 
-def random_answers(rng: random.Random) -> list[Answer]:
+def random_answers(rng: random.Random) -> list[RequestTimes]:
     answers = []
     for _ in range(rng.randint(1, 30)):
         sent, count = rng.uniform(0, 100), rng.randint(1, 20)
         moments = itertools.accumulate([sent, *(rng.uniform(0.001, 2) for _ in range(count))])
-        answers.append(Answer(sent, list(moments)[1:], rng.randint(1, 99), count, rng.choice([None, None, "broke"])))
+        answers.append(
+            RequestTimes(sent, list(moments)[1:], rng.randint(1, 99), count, rng.choice([None, None, "broke"]))
+        )
     return answers
 
 
@@ -98,7 +100,7 @@ def test_metrics_by_hand(seed):
 
 
 def test_nothing_answered_is_no_division_by_zero():
-    answers = [Answer(0.0, error="broke")]
+    answers = [RequestTimes(0.0, error="broke")]
     assert metrics.totals(answers, 0.0)["output_throughput"] == 0
     assert metrics.flat(metrics.milliseconds(answers)) == {}
     assert metrics.goodput(answers, 0.0, {"ttft": 1.0}) == 0
@@ -305,7 +307,7 @@ def test_lengths_that_are_none(size):
     ],
 )
 def test_addresses(url, expected):
-    server = client.Server.parse(url)
+    server = client.ServerAddress.parse(url)
     assert (server.host, server.port, server.tls is not None, server.path) == expected
 
 
@@ -433,9 +435,9 @@ def writes(data: bytes):
     return behave
 
 
-def ask(server: FakeServer) -> Answer:
+def ask(server: FakeServer) -> RequestTimes:
     """One request, timed by a clock that counts how often it is read: at the start, then once an event."""
-    where = client.Server.parse(server.url)
+    where = client.ServerAddress.parse(server.url)
     clock = itertools.count().__next__
     return asyncio.run(client.ask(where, "/v1/completions", {"prompt": "x"}, 30.0, clock))
 
@@ -464,7 +466,7 @@ def ask(server: FakeServer) -> Answer:
 def test_a_stream_is_timed_piece_by_piece(behave, times, tokens):
     with FakeServer(behave) as server:
         answer = ask(server)
-    assert answer == Answer(0, times, *tokens)
+    assert answer == RequestTimes(0, times, *tokens)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +503,7 @@ def test_every_way_to_fail_is_an_error_and_no_exception(behave, error):
 @pytest.mark.parametrize("behave", [silence, half])
 def test_a_request_that_takes_too_long_has_failed_and_hangs_up(behave):
     async def late(server):
-        where = client.Server.parse(server.url)
+        where = client.ServerAddress.parse(server.url)
         answer = await client.ask(where, "/v1/completions", {}, 0.2, itertools.count().__next__)
         assert answer.error == "no end within 0.2 s"
         assert await asyncio.to_thread(server.gone.wait, 10)
@@ -519,7 +521,7 @@ def test_nobody_there():
 def test_requests_go_in_order_and_only_so_many_at_once():
     sent, under_way, most = [], 0, 0
 
-    async def send(index: int) -> Answer:
+    async def send(index: int) -> RequestTimes:
         nonlocal under_way, most
         sent.append(index)
         under_way += 1
@@ -527,7 +529,7 @@ def test_requests_go_in_order_and_only_so_many_at_once():
         for _ in range(random.Random(index).randint(1, 5)):
             await asyncio.sleep(0)
         under_way -= 1
-        return Answer(index)
+        return RequestTimes(index)
 
     for limit, expected in ((None, 40), (1, 1), (7, 7)):
         sent, most = [], 0
@@ -739,7 +741,7 @@ def test_the_roof_by_hand():
 
     def step(seconds, *items):
         items = tuple(SimpleNamespace(start=start, num_rows=count) for start, count in items)
-        return engine.Step(seconds, SimpleNamespace(items=items, decodes=all(i.num_rows == 1 for i in items)))
+        return engine.TimedStep(seconds, SimpleNamespace(items=items, decodes=all(i.num_rows == 1 for i in items)))
 
     steps = [step(9.0, (0, 16), (4, 1)), step(2.0, (16, 1), (5, 1)), step(4.0, (17, 1))]
     roof = engine.roof(steps, 1000, lambda length: 10 * min(length, 10), 500.0)
@@ -908,9 +910,9 @@ def test_plots_say_what_they_show():
 
 
 def test_a_result_that_cannot_be_written_has_been_seen(tmp_path, capsys):
-    from quire.scripts.bench.report import Report
+    from quire.scripts.bench.report import ResultFiles
 
-    report = Report("serve", {}, tmp_path / "gone" / "r.json", None)
+    report = ResultFiles("serve", {}, tmp_path / "gone" / "r.json", None)
     with pytest.raises(typer.TyperException, match="r.json"):
         report.write({}, "the table", lambda figure: None)
     assert capsys.readouterr().out == "the table\n"

@@ -1,6 +1,5 @@
 """The command line over an engine that only remembers what it was asked: parsing, printing, errors, Ctrl-C."""
 
-import inspect
 import io
 import json
 import os
@@ -16,12 +15,13 @@ import pytest
 import typer
 
 import quire
-from quire.__main__ import COMMANDS, main
+from quire.__main__ import COMMANDS, app, main
 from quire.model.config import ModelError
 from quire.scripts import chat, collect_env, generate, sizes
-from quire.serving.api.options import PARALLEL, EngineOptions
+from quire.serving.api.errors import RequestError
+from quire.serving.api.options import EngineOptions
 from quire.serving.api.outputs import CompletionOutput, RequestOutput
-from quire.serving.api.params import RequestError, SamplingParams
+from quire.serving.api.params import SamplingParams
 
 TOO_LONG = RequestError("prompt", "has 9 tokens; at most 8 fit")
 WORDS = ("Once ", "upon ", "a ", "time. ")
@@ -303,17 +303,29 @@ def test_a_second_ctrl_c_leaves():
     assert llm.closed == 1
 
 
-def test_help_shows_the_defaults_that_the_engine_has():
-    """The options default to None, so that the engine decides; what `--help` says must be what it decides."""
-    shown = {}
-    for name, parameter in inspect.signature(generate.main).parameters.items():
-        default = getattr(parameter.annotation.__metadata__[0], "show_default", None)
-        if isinstance(default, str) and default.isdigit():
-            shown[name] = int(default)
-    defaults = {field.name: field.default for field in fields(EngineOptions)}
-    sizes = "block_size", "max_num_seqs", "max_num_batched_tokens", *PARALLEL.values()
-    sizes = *sizes, "expert_redundancy", "expert_rebalance_steps", "num_processes", "process_id"
-    assert shown == {name: defaults[name] for name in sizes}
+NOT_FLAGS = {  # fields of EngineOptions, and why no flag is made of them
+    "model": "it is the command's argument",
+    "skip_tokenizer_init": "the commands take and write text",
+    "max_queued_requests": "only a server refuses requests: quire serve has a flag and a default of its own",
+    "seed": "quire serve has a flag of its own; elsewhere --seed is that of the request",
+}
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_every_engine_option_is_a_flag(command):
+    """Flags default to None, so that the engine decides; what `--help` says must be what it decides."""
+    flags = {flag.name: flag for flag in typer.main.get_command(app).get_command(None, command).params}
+    for option in fields(EngineOptions):
+        if option.name in NOT_FLAGS:
+            continue
+        flag = flags[option.name]
+        assert flag.opts == [f"--{option.name.replace('_', '-')}"] and flag.default is None
+        said = {"on": "True", "off": "False", "none": "None"}.get(flag.show_default, flag.show_default)
+        if option.default is not None:
+            assert said.split(": ")[0] == str(option.default)
+        assert flag.help
+    if command == "serve":
+        assert flags["seed"].default == EngineOptions.seed
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.scripts.bench import bandwidth
 from quire.scripts.peers import checkpoint, compare, envs, report, turns
-from quire.scripts.peers.loop import Answer, Request, Settings, drive
-from quire.scripts.peers.work import WORKS, Work
+from quire.scripts.peers.loop import LoadSettings, TimedPrompt, TimedTokens, drive
+from quire.scripts.peers.work import WORKS, Workload
 
-TINY = checkpoint.Shape(layers=2, width=64, heads=4, kv_heads=2, ffn=96, head=16)
+TINY = checkpoint.ModelShape(layers=2, width=64, heads=4, kv_heads=2, ffn=96, head=16)
 MIXTURE = replace(TINY, experts=4, chosen=2)
 
 # An engine in a few lines, run as a worker: a token tells prompt, place and, with "drift", how many ride together.
@@ -72,11 +72,11 @@ def bench(tmp_path, monkeypatch) -> turns.Bench:
     script.write_text(textwrap.dedent(ENGINE))
     monkeypatch.setattr(turns, "command", lambda place, engine: [sys.executable, str(script), engine])
     model = tmp_path / "checkpoints" / "tiny" / "hf"
-    return turns.Bench(tmp_path, Settings(str(model), "", "", 64, 8, 1), limit=60)
+    return turns.Bench(tmp_path, LoadSettings(str(model), "", "", 64, 8, 1), limit=60)
 
 
-def work(count: int, **options) -> Work:
-    return Work(f"{count} requests", count, (3, 6), options.pop("output", (4, 4)), **options)
+def work(count: int, **options) -> Workload:
+    return Workload(f"{count} requests", count, (3, 6), options.pop("output", (4, 4)), **options)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_requests_fit_the_model_and_differ_by_round_in_their_tokens_alone(name):
 
 def test_what_must_move():
     """Two requests of 3 and 3 tokens in, 4 out: four steps read the weights; each step but the first reads a cache."""
-    two = Work("two", 2, (3, 3), (4, 4))
+    two = Workload("two", 2, (3, 3), (4, 4))
     cache = sum(3 + i for i in (1, 2, 3)) * TINY.layers * 2 * TINY.kv_heads * TINY.head * 2
     assert two.must_move(TINY) == 4 * 2 * TINY.read(1) + 2 * cache
     assert replace(two, weights="int4").must_move(TINY) == 4 * TINY.read(1) / 2 + 2 * cache
@@ -150,7 +150,7 @@ def test_what_must_move():
 
 
 def test_drive_adds_each_request_in_its_time_and_ends_when_all_are_done():
-    requests = [Request([1], 2, 0.06), Request([2], 3), Request([3], 1, 0.03)]
+    requests = [TimedPrompt([1], 2, 0.06), TimedPrompt([2], 3), TimedPrompt([3], 1, 0.03)]
     added, counts = [], {}
 
     def add(index, request):
@@ -172,12 +172,12 @@ def test_drive_adds_each_request_in_its_time_and_ends_when_all_are_done():
 
 
 def test_figures():
-    requests = [Request([1], 3), Request([2], 1, 0.5), Request([3], 5, 1.0)]
-    answers = [Answer(0.5, 1.5, [7, 7, 7]), Answer(1.5, 1.5, [8]), Answer(2.0, 4.0, [9] * 5)]
+    requests = [TimedPrompt([1], 3), TimedPrompt([2], 1, 0.5), TimedPrompt([3], 5, 1.0)]
+    answers = [TimedTokens(0.5, 1.5, [7, 7, 7]), TimedTokens(1.5, 1.5, [8]), TimedTokens(2.0, 4.0, [9] * 5)]
     found = turns.figures(requests, [vars(answer) for answer in answers])
     assert found == {"seconds": 4.0, "rate": 9 / 4, "first": 1.0, "decode": 2.0, "tokens": [7, 8, 9]}
     answers[2].tokens.pop()
-    with pytest.raises(turns.Failed, match="4 tokens where 5 were asked for"):
+    with pytest.raises(turns.EngineFailure, match="4 tokens where 5 were asked for"):
         turns.figures(requests, [vars(answer) for answer in answers])
 
 
@@ -237,7 +237,7 @@ def test_a_worker_runs_only_while_it_is_asked(bench):
 
     try:
         assert stops()
-        assert worker.run([Request([5], 2)])[0]["tokens"] == [6, 7]
+        assert worker.run([TimedPrompt([5], 2)])[0]["tokens"] == [6, 7]
         assert stops()
     finally:
         worker.close()
@@ -248,8 +248,8 @@ def test_an_engine_that_hangs_is_given_up(bench):
     worker = turns.start("plain", "bf16", replace(bench, limit=30))
     worker.limit = 0.2
     try:
-        with pytest.raises(turns.Failed, match=r"run: no answer in 0\.2 s"):
-            worker.run([Request([5], 2, arrival=60.0)])
+        with pytest.raises(turns.EngineFailure, match=r"run: no answer in 0\.2 s"):
+            worker.run([TimedPrompt([5], 2, arrival=60.0)])
     finally:
         worker.close()
 
@@ -257,10 +257,10 @@ def test_an_engine_that_hangs_is_given_up(bench):
 def test_a_runner_starts_by_its_path_in_a_foreign_environment(tmp_path, monkeypatch):
     """As a peer's interpreter does it, which has no Quire: here one in which the peer itself is missing."""
     monkeypatch.setattr(turns, "python_of", lambda place, engine: Path(sys.executable))
-    bench = turns.Bench(tmp_path, Settings("nowhere", "", "", 64, 8, 1), limit=60)
+    bench = turns.Bench(tmp_path, LoadSettings("nowhere", "", "", 64, 8, 1), limit=60)
     command = turns.command(tmp_path, "no-such-engine")
     assert command[1] == "-P", "its own folder must not come before the peer's packages"
-    with pytest.raises(turns.Failed, match="prepare: KeyError: 'no-such-engine'"):
+    with pytest.raises(turns.EngineFailure, match="prepare: KeyError: 'no-such-engine'"):
         turns.start("no-such-engine", "bf16", bench)
     assert set(envs.RECIPES) | {"quire"} == set(compare.ENGINES)
 

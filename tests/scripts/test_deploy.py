@@ -334,7 +334,7 @@ def test_scaling_asks_for_metrics_that_exist():
     [trigger] = spec["triggers"]
     asked = re.findall(r"vllm:(\w+)", trigger["metadata"]["query"])
     assert "num_requests_waiting" in asked
-    source = "".join(path.read_text() for path in (ROOT / "serving").glob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "serving").rglob("*.py"))
     named = asked + re.findall(r"`(?:vllm|quire):(\w+)`", DOCS.read_text())
     assert [name for name in named if not re.search(rf"\b{name}\b", source)] == []
     assert int(trigger["metadata"]["threshold"]) < 32 and 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]

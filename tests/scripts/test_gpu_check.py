@@ -21,10 +21,10 @@ from quire.scripts.gpu import check as gpu_check
 from quire.scripts.gpu import pieces as gpu_pieces
 from quire.scripts.gpu import serving as gpu_serving
 from quire.scripts.gpu import step as gpu_step
-from quire.scripts.gpu.attention import RIGHT, Work
-from quire.scripts.gpu.check import PARTS, Part, check
-from quire.scripts.gpu.common import FULL, PAGE, TINY, Report, attention_by, read_bytes
-from quire.serving.device.pipeline import Stages
+from quire.scripts.gpu.attention import RIGHT, TimedTrial
+from quire.scripts.gpu.check import PARTS, CheckPart, check
+from quire.scripts.gpu.common import FULL, PAGE, TINY, PartReport, attention_by, read_bytes
+from quire.serving.device.pipeline import Pipeline
 from quire.serving.device.step import step
 from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.scheduler import Limits
@@ -41,11 +41,11 @@ def test_its_reference_is_what_xla_says(work):
 
 def test_what_it_counts():
     """Bytes and operations of small cases, counted by hand."""
-    assert Work("", 2, 10, heads=2, kv_heads=1, width=4).operations == 4 * 2 * 10 * 2 * 4
-    assert Work("", 1, 3, rows=3, heads=1, kv_heads=1, width=1).operations == 4 * (1 + 2 + 3)
-    assert Work("", 1, 100, heads=1, kv_heads=1, width=1, window=10).operations == 4 * 10
-    assert Work("", 1, 100, heads=1, kv_heads=1, width=1, window=10).bytes == 2 * 2 * 10 + 2 * 2
-    assert Work("", 2, 100, heads=4, kv_heads=2, width=8).bytes == 2 * (100 * 2 * 8 * 4) + 2 * 2 * 2 * 4 * 8
+    assert TimedTrial("", 2, 10, heads=2, kv_heads=1, width=4).operations == 4 * 2 * 10 * 2 * 4
+    assert TimedTrial("", 1, 3, rows=3, heads=1, kv_heads=1, width=1).operations == 4 * (1 + 2 + 3)
+    assert TimedTrial("", 1, 100, heads=1, kv_heads=1, width=1, window=10).operations == 4 * 10
+    assert TimedTrial("", 1, 100, heads=1, kv_heads=1, width=1, window=10).bytes == 2 * 2 * 10 + 2 * 2
+    assert TimedTrial("", 2, 100, heads=4, kv_heads=2, width=8).bytes == 2 * (100 * 2 * 8 * 4) + 2 * 2 * 2 * 4 * 8
     config = llama.config(FULL.hf, 1056)
     weights = abstract(config)
     assert 16.0e9 < nbytes(weights) < 16.1e9
@@ -94,7 +94,7 @@ def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
     config = llama.config(FULL.hf | {"num_hidden_layers": 2}, length)
     weights = jax.tree.map(lambda spec: spec.struct, abstract(config))
     layouts = BatchBuilder(Limits(64, FULL.rows, 64), 1, PAGE, -(-length // PAGE)).layouts
-    state = Stages(config, None).abstract_state((100,), PAGE, 64)
+    state = Pipeline(config, None).abstract_state((100,), PAGE, 64)
     pages = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.pages)
     for size in (min(layouts), max(layouts)):
         buffer, decodes = layouts[size].padding, size.rows == size.seqs
@@ -110,7 +110,7 @@ def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
 def test_the_step_part(tmp_path):
     found = {}
     for role in ("kernel", "xla"):
-        report = Report(tmp_path / f"{role}.json")
+        report = PartReport(tmp_path / f"{role}.json")
         gpu_step.run(report, TINY, 3, role)
         found[role] = json.loads(report.file.read_text())
         assert not {"wrong", "failed"} & set(found[role]) and found[role]["copy"] > 0
@@ -118,14 +118,14 @@ def test_the_step_part(tmp_path):
             assert found[role][f"batch {batch}"]["share"] > 0
     assert "batch 1 compared" not in found["kernel"]
     assert found["xla"]["batch 6 compared"] == {"hidden": 0, "first_tokens": 1, "tokens": 1}
-    report = Report(tmp_path / "other.json")
+    report = PartReport(tmp_path / "other.json")
     with np.load(tmp_path / "batch_6.npz") as kept:
         gpu_step.compare(report, 6, kept["drawn"], kept["hidden"][::-1])
     assert "batch 6: hidden states differ by" in report.found["wrong"][0]
 
 
 def test_the_pieces_part(tmp_path, capsys):
-    report = Report(tmp_path / "pieces.json")
+    report = PartReport(tmp_path / "pieces.json")
     gpu_pieces.measure(report, TINY, 3)
     times = {name: piece["seconds"] for name, piece in report.found.items() if isinstance(piece, dict)}
     assert len(times) == 1 + 3 * 2 + 3 * 4 + 1 + 1 + 4 and min(times.values()) > 0
@@ -155,7 +155,7 @@ def test_what_the_pieces_count():
 
 
 def test_the_serving_part(tmp_path, capsys):
-    report = Report(tmp_path / "serving.json")
+    report = PartReport(tmp_path / "serving.json")
     gpu_serving.run(report, TINY, 3, "kernel")
     found = json.loads(report.file.read_text())
     assert found["throughput"]["total_output_tokens"] == TINY.requests * TINY.answer
@@ -189,23 +189,23 @@ def test_the_peer(tmp_path, monkeypatch):
             yield {"what": "B", "output_throughput": 50.0}
 
     name = "quire.scripts.peers.continuous"
-    Report(tmp_path / "serving.json")(throughput={"output_throughput": 250.0})
+    PartReport(tmp_path / "serving.json")(throughput={"output_throughput": 250.0})
     monkeypatch.setitem(sys.modules, name, Guest())
     monkeypatch.setattr("quire.scripts.peers.continuous", Guest(), raising=False)
-    report = Report(tmp_path / "transformers.json")
+    report = PartReport(tmp_path / "transformers.json")
     gpu_serving.transformers(report, TINY, 3)
     assert report.found["times"] == 2.5 and set(report.found) == {"times", "A", "B"}
     Guest.card = False
-    gpu_serving.transformers(report := Report(tmp_path / "b.json"), TINY, 3)
+    gpu_serving.transformers(report := PartReport(tmp_path / "b.json"), TINY, 3)
     assert report.found == {"left_out": "its torch finds no card"}
     monkeypatch.delattr("quire.scripts.peers.continuous")
     monkeypatch.setitem(sys.modules, name, None)
-    gpu_serving.transformers(report := Report(tmp_path / "c.json"), TINY, 3)
+    gpu_serving.transformers(report := PartReport(tmp_path / "c.json"), TINY, 3)
     assert "continuous" in report.found["left_out"]
 
 
 def test_attention_by_itself(tmp_path, monkeypatch):
-    report = Report(tmp_path / "right.json")
+    report = PartReport(tmp_path / "right.json")
     gpu_attention.right(report, TINY, 3)
     assert report.found["decode, MHA"] < gpu_attention.LARGEST_ERROR and "wrong" not in report.found
     monkeypatch.setattr(gpu_attention, "error", lambda *given: float("nan"))
@@ -264,7 +264,7 @@ def test_the_kernel_serves_where_it_is_right(found, serving):
 
 
 def test_a_process_that_fails_or_hangs(tmp_path):
-    nonsense = Part("nonsense", "nothing", ".gpu_step", "run", 1)
+    nonsense = CheckPart("nonsense", "nothing", ".step", "run", 1)
     assert "it took longer than 0 s" in gpu_check.start(nonsense, {}, 0.2, tmp_path, 0, True)["failed"]
     (tmp_path / "nonsense.json").write_text('{"found": 1}')
     found = gpu_check.start(nonsense, {}, 60, tmp_path, 0, True)

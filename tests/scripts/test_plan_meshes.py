@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from test_plan import LLAMA, PUBLISHED, random_config
+from plan_configs import LLAMA, PUBLISHED, random_config
 from typer.testing import CliRunner
 
 from quire.__main__ import app, main
@@ -13,8 +13,8 @@ from quire.model.config import Attention, Layer, Mlp, ModelConfig, Moe
 from quire.model.partition import check
 from quire.model.planning import meshes
 from quire.model.planning.cost import DEVICES, Device, weight_bytes
-from quire.model.planning.meshes import LATENCY, Planner, Work
-from quire.model.planning.traffic import Sent, traffic
+from quire.model.planning.meshes import LATENCY, Planner, Workload
+from quire.model.planning.traffic import Collective, traffic
 
 ALONE = {"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1}
 SMALL = ModelConfig("llama", 64, 16, (Layer(Attention(4, 2, 4, 1.0), Mlp(32)),) * 2, 128)
@@ -24,7 +24,7 @@ NORMS = 2 * 16 * 4
 
 
 def test_heads_in_two_parts_by_hand():
-    found = Planner(SMALL, DEVICE, Work(4, 8, 6)).choice(ALONE | {"tensor": 2})
+    found = Planner(SMALL, DEVICE, Workload(4, 8, 6)).choice(ALONE | {"tensor": 2})
     words = 32 * 16 * 2
     held = 2 * (LAYER // 2 * 2 + NORMS) + 2 * words + 16 * 4
     assert found.weight_bytes == held
@@ -45,7 +45,7 @@ def test_heads_in_two_parts_by_hand():
 
 
 def test_layers_in_two_stages_by_hand():
-    found = Planner(SMALL, DEVICE, Work(4, 8, 6)).choice(ALONE | {"pipe": 2})
+    found = Planner(SMALL, DEVICE, Workload(4, 8, 6)).choice(ALONE | {"pipe": 2})
     layer, words, cache = 2 * LAYER + NORMS, 64 * 16 * 2, 2 * 8 * 2 * 2 * 4 * 2  # cache of two sequences
     assert found.weight_bytes == layer + words + 16 * 4  # of the last, which has a norm more
     first = (layer + cache) / 1e6 + 2 * 16 * 2 / 1e5 + LATENCY  # and the rows of two sequences to the next
@@ -58,10 +58,10 @@ def test_layers_in_two_stages_by_hand():
 @pytest.mark.parametrize(
     ("sizes", "one", "within", "across"),
     [
-        ({"tensor": 8}, Sent("all-reduce", ("tensor",), 800), 2 * 700, 0),
+        ({"tensor": 8}, Collective("all-reduce", ("tensor",), 800), 2 * 700, 0),
         (
             {"tensor": 4, "expert": 2},
-            Sent(
+            Collective(
                 "all-reduce",
                 (
                     "tensor",
@@ -72,12 +72,17 @@ def test_layers_in_two_stages_by_hand():
             2 * 700,
             0,
         ),
-        ({"tensor": 8, "expert": 2}, Sent("all-reduce", ("tensor",), 800), 2 * 700, 0),
-        ({"tensor": 8, "expert": 2}, Sent("all-reduce", ("expert",), 800), 0, 2 * 400),
-        ({"tensor": 4, "expert": 4}, Sent("all-reduce", ("expert",), 800), 2 * 400, 2 * 200),  # two here, two machines
+        ({"tensor": 8, "expert": 2}, Collective("all-reduce", ("tensor",), 800), 2 * 700, 0),
+        ({"tensor": 8, "expert": 2}, Collective("all-reduce", ("expert",), 800), 0, 2 * 400),
+        (
+            {"tensor": 4, "expert": 4},
+            Collective("all-reduce", ("expert",), 800),
+            2 * 400,
+            2 * 200,
+        ),  # two here, two machines
         (
             {"tensor": 2, "expert": 2, "data": 4},
-            Sent(
+            Collective(
                 "all-to-all",
                 (
                     "data",
@@ -88,20 +93,20 @@ def test_layers_in_two_stages_by_hand():
             300,
             400,
         ),
-        ({"tensor": 8, "context": 2}, Sent("all-gather", ("context",), 800), 0, 400),
-        ({"expert": 16}, Sent("all-reduce", ("expert",), 800), 2 * 700, 2 * 50),
-        ({"context": 16}, Sent("all-to-all", ("context",), 1600), 700, 800),
+        ({"tensor": 8, "context": 2}, Collective("all-gather", ("context",), 800), 0, 400),
+        ({"expert": 16}, Collective("all-reduce", ("expert",), 800), 2 * 700, 2 * 50),
+        ({"context": 16}, Collective("all-to-all", ("context",), 1600), 700, 800),
     ],
 )
 def test_what_a_collective_moves(sizes, one, within, across):
-    nbytes, seconds = Planner(SMALL, DEVICE, Work(4, 8, 6)).sending(one, ALONE | sizes)
+    nbytes, seconds = Planner(SMALL, DEVICE, Workload(4, 8, 6)).sending(one, ALONE | sizes)
     assert nbytes == pytest.approx(within + across)
     assert seconds == pytest.approx(within / 1e5 + across / 1e3 + LATENCY)
 
 
 def test_only_experts_that_are_chosen_are_read():
     config = ModelConfig("llama", 64, 16, (Layer(Attention(4, 2, 4, 1.0), None, Moe(8, 2, 6)),), 128)
-    one, many = (Planner(config, DEVICE, Work(batch, 1, 6)).choice(ALONE).decode.read for batch in (1, 2))
+    one, many = (Planner(config, DEVICE, Workload(batch, 1, 6)).choice(ALONE).decode.read for batch in (1, 2))
     experts = 8 * 3 * 16 * 6 * 2
     another = (1 - 0.75**2 - 0.25) * experts + 2 * 2 * 4 * 2  # and the second sequence's token
     assert (many - one) * 1e6 == pytest.approx(another)
@@ -110,7 +115,7 @@ def test_only_experts_that_are_chosen_are_read():
 @pytest.mark.parametrize("seed", range(12))
 def test_of_any_model(seed):
     """Each mesh passes the check of the engine; more devices never need more of each; one alone sends nothing."""
-    config, work = random_config(random.Random(seed)), Work(8, 64, 16)
+    config, work = random_config(random.Random(seed)), Workload(8, 64, 16)
     planner, least = Planner(config, DEVICES["h100"], work), math.inf
     alone = planner.choice(ALONE)
     assert alone.weight_bytes == weight_bytes(config)

@@ -10,8 +10,9 @@ import pytest
 import quire
 from quire.__main__ import main
 from quire.model.text.chat_template import PromptError
+from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import CompletionOutput, FinishReason, RequestOutput
-from quire.serving.api.params import RequestError, SamplingParams
+from quire.serving.api.params import SamplingParams
 from quire.serving.protocol.batch_file import parse_lines
 
 CHAT = "/v1/chat/completions"

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import AbstractMesh, PartitionSpec
+from shards import in_device_order
 
 from quire.model.families import llama
 from quire.model.weights import abstract
-from quire.sharding.mesh import AXES, RULES, deal, make_mesh, sharding, shardings
+from quire.sharding.mesh import AXES, RULES, make_mesh, sharding, shardings
 from quire.sharding.spec import ArraySpec, Runs
 
 
@@ -64,7 +66,7 @@ def test_runs_are_dealt_out_one_by_one():
 
     def parts(spec: ArraySpec):
         wide = jnp.arange(spec.size).reshape(spec.shape)
-        own = deal(np.asarray(wide), spec, mesh)
+        own = in_device_order(np.asarray(wide), spec, mesh)
         assert own.size >= spec.size
         return np.split(own, 4, axis=[axis is not None for axis in spec.axes].index(True))
 
@@ -90,19 +92,21 @@ EIGHT = """
 import sys
 from pathlib import Path
 import jax, numpy as np
+sys.path.insert(0, sys.argv[3])
+from shards import in_device_order
 from quire.model.checkpoint.loader import load, read_config
 from quire.model.config import ModelError
 from quire.model.checkpoint.placement import Homes
-from quire.sharding.mesh import deal, make_mesh, shardings
+from quire.sharding.mesh import make_mesh, shardings
 from quire.model.weights import abstract
 
 assert len(jax.devices()) == 8
-plain, converted = (Path(name) for name in sys.argv[1:])
+plain, converted = (Path(name) for name in sys.argv[1:3])
 config = read_config(plain)
 mesh = make_mesh(data=2, tensor=4)
 wanted = jax.tree.leaves(shardings(abstract(config), mesh))
-whole = jax.tree.leaves(jax.tree.map(lambda spec, leaf: deal(np.asarray(leaf), spec, mesh), abstract(config),
-                                     load(plain, config, plain=True)))
+whole = jax.tree.leaves(jax.tree.map(lambda spec, leaf: in_device_order(np.asarray(leaf), spec, mesh),
+                                     abstract(config), load(plain, config, plain=True)))
 for folder in (plain, converted):
     arrays = jax.tree.leaves(load(folder, config, Homes(mesh)))
     for array, place, expected in zip(arrays, wanted, whole, strict=True):
@@ -130,7 +134,7 @@ def test_load_over_eight_devices(tmp_path):
     orbax.save(plain, out, loader.load(plain, config, plain=True), config.dtype)
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", EIGHT, str(plain), str(out)], capture_output=True, text=True, timeout=300,
-        env=os.environ | environment,
+        [sys.executable, "-c", EIGHT, str(plain), str(out), str(Path(tiny.__file__).parent)],
+        capture_output=True, text=True, timeout=300, env=os.environ | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

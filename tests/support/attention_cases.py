@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from quire.ops.attention import KVPages, Rows, paged_attention
+from quire.ops.attention import KVPages, QueryRows, paged_attention
 
 LONGEST = 192  # positions a sequence
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -80,7 +80,7 @@ class Case:
     k: np.ndarray
     v: np.ndarray
     pages: list[np.ndarray]  # of keys, of values, then their scales where they are codes
-    rows: Rows
+    rows: QueryRows
     places: list[range]  # the rows of each sequence
 
 
@@ -114,7 +114,7 @@ def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> 
             slots[at], at = tables[b, p // S] * S + p % S, at + 1
         starts[b + 1] = at
     starts[len(sequences) + 1 :] = at
-    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
+    rows = QueryRows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
     return Case(q, k, v, pages, rows, places)
 
 

@@ -1,9 +1,9 @@
-"""Attention of rows over pages, tile by tile: a producer fetches pages, the other warpgroups multiply.
+"""Attention of rows over pages, tile by tile: a producer copies pages, the other warpgroups multiply.
 
-A tile is up to 64 rows of one sequence and one KV head: so many positions, each with all query heads that share the
-head. Keys come in blocks, and every `SPAN` of keys has its softmax finished by itself and then merged into what came
-before. So a long context can be cut at spans among several processors, and a row's result has the same bits whoever
-computes it, and whatever else is in its batch.
+A tile is up to 64 rows of one sequence and one KV head: some positions, each with all query heads that share the head.
+Keys come in blocks. The softmax of every `SPAN` keys is computed by itself and then merged into that of the spans
+before. So a long context can be cut at spans and given to several processors, and a row's bits are the same whichever
+processor computes it and whatever else is in the batch.
 """
 
 import functools
@@ -17,15 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .fetch import fetch_all
 from .multiply import multiply
-from .shared import Shared, shared_types
-from .task import ROWS, Inputs, Shape, each_task
+from .shared import SharedMemory, shared_types
+from .task import ROWS, Inputs, KernelShape, each_task
 from .tile import Tiles
 
 
-def run_tasks(shape: Shape, inputs: Inputs, tasks_IF, count, *, interpret: Any = None):
-    """(sums, weights, maxima) of each task where spans are cut, or what a span left for the next; [T, N, values]."""
+def run_tasks(shape: KernelShape, inputs: Inputs, tasks_IF, count, *, interpret: Any = None):
+    """(sums, weights, maxima, results [T, N, values]); the first three are scratch unless spans are cut."""
     tiles, dtype = Tiles(interpret is not None), inputs.q.dtype
-    places = shape.tasks * shape.parts if shape.cut else shape.processors * shape.team
+    places = shape.tasks * shape.parts if shape.cut else shape.processors * shape.warpgroups
     out = [jax.ShapeDtypeStruct((places, ROWS, shape.values if shape.cut else shape.columns), jnp.float32)]
     out += [jax.ShapeDtypeStruct((places, ROWS), jnp.float32)] * 2
     out.append(jax.ShapeDtypeStruct((shape.rows, shape.heads, shape.values), dtype))
@@ -35,7 +35,7 @@ def run_tasks(shape: Shape, inputs: Inputs, tasks_IF, count, *, interpret: Any =
         scratch_types=shared_types(shape, dtype),
         grid=(shape.processors,),
         grid_names=("processor",),
-        num_threads=shape.team + 1,
+        num_threads=shape.warpgroups + 1,
         thread_name="part",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
@@ -43,20 +43,20 @@ def run_tasks(shape: Shape, inputs: Inputs, tasks_IF, count, *, interpret: Any =
     return kernel(*(x for x in inputs if x is not None), tasks_IF, count)
 
 
-def run(shape: Shape, tiles: Tiles, names, *refs, **scratch):
-    """One processor: every so many tasks are its own."""
+def run(shape: KernelShape, tiles: Tiles, names, *refs, **scratch):
+    """What one processor does with its share of the tasks."""
     inputs = Inputs(**{**dict.fromkeys(Inputs._fields), **dict(zip(names, refs, strict=False))})
     tasks, count, *outs = refs[len(names) :]
-    shared, part = Shared(**scratch), lax.axis_index("part")
+    shared, part = SharedMemory(**scratch), lax.axis_index("part")
 
-    @pl.when(part == shape.team)
+    @pl.when(part == shape.warpgroups)
     def _():
-        plgpu.set_max_registers(40 if shape.team > 1 else 56, action="decrease")
+        plgpu.set_max_registers(40 if shape.warpgroups > 1 else 56, action="decrease")
         fetch_all(shape, inputs, shared, tasks, count[0])
 
-    for own in range(shape.team):
+    for own in range(shape.warpgroups):
 
         @pl.when(part == own)
         def _(own=own):
-            plgpu.set_max_registers(232 if shape.team > 1 else 256, action="increase")
+            plgpu.set_max_registers(232 if shape.warpgroups > 1 else 256, action="increase")
             each_task(shape, tasks, count[0], functools.partial(multiply, shape, tiles, inputs, shared, outs, own))

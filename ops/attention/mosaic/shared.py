@@ -1,18 +1,18 @@
-"""The shared memory of a processor: what lies there, and the barriers that say when."""
+"""The shared memory of a processor, and the barriers that guard it."""
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .task import ROWS, Shape
+from .task import ROWS, KernelShape
 
 
-class Shared(NamedTuple):
-    """References; None where a shape has no use for one."""
+class SharedMemory(NamedTuple):
+    """References; None where a shape does not use one."""
 
     q_ref: Any  # the queries of each tile, and later its results
-    k_ref: Any  # blocks on their way
+    k_ref: Any  # blocks of keys
     q_here: Any
     q_free: Any
     k_here: Any
@@ -23,15 +23,15 @@ class Shared(NamedTuple):
     v_free: Any = None
     k_scale: Any = None
     v_scale: Any = None
-    k_tile: Any = None  # a block of codes as numbers
+    k_tile: Any = None  # a decoded block
     v_tile: Any = None
-    level: Any = None  # where warpgroups wait for each other
+    together: Any = None  # where warpgroups wait for each other
 
 
-def shared_types(shape: Shape, dtype) -> dict[str, Any]:
-    """What to allocate for a `Shared`."""
+def shared_types(shape: KernelShape, dtype) -> dict[str, Any]:
+    """What to allocate for a `SharedMemory`."""
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    line = min(shape.width, 128)  # bytes, and codes, that are swizzled together
+    line = min(shape.width, 128)  # codes, of a byte each, that are swizzled together
     swizzled_codes = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line))
     J, H, stages = shape.block, shape.width, shape.stages
     coded = shape.codes is not None
@@ -43,9 +43,9 @@ def shared_types(shape: Shape, dtype) -> dict[str, Any]:
         "q_ref": plgpu.SMEM(queries, dtype, transforms=swizzled if shape.straight else ()),
         "k_ref": stage,
         "q_here": plgpu.Barrier(num_arrivals=shape.positions * shape.tiles),
-        "q_free": plgpu.Barrier(num_arrivals=shape.team),
+        "q_free": plgpu.Barrier(num_arrivals=shape.warpgroups),
         "k_here": plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
-        "k_free": plgpu.Barrier(num_arrivals=shape.team, num_barriers=stages),
+        "k_free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=stages),
     }
     if not shape.in_registers and not shape.straight:
         found["q_tile"] = plgpu.SMEM(queries, dtype, transforms=swizzled)
@@ -54,6 +54,6 @@ def shared_types(shape: Shape, dtype) -> dict[str, Any]:
     if coded:
         scales, tile = plgpu.SMEM((stages, J), jnp.float32), plgpu.SMEM((1, J, H), dtype, transforms=swizzled)
         found |= {"k_scale": scales, "v_scale": scales, "k_tile": tile, "v_tile": tile}
-    if shape.team > 1:
-        found["level"] = plgpu.Barrier(num_arrivals=shape.team)
+    if shape.warpgroups > 1:
+        found["together"] = plgpu.Barrier(num_arrivals=shape.warpgroups)
     return found

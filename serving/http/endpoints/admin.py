@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from ...api.params import RequestError, integer
+from ...api.errors import RequestError
+from ...api.validation import integer
 from ..errors import Json
 from ..models import ASLEEP, READY, Model
 from ..service import Service

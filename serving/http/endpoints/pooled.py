@@ -6,13 +6,13 @@ from typing import Any
 
 from starlette.requests import Request
 
+from ...api.errors import EngineError
 from ...api.outputs import RequestOutput
 from ...async_llm import Ask
 from ...engine.engine import Engine
 from ...engine.thread import EngineFailed
 from ...protocol import pooling as shapes
 from ...protocol.answers.answer import Head, Usage
-from ...protocol.answers.choices import EngineError
 from ...request import pooling, scoring
 from .. import prompting
 from ..errors import HttpError, Json
@@ -57,7 +57,7 @@ async def embeddings(service: Service, request: Request) -> Json:
 
 
 def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
-    pooling.check_dimensions(asked.dimensions, engine.runner.config.dim)
+    pooling.check_dimensions(asked.dimensions, engine.config.dim)
     asks = []
     for index, prompt in enumerate(asked.prompts):
         where = f"input[{index}]" if len(asked.prompts) > 1 else "input"

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ....model.text.chat_template import PromptError
-from ...api.params import RequestError
+from ...api.errors import RequestError
 from ...engine.engine import Engine
 from ...protocol import messages
 from ...protocol.tokens import TokenizeRequest, checked, parse_detokenize, parse_tokenize
@@ -41,7 +41,7 @@ async def detokenize(service: Service, request: Request) -> Json:
         engine = model.llm.engine
 
         def join() -> str:
-            known = checked(asked.tokens, engine.runner.config.vocab_size)
+            known = checked(asked.tokens, engine.config.vocab_size)
             return prompting.needs_tokenizer(engine).decode(known, skip_special_tokens=asked.skip_special_tokens)
 
         return Json({"prompt": await service.beside(join)})

@@ -3,14 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ...api.errors import EngineError
 from ...api.outputs import CompletionOutput, Fresh, RequestOutput
 from ...parsing.pieces import Arguments, Call, Thought
 from .answer import Answer, Part
 from .collected import collect
-
-
-class EngineError(RuntimeError):
-    """The engine failed on a request that it had accepted."""
 
 
 class Reader(NamedTuple):

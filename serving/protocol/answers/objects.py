@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from ...api.params import RequestError, refuse_unknown, shown, unicode_text
+from ...api.errors import RequestError
+from ...api.validation import refuse_unknown, shown, unicode_text
 
 Kinds = Mapping[str, Sequence[str]]  # the fields of each type of object, beside `type`
 

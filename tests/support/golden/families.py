@@ -180,3 +180,6 @@ VARIANTS = [
     ),  # fmt: skip
     *MOE_VARIANTS,
 ]  # fmt: skip
+
+# One of each kind of layer.
+KINDS = ["llama", "olmo2", "gemma3-text", "gemma4-shared", "gpt-oss", "deepseek-v3"]

@@ -1,0 +1,81 @@
+"""A tab of Chromium for the tests of the page, and when those are run."""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, Request, expect
+
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+LOUD = re.compile("Failed to load resource")  # what the browser itself says of an error status
+
+needs_chromium = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None and "QUIRE_NEEDS_BROWSER" not in os.environ, reason="needs chromium or google-chrome"
+    ),
+]
+
+
+class Tab:
+    """A page under watch: what it logs, and whom it asks."""
+
+    def __init__(self, page: Page, url: str):
+        self.page, self.url = page, url
+        self.errors: list[str] = []
+        self.strangers: list[str] = []
+        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
+        page.on("request", self.asked)
+        page.goto(url)
+        self.state = page.locator("#state")
+
+    def asked(self, request: Request) -> None:
+        if not request.url.startswith(self.url):
+            self.strangers.append(request.url)
+
+    def check(self, loud: bool) -> None:
+        """Nothing went wrong and nobody else was asked; `loud` where the server was to answer with errors."""
+        assert [error for error in self.errors if not (loud and LOUD.search(error))] == []
+        assert self.strangers == []
+
+    def ask(self, text: str) -> None:
+        self.page.fill("#prompt", text)
+        self.page.press("#prompt", "Enter")
+
+    def ended(self) -> None:
+        """Waits for the answer to end."""
+        expect(self.page.locator("#send")).to_have_attribute("aria-label", "Send")
+
+    def answer(self) -> str:
+        return self.page.locator(".answer .text").last.inner_text()
+
+    def pixel(self, x: float, y: float, canvas: str = "#maps canvas") -> tuple[int, int, int]:
+        """The colour that a canvas has there."""
+        script = """([selector, x, y]) => { const canvas = document.querySelector(selector), r = devicePixelRatio;
+            return [...canvas.getContext("2d").getImageData(x * r, y * r, 1, 1).data].slice(0, 3) }"""
+        red, green, blue = self.page.evaluate(script, [canvas, x, y])
+        return red, green, blue
+
+    def swatch(self, state: str) -> tuple[int, int, int]:
+        """The colour that the legend gives a state."""
+        script = """state => { const context = new OffscreenCanvas(1, 1).getContext("2d");
+            context.fillStyle = getComputedStyle(document.querySelector(`.swatch.${state}`)).backgroundColor;
+            context.fillRect(0, 0, 1, 1); return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3) }"""
+        red, green, blue = self.page.evaluate(script, state)
+        return red, green, blue
+
+
+def until(condition: Callable[[], Any], page: Page, what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what
+        page.wait_for_timeout(30)

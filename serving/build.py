@@ -22,14 +22,13 @@ from ..ops import native
 from ..ops.native.model_kernels import of_model
 from ..sharding.mesh import Mesh
 from .api.options import DISK, HOST, PARALLEL, EngineOptions
-from .cache.disk_cache import DiskPages
-from .cache.host_cache import Tiers
+from .cache.disk_cache import DiskCache
+from .cache.host_cache import HostCache
 from .cache.page_table import PageTable
 from .device.batch import Size
 from .device.mesh import mesh_of, placement_of
 from .engine.cache_size import cache_budget, held_bytes, size_cache, usable_memory, whole_page_bytes, working_bytes
 from .engine.engine import Engine
-from .engine.replicas import Tables
 from .engine.runner import Runner
 from .engine.scheduler import Limits
 from .multihost.leader import Follower, Leader
@@ -61,12 +60,11 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         atexit.register(hosts.close)
     caching = options.enable_prefix_caching
     tables = [
-        PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, tiers, replica)
-        for replica, tiers in enumerate(made.tiers)
+        PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, host_cache, replica)
+        for replica, host_cache in enumerate(made.host_caches)
     ]
-    pages = tables[0] if len(tables) == 1 else Tables(tables)
     seed, queued = options.seed, options.max_queued_requests
-    engine = Engine(runner, tokenizer, pages, made.max_len, seed, queued, pooling=options.pooling)
+    engine = Engine(runner, tokenizer, tables, made.max_len, seed, queued, pooling=options.pooling)
     if trace is not None:
         engine.observers.append(trace)
     return engine
@@ -99,7 +97,7 @@ class Made(NamedTuple):
 
     runner: Runner
     max_len: int
-    tiers: list[Tiers | None]  # of each replica
+    host_caches: list[HostCache | None]  # of each replica
 
 
 def make_runner(
@@ -131,9 +129,10 @@ def make_runner(
     if weights is None:
         progress("loading weights")
         weights = load_weights()
-    tiers = [make_tiers(folder, config, options, mesh, replica) for replica in range(options.data_parallel_size)]
+    replicas = range(options.data_parallel_size)
+    host_caches = [make_host_cache(folder, config, options, mesh, replica) for replica in replicas]
     runner = Runner(
-        config, weights, limits, num_pages, options.block_size, max_len, tiers[0] is not None, load_weights, mesh,
+        config, weights, limits, num_pages, options.block_size, max_len, host_caches[0] is not None, load_weights, mesh,
         options.expert_rebalance_steps,
     )  # fmt: skip
 
@@ -141,7 +140,7 @@ def make_runner(
         progress(f"compiling the step for {size.rows} rows")
 
     runner.warm_up(note)
-    return Made(runner, max_len, tiers)
+    return Made(runner, max_len, host_caches)
 
 
 def load(folder: Path, config: ModelConfig, placement: Placement) -> ModelWeights:
@@ -156,9 +155,9 @@ def make_trace(file: str | None) -> Trace | None:
         raise ModelError(f"trace is {file!r}: {error.strerror}") from None
 
 
-def make_tiers(
+def make_host_cache(
     folder: Path, config: ModelConfig, options: EngineOptions, mesh: Mesh | None = None, replica: int = 0
-) -> Tiers | None:
+) -> HostCache | None:
     """Host memory and disk for pages that the cache has no room for, where there are to be any.
 
     Replicas have an equal share of both.
@@ -169,7 +168,7 @@ def make_tiers(
         host = HOST if options.kv_cache_disk else 0
     host //= options.data_parallel_size
     if options.kv_cache_disk is None:
-        return Tiers(sizes, host, None, identity(folder, config, options)) if host else None
+        return HostCache(sizes, host, None, identity(folder, config, options)) if host else None
     if host < max(sizes):
         raise ModelError(
             f"kv_cache_host_bytes is {host} a replica; the way to the disk leads through host memory, which must hold "
@@ -179,11 +178,11 @@ def make_tiers(
     try:
         room = DISK if options.kv_cache_disk_bytes is None else options.kv_cache_disk_bytes
         own = path if options.data_parallel_size == 1 else path / f"replica-{replica}"
-        disk = DiskPages(own, room // options.data_parallel_size)
+        disk = DiskCache(own, room // options.data_parallel_size)
     except OSError as error:
         raise ModelError(f"kv_cache_disk is {str(path)!r}: {error.strerror}") from None
     times = [path.stat().st_mtime_ns for path in files_of(folder)]
-    return Tiers(sizes, host, disk, identity(folder, config, options), repr(times).encode())
+    return HostCache(sizes, host, disk, identity(folder, config, options), repr(times).encode())
 
 
 def device_and_kernels() -> str:

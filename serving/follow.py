@@ -13,7 +13,7 @@ from ..model.config import ModelError
 from ..ops.sampling import SlotState
 from .api.options import EngineOptions, options_of
 from .build import config_of, joined, make_runner, use_compile_cache
-from .cache.page_moves import Moves
+from .cache.page_moves import PageMoves
 from .device.batch import Size
 from .engine.runner import Runner
 from .multihost.connection import Changes
@@ -24,7 +24,7 @@ log = logging.getLogger("quire")
 CALLS: dict[str, Callable[..., Any]] = {
     "reset_slot": lambda runner, slot, *row: runner.reset_slot(slot, SlotState(*row)),
     "set_bias": lambda runner, slot, bias_V: runner.set_bias(slot, bias_V),
-    "copy": lambda runner, within: runner.move(Moves(within=[tuple(move) for move in within])),
+    "copy": lambda runner, copies: runner.move(PageMoves(copies=[tuple(move) for move in copies])),
     "reset": lambda runner: runner.reset(),
     "sleep": lambda runner, weights, pages: runner.sleep(weights, pages),
     "wake_up": lambda runner: runner.wake_up(),

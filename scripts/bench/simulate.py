@@ -103,7 +103,7 @@ def main(
         "pages_filled": fmean(look.filled for look in looks) if looks else 1.0,
         "contiguous_filled": held,
         "preemptions": simulation.preemptions,
-        "cached_tokens": sum(f.seq.num_cached for f in fates),
+        "cached_tokens": sum(f.seq.cache.num_cached for f in fates),
     }
     head = ("seconds", "steps", "rows", "tokens/s", "running", "pages filled", "cached tokens", "preemptions")
     row = (

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...serving.api.params import SamplingParams
 from ...serving.cache.page_table import PageTable
-from ...serving.engine.scheduler import Limits, Plan, Scheduler, rank_of
+from ...serving.engine.scheduler import Limits, Scheduler, StepPlan, rank_of
 from ...serving.request.sequence import Sequence
 
 PARAMS = SamplingParams()
@@ -39,7 +39,7 @@ class Cost:
     step: float = 0.008
     row: float = 0.0004
 
-    def of(self, plan: Plan) -> float:
+    def of(self, plan: StepPlan) -> float:
         return self.step + self.row * plan.num_rows
 
 
@@ -78,15 +78,15 @@ class Simulation:
 
     def __init__(
         self,
-        pages: PageTable,
+        table: PageTable,
         limits: Limits,
         cost: Cost = Cost(),
         policy: Policy = Policy.continuous,
         delay: float = 0.1,
         checks: int = 0,
     ):
-        self.scheduler, self.cost, self.checks = Scheduler(pages, limits), cost, checks
-        self.policy, self.delay = policy, delay  # seconds that a dynamic batch waits for more
+        self.scheduler, self.cost, self.checks = Scheduler([table], limits), cost, checks
+        self.table, self.policy, self.delay = table, policy, delay  # seconds that a dynamic batch waits for more
         self.now, self.steps, self.rows, self.preemptions = 0.0, 0, 0, 0
         self.fates: dict[Sequence, Fate] = {}
         self.looks: list[Look] = []
@@ -111,7 +111,7 @@ class Simulation:
                 for seq in batch:
                     scheduler.add(seq)
             plan = scheduler.schedule()
-            scheduler.pages.take_moves()  # they take no time here
+            scheduler.take_moves()  # they take no time here
             if plan is None and flying is None:
                 coming = [jobs[place].arrival] if place < len(jobs) else []
                 coming += [leaving[0][0]] if leaving else []
@@ -157,7 +157,7 @@ class Simulation:
             self.scheduler.add(seq)
         return seq
 
-    def take_in(self, plan: Plan) -> None:
+    def take_in(self, plan: StepPlan) -> None:
         """The tokens of a step that is over."""
         for item in plan.items:
             seq = item.seq
@@ -183,16 +183,16 @@ class Simulation:
         fate.ended = self.now
 
     def look(self) -> None:
-        pages, running = self.scheduler.pages, self.scheduler.running
-        owned = sum(1 for owners in pages.groups[0].owners if owners) * pages.page_size
-        distinct = owned - sum(-seq.num_computed % pages.page_size for seq in running)
+        table, running = self.table, self.scheduler.running
+        owned = sum(1 for owners in table.pools[0].owners if owners) * table.page_size
+        distinct = owned - sum(-seq.num_computed % table.page_size for seq in running)
         preemptions = self.preemptions + sum(seq.num_preemptions for seq in running)
         self.looks.append(
             Look(
                 self.now,
                 len(running),
                 len(self.scheduler.waiting) + len(self.held),
-                pages.used(),
+                table.used(),
                 distinct / owned if owned else 1.0,
                 preemptions,
             )  # fmt: skip

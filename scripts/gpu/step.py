@@ -9,7 +9,7 @@ import numpy as np
 from ...serving.api.params import SamplingParams
 from ...serving.device.batch import Size, choose
 from ...serving.engine.runner import Runner
-from ...serving.engine.scheduler import Item, Plan
+from ...serving.engine.scheduler import ScheduledSequence, StepPlan
 from ...serving.request.sequence import Sequence
 from .common import PAGE, CheckSizes, PartReport, copy_rate, make_runner, noise, read_bytes, timed
 
@@ -115,13 +115,14 @@ def decode_steps(runner: Runner, scale: CheckSizes, batch: int, seed: int) -> li
     for slot in range(batch):
         tokens = rng.integers(0, runner.config.vocab_size, scale.context).tolist()
         seq = Sequence(0, tokens, scale.context, SamplingParams(temperature=0, ignore_eos=True), scale.steps, 0)
-        seq.slot, seq.pages = slot, [pages[slot].tolist()]
+        seq.slot, seq.cache.pages = slot, [pages[slot].tolist()]
         runner.assign(seq, scale.context - 1)
         seqs.append(seq)
     sent = []
     for step in range(scale.steps):
         at = scale.context - 1 + step
-        size, buffer = runner.batcher.build(Plan(tuple(Item(seq, at, 1, True, not step) for seq in seqs)))
+        part = tuple(ScheduledSequence(seq, at, 1, True, not step) for seq in seqs)
+        size, buffer = runner.batcher.build(StepPlan((part,)))
         sent.append((size, runner.program(size, runner.batcher.draws_plainly), jax.device_put(buffer)))
     jax.block_until_ready([buffer for *_, buffer in sent])
     return sent

@@ -19,8 +19,8 @@ Buffer = Any  # bytes, or an array that shows its own
 PAUSE = 60.0  # seconds without writing after the disk has refused
 
 
-class DiskPages:
-    """A folder of pages, each in a file named after what it holds; the ones read longest ago go when it is full.
+class DiskCache:
+    """A folder of pages, each in a file named after what it holds; the least recently read go when it is full.
 
     Files appear whole under their names or not at all, and are checked when they are read: a process that is killed
     while it writes, or a disk that fails, costs a page and never a wrong token. Used from several threads.
@@ -29,24 +29,24 @@ class DiskPages:
     def __init__(self, folder: Path, capacity: int):
         self.folder, self.capacity = folder, capacity
         self.lock = threading.Lock()
-        self.sizes: OrderedDict[str, int] = OrderedDict()  # by name, the one used longest ago first
+        self.sizes: OrderedDict[str, int] = OrderedDict()  # by name, the least recently used first
         self.total = 0
         self.resumes = 0.0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.scan()
 
     def scan(self) -> None:
-        """Take in what earlier processes have left, and clear away what they did not finish."""
-        found = []
+        """Count the pages that earlier processes wrote, and remove the files that they did not finish."""
+        files = []
         for entry in os.scandir(self.folder):
             try:
                 if entry.name.endswith(".page"):
-                    found.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
+                    files.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
                 elif entry.name.endswith(".part") and not alive(entry.name):
                     os.unlink(entry.path)
             except FileNotFoundError:
                 continue  # another process was faster
-        for _, name, size in sorted(found):
+        for _, name, size in sorted(files):
             self.sizes[name], self.total = size, self.total + size
         self.trim()
 
@@ -78,7 +78,7 @@ class DiskPages:
         return body[len(tokens) :]
 
     def write(self, name: str, digest: bytes, group: int, tokens: bytes, data: Buffer) -> bool:
-        """Keep a page; False if the disk did not take it."""
+        """Write a page; False if the disk refused it."""
         if name in self.sizes:
             return True
         if time.monotonic() < self.resumes:
@@ -104,7 +104,7 @@ class DiskPages:
         return True
 
     def trim(self) -> None:
-        """Remove the files used longest ago until the rest is within the capacity."""
+        """Remove the least recently used files until the rest is within the capacity."""
         while True:
             with self.lock:
                 if self.total <= self.capacity:
@@ -120,7 +120,7 @@ class DiskPages:
         self.drop(name)
 
     def drop(self, name: str) -> None:
-        """Count the file no longer."""
+        """The file is gone."""
         with self.lock:
             self.total -= self.sizes.pop(name, 0)
 
@@ -139,12 +139,12 @@ def head_of(digest: bytes, group: int, num_tokens: int, *body: Buffer) -> bytes:
 
 
 def private(path: str, flags: int) -> int:
-    """Prompts are nobody else's business."""
+    """Prompts are private: no other user may read the file."""
     return os.open(path, flags, 0o600)
 
 
 def alive(part: str) -> bool:
-    """Whether the process that writes this file still runs."""
+    """Whether the process that was writing this file still runs."""
     try:
         os.kill(int(part.split(".")[-3]), 0)
     except (ValueError, IndexError, ProcessLookupError):

@@ -1,26 +1,32 @@
-"""What is to be copied between pages of the device, and to and from the host, before the next step."""
+"""The page copies that must be made before the next step: within the device, and to and from the host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .prefix_tree import Copy
+from .prefix_tree import HostCopy
 
 
 @dataclass
-class Moves:
-    """Done in this order: out of the device, within it, back into it. Pages are those of a cache group."""
+class PageMoves:
+    """Made in this order: pages are offloaded, copied, then restored. Page numbers are those of a cache group."""
 
-    out: list[tuple[int, Copy]] = field(default_factory=list)  # (page, where to)
-    within: list[tuple[int, int, int]] = field(default_factory=list)  # (group, from page, to page), one after another
-    back: dict[tuple[int, int], Copy] = field(default_factory=dict)  # by (group, page): where from
+    offloads: list[tuple[int, HostCopy]] = field(default_factory=list)  # (page, where to)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, from page, to page), one after another
+    restores: dict[tuple[int, int], HostCopy] = field(default_factory=dict)  # by (group, page): where from
 
-    def numbered(self, number: Callable[[int, int], int]) -> "Moves":
-        """With other numbers: `number(group, page)`."""
-        return Moves(
-            [(number(copy.group, page), copy) for page, copy in self.out],
-            [(group, number(group, origin), number(group, target)) for group, origin, target in self.within],
-            {(group, number(group, page)): copy for (group, page), copy in self.back.items()},
+    def numbered(self, number: Callable[[int, int], int]) -> "PageMoves":
+        """The same with other page numbers: `number(group, page)`."""
+        return PageMoves(
+            [(number(copy.group, page), copy) for page, copy in self.offloads],
+            [(group, number(group, source), number(group, target)) for group, source, target in self.copies],
+            {(group, number(group, page)): copy for (group, page), copy in self.restores.items()},
         )
 
+    def add(self, other: "PageMoves") -> None:
+        """Those of another replica."""
+        self.offloads += other.offloads
+        self.copies += other.copies
+        self.restores |= other.restores
+
     def __bool__(self) -> bool:
-        return bool(self.out or self.within or self.back)
+        return bool(self.offloads or self.copies or self.restores)

@@ -1,35 +1,41 @@
 """The page table, on the host: which page of the device's cache holds which positions of which sequence."""
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from itertools import islice
+from typing import Any
 
 from ..request.sequence import Sequence
-from .host_cache import Tiers
-from .page_moves import Moves
-from .page_pool import Group
-from .prefix_tree import NOTHING, Found, Node, PrefixTree, common
+from .host_cache import HostCache
+from .page_moves import PageMoves
+from .page_pool import PagePool
+from .prefix_tree import NO_MATCH, HostCopy, Node, PrefixMatch, PrefixTree, common
 
-LOOKS = 64  # pages that are compared for one which begins like what a sequence lacks
+log = logging.getLogger("quire")
+
+MAX_COMPARED = 64  # pages that are compared for one that begins like a sequence's next tokens
 
 
 class PageTable:
-    """Pages of every cache group, handed out as sequences grow and taken back when they end.
+    """One replica's pages of every cache group: given to sequences as they grow, and taken back when they end.
 
         positions      0 ........ 15 16 ....... 31 32 ....... 47 48 ...
         full group     [ page 7     ][ page 3     ][ page 9     ]
         window group   [ 0: gone    ][ page 5     ][ page 2     ]
-                                     ^ the oldest position that the next row still sees
+                                     ^ the oldest position that the next token still attends to
 
-    A table only grows while its sequence runs; a page that fell out of the window is left and its entry becomes 0, so
-    that page numbers never shift. Full pages are entered in a tree of what they hold as soon as their rows are planned:
-    what reads them is no earlier on the device. A sequence that ends enters its last page too. Such pages are kept when
-    their last owner leaves them, until they are those left longest ago and new ones are wanted. A table leaves its last
-    pages first, so that the end of a prompt goes before its beginning.
+    A sequence's table only grows while it runs; a page that fell out of the window is released and its entry becomes 0,
+    so that page numbers never shift. Full pages are put into a tree of what they hold as soon as a step is planned that
+    fills them: what reads them is no earlier on the device. A sequence that ends puts its last page there, too. Such
+    pages stay cached when their last owner releases them, and the least recently released is evicted when a new one is
+    wanted. A sequence releases its last pages first, so that the end of a prompt is evicted before its beginning.
 
-    A sequence shares the full pages of its beginning. Where it parts from another inside of a page it gets a copy of
-    that one (copy-on-write, where the write is known beforehand). With `tiers`, what has no room is copied to the host
-    and can come back. `take_moves` tells what is to be copied before the next step.
+    A sequence shares the full pages of its prefix. Where it parts from another inside of a page it gets a copy of that
+    page (copy-on-write, where the write is known beforehand). With a `host_cache`, an evicted page is offloaded to the
+    host and can be restored, and what the disk has is prefetched. `take_moves` says what must be copied before the next
+    step.
     """
 
     def __init__(
@@ -38,263 +44,349 @@ class PageTable:
         page_size: int,
         windows: Iterable[int | None],
         keeps_prefixes: bool = True,
-        tiers: Tiers | None = None,
+        host_cache: HostCache | None = None,
         replica: int = 0,
     ):
-        self.page_size, self.keeps_prefixes, self.tiers, self.replica = page_size, keeps_prefixes, tiers, replica
-        self.tables = [self]
-        self.groups = [Group(n, page_size, w) for n, w in zip(num_pages, windows, strict=True)]
-        self.tree = PrefixTree(len(self.groups))
-        self.left = 0  # pages that became free, ever: what does not fit now will not before this changes
-        self.moves = Moves()
-        self.fresh: set[tuple[int, int]] = set()  # (group, page) whose content comes with the next step only
+        self.page_size, self.keeps_prefixes, self.replica = page_size, keeps_prefixes, replica
+        self.pools = [PagePool(n, page_size, w) for n, w in zip(num_pages, windows, strict=True)]
+        self.tree = PrefixTree(len(self.pools), page_size)
+        self.host_cache = host_cache
+        self.last_nodes: dict[Sequence, Node] = {}  # where each sequence's last full page is in the tree
+        self.moves = PageMoves()
+        self.unwritten: set[tuple[int, int]] = set()  # (group, page) whose content comes with the next step only
+        self.num_freed = 0  # pages that became free, ever: what does not fit now will not before this changes
 
-    def match(self, seq: Sequence) -> Found:
-        """The longest beginning of a sequence that is there, but for its last token: its row is needed."""
+    def match(self, seq: Sequence) -> PrefixMatch:
+        """The longest computed prefix of a sequence, without its last token: that one's logits are needed."""
         if not self.keeps_prefixes or not seq.shares_prefix:
-            return NOTHING
-        path = self.unbroken(list(self.tree.walk(seq.salt, self.keys(seq, seq.num_tokens - 1))), Node.holds)
-        return Found(path, *self.alike(seq, path))
+            return NO_MATCH
+        path = self.prefix(seq.cache.salt, seq.tokens, seq.num_tokens - 1)
+        return PrefixMatch(path, *self.longest_partial(seq, path))
+
+    def prefix(self, salt: Hashable, tokens: Seq[int], num_tokens: int) -> list[Node]:
+        """The full pages among the first tokens whose content can be had, without a gap."""
+        return self.unbroken(list(self.tree.walk(salt, tokens, num_tokens)), Node.holds)
 
     def unbroken(self, path: list[Node], holds: Callable[[Node, int], bool]) -> list[Node]:
-        """As much of the path as leaves no gap in what the row after it sees, in any group."""
+        """As much of the path as leaves no gap in what the next token attends to, in any group."""
         while path:
             gaps = []
-            for index, group in enumerate(self.groups):
-                first = group.first_seen(len(path) * self.page_size)
+            for index, pool in enumerate(self.pools):
+                first = pool.first_seen(len(path) * self.page_size)
                 gaps += [page for page in range(first, len(path)) if not holds(path[page], index)][-1:]
             if not gaps:
                 break
             del path[max(gaps) :]
         return path
 
-    def alike(self, seq: Sequence, path: list[Node]) -> tuple[Node | None, int]:
+    def longest_partial(self, seq: Sequence, path: list[Node]) -> tuple[Node | None, int]:
         """The page after the path that has most of the next tokens in common with the sequence, and how many."""
         start = len(path) * self.page_size
         wanted = seq.tokens[start : min(start + self.page_size, seq.num_tokens - 1)]
-        node = path[-1] if path else self.tree.roots.get(seq.salt)
+        node = path[-1] if path else self.tree.roots.get(seq.cache.salt)
         best, most = None, 0
-        for child in islice(reversed(node.children.values() if node else ()), LOOKS):
-            rows = common(child.key, wanted)
-            if rows > most and all(page and (index, page) not in self.fresh for index, page in enumerate(child.pages)):
-                best, most = child, rows
+        for child in islice(reversed(node.children.values() if node else ()), MAX_COMPARED):
+            count = common(child.key, wanted)
+            if count > most and all(
+                page and (index, page) not in self.unwritten for index, page in enumerate(child.pages)
+            ):
+                best, most = child, count
         return best, most
 
-    def adopt(self, seq: Sequence, found: Found) -> None:
+    def begin(self, seq: Sequence, match: PrefixMatch) -> None:
         """Begin a sequence with pages that hold its first tokens already, or will when the copies are made."""
-        path, source, rows = found
-        seq.pages = [[] for _ in self.groups]
-        for index, group in enumerate(self.groups):
-            first = group.first_seen(len(path) * self.page_size)
+        path, source, num_partial = match
+        pages: list[list[int]] = [[] for _ in self.pools]
+        for index, pool in enumerate(self.pools):
+            first = pool.first_seen(len(path) * self.page_size)
             for page in filter(None, [node.pages[index] for node in path[first:]]):
-                group.share(page)
+                pool.share(page)
             origin = source.pages[index] if source else 0
-            seq.pages[index] = [0] * first + [node.pages[index] or self.restore(node, index) for node in path[first:]]
+            pages[index] = [0] * first + [node.pages[index] or self.restore(node, index) for node in path[first:]]
             if origin:
                 page = self.new_page(index)
-                self.moves.within.append((index, origin, page))
-                self.fresh.add((index, page))
-                seq.pages[index].append(page)
-        seq.num_computed = len(path) * self.page_size + rows
-        seq.node, seq.num_entered = (path[-1] if path else None), len(path)
+                self.moves.copies.append((index, origin, page))
+                self.unwritten.add((index, page))
+                pages[index].append(page)
+        seq.num_computed = len(path) * self.page_size + num_partial
+        seq.cache.pages, seq.cache.num_indexed = pages, len(path)
+        if path:
+            self.last_nodes[seq] = path[-1]
 
     def restore(self, node: Node, index: int) -> int:
-        """A page that gets back what the host has of it before the next step."""
+        """A page that gets the node's content from the host before the next step."""
         page = self.new_page(index)
         self.tree.place(index, node, page)
-        self.fresh.add((index, page))
-        self.moves.back[index, page] = self.tiers.use(node.copies[index])
+        self.unwritten.add((index, page))
+        self.moves.restores[index, page] = self.host_cache.touch(node.copies[index])
         return page
 
-    def keys(self, seq: Sequence, num_tokens: int) -> Iterator[tuple[int, ...]]:
-        """Of the full pages of its first tokens."""
-        return (self.key(seq, page) for page in range(num_tokens // self.page_size))
+    def insert(self, seq: Sequence, computed: int) -> None:
+        """Put the full pages among the first tokens, computed or planned, into the tree; these tokens must be known.
 
-    def enter(self, seq: Sequence, computed: int) -> None:
-        """Put the full pages among the first rows, computed or planned, into the tree; their tokens must be known.
-
-        Who finds them may run in the same step: it appends all keys and values before any row reads them.
+        Who finds them may run in the same step: it appends all keys and values before any token attends to them.
         """
-        full = min(computed, len(seq.tokens)) // self.page_size
-        if not self.keeps_prefixes or not seq.trusted or full <= seq.num_entered:
+        own, full = seq.cache, min(computed, len(seq.tokens)) // self.page_size
+        if not self.keeps_prefixes or not own.trusted or full <= own.num_indexed:
             return
-        if seq.node is None or not self.tree.attached(seq.node):
-            seq.node, seq.num_entered = self.tree.root(seq.salt), 0
-        for page in range(seq.num_entered, full):
-            seq.node = self.tree.child(seq.node, self.key(seq, page))
-            self.place(seq, page, seq.node)
+        node = self.last_nodes.get(seq)
+        if node is None or not self.tree.attached(node):
+            node, own.num_indexed = self.tree.root(own.salt), 0
+        for page in range(own.num_indexed, full):
+            node = self.tree.child(node, self.tree.key(seq.tokens, page))
+            self.place(seq, page, node)
             if (page + 1) * self.page_size > seq.num_computed:
-                self.fresh.update((index, table[page]) for index, table in enumerate(seq.pages))
-        seq.num_entered = full
-        self.tree.prune(seq.node)  # pages of a window may all be gone
+                self.unwritten.update((index, table[page]) for index, table in enumerate(own.pages))
+        self.last_nodes[seq], own.num_indexed = node, full
+        self.tree.prune(node)  # pages of a window may all be gone
 
-    def enter_last(self, seq: Sequence) -> None:
+    def insert_last(self, seq: Sequence) -> None:
         """A sequence leaves: put all that it has computed into the tree, its last page as far as it goes."""
         computed = min(seq.num_computed, len(seq.tokens))
-        self.enter(seq, computed)
-        page, rows = divmod(computed, self.page_size)
-        if not self.keeps_prefixes or not seq.trusted or not rows:
+        self.insert(seq, computed)
+        page, count = divmod(computed, self.page_size)
+        if not self.keeps_prefixes or not seq.cache.trusted or not count:
             return
-        parent = seq.node if page else self.tree.root(seq.salt)
-        if self.tree.attached(parent):
-            node = self.tree.child(parent, self.key(seq, page)[:rows])
+        parent = self.last_nodes.get(seq) if page else self.tree.root(seq.cache.salt)
+        if parent is not None and self.tree.attached(parent):
+            node = self.tree.child(parent, self.tree.key(seq.tokens, page)[:count])
             self.place(seq, page, node)
             self.tree.prune(node)
 
     def place(self, seq: Sequence, page: int, node: Node) -> None:
-        """The sequence's page is where the node's tokens are found, if none is yet."""
-        for index, table in enumerate(seq.pages):
+        """The node's tokens are found in the sequence's page, unless they are found in one already."""
+        for index, table in enumerate(seq.cache.pages):
             if table[page]:
                 self.tree.place(index, node, table[page])
 
-    def key(self, seq: Sequence, page: int) -> tuple[int, ...]:
-        return tuple(seq.tokens[page * self.page_size : (page + 1) * self.page_size])
-
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Give the sequence pages for its first `num_tokens` positions; False, and no change, if too few are free."""
-        if not seq.pages:
-            seq.pages = [[] for _ in self.groups]
+        own = seq.cache
+        if not own.pages:
+            own.pages = [[] for _ in self.pools]
         wanted = -(-num_tokens // self.page_size)
-        firsts = [group.first_seen(seq.num_computed) for group in self.groups]
-        starts = [max(len(table), first) for table, first in zip(seq.pages, firsts, strict=True)]
-        if any(wanted - start > group.free for group, start in zip(self.groups, starts, strict=True)):
+        firsts = [pool.first_seen(seq.num_computed) for pool in self.pools]
+        starts = [max(len(table), first) for table, first in zip(own.pages, firsts, strict=True)]
+        if any(wanted - start > pool.free for pool, start in zip(self.pools, starts, strict=True)):
             return False
-        for index, (table, start) in enumerate(zip(seq.pages, starts, strict=True)):
+        for index, (table, start) in enumerate(zip(own.pages, starts, strict=True)):
             table.extend([0] * (min(start, wanted) - len(table)))
             table.extend(self.new_page(index) for _ in range(wanted - start))
         return True
 
     def new_page(self, index: int) -> int:
-        group = self.groups[index]
-        if group.blank:
-            page = group.blank.pop()
+        """A blank page, or the least recently released one, which is evicted."""
+        pool = self.pools[index]
+        if pool.blank:
+            page = pool.blank.pop()
         else:
-            page = next(iter(group.kept))
-            del group.kept[page]
-            self.spill(index, page)
+            page = next(iter(pool.cached))
+            del pool.cached[page]
+            self.offload(index, page)
             self.tree.forget(index, page)
-        group.owners[page] = 1
+        pool.owners[page] = 1
         return page
 
-    def spill(self, index: int, page: int) -> None:
-        """The page is to hold something else: what it holds goes to the host, if there is room."""
-        node, coming = self.tree.where[index][page], self.moves.back.pop((index, page), None)
-        if self.tiers is None or len(node.key) < self.page_size:
+    def offload(self, index: int, page: int) -> None:
+        """Copy what a cached page holds to the host, if there is room."""
+        node, restored_from = self.tree.node_of[index][page], self.moves.restores.pop((index, page), None)
+        if self.host_cache is None or len(node.key) < self.page_size:
             return
-        if coming is not None:  # it never came
-            self.tiers.keep(coming)
-        elif (copy := self.tiers.spill(node, index)) is not None:
-            self.moves.out.append((page, copy))
+        if restored_from is not None:  # the host still has it
+            self.host_cache.add(restored_from)
+        elif (copy := self.host_cache.offload(node, index)) is not None:
+            self.moves.offloads.append((page, copy))
 
     def slide(self, seq: Sequence) -> None:
-        """Leave the pages that no row from `num_computed` on can see."""
-        for index, (group, table) in enumerate(zip(self.groups, seq.pages, strict=False)):
-            page = min(group.first_seen(seq.num_computed), len(table)) - 1
+        """Release the pages that no token from `num_computed` on attends to."""
+        for index, (pool, table) in enumerate(zip(self.pools, seq.cache.pages, strict=False)):
+            page = min(pool.first_seen(seq.num_computed), len(table)) - 1
             while page >= 0 and table[page]:
-                self.leave(index, table[page])
+                self.release_page(index, table[page])
                 table[page] = 0
                 page -= 1
 
     def release(self, seq: Sequence) -> None:
-        """Leave every page, the last ones first."""
-        if seq.pages:
-            self.enter_last(seq)
-        for index, table in enumerate(seq.pages):
+        """Release every page of a sequence, the last ones first."""
+        own = seq.cache
+        if own.pages:
+            self.insert_last(seq)
+        for index, table in enumerate(own.pages):
             for page in reversed(table):
                 if page:
-                    self.leave(index, page)
-        seq.pages, seq.node, seq.num_entered = [], None, 0
+                    self.release_page(index, page)
+        own.pages, own.num_indexed = [], 0
+        self.last_nodes.pop(seq, None)
 
-    def leave(self, index: int, page: int) -> None:
-        self.left += self.groups[index].leave(page, keep=page in self.tree.where[index])
+    def release_page(self, index: int, page: int) -> None:
+        self.num_freed += self.pools[index].release(page, cache=page in self.tree.node_of[index])
 
-    def disown(self, seq: Sequence) -> None:
-        """Take what a sequence has computed out of the tree and everywhere behind it: it cannot be trusted.
+    def invalidate(self, seq: Sequence) -> None:
+        """Take what a sequence has computed out of the tree and the host cache: it cannot be trusted.
 
-        By its tokens and not by its pages: it may have given way in the meantime and left them to be kept.
+        By its tokens and not by its pages: it may have been preempted since, and its pages stayed cached.
         """
-        seq.trusted = False
-        root, path = self.tree.roots.get(seq.salt), list(self.tree.walk(seq.salt, self.keys(seq, len(seq.tokens))))
+        own = seq.cache
+        own.trusted = False
+        root, path = self.tree.roots.get(own.salt), list(self.tree.walk(own.salt, seq.tokens, len(seq.tokens)))
         above = path if root is None else [root, *path]
-        parts = [child for node in above for child in node.children.values() if len(child.key) < self.page_size]
-        for node in path + parts:
+        partial = [child for node in above for child in node.children.values() if len(child.key) < self.page_size]
+        for node in path + partial:
             for index, page in enumerate(node.pages):
-                self.remove(index, page)
-            if self.tiers is not None:
-                self.tiers.distrust(node)
+                self.forget_page(index, page)
+            if self.host_cache is not None:
+                self.host_cache.invalidate(node)
             self.tree.prune(node)
 
-    def remove(self, index: int, page: int) -> None:
+    def forget_page(self, index: int, page: int) -> None:
         """The page's content is not to be found any more."""
         self.tree.forget(index, page)
-        self.groups[index].empty(page)
+        self.pools[index].uncache(page)
 
-    def lose(self) -> None:
-        """The device's pages are gone, and nothing runs: what was kept is blank, and only copies are left."""
-        self.remove_all()
-        self.moves = Moves()
-        if self.tiers is not None:
-            self.tree.prune_all(self.tiers.lose())
+    def forget_device(self) -> None:
+        """The device's pages are lost, and nothing runs: cached pages are blank, and the host's copies are left."""
+        self.forget_pages()
+        self.moves = PageMoves()
+        if self.host_cache is not None:
+            self.tree.prune_all(self.host_cache.drop_unfilled())
 
-    def forget(self) -> None:
-        """Empty the tree, and what is behind it; what runs goes on."""
-        self.remove_all()
-        if self.tiers is not None:
-            self.tree.prune_all(self.tiers.clear())
+    def clear(self) -> None:
+        """Empty the prefix tree, the host cache and the disk; what runs goes on."""
+        self.forget_pages()
+        if self.host_cache is not None:
+            self.tree.prune_all(self.host_cache.clear())
 
-    def remove_all(self) -> None:
-        for index, page in [(index, page) for index, known in enumerate(self.tree.where) for page in known]:
-            self.remove(index, page)
+    def forget_pages(self) -> None:
+        for index, page in [(index, page) for index, nodes in enumerate(self.tree.node_of) for page in nodes]:
+            self.forget_page(index, page)
 
-    def take_moves(self) -> Moves:
-        """What is to be copied before the next step; the host keeps no more than it has room for."""
-        if self.tiers is not None:
-            self.tree.prune_all(self.tiers.trim())
-        moves, self.moves = self.moves, Moves()
-        self.fresh.clear()
-        return moves.numbered(self.number) if self.replica else moves
+    def take_moves(self) -> PageMoves:
+        """What is to be copied before the next step, in the device's page numbers."""
+        if self.host_cache is not None:
+            self.tree.prune_all(self.host_cache.trim())
+        moves, self.moves = self.moves, PageMoves()
+        self.unwritten.clear()
+        return moves.numbered(self.device_number) if self.replica else moves
 
-    def number(self, index: int, page: int) -> int:
-        """The device's number of a page: it has those of all replicas, one after the other."""
-        return self.replica * self.groups[index].num_pages + page
+    def device_number(self, index: int, page: int) -> int:
+        """The device's number of a page: it has those of all replicas, one replica after the other."""
+        return self.replica * self.pools[index].num_pages + page
+
+    def prefetched(self, seq: Sequence) -> bool:
+        """Whether the host has what is wanted from disk of a sequence's prefix; the first call begins to read it."""
+        own, host_cache = seq.cache, self.host_cache
+        if host_cache is None or host_cache.disk is None or own.prefetched:
+            return True
+        if own.load is None:
+            files = self.wanted_files(seq) if self.keeps_prefixes and seq.shares_prefix else []
+            own.load = host_cache.load(files) if files else None
+            own.prefetched = not files
+        elif own.load.done():
+            if (error := own.load.exception()) is not None:
+                log.warning("KV pages could not be read from disk, and are computed again: %s", error)
+            else:
+                self.add_copies(own.salt, seq.tokens, own.load.result(), saved=True)
+            own.load, own.prefetched = None, True
+        return own.prefetched
+
+    def wanted_files(self, seq: Sequence) -> list[tuple[int, int, Node]]:
+        """(page number, cache group, node) of the files that make more of the sequence's prefix known."""
+
+        def anywhere(node: Node, group: int) -> bool:
+            return node.holds(group) or self.host_cache.on_disk(node, group)
+
+        node = self.tree.roots.get(seq.cache.salt) or self.tree.new_node(seq.cache.salt, None)
+        path: list[Node] = []
+        for key in self.tree.keys(seq.tokens, seq.num_tokens - 1):
+            node = node.children.get(key) or self.tree.new_node(key, node)
+            if not any(anywhere(node, group) for group in range(len(self.pools))):
+                break
+            path.append(node)
+        self.unbroken(path, anywhere)
+        firsts = [pool.first_seen(len(path) * self.page_size) for pool in self.pools]
+        return [
+            (number, group, path[number])
+            for group, first in enumerate(firsts)
+            for number in range(first, len(path))
+            if not path[number].holds(group)
+        ]
+
+    def add_copies(
+        self, salt: Hashable, tokens: Seq[int], pages: list[tuple[int, int, Any]], saved: bool = False
+    ) -> None:
+        """Put (page number, cache group, bytes) of a prompt into the host cache.
+
+        The first page last: the end of a prompt is to be dropped before its beginning.
+        """
+        node = self.tree.root(salt)
+        full = max((number + 1 for number, *_ in pages), default=0)
+        path = [node := self.tree.child(node, key) for key in self.tree.keys(tokens, full * self.page_size)]
+        for number, group, data in sorted(pages, key=lambda page: -page[0]):
+            self.host_cache.add(HostCopy(path[number], group, data, saved))
+        self.tree.prune(node)
+
+    def add_missing(self, salt: Hashable, tokens: Seq[int], pages: Iterable[tuple[int, int, Any]]) -> None:
+        """The same, but for the pages whose content can be had already."""
+        nodes = list(self.tree.walk(salt, tokens, len(tokens)))
+        missing = [page for page in pages if page[0] >= len(nodes) or not nodes[page[0]].holds(page[1])]
+        self.add_copies(salt, tokens, missing)
+
+    def device_page(self, node: Node, index: int) -> int:
+        """The device's number of the page with the node's content; 0 where only the host has that."""
+        page = node.pages[index]
+        return 0 if not page or (index, page) in self.moves.restores else self.device_number(index, page)
+
+    def save(self) -> Iterator[PageMoves]:
+        """Nothing runs any more: what is to be copied to the host so that the disk gets every cached page."""
+        host_cache = self.host_cache
+        if host_cache is None or host_cache.disk is None:
+            return
+        for index, pool in enumerate(self.pools):
+            for page in list(pool.cached):
+                self.offload(index, page)
+                if host_cache.total > host_cache.capacity:
+                    yield self.take_moves()
+                    self.tree.prune_all(host_cache.trim(patiently=True))
+        yield self.take_moves()
+        host_cache.close()
 
     def wait(self, seconds: float) -> None:
-        """For what is being read from disk, if anything is."""
-        if self.tiers is not None:
-            self.tiers.wait(seconds)
+        """Wait for what is being read from disk, if anything is."""
+        if self.host_cache is not None:
+            self.host_cache.wait(seconds)
 
     def fits(self, num_tokens: int, chunk: int) -> bool:
         """Whether a sequence of that length can run when it is alone."""
-        return all(group.most_pages(num_tokens, chunk) < group.num_pages for group in self.groups)
+        return all(pool.most_pages(num_tokens, chunk) < pool.num_pages for pool in self.pools)
 
     def admits(self, seq: Sequence, path: list[Node], running: Iterable[Sequence], chunk: int) -> bool:
         """Whether the sequence, begun with these pages, can catch up beside those that run.
 
         Each of these gets what its tokens still need.
         """
-        running = list(running)
-        for index, group in enumerate(self.groups):
-            first = group.first_seen(len(path) * self.page_size)
-            need = group.most_pages(seq.num_tokens, chunk)
-            need -= sum(1 for node in path[first:] if group.owners[node.pages[index]])
-            for other in running:
-                if other.missing > 1:  # still catching up
-                    held = sum(1 for page in other.pages[index] if page) if other.pages else 0
-                    need += max(0, group.most_pages(other.num_tokens, chunk) - held)
-            if need > group.free:
+        catching_up = [other for other in running if other.missing > 1]
+        for index, pool in enumerate(self.pools):
+            first = pool.first_seen(len(path) * self.page_size)
+            need = pool.most_pages(seq.num_tokens, chunk)
+            need -= sum(1 for node in path[first:] if pool.owners[node.pages[index]])
+            for other in catching_up:
+                pages = other.cache.pages
+                held = sum(1 for page in pages[index] if page) if pages else 0
+                need += max(0, pool.most_pages(other.num_tokens, chunk) - held)
+            if need > pool.free:
                 return False
         return True
 
     def used(self) -> float:
-        """The share of pages in use, of the fullest group."""
-        return max(1 - group.free / max(group.num_pages - 1, 1) for group in self.groups)
+        """The share of pages in use, of the fullest pool."""
+        return max(1 - pool.free / max(pool.num_pages - 1, 1) for pool in self.pools)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Prove that every page is owned by those who have it, kept for what it holds, or blank: one of these."""
-        tables = [seq.pages for seq in sequences if seq.pages]
-        for index, group in enumerate(self.groups):
+        """Prove that every page is owned by those who have it, cached for what it holds, or blank: one of these."""
+        tables = [seq.cache.pages for seq in sequences if seq.cache.pages]
+        for index, pool in enumerate(self.pools):
             owned = Counter(page for table in tables for page in table[index] if page)
-            group.check(owned, set(self.tree.where[index]), f"group {index}")
+            pool.check(owned, set(self.tree.node_of[index]), f"group {index}")
         self.tree.check()
-        if self.tiers is not None:
-            self.tiers.check()
+        if self.host_cache is not None:
+            self.host_cache.check()

@@ -1,32 +1,34 @@
-"""Which pages hold which tokens: a tree over full pages, so that a prompt which begins like another skips that part."""
+"""The prefix index: a tree over full pages of tokens, so that a prompt skips the part that is computed already."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+Tokens = tuple[int, ...]
+
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Row:
-    """The bytes of a page that another engine has sent from device to device: a row of an array that is there."""
+class SentPage:
+    """The bytes of a page that another engine sent from device to device: a row of an array on this one's device."""
 
-    block_NX: Any
-    at: int
+    block_NX: Any  # a jax.Array, and this room imports no JAX
+    row: int
 
 
 @dataclass(eq=False, slots=True)
-class Copy:
+class HostCopy:
     """What a page of the device held, in the host's memory."""
 
     node: "Node"
     group: int
-    data: Any = None  # its bytes, or a `Row`; None as long as they are on their way
+    data: Any = None  # its bytes (or an array that shows its own), or a `SentPage`; None while they are under way
     saved: bool = False  # on disk, too
 
     @property
     def content(self) -> Any:
         """The bytes, on the host."""
-        return self.data.block_NX.__array__()[self.data.at] if isinstance(self.data, Row) else self.data
+        return self.data.block_NX.__array__()[self.data.row] if isinstance(self.data, SentPage) else self.data
 
 
 @dataclass(eq=False, slots=True)
@@ -36,11 +38,11 @@ class Node:
     Only full pages have children: one with fewer tokens is where a sequence ended.
     """
 
-    key: Hashable  # its tokens; of a root, what keeps one tenant's prompts from another's
+    key: Hashable  # its tokens; of a root, the salt that keeps one tenant's prompts from another's
     parent: "Node | None"
     pages: list[int]  # the page of each cache group with these positions; 0: none
     children: dict[Hashable, "Node"] = field(default_factory=dict)
-    copies: dict[int, Copy] = field(default_factory=dict)  # by cache group
+    copies: dict[int, HostCopy] = field(default_factory=dict)  # by cache group
     digest: bytes = b""  # of its tokens and all before them, once a file was named after it
 
     def holds(self, group: int) -> bool:
@@ -52,42 +54,51 @@ class Node:
         return not (self.children or any(self.pages) or self.copies)
 
 
-class Found(NamedTuple):
-    """What is computed of a sequence's beginning: full pages, and the first rows of a page that may go on otherwise."""
+class PrefixMatch(NamedTuple):
+    """The computed prefix of a sequence: full pages, and the first tokens of a page that may continue differently."""
 
     path: list[Node]
     source: Node | None = None
-    rows: int = 0
+    num_partial: int = 0  # tokens of the source that are the sequence's, too
 
 
-NOTHING = Found([])
+NO_MATCH = PrefixMatch([])
 
 
 class PrefixTree:
     """Pages by content, for every cache group.
 
         root ── [tokens 0..15] ── [16..31] ─┬─ [32..47]          each with its page in the full group,
-                                            └─ [32..47, others]   and in a window group while it is kept
+                                            └─ [32..47, others]   and in a window group while it is cached
 
     A page is in the tree at most once. A node stays as long as it or one of its children has a page, or a copy of one.
     """
 
-    def __init__(self, num_groups: int):
+    def __init__(self, num_groups: int, page_size: int):
+        self.page_size = page_size
         self.roots: dict[Hashable, Node] = {}
-        self.where: list[dict[int, Node]] = [{} for _ in range(num_groups)]
+        self.node_of: list[dict[int, Node]] = [{} for _ in range(num_groups)]  # by cache group, by page
+
+    def key(self, tokens: Seq[int], page: int) -> Tokens:
+        """What a page of these tokens is found by."""
+        return tuple(tokens[page * self.page_size : (page + 1) * self.page_size])
+
+    def keys(self, tokens: Seq[int], num_tokens: int) -> Iterator[Tokens]:
+        """Those of the full pages among the first tokens."""
+        return (self.key(tokens, page) for page in range(num_tokens // self.page_size))
 
     def root(self, salt: Hashable) -> Node:
         if salt not in self.roots:
-            self.roots[salt] = self.node(salt, None)
+            self.roots[salt] = self.new_node(salt, None)
         return self.roots[salt]
 
-    def node(self, key: Hashable, parent: Node | None) -> Node:
-        return Node(key, parent, [0] * len(self.where))
+    def new_node(self, key: Hashable, parent: Node | None) -> Node:
+        return Node(key, parent, [0] * len(self.node_of))
 
-    def walk(self, salt: Hashable, keys: Iterable[Hashable]) -> Iterator[Node]:
-        """The nodes along these pages of tokens, as far as there are any."""
+    def walk(self, salt: Hashable, tokens: Seq[int], num_tokens: int) -> Iterator[Node]:
+        """The nodes of the full pages among the first tokens, as far as there are any."""
         node = self.roots.get(salt)
-        for key in keys:
+        for key in self.keys(tokens, num_tokens):
             node = node and node.children.get(key)
             if node is None:
                 return
@@ -96,7 +107,7 @@ class PrefixTree:
     def child(self, node: Node, key: Hashable) -> Node:
         """The node of the page that follows, made if it is not there."""
         if key not in node.children:
-            node.children[key] = self.node(key, node)
+            node.children[key] = self.new_node(key, node)
         return node.children[key]
 
     def attached(self, node: Node) -> bool:
@@ -105,14 +116,14 @@ class PrefixTree:
         return siblings.get(node.key) is node
 
     def place(self, group: int, node: Node, page: int) -> None:
-        """From now on this page is where the node's tokens are found, unless one is known already."""
+        """From now on the node's tokens are found in this page, unless they are found in one already."""
         if not node.pages[group]:
             node.pages[group] = page
-            self.where[group][page] = node
+            self.node_of[group][page] = node
 
     def forget(self, group: int, page: int) -> None:
         """The page will hold something else."""
-        node = self.where[group].pop(page, None)
+        node = self.node_of[group].pop(page, None)
         if node is not None:
             node.pages[group] = 0
             self.prune(node)
@@ -129,21 +140,21 @@ class PrefixTree:
             self.prune(node)
 
     def check(self) -> None:
-        """Prove that tree and map say the same, and that nothing empty is kept."""
-        found: list[dict[int, Any]] = [{} for _ in self.where]
+        """Prove that the tree and its map agree, and that no empty node is kept."""
+        seen: list[dict[int, Node]] = [{} for _ in self.node_of]
         stack = list(self.roots.values())
         while stack:
             node = stack.pop()
             assert not node.empty, "a node is kept that leads nowhere"
             for group, page in enumerate(node.pages):
                 if page:
-                    assert page not in found[group], f"group {group}: a page is in the tree twice"
-                    found[group][page] = node
+                    assert page not in seen[group], f"group {group}: a page is in the tree twice"
+                    seen[group][page] = node
             stack += node.children.values()
-        for group, known in enumerate(self.where):
-            assert known == found[group], f"group {group}: the tree and its map differ"
+        for group, nodes in enumerate(self.node_of):
+            assert nodes == seen[group], f"group {group}: the tree and its map differ"
 
 
-def common(a: tuple[int, ...], b: Seq[int]) -> int:
+def common(a: Tokens, b: Seq[int]) -> int:
     """How many of the first tokens are the same."""
     return next((at for at, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

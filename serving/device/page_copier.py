@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from ...ops.attention import KVPages
-from ..cache.page_moves import Moves
-from ..cache.prefix_tree import Copy, Row
+from ..cache.page_moves import PageMoves
+from ..cache.prefix_tree import HostCopy, SentPage
 from .pipeline import Pipeline
 from .state import owners
 from .step import copy_pages, read_pages, write_pages
@@ -23,7 +23,7 @@ class Offload:
     """Pages on their way to host memory, each stage's part of them apart."""
 
     stages: list[jax.Array]  # [N, bytes of a page]
-    copies: list[Copy]
+    copies: list[HostCopy]
 
     def arrive(self) -> None:
         """Wait for the pages, and give each copy its bytes."""
@@ -47,13 +47,13 @@ class PageCopier:
         for group, stages in enumerate(self.owners):
             for stage, own in enumerate(stages):
                 layers = [pages[index] for index in own]
-                yield ("within", group, stage), copy_pages.lower(layers, numbers, numbers)
+                yield ("copy", group, stage), copy_pages.lower(layers, numbers, numbers)
                 if self.to_host:
                     bytes_NX = np.zeros((AT_ONCE, width(layers)), np.uint8)
-                    yield ("out", group, stage), read_pages.lower(layers, numbers)
-                    yield ("back", group, stage), write_pages.lower(layers, numbers, bytes_NX)
+                    yield ("offload", group, stage), read_pages.lower(layers, numbers)
+                    yield ("restore", group, stage), write_pages.lower(layers, numbers, bytes_NX)
 
-    def move(self, pages: dict[int, KVPages], moves: Moves) -> tuple[dict[int, KVPages], list[Offload]]:
+    def move(self, pages: dict[int, KVPages], moves: PageMoves) -> tuple[dict[int, KVPages], list[Offload]]:
         """(the pages, what is on its way to host memory)."""
         offloads = []
         for group, stages in enumerate(self.owners):
@@ -66,23 +66,25 @@ class PageCopier:
                     for stage, own in enumerate(layers)
                 ]
 
-            for some in parts([(page, copy) for page, copy in moves.out if copy.group == group]):
-                read = run("out", numbers_of([page for page, _ in some]))
+            for some in parts([(page, copy) for page, copy in moves.offloads if copy.group == group]):
+                read = run("offload", numbers_of([page for page, _ in some]))
                 for bytes_NX in read:
                     bytes_NX.copy_to_host_async()
                 offloads.append(Offload(read, [copy for _, copy in some]))
-            for some in parts([move[1:] for move in moves.within if move[0] == group]):
+            for some in parts([move[1:] for move in moves.copies if move[0] == group]):
                 origins, targets = (numbers_of(pages) for pages in zip(*some, strict=True))
-                layers[:] = run("within", origins, targets)
-            back = [(page, copy) for (own, page), copy in moves.back.items() if own == group]
-            for some in parts([(page, copy) for page, copy in back if not isinstance(copy.data, Row)]):
+                layers[:] = run("copy", origins, targets)
+            restores = [(page, copy) for (own, page), copy in moves.restores.items() if own == group]
+            for some in parts([(page, copy) for page, copy in restores if not isinstance(copy.data, SentPage)]):
                 ends = np.cumsum([width(own) for own in layers])
                 bytes_NX = np.zeros((AT_ONCE, ends[-1]), np.uint8)
                 for row, (_, copy) in zip(bytes_NX, some, strict=False):
                     row[:] = np.frombuffer(copy.content, np.uint8)
-                layers[:] = run("back", numbers_of([page for page, _ in some]), np.split(bytes_NX, ends[:-1], axis=1))
-            for block_NX, targets in blocks([(page, copy.data) for page, copy in back if isinstance(copy.data, Row)]):
-                layers[:] = run("back", targets, block_NX)
+                targets = numbers_of([page for page, _ in some])
+                layers[:] = run("restore", targets, np.split(bytes_NX, ends[:-1], axis=1))
+            sent = [(page, copy.data) for page, copy in restores if isinstance(copy.data, SentPage)]
+            for block_NX, targets in blocks(sent):
+                layers[:] = run("restore", targets, block_NX)
             for own, held in zip(stages, layers, strict=True):
                 pages = {**pages, **dict(zip(own, held, strict=True))}
         return pages, offloads
@@ -90,7 +92,7 @@ class PageCopier:
     def read(self, pages: dict[int, KVPages], group: int, numbers: Seq[int]) -> Any:
         """What up to `AT_ONCE` pages hold, a row each: on the device; of several stages put together on the host."""
         read = [
-            self.programs["out", group, stage]([pages[index] for index in own], numbers_of(numbers))
+            self.programs["offload", group, stage]([pages[index] for index in own], numbers_of(numbers))
             for stage, own in enumerate(self.owners[group])
         ]
         return read[0] if len(read) == 1 else np.concatenate([np.asarray(bytes_NX) for bytes_NX in read], axis=1)
@@ -99,7 +101,7 @@ class PageCopier:
         """Such rows of another engine, where this one's devices can write them into pages."""
         if len(self.owners[group]) > 1:
             return np.asarray(block_NX)
-        (_, _, where), _ = self.programs["back", group, 0].input_shardings
+        (_, _, where), _ = self.programs["restore", group, 0].input_shardings
         return jax.device_put(block_NX, where)
 
 
@@ -112,12 +114,12 @@ def parts(moves: Seq[Any]) -> Iterator[Seq[Any]]:
     return (moves[start : start + AT_ONCE] for start in range(0, len(moves), AT_ONCE))
 
 
-def blocks(rows: Seq[tuple[int, Row]]) -> Iterator[tuple[Any, np.ndarray]]:
+def blocks(rows: Seq[tuple[int, SentPage]]) -> Iterator[tuple[Any, np.ndarray]]:
     """Arrays on the device, and for each of their rows the page that it goes to; the dummy page takes the others."""
     found: dict[int, tuple[Any, np.ndarray]] = {}
     for page, row in rows:
         _, targets = found.setdefault(id(row.block_NX), (row.block_NX, np.zeros(AT_ONCE, np.int32)))
-        targets[row.at] = page
+        targets[row.row] = page
     return iter(found.values())
 
 

@@ -1,7 +1,6 @@
 """From the scheduler's plans to the buffers that steps read."""
 
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -9,23 +8,28 @@ import numpy as np
 
 from ..device.batch import Batch, Layout, Size, choose, param_arrays, sizes
 from ..request.sequence import Sequence
-from .scheduler import Item, Limits, Plan
+from .scheduler import Limits, ScheduledSequence, StepPlan
 
 
 @dataclass(frozen=True)
-class Decode:
-    """A step of one row from each sequence: while they all go on, the next one differs by its position alone."""
+class DecodeStep:
+    """A replica's step of one row from each sequence: while they all go on, the next differs by its position alone."""
 
     seqs: list[Sequence]
     size: Size
     slots: np.ndarray
-    position: np.ndarray
+    places: np.ndarray
+    num_pages: list[int]  # in each sequence's table
+    positions: np.ndarray
     buffer: np.ndarray
     plain: bool  # see `quire.ops.sampling.sample`
 
 
-class Batcher:
-    """Remembers what each slot's sequence has told already, so that a step's arrays are written and not worked out."""
+class BatchBuilder:
+    """Caches each slot's settings and page tables, so that a step only copies arrays.
+
+    A slot's place is its number among those of all replicas, one replica after the other.
+    """
 
     def __init__(
         self,
@@ -33,122 +37,151 @@ class Batcher:
         num_groups: int,
         page_size: int,
         table_width: int,
-        lanes: int = 1,
+        num_stages: int = 1,
         replicas: int = 1,
     ):
-        self.page_size, B = page_size, limits.max_seqs
-        self.lanes = lanes  # steps under way; of a single one the next knows what it drew
+        self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
+        self.num_stages = num_stages  # steps under way; of a single one the next knows what it drew
         options = sizes(limits.max_seqs, limits.max_rows)  # the smallest first
-        self.layouts = {size: Layout(size, num_groups, table_width, B, replicas) for size in options}
-        self.tables = [np.zeros((B, table_width), np.int32) for _ in range(num_groups)]
-        self.synced = [0] * B  # pages of each slot's sequence that are in its tables
-        self.seeds = np.zeros((B, 2), np.uint32)
-        self.tracked = np.zeros(B, bool)
-        self.plain = np.zeros(B, bool)
-        self.params = param_arrays(B)
-        self.settings = self.params | {name: np.zeros(B, bool) for name in ("biased_R", "wants_logprobs_R")}
-        self.lasts: deque[Decode] = deque()  # of each lane at most one; the first is whose turn it is
+        self.layouts = {size: Layout(size, num_groups, table_width, limits.max_seqs, replicas) for size in options}
+        self.tables = [np.zeros((places, table_width), np.int32) for _ in range(num_groups)]
+        self.num_synced = [0] * places  # pages of each place's sequence that are in its tables
+        self.seeds = np.zeros((places, 2), np.uint32)
+        self.tracked = np.zeros(places, bool)
+        self.plain = np.zeros(places, bool)
+        self.params = param_arrays(places)
+        self.settings = self.params | {name: np.zeros(places, bool) for name in ("biased_R", "wants_logprobs_R")}
+        # Of each replica the last steps under way that only decoded, the first one the next to go on.
+        self.decode_steps: list[deque[DecodeStep]] = [deque() for _ in range(replicas)]
         self.draws_plainly = False  # the batch that was built last asks for nothing but plain draws
+
+    def place(self, seq: Sequence) -> int:
+        """The device's number of a sequence's slot."""
+        return seq.replica * self.max_seqs + seq.slot
 
     def forget(self) -> None:
         """Nothing that was computed is kept: every sequence starts over."""
-        self.lasts.clear()
+        for steps in self.decode_steps:
+            steps.clear()
 
     def assign(self, seq: Sequence, biased: bool) -> bool:
         """Give a slot to a sequence that is new in it, or starts over; whether its tokens are to be counted."""
-        slot, p = seq.slot, seq.params
-        self.lasts.clear()
-        self.synced[slot], self.seeds[slot] = 0, seq.seed
-        self.tracked[slot] = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-        self.plain[slot] = p.top_k <= 0 and p.top_p >= 1 and not (self.tracked[slot] or biased or seq.scored)
-        for name, values in self.params.items():
-            values[slot] = getattr(p, name.removesuffix("_R"))
-        self.settings["biased_R"][slot], self.settings["wants_logprobs_R"][slot] = biased, seq.scored
-        return bool(self.tracked[slot])
+        place, p = self.place(seq), seq.params
+        self.decode_steps[seq.replica].clear()
+        self.num_synced[place], self.seeds[place] = 0, seq.seed
+        tracked = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        self.tracked[place] = tracked
+        self.plain[place] = p.top_k <= 0 and p.top_p >= 1 and not (tracked or biased or seq.scored)
+        for name, array in self.params.items():
+            array[place] = getattr(p, name.removesuffix("_R"))
+        self.settings["biased_R"][place], self.settings["wants_logprobs_R"][place] = biased, seq.scored
+        return tracked
 
-    def build(self, plan: Plan) -> tuple[Size, np.ndarray]:
-        """The arrays of a plan in one buffer, at the smallest size that holds it."""
-        if (again := self.advance(plan.items)) is not None:
-            return again
-        size = choose(self.layouts, *plan.needs, plan.decodes)
-        return size, self.fill(plan, size)
+    def build(self, plan: StepPlan) -> tuple[Size, np.ndarray]:
+        """The arrays of a plan in one buffer, at the smallest size that holds what each replica computes."""
+        continued = [self.continued(steps, part) for steps, part in zip(self.decode_steps, plan.parts, strict=True)]
+        rows, seqs, samples, decodes = zip(*map(needs_of, plan.parts, continued), strict=True)
+        size = choose(self.layouts, max(rows), max(seqs), max(samples), all(decodes))
+        buffer = np.empty_like(self.layouts[size].nothing)
+        plain = []
+        for steps, part, last, own in zip(
+            self.decode_steps, plan.parts, continued, buffer.reshape(len(plan.parts), -1), strict=True
+        ):
+            if not part:
+                own[:] = self.layouts[size].padding
+            elif last is not None and last.size == size:
+                plain.append(self.advance(steps, part, own))
+            else:
+                plain.append(self.fill(steps, part, size, own))
+        self.draws_plainly = all(plain)
+        return size, buffer
 
-    def fill(self, plan: Plan, size: Size) -> np.ndarray:
-        """The same at a given size."""
-        items = plan.items
-        _, _, num_samples = plan.needs
-        buffer = self.layouts[size].padding.copy()
-        b = self.layouts[size].views(buffer)
-        slots = np.array([item.seq.slot for item in items])
-        counts = np.array([item.num_rows for item in items])
-        starts = np.array([item.start for item in items])
-        ends = np.cumsum(counts)
-        T, n = int(ends[-1]), len(items)
-        for item in items:
-            self.sync_tables(item.seq)
-
-        b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = ends, T
-        owners = np.repeat(slots, counts)
-        positions = np.arange(T) + np.repeat(starts - (ends - counts), counts)
-        b.owners_T[:T], b.positions_T[:T] = owners, positions
-        b.tokens_T[:T] = [token for item in items for token in tokens_of(item)]
-        b.is_prompt_T[:T] = positions < np.repeat([item.seq.num_prompt for item in items], counts)
-        b.tracked_T[:T] = self.tracked[owners]
-        for table, batch_table in zip(self.tables, b.tables_GBM, strict=True):
-            batch_table[:n] = table[slots]
-        for write, places in zip(b.slots_GT, self.places(owners, positions), strict=True):
-            write[:T] = places
-        self.fill_samples(items, slots, ends - counts, num_samples, b)
-        seqs = [item.seq for item in items]
-        steady = plan.decodes and all(item.draws and not item.scores and is_steady(item) for item in items)
-        self.draws_plainly = steady and bool(self.plain[slots].all())
-        if len(self.lasts) == self.lanes:
-            self.lasts.popleft()
-        if steady:
-            self.lasts.append(Decode(seqs, size, slots, positions, buffer, self.draws_plainly))
-        return buffer
-
-    def advance(self, items: Seq[Item]) -> tuple[Size, np.ndarray] | None:
-        """The buffer of a step that is the last one of its lane a position further; None if it is another."""
-        if not self.lasts or len(items) != len(self.lasts[0].seqs):
+    def continued(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence]) -> DecodeStep | None:
+        """The step under way that this one continues: the same sequences, each a position further; or None."""
+        if not steps or len(part) != len(steps[0].seqs):
             return None
-        last = self.lasts[0]
-        for item, seq, before in zip(items, last.seqs, last.position.tolist(), strict=True):
+        last = steps[0]
+        for item, seq, before in zip(part, last.seqs, last.positions.tolist(), strict=True):
             if item.seq is not seq or item.start != before + 1 or item.num_rows != 1 or not item.draws:
                 return None
-        buffer, at, n = last.buffer.copy(), self.layouts[last.size].offsets, len(items)
-        positions, width = last.position + 1, self.tables[0].shape[1]
-        buffer[at.tokens_T :][:n] = -1 - last.slots if self.lanes == 1 else [tokens_of(item)[0] for item in items]
+        return last
+
+    def advance(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], buffer: np.ndarray) -> bool:
+        """Write a step that continues the first of these; whether it asks for plain draws only."""
+        last = steps.popleft()
+        at, n, width = self.layouts[last.size].offsets, len(part), self.tables[0].shape[1]
+        positions = last.positions + 1
+        buffer[:] = last.buffer
+        buffer[at.tokens_T :][:n] = -1 - last.slots if self.num_stages == 1 else [tokens_of(item)[0] for item in part]
         buffer[at.positions_T :][:n] = positions
         buffer[at.sampling.positions_R :][:n] = positions + 1
-        for index, seq in enumerate(last.seqs):
-            if self.sync_tables(seq):
+        num_pages = [len(seq.cache.pages[0]) for seq in last.seqs]
+        for index, (count, before) in enumerate(zip(num_pages, last.num_pages, strict=True)):
+            if count != before:
+                place = self.sync_tables(last.seqs[index])
                 for table, first in zip(self.tables, at.tables_GBM, strict=True):
-                    buffer[first + index * width :][:width] = table[seq.slot]
-        for first, places in zip(at.slots_GT, self.places(last.slots, positions), strict=True):
-            buffer[first:][:n] = places
-        self.lasts.popleft()
-        self.lasts.append(Decode(last.seqs, last.size, last.slots, positions, buffer, last.plain))
-        self.draws_plainly = last.plain
-        return last.size, buffer
+                    buffer[first + index * width :][:width] = table[place]
+        for first, kv_slots in zip(at.slots_GT, self.kv_slots(last.places, positions), strict=True):
+            buffer[first:][:n] = kv_slots
+        steps.append(
+            DecodeStep(last.seqs, last.size, last.slots, last.places, num_pages, positions, buffer, last.plain)
+        )
+        return last.plain
 
-    def places(self, owners, positions) -> list[np.ndarray]:
+    def fill(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], size: Size, buffer: np.ndarray) -> bool:
+        """Write any step; whether it asks for plain draws only."""
+        buffer[:] = self.layouts[size].padding
+        b = self.layouts[size].views(buffer)
+        seqs = [item.seq for item in part]
+        slots = np.array([seq.slot for seq in seqs])
+        places = slots + seqs[0].replica * self.max_seqs
+        counts = np.array([item.num_rows for item in part])
+        starts = np.array([item.start for item in part])
+        ends = np.cumsum(counts)
+        T, n = int(ends[-1]), len(part)
+        for seq in seqs:
+            self.sync_tables(seq)
+
+        b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = ends, T
+        places_T = np.repeat(places, counts)
+        positions = np.arange(T) + np.repeat(starts - (ends - counts), counts)
+        b.owners_T[:T], b.positions_T[:T] = np.repeat(slots, counts), positions
+        b.tokens_T[:T] = [token for item in part for token in tokens_of(item)]
+        b.is_prompt_T[:T] = positions < np.repeat([seq.num_prompt for seq in seqs], counts)
+        b.tracked_T[:T] = self.tracked[places_T]
+        for table, batch_table in zip(self.tables, b.tables_GBM, strict=True):
+            batch_table[:n] = table[places]
+        for batch_slots, kv_slots in zip(b.slots_GT, self.kv_slots(places_T, positions), strict=True):
+            batch_slots[:T] = kv_slots
+        self.fill_samples(part, slots, places, ends - counts, b)
+        steady = all(item.num_rows == 1 and item.draws and not item.scores and is_steady(item) for item in part)
+        plain = steady and bool(self.plain[places].all())
+        if len(steps) == self.num_stages:
+            steps.popleft()
+        if steady:
+            num_pages = [len(seq.cache.pages[0]) for seq in seqs]
+            steps.append(DecodeStep(seqs, size, slots, places, num_pages, positions, buffer, plain))
+        return plain
+
+    def kv_slots(self, places, positions) -> list[np.ndarray]:
         """Where each row's key and value go, for each cache group."""
         page, offset = np.divmod(positions, self.page_size)
-        return [table[owners, page] * self.page_size + offset for table in self.tables]
+        return [table[places, page] * self.page_size + offset for table in self.tables]
 
-    def fill_samples(self, items: Iterable[Item], slots, offsets, R: int, b: Batch) -> None:
-        """The rows whose logits are wanted, in the order of the items: prompt scores first, then the draw."""
+    def fill_samples(
+        self, part: Seq[ScheduledSequence], slots: np.ndarray, places: np.ndarray, offsets: np.ndarray, b: Batch
+    ) -> None:
+        """The rows whose logits are wanted, in the order of the plan: prompt scores first, then the draw."""
+        counts = [len(item.scores) + item.draws for item in part]
+        s, row, R = b.sampling, 0, sum(counts)
         if not R:
             return
-        s, row, owners = b.sampling, 0, np.zeros(R, np.int64)
-        for item, slot, offset in zip(items, slots, offsets, strict=True):
+        for item, slot, offset in zip(part, slots, offsets, strict=True):
             seq = item.seq
             for position in item.scores:
                 b.sample_rows_R[row] = offset + position - item.start
                 s.targets_R[row] = seq.tokens[position + 1]
                 s.wants_logprobs_R[row] = seq.pool is None
-                owners[row] = slot
                 row += 1
             if item.draws:
                 b.sample_rows_R[row] = offset + item.num_rows - 1
@@ -158,40 +191,50 @@ class Batcher:
                 if seq.bad_words:
                     bans = banned(seq)
                     s.ban_RX[row, : len(bans)] = bans
-                owners[row] = slot
                 row += 1
-        s.slots_R[:R], s.seeds_R2[:R] = owners, self.seeds[owners]
+        places_R = np.repeat(places, counts)
+        s.slots_R[:R], s.seeds_R2[:R] = np.repeat(slots, counts), self.seeds[places_R]
         for name, values in self.settings.items():
             if name == "wants_logprobs_R":
-                s.wants_logprobs_R[:R] |= values[owners]
+                s.wants_logprobs_R[:R] |= values[places_R]
             else:
-                getattr(s, name)[:R] = values[owners]
+                getattr(s, name)[:R] = values[places_R]
 
-    def sync_tables(self, seq: Sequence) -> bool:
-        """Copy the page numbers that are new since the last step; a table only grows while its sequence runs."""
-        slot, known = seq.slot, self.synced[seq.slot]
-        if not seq.pages or len(seq.pages[0]) == known:
-            return False
-        for table, pages in zip(self.tables, seq.pages, strict=True):
-            table[slot, known : len(pages)] = pages[known:]
-        self.synced[slot] = len(seq.pages[0])
-        return True
+    def sync_tables(self, seq: Sequence) -> int:
+        """Copy the page numbers that are new since the last step, as a table only grows while its sequence runs.
+
+        The sequence's place.
+        """
+        place = self.place(seq)
+        known = self.num_synced[place]
+        for table, pages in zip(self.tables, seq.cache.pages, strict=True):
+            table[place, known : len(pages)] = pages[known:]
+        self.num_synced[place] = len(seq.cache.pages[0])
+        return place
 
 
-def tokens_of(item: Item) -> list[int]:
-    """The tokens of an item's rows; the one that only the device knows is named by its slot."""
+def needs_of(part: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, int, bool]:
+    """Rows, sequences, rows whose logits are wanted, and whether each sequence brings a single row."""
+    if continued is not None:
+        return len(part), len(part), len(part), True
+    counts = [item.num_rows for item in part]
+    return sum(counts), len(part), sum(len(item.scores) + item.draws for item in part), counts.count(1) == len(part)
+
+
+def tokens_of(item: ScheduledSequence) -> list[int]:
+    """The tokens of a sequence's rows; the one that only the device knows is named by its slot."""
     tokens = item.seq.tokens[item.start : item.start + item.num_rows]
     return tokens if len(tokens) == item.num_rows else [*tokens, -1 - item.seq.slot]
 
 
-def is_steady(item: Item) -> bool:
-    """Whether the item's next step differs from this one by its position alone."""
-    written = item.start + 1 - item.seq.num_prompt  # tokens, with the one that this step draws
-    return written >= max(1, item.seq.params.min_tokens) and not item.seq.bad_words
+def is_steady(item: ScheduledSequence) -> bool:
+    """Whether the sequence's next step differs from this one by its position alone."""
+    num_output = item.start + 1 - item.seq.num_prompt  # with the token that this step draws
+    return num_output >= max(1, item.seq.params.min_tokens) and not item.seq.bad_words
 
 
 def banned(seq: Sequence) -> list[int]:
-    """The last tokens of the bad words whose other tokens have just been generated."""
+    """The last tokens of the bad words whose other tokens were just generated."""
     longest = max(len(word) for word in seq.bad_words) - 1
     output = seq.tokens[max(seq.num_prompt, len(seq.tokens) - longest) :]
     return [

@@ -13,12 +13,12 @@ from ...model.expert_copies import spare_of
 from ...model.partition import local_config
 from ...sharding.mesh import device_axes
 from ..api.options import EngineOptions
-from ..cache.page_pool import Group, largest
+from ..cache.page_pool import PagePool, largest
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.pipeline import Pipeline
 from ..device.state import page_bytes
-from .batch_builder import Batcher
+from .batch_builder import BatchBuilder
 from .scheduler import Limits
 
 
@@ -61,7 +61,7 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, 
     """What the largest step takes on a device beside weights and state, as its compiler says; nothing is run."""
     groups, stages = len(config.windows), Pipeline(config, mesh)
     replicas = device_axes(mesh).data.size
-    batcher = Batcher(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
+    batcher = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
     _, layout = max(batcher.layouts.items())
     state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs)
     found = []
@@ -93,7 +93,7 @@ def size_cache(
     then always find a page, and of longer ones each group still holds one at least.
     """
     S, chunk = options.block_size, options.max_num_batched_tokens
-    groups = [Group(1, S, window) for window in config.windows]
+    groups = [PagePool(1, S, window) for window in config.windows]
     held = S if mesh is None else S // mesh.shape["context"]  # positions of a page that a device has
     own, parts = local_config(config, mesh), Pipeline(config, mesh).stages
     costs = [max(page_bytes(own, group, held, stage) for stage in parts) for group in range(len(config.windows))]

@@ -15,16 +15,14 @@ from ..api.options import Pooling
 from ..api.params import PLAIN, SamplingParams, Terms
 from ..api.validation import shown
 from ..cache.page_table import PageTable
-from ..cache.prefetch import saving
 from ..request.grammar import Grammars
 from ..request.pooling import Pool
 from ..request.request import Request
 from ..request.sequence import Sequence, sequences_of
 from .admission import check, spelled
 from .deadlines import Deadlines
-from .replicas import Tables, scheduler_of
 from .runner import Drawn, Runner
-from .scheduler import Plan, rank_of
+from .scheduler import Scheduler, StepPlan, rank_of
 from .snapshot import OWNED, ExpertUse, Occupancy, PageCounts, Snapshot, owners_of
 from .step_record import Observer, StepRecord, TakenIn, UnderWay
 
@@ -43,21 +41,21 @@ class Engine:
         self,
         runner: Runner,
         tokenizer: Tokenizer | None,
-        pages: PageTable | Tables,
+        tables: list[PageTable],  # of each replica
         max_len: int,
         seed: int = 0,
         max_queued: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         pooling: Pooling = "last",
     ):
-        self.runner, self.tokenizer, self.pages, self.max_len = runner, tokenizer, pages, max_len
+        self.runner, self.tokenizer, self.tables, self.max_len = runner, tokenizer, tables, max_len
         self.config = runner.config
         self.max_queued, self.clock = max_queued, clock
         self.observers: list[Observer] = []
         self.pooling = pooling  # of a request for an embedding that does not say
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
         self.stages = len(runner.pipeline)
-        self.scheduler = scheduler_of(pages, runner.limits, self.stages)
+        self.scheduler = Scheduler(tables, runner.limits, self.stages)
         self.requests: dict[str, Request] = {}
         self.deadlines = Deadlines()
         self.rng = np.random.default_rng(seed)
@@ -92,7 +90,7 @@ class Engine:
         now = self.clock()
         sequences = sequences_of(tokens, params, self.max_len, rank_of(terms.priority, now), eos, base)
         for seq, constraint in zip(sequences, constraints, strict=True):
-            seq.party, seq.salt = terms.share_key, terms.cache_salt
+            seq.tenant, seq.cache.salt = terms.share_key, terms.cache_salt
             seq.bad_words, seq.constraint = bad_words, constraint
             seq.lockstep = self.stages > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
             seq.pool = None if pooling is None else Pool(pooling, len(tokens))
@@ -108,7 +106,7 @@ class Engine:
     def check(self, tokens: Seq[int], params: SamplingParams) -> None:
         """Refuse what can never be served."""
         chunk, vocab = self.runner.limits.max_rows, self.config.vocab_size
-        check(tokens, params, vocab, self.max_len, lambda n: self.pages.fits(n, chunk), self.tokenizer is not None)
+        check(tokens, params, vocab, self.max_len, lambda n: self.tables[0].fits(n, chunk), self.tokenizer is not None)
 
     def step(self, launches: bool = True) -> list[Request]:
         """Launch the next step and take in the one before; the requests that got tokens, or ended.
@@ -126,7 +124,8 @@ class Engine:
                 launched = self.launch(plan, began)
                 self.under_way.append(launched)
             elif not self.under_way:
-                self.pages.wait(0.05)
+                for table in self.tables:
+                    table.wait(0.05 / len(self.tables))
             if self.under_way and (launched is None or len(self.under_way) > max(1, self.stages - 1)):
                 taken = self.collect(self.under_way[0])
                 changed += self.take_in(taken)  # where it fails, those before that stay in the list
@@ -142,12 +141,12 @@ class Engine:
             observer.observe(record)
         return list(requests)
 
-    def launch(self, plan: Plan, began: float) -> UnderWay:
+    def launch(self, plan: StepPlan, began: float) -> UnderWay:
         """Send a step to the device."""
         scheduled = self.clock()
         for item in plan.items:
             item.seq.request.scheduled(began)
-        results = self.runner.launch(plan, self.pages.take_moves())
+        results = self.runner.launch(plan, self.scheduler.take_moves())
         return UnderWay(plan, results, began, scheduled, self.clock())
 
     def collect(self, step: UnderWay) -> TakenIn:
@@ -167,7 +166,7 @@ class Engine:
                 continue  # ended while this step was under way
             yield seq.request
             if not drawn.ok:
-                self.pages.disown(seq)
+                self.tables[seq.replica].invalidate(seq)
                 self.end(seq, "error")
                 continue
             if seq.pool is not None:
@@ -226,7 +225,7 @@ class Engine:
             self.end_all(request, "abort")
         return request
 
-    def recover(self, error: Exception, plan: Plan | None = None) -> Iterator[Request]:
+    def recover(self, error: Exception, plan: StepPlan | None = None) -> Iterator[Request]:
         """After a failed step: its requests end with an error, the others start over on a fresh device state."""
         plans = [step.plan for step in self.under_way] + [plan] * (plan is not None)
         lost = dict.fromkeys(item.seq for plan in plans for item in plan.items)
@@ -242,7 +241,12 @@ class Engine:
         for seq in self.scheduler.waiting:
             seq.pending = 0
         self.runner.reset()
-        self.pages.lose()
+        self.forget_device()
+
+    def forget_device(self) -> None:
+        """The device's pages are lost."""
+        for table in self.tables:
+            table.forget_device()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> list[Request]:
         """Free the device's memory; the requests that still got tokens from the steps under way.
@@ -261,7 +265,7 @@ class Engine:
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
         if not keep_pages:
-            self.pages.lose()
+            self.forget_device()
         self.runner.sleep(level == 1, keep_pages)
         self.asleep = True
         return list(dict.fromkeys(changed))
@@ -282,21 +286,22 @@ class Engine:
         while self.under_way:
             self.step()
         if self.asleep:
-            self.pages.lose()  # copies can be saved, and what is not on the device cannot
-        for moves in saving(self.pages.tables):
-            for pages in self.runner.move(moves) if moves else ():
-                pages.arrive()
+            self.forget_device()  # copies can be saved, and what is not on the device cannot
+        for table in self.tables:
+            for moves in table.save():
+                for pages in self.runner.move(moves) if moves else ():
+                    pages.arrive()
         self.runner.close()
         for observer in self.observers:
             observer.close()
 
     def snapshot(self) -> Snapshot:
         """What the engine is like now, in numbers. Any thread may ask."""
-        pages, runner, experts = self.pages, self.runner, self.runner.expert_loads
+        tables, runner, experts = self.tables, self.runner, self.runner.expert_loads
         counts = (
-            PageCounts(table.replica, group.window, group.num_pages - 1, len(group.blank), len(group.kept))
-            for table in pages.tables
-            for group in table.groups
+            PageCounts(table.replica, pool.window, pool.num_pages - 1, len(pool.blank), len(pool.cached))
+            for table in tables
+            for pool in table.pools
         )
         return Snapshot(
             now=self.clock(),
@@ -305,13 +310,13 @@ class Engine:
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             requests=len(self.requests),
-            max_seqs=runner.limits.max_seqs * len(pages.tables),
-            max_tokens=runner.limits.max_rows * len(pages.tables),
+            max_seqs=runner.limits.max_seqs * len(tables),
+            max_tokens=runner.limits.max_rows * len(tables),
             max_len=self.max_len,
-            page_size=pages.page_size,
+            page_size=tables[0].page_size,
             pages=tuple(counts),
-            pages_used=pages.used(),
-            caches_prefixes=pages.keeps_prefixes,
+            pages_used=max(table.used() for table in tables),
+            caches_prefixes=tables[0].keeps_prefixes,
             kv_dtype=self.config.kv_dtype,
             recompiles=max(0, runner.compiles.recompiles),
             experts=experts
@@ -331,10 +336,10 @@ class Engine:
                     break
         codes = {request: OWNED + index for index, request in enumerate(running)}
         pages = []
-        for table in self.pages.tables:
-            seqs = [seq for seq in self.scheduler.running if seq.pages and seq.replica == table.replica]
-            for index, group in enumerate(table.groups):
-                pages.append(owners_of(group, [(codes[seq.request], seq.pages[index]) for seq in seqs]))
+        for table in self.tables:
+            seqs = [seq for seq in self.scheduler.running if seq.cache.pages and seq.replica == table.replica]
+            for index, pool in enumerate(table.pools):
+                pages.append(owners_of(pool, [(codes[seq.request], seq.cache.pages[index]) for seq in seqs]))
         return Occupancy(running, list(waiting), pages)
 
     def read_pages(self, group: int, pages: Seq[int]) -> Any:
@@ -347,7 +352,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; requests that run go on."""
-        self.pages.forget()
+        for table in self.tables:
+            table.clear()
 
     def expert_loads(self) -> dict[int, dict[str, list]]:
         """See `LLM.expert_loads`."""

@@ -13,7 +13,7 @@ from ...model.config import ModelConfig
 from ...model.expert_copies import spare_of
 from ...ops.sampling import Sampled, SlotState
 from ...sharding.mesh import device_axes
-from ..cache.page_moves import Moves
+from ..cache.page_moves import PageMoves
 from ..device.batch import Size
 from ..device.compile_counter import CompileCounter
 from ..device.expert_loads import ExpertLoads
@@ -26,8 +26,8 @@ from ..device.step import reset_slot, set_bias
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
 from ..request.sequence import Sequence
-from .replicas import batcher_of
-from .scheduler import Item, Limits, Plan
+from .batch_builder import BatchBuilder
+from .scheduler import Limits, ScheduledSequence, StepPlan
 from .slot_state import bias_of, first_row
 
 
@@ -35,7 +35,7 @@ from .slot_state import bias_of, first_row
 class Launched:
     """A step under way: its results are futures until they are collected."""
 
-    plan: Plan
+    plan: StepPlan
     size: Size
     sampled: Sampled
     hidden_RD: jax.Array
@@ -45,7 +45,7 @@ class Launched:
 class Drawn(NamedTuple):  # hundreds are made a step
     """What a step gave one of its items: a row of `sampled` for each prompt token scored, then for the token drawn."""
 
-    item: Item
+    item: ScheduledSequence
     row: int  # the first
     ok: bool
     token: int  # of the last row
@@ -78,8 +78,8 @@ class Runner:
         self.config, self.weights, self.limits = config, weights, limits
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
         self.mesh, self.pipeline = mesh, Pipeline(config, mesh)
-        width, lanes, devices = -(-max_len // page_size), len(self.pipeline), device_axes(mesh)
-        self.batcher = batcher_of(devices.data.size, limits, len(num_pages), page_size, width, lanes=lanes)
+        width, stages, devices = -(-max_len // page_size), len(self.pipeline), device_axes(mesh)
+        self.batcher = BatchBuilder(limits, len(num_pages), page_size, width, stages, devices.data.size)
         # With the tokens that make the vocabulary divide.
         self.vocab = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.page_copier = PageCopier(self.pipeline, to_host)
@@ -186,7 +186,7 @@ class Runner:
         else:
             self.state = jax.tree.map(to_device, self.state, state)
 
-    def launch(self, plan: Plan, moves: Moves) -> Launched:
+    def launch(self, plan: StepPlan, moves: PageMoves) -> Launched:
         """Send the page copies and then the step to the device, and return at once."""
         offloads = self.move(moves) if moves else []
         for item in plan.items:
@@ -220,9 +220,9 @@ class Runner:
         """The compiled step for a batch of this size."""
         return (self.plain.get(size) if plain else None) or self.compiled[size]
 
-    def move(self, moves: Moves) -> list[Offload]:
+    def move(self, moves: PageMoves) -> list[Offload]:
         """Start to copy pages. Over several hosts no page goes to host memory."""
-        self.tell("copy", moves.within)
+        self.tell("copy", moves.copies)
         pages, offloads = self.page_copier.move(self.state.pages, moves)
         self.state = self.state.replace(pages=pages)
         return offloads
@@ -255,14 +255,10 @@ class Runner:
         Tokens from the prefix cache never pass through a step, so the penalties count them here.
         """
         bias = bias_of(seq, self.vocab)
-        self.biases[self.place(seq)] = bias
+        self.biases[self.batcher.place(seq)] = bias
         tracked = self.batcher.assign(seq, bias is not None or seq.constraint is not None)
         if bias is not None or tracked or seq.params.min_tokens:
-            self.reset_slot(self.place(seq), first_row(seq, computed, self.vocab, bias))
-
-    def place(self, seq: Sequence) -> int:
-        """The number of a sequence's slot on the device, which has the slots of all replicas in a row."""
-        return seq.replica * self.limits.max_seqs + seq.slot
+            self.reset_slot(self.batcher.place(seq), first_row(seq, computed, self.vocab, bias))
 
     def reset_slot(self, slot: int, row: SlotState) -> None:
         """Write what a slot's sequence begins with into the device state."""
@@ -271,7 +267,7 @@ class Runner:
 
     def constrain(self, seq: Sequence, constraint: Constraint) -> None:
         """Let the next token be one that the sequence's grammar allows."""
-        allowed_V, slot = constraint.allowed(seq.stop_ids), self.place(seq)
+        allowed_V, slot = constraint.allowed(seq.stop_ids), self.batcher.place(seq)
         allowed_V = np.pad(allowed_V, (0, self.vocab - len(allowed_V)), constant_values=True)
         bias_V = self.biases.get(slot)
         self.set_bias(slot, np.where(allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf)))

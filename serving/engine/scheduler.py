@@ -1,16 +1,19 @@
 """Who is served when: pure Python over sequences and pages; it knows neither JAX nor the model."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
+from ..cache.page_moves import PageMoves
 from ..cache.page_table import PageTable
-from ..cache.prefetch import ready
 from ..request.sequence import Sequence
-from .waiting_queue import Line
+from .waiting_queue import OUTPUT, WaitingQueue
 
 
-class Item(NamedTuple):  # hundreds are made a step, and a frozen dataclass takes four times as long
-    """The rows that one sequence brings to a step: positions start .. start + count."""
+class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen dataclass takes four times as long
+    """The rows that one sequence brings to a step: positions start .. start + num_rows."""
 
     seq: Sequence
     start: int
@@ -20,20 +23,19 @@ class Item(NamedTuple):  # hundreds are made a step, and a frozen dataclass take
     scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+@dataclass(frozen=True)
+class StepPlan:
     """One step: what every sequence that takes part computes."""
 
-    items: tuple[Item, ...]
+    parts: tuple[tuple[ScheduledSequence, ...], ...]  # of each replica; an empty one computes nothing
+
+    @cached_property
+    def items(self) -> tuple[ScheduledSequence, ...]:
+        return tuple(chain.from_iterable(self.parts))
 
     @property
     def num_rows(self) -> int:
         return sum(item.num_rows for item in self.items)
-
-    @property
-    def needs(self) -> tuple[int, int, int]:
-        """Rows, sequences, and rows whose logits are wanted."""
-        return self.num_rows, len(self.items), sum(len(item.scores) + item.draws for item in self.items)
 
     @property
     def decodes(self) -> bool:
@@ -43,7 +45,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What fits into one step."""
+    """What fits into one step of a replica."""
 
     max_seqs: int
     max_rows: int
@@ -62,43 +64,121 @@ def rank_of(priority: int, arrival: float) -> float:
 
 
 class Scheduler:
-    """The first in line goes first; decodes before prompts; the highest rank gives way when pages run out.
+    """One waiting queue before all replicas; what they plan is one step of the device."""
 
-    Where `lanes` steps are under way at a time, those who write one share them evenly: what a step draws is known
-    before their next.
-    """
+    def __init__(self, tables: Seq[PageTable], limits: Limits, num_stages: int = 1):
+        self.limits, self.waiting = limits, WaitingQueue(len(tables))
+        self.replicas = [Replica(table, limits, num_stages, self.waiting) for table in tables]
 
-    def __init__(self, pages: PageTable, limits: Limits, lanes: int = 1, waiting: Line | None = None):
-        self.pages, self.limits, self.lanes = pages, limits, lanes
-        self.waiting = Line() if waiting is None else waiting
-        self.running: list[Sequence] = []
-        self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
-        self.stuck: tuple | None = None  # what kept the first in the queue out, as long as it does
-
-    def add(self, *sequences: Sequence) -> None:
-        for seq in sequences:
-            self.waiting.enter(seq)
+    @property
+    def running(self) -> list[Sequence]:
+        return [seq for replica in self.replicas for seq in replica.running]
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting) or any(replica.running for replica in self.replicas)
 
-    def schedule(self) -> Plan | None:
+    def add(self, *sequences: Sequence) -> None:
+        """Queue the sequences of a request: they have the same prompt, and so go to the same replica."""
+        number = self.soonest(sequences[0]) if len(self.replicas) > 1 else 0
+        for seq in sequences:
+            seq.replica = number
+            self.waiting.enter(seq)
+
+    def soonest(self, seq: Sequence) -> int:
+        """The replica that has fewest tokens to compute until the sequence is done, without those that are cached."""
+        tokens = list(self.waiting.tokens_for)
+        for number, replica in enumerate(self.replicas):
+            match = replica.table.match(seq)
+            tokens[number] += seq.num_tokens - len(match.path) * replica.table.page_size - match.num_partial
+        for other in self.running:
+            tokens[other.replica] += other.num_tokens - other.num_computed + OUTPUT
+        return tokens.index(min(tokens))
+
+    def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now."""
-        self.rows, self.samples = self.limits.max_rows, self.limits.max_samples
-        items: dict[Sequence, Item] = {}
+        if len(self.replicas) > 1:
+            self.level()
+        parts = tuple([replica.schedule() for replica in self.replicas])
+        return StepPlan(parts) if any(parts) else None
+
+    def take_moves(self) -> PageMoves:
+        """What is to be copied before the next step, of all replicas."""
+        moves = PageMoves()
+        for replica in self.replicas:
+            moves.add(replica.table.take_moves())
+        return moves
+
+    def level(self) -> None:
+        """Let sequences that wait for a full replica go to one that has slots for which nobody waits."""
+        waits = self.waiting.count_for
+        free = [len(replica.free_slots) - count for replica, count in zip(self.replicas, waits, strict=True)]
+        if max(free) < 1:
+            return
+        full = {number for number, replica in enumerate(self.replicas) if waits[number] and replica.full}
+        for seq in self.waiting if full else ():
+            if seq.replica in full and not seq.num_preemptions and seq.cache.load is None:
+                self.waiting.send(seq, target := free.index(max(free)))
+                free[target] -= 1
+                if max(free) < 1:
+                    return
+
+    def preempt(self, seq: Sequence) -> None:
+        self.replicas[seq.replica].preempt(seq)
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence, wherever it is; what is under way for it is computed in vain."""
+        if seq.finish_reason is not None:
+            return
+        seq.finish_reason = reason
+        if seq.slot >= 0:
+            self.replicas[seq.replica].release(seq)
+        else:
+            self.waiting.remove(seq)
+        self.waiting.leave(seq)
+
+    def check(self) -> None:
+        """Prove that pages and slots add up."""
+        for replica in self.replicas:
+            replica.check()
+        assert all(seq.slot < 0 and not seq.cache.pages for seq in self.waiting), "a waiting sequence holds something"
+
+
+class Replica:
+    """Slots and pages, and the sequences that have them.
+
+    The first in the queue goes first; decodes before prompts; the highest rank is preempted when pages run out. Where a
+    pipeline has several stages, as many steps are under way, and those who decode share them evenly: what a step draws
+    is known before their next.
+    """
+
+    def __init__(self, table: PageTable, limits: Limits, num_stages: int, waiting: WaitingQueue):
+        self.table, self.limits, self.num_stages, self.waiting = table, limits, num_stages, waiting
+        self.running: list[Sequence] = []
+        self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
+        self.refused: tuple[Sequence, int, int] | None = None  # who was not admitted, and the state it waits to change
+        self.rows = self.samples = 0  # left in the step that is being planned
+
+    @property
+    def full(self) -> bool:
+        return not self.free_slots or self.refused is not None
+
+    def schedule(self) -> tuple[ScheduledSequence, ...]:
+        """This replica's part of the next step."""
+        self.rows, self.samples, page_size = self.limits.max_rows, self.limits.max_samples, self.table.page_size
+        items: dict[Sequence, ScheduledSequence] = {}
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
-        writing = [one for one in behind if one[1] == 1]
-        if self.lanes > 1:
-            del writing[-(-len(self.running) // self.lanes) :]
-        for seq, missing in writing + [one for one in behind if one[1] > 1]:
+        decoding = [one for one in behind if one[1] == 1]
+        if self.num_stages > 1:
+            del decoding[-(-len(self.running) // self.num_stages) :]
+        for seq, missing in decoding + [one for one in behind if one[1] > 1]:
             if seq.slot < 0 or not self.rows:
-                continue  # gave way to an earlier one
+                continue  # preempted for an earlier one
             start = seq.num_computed
-            if missing == 1 and start % self.pages.page_size and self.samples and seq.prompt_scores is None:
+            if missing == 1 and start % page_size and self.samples and seq.prompt_scores is None:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
-                items[seq] = Item(seq, start, 1, True, not seq.begun)
+                items[seq] = ScheduledSequence(seq, start, 1, True, not seq.begun)
                 self.rows, self.samples = self.rows - 1, self.samples - 1
             elif item := self.take(seq, missing, items):
                 items[seq] = item
@@ -112,31 +192,31 @@ class Scheduler:
             seq.begun = True
         if self.waiting.shared:
             for item in items.values():
-                self.waiting.give(item.seq, item.num_rows)
-        return Plan(tuple(items.values())) if items else None
+                self.waiting.serve(item.seq, item.num_rows)
+        return tuple(items.values())
 
     def ready(self, seq: Sequence) -> bool:
-        """Whether it is to be served here, and does not wait for the disk."""
-        return seq.replica == self.pages.replica and ready(self.pages, seq)
+        """Whether a waiting sequence is for this replica, and what it wants from disk has come."""
+        return seq.replica == self.table.replica and self.table.prefetched(seq)
 
     def admit(self, seq: Sequence) -> bool:
         """Give a slot to a sequence that can catch up: one that cannot would hold pages and not finish."""
-        waits_for = (seq, self.pages.left, sum(other.missing > 1 for other in self.running))
-        if seq.pending or waits_for == self.stuck:
+        state = (seq, self.table.num_freed, sum(other.missing > 1 for other in self.running))
+        if seq.pending or state == self.refused:
             return False
-        found = self.pages.match(seq)
-        if not self.pages.admits(seq, found.path, self.running, self.limits.max_rows):
-            self.stuck = waits_for
+        match = self.table.match(seq)
+        if not self.table.admits(seq, match.path, self.running, self.limits.max_rows):
+            self.refused = state
             return False
-        self.pages.adopt(seq, found)
+        self.table.begin(seq, match)
         if not seq.num_preemptions:
-            seq.num_cached = min(seq.num_computed, seq.num_prompt)
+            seq.cache.num_cached = min(seq.num_computed, seq.num_prompt)
         seq.slot, seq.begun = self.free_slots.pop(), False
         self.running.append(seq)
         return True
 
-    def take(self, seq: Sequence, missing: int, items: dict[Sequence, Item]) -> Item | None:
-        """Rows for one sequence, as many as the step and the pages allow; others may have to give way."""
+    def take(self, seq: Sequence, missing: int, items: dict[Sequence, ScheduledSequence]) -> ScheduledSequence | None:
+        """Rows for one sequence, as many as the step and the pages allow; others may be preempted for it."""
         start = seq.num_computed
         count = min(missing, self.rows)
         scores: tuple[int, ...] = ()
@@ -150,49 +230,38 @@ class Scheduler:
             draws, count = False, count - 1
         if count <= 0:
             return None
-        self.pages.enter(seq, seq.num_computed)  # before pages slide out of a window
-        self.pages.slide(seq)
-        while not self.pages.grow(seq, start + count):
+        self.table.insert(seq, seq.num_computed)  # before pages slide out of a window
+        self.table.slide(seq)
+        while not self.table.grow(seq, start + count):
             victim = next((other for other in reversed(self.by_rank()) if other not in items), None)
             if victim is None or victim is seq:
-                return None  # nobody later to take from: wait until somebody ends
+                return None  # nobody of a higher rank to take from: wait until somebody ends
             self.preempt(victim)
-        self.pages.enter(seq, start + count)
+        self.table.insert(seq, start + count)
         self.rows -= count
         self.samples -= len(scores) + draws
-        return Item(seq, start, count, draws, not seq.begun, scores)
+        return ScheduledSequence(seq, start, count, draws, not seq.begun, scores)
 
     def by_rank(self) -> list[Sequence]:
         return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.rank)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take everything back; the tokens so far are computed again later."""
-        self.leave(seq)
-        seq.num_computed, seq.fetch = 0, None
+        """Take everything back from a sequence; its tokens so far are computed again later."""
+        self.release(seq)
+        seq.num_computed, seq.cache.prefetched = 0, False
         seq.num_preemptions += 1
-        seq.rank -= POINT  # so that nobody gives way again and again
+        seq.rank -= POINT  # so that nobody is preempted again and again
         self.waiting.add(seq)
 
-    def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence, wherever it is; rows already under way for it are computed in vain."""
-        if seq.finish_reason is not None:
-            return
-        seq.finish_reason = reason
-        if seq.slot >= 0:
-            self.leave(seq)
-        else:
-            self.waiting.remove(seq)
-        self.waiting.leave(seq)
-
-    def leave(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence) -> None:
+        """Take back the slot and the pages of a sequence."""
         self.running.remove(seq)
         self.free_slots.append(seq.slot)
         seq.slot = -1
-        self.pages.release(seq)
+        self.table.release(seq)
 
     def check(self) -> None:
         """Prove that pages and slots add up."""
-        self.pages.check(self.running)
+        self.table.check(self.running)
         slots = [seq.slot for seq in self.running] + self.free_slots
         assert sorted(slots) == list(range(self.limits.max_seqs)), "a slot is lost or has two owners"
-        assert all(seq.slot < 0 and not seq.pages for seq in self.waiting), "a waiting sequence holds something"

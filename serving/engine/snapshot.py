@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cache.page_pool import Group
+from ..cache.page_pool import PagePool
 from ..request.request import Request
 from ..request.sequence import Sequence
 
@@ -67,11 +67,11 @@ class Occupancy:
     pages: list[np.ndarray]  # of each group, in the order of `Snapshot.pages`: who has each page but the dummy
 
 
-def owners_of(group: Group, owned: list[tuple[int, list[int]]]) -> np.ndarray:
+def owners_of(pool: PagePool, owned: list[tuple[int, list[int]]]) -> np.ndarray:
     """By page: BLANK, CACHED, SHARED, or the code of the request that has it."""
-    found = np.full(group.num_pages, BLANK, np.int32)
-    found[list(group.kept)] = CACHED
+    found = np.full(pool.num_pages, BLANK, np.int32)
+    found[list(pool.cached)] = CACHED
     pages = np.fromiter(chain.from_iterable(table for _, table in owned), np.int64)
     found[pages] = np.repeat([code for code, _ in owned], [len(table) for _, table in owned])
-    found[np.fromiter(group.owners, np.int32, group.num_pages) > 1] = SHARED
+    found[np.fromiter(pool.owners, np.int32, pool.num_pages) > 1] = SHARED
     return found[1:]

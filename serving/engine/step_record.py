@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 from ..request.request import Request
 from .runner import Drawn, Launched
-from .scheduler import Plan
+from .scheduler import StepPlan
 
 
 class UnderWay(NamedTuple):
     """A step between its launch and the moment when its results are there."""
 
-    plan: Plan
+    plan: StepPlan
     results: Launched
     began: float  # when it was planned,
     scheduled: float  # when its plan was ready,
@@ -20,7 +20,7 @@ class UnderWay(NamedTuple):
 class TakenIn(NamedTuple):
     """A step whose results are there."""
 
-    plan: Plan
+    plan: StepPlan
     drawn: list[Drawn]
     began: float  # when the host began to wait for it
     collected: float  # when the results were there

@@ -1,4 +1,4 @@
-"""Those who wait to be served, and whose turn it is."""
+"""The sequences that wait to be served, and whose turn it is."""
 
 import bisect
 from collections import Counter
@@ -6,66 +6,85 @@ from collections.abc import Callable, Hashable, Iterator
 
 from ..request.sequence import Sequence
 
+OUTPUT = 128  # tokens that a sequence counts for beside those that it lacks: it will generate some
 
-class Line:
-    """By rank among the requests of one party; among parties, the one that was given least goes first.
 
-    What a party was given is counted in rows of steps. One that comes (back) starts level with the one that has had
-    least of those who are there: what it left unused in the past does not let it push the others aside.
+class WaitingQueue:
+    """By rank among the sequences of one tenant; among tenants, the one that was served least goes first.
+
+    What a tenant was served is counted in tokens of steps. A tenant that comes, or returns, starts at the minimum of
+    those who are there: idling earns no credit. The queue also knows how much waits for each replica.
     """
 
-    def __init__(self):
-        self.waiting: dict[Hashable, list[Sequence]] = {}
-        self.present: Counter[Hashable] = Counter()  # sequences that wait or run
-        self.given: dict[Hashable, int] = {}
+    def __init__(self, replicas: int = 1):
+        self.waiting: dict[Hashable, list[Sequence]] = {}  # by tenant
+        self.present: Counter[Hashable] = Counter()  # sequences that wait or run, by tenant
+        self.served: dict[Hashable, int] = {}  # tokens, by tenant
+        self.tokens: dict[Sequence, int] = {}  # that each was taken to need
+        self.tokens_for, self.count_for = [0] * replicas, [0] * replicas
 
     def enter(self, seq: Sequence) -> None:
-        """A sequence that is new."""
-        if seq.party not in self.present:
-            least = min((self.given[party] for party in self.present), default=0)
-            if len(self.given) > 2 * len(self.present) + 16:  # of those who left, only who had more is remembered
-                self.given = {p: rows for p, rows in self.given.items() if p in self.present or rows > least}
-            self.given[seq.party] = max(self.given.get(seq.party, 0), least)
-        self.present[seq.party] += 1
+        """Add a sequence that is new."""
+        if seq.tenant not in self.present:
+            least = min((self.served[tenant] for tenant in self.present), default=0)
+            if len(self.served) > 2 * len(self.present) + 16:  # of those who left, only who had more is remembered
+                self.served = {t: served for t, served in self.served.items() if t in self.present or served > least}
+            self.served[seq.tenant] = max(self.served.get(seq.tenant, 0), least)
+        self.present[seq.tenant] += 1
         self.add(seq)
 
     def add(self, seq: Sequence) -> None:
-        """A sequence that is to wait."""
-        bisect.insort(self.waiting.setdefault(seq.party, []), seq, key=lambda seq: seq.rank)
+        """Add a sequence that is new, or was preempted."""
+        bisect.insort(self.waiting.setdefault(seq.tenant, []), seq, key=lambda seq: seq.rank)
+        self.tokens[seq] = seq.num_tokens + OUTPUT
+        self.count(seq, 1)
 
     def remove(self, seq: Sequence) -> None:
-        """A sequence that waits no longer."""
-        self.waiting[seq.party].remove(seq)
-        if not self.waiting[seq.party]:
-            del self.waiting[seq.party]
+        """Remove a sequence that got a slot, or ended."""
+        self.waiting[seq.tenant].remove(seq)
+        if not self.waiting[seq.tenant]:
+            del self.waiting[seq.tenant]
+        self.count(seq, -1)
+        del self.tokens[seq]
+
+    def count(self, seq: Sequence, sign: int) -> None:
+        self.count_for[seq.replica] += sign
+        self.tokens_for[seq.replica] += sign * self.tokens[seq]
+
+    def send(self, seq: Sequence, replica: int) -> None:
+        """Let a sequence wait for another replica."""
+        self.count(seq, -1)
+        seq.replica, seq.cache.prefetched = replica, False
+        self.count(seq, 1)
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence that is done."""
-        self.present[seq.party] -= 1
-        if not self.present[seq.party]:
-            del self.present[seq.party]
+        """A sequence has ended."""
+        self.present[seq.tenant] -= 1
+        if not self.present[seq.tenant]:
+            del self.present[seq.tenant]
             if not self.present:
-                self.given.clear()
+                self.served.clear()
 
     @property
     def shared(self) -> bool:
-        """Whether there is more than one party, so that it counts who is given what."""
+        """Whether there is more than one tenant, so that it matters who was served how much."""
         return len(self.present) > 1
 
-    def give(self, seq: Sequence, rows: int) -> None:
-        self.given[seq.party] += rows
+    def serve(self, seq: Sequence, tokens: int) -> None:
+        """Count what a sequence's tenant gets in a step."""
+        self.served[seq.tenant] += tokens
 
     def first(self, ready: Callable[[Sequence], bool]) -> Sequence | None:
         """Whose turn it is, of those who are ready."""
-        for party in sorted(self.waiting, key=lambda party: (self.given[party], self.waiting[party][0].rank)):
-            for seq in self.waiting[party]:
+        for tenant in sorted(self.waiting, key=lambda tenant: (self.served[tenant], self.waiting[tenant][0].rank)):
+            for seq in self.waiting[tenant]:
                 if ready(seq):
                     return seq
         return None
 
     def __iter__(self) -> Iterator[Sequence]:
-        for line in self.waiting.values():
-            yield from line
+        for sequences in self.waiting.values():
+            yield from sequences
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values()))

@@ -39,7 +39,7 @@ class Answering:
 
     @property
     def usage(self) -> Usage:
-        cached = sum(request.sequences[0].num_cached for request in self.answers.requests)
+        cached = sum(request.sequences[0].cache.num_cached for request in self.answers.requests)
         return Usage(self.prompt_tokens, self.choices.written, cached, self.choices.thought)
 
     def facts(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class LiveView(Observer):
             "number": self.numbers[request],
             "id": request.request_id,
             "prompt": first.num_prompt,
-            "cached": first.num_cached,
+            "cached": first.cache.num_cached,
             "computed": max(seq.num_computed for seq in seqs),
             "tokens": sum(seq.num_output for seq in request.sequences),
             "state": "reading" if reads else "writing",

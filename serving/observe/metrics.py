@@ -8,14 +8,15 @@ from typing import Any
 
 from ..api.outputs import FINISH_REASONS
 from ..engine.engine import Engine
-from ..engine.scheduler import Item
+from ..engine.scheduler import ScheduledSequence
 from ..engine.step_record import Observer, StepRecord, TakenIn
 from ..request.request import Request
 from ..request.sequence import Sequence
 from .histogram import Histogram, Rate, Recent, one_two_five
 from .metric_families import COUNTERS, HISTOGRAMS, PHASES, SHORT, Family, labelled, plain, states
 
-TOKENS, BEGINS = itemgetter(Item._fields.index("num_rows")), itemgetter(Item._fields.index("begins"))
+TOKENS = itemgetter(ScheduledSequence._fields.index("num_rows"))
+BEGINS = itemgetter(ScheduledSequence._fields.index("begins"))
 SHARES = (0.5, 0.9, 0.99)
 
 
@@ -57,9 +58,9 @@ class Metrics(Observer):
     def begins(self, seq: Sequence) -> None:
         """It computes from its beginning; if it was preempted before, that is known for certain now."""
         counts, counted = self.counts, self.begun.get(seq)
-        if counted is None and seq.shares_prefix and self.engine.pages.keeps_prefixes:
+        if counted is None and seq.shares_prefix and self.engine.tables[0].keeps_prefixes:
             counts["prefix_cache_queries_total"] += seq.num_prompt
-            counts["prefix_cache_hits_total"] += seq.num_cached
+            counts["prefix_cache_hits_total"] += seq.cache.num_cached
         counts["num_preemptions_total"] += seq.num_preemptions - (counted or 0)
         self.begun[seq] = seq.num_preemptions
 
@@ -103,7 +104,7 @@ class Metrics(Observer):
     def reads(self, seq: Sequence) -> None:
         """A prompt has been read."""
         self.counts["prompt_tokens_total"] += seq.num_prompt
-        self.counts["prompt_tokens_cached_total"] += seq.num_cached
+        self.counts["prompt_tokens_cached_total"] += seq.cache.num_cached
 
     def look(self, record: StepRecord) -> None:
         """Count requests that came since the last step, and those that ended; mostly there are none."""

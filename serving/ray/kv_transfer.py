@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from ...model.config import ModelError
-from ..cache.host_cache import Tiers
+from ..cache.host_cache import HostCache
 from ..cache.page_table import PageTable
-from ..cache.prefetch import attach, keys
-from ..cache.prefix_tree import Node, Row
+from ..cache.prefix_tree import Node, SentPage
 from ..device.page_copier import parts
 from ..engine.engine import Engine
 
@@ -37,13 +36,9 @@ class Handover:
 
 
 def known(engine: Engine, tokens: Seq[int], salt: str | None) -> tuple[PageTable, list[Node]]:
-    """The pages of a prompt's beginning that an engine can give or use, but for the last token's; and who has them."""
-
-    def path(pages: PageTable) -> list[Node]:
-        found = pages.tree.walk(salt, keys(tokens, (len(tokens) - 1) // pages.page_size, pages.page_size))
-        return pages.unbroken(list(found), Node.holds)
-
-    return max(((pages, path(pages)) for pages in engine.pages.tables), key=lambda pair: len(pair[1]))
+    """The computed pages of a prompt's prefix, without the last token, and the page table that has most of them."""
+    paths = [(table, table.prefix(salt, tokens, len(tokens) - 1)) for table in engine.tables]
+    return max(paths, key=lambda pair: len(pair[1]))
 
 
 def lacking(engine: Engine, tokens: Seq[int], salt: str | None) -> int:
@@ -57,22 +52,21 @@ def give(engine: Engine, tokens: Seq[int], salt: str | None) -> Handover:
     pages, path = known(engine, tokens, salt)
     length = len(path) * pages.page_size
     groups = []
-    for index, group in enumerate(pages.groups):
-        nodes = path[group.first_seen(length) :]
+    for index, pool in enumerate(pages.pools):
+        nodes = path[pool.first_seen(length) :]
         groups.append([(block_of(engine, pages, index, some), len(some)) for some in parts(nodes)])
-    return Handover(tiers_of(pages).identity, salt, list(tokens[:length]), groups)
+    return Handover(host_cache_of(pages).identity, salt, list(tokens[:length]), groups)
 
 
 def block_of(engine: Engine, pages: PageTable, group: int, nodes: Seq[Node]) -> Any:
     """The pages of these nodes, read on the device; of those that only the host has, from there."""
-    there = [bool(node.pages[group]) and (group, node.pages[group]) not in pages.moves.back for node in nodes]
-    numbers = [pages.number(group, node.pages[group]) if on else 0 for node, on in zip(nodes, there, strict=True)]
+    numbers = [pages.device_page(node, group) for node in nodes]
     block_NX = engine.read_pages(group, numbers)
-    if all(there):
+    if all(numbers):
         return block_NX
     block_NX = np.array(block_NX)
-    for row, on, node in zip(block_NX, there, nodes, strict=False):
-        if not on:
+    for row, number, node in zip(block_NX, numbers, nodes, strict=False):
+        if not number:
             row[:] = np.frombuffer(node.copies[group].content, np.uint8)
     return block_NX
 
@@ -82,17 +76,15 @@ def take(engine: Engine, handover: Handover) -> None:
 
     Of several replicas the one with the most room for them gets them.
     """
-    pages = max(engine.pages.tables, key=lambda table: sum(group.free for group in table.groups))
-    check_alike(handover.identity, tiers_of(pages).identity)
+    pages = max(engine.tables, key=lambda table: sum(pool.free for pool in table.pools))
+    check_alike(handover.identity, host_cache_of(pages).identity)
     count = len(handover.tokens) // pages.page_size
-    there = list(pages.tree.walk(handover.salt, keys(handover.tokens, count, pages.page_size)))
-    found = [
+    sent = [
         (number, group, data)
         for group, blocks in enumerate(handover.groups)
         for number, data in numbered(blocks, count)
-        if number >= len(there) or not there[number].holds(group)
     ]
-    attach(pages, handover.salt, handover.tokens, found)
+    pages.add_missing(handover.salt, handover.tokens, sent)
 
 
 def numbered(blocks: Seq[tuple[Any, int]], count: int) -> Iterator[tuple[int, Any]]:
@@ -101,14 +93,14 @@ def numbered(blocks: Seq[tuple[Any, int]], count: int) -> Iterator[tuple[int, An
     for block_NX, rows in blocks:
         for at in range(rows):
             host = isinstance(block_NX, np.ndarray)
-            yield number, block_NX[at].copy() if host else Row(block_NX, at)  # a view would keep all of them
+            yield number, block_NX[at].copy() if host else SentPage(block_NX, at)  # a view would keep all of them
             number += 1
 
 
-def tiers_of(pages: PageTable) -> Tiers:
-    if pages.tiers is None:
+def host_cache_of(pages: PageTable) -> HostCache:
+    if pages.host_cache is None:
         raise ModelError("kv_cache_host_bytes is 0; an engine that hands pages over, or takes them, needs some")
-    return pages.tiers
+    return pages.host_cache
 
 
 def check_alike(one: bytes, other: bytes) -> None:

@@ -10,7 +10,7 @@ from ..api.outputs import RequestOutput
 from ..api.params import SamplingParams
 from ..async_llm import Ask, AsyncLLM
 from ..llm import Prompt, parse_prompt
-from .kv_transfer import Handover, check_alike, give, lacking, take, tiers_of
+from .kv_transfer import Handover, check_alike, give, host_cache_of, lacking, take
 
 log = logging.getLogger("quire")
 
@@ -33,7 +33,7 @@ async def bring(llm: AsyncLLM, ask: Ask, reader: Callable[[Ask], Awaitable[Hando
     if ask.pooling is not None or ask.params.prompt_logprobs is not None:
         return  # every row is needed here
     engine, salt = llm.engine, ask.terms.cache_salt
-    if await llm.call(lambda: lacking(engine, ask.tokens, salt)) <= WORTH * engine.pages.page_size:
+    if await llm.call(lambda: lacking(engine, ask.tokens, salt)) <= WORTH * engine.tables[0].page_size:
         return
     try:
         handover = await reader(ask)
@@ -47,7 +47,7 @@ class Apart:
     """Two engines of one process, on devices of their own or on the same; pages go from device to device."""
 
     def __init__(self, reader: AsyncLLM, writer: AsyncLLM):
-        check_alike(*(tiers_of(llm.engine.pages.tables[0]).identity for llm in (reader, writer)))
+        check_alike(*(host_cache_of(llm.engine.tables[0]).identity for llm in (reader, writer)))
         self.reader, self.writer, self.ids = reader, writer, itertools.count()
 
     async def generate(

@@ -22,7 +22,7 @@ from ..http.models import Model, Models
 from ..http.service import Service
 from ..observe.metric_families import Family
 from .affinity import of_tokens
-from .kv_transfer import Handover, check_alike, tiers_of
+from .kv_transfer import Handover, check_alike, host_cache_of
 from .message import ForwardedRequest, ReplicaConnection, ResponsePiece, ResponseStart
 from .prefill import bring, read
 from .scale import DeploymentPlan
@@ -48,7 +48,7 @@ class Replica:
         self.heart = asyncio.create_task(self.service.heartbeat())
         self.identity = self.digest()
         if reader is not None:
-            check_alike(await reader.identity.remote(), tiers_of(self.engine.pages.tables[0]).identity)
+            check_alike(await reader.identity.remote(), host_cache_of(self.engine.tables[0]).identity)
 
     @property
     def engine(self) -> Engine:
@@ -122,7 +122,7 @@ class PrefillReplica:
         self.llm, self.ids = AsyncLLM.of(await asyncio.to_thread(maker(options))), itertools.count()
 
     async def identity(self) -> bytes:
-        return tiers_of(self.llm.engine.pages.tables[0]).identity
+        return host_cache_of(self.llm.engine.tables[0]).identity
 
     async def read(self, prompt: PromptToRead) -> Handover:
         ask = Ask(prompt.tokens, SamplingParams(), None, prompt.terms)

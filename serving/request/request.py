@@ -167,7 +167,7 @@ class Request:
                 last_token_time=self.last_token,
                 num_preemptions=sum(seq.num_preemptions for seq in self.sequences),
             ),
-            num_cached_tokens=seq.num_cached,
+            num_cached_tokens=seq.cache.num_cached,
             pooled=None if seq.pool is None else seq.pool.vector(),
             finished=self.finished,
         )
@@ -183,7 +183,7 @@ class Request:
         seqs = self.sequences
         return {
             "prompt_tokens": seqs[0].num_prompt,
-            "cached_tokens": seqs[0].num_cached,
+            "cached_tokens": seqs[0].cache.num_cached,
             "tokens": sum(seq.num_output for seq in seqs),
             "preemptions": sum(seq.num_preemptions for seq in seqs),
         }

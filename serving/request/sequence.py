@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
+class SequenceCache:
+    """What the page table keeps of a sequence, and nobody else writes but for the salt."""
+
+    salt: Hashable = None  # only sequences with the same one share pages
+    pages: list[list[int]] = field(default_factory=list)  # one list a cache group, by logical page; 0 = given back
+    num_indexed: int = 0  # full pages that are in the prefix tree
+    num_cached: int = 0  # tokens of the prompt that were computed already when it was first admitted
+    trusted: bool = True  # what it has computed may be shared
+    load: Future | None = None  # its beginning is being read from disk
+    prefetched: bool = False  # all of its beginning that is wanted from disk has been read
+
+
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt and its output so far.
 
     tokens         |---- prompt ----|-- output --|?|      ? = drawn on the device, not read back yet (`pending`)
-    num_computed   ----------------------------->         rows whose keys and values are written or on their way
+    num_computed   ----------------------------->         tokens whose keys and values are written or under way
 
-    The catch-up rule: each step brings `num_computed` closer to `num_tokens`, and a sequence whose rows reach
-    `num_tokens` draws its next token.
+    The catch-up rule: each step brings `num_computed` closer to `num_tokens`, and a sequence that reaches `num_tokens`
+    draws its next token.
     """
 
     index: int
@@ -28,7 +42,7 @@ class Sequence:
     num_prompt: int
     params: SamplingParams
     max_tokens: int
-    rank: float  # its place in the queue, the lowest first
+    rank: float  # the lowest is served first
     stop_ids: frozenset[int] = frozenset()
     eos_ids: frozenset[int] = frozenset()
     scored: bool = False  # the log-probabilities of its tokens are wanted
@@ -39,20 +53,14 @@ class Sequence:
     num_computed: int = 0
     pending: int = 0
     slot: int = -1
-    replica: int = 0  # of those that have slots and pages of their own, the one that serves it
-    begun: bool = False  # since it got its slot
-    pages: list[list[int]] = field(default_factory=list)  # one list a cache group, by logical page; 0 = given back
-    party: Hashable = None  # for whom it is: those who are served share alike
-    salt: Hashable = None  # only sequences with the same one share pages
-    num_cached: int = 0  # tokens of the prompt that were found computed when it was admitted first
-    node: Any = None  # where its last entered page is in the tree of prefixes
-    num_entered: int = 0  # full pages that are in that tree
-    trusted: bool = True  # what it has computed may be shared
-    fetch: Any = None  # the reading of its beginning from disk: not asked for, under way, or over (True)
+    replica: int = 0  # the one that serves it: each has slots and pages of its own
+    begun: bool = False  # a step has computed some of it since it got its slot
+    tenant: Hashable = None  # for whom it is served: tenants get equal shares
+    cache: SequenceCache = field(default_factory=SequenceCache)
     num_preemptions: int = 0
     finish_reason: str | None = None
-    prompt_scores: list | None = None  # one entry a prompt token after the first, when they were asked for
-    constraint: "Constraint | None" = None  # what its tokens may be, by those before them
+    prompt_scores: list | None = None  # one entry a prompt token after the first, where they are wanted
+    constraint: "Constraint | None" = None  # which token may be next
     pool: "Pool | None" = None  # its prompt's hidden states are wanted, and no token
 
     @property
@@ -65,19 +73,20 @@ class Sequence:
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether rows that others computed will do: not where each prompt token's score is wanted."""
+        """Whether pages that others computed will do: not where the score of each prompt token is wanted."""
         return self.prompt_scores is None
 
     @property
     def missing(self) -> int:
-        """Rows that the next step should compute; 0 when there is nothing to do but wait."""
-        if self.num_output + self.pending >= self.max_tokens or (self.lockstep and self.pending):
+        """Tokens that the next step should compute; 0 when there is nothing to do but wait."""
+        num_tokens = len(self.tokens) + self.pending
+        if num_tokens - self.num_prompt >= self.max_tokens or (self.lockstep and self.pending):
             return 0
-        return self.num_tokens - self.num_computed
+        return num_tokens - self.num_computed
 
 
 def seed_of(base: int, index: int) -> tuple[int, int]:
-    """The two words of a sequence's seed: those of the request, spread by the index when n > 1."""
+    """The two 32-bit halves of a sequence's seed: the request's seed, another one for each index."""
     mixed = (base + index * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
     return mixed >> 32, mixed & 0xFFFFFFFF
 
@@ -85,7 +94,7 @@ def seed_of(base: int, index: int) -> tuple[int, int]:
 def sequences_of(
     tokens: Seq[int], params: SamplingParams, max_len: int, rank: float, eos: frozenset[int], base: int
 ) -> list[Sequence]:
-    """The sequences of a request, as far as its sampling parameters tell."""
+    """The sequences of a request, with what follows from its sampling parameters."""
     budget = max_len - len(tokens)
     stops = frozenset(params.stop_token_ids)
     return [

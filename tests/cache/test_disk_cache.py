@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quire.serving.cache import disk_cache as module
-from quire.serving.cache.disk_cache import DiskPages
+from quire.serving.cache.disk_cache import DiskCache
 
 DIGEST, TOKENS = bytes(range(32)), np.arange(16, dtype=np.int32).tobytes()
 DATA = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
@@ -21,14 +21,14 @@ WANTED = (DIGEST, 1, TOKENS, DATA.size)
 
 
 def one_page(folder):
-    disk = DiskPages(folder, 1 << 20)
+    disk = DiskCache(folder, 1 << 20)
     assert disk.write("a.page", *WANTED[:3], DATA)
     return disk
 
 
 def test_a_page_comes_back_as_it_was_also_to_another_process(tmp_path):
     disk = one_page(tmp_path)
-    for found in (disk.read("a.page", *WANTED), DiskPages(tmp_path, 1 << 20).read("a.page", *WANTED)):
+    for found in (disk.read("a.page", *WANTED), DiskCache(tmp_path, 1 << 20).read("a.page", *WANTED)):
         assert np.array_equal(found, DATA)
     assert oct((tmp_path / "a.page").stat().st_mode)[-3:] == "600"
     assert "b.page" not in disk and disk.read("b.page", *WANTED) is None
@@ -71,7 +71,7 @@ def test_a_file_that_vanished_is_a_miss(tmp_path):
 
 def test_what_was_used_longest_ago_goes_first(tmp_path):
     size = len(DATA) + len(TOKENS) + module.HEAD.size
-    disk = DiskPages(tmp_path, 3 * size)
+    disk = DiskCache(tmp_path, 3 * size)
     for name in "abc":
         assert disk.write(f"{name}.page", *WANTED[:3], DATA)
         time.sleep(0.01)
@@ -79,7 +79,7 @@ def test_what_was_used_longest_ago_goes_first(tmp_path):
     assert disk.write("d.page", *WANTED[:3], DATA)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.page", "c.page", "d.page"]
     assert disk.total == 3 * size
-    smaller = DiskPages(tmp_path, 2 * size)  # what was used last is told from the files' times
+    smaller = DiskCache(tmp_path, 2 * size)  # what was used last is told from the files' times
     assert sorted(smaller.sizes) == ["a.page", "d.page"]
     smaller.clear()
     assert not list(tmp_path.iterdir()) and smaller.total == 0
@@ -108,8 +108,8 @@ WRITER = f"""
 import sys
 import numpy as np
 from pathlib import Path
-from quire.serving.cache.disk_cache import DiskPages
-disk = DiskPages(Path(sys.argv[1]), 1 << 30)
+from quire.serving.cache.disk_cache import DiskCache
+disk = DiskCache(Path(sys.argv[1]), 1 << 30)
 print("ready", flush=True)
 for index in range(10**6):
     data = np.full({SIZE}, index % 251, np.uint8)
@@ -129,7 +129,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_files(tmp_path):
             time.sleep(rng.uniform(0.001, 0.05))
             process.send_signal(signal.SIGKILL)
         parts += any(path.suffix == ".part" for path in folder.iterdir())
-        disk = DiskPages(folder, 1 << 30)
+        disk = DiskCache(folder, 1 << 30)
         assert not [path for path in folder.iterdir() if path.suffix == ".part"]
         for name in list(disk.sizes):
             data = disk.read(name, bytes(32), 0, b"", SIZE)

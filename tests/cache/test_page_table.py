@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.serving.api.params import SamplingParams
-from quire.serving.cache.host_cache import Tiers
+from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
-from quire.serving.cache.prefetch import ready, saving
-from quire.serving.cache.prefix_tree import Found
-from quire.serving.request.sequence import Sequence
+from quire.serving.cache.prefix_tree import PrefixMatch
+from quire.serving.request.sequence import Sequence, SequenceCache
 
 
 def sequence(tokens=(0,), salt: str | None = None) -> Sequence:
-    return Sequence(0, list(tokens), len(tokens), SamplingParams(), 10**6, 0, salt=salt)
+    return Sequence(0, list(tokens), len(tokens), SamplingParams(), 10**6, 0, cache=SequenceCache(salt=salt))
 
 
 class Disk(dict):
@@ -63,10 +62,10 @@ class Pages(RuleBasedStateMachine):
     )
     def make(self, size, pages, host, disk):
         self.size, self.chunk = size, 2 * size
-        tiers = None if host is None else Tiers([1, 1, 1], host, Disk() if disk else None)
-        if tiers is not None:
-            tiers.reader = tiers.writer = AtOnce()
-        self.table = PageTable(pages, size, [None, 3 * size, 5], tiers=tiers)
+        host_cache = None if host is None else HostCache([1, 1, 1], host, Disk() if disk else None)
+        if host_cache is not None:
+            host_cache.reader = host_cache.writer = AtOnce()
+        self.table = PageTable(pages, size, [None, 3 * size, 5], host_cache=host_cache)
         self.live: list[Sequence] = []
         self.planned: dict[Sequence, int] = {}  # up to which position
         self.holds: list[dict[int, tuple]] = [{}, {}, {}]
@@ -78,15 +77,15 @@ class Pages(RuleBasedStateMachine):
     def known(self, group: int) -> set[tuple]:
         """What can be found by its content: full pages that somebody has, that are kept, or that the host has."""
         table, holds = self.table, dict(self.holds[group])
-        for own, origin, target in table.moves.within:
+        for own, origin, target in table.moves.copies:
             if own == group:
                 holds[target] = holds[origin]
-        holds |= {page: copy.data for (own, page), copy in table.moves.back.items() if own == group}
+        holds |= {page: copy.data for (own, page), copy in table.moves.restores.items() if own == group}
         for seq, end in self.planned.items():
             holds |= self.written(seq, end, group)
-        found = {holds.get(page) for page in table.tree.where[group]}
-        if table.tiers is not None:
-            found |= {copy.data for copy in table.tiers.copies if copy.group == group}
+        found = {holds.get(page) for page in table.tree.node_of[group]}
+        if table.host_cache is not None:
+            found |= {copy.data for copy in table.host_cache.copies if copy.group == group}
         return found
 
     @rule(
@@ -94,7 +93,7 @@ class Pages(RuleBasedStateMachine):
     )
     def begin(self, data, tokens, salt):
         seq = sequence(tokens, salt)
-        while not ready(self.table, seq):
+        while not self.table.prefetched(seq):
             pass
         found = self.table.match(seq)
         longest = max(
@@ -107,18 +106,18 @@ class Pages(RuleBasedStateMachine):
             )
         )
         assert len(found.path) == longest
-        assert found.rows < self.size or not found.rows
+        assert found.num_partial < self.size or not found.num_partial
         if not self.table.admits(seq, found.path, self.live, self.chunk):
             return
-        self.table.adopt(seq, found)
+        self.table.begin(seq, found)
         self.live.append(seq)
-        assert seq.num_computed == longest * self.size + found.rows < len(tokens)
+        assert seq.num_computed == longest * self.size + found.num_partial < len(tokens)
 
     def written(self, seq: Sequence, end: int, group: int) -> dict[int, tuple]:
         """What the rows up to `end` make of its pages."""
-        table = seq.pages[group]
+        table = seq.cache.pages[group]
         return {
-            table[page]: (seq.salt, *seq.tokens[: min(end, (page + 1) * self.size)])
+            table[page]: (seq.cache.salt, *seq.tokens[: min(end, (page + 1) * self.size)])
             for page in range(seq.num_computed // self.size, len(table))
         }
 
@@ -133,18 +132,18 @@ class Pages(RuleBasedStateMachine):
         if not count:
             seq.tokens.append(data.draw(st.integers(0, 1)))
             count = 1
-        self.table.enter(seq, seq.num_computed)
+        self.table.insert(seq, seq.num_computed)
         self.table.slide(seq)
-        before = [list(pages) for pages in seq.pages]
-        free = [group.free for group in self.table.groups]
+        before = [list(pages) for pages in seq.cache.pages]
+        free = [group.free for group in self.table.pools]
         end = seq.num_computed + count
         if not self.table.grow(seq, end):
-            assert free == [group.free for group in self.table.groups], "a refusal must change nothing"
+            assert free == [group.free for group in self.table.pools], "a refusal must change nothing"
             self.end(seq)
             return
-        self.table.enter(seq, end)
+        self.table.insert(seq, end)
         self.planned[seq] = end
-        for group, pages in enumerate(seq.pages):
+        for group, pages in enumerate(seq.cache.pages):
             assert all(new == old for old, new in zip(before[group], pages, strict=False))
             assert all(pages[page] for page in range(self.first_seen(group, seq.num_computed), len(pages)))
 
@@ -152,12 +151,12 @@ class Pages(RuleBasedStateMachine):
     def step(self):
         """What the table asks for is moved, then rows are written; now every sequence must find what it computed."""
         moves = self.table.take_moves()
-        for page, copy in moves.out:
+        for page, copy in moves.offloads:
             copy.data = self.holds[copy.group].get(page)
-        for group, origin, target in moves.within:
+        for group, origin, target in moves.copies:
             self.holds[group][target] = self.holds[group][origin]
-        for (group, page), copy in moves.back.items():
-            assert self.table.tree.where[group].get(page) is copy.node, "the page is for somebody else by now"
+        for (group, page), copy in moves.restores.items():
+            assert self.table.tree.node_of[group].get(page) is copy.node, "the page is for somebody else by now"
             self.holds[group][page] = copy.data
         for seq, end in self.planned.items():
             for group in range(3):
@@ -166,10 +165,10 @@ class Pages(RuleBasedStateMachine):
             seq.num_computed = end
         self.planned = {}
         for seq in self.live:
-            for group, table in enumerate(seq.pages):
+            for group, table in enumerate(seq.cache.pages):
                 for page in range(self.first_seen(group, seq.num_computed), -(-seq.num_computed // self.size)):
                     end = min(seq.num_computed, (page + 1) * self.size)
-                    assert self.holds[group][table[page]][: end + 1] == (seq.salt, *seq.tokens[:end])
+                    assert self.holds[group][table[page]][: end + 1] == (seq.cache.salt, *seq.tokens[:end])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -188,17 +187,17 @@ class Pages(RuleBasedStateMachine):
     def distrust(self, data):
         seq = data.draw(st.sampled_from(self.live))
         self.step()
-        self.table.disown(seq)
-        for group, table in enumerate(seq.pages):
-            assert not self.table.tree.where[group].keys() & set(table)
+        self.table.invalidate(seq)
+        for group, table in enumerate(seq.cache.pages):
+            assert not self.table.tree.node_of[group].keys() & set(table)
             for content in self.known(group) - {None}:
-                assert content != (seq.salt, *seq.tokens[: len(content) - 1]), "a part of what it computed is found"
+                assert content != (seq.cache.salt, *seq.tokens[: len(content) - 1]), "part of it is found"
         self.end(seq)
 
     @rule()
     def forget(self):
         self.step()
-        self.table.forget()
+        self.table.clear()
         assert not any(self.known(group) for group in range(3))
 
     @rule()
@@ -209,7 +208,7 @@ class Pages(RuleBasedStateMachine):
         self.planned = {}
         for seq in list(self.live):
             self.end(seq)
-        self.table.lose()
+        self.table.forget_device()
         self.holds = [{}, {}, {}]
 
     @invariant()
@@ -223,7 +222,7 @@ class Pages(RuleBasedStateMachine):
             for seq in list(self.live):
                 self.end(seq)
             self.table.check([])
-            assert all(group.free == group.num_pages - 1 for group in self.table.groups)
+            assert all(group.free == group.num_pages - 1 for group in self.table.pools)
 
 
 TestPages = Pages.TestCase
@@ -236,13 +235,13 @@ def compute(table: PageTable, seq: Sequence, count: int | None = None) -> None:
     end = len(seq.tokens) if count is None else seq.num_computed + count
     assert table.grow(seq, end)
     seq.num_computed = end
-    table.enter(seq, seq.num_computed)
+    table.insert(seq, seq.num_computed)
     table.take_moves()
 
 
 def begin(table: PageTable, tokens, salt: str | None = None) -> Sequence:
     seq = sequence(tokens, salt)
-    table.adopt(seq, table.match(seq))
+    table.begin(seq, table.match(seq))
     return seq
 
 
@@ -251,7 +250,7 @@ def test_a_prompt_finds_what_another_left():
     one = begin(table, range(10))
     compute(table, one)
     two = begin(table, [*range(8), 99, 98])  # while the first still runs
-    assert two.num_computed == 8 and two.pages[0] == one.pages[0][:2]
+    assert two.num_computed == 8 and two.cache.pages[0] == one.cache.pages[0][:2]
     table.release(one)
     table.release(two)
     assert begin(table, range(10)).num_computed == 9
@@ -260,25 +259,25 @@ def test_a_prompt_finds_what_another_left():
     assert begin(table, range(10), salt="other").num_computed == 0
     wants_scores = sequence(range(10))
     wants_scores.prompt_scores = [None] * 9
-    assert table.match(wants_scores) == Found([])
+    assert table.match(wants_scores) == PrefixMatch([])
 
 
 def test_a_prompt_that_parts_inside_of_a_page_gets_a_copy_of_it():
     table = PageTable([20, 20], 4, [None, 6])
     one = begin(table, range(11))
     compute(table, one)
-    pages = [list(group) for group in one.pages]
+    pages = [list(group) for group in one.cache.pages]
     assert begin(table, [*range(10), 99, 98]).num_computed == 8  # its last page is not full, and it still writes there
     table.release(one)
     two, three = begin(table, [*range(10), 99, 98]), begin(table, [*range(9), 97, 96])
     assert (two.num_computed, three.num_computed) == (10, 9)
-    assert table.moves.within == [
-        (group, pages[group][2], seq.pages[group][2]) for seq in (two, three) for group in range(2)
+    assert table.moves.copies == [
+        (group, pages[group][2], seq.cache.pages[group][2]) for seq in (two, three) for group in range(2)
     ]
     assert begin(table, [*range(5), 7, 7]).num_computed == 5
     table.release(two)
     assert begin(table, [*range(10), 99, 98]).num_computed == 10  # of the first: the copy is not made yet
-    assert table.moves.within[-1][1] == pages[-1][2]
+    assert table.moves.copies[-1][1] == pages[-1][2]
 
 
 def test_nothing_is_left_of_what_cannot_be_trusted():
@@ -288,8 +287,8 @@ def test_nothing_is_left_of_what_cannot_be_trusted():
     table.release(one)
     two = begin(table, [*range(6), 9, 9])
     compute(table, two)
-    assert two.num_cached == 0 and begin(table, [*range(6), 8]).num_computed == 6
-    table.disown(two)
+    assert two.cache.num_cached == 0 and begin(table, [*range(6), 8]).num_computed == 6
+    table.invalidate(two)
     table.release(two)
     three = begin(table, [*range(6), 8])
     assert three.num_computed == 0
@@ -298,25 +297,25 @@ def test_nothing_is_left_of_what_cannot_be_trusted():
 
 
 def test_a_page_on_its_way_back_is_shared_but_not_copied():
-    table = PageTable([7], 4, [None], tiers=Tiers([1], 100))
+    table = PageTable([7], 4, [None], host_cache=HostCache([1], 100))
     for first in (0, 100):
         seq = begin(table, range(first, first + 21))
         table.slide(seq)
         assert table.grow(seq, 21)
         seq.num_computed = 21
-        table.enter(seq, 21)
-        for page, copy in table.take_moves().out:
+        table.insert(seq, 21)
+        for page, copy in table.take_moves().offloads:
             copy.data = f"page {page}"
         table.release(seq)
     back = begin(table, [*range(8), 50, 50])
-    assert back.num_computed == 8 and len(table.moves.back) == 2
+    assert back.num_computed == 8 and len(table.moves.restores) == 2
     assert begin(table, [*range(6), 60, 60]).num_computed == 4  # two more rows of the second page are not there yet
     table.take_moves()
     assert begin(table, [*range(6), 70, 70]).num_computed == 6
 
 
 def test_a_page_that_left_before_it_was_back_is_the_next_ones():
-    table = PageTable([4], 4, [None], tiers=Tiers([1], 100))
+    table = PageTable([4], 4, [None], host_cache=HostCache([1], 100))
 
     def plan(first: int) -> Sequence:
         seq = begin(table, range(first, first + 12))
@@ -327,39 +326,39 @@ def test_a_page_that_left_before_it_was_back_is_the_next_ones():
     for first in (0, 100):
         seq = plan(first)
         seq.num_computed = 12
-        table.enter(seq, 12)
-        for page, copy in table.take_moves().out:
+        table.insert(seq, 12)
+        for page, copy in table.take_moves().offloads:
             copy.data = f"page {page}"
         table.release(seq)
     back = begin(table, range(12))
-    assert len(table.moves.back) == 2
+    assert len(table.moves.restores) == 2
     table.release(back)  # its client has gone before the step
     plan(200)
-    assert not table.take_moves().back
+    assert not table.take_moves().restores
 
 
 def test_what_has_no_room_goes_to_the_host_and_to_disk_and_comes_back():
     disk = Disk()
-    tiers = Tiers([1], 2, disk)
-    tiers.reader = tiers.writer = AtOnce()
-    table = PageTable([5], 4, [None], tiers=tiers)
+    host_cache = HostCache([1], 2, disk)
+    host_cache.reader = host_cache.writer = AtOnce()
+    table = PageTable([5], 4, [None], host_cache=host_cache)
 
     def move(moves) -> None:
-        assert all(copy.data is not None for copy in moves.back.values())
-        for page, copy in moves.out:
+        assert all(copy.data is not None for copy in moves.restores.values())
+        for page, copy in moves.offloads:
             copy.data = ("was on page", page)
 
     def serve(tokens) -> int:
         seq = sequence(tokens)
-        while not ready(table, seq):
+        while not table.prefetched(seq):
             pass
-        table.adopt(seq, table.match(seq))
+        table.begin(seq, table.match(seq))
         cached = seq.num_computed
         move(table.take_moves())
         table.slide(seq)
         assert table.grow(seq, len(tokens))
         seq.num_computed = len(tokens)
-        table.enter(seq, len(tokens))
+        table.insert(seq, len(tokens))
         move(table.take_moves())
         table.release(seq)
         table.check([])
@@ -367,21 +366,21 @@ def test_what_has_no_room_goes_to_the_host_and_to_disk_and_comes_back():
 
     assert serve([1] * 16) == 0
     assert serve([2] * 16) == 0  # four pages leave the device, and two of them the host when they have arrived
-    assert len(tiers.copies) == 4 and not disk
+    assert len(host_cache.copies) == 4 and not disk
     assert serve([3] * 4) == 0
-    assert len(tiers.copies) == 2 and len(disk) == 3
+    assert len(host_cache.copies) == 2 and len(disk) == 3
     assert serve([1] * 16) == 12  # the last token's row is needed, and so its page
     assert serve([2] * 16) == 12
-    for moves in saving([table]):
+    for moves in table.save():
         move(moves)
     assert {data for *_, data in disk.values()} and len(disk) == 9
 
-    again = PageTable([5], 4, [None], tiers=Tiers([1], 4, disk))
-    again.tiers.reader = AtOnce()
-    table, tiers = again, again.tiers
+    again = PageTable([5], 4, [None], host_cache=HostCache([1], 4, disk))
+    again.host_cache.reader = AtOnce()
+    table, host_cache = again, again.host_cache
     assert serve([2] * 16) == 12
-    tiers.identity = b"another model"
-    table.forget()
+    host_cache.identity = b"another model"
+    table.clear()
     assert serve([2] * 16) == 0
 
 
@@ -414,13 +413,13 @@ def test_a_window_needs_only_what_it_sees():
     table.release(one)
     for page in (1, 2, 3):  # long out of the window of what follows
         table.tree.forget(
-            1, next(p for p, node in table.tree.where[1].items() if node.key == tuple(range(4 * page, 4 * page + 4)))
+            1, next(p for p, node in table.tree.node_of[1].items() if node.key == tuple(range(4 * page, 4 * page + 4)))
         )
-    table.groups[1].blank += [page for page in table.groups[1].kept if page not in table.tree.where[1]]
-    table.groups[1].kept = {page: None for page in table.groups[1].kept if page in table.tree.where[1]}
+    table.pools[1].blank += [page for page in table.pools[1].cached if page not in table.tree.node_of[1]]
+    table.pools[1].cached = {page: None for page in table.pools[1].cached if page in table.tree.node_of[1]}
     two = begin(table, [*range(40), 7])
     assert two.num_computed == 40
-    assert two.pages[1][:8] == [0] * 8 and all(two.pages[1][8:])
+    assert two.cache.pages[1][:8] == [0] * 8 and all(two.cache.pages[1][8:])
     assert begin(table, [*range(20), 7]).num_computed == 4  # pages 1 to 3 are gone, and a row at 20 sees page 3
     assert begin(table, [*range(24), 7]).num_computed == 24
 
@@ -432,10 +431,10 @@ def test_check_finds_what_it_is_for():
     table.check([seq])
     with pytest.raises(AssertionError, match="miscounted"):
         table.check([])
-    table.groups[0].blank.append(seq.pages[0][0])
+    table.pools[0].blank.append(seq.cache.pages[0][0])
     with pytest.raises(AssertionError, match="twice"):
         table.check([seq])
-    table.groups[0].blank = table.groups[0].blank[1:-1]
+    table.pools[0].blank = table.pools[0].blank[1:-1]
     with pytest.raises(AssertionError, match="neither"):
         table.check([seq])
 
@@ -448,7 +447,7 @@ def test_a_sequence_never_holds_more_than_it_was_sized_for():
             count = min(chunk, length - seq.num_computed)
             table.slide(seq)
             assert table.grow(seq, seq.num_computed + count)
-            for group, pages in zip(table.groups, seq.pages, strict=True):
+            for group, pages in zip(table.pools, seq.cache.pages, strict=True):
                 assert sum(map(bool, pages)) <= group.most_pages(length, chunk)
             seq.num_computed += count
 

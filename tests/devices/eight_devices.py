@@ -219,7 +219,7 @@ def test_memory_is_divided(golden):
     ],
 )
 def test_pages_come_back(name, many, golden):
-    """Tiers and sleep move pages that are split, and give back the same."""
+    """HostCache and sleep move pages that are split, and give back the same."""
     folder = golden(name).folder
     prompts = [{"prompt_token_ids": [(i * 11 + j) % 160 for j in range(70)]} for i in range(12)]
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)

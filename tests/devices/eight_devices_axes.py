@@ -28,7 +28,7 @@ from quire.model.planning.traffic import traffic
 from quire.model.weights import abstract
 from quire.ops.sampling.xla import CANDIDATES
 from quire.serving.device.pipeline import Pipeline
-from quire.serving.engine.batch_builder import Batcher
+from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.cache_size import held_bytes
 from quire.serving.engine.scheduler import Limits
 from quire.sharding.mesh import make_mesh
@@ -135,7 +135,7 @@ def test_what_is_sent(name, sizes, golden):
     mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
     weights, pipeline = loader.load(folder, config, Placement(mesh)), Pipeline(config, mesh)
     state = pipeline.abstract_state((8,) * len(config.windows), 16, 4)
-    batcher = Batcher(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
+    batcher = BatchBuilder(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
     for size, layout in batcher.layouts.items():
         (lowered,) = pipeline.lower(weights, state, layout)
         found, drawn = collectives(lowered.compile().as_text())
@@ -210,7 +210,7 @@ def test_one_layer_at_a_time(golden):
         specs = abstract(config)
         weights = jax.tree.map(struct, placement.by_leaf(config, specs), specs)
         pipeline = Pipeline(config, mesh)
-        layout = min(Batcher(Limits(4, 32, 16), 1, 16, 4).layouts.items())[1]
+        layout = min(BatchBuilder(Limits(4, 32, 16), 1, 16, 4).layouts.items())[1]
         (lowered,) = pipeline.lower(weights, pipeline.abstract_state((8,), 16, 4), layout)
         spent.append(lowered.compile().memory_analysis())
     layer = nbytes(abstract(config).layers[0])

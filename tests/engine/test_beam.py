@@ -47,7 +47,7 @@ def weights():
 def engine(weights):
     runner = Runner(CONFIG, weights, Limits(8, 64, 16), (60, 60), 8, LENGTH)
     runner.warm_up()
-    return Engine(runner, Tokens(), PageTable((60, 60), 8, CONFIG.windows), LENGTH)
+    return Engine(runner, Tokens(), [PageTable((60, 60), 8, CONFIG.windows)], LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_beams_are_those_of_a_plain_loop(engine, oracle, seed, width, steps, pen
 
 
 def test_beams_share_the_pages_of_what_they_have_in_common(engine):
-    engine.pages.forget()
+    engine.reset_prefix_cache()
     rows = []
     launch = engine.runner.launch
     engine.runner.launch = lambda plan, moves: rows.append(plan.num_rows) or launch(plan, moves)
@@ -131,10 +131,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_computed(engine):
 
 
 def test_terms_are_kept_or_refused(engine):
-    engine.pages.forget()
+    engine.reset_prefix_cache()
     params, prompt = BeamSearchParams(beam_width=2, max_tokens=2**30), [[1] * (LENGTH - 3)]
     (mine,) = search(engine, prompt, params, [Terms(cache_salt="a", priority=-1)])
-    assert list(engine.pages.tree.roots) == ["a"]  # and it ended long before max_tokens
+    assert list(engine.tables[0].tree.roots) == ["a"]  # and it ended long before max_tokens
     (plain,) = search(engine, prompt, params)
     assert mine == plain
     with pytest.raises(RequestError, match="timeout"):

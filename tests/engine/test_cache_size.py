@@ -9,7 +9,7 @@ from quire import LLM
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.serving.api.options import EngineOptions
-from quire.serving.cache.page_pool import Group
+from quire.serving.cache.page_pool import PagePool
 from quire.serving.device.state import page_bytes
 from quire.serving.engine.cache_size import size_cache, working_bytes
 from quire.serving.engine.scheduler import Limits
@@ -24,7 +24,7 @@ def config():
 @pytest.mark.parametrize("seqs", [1, 7, 32, 256])
 @pytest.mark.parametrize("share", [1.0, 1.3, 3.0, 20.0, 1000.0])
 def test_pages_for_as_many_as_can_be(config, seqs, share):
-    groups = [Group(1, 16, window) for window in config.windows]
+    groups = [PagePool(1, 16, window) for window in config.windows]
     costs = [page_bytes(config, group, 16) for group in range(len(groups))]
 
     def needs(length: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,8 @@ from quire.model.weights import abstract
 from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache import disk_cache as disk_module
-from quire.serving.cache.disk_cache import DiskPages
-from quire.serving.cache.host_cache import Tiers
+from quire.serving.cache.disk_cache import DiskCache
+from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
 from quire.serving.device import state as state_module
 from quire.serving.device.state import page_bytes
@@ -65,12 +64,12 @@ def oracle(weights):
     return logprobs
 
 
-def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG, tiers=None) -> Engine:
+def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG, host_cache=None) -> Engine:
     """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same shape."""
     runner = Runner(config, weights, Limits(4, 16, 16), num_pages, 8, LENGTH, True, lambda: weights)
     if compiled is not None:
         runner.compiled, runner.page_copier.programs = compiled.runner.compiled, compiled.runner.page_copier.programs
-    return Engine(runner, None, PageTable(num_pages, 8, CONFIG.windows, tiers=tiers), LENGTH)
+    return Engine(runner, None, [PageTable(num_pages, 8, CONFIG.windows, host_cache=host_cache)], LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +153,7 @@ def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
         arrivals, aborts, params = random_mix(rng)
         for name, output in run(engine, arrivals, aborts).items():
             check_greedy(oracle, output, params[name])
-        assert all(group.free == group.num_pages - 1 for group in engine.pages.groups)
+        assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
     assert engine.runner.compiles.recompiles == before
 
 
@@ -198,13 +197,13 @@ def test_one_array_up_and_one_down_a_step(weights, engine):
     for _ in range(4):
         engine.step()
     told.clear()
-    pages = [len(seq.pages[0]) for seq in engine.scheduler.running]
+    pages = [len(seq.cache.pages[0]) for seq in engine.scheduler.running]
     with jax.transfer_guard("disallow"):  # but for what is asked for by name, as above
         for _ in range(20):
             engine.step()
     step = [("launch", told[0][1]), ("begin", "tokens_R"), ("end", "tokens_R")]
     assert told == step * 20
-    assert all(len(seq.pages[0]) > before for seq, before in zip(engine.scheduler.running, pages, strict=True))
+    assert all(len(seq.cache.pages[0]) > before for seq, before in zip(engine.scheduler.running, pages, strict=True))
     while engine.busy:
         engine.step()
 
@@ -212,17 +211,18 @@ def test_one_array_up_and_one_down_a_step(weights, engine):
 def test_a_step_made_from_the_last_is_the_one_made_anew(engine, monkeypatch):
     """But for tokens that the host knows by now and the device has too."""
     batcher = engine.runner.batcher
-    build, advanced = batcher.build, 0
+    build, steps, advanced = batcher.build, batcher.decode_steps[0], 0
 
     def both(plan):
         nonlocal advanced
-        steady = [*batcher.lasts]
+        steady = [*steps]
         size, buffer = build(plan)
-        last = [*batcher.lasts]
-        batcher.lasts.clear()
+        last = [*steps]
+        steps.clear()
         advanced += bool(steady and last) and last[0].seqs is steady[0].seqs
         other, fresh = build(plan)
-        batcher.lasts = deque(last)
+        steps.clear()
+        steps.extend(last)
         one, two = (batcher.layouts[size].views(x) for x in (buffer, fresh))
         held = one.tokens_T < 0
         np.testing.assert_array_equal(-1 - one.tokens_T[held], one.owners_T[held])
@@ -323,7 +323,7 @@ def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernel
 def test_preemption_changes_nothing(weights, oracle, engine):
     """A pool too small for all: sequences give way and come back, with the same tokens."""
     engine = make(weights, compiled=engine)
-    engine.pages = engine.scheduler.pages = PageTable((14, 40), 8, CONFIG.windows)
+    engine.tables[0] = engine.scheduler.replicas[0].table = PageTable((14, 40), 8, CONFIG.windows)
     rng = np.random.default_rng(5)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     arrivals = {0: [(str(i), rng.integers(0, VOCAB, 20).tolist(), params) for i in range(6)]}
@@ -495,7 +495,7 @@ def test_a_row_of_nan_fails_alone(oracle, weights):
 
 def without_cache(weights, compiled: Engine) -> Engine:
     engine = make(weights, compiled=compiled)
-    engine.pages.keeps_prefixes = False
+    engine.tables[0].keeps_prefixes = False
     return engine
 
 
@@ -522,7 +522,7 @@ def test_a_prefix_hit_changes_no_bit(weights, engine, block):
     """Requests that begin alike, greedy and drawn, with penalties or none, also where pages are soon taken again."""
     rng = np.random.default_rng(100 + block)
     plain, small = without_cache(weights, engine), make(weights, compiled=engine)
-    small.pages = small.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows)
+    small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows)
     cached = {"roomy": 0, "small": 0}
     for _ in range(6):
         arrivals: dict[int, list] = {}
@@ -568,7 +568,7 @@ def test_answers_of_one_request_share_its_prompt(weights, engine):
 
     def watch(plan, moves, launch=engine.runner.launch):
         nonlocal most
-        most = max(most, sum(group.num_pages - 1 - group.free for group in engine.pages.groups[:1]))
+        most = max(most, sum(group.num_pages - 1 - group.free for group in engine.tables[0].pools[:1]))
         return launch(plan, moves)
 
     engine.runner.launch = watch
@@ -621,10 +621,10 @@ def test_prompt_logprobs_are_computed_whatever_is_cached(weights, engine, oracle
 # What has no room on the device
 
 
-def tiers_for(engine: Engine, host_pages: int, disk: DiskPages | None = None) -> Tiers:
+def host_cache_for(engine: Engine, host_pages: int, disk: DiskCache | None = None) -> HostCache:
     runner = engine.runner
     sizes = [page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))]
-    return Tiers(sizes, host_pages * max(sizes), disk, b"this model")
+    return HostCache(sizes, host_pages * max(sizes), disk, b"this model")
 
 
 def chats(rng, count: int) -> dict[int, list]:
@@ -642,22 +642,22 @@ def chats(rng, count: int) -> dict[int, list]:
 def test_pages_that_come_back_from_host_and_disk_change_no_bit(weights, engine, host_pages, tmp_path):
     """A pool in which everything has to leave, copies in host memory with room for some or for all, and a folder."""
     rng = np.random.default_rng(host_pages)
-    plain, disk = without_cache(weights, engine), DiskPages(tmp_path, 1 << 30)
-    tiers = tiers_for(engine, host_pages, disk)
+    plain, disk = without_cache(weights, engine), DiskCache(tmp_path, 1 << 30)
+    host_cache = host_cache_for(engine, host_pages, disk)
     small = make(weights, compiled=engine)
-    small.pages = small.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows, tiers=tiers)
+    small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows, host_cache=host_cache)
     bare = make(weights, compiled=engine)
-    bare.pages = bare.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows)
-    cached = {"tiers": 0, "none": 0}
+    bare.tables[0] = bare.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows)
+    cached = {"host_cache": 0, "none": 0}
     before = engine.runner.compiles.recompiles
     for _ in range(6):
         arrivals = chats(rng, 12)
         expected = {name: bits(output) for name, output in run(plain, arrivals).items()}
-        for name, other in (("tiers", small), ("none", bare)):
+        for name, other in (("host_cache", small), ("none", bare)):
             outputs = run(other, arrivals)
             assert {key: bits(output) for key, output in outputs.items()} == expected
             cached[name] += sum(output.num_cached_tokens for output in outputs.values())
-    assert cached["tiers"] > cached["none"]
+    assert cached["host_cache"] > cached["none"]
     assert engine.runner.compiles.recompiles == before
     small.close()
     assert bool(disk.sizes)
@@ -670,8 +670,8 @@ def test_pages_as_a_tpu_has_them(weights, oracle, tmp_path, monkeypatch):
     engine.runner.warm_up()
     assert all(pages.k_PSKH is None and pages.v_PSKH is None for pages in engine.runner.state.pages.values())
     small = make(weights, compiled=engine)
-    tiers = tiers_for(engine, 4, DiskPages(tmp_path, 1 << 30))
-    small.pages = small.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows, tiers=tiers)
+    host_cache = host_cache_for(engine, 4, DiskCache(tmp_path, 1 << 30))
+    small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows, host_cache=host_cache)
     arrivals = chats(np.random.default_rng(4), 16)
     plain, outputs = run(without_cache(weights, engine), arrivals), run(small, arrivals)
     assert {name: bits(output) for name, output in outputs.items()} == {n: bits(output) for n, output in plain.items()}
@@ -686,7 +686,7 @@ def test_another_process_goes_on_with_what_the_first_computed(weights, engine, t
     prompt, params = list(range(41)), SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
 
     def serve(folder) -> tuple[int, list]:
-        own = make(weights, compiled=engine, tiers=tiers_for(engine, 50, DiskPages(folder, 1 << 30)))
+        own = make(weights, compiled=engine, host_cache=host_cache_for(engine, 50, DiskCache(folder, 1 << 30)))
         output = run(own, {0: [("a", prompt, params)]})["a"]
         own.close()
         own.close()  # once more is once too many, and no harm
@@ -706,12 +706,12 @@ def test_another_process_goes_on_with_what_the_first_computed(weights, engine, t
 
 
 def test_names_that_collide_never_lead_to_another_prompt(weights, engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(Tiers, "name", lambda self, node, group: f"all.{group}.page")
+    monkeypatch.setattr(HostCache, "name", lambda self, node, group: f"all.{group}.page")
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
     plain = without_cache(weights, engine)
     for start in (0, 1, 2):
         prompt = list(range(start, start + 41))
-        own = make(weights, compiled=engine, tiers=tiers_for(engine, 50, DiskPages(tmp_path, 1 << 30)))
+        own = make(weights, compiled=engine, host_cache=host_cache_for(engine, 50, DiskCache(tmp_path, 1 << 30)))
         output = run(own, {0: [("a", prompt, params)]})["a"]
         own.close()
         assert bits(output) == bits(run(plain, {0: [("a", prompt, params)]})["a"])
@@ -722,8 +722,8 @@ def test_a_disk_that_takes_nothing_hurts_nobody(weights, engine, tmp_path, monke
     rng = np.random.default_rng(3)
     plain = without_cache(weights, engine)
     small = make(weights, compiled=engine)
-    tiers = tiers_for(engine, 2, DiskPages(tmp_path, 1 << 30))
-    small.pages = small.scheduler.pages = PageTable((16, 14), 8, CONFIG.windows, tiers=tiers)
+    host_cache = host_cache_for(engine, 2, DiskCache(tmp_path, 1 << 30))
+    small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows, host_cache=host_cache)
     arrivals = chats(rng, 12)
     expected = {name: bits(output) for name, output in run(plain, arrivals).items()}
     assert {name: bits(output) for name, output in run(small, arrivals).items()} == expected
@@ -732,8 +732,8 @@ def test_a_disk_that_takes_nothing_hurts_nobody(weights, engine, tmp_path, monke
 
 
 def test_a_failed_step_leaves_what_the_host_has(weights, engine, tmp_path, monkeypatch):
-    own = make(weights, compiled=engine, tiers=tiers_for(engine, 400))
-    for group in own.pages.groups:
+    own = make(weights, compiled=engine, host_cache=host_cache_for(engine, 400))
+    for group in own.tables[0].pools:
         group.blank = group.blank[:8]  # the second prompt drives the first one out
     monkeypatch.setattr(own.scheduler, "check", lambda: None)
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
@@ -897,7 +897,7 @@ def test_priorities_go_first_and_waiting_makes_up_for_them(weights, engine):
 
 def test_who_is_least_urgent_gives_way(weights, engine):
     engine = make(weights, compiled=engine)
-    engine.pages = engine.scheduler.pages = PageTable((14, 40), 8, CONFIG.windows)
+    engine.tables[0] = engine.scheduler.replicas[0].table = PageTable((14, 40), 8, CONFIG.windows)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     requests = [
         engine.add(str(i), [i] * 20, params, terms=Terms(priority=priority))
@@ -955,7 +955,7 @@ def test_each_key_gets_an_equal_share(weights, engine):
     assert all(request.finished for request in few) and len(ended) == 104
     last = max(ended.index(request.request_id) for request in few)
     assert 4 <= last - before < 16  # about every second one is theirs until they are done
-    assert not engine.scheduler.waiting.present and not engine.scheduler.waiting.given
+    assert not engine.scheduler.waiting.present and not engine.scheduler.waiting.served
     with pytest.raises(RequestError, match="share_key"):
         Terms(share_key="")
 

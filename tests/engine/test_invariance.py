@@ -13,8 +13,8 @@ from cases import cases
 from quire.model.checkpoint import hub, loader
 from quire.ops import attention
 from quire.serving.api.params import SamplingParams
-from quire.serving.cache.disk_cache import DiskPages
-from quire.serving.cache.host_cache import Tiers
+from quire.serving.cache.disk_cache import DiskCache
+from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
 from quire.serving.device.state import page_bytes
 from quire.serving.engine.engine import Engine
@@ -46,12 +46,12 @@ def runner(request):
     jax.clear_caches()
 
 
-def engine_of(compiled: Runner, num_pages: int, tiers: Tiers | None = None, keeps: bool = True) -> Engine:
+def engine_of(compiled: Runner, num_pages: int, host_cache: HostCache | None = None, keeps: bool = True) -> Engine:
     """With a device state of its own, and the steps of the other."""
     runner = Runner(compiled.config, compiled.weights, compiled.limits, compiled.num_pages, 16, LENGTH, True)
     runner.compiled, runner.page_copier.programs = compiled.compiled, compiled.page_copier.programs
-    pages = PageTable((num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, tiers)
-    return Engine(runner, None, pages, LENGTH)
+    pages = PageTable((num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, host_cache)
+    return Engine(runner, None, [pages], LENGTH)
 
 
 def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> dict[str, tuple]:
@@ -104,8 +104,8 @@ def test_company_changes_no_bit(runner, tmp_path):
     size = max(sizes)
     alone = engine_of(runner, 400, keeps=False)
     roomy, tight = engine_of(runner, 400), engine_of(runner, 24)
-    tiers = Tiers(sizes, 12 * size, DiskPages(tmp_path, 1 << 30), b"quill")
-    tiered = engine_of(runner, 24, tiers)
+    host_cache = HostCache(sizes, 12 * size, DiskCache(tmp_path, 1 << 30), b"quill")
+    tiered = engine_of(runner, 24, host_cache)
     seen = {"cached": 0, "gave way": 0, "came back": 0}
     for number in range(cases(20, least=3)):
         requests, arrivals = mix(rng, runner.config.vocab_size)

@@ -43,7 +43,7 @@ def make(lent: Engine, pages: int = 200) -> tuple[Engine, Clock]:
     runner, groups, clock = lent.runner, len(lent.runner.config.windows), Clock()
     runner.reset()
     table = PageTable((pages,) * groups, 16, runner.config.windows)
-    return Engine(runner, lent.tokenizer, table, lent.max_len, clock=clock), clock
+    return Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock), clock
 
 
 def watched(engine: Engine) -> LiveView:
@@ -53,12 +53,12 @@ def watched(engine: Engine) -> LiveView:
 
 def state_of(engine: Engine, index: int, page: int, numbers: dict) -> int:
     """Whose a page is, by asking everybody."""
-    owners = [seq for seq in engine.scheduler.running if seq.pages and page in seq.pages[index]]
+    owners = [seq for seq in engine.scheduler.running if seq.cache.pages and page in seq.cache.pages[index]]
     if len(owners) > 1:
         return -2
     if owners:
         return numbers[owners[0].request.request_id]
-    return -1 if page in engine.pages.groups[index].kept else 0
+    return -1 if page in engine.tables[0].pools[index].cached else 0
 
 
 def most_alive(states: list[int]) -> int:
@@ -74,7 +74,7 @@ def check(engine: Engine, shown: dict) -> None:
     numbers = {one["id"]: one["number"] for one in shown["running"]}
     assert numbers.keys() == {request.request_id for request in running}
     assert len(set(numbers.values())) == len(numbers) and min(numbers.values(), default=1) >= 1
-    for index, (group, told) in enumerate(zip(engine.pages.groups, shown["groups"], strict=True)):
+    for index, (group, told) in enumerate(zip(engine.tables[0].pools, shown["groups"], strict=True)):
         assert told["name"] == ("full" if group.window is None else f"window {group.window}")
         assert told["pages"] == group.num_pages - 1
         states = [state_of(engine, index, page, numbers) for page in range(1, group.num_pages)]
@@ -89,7 +89,7 @@ def check(engine: Engine, shown: dict) -> None:
             "number": one["number"],
             "id": request.request_id,
             "prompt": request.sequences[0].num_prompt,
-            "cached": request.sequences[0].num_cached,
+            "cached": request.sequences[0].cache.num_cached,
             "computed": max(seq.num_computed for seq in mine),
             "tokens": sum(len(seq.tokens) - seq.num_prompt for seq in request.sequences),
             "state": one["state"],
@@ -103,7 +103,7 @@ def check(engine: Engine, shown: dict) -> None:
     lengths = {request.request_id: request.sequences[0].num_prompt for request in waits}
     assert len(shown["waiting"]) == min(len(waits), module.LISTED)
     assert {one["id"]: one["prompt"] for one in shown["waiting"]}.items() <= lengths.items()
-    assert shown["used"] == engine.pages.used()
+    assert shown["used"] == engine.tables[0].used()
 
 
 @settings(max_examples=cases(40))
@@ -256,7 +256,7 @@ def test_totals_rates_and_latencies(lent):
         "requests": 3,
         "prompt_tokens": 123,
         "generation_tokens": 300,
-        "cached_tokens": sum(request.sequences[0].num_cached for request in last),
+        "cached_tokens": sum(request.sequences[0].cache.num_cached for request in last),
         "preemptions": 0,
         "recompiles": metrics.values()["quire:recompiles_total"],
     }

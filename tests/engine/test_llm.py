@@ -101,7 +101,7 @@ def test_a_closed_stream_leaves_nothing_behind(llm, texts):
         next(stream)
     stream.close()
     assert not llm.engine.busy
-    assert llm.engine.pages.used() == 0
+    assert llm.engine.tables[0].used() == 0
     assert llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].text == texts[1]
 
 
@@ -287,7 +287,7 @@ def test_async_streams_share_the_engine(texts):
             if not llm.engine.busy:
                 break
             await asyncio.sleep(0.02)
-        assert llm.engine.pages.used() == 0
+        assert llm.engine.tables[0].used() == 0
         assert not llm.engine.requests
         assert not llm.thread.outbox.listeners
 

@@ -115,7 +115,7 @@ def make(lent: Engine, pages: int = 200, clock=None, caching: bool = True) -> En
     runner.reset()
     runner.num_pages = (2,) * groups
     table = PageTable((pages,) * groups, 16, runner.config.windows, caching)
-    return Engine(runner, lent.tokenizer, table, lent.max_len, clock=clock or Clock())
+    return Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock or Clock())
 
 
 def watched(engine: Engine) -> Metrics:
@@ -176,7 +176,7 @@ class Count:
         if not any(counts) and any(seq.num_output for seq in request.sequences):
             self.values["vllm:time_to_first_token_seconds"].append(at - request.arrival)
             self.counts["prompt"] += request.sequences[0].num_prompt
-            self.counts["cached"] += request.sequences[0].num_cached
+            self.counts["cached"] += request.sequences[0].cache.num_cached
         for index, seq in enumerate(request.sequences):
             if seq.num_output > counts[index]:
                 assert seq.num_output == counts[index] + 1
@@ -203,7 +203,7 @@ class Count:
             if request.sequences[0].pool is not None:
                 if reasons == ["stop"]:
                     self.counts["prompt"] += request.sequences[0].num_prompt
-                    self.counts["cached"] += request.sequences[0].num_cached
+                    self.counts["cached"] += request.sequences[0].cache.num_cached
                 continue
             values["vllm:request_generation_tokens"].append(sum(lengths))
             values["vllm:request_max_num_generation_tokens"].append(max(lengths))
@@ -221,14 +221,14 @@ class Count:
 
     def expected(self) -> dict:
         """Every sample of counters and histograms, but for phases and recompiles."""
-        looked_for = [seq for seq in self.planned if seq.shares_prefix and self.engine.pages.keeps_prefixes]
+        looked_for = [seq for seq in self.planned if seq.shares_prefix and self.engine.tables[0].keeps_prefixes]
         found = {
             "vllm:prompt_tokens_total": self.counts["prompt"],
             "vllm:prompt_tokens_cached_total": self.counts["cached"],
             "vllm:generation_tokens_total": self.counts["generation"],
             "vllm:num_preemptions_total": self.counts["preemptions"],
             "vllm:prefix_cache_queries_total": sum(seq.num_prompt for seq in looked_for),
-            "vllm:prefix_cache_hits_total": sum(seq.num_cached for seq in looked_for),
+            "vllm:prefix_cache_hits_total": sum(seq.cache.num_cached for seq in looked_for),
         }
         for reason in ("stop", "length", "abort", "timeout", "error"):
             found["vllm:request_success_total", reason] = self.ends[reason]
@@ -286,12 +286,12 @@ def check_state(metrics: Metrics, engine: Engine) -> None:
     assert found["vllm:num_requests_running"] == len(engine.scheduler.running)
     assert found["vllm:num_requests_waiting"] == len(list(engine.scheduler.waiting))
     used = [
-        {page for seq in engine.scheduler.running if seq.pages for page in seq.pages[index]} - {0}
-        for index in range(len(engine.pages.groups))
+        {page for seq in engine.scheduler.running if seq.cache.pages for page in seq.cache.pages[index]} - {0}
+        for index in range(len(engine.tables[0].pools))
     ]
-    pages = engine.pages.groups[0].num_pages - 1
+    pages = engine.tables[0].pools[0].num_pages - 1
     assert found["quire:pages", "running"] == sum(map(len, used))
-    assert found["quire:pages", "cached"] == sum(len(group.kept) for group in engine.pages.groups)
+    assert found["quire:pages", "cached"] == sum(len(group.cached) for group in engine.tables[0].pools)
     assert sum(found["quire:pages", state] for state in ("free", "running", "cached")) == pages * len(used)
     assert found["vllm:kv_cache_usage_perc"] == pytest.approx(max(map(len, used)) / pages)
 

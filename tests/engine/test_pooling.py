@@ -50,7 +50,7 @@ def oracle(compiled):
 def engine_of(old: Runner, num_pages: int = 400) -> Engine:
     runner = Runner(old.config, old.weights, old.limits, old.num_pages, 16, LENGTH)
     runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
-    return Engine(runner, None, PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows), LENGTH)
+    return Engine(runner, None, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH)
 
 
 def serve(engine: Engine, requests: dict[str, tuple], rng: random.Random | None = None) -> dict[str, RequestOutput]:
@@ -129,7 +129,7 @@ def test_an_embedding_that_failed_is_none(compiled):
     assert request.output().pooled is None
     with pytest.raises(RuntimeError, match="no embedding"):
         embedding(request.output())
-    assert all(group.free == group.num_pages - 1 for group in engine.pages.groups)
+    assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
 
 
 def test_nobody_else_fetches_hidden_states(compiled, monkeypatch):

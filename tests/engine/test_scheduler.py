@@ -6,12 +6,12 @@ from pretended_device import Device, sequence
 
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.scheduler import Limits, Scheduler
-from quire.serving.engine.waiting_queue import Line
+from quire.serving.engine.waiting_queue import WaitingQueue
 from quire.serving.request.sequence import Sequence
 
 
 def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8)) -> Scheduler:
-    return Scheduler(PageTable(pages, page_size, windows), Limits(*limits))
+    return Scheduler([PageTable(pages, page_size, windows)], Limits(*limits))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -23,7 +23,7 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     sequences, aborted = [], set()
     for index in range(60):
         prompt, output = int(rng.integers(1, 40)), int(rng.integers(1, 12))
-        if not scheduler.pages.fits(prompt + output, 16):
+        if not scheduler.replicas[0].table.fits(prompt + output, 16):
             continue
         seq = sequence(index, prompt, output, int(rng.integers(3)), lockstep=bool(rng.random() < 0.1))
         if rng.random() < 0.2:
@@ -45,8 +45,8 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
         assert seq.finish_reason == "length"
         assert seq.num_output == seq.max_tokens
         assert seq.prompt_scores is None or all(seq.prompt_scores)
-    assert all(group.free == group.num_pages - 1 for group in scheduler.pages.groups)
-    assert len(scheduler.free_slots) == 4
+    assert all(group.free == group.num_pages - 1 for group in scheduler.replicas[0].table.pools)
+    assert len(scheduler.replicas[0].free_slots) == 4
 
 
 def test_decodes_do_not_wait_for_a_long_prompt():
@@ -124,7 +124,7 @@ def test_who_begins_alike_computes_the_beginning_once():
         scheduler.add(seq)
     plan = scheduler.schedule()
     assert [(item.start, item.num_rows) for item in plan.items if item.seq is not sequences[0]] == [(28, 2)] * 2
-    assert [seq.num_cached for seq in sequences] == [0, 28, 28]
+    assert [seq.cache.num_cached for seq in sequences] == [0, 28, 28]
 
 
 def test_who_gave_way_finds_its_pages_again():
@@ -138,7 +138,7 @@ def test_who_gave_way_finds_its_pages_again():
     device.step()  # takes in its last token
     (item,) = scheduler.schedule().items
     assert item.begins and (item.start, item.num_rows) == (34, 1) and seq.num_tokens == 36  # with the one it draws now
-    assert seq.num_cached == 0 and seq.num_preemptions == 1
+    assert seq.cache.num_cached == 0 and seq.num_preemptions == 1
 
 
 def test_a_prompt_that_waits_is_not_looked_up_at_every_step(monkeypatch):
@@ -147,8 +147,8 @@ def test_a_prompt_that_waits_is_not_looked_up_at_every_step(monkeypatch):
     scheduler.add(sequence(0, 12, 25))
     device.step()
     scheduler.add(sequence(1, 36, 2))
-    looks, match = [], scheduler.pages.match
-    monkeypatch.setattr(scheduler.pages, "match", lambda seq: looks.append(seq) or match(seq))
+    looks, match = [], scheduler.replicas[0].table.match
+    monkeypatch.setattr(scheduler.replicas[0].table, "match", lambda seq: looks.append(seq) or match(seq))
     for _ in range(20):
         device.step()
     assert len(looks) < 8  # once, and again when a window has left a page
@@ -156,29 +156,29 @@ def test_a_prompt_that_waits_is_not_looked_up_at_every_step(monkeypatch):
 
 def test_who_comes_late_starts_level():
     """Neither behind for what others were given before, nor ahead of them; and who had more than his share keeps it."""
-    line = Line()
+    queue = WaitingQueue()
 
-    def enter(party: str, rank: float) -> Sequence:
+    def enter(tenant: str, rank: float) -> Sequence:
         seq = sequence(0, 4, 4)
-        seq.party, seq.rank = party, rank
-        line.enter(seq)
+        seq.tenant, seq.rank = tenant, rank
+        queue.enter(seq)
         return seq
 
     first, other = enter("a", 0), enter("b", 1)
-    line.give(first, 1000)
-    line.give(other, 600)
+    queue.serve(first, 1000)
+    queue.serve(other, 600)
     late = enter("c", 2)
-    assert line.given == {"a": 1000, "b": 600, "c": 600}
-    assert line.first(lambda seq: True) is other  # it came before the one that had as little
-    line.give(other, 1)
-    assert line.first(lambda seq: True) is late
-    line.give(late, 5000)
-    assert line.first(lambda seq: seq is not other) is first  # the others are skipped while they are not ready
-    line.remove(late)
-    line.leave(late)
+    assert queue.served == {"a": 1000, "b": 600, "c": 600}
+    assert queue.first(lambda seq: True) is other  # it came before the one that had as little
+    queue.serve(other, 1)
+    assert queue.first(lambda seq: True) is late
+    queue.serve(late, 5000)
+    assert queue.first(lambda seq: seq is not other) is first  # the others are skipped while they are not ready
+    queue.remove(late)
+    queue.leave(late)
     back = enter("c", 3)
-    assert line.given["c"] == 5600
+    assert queue.served["c"] == 5600
     for seq in (first, other, back):
-        line.remove(seq)
-        line.leave(seq)
-    assert not line.given and not line.waiting and len(line) == 0
+        queue.remove(seq)
+        queue.leave(seq)
+    assert not queue.served and not queue.waiting and len(queue) == 0

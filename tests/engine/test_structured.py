@@ -273,7 +273,7 @@ def engine_of(compiled, num_pages: int) -> Engine:
     old, tokenizer = compiled
     runner = Runner(old.config, old.weights, old.limits, old.num_pages, 16, LENGTH)
     runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
-    return Engine(runner, tokenizer, PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows), LENGTH)
+    return Engine(runner, tokenizer, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH)
 
 
 def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> tuple[dict[str, tuple], int]:

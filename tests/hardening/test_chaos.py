@@ -144,7 +144,7 @@ def accounted(server) -> None:
     assert not engine.busy and not engine.requests and not server.service.open
     assert not thread.outbox.listeners and not thread.outbox.news
     engine.scheduler.check()
-    assert all(group.free == group.num_pages - 1 for group in engine.pages.groups)
+    assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
     assert engine.runner.compiles.recompiles == 0
 
 

@@ -24,15 +24,15 @@ SEEDS = cases(100)
 def engine():
     """Sixteen at once, and pages for about half of them."""
     engine = pretended_engine(16, 200, num_rows=64)
-    engine.pages = engine.scheduler.pages = PageTable((60, 60), 16, engine.runner.config.windows)
+    engine.tables[0] = engine.scheduler.replicas[0].table = PageTable((60, 60), 16, engine.runner.config.windows)
     return engine
 
 
 def check_idle(engine) -> None:
     assert not engine.busy and not engine.requests
     engine.scheduler.check()
-    assert all(group.free == group.num_pages - 1 for group in engine.pages.groups)
-    assert len(engine.scheduler.free_slots) == 16
+    assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
+    assert len(engine.scheduler.replicas[0].free_slots) == 16
     assert not engine.scheduler.waiting.present and not engine.scheduler.waiting.waiting
 
 

@@ -634,7 +634,7 @@ def test_nobody_sees_what_another_key_has_asked(keyed, path):
         with Client(keyed.url, {"x-api-key": KEYS[0]}) as same:
             assert cached(same, path) > 0
     settled(keyed.engine)
-    assert not any(key in str(salt) for key in KEYS for salt in keyed.engine.pages.tree.roots)
+    assert not any(key in str(salt) for key in KEYS for salt in keyed.engine.tables[0].tree.roots)
 
 
 def digest_of(key: str) -> str:

@@ -491,10 +491,10 @@ def wait(condition: Callable[[], Any], seconds: float) -> float:
 
 def test_a_stream_that_nobody_reads(talkative):
     """It is dropped after its time, its pages are free, and the others go on."""
-    before, used = memory(), talkative.engine.pages.used()
+    before, used = memory(), talkative.engine.tables[0].used()
     with connect(talkative.url, receive_buffer=1024) as connection, Client(talkative.url) as client:
         connection.sendall(request(LONG | {"stream": True}))
-        wait(lambda: talkative.engine.pages.used() > used, 10)
+        wait(lambda: talkative.engine.tables[0].used() > used, 10)
         events = client.events("/v1/completions", {"prompt": "long", "max_tokens": 300})
         assert events[-1][1] == "[DONE]" and events[-2][1]["choices"][0]["finish_reason"] == "length"
         took = wait(lambda: not talkative.engine.requests and not talkative.service.open, 30)

@@ -124,7 +124,7 @@ def test_700_bad_requests_among_32_streams(real):
 def test_one_that_can_never_fit():
     """63 pages of prompt where there are fewer than 50: refused at once, and the others end as they would."""
     engine, script = scripted(say, num_seqs=4, longest=176)
-    pages = engine.pages.groups[0].num_pages
+    pages = engine.tables[0].pools[0].num_pages
     assert pages < 50
     script.step_seconds = 0.1  # for which nobody has to wait who is refused
     with served(model_of(engine), formats=FORMATS) as state:

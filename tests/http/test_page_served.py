@@ -33,7 +33,7 @@ def test_a_chat_and_the_engine_beside_it(server):
         try:
             tab = Tab(browser.new_page(), server.url)
             expect(tab.state).to_have_attribute("data-state", "ready")
-            total = sum(group.num_pages - 1 for group in server.engine.pages.groups)
+            total = sum(group.num_pages - 1 for group in server.engine.tables[0].pools)
             until(lambda: counts(tab).get("free") == total, tab.page, "every page is free at first")
             tab.ask("Write a short story about a dog.")
             until(lambda: counts(tab)["running"] + counts(tab)["yours"] > 0, tab.page, "pages light up")

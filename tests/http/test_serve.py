@@ -64,7 +64,7 @@ def idle(server, seconds: float = 5.0) -> None:
         time.sleep(0.01)
     assert not server.engine.busy and not server.engine.requests
     server.engine.scheduler.check()
-    assert server.engine.pages.used() == 0
+    assert server.engine.tables[0].used() == 0
     assert not server.service.models.models[0].llm.thread.outbox.listeners
 
 

@@ -209,9 +209,9 @@ def test_more_than_the_host_may_hold(two):
     reader, writer = two
     blocks = prefill.give(reader.engine, [], None)  # nothing is something that can be given
     assert blocks.tokens == [] and not any(blocks.groups)
-    size = max(writer.engine.pages.tiers.page_bytes)
-    small = writer.engine.pages.tiers.capacity
-    writer.engine.pages.tiers.capacity = 5 * size
+    size = max(writer.engine.tables[0].host_cache.page_bytes)
+    small = writer.engine.tables[0].host_cache.capacity
+    writer.engine.tables[0].host_cache.capacity = 5 * size
 
     async def run():
         await writer.reset_prefix_cache()
@@ -223,8 +223,8 @@ def test_more_than_the_host_may_hold(two):
     try:
         asyncio.run(run())
     finally:
-        writer.engine.pages.tiers.capacity = small
-    assert np.shape(blocks.groups) == (len(writer.engine.pages.groups), 0)
+        writer.engine.tables[0].host_cache.capacity = small
+    assert np.shape(blocks.groups) == (len(writer.engine.tables[0].pools), 0)
 
 
 TWO = """
@@ -246,7 +246,7 @@ async def run():
     for _ in range(2):
         found = await last(both)
         assert found.outputs[0].token_ids == alone.outputs[0].token_ids and found.num_cached_tokens >= 64, found
-        await writer.call(lambda: (writer.engine.pages.lose(), writer.engine.runner.reset()))  # as after a failure
+        await writer.call(lambda: (writer.engine.forget_device(), writer.engine.runner.reset()))  # as after a failure
         await writer.reset_prefix_cache()
     assert jax.tree.leaves(writer.engine.runner.state)[0].devices() == {second}
     assert writer.engine.runner.compiles.recompiles == 0

@@ -42,9 +42,9 @@ def check_ends(simulation: Simulation, fates, jobs) -> None:
             assert seq.finish_reason in ("timeout", "abort") and len(fate.tokens) < job.output
             due = job.arrival + min(t for t in (job.timeout, job.abort) if t is not None)
             assert fate.ended >= due
-    pages = simulation.scheduler.pages
-    assert all(group.free == group.num_pages - 1 for group in pages.groups)
-    assert len(simulation.scheduler.free_slots) == simulation.scheduler.limits.max_seqs
+    pools = simulation.scheduler.replicas[0].table.pools
+    assert all(group.free == group.num_pages - 1 for group in pools)
+    assert len(simulation.scheduler.replicas[0].free_slots) == simulation.scheduler.limits.max_seqs
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -66,7 +66,7 @@ def test_the_rare_states_are_reached():
     check_ends(simulation, fates, jobs)
     assert set(reasons(fates)) == {"length", "timeout", "abort"}
     assert simulation.preemptions > 20
-    assert sum(fate.seq.num_cached > 0 for fate in fates) > 5
+    assert sum(fate.seq.cache.num_cached > 0 for fate in fates) > 5
     assert max(fate.seq.num_preemptions for fate in fates) >= 2
 
 

@@ -126,4 +126,4 @@ def settled(engine: Any, seconds: float = 5.0) -> None:
         time.sleep(0.01)
     assert not engine.busy and not engine.requests
     engine.scheduler.check()
-    assert engine.pages.used() == 0
+    assert engine.tables[0].used() == 0

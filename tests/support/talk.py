@@ -78,5 +78,5 @@ def frees_all(server: Any, seconds: float = 5.0) -> None:
     """Soon nothing runs, and every page is free or kept for others."""
     until(lambda: not server.engine.busy and not server.engine.requests, seconds)
     server.engine.scheduler.check()
-    assert server.engine.pages.used() == 0
+    assert server.engine.tables[0].used() == 0
     assert not server.service.models.models[0].llm.thread.outbox.listeners

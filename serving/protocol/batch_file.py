@@ -1,4 +1,4 @@
-"""OpenAI's batch files: one request a line in, one result a line out, and a bad line hurts no other."""
+"""OpenAI's batch files: one request a line in, one result a line out, and a bad line affects no other."""
 
 import json
 from collections.abc import Iterable, Iterator

@@ -8,7 +8,7 @@ from ..api.validation import shown, unicode_text
 
 
 class Conversation:
-    """Messages in their order. What an assistant says, thinks and calls without a break is one message."""
+    """Messages in their order. What an assistant says, thinks and calls in one turn is one message."""
 
     def __init__(self):
         self.messages: list[dict[str, Any]] = []

@@ -60,7 +60,7 @@ class ResponsePiece(NamedTuple):
 
 
 class ReplicaConnection:
-    """Runs the application on a call. It is the `connection` of the request as well, to which streams are written."""
+    """Runs the application on a request. It is the request's `connection` too, to which streams are written."""
 
     unread = False
 

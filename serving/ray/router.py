@@ -49,6 +49,6 @@ class Router(RequestRouter):
 
 
 def asked(request: PendingRequest | None) -> tuple[Sequence[bytes], Sequence[str]]:
-    """(beginnings of the prompt, replicas that failed on it) of a call: of its first argument, if that has them."""
+    """(beginnings of the prompt, replicas that failed on it) of a call, from its first argument if that has them."""
     call = request.args[0] if request is not None and request.args else None
     return getattr(call, "prefix", ()), getattr(call, "tried", ())

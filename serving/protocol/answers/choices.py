@@ -17,11 +17,11 @@ class ChoiceState(NamedTuple):
 
 
 class Choices:
-    """Reads the texts of all choices; these count through all prompts."""
+    """Parses the texts of all choices, which are numbered through all prompts."""
 
     def __init__(self, make_parser: Callable[[], Any], each: int, most_calls: int | None = None):
         self.make_parser, self.each, self.most_calls = make_parser, each, most_calls
-        self.readers: dict[int, ChoiceState] = {}
+        self.states: dict[int, ChoiceState] = {}
         self.written = 0  # tokens of all choices
         self.thought = 0  # tokens of reasoning among them
         self.reasons: set[str] = set()
@@ -29,9 +29,9 @@ class Choices:
     def part(self, prompt: int, fresh: Fresh) -> ChoicePart:
         """What one choice got since the part before."""
         index = prompt * self.each + fresh.index
-        if index not in self.readers:
-            self.readers[index] = ChoiceState(self.make_parser(), [])
-        parser, calls = self.readers[index]
+        if index not in self.states:
+            self.states[index] = ChoiceState(self.make_parser(), [])
+        parser, calls = self.states[index]
         pieces, reason = list(parser.push(fresh.text)) if fresh.text else [], fresh.finish_reason
         if reason is not None:
             if reason == "error":

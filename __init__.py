@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Public name -> module. Loaded on first use: `import quire` costs nothing until something is asked of it.
+# Public name -> module, imported on first use: `import quire` alone costs nothing.
 EXPORTS = {
     "AsyncLLM": ".serving.async_llm",
     "BeamSearchParams": ".serving.engine.beam_search",

@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from . import __version__
 
-# Command -> module whose `main` it runs. Only the command that is asked for is imported.
+# Command -> module with its `main`. Only the command that runs is imported.
 COMMANDS = {
     "generate": ".scripts.generate",
     "chat": ".scripts.chat",
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """The commands of the table, each loaded when it is needed."""
+    """The commands of the table, each imported when it is needed."""
 
     def __init__(self, **attributes):
         super().__init__(**attributes)
@@ -35,7 +35,7 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module = import_module(COMMANDS[cmd_name], __package__)
-        if (app := getattr(module, "app", None)) is None:  # a command that has commands of its own brings one
+        if (app := getattr(module, "app", None)) is None:  # a group of commands brings one
             app = typer.Typer(add_completion=False)
             app.command(cmd_name)(module.main)
         return typer.main.get_command(app)
@@ -54,16 +54,16 @@ def show_version(wanted: bool) -> None:
 def quire(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=show_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=show_version)
     ] = False,
 ) -> None:
-    """LLM inference in JAX. `quire COMMAND --help` tells about a command."""
+    """LLM inference in JAX. `quire COMMAND --help` explains a command."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 def main() -> None:
-    """Run the command of `sys.argv`. What the user can mend is one line on stderr and exit code 2."""
+    """Run the command of `sys.argv`. A mistake of the user is one line on stderr and exit code 2."""
     try:
         sys.exit(typer.main.get_command(app)(prog_name="quire", standalone_mode=False))
     except KeyboardInterrupt:

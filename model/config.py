@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-# What keys and values can be kept in; None: the model's own type.
+# The dtypes that keys and values can be kept in; None: the model's own.
 CACHES = {"auto": None, "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
 
 
@@ -13,24 +13,24 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: every scaling rule reduces to these frequencies and one factor on cos and sin."""
+    """Rotary embedding. Every scaling rule comes down to frequencies and one factor on cos and sin."""
 
-    inv_freq: tuple[float, ...]  # one a pair; 2 * len may be less than the head size (partial rotary)
+    inv_freq: tuple[float, ...]  # one for each pair; 2 * len may be less than the head size (partial rotary)
     factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention over its own keys and values, or over those of the layer `kv_source`."""
+    """Softmax attention over the layer's own keys and values, or over those of layer `kv_source`."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     rope: Rope | None = None
-    window: int | None = None  # a query sees the last `window` positions, itself included
+    window: int | None = None  # a row sees the last `window` positions, its own included
     soft_cap: float | None = None
-    qk_norm: str | None = None  # "head": each head on its own; "all": across the heads
+    qk_norm: str | None = None  # "head": over each head; "all": over all heads
     v_norm: bool = False  # RMS norm of the values, without a scale
     bias: bool = False
     out_bias: bool = False
@@ -41,7 +41,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """DeepSeek's MLA: the cache holds one latent and one rotary key a token, shared by all heads."""
+    """DeepSeek's MLA: the cache holds one latent and one rotary key for each token, shared by all heads."""
 
     heads: int
     q_rank: int | None
@@ -53,7 +53,7 @@ class LatentAttention:
     rope: Rope
     bias: bool = False
     norm_eps: float = 1e-6
-    interleaved: bool = True  # the checkpoint keeps rotary pairs side by side; they are parted at load
+    interleaved: bool = True  # the checkpoint keeps rotary pairs side by side; loading moves them half the width apart
 
     window = None
     kv_source = None
@@ -69,30 +69,30 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Moe:
-    """Routed experts. Scores come from `score`; the best `top_k` are mixed with their weights."""
+    """Routed experts: each row goes to the `top_k` with the best scores, and their outputs are added by weight."""
 
     experts: int
     top_k: int
     dim: int
     activation: str = "silu"
-    score: str = "softmax"  # "softmax" over all, "softmax_top" over the chosen, or "sigmoid"
+    score: str = "softmax"  # of the router's logits: "softmax" over all, "softmax_top" over the chosen, or "sigmoid"
     normalize: bool = True  # the chosen weights are divided by their sum
     scaling: float = 1.0
-    groups: int = 1
+    groups: int = 1  # experts are chosen from the best `top_groups` of so many groups
     top_groups: int = 1
     group_score: str = "max"  # "max", or "top2": the sum of the two best
-    router_bias: bool = False  # added to the logits
-    choice_bias: bool = False  # added to the scores for the choice alone
+    router_bias: bool = False  # added to the router's logits
+    choice_bias: bool = False  # added to the scores for the choice, not to the weights
     bias: bool = False
-    clamp: float | None = None
+    clamp: float | None = None  # gpt-oss's form of the activation, see `ops.activation.glu`
     alpha: float = 1.0
     own_norms: bool = False  # Gemma 4: router and experts read the residual through norms of their own
     quant: str | None = None  # the format of the expert weights
-    spare: int = 0  # places for second and further copies of experts
+    spare: int = 0  # slots for second and further copies of experts
 
     @property
     def slots(self) -> int:
-        """Places that an expert's weights can lie at."""
+        """Slots for an expert's weights: one for each, and the spare ones."""
         return self.experts + self.spare
 
 
@@ -109,7 +109,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The whole decoder. `family` names the module that made it and knows its checkpoints."""
+    """The whole decoder. `family` names the module of `families` that made it and knows its checkpoints."""
 
     family: str
     vocab_size: int
@@ -121,15 +121,15 @@ class ModelConfig:
     tied: bool = False
     embed_scale: float = 1.0
     final_soft_cap: float | None = None
-    per_layer_dim: int = 0  # Gemma 4: an embedding of its own for every layer
+    per_layer_dim: int = 0  # Gemma 4: the width of a further embedding for each layer; 0: none
     per_layer_vocab: int = 0
     layer_scale: bool = False
     quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
-    kv_cache_dtype: str = "auto"  # of keys and values, one of CACHES
+    kv_cache_dtype: str = "auto"  # one of CACHES
 
     @property
     def kv_dtype(self) -> str:
-        """What keys and values are kept in."""
+        """The dtype of keys and values in the cache."""
         return CACHES[self.kv_cache_dtype] or self.dtype
 
     def __post_init__(self):
@@ -138,7 +138,7 @@ class ModelConfig:
 
     @cached_property
     def kv_owner(self) -> tuple[int, ...]:
-        """The layer whose cache each layer reads: itself unless it shares."""
+        """The layer whose cache each layer reads: its own, or that of its `kv_source`."""
         return tuple(
             index if layer.attention.kv_source is None else layer.attention.kv_source
             for index, layer in enumerate(self.layers)
@@ -156,12 +156,12 @@ class ModelConfig:
 
     @property
     def experts(self) -> int:
-        """Of a layer, the most; 0 where none has any."""
+        """The largest number of experts of a layer; 0 where there are none."""
         return max((layer.moe.experts for layer in self.layers if layer.moe is not None), default=0)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The distinct windows of the cache owners, full attention (None) first: one cache group each."""
+        """The distinct windows of the layers that own a cache, full attention (None) first: each is a cache group."""
         seen = {self.layers[index].attention.window for index in self.kv_layers}
         return tuple(sorted(seen, key=lambda window: (window is not None, window or 0)))
 
@@ -200,7 +200,7 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
 
 
 def check_moe(index: int, moe: Moe) -> None:
-    """Refuse experts that cannot be grouped or chosen as asked."""
+    """Refuse numbers of experts and groups that cannot work together."""
     if moe.groups < 1 or moe.experts % moe.groups:
         raise ModelError(f"layer {index}: {moe.experts} experts do not divide into {moe.groups} groups")
     size = moe.experts // moe.groups

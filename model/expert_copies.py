@@ -1,4 +1,4 @@
-"""Experts that lie at several places: which expert each place holds, and the tables that the decoder reads."""
+"""Experts with several copies: which expert each slot holds, and the tables that the decoder reads."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from .weights import ModelWeights, MoeWeights
 
 
 def with_spare(config: ModelConfig, spare: int) -> ModelConfig:
-    """The same model with so many places more in each layer that has experts."""
+    """The same model with so many spare slots in each layer that has experts."""
 
     def widen(layer: Layer) -> Layer:
         return layer if layer.moe is None else replace(layer, moe=replace(layer.moe, spare=spare))
@@ -20,12 +20,12 @@ def with_spare(config: ModelConfig, spare: int) -> ModelConfig:
 
 
 def spare_of(config: ModelConfig) -> int:
-    """Places of a layer beside one for each expert."""
+    """The number of spare slots of a layer."""
     return max((layer.moe.spare for layer in config.layers if layer.moe is not None), default=0)
 
 
 def check(config: ModelConfig, spare: int, devices: int, stages: int = 1) -> None:
-    """Refuse numbers of places that the devices cannot share."""
+    """Refuse numbers of spare slots that the devices cannot share."""
     if not spare:
         return
     if stages > 1:
@@ -48,17 +48,17 @@ def check(config: ModelConfig, spare: int, devices: int, stages: int = 1) -> Non
 
 
 def first_placement(moe: Moe) -> np.ndarray:
-    """The expert of each place as they are loaded: one after the other, and from the first on again."""
+    """The expert of each slot after loading: one after the other, and the first ones again."""
     return np.arange(moe.slots) % moe.experts
 
 
 def first_placements(config: ModelConfig) -> np.ndarray:
-    """The same of all layers that have experts: [L, S]."""
+    """The same for all layers that have experts: [L, S]."""
     return np.stack([first_placement(layer.moe) for layer in config.layers if layer.moe is not None])
 
 
 def tables(experts_S: np.ndarray, num_experts: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """(copies_E, slots_EC): how many places each expert has, and which."""
+    """(copies_E, slots_EC): how many copies each expert has, and their slots."""
     copies_E = np.bincount(experts_S, minlength=num_experts).astype(np.int32)
     slots_EC = np.zeros((num_experts, columns), np.int32)
     order = np.argsort(experts_S, kind="stable")
@@ -68,14 +68,14 @@ def tables(experts_S: np.ndarray, num_experts: int, columns: int) -> tuple[np.nd
 
 
 def placed(w: MoeWeights, experts_S: np.ndarray, mesh: Mesh, moe: Moe) -> MoeWeights:
-    """The weights of a layer with tables that say so."""
+    """The weights of a layer with the tables for these experts in its slots."""
     found = tables(experts_S, moe.experts, moe.spare + 1)
     copies_E, slots_EC = jax.device_put(found, NamedSharding(mesh, PartitionSpec()))
     return w.replace(copies_E=copies_E, slots_EC=slots_EC)
 
 
 def as_loaded(weights: ModelWeights, config: ModelConfig, mesh: Mesh | None) -> ModelWeights:
-    """Weights that were just read, with the tables for how they lie."""
+    """Weights as just loaded, with the tables for their first placement."""
     layers = list(weights.layers)
     for index in config.expert_layers:
         moe = config.layers[index].moe

@@ -27,7 +27,7 @@ class AttentionWeights:
 
 @struct.dataclass
 class LatentWeights:
-    q_down_DA: Array  # None where the queries are projected in one step
+    q_down_DA: Array  # None where queries are projected in one step
     q_norm_A: Array
     q_up_ANH: Array
     kv_down_DA: Array  # the latent, then the rotary key
@@ -60,8 +60,8 @@ class MoeWeights:
     pre_norm_D: Array = None
     post_norm_D: Array = None
     mlp_post_norm_D: Array = None
-    copies_E: Array = None  # how many of an expert's copies there are, where it may have several
-    slots_EC: Array = None  # and at which of the stacks' places
+    copies_E: Array = None  # how many copies each expert has, where it may have several
+    slots_EC: Array = None  # and their slots in the stacks
 
 
 @struct.dataclass
@@ -99,7 +99,7 @@ def abstract(config: ModelConfig) -> ModelWeights:
     """The weight tree of a model with an `ArraySpec` in place of each array."""
     dtype, D, V, L, A = jnp.dtype(config.dtype), config.dim, config.vocab_size, len(config.layers), config.per_layer_dim
     embed_VD = ArraySpec((V, D), dtype, ("vocab", "embed"), fan_in=D)
-    # Four bits are too few for the words themselves: beside int4 the head has eight.
+    # Four bits are too few for the vocabulary: beside int4 the head has eight.
     head_VD = packed("int8" if config.quant else None, replace(embed_VD, inputs=(1,)))
     weights = ModelWeights(
         embed_VD=head_VD if config.tied else embed_VD,
@@ -117,12 +117,12 @@ def abstract(config: ModelConfig) -> ModelWeights:
 
 
 def dense_specs(config: ModelConfig) -> ModelWeights:
-    """The specs of the weights before they are rounded to the model's format."""
+    """The specs of the weights as they are before quantization."""
     return abstract(replace(config, quant=None))
 
 
 def norm(size: int, axis: str | Runs | None = None) -> ArraySpec:
-    """A norm's scale: always float32, it is small and a rounded `1 + w` would cost accuracy."""
+    """A norm's scale: always float32, since it is small and rounding it would cost accuracy."""
     return ArraySpec((size,), jnp.float32, (axis,), "ones")
 
 
@@ -150,7 +150,7 @@ def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
 
 
 def matrix(config: ModelConfig, into: tuple[int, ...], out: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
-    """A weight that its products sum over the axes `into` of, in the model's format."""
+    """A weight [*into, *out] whose products sum over `into`, in the model's format."""
     inputs = tuple(range(len(into)))
     dense = ArraySpec(into + out, jnp.dtype(config.dtype), axes, fan_in=math.prod(into), inputs=inputs)
     return packed(config.quant, dense)
@@ -161,7 +161,7 @@ def attention_spec(config: ModelConfig, a: Attention) -> AttentionWeights:
     N, K, H = a.heads, a.kv_heads, a.head_dim
     sizes = (N,) if a.kv_source is not None else (N, K) if a.tied_kv else (N, K, K)
     G, runs = sum(sizes), Runs("heads", sizes, shared=(1, 2)[: len(sizes) - 1])
-    # Of a run of keys that several devices hold, each needs its own part of the scale, hence the runs.
+    # Several devices may hold the same keys, and with them that part of the scale: hence the runs.
     whole = norm(N * H, Runs("heads", (N,))), norm(K * H, Runs("heads", (K,), shared=(0,)))
     q_norm, k_norm = {None: (None, None), "head": (norm(H), norm(H)), "all": whole}[a.qk_norm]
     return AttentionWeights(

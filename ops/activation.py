@@ -1,4 +1,4 @@
-"""Gated activations: gate and up come interleaved on an axis of size two, one array out."""
+"""Gated activations. Gate and up come stacked on an axis of size two."""
 
 from functools import partial
 
@@ -23,5 +23,5 @@ def glu(up_TGF, activation: str, clamp: float | None = None, alpha: float = 1.0)
 
 
 def soft_cap(x, cap: float | None):
-    """cap * tanh(x / cap): bounded, and close to x where x is small."""
+    """cap * tanh(x / cap): bounded by cap, and close to x where x is small; x without a cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)

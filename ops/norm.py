@@ -1,4 +1,4 @@
-"""Root-mean-square norm, computed in float32 whatever comes in."""
+"""Root-mean-square norm, computed in float32 whatever the input's dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from .ordered_sum import sum_pairs
 def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
     """x / rms(x) over the last axis, times `scale` if there is one; the result has x's dtype.
 
-    Where the devices of `axis` have a part of it each, it is that of all parts.
+    Where that axis is split over the devices of `axis`, the norm is over all of it.
     """
     wide = x.astype(jnp.float32)
     squares = mean(wide * wide)
@@ -21,5 +21,5 @@ def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
 
 
 def mean(x):
-    """Over the last axis. On a CPU XLA's own sums give other bits for four rows than for sixty-four."""
+    """The mean over the last axis. On a CPU XLA's own sums give other bits for 4 rows than for 64."""
     return sum_pairs(x) / x.shape[-1] if jax.default_backend() == "cpu" else jnp.mean(x, axis=-1)

@@ -1,4 +1,4 @@
-"""Sums in an order that the shape of the rest does not change: a row's result must not depend on its company."""
+"""Sums in an order that the sizes of other axes do not change: a row's bits must not depend on the number of rows."""
 
 from functools import reduce
 
@@ -16,5 +16,5 @@ def sum_pairs(x):
     """The sum over the last axis, halves added to halves: XLA picks the order of its own sums by the array's size."""
     last = x.ndim - 1
     while (size := x.shape[last]) % 2 == 0:
-        x = lax.add(*lax.split(x, (size // 2, size // 2), last))  # indexing would take thrice as long to trace
+        x = lax.add(*lax.split(x, (size // 2, size // 2), last))  # indexing takes three times as long to trace
     return lax.squeeze(reduce(lax.add, lax.split(x, (1,) * size, last)), (last,))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the first half of the rotary dimensions pairs with the second half."""
+"""Rotary position embedding: the first half of the rotary dimensions is paired with the second half."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ def angles(positions_T, inv_freq, factor: float = 1.0):
 
 
 def rotate(x_TNH, cos_sin):
-    """Rotate the first 2 * pairs dimensions of each head; the rest passes through."""
+    """Rotate the first 2 * pairs dimensions of each head; the others stay."""
     cos, sin = (part[:, None, :] for part in cos_sin)
     pairs = cos.shape[-1]
     wide = x_TNH.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""`quire build-kernels`: compile the CPU kernels ahead of time, for an image that is read-only or has no compiler."""
+"""`quire build-kernels`: compile the CPU kernels ahead of time, for an image that is read-only or lacks a compiler."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,13 +9,15 @@ from . import options as o
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="The folder to build into; name it in QUIRE_KERNELS where they shall run.")],
+    out: Annotated[Path, typer.Option(help="Folder to build into; set QUIRE_KERNELS to it where the kernels run.")],
     isa: Annotated[
         list[str] | None,
-        typer.Option(help="An instruction set; may be given several times.", show_default="the best of this machine"),
+        typer.Option(
+            help="Instruction set to build for; may be given several times.", show_default="the best of this machine"
+        ),
     ] = None,
 ) -> None:
-    """Compile the kernels for the CPU into a folder, and print where each library is."""
+    """Compile the CPU kernels into a folder, and print the path of each library."""
     import os
     import platform
     from concurrent.futures import ThreadPoolExecutor

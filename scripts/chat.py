@@ -1,4 +1,4 @@
-"""`quire chat`: talk with a model in a terminal, or one turn a line through a pipe."""
+"""`quire chat`: chat with a model in a terminal, or through a pipe, one message a line."""
 
 import signal
 import sys
@@ -17,9 +17,7 @@ HELP = "/reset forgets the conversation, /exit leaves (so does Ctrl-D); Ctrl-C s
 @o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
 def main(
     model: o.Model = None,
-    system: Annotated[
-        str | None, typer.Option(help="The system message: how to answer.", rich_help_panel=o.OUTPUT)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message: how to answer.", rich_help_panel=o.OUTPUT)] = None,
     max_tokens: o.MaxTokens = 512,
     temperature: o.Temperature = None,
     top_p: o.TopP = None,
@@ -31,7 +29,7 @@ def main(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Talk with a model. /reset forgets, /exit leaves, Ctrl-C stops an answer."""
+    """Chat with a model. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."""
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
     params = SamplingParams(
@@ -62,7 +60,7 @@ def main(
 
 
 def lines():
-    """What the user types, until the end of input. At a terminal with editing and history."""
+    """The lines of stdin; in a terminal with editing and history."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -77,7 +75,7 @@ def lines():
 
 
 def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, ...]:
-    """Ask, print the answer as it comes, and return the longer conversation; the old one where it was refused."""
+    """Print the answer as it is generated and return the longer conversation; the old one where it was refused."""
     from .. import RequestError
 
     asked = (*messages, {"role": "user", "content": question})
@@ -103,7 +101,7 @@ def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, 
 
 @contextmanager
 def interruptible():
-    """The first Ctrl-C sets the flag that this gives, so that no step is torn apart; the second is as ever."""
+    """Yields a flag that the first Ctrl-C sets, so that the step under way ends whole; the second interrupts."""
     flag = threading.Event()
 
     def note(signum, frame):

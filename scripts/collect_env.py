@@ -1,4 +1,4 @@
-"""`quire collect-env`: what a bug report needs to say about the machine."""
+"""`quire collect-env`: what a bug report should say about the machine."""
 
 import importlib
 import os
@@ -88,7 +88,7 @@ def caches():
 
 
 def environment():
-    """Only variables that change how Quire runs: an environment also holds keys."""
+    """Only variables that change how Quire runs: others may hold keys."""
     names = sorted(name for name in os.environ if name.startswith(VARIABLES))
     return [(name, os.environ[name]) for name in names] or [("set", "none that matter here")]
 
@@ -123,7 +123,7 @@ def attention():
 
 
 def first_to(run):
-    """The first attention for which `run` does not find that it declines, or "none", and why others before it did."""
+    """The name of the first attention implementation with which `run` succeeds, or "none", and why others declined."""
     from ..ops import attention as op
 
     declined = []
@@ -138,7 +138,7 @@ def first_to(run):
 
 
 def cases():
-    """(name, a function that traces an implementation on a tiny case of that kind, without running it)."""
+    """(name, function that traces an implementation on a tiny case of that kind without running it)."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""`quire convert`: a Hugging Face checkpoint as an orbax checkpoint, which restores sharded."""
+"""`quire convert`: a Hugging Face checkpoint as an orbax checkpoint, which loads sharded."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +11,11 @@ from . import options as o
 @o.takes_engine(only=("dtype",))
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must be empty or new.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must be empty or new.")],
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Write a model as an orbax checkpoint. Use the folder wherever a MODEL is asked for."""
+    """Write a model as an orbax checkpoint, which loads sharded. The folder serves wherever a MODEL is given."""
     from rich.progress import Progress  # not at the top: `--help` must not wait for JAX
 
     from ..model.checkpoint import hub, loader, orbax

@@ -1,4 +1,4 @@
-"""`quire generate`: write on from one prompt."""
+"""`quire generate`: continue one prompt."""
 
 import json
 import sys
@@ -16,19 +16,19 @@ from .loading import load
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds from the start of the command, and what was read and written in them."""
+    """Seconds from the start of the command to each stage, and the tokens read and written."""
 
     loaded: float
     first: float
     done: float
     prompt_tokens: int
-    first_tokens: int  # how many came at once with the first: one for each answer
+    first_tokens: int  # that came with the first output: one for each answer
     tokens: int
-    cached_tokens: int = 0  # of the prompt, that were found computed
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of what came after the first output: reading the prompt is not writing."""
+        """Of the tokens after the first output, so that reading the prompt does not count."""
         later = self.tokens - self.first_tokens
         return later / (self.done - self.first) if later and self.done > self.first else None
 
@@ -44,16 +44,16 @@ class Timing:
 @o.takes_engine()
 def main(
     model: o.Model = None,
-    prompt: Annotated[str | None, typer.Option(help="The text to go on from.", rich_help_panel=o.OUTPUT)] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.", rich_help_panel=o.OUTPUT)] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="The same, from a file; - is stdin.", rich_help_panel=o.OUTPUT)
+        Path | None, typer.Option(help="File with the text to continue; - is stdin.", rich_help_panel=o.OUTPUT)
     ] = None,
     stream: Annotated[
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Print as it is written.",
-            show_default="on, but for --n or --json",
+            help="Print the text as it is generated.",
+            show_default="on, except with --n or --json",
             rich_help_panel=o.OUTPUT,
         ),
     ] = None,
@@ -61,7 +61,7 @@ def main(
         bool, typer.Option("--echo", help="Print the prompt before the text.", rich_help_panel=o.OUTPUT)
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object when done.", rich_help_panel=o.OUTPUT)
+        bool, typer.Option("--json", help="Print one JSON object at the end.", rich_help_panel=o.OUTPUT)
     ] = False,
     max_tokens: o.MaxTokens = 128,
     temperature: o.Temperature = None,
@@ -73,11 +73,11 @@ def main(
     frequency_penalty: o.FrequencyPenalty = None,
     seed: o.Seed = None,
     stop: o.Stop = None,
-    n: Annotated[int, typer.Option("--n", help="How many answers.", rich_help_panel=o.SAMPLING)] = 1,
+    n: Annotated[int, typer.Option("--n", help="Number of answers.", rich_help_panel=o.SAMPLING)] = 1,
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Write on from a prompt. The text goes to stdout, a line of timing to stderr."""
+    """Continue a prompt. The text goes to stdout, a line of timings to stderr."""
     started = perf_counter()
     if stream and (as_json or n > 1):
         raise o.UsageError("--stream prints one answer as text: leave out --json and --n")

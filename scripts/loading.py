@@ -1,10 +1,10 @@
-"""Making the engine for a command, with what it is doing shown while it does it."""
+"""The engine of a command, with its progress shown while it loads."""
 
 import sys
 
 
 def load(model: str | None, **options):
-    """An `LLM`. On a terminal stderr tells each stage: a first compilation takes a while."""
+    """An `LLM`. A terminal shows each stage on stderr: the first compilation takes a while."""
     from .. import LLM  # not at the top: `--help` must not wait for JAX
 
     if not sys.stderr.isatty():

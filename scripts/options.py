@@ -19,13 +19,13 @@ SAMPLING = "Sampling"
 
 
 class UsageError(typer.TyperException):
-    """A command line that asks for what cannot be done."""
+    """A command line that cannot be carried out."""
 
     exit_code = 2
 
 
 def given(**values) -> dict:
-    """The options that were given; the rest are left to the engine's own defaults."""
+    """The options that were given; the others keep the engine's own defaults."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -44,17 +44,23 @@ def sampled(name: str, help: str):
     return typer.Option(name, help=help, rich_help_panel=SAMPLING)
 
 
-MaxTokens = Annotated[int | None, sized("--max-tokens", "Longest answer.", "TOKENS", SAMPLING)]
-Temperature = Annotated[float | None, sampled("--temperature", "0 takes the likeliest token each time.")]
-TopP = Annotated[float | None, sampled("--top-p", "Keep the likeliest tokens that sum to this probability, 0 to 1.")]
-TopK = Annotated[int | None, sampled("--top-k", "Keep this many of the likeliest tokens.")]
-MinP = Annotated[float | None, sampled("--min-p", "Drop tokens below this fraction of the likeliest's probability.")]
+MaxTokens = Annotated[int | None, sized("--max-tokens", "Most tokens of an answer.", "TOKENS", SAMPLING)]
+Temperature = Annotated[float | None, sampled("--temperature", "0 always takes the likeliest token.")]
+TopP = Annotated[
+    float | None, sampled("--top-p", "Sample from the likeliest tokens that together have this probability.")
+]
+TopK = Annotated[int | None, sampled("--top-k", "Sample from this many of the likeliest tokens.")]
+MinP = Annotated[float | None, sampled("--min-p", "Drop tokens less likely than this fraction of the likeliest.")]
 Seed = Annotated[int | None, sampled("--seed", "The same seed gives the same tokens.")]
-Stop = Annotated[list[str] | None, sampled("--stop", "End before this text; may be given several times.")]
-RepetitionPenalty = Annotated[float | None, sampled("--repetition-penalty", "Above 1 makes seen tokens less likely.")]
-PresencePenalty = Annotated[float | None, sampled("--presence-penalty", "Taken from the logit of each written token.")]
+Stop = Annotated[list[str] | None, sampled("--stop", "Stop before this text; may be given several times.")]
+RepetitionPenalty = Annotated[
+    float | None, sampled("--repetition-penalty", "Above 1: tokens already seen become less likely.")
+]
+PresencePenalty = Annotated[
+    float | None, sampled("--presence-penalty", "Subtracted from the logit of every token already generated.")
+]
 FrequencyPenalty = Annotated[
-    float | None, sampled("--frequency-penalty", "The same, once for each time it was written.")
+    float | None, sampled("--frequency-penalty", "Subtracted from it for every time that the token was generated.")
 ]
 
 
@@ -79,12 +85,12 @@ ENGINE_FLAGS = {option.name: engine_flag(option) for option in fields(EngineOpti
 
 
 def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] = ()):
-    """A command with the engine's flags in the place of its parameter `engine`, which gets those that were given."""
+    """A command with flags of the engine in place of its parameter `engine`, a dict of those that were given."""
     return takes("engine", {name: flag for name, flag in ENGINE_FLAGS.items() if name in only and name not in without})
 
 
 def takes(place: str, added: dict):
-    """The same for any options, in the place of any parameter."""
+    """The same for any options, in place of any parameter."""
 
     def decorate(main):
         parameters: list[inspect.Parameter] = []

@@ -1,4 +1,4 @@
-"""`quire quantize`: a checkpoint with its weights rounded, in the form that vLLM reads too."""
+"""`quire quantize`: a checkpoint with rounded weights, in a format that vLLM reads too."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +10,13 @@ from . import options as o
 
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must be new.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must be new.")],
     quantization: Annotated[
         str,
         typer.Option(help=o.ENGINE_FLAGS["quantization"].__metadata__[0].help, show_default=False),
     ],
 ) -> None:
-    """Round the weights of a model to the nearest and write them in the compressed-tensors form."""
+    """Round a model's weights and write them in the compressed-tensors format, which vLLM reads too."""
     from rich.progress import Progress  # not at the top: `--help` must not wait for JAX
 
     from ..model.checkpoint import hub, loader, quantized

@@ -1,4 +1,4 @@
-"""`quire run-batch`: OpenAI's batch files, every line of them under way at once."""
+"""`quire run-batch`: OpenAI's batch files, all lines queued at once."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ from .loading import load
 
 @dataclass
 class LineJob:
-    """A line with the requests it became, one a prompt, or the error it met."""
+    """A line with its requests, one a prompt, or its error."""
 
     line: BatchLine
     requests: list[Any] = field(default_factory=list)
@@ -43,25 +43,31 @@ def main(
     input_file: Annotated[
         Path | None,
         typer.Option(
-            "--input-file", "-i", help="Requests, one JSON object a line; - is stdin.", rich_help_panel=o.OUTPUT
+            "--input-file",
+            "-i",
+            help="Requests to answer, one JSON object a line; - is stdin.",
+            rich_help_panel=o.OUTPUT,
         ),
     ] = None,
     output_file: Annotated[
         Path | None,
         typer.Option(
-            "--output-file", "-o", help="Results, in the order of the requests; - is stdout.", rich_help_panel=o.OUTPUT
+            "--output-file",
+            "-o",
+            help="Where the results go, in the order of the requests; - is stdout.",
+            rich_help_panel=o.OUTPUT,
         ),
     ] = None,
     served_model_name: Annotated[
         str | None,
         typer.Option(
-            help='The "model" that requests may ask for.', show_default="the model's own", rich_help_panel=o.MODEL
+            help="Model name that requests may give.", show_default="the model's own", rich_help_panel=o.MODEL
         ),
     ] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format. A line that is wrong gets an error and hurts no other."""
+    """Answer a file of requests in OpenAI's batch format. A bad line gets an error; the others are answered."""
     if input_file is None or output_file is None:
         raise o.UsageError("-i and -o are both needed: quire run-batch [MODEL] -i requests.jsonl -o results.jsonl")
     if str(input_file) != "-" and input_file.exists() and input_file.resolve() == output_file.resolve():
@@ -84,7 +90,7 @@ def main(
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines as bytes: one that is not UTF-8 is no reason to refuse the others."""
+    """The lines as bytes, so that one which is not UTF-8 spoils no other."""
     try:
         data = typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
@@ -115,7 +121,7 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
                     break
                 done = [request for request in llm.engine.step() if request.finished]
                 advance(len(done), sum(len(one.token_ids) for each in done for one in each.output().outputs))
-    finally:  # Ctrl-C: what is done is kept, though results before it are missing
+    finally:  # after Ctrl-C too: what is done is kept, though results before it are missing
         for job in jobs[written:]:
             if job.done:
                 write(job)

@@ -11,18 +11,18 @@ from .api.options import Pooling, options_of
 from .api.outputs import Delta, Fresh, RequestOutput
 from .api.params import PLAIN, SamplingParams, Terms
 from .build import make_engine
-from .device.expert_loads import known
-from .device.expert_rebalancer import given
 from .engine.delivery import Inbox, Listener
 from .engine.engine import Engine
 from .engine.thread import EngineFailed, EngineThread
 from .llm import Prompt, parse_prompt
+from .observe.live_view import LiveView
+from .observe.metrics import Metrics
 from .request.request import Request
-from .resume import Told, retell
+from .resume import Streamed, retell
 
 
 class Ask(NamedTuple):
-    """A prompt to be answered."""
+    """A prompt, and how it is to be answered."""
 
     tokens: list[int]
     params: SamplingParams
@@ -32,12 +32,12 @@ class Ask(NamedTuple):
 
 
 class Answers:
-    """Requests that were accepted together, and what comes of them."""
+    """The results of requests that were accepted together."""
 
     def __init__(self, thread: EngineThread, inbox: Inbox, names: list[str]):
         self.thread, self.inbox, self.names = thread, inbox, names
         self.requests: list[Request] = []
-        self.retold: list[tuple[int, Fresh]] = []  # what the reader has had from another engine
+        self.retold: list[tuple[int, Fresh]] = []  # what the reader got from another engine
         self.over = False
 
     async def news(self) -> list[tuple[int, Any]]:
@@ -49,7 +49,7 @@ class Answers:
         return items
 
     async def outputs(self) -> list[RequestOutput]:
-        """The results of all prompts, where they were asked for at the end; nobody waits for a part of them."""
+        """The results of all prompts, if they were asked for with `at_end`."""
         found: dict[int, RequestOutput] = {}
         try:
             while len(found) < len(self.names):
@@ -61,15 +61,15 @@ class Answers:
         return [found[index] for index in range(len(found))]
 
     def close(self) -> None:
-        """Nobody reads on: what still runs ends before the next step is planned."""
+        """Stop reading: requests that still run are aborted before the next step is planned."""
         if not self.over:
             self.over = True
             with suppress(NotServing):  # then they have ended
                 self.thread.post(self.end)
 
     def end(self) -> None:
-        """In the engine's thread: unless a name has gone to another by now."""
-        engine, listeners = self.thread.engine, self.thread.courier.listeners
+        """In the engine's thread: abort the requests, unless their names belong to new ones by now."""
+        engine, listeners = self.thread.engine, self.thread.outbox.listeners
         for request in self.requests:
             if engine.requests.get(request.request_id) is request:
                 listeners.pop(request.request_id, None)
@@ -91,6 +91,8 @@ class AsyncLLM:
 
     def start(self, engine: Engine) -> None:
         self.engine, self.ids = engine, itertools.count()
+        self.metrics, self.live = Metrics(engine), LiveView()
+        engine.observers += [self.metrics, self.live]
         self.thread = EngineThread(engine)
 
     async def generate(
@@ -115,24 +117,24 @@ class AsyncLLM:
         asks: Sequence[Ask],
         read: Callable[[Request], Delta | RequestOutput] = Request.output,
         at_end: bool = False,
-        told: Sequence[Told] = (),
+        told: Sequence[Streamed] = (),
     ) -> Answers:
         """Queue prompts, all of them or none; `read` makes what the caller gets, at each delivery or at the end.
 
-        They go on after what was `told` of them, and have ended if that was all.
+        They go on after the tokens in `told`, which another engine sent; they end at once if those were all.
         """
         answers = Answers(self.thread, Inbox(), names)
 
         def add() -> None:
             try:
                 for index, (name, ask) in enumerate(zip(names, asks, strict=True)):
-                    answers.requests.append(self.engine.add(name, *ask))
-                    self.thread.courier.listeners[name] = Listener(answers.inbox, index, read, at_end)
+                    answers.requests.append(self.add(name, ask))
+                    self.thread.outbox.listeners[name] = Listener(answers.inbox, index, read, at_end)
                 answers.retold = retell(self.engine, answers.requests, told)
-                self.thread.courier.note([request for request in answers.requests if request.finished])
+                self.thread.outbox.note([request for request in answers.requests if request.finished])
             except BaseException:
                 for request in answers.requests:
-                    self.thread.courier.listeners.pop(request.request_id, None)
+                    self.thread.outbox.listeners.pop(request.request_id, None)
                     self.engine.abort(request.request_id)
                 raise
 
@@ -143,8 +145,12 @@ class AsyncLLM:
             raise
         return answers
 
+    def add(self, name: str, ask: Ask) -> Request:
+        """Queue one prompt, in the engine's thread."""
+        return self.engine.add(name, ask.tokens, ask.params, prompt=ask.text, terms=ask.terms, pooling=ask.pooling)
+
     async def call(self, job: Callable[[], Any]) -> Any:
-        """What a job in the engine's thread returns."""
+        """Run a job in the engine's thread; what it returns."""
         return await asyncio.wrap_future(self.thread.submit(job))
 
     async def abort(self, request_id: str) -> None:
@@ -152,13 +158,13 @@ class AsyncLLM:
 
         def abort() -> None:
             if (request := self.engine.abort(request_id)) is not None:
-                self.thread.courier.note([request])
+                self.thread.outbox.note([request])
 
         await self.call(abort)
 
     async def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
         """See `LLM.sleep`; streams under way go on after `wake_up()`."""
-        await self.call(lambda: self.thread.courier.note(self.engine.sleep(level, keep_pages)))
+        await self.call(lambda: self.thread.outbox.note(self.engine.sleep(level, keep_pages)))
 
     async def wake_up(self) -> None:
         """Serve again."""
@@ -166,16 +172,16 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
-        await self.call(self.engine.pages.forget)
+        await self.call(self.engine.reset_prefix_cache)
         return True
 
     async def rebalance_experts(self) -> dict[str, float]:
         """See `LLM.rebalance_experts`."""
-        return await self.call(lambda: given(self.engine.runner.balance).plan())
+        return await self.call(self.engine.rebalance_experts)
 
     async def expert_loads(self) -> dict[int, dict[str, list]]:
         """See `LLM.expert_loads`."""
-        return await self.call(lambda: known(self.engine.runner.experts).loads())
+        return await self.call(self.engine.expert_loads)
 
     def close(self) -> None:
         """Stop the engine's thread; requests under way end."""

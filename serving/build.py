@@ -3,7 +3,6 @@
 import atexit
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +34,6 @@ from .engine.runner import Runner
 from .engine.scheduler import Limits
 from .multihost.leader import Follower, Leader
 from .multihost.rendezvous import join
-from .observe.observers import watch
 from .observe.trace import Trace
 
 SAMPLE = 1 << 16  # bytes at each end of a file that tell it from another
@@ -59,7 +57,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         made = make_runner(options, folder, config, hosts, progress)
     runner = made.runner
     if isinstance(hosts, Leader):
-        runner.hosts = hosts
+        runner.leader = hosts
         atexit.register(hosts.close)
     caching = options.enable_prefix_caching
     tables = [
@@ -69,7 +67,8 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     pages = tables[0] if len(tables) == 1 else Tables(tables)
     seed, queued = options.seed, options.max_queued_requests
     engine = Engine(runner, tokenizer, pages, made.max_len, seed, queued, pooling=options.pooling)
-    watch(engine, trace)
+    if trace is not None:
+        engine.observers.append(trace)
     return engine
 
 
@@ -152,7 +151,7 @@ def load(folder: Path, config: ModelConfig, homes: Homes) -> ModelWeights:
 
 def make_trace(file: str | None) -> Trace | None:
     try:
-        return None if file is None else Trace(Path(file).expanduser(), time.monotonic)
+        return None if file is None else Trace(Path(file).expanduser())
     except OSError as error:
         raise ModelError(f"trace is {file!r}: {error.strerror}") from None
 

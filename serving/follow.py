@@ -1,4 +1,4 @@
-"""A process that lends its devices to the engine of another: it makes the calls that process 0 makes, in order."""
+"""A process whose devices belong to the engine of process 0: it repeats the calls that process 0 makes."""
 
 import logging
 import time

@@ -14,10 +14,9 @@ from .api.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOu
 from .api.params import PLAIN, SamplingParams, Terms
 from .api.validation import shown
 from .build import make_engine
-from .device.expert_loads import known
-from .device.expert_rebalancer import given
 from .engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from .engine.engine import Engine
+from .observe.metrics import Metrics
 from .progress import bar
 from .request import pooling, scoring
 
@@ -34,13 +33,14 @@ class LLM:
 
     @classmethod
     def of(cls, engine: Engine) -> "LLM":
-        """Around an engine that was made already."""
+        """Around an engine that exists."""
         llm = cls.__new__(cls)
         llm.start(engine)
         return llm
 
     def start(self, engine: Engine) -> None:
-        self.engine, self.ids = engine, itertools.count()
+        self.engine, self.ids, self.metrics = engine, itertools.count(), Metrics(engine)
+        engine.observers.append(self.metrics)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
@@ -59,24 +59,24 @@ class LLM:
         return self.run(batch, params_list(sampling_params, len(batch)), use_tqdm)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what earlier prompts have left behind; what runs goes on."""
-        self.engine.pages.forget()
+        """Empty the prefix cache; requests that run go on."""
+        self.engine.reset_prefix_cache()
         return True
 
     def get_metrics(self) -> dict[str, Any]:
-        """What the engine has counted so far, by the names that Prometheus would read."""
-        return self.engine.trace.metrics.values()
+        """The metrics so far, under the names that Prometheus reads."""
+        return self.metrics.values()
 
     def expert_loads(self) -> dict[int, dict[str, list]]:
-        """By layer of a mixture of experts: the rows that each expert got; what runs is counted every 64 steps."""
-        return known(self.engine.runner.experts).loads()
+        """By layer of a mixture of experts: the tokens that each expert got, counted every 64 steps."""
+        return self.engine.expert_loads()
 
     def rebalance_experts(self) -> dict[str, float]:
-        """With `expert_redundancy`: place the experts as the recent rows ask for, a layer in each of the next steps."""
-        return given(self.engine.runner.balance).plan()
+        """With `expert_redundancy`: place the experts after their recent loads, a layer in each of the next steps."""
+        return self.engine.rebalance_experts()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
-        """Give the device's memory to others until `wake_up()`: nothing is compiled again, and nothing under way lost.
+        """Free the device's memory until `wake_up()`: nothing is compiled again, and no request is lost.
 
         At level 1 the weights wait in host memory, at level 2 they are dropped and read again. Computed pages are
         dropped unless `keep_pages` sends them to host memory too.
@@ -91,7 +91,7 @@ class LLM:
         return self.engine.asleep
 
     def close(self) -> None:
-        """End what runs; with `kv_cache_disk`, what was computed is kept for the next process."""
+        """Abort what runs; with `kv_cache_disk`, computed pages are kept for the next process."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":
@@ -140,7 +140,7 @@ class LLM:
 
         With `dimensions` it has so many numbers, the first ones.
         """
-        pooling.check_dimensions(dimensions, self.engine.runner.config.dim)
+        pooling.check_dimensions(dimensions, self.engine.config.dim)
         batch = prompt_list(prompts)
         outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, self.engine.pooling)
         return [pooling.embedding(output, dimensions) for output in outputs]
@@ -181,7 +181,7 @@ class LLM:
         use_tqdm: bool,
         pooling: Pooling | None = None,
     ) -> list[RequestOutput]:
-        """All requests to their ends; one that cannot be served stops the call before any other has cost anything."""
+        """Serve all requests to their ends; one that is refused ends the call before any is computed."""
         requests = []
         try:
             for prompt, own in zip(prompts, params, strict=True):
@@ -198,8 +198,8 @@ class LLM:
         return [request.output() for request in requests]
 
     def drain(self) -> None:
-        """Take in what is still under way, so that the next call starts clean."""
-        while self.engine.in_flight:
+        """Take in the steps that are still under way, so that the next call starts clean."""
+        while self.engine.under_way:
             self.engine.step()
 
     def add(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None):

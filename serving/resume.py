@@ -1,4 +1,4 @@
-"""What a stream has told its reader, so that another engine can go on where this one ended."""
+"""What a stream has sent its reader, so that another engine can go on where this one stopped."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from .api.outputs import Fresh
 from .engine.engine import Engine
 from .request.request import Request
 
-Told = tuple[int, int, list[int]]  # of which prompt, which of its answers, and the tokens that it got at once
+Streamed = tuple[int, int, list[int]]  # which prompt, which of its completions, and the tokens sent at once
 NONE = np.zeros(0)
 
 
 @dataclass
 class Journal:
-    """Kept by whoever passes the stream on; it begins empty, and an engine that finds it so begins at the start.
+    """Kept by whoever passes the stream on; an engine that gets an empty one begins at the start.
 
     Tokens depend on nothing but the prompt, the parameters, the seed and the tokens before them, so that any engine of
     the same model goes on as this one would have done.
@@ -25,20 +25,20 @@ class Journal:
     name: str = ""  # of the answer
     created: int = 0
     seeds: list[int] = field(default_factory=list)  # of each prompt, also where the request did not choose one
-    told: list[Told] = field(default_factory=list)
+    told: list[Streamed] = field(default_factory=list)
 
     def tell(self, prompt: int, fresh: Fresh) -> None:
         self.told.append((prompt, fresh.index, list(fresh.token_ids)))
 
 
 def seed_of(request: Request) -> int:
-    """The one that gives these draws when it is asked for."""
+    """The seed that makes a request draw what this one draws."""
     high, low = request.sequences[0].seed
     base = high << 32 | low
     return base - (1 << 64) if base >> 63 else base
 
 
-def retell(engine: Engine, requests: Seq[Request], told: Seq[Told]) -> list[tuple[int, Fresh]]:
+def retell(engine: Engine, requests: Seq[Request], told: Seq[Streamed]) -> list[tuple[int, Fresh]]:
     """Give requests that were just added the tokens that they had, in the same pieces; the pieces, with their prompts.
 
     In the engine's thread. Their rows are computed like those of a prompt. Scores are not known any more; the text is.
@@ -52,6 +52,6 @@ def retell(engine: Engine, requests: Seq[Request], told: Seq[Told]) -> list[tupl
         for token in tokens:
             if seq.finish_reason is None:
                 engine.push(seq, token, (token, 0.0, 1, NONE, NONE) if seq.scored else None, now)
-        if (fresh := request.streams[index].take(index)) is not None:
+        if (fresh := request.completions[index].take(index)) is not None:
             found.append((prompt, fresh))
     return found

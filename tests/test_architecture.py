@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 ROOMS = """
     sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
-    ops/ordered_sum ops/activation ops/norm ops/rope ops/quant ops/native ops/linear ops/moe ops/expert_dispatch
-    ops/attention ops/sampling
+    ops/ordered_sum ops/activation ops/norm ops/rope ops/implementations ops/weight ops/native ops/quant
+    ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/attention ops/sampling
 
     model/config model/weights model/partition model/decoder model/uncached model/expert_copies model/families
     model/checkpoint model/planning model/text
@@ -31,7 +31,7 @@ ROOMS = """
     serving/build serving/follow serving/progress serving/resume serving/llm serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 
-    scripts/sizes scripts/devices scripts/options scripts/loading scripts/collect_env scripts/build_kernels
+    scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env scripts/build_kernels
     scripts/convert scripts/quantize scripts/generate scripts/chat scripts/run_batch
     scripts/plan scripts/serve scripts/bench scripts/peers scripts/gpu scripts/quill
 """.split()
@@ -209,6 +209,14 @@ def test_package_list_is_true():
         assert (path.parent / "__init__.py").exists(), f"{path.parent} lacks __init__.py"
     top = {path.parent.name for path in ROOT.glob("[!.]*/__init__.py")}
     assert top == set(LAYERS), "a package that the layers do not know"
+
+
+def test_what_ships_imports_no_tool():
+    tools = tuple(f"quire.scripts.{tool}." for tool in TOOLS)
+    for path in FILES:
+        if path.parent.name not in TOOLS:
+            found = [module for _, module in imports(path) if f"{module}.".startswith(tools)]
+            assert not found, f"{path} imports {found}"
 
 
 def test_every_data_file_is_shipped():

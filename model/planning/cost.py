@@ -1,7 +1,7 @@
-"""What a model costs before any of it is loaded: bytes of weights and KV cache, and where compute catches up.
+"""What a model costs: bytes of weights and KV cache, operations, and the batch where compute takes as long as reading.
 
-A decode step reads every weight once, whatever the batch, and each sequence's cache besides; its arithmetic grows with
-the batch. Small batches wait for memory, large ones for arithmetic, and between them lies the batch worth reaching:
+A decode step reads every weight once, whatever the batch, and the cache of each sequence; its arithmetic grows with the
+batch. Small batches wait for memory, large ones for arithmetic:
 
     seconds = max((weights + batch * cache) / bandwidth, batch * operations / speed)
 """
@@ -19,9 +19,9 @@ from ..weights import LayerWeights, ModelWeights, abstract, dense_specs
 
 @dataclass(frozen=True)
 class Device:
-    """What one device can hold, read in a second, and multiply and add in a second (bfloat16, dense).
+    """A device: bytes of memory, and per second bytes read, operations (bfloat16, dense), and bytes sent.
 
-    And what it can send in a second to those of its machine, and to those of others.
+    `link` is to devices of the same machine, `network` to those of others.
     """
 
     memory: float
@@ -31,7 +31,7 @@ class Device:
     network: float
 
 
-DEVICES = {  # GPUs: the makers' figures: NVLink, for the L4 PCIe; a network adapter of 400, 200 or 100 Gb/s for each
+DEVICES = {  # GPUs: the makers' figures; NVLink (L4: PCIe), and a network adapter of 400, 200 or 100 Gb/s for each
     "h200": Device(140.4 * 2**30, 4.8e12, 989e12, 450e9, 50e9),
     "h100": Device(79.6 * 2**30, 3.35e12, 989e12, 450e9, 50e9),
     "a100": Device(80.0 * 2**30, 2.04e12, 312e12, 300e9, 25e9),
@@ -43,20 +43,20 @@ DEVICES = {  # GPUs: the makers' figures: NVLink, for the L4 PCIe; a network ada
 
 @dataclass(frozen=True)
 class CacheKind:
-    """Layers alike in how they keep keys and values."""
+    """Layers that keep keys and values in the same way."""
 
     name: str
     layers: int
     token_bytes: int  # of all these layers together
-    window: int | None  # tokens kept a sequence; None: all
+    window: int | None  # tokens that a sequence keeps; None: all
 
     def held(self, length: int) -> int:
-        """Bytes that a sequence of this length keeps."""
+        """Bytes that a sequence of this length holds."""
         return self.token_bytes * (length if self.window is None else min(length, self.window))
 
 
 def layer_token_bytes(attention, dtype: str) -> int:
-    """Bytes that one layer writes a token; in eight bits a head's vector comes with a float32 scale."""
+    """Bytes that one layer writes for a token; in eight bits each head has a float32 scale."""
     if isinstance(attention, LatentAttention):
         heads, width = 1, attention.kv_rank + attention.rope_dim
     else:
@@ -66,7 +66,7 @@ def layer_token_bytes(attention, dtype: str) -> int:
 
 
 def kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
-    """The layers by kind of cache; those that read another layer's come last and cost nothing."""
+    """The layers by kind of cache; those that read another layer's come last and take no bytes."""
     found = Counter()
     for index, layer in enumerate(config.layers):
         attention = layer.attention
@@ -83,12 +83,12 @@ def kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
 
 
 def kv_bytes(config: ModelConfig, length: int) -> int:
-    """Bytes of KV cache that a sequence of this length keeps."""
+    """Bytes of KV cache that a sequence of this length holds."""
     return sum(kind.held(length) for kind in kinds(config))
 
 
 def kv_read_bytes(config: ModelConfig, length: int) -> int:
-    """Bytes of KV cache that its next token reads: a layer that shares a cache reads it again."""
+    """Bytes of KV cache that its next token reads; layers that share a cache each read it."""
     return sum(
         layer_token_bytes(config.layers[owner].attention, config.kv_dtype) * seen(layer.attention, length)
         for layer, owner in zip(config.layers, config.kv_owner, strict=True)
@@ -96,11 +96,12 @@ def kv_read_bytes(config: ModelConfig, length: int) -> int:
 
 
 def seen(attention, length: int) -> int:
+    """The number of positions that a row sees."""
     return length if attention.window is None else min(length, attention.window)
 
 
 def weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) -> int:
-    """`weights`, here and below: the specs of a checkpoint's own weights, where they are not all in one format."""
+    """`weights`, here and below: the specs of a checkpoint whose weights are not all in the model's format."""
     return nbytes(abstract(config) if weights is None else weights)
 
 
@@ -112,7 +113,7 @@ def read_weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) 
 
 
 def operations(config: ModelConfig, length: int) -> float:
-    """Multiplications and additions for one token that sees `length` others: two a weight it meets, and attention."""
+    """Multiplications and additions for one token that sees `length` others: two for each weight, and attention."""
     total = 2 * config.vocab_size * config.dim
     if config.per_layer_dim:
         total += 2 * dense_specs(config).per_layer_proj_DLA.size
@@ -122,7 +123,7 @@ def operations(config: ModelConfig, length: int) -> float:
 
 
 def met_weights(config: ModelConfig, layer: Layer, weights: LayerWeights, expert: int = 1) -> float:
-    """Weights of a layer that a token is multiplied with; of the chosen experts its share of so many devices."""
+    """Weights of a layer that a token is multiplied with, where so many devices share the work of its experts."""
     experts = 0
     if layer.moe is not None:  # router, then the chosen
         experts = config.dim * (layer.moe.experts + layer.moe.top_k * 3 * layer.moe.dim / expert)
@@ -131,15 +132,15 @@ def met_weights(config: ModelConfig, layer: Layer, weights: LayerWeights, expert
 
 
 def score_width(layer: Layer) -> int:
-    """Numbers of each key and value that a token is multiplied with."""
+    """Numbers of each position's key and value that a token is multiplied with."""
     a = layer.attention
-    if isinstance(a, LatentAttention):  # scores against latent and rotary key, then a mix of latents
+    if isinstance(a, LatentAttention):  # scores with latents and rotary keys, then a sum of latents
         return a.heads * (2 * a.kv_rank + a.rope_dim)
     return a.heads * a.head_dim * 2
 
 
 def matrix_sizes(weights) -> list[int]:
-    """The sizes of the arrays of a block that are multiplied with, biases and norms left out."""
+    """The sizes of a block's matrices, without biases and norms."""
     specs = [] if weights is None else vars(weights).values()
     return [spec.size for spec in specs if spec is not None and spec.init == "normal"]
 
@@ -152,7 +153,7 @@ def sequences_that_fit(config: ModelConfig, length: int, memory: float, weights:
 def balance_batch(config: ModelConfig, length: int, device: Device, weights: ModelWeights | None = None) -> float:
     """The batch at which a decode step's arithmetic takes as long as its reading.
 
-    Infinite where every further sequence brings more reading than arithmetic: then no batch is large enough.
+    Infinite where each further sequence adds more reading than arithmetic: then no batch is large enough.
     """
     compute = operations(config, length) / device.flops - kv_read_bytes(config, length) / device.bandwidth
     return math.inf if compute <= 0 else read_weight_bytes(config, weights) / device.bandwidth / compute

@@ -1,9 +1,9 @@
-"""The meshes over which a model can be split, and what a step should take on each, from bytes and operations alone.
+"""The meshes over which a model can be split, and the time of a step on each, from bytes and operations alone.
 
     seconds of a stage = max(bytes read / bandwidth, operations / speed) + bytes sent / link + latency of collectives
 
-With p stages a step takes a p-th of the sequences, and p steps are under way: each token waits for all stages, and as
-many tokens come out as the slowest stage lets through.
+With p pipeline stages a step takes a p-th of the sequences, and p steps are under way: each token passes all stages,
+and the slowest stage sets the throughput.
 """
 
 import math
@@ -18,19 +18,19 @@ from jax.sharding import AbstractMesh
 from ...sharding.local_shards import sharded_shape
 from ...sharding.mesh import AXES, DEVICE_ORDER, sharding
 from ..config import Layer, ModelConfig, ModelError
-from ..partition import Stage, check, split_config, splits, stages
+from ..partition import Stage, check, split_config, splits, stage_weights, stages
 from ..weights import ModelWeights, abstract, dense_specs
 from .cost import Device, layer_token_bytes, met_weights, score_width, seen
 from .traffic import Collective, traffic
 
-MACHINE = 8  # devices of a machine
+MACHINE = 8  # devices in a machine
 PAGE = 16  # positions of a page, which `context` divides
 LATENCY = 10e-6  # seconds of a collective, or of a copy to the next stage, however small
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What steps do: so many sequences decode at this length, and prompts are read in chunks of so many tokens."""
+    """What is to be served: `batch` sequences of this length, and prompts in chunks of `chunk` tokens."""
 
     batch: int
     length: int
@@ -39,19 +39,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, of all its stages, by what they are spent on; and those of the slowest stage."""
+    """Seconds of a step through all its stages, by what they are spent on, and those of the slowest stage."""
 
     read: float
     compute: float
     send: float
     total: float
     slowest: float
-    sent: float  # bytes that leave a device, the one that sends most
+    sent: float  # bytes that leave the device that sends most
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A mesh. Bytes are those of the device that holds most."""
+    """A mesh and what it gives. Bytes are those of the device that holds most."""
 
     sizes: dict[str, int]
     weight_bytes: int
@@ -64,7 +64,7 @@ class Choice:
 
 
 def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
-    """All of so many devices; `tensor` stays within a machine, since it sends most often."""
+    """The sizes of all meshes of so many devices; `tensor` stays within a machine, since it sends most often."""
 
     @cache
     def fits(axis: str, size: int) -> bool:
@@ -96,15 +96,15 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
 
 
 class Planner:
-    """Sums over the layers of a model, each counted once for all meshes that split it alike."""
+    """Estimates for one model on many meshes; what depends on some axes only is computed once for them."""
 
     def __init__(self, config: ModelConfig, device: Device, work: Workload, weights: ModelWeights | None = None):
         self.config, self.device, self.work = config, device, work
         self.weights = abstract(config) if weights is None else weights
-        self.held, self.part = cache(self.held_of), cache(self.part_of)
+        self.held, self.part = cache(self.bytes_of), cache(self.split_over)
 
-    def held_of(self, tensor: int, sharing: int) -> ModelWeights:
-        """Bytes of each leaf on a device, where so many share the experts."""
+    def bytes_of(self, tensor: int, sharing: int) -> ModelWeights:
+        """Bytes of each leaf on a device, where `sharing` devices split the experts."""
         sizes = {"tensor": tensor, "expert": sharing}
         mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
@@ -114,8 +114,8 @@ class Planner:
 
         return jax.tree.map(nbytes, self.weights)
 
-    def part_of(self, tensor: int):
-        """The model as one of so many devices computes it, and the dense specs of its layers."""
+    def split_over(self, tensor: int):
+        """The model as one of `tensor` devices computes it, and the dense specs of its layers."""
         own = split_config(self.config, tensor)
         return own, dense_specs(own).layers
 
@@ -135,9 +135,9 @@ class Planner:
         room = [(self.device.memory - a) // max(b, 1) for a, b in zip(held, kept, strict=True)]
         batch = -(-work.batch // data)  # sequences of a replica
         fullest = max(range(len(parts)), key=lambda at: held[at] + batch * kept[at])
-        each = -(-batch // sizes["pipe"])  # and of a step
+        each = -(-batch // sizes["pipe"])  # sequences of a step
         decode = self.time(sizes, each, each, work.length, False)
-        prompt = self.time(sizes, work.chunk, 1, work.length // 2, True)  # of a prompt half of which is read
+        prompt = self.time(sizes, work.chunk, 1, work.length // 2, True)  # a chunk in the middle of a prompt
         return Choice(
             dict(sizes),
             held[fullest],
@@ -152,27 +152,22 @@ class Planner:
     def stage_weights(self, sizes: Mapping[str, int], stage: Stage) -> ModelWeights:
         """Bytes of each leaf that a device of a stage holds."""
         held = self.held(sizes["tensor"], sizes["expert"] * sizes["context"] * sizes["data"])
-        own = held.replace(layers=held.layers[stage.layers.start : stage.layers.stop])
-        tied = self.config.tied
-        if not stage.begins:
-            own = own.replace(per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
-            if not (tied and stage.ends):
-                own = own.replace(embed_VD=None)
-        return own if stage.ends else own.replace(final_norm_D=None, head_VD=None)
+        own = stage_weights(held, stage)
+        return own.replace(embed_VD=held.embed_VD) if self.config.tied and stage.ends else own
 
     def time(self, sizes: Mapping[str, int], rows: int, seqs: int, length: int, prompts: bool) -> StepTime:
-        """Seconds of a step of so many rows of so many sequences, each of which sees so many positions."""
+        """The time of a step of so many rows and sequences, each of which sees `length` positions."""
         own, specs = self.part(sizes["tensor"])
         context, device = sizes["context"], self.device
         dense_rows = -(-rows // context) if prompts else rows
-        alike = sizes["expert"] if prompts else context * sizes["expert"]  # devices that have the same rows
+        same_rows = sizes["expert"] if prompts else context * sizes["expert"]  # devices
         found = []
         parts = stages(self.config, sizes["pipe"])
         for stage in parts:
             held, operations = self.stage_weights(sizes, stage), 0.0
             read = float(sum(jax.tree.leaves(held.replace(layers=(), per_layer_embed_VLA=None))))
             if not (self.config.tied and stage.ends):
-                read -= sum(jax.tree.leaves(held.embed_VD))  # a row of it for each token
+                read -= sum(jax.tree.leaves(held.embed_VD))  # only a row of it for each token
             for index, weights in zip(stage.layers, held.layers, strict=True):
                 layer = own.layers[index]
                 experts = (
@@ -181,7 +176,7 @@ class Planner:
                 read += sum(jax.tree.leaves(weights)) - experts * (1 - chosen(layer, rows * sizes["data"]))
                 cached = layer_token_bytes(own.layers[own.kv_owner[index]].attention, own.kv_dtype)
                 read += seqs * cached * seen(layer.attention, length) / context
-                operations += 2 * dense_rows * met_weights(own, layer, specs[index], alike)
+                operations += 2 * dense_rows * met_weights(own, layer, specs[index], same_rows)
                 operations += 2 * rows * score_width(layer) * seen(layer.attention, length) / context
             if stage.ends:
                 operations += 2 * seqs * self.config.dim * self.config.vocab_size / sizes["tensor"]
@@ -194,50 +189,50 @@ class Planner:
         return StepTime(sum(read), sum(compute), sum(send), sum(total), max(total), max(nbytes))
 
     def sending(self, one: Collective, sizes: Mapping[str, int]) -> tuple[float, float]:
-        """Bytes that leave a device for a collective, and its seconds: within machines, then between them."""
+        """(bytes that leave a device, seconds) of a collective: within machines, then between them."""
         count = math.prod(sizes[name] for name in one.axes)
         near = math.prod(min(sizes[name], max(1, MACHINE // stride(name, sizes))) for name in one.axes)
         far = -(-count // near)
         times = 2 if one.kind == "all-reduce" else 1
-        if one.kind == "all-to-all":  # each part has one goal
+        if one.kind == "all-to-all":  # each part goes to one device
             within, across = one.nbytes * (near - 1) / count, one.nbytes * (count - near) / count
-        else:  # within a machine first, so that each device has its part of what goes on
+        else:  # within a machine first, so that each device sends a part to other machines
             within, across = one.nbytes * (near - 1) / near, one.nbytes / near * (far - 1) / far
         within, across = times * within, times * across
         return within + across, within / self.device.link + across / self.device.network + LATENCY
 
     def hop(self, sizes: Mapping[str, int], rows: int) -> tuple[float, float]:
-        """The same of the rows that go to the next stage: each device sends its own copy."""
+        """The same for the rows that go to the next stage: each device sends its own copy."""
         nbytes = rows * self.config.dim * jnp.dtype(self.config.dtype).itemsize
         crosses = stride("pipe", sizes) * sizes["pipe"] > MACHINE
         return nbytes, nbytes / (self.device.network if crosses else self.device.link) + LATENCY
 
 
 def stride(name: str, sizes: Mapping[str, int]) -> int:
-    """How far apart the neighbours along an axis are."""
+    """The distance between neighbours along an axis, in devices."""
     return math.prod(sizes.get(axis, 1) for axis in DEVICE_ORDER[DEVICE_ORDER.index(name) + 1 :])
 
 
 def chosen(layer: Layer, rows: int) -> float:
-    """The share of the experts that so many rows choose, if all are as likely."""
+    """The expected share of the experts that so many rows choose, if all are equally likely."""
     return 1.0 if layer.moe is None else 1 - (1 - layer.moe.top_k / layer.moe.experts) ** rows
 
 
 def choices(
     config: ModelConfig, device: Device, work: Workload, devices: int, weights: ModelWeights | None = None
 ) -> list[Choice]:
-    """All meshes of so many devices."""
+    """An estimate for each mesh of so many devices."""
     planner = Planner(config, device, work, weights)
     return [planner.choice(sizes) for sizes in meshes(config, devices)]
 
 
 def least_bytes(choice: Choice, work: Workload) -> int:
-    """What a device must hold."""
+    """The bytes that a device must hold."""
     return choice.weight_bytes + -(-work.batch // choice.sizes["data"]) * choice.sequence_bytes
 
 
 def ranked(found: list[Choice], work: Workload, by: str = "throughput") -> list[Choice]:
-    """Those that hold the work, the best first: `by` is throughput, latency or prompts."""
+    """The meshes that hold the workload, best first: `by` is throughput, latency or prompts."""
     keys = {
         "throughput": lambda choice: (-choice.tokens_a_second, choice.decode.total),
         "latency": lambda choice: (choice.decode.total, -choice.tokens_a_second),
@@ -249,7 +244,7 @@ def ranked(found: list[Choice], work: Workload, by: str = "throughput") -> list[
 def refusal(
     config: ModelConfig, device: Device, work: Workload, devices: int, weights: ModelWeights | None = None
 ) -> ModelError:
-    """Why no mesh will do, and what would."""
+    """The error that says why no mesh will do, and what would."""
     found = choices(config, device, work, devices, weights)
     if not found:
         fewer = next(n for power in range(devices.bit_length() - 1, -1, -1) if meshes(config, n := 2**power))

@@ -1,4 +1,4 @@
-"""A chat template: a conversation in, the prompt that the model was trained on out, in bounded time and memory."""
+"""Chat templates: from a conversation to the prompt that the model was trained on, in bounded time and memory."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ SCRIPT = Path(__file__).with_name("template_worker.py")
 
 
 class PromptError(ValueError):
-    """A text or a conversation that cannot become a prompt; one line says why."""
+    """A text or a conversation that cannot become a prompt; the message is one line."""
 
 
 class ChatTemplate:
-    """A Jinja template with the variables that do not change between conversations (the special tokens).
+    """A Jinja template, and the variables that all conversations share (the special tokens).
 
-    The template runs in a process of its own: template_worker.py says why.
+    It is rendered in a process of its own: template_worker.py says why.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None, worker: WorkerProcess | None = None):

@@ -1,9 +1,9 @@
-"""The process that renders chat templates: run by path, one JSON request a line in, one JSON answer a line out.
+"""The process that renders chat templates. It is run by path and reads and writes one JSON object a line.
 
-A template is a program from a stranger. Fuel bounds its steps, but two dozen doublings of a string need few
-steps and all memory, and a structure that holds itself overflows the engine's stack; so the template runs
-here, where the operating system bounds memory and time and where a crash hurts nobody. It imports nothing of
-Quire: it starts in a few hundredths of a second.
+A template is an untrusted program. Fuel bounds its steps, but doubling a string two dozen times needs few steps and
+all memory, and a structure that contains itself overflows minijinja's stack. So the template runs here, where the
+operating system bounds memory and time and a crash ends nothing else. The file imports nothing of Quire, so that it
+starts in a few hundredths of a second.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ import minijinja
 
 FUEL = 30_000_000  # template instructions: about a second
 MEMORY = 512 << 20  # bytes of address space
-SECONDS = 1  # of processor time a template, rounded up to the next; a waiting worker uses none
+SECONDS = 1  # of processor time for each template, rounded up to the next; an idle worker uses none
 LARGEST_TEXT = 32 << 20  # characters
 
-# Marks what a training script masks; renders as if it were not there. `if true` keeps its whitespace control.
+# {% generation %} marks what training masks and has no effect here. `if true` keeps its whitespace control.
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
-_IN_NAMELESS = re.compile(r" \(in <string>(:\d+)?\)")  # the engine's own, of a template without a name
+_IN_NAMELESS = re.compile(r" \(in <string>(:\d+)?\)")  # minijinja adds it for templates without a name
 
 
 class Refused(Exception):
-    """What a template itself says against a conversation, by `raise_exception`."""
+    """The template refused the conversation, by `raise_exception`."""
 
 
 def raise_exception(message: object) -> None:
@@ -51,7 +51,7 @@ def tojson(
 
 
 def indent(text: object, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Jinja's own: unlike the engine's it keeps a final newline."""
+    """As in Jinja: minijinja's drops a final newline."""
     pad = width if isinstance(width, str) else " " * width
     head, *rest = (str(text) + "\n").splitlines()
     lines = [head, *(pad + line if line or blank else line for line in rest)]
@@ -59,7 +59,7 @@ def indent(text: object, width: int | str = 4, first: bool = False, blank: bool 
 
 
 def length(value: Any) -> int:
-    return 0 if value is None else len(value)  # an undefined value arrives as None, and its length is 0
+    return 0 if value is None else len(value)  # an undefined value comes as None, and its length is 0
 
 
 def is_iterable(value: Any) -> bool:
@@ -84,7 +84,7 @@ def environment() -> minijinja.Environment:
 
 
 def render(source: str, context: dict[str, Any]) -> dict[str, str]:
-    """The text of a template, or in one line why there is none."""
+    """{"text": ...} or {"error": ...}, which is one line."""
     source = _GENERATION.sub(lambda m: f"{m[1]}{'endif' if m[2] else 'if true'}{m[3]}", source)
     try:
         text = environment().render_str(source, **context)
@@ -108,7 +108,7 @@ def _one_line(text: str) -> str:
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit; processor time still ends what grows
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit; the limit on processor time still ends it
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for line in sys.stdin.buffer:

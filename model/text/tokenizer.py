@@ -1,4 +1,4 @@
-"""Text to token ids and back, as a Hugging Face folder defines it, with the model's chat template."""
+"""Text to token ids and back, as a Hugging Face folder defines it, and the model's chat templates."""
 
 import json
 import re
@@ -13,17 +13,17 @@ from ..config import ModelError
 from .chat_template import SCRIPT, ChatTemplate, PromptError
 from .worker import WorkerProcess
 
-MAX_TEMPLATE = 65_536  # characters of a chat template that comes with a conversation
+MAX_TEMPLATE = 65_536  # characters of a chat template in a request
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face folder with what stands beside it: special tokens, ends, chat templates."""
+    """The tokenizer of a Hugging Face folder, with its special tokens, end tokens and chat templates."""
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
         self._core = _read_core(folder)
-        self._core.no_truncation()  # some folders ship the settings of a training run
+        self._core.no_truncation()  # some folders have the settings of a training run
         self._core.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         token_map = _read_json(folder / "special_tokens_map.json")
@@ -38,10 +38,10 @@ class Tokenizer:
         self._templates = {
             name: ChatTemplate(source, self.special_tokens) for name, source in _read_templates(folder, config).items()
         }
-        self._strangers = WorkerProcess(SCRIPT)  # renders the templates that requests bring
+        self._request_worker = WorkerProcess(SCRIPT)  # renders the templates that requests bring
 
     def _ids(self, folder: Path, kind: str, model: dict[str, Any]) -> list[int]:
-        """The id of the named token, then those that the model's own files list."""
+        """The id of the token named bos or eos, then the ids that the model's config files list."""
         name = self.special_tokens.get(f"{kind}_token")
         named = None if name is None else self._core.token_to_id(name)
         listed = model.get(f"{kind}_token_id")
@@ -54,11 +54,11 @@ class Tokenizer:
         return [*([] if named is None else [named]), *listed]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. A prompt from a chat template has its special tokens already: ask for none."""
+        """The ids of a text. A prompt from a chat template already has its special tokens: add none."""
         return self._encoding(text, add_special_tokens).ids
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """The ids of a text, and where in it each ends, in characters: at 0 where a special token was put to it."""
+        """The ids of a text, and the character at which each ends in it: 0 for special tokens that were added."""
         encoding = self._encoding(text, True)
         return encoding.ids, [end for _, end in encoding.offsets]
 
@@ -72,16 +72,16 @@ class Tokenizer:
         return self._core.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some ids; an id that the vocabulary lacks writes nothing."""
+        """The text of these ids; an id that is not in the vocabulary gives no text."""
         if not self.byte_tokens.isdisjoint(ids):
             return self._decode_bytes(ids, skip_special_tokens)
         return self._core.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def _decode_bytes(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Decode where single bytes are tokens: a broken byte is one U+FFFD and spoils no other.
+        """Decode where single bytes are tokens. Each bad byte becomes one U+FFFD, as in SentencePiece.
 
-        The library gives up a whole run of byte tokens for one bad byte in it, so that a character already
-        written would turn into U+FFFD when the next one is cut off. SentencePiece itself does not.
+        The library turns a whole run of byte tokens into U+FFFD for one bad byte in it: a character already sent to the
+        client would change when the next one is cut off.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         tokens: list[str] = []
@@ -93,17 +93,17 @@ class Tokenizer:
             if token_id in self.byte_tokens:
                 run.append(int(token[3:5], 16))
                 continue
-            tokens += _mended(run)
+            tokens += _byte_tokens(run)
             run = []
             tokens.append(token)
-        return self._core.decoder.decode(tokens + _mended(run))  # byte tokens imply a decoder
+        return self._core.decoder.decode(tokens + _byte_tokens(run))  # byte tokens imply a decoder
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, with the space it begins with; U+FFFD for what is part of a character."""
+        """The text of one token, with its leading space; U+FFFD for a part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token adds to a text; none for an id that the vocabulary lacks."""
+        """The bytes that one token adds to a text; none for an id that is not in the vocabulary."""
         token = self._core.id_to_token(token_id)
         if token is None:
             return b""
@@ -121,20 +121,20 @@ class Tokenizer:
 
     @cached_property
     def shows_bytes(self) -> bool:
-        """Whether the text of tokens is their bytes, one token after the other, but for `drops_space`."""
-        mends = ("WordPiece", "BPEDecoder", "CTC")  # they put spaces between tokens, and take some back
-        return self._decoder != "" and not any(f'"{kind}"' in self._decoder for kind in mends)
+        """Whether the text of tokens is their bytes joined, apart from `drops_space`."""
+        rewrites = ("WordPiece", "BPEDecoder", "CTC")  # they add and remove spaces between tokens
+        return self._decoder != "" and not any(f'"{kind}"' in self._decoder for kind in rewrites)
 
     @cached_property
     def drops_space(self) -> bool:
-        """Whether a space at the beginning of a text is not shown."""
-        words = (token for token in range(self.vocab_size) if token not in self.special_ids)
-        first = next((token for token in words if self.token_bytes(token).startswith(b" ")), None)
+        """Whether decoding drops a space at the beginning of a text."""
+        tokens = (token for token in range(self.vocab_size) if token not in self.special_ids)
+        first = next((token for token in tokens if self.token_bytes(token).startswith(b" ")), None)
         return first is not None and not self.decode([first], skip_special_tokens=False).startswith(" ")
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: no text of n tokens has more than n times as many."""
+        """The number of characters of the longest token: n tokens have at most n times as many."""
         return max(map(len, self._core.get_vocab(with_added_tokens=True)), default=1)
 
     @cached_property
@@ -149,7 +149,7 @@ class Tokenizer:
 
     @cached_property
     def byte_tokens(self) -> frozenset[int]:
-        """The ids that stand for one byte (<0x0A>), where the decoder reads them so."""
+        """The ids of tokens such as <0x0A>, where the decoder reads them as bytes."""
         if '"ByteFallback"' not in self._decoder:
             return frozenset()
         found = (self._core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -167,16 +167,16 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the template that a conversation without tools uses."""
+        """The source of the template for conversations without tools."""
         return self.template_for([])
 
     def template_for(self, tools: Sequence[Any]) -> str | None:
-        """The source of the template that a conversation with these tools uses."""
+        """The source of the template for conversations with these tools."""
         template = self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
         return None if template is None else template.source
 
     def adopt(self, template: str) -> None:
-        """Have this template in place of the model's own."""
+        """Use this template in place of the model's own."""
         if [own.source for own in self._templates.values()] != [template]:
             self._templates = {"default": ChatTemplate(template, self.special_tokens)}
 
@@ -187,7 +187,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt of a conversation as text, by the model's template or the source of another.
+        """The prompt of a conversation as text, by the model's template or by the source `chat_template`.
 
         `kwargs` are variables of the template (tools, ...).
         """
@@ -197,7 +197,7 @@ class Tokenizer:
                 raise PromptError(
                     f"chat template: must be a Jinja source of 1 to {MAX_TEMPLATE} characters, got {got:.60}"
                 )
-            given = ChatTemplate(chat_template, self.special_tokens, self._strangers)
+            given = ChatTemplate(chat_template, self.special_tokens, self._request_worker)
             return given.render(messages, add_generation_prompt, **kwargs)
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -205,8 +205,8 @@ class Tokenizer:
         return self._templates[name].render(messages, add_generation_prompt, **kwargs)
 
 
-def _mended(run: list[int]) -> list[str]:
-    """A run of bytes as byte tokens, with U+FFFD for each byte that belongs to no character."""
+def _byte_tokens(run: list[int]) -> list[str]:
+    """The tokens of a run of bytes, with U+FFFD for each byte that is part of no character."""
     text = bytes(run).decode(errors="surrogateescape")  # a bad byte becomes one surrogate
     return [
         token
@@ -218,7 +218,7 @@ def _mended(run: list[int]) -> list[str]:
 
 
 def _byte_characters() -> dict[str, bytes]:
-    """The printable character that byte-level vocabularies write for each byte (GPT-2's table)."""
+    """The printable characters that byte-level vocabularies use for bytes, and their bytes (GPT-2's table)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): bytes([b]) for b in plain} | {chr(256 + i): bytes([b]) for i, b in enumerate(others)}
@@ -253,13 +253,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A token written as a string or as an object with its text in "content"."""
+    """The text of a token, which is a string or an object with "content"."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) and found else None
 
 
 def _extra_tokens(config: dict[str, Any]) -> list[str]:
-    """The special tokens without a name of their own."""
+    """The special tokens that have no name."""
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     added = config.get("added_tokens_decoder")
     values = [
@@ -270,13 +270,13 @@ def _extra_tokens(config: dict[str, Any]) -> list[str]:
 
 
 def _mark_special(core: tokenizers.Tokenizer, tokens: list[str]) -> None:
-    """Make tokens special that only the files beside tokenizer.json name; the vocabulary does not grow."""
+    """Make tokens special that only the files beside tokenizer.json list; the vocabulary does not grow."""
     known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
     core.add_special_tokens([t for t in tokens if t not in known and core.token_to_id(t) is not None])
 
 
 def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The chat templates by name; a file of its own wins over tokenizer_config.json."""
+    """The chat templates by name; a file with a template wins over tokenizer_config.json."""
     found = config.get("chat_template")
     path = folder / "chat_template.jinja"
     if path.is_file():

@@ -1,4 +1,4 @@
-"""A process that does what may hang, grow or crash: there it hurts nobody else."""
+"""A process for work that may hang, take all memory or crash."""
 
 import contextlib
 import json
@@ -13,17 +13,17 @@ from typing import Any
 class WorkerProcess:
     """Runs a script that reads one JSON request a line and writes one JSON answer a line.
 
-    It is started by the first request and ends with this object. The script bounds its own time and memory: the
-    operating system then ends it, and the next request starts another.
+    The first request starts the process, and it ends with this object. The script limits its own time and memory. Where
+    the operating system ends it for that, the next request starts another.
     """
 
     def __init__(self, script: Path):
         self.script = script
         self.process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # one request at a time goes through the pipe
+        self._lock = threading.Lock()  # one request at a time uses the pipes
 
     def ask(self, request: bytes) -> Any:
-        """The answer to a line of JSON; None if the worker was ended over it."""
+        """The answer to a line of JSON; None if the process ended before it answered."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None and process.stdout is not None  # both are pipes
@@ -33,7 +33,7 @@ class WorkerProcess:
                 answer = process.stdout.readline()
             except BrokenPipeError:
                 answer = b""
-            except BaseException:  # Ctrl-C: the answer that comes now belongs to nobody
+            except BaseException:  # Ctrl-C: the answer would be taken for that of the next request
                 self._stop()
                 raise
             if answer.endswith(b"\n"):
@@ -44,7 +44,7 @@ class WorkerProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self.process is None or self.process.poll() is not None:
             self._stop()
-            # -P: the script's folder is not a place to import from. A session of its own: Ctrl-C is not for it.
+            # -P: nothing is imported from the script's folder. A session of its own: it does not get Ctrl-C.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(self.script)],
                 stdin=subprocess.PIPE,
@@ -64,7 +64,7 @@ class WorkerProcess:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):  # unwritten bytes for a worker that is gone
+        with contextlib.suppress(BrokenPipeError):  # bytes that the process did not read
             assert pipe is not None
             pipe.close()
     process.wait()

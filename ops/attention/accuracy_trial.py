@@ -1,6 +1,6 @@
-"""Attention on made-up inputs, and what it comes to in float64: for implementations that have to show themselves right.
+"""Trials of an attention implementation: random inputs, and its error against float64.
 
-NaN lies in whatever nobody owns.
+Pages that no sequence owns hold NaN.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ import numpy as np
 
 from . import KVPages, QueryRows, xla
 
-LARGEST_ERROR = 6e-3  # that bfloat16 may have, against float64
+LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A step of attention: sequences of equal length that bring equally many rows."""
+    """A step of attention over sequences of equal length with equally many rows each."""
 
     name: str
     sequences: int
-    length: int  # with the new rows
-    rows: int = 1  # of each
-    empty: int = 0  # more sequences, that bring none, and as many rows that are nobody's
-    room: int = 0  # positions that the tables have room for, where that is more than the length
+    length: int  # including the new rows
+    rows: int = 1  # of each sequence
+    empty: int = 0  # further sequences without rows, and as many padding rows
+    room: int = 0  # positions that the page tables have room for, where that is more than the length
     heads: int = 32
     kv_heads: int = 8
     width: int = 128
@@ -34,8 +34,8 @@ class Trial:
     soft_cap: float | None = None
     sinks: bool = False
     page: int = 16
-    codes: str | None = None  # of the pages, where they hold eight bits and scales
-    values: int | None = None  # their width, where they are a part of the keys
+    codes: str | None = None  # dtype of the pages, where they hold eight bits and scales
+    values: int | None = None  # width of the values, where they are a part of the keys
     dtype: str = "bfloat16"
 
     @property
@@ -44,7 +44,7 @@ class Trial:
 
 
 def error(trial: Trial, implementation: Callable, seed: int) -> float:
-    """||out - reference|| / ||reference||, NaN where anything is."""
+    """||out - reference|| / ||reference||; NaN where anything is NaN."""
     inputs = arrays(trial, seed)
     out = np.asarray(jax.jit(partial(attend, trial, implementation))(*inputs), np.float64)
     wanted = reference(trial, *inputs)
@@ -53,7 +53,7 @@ def error(trial: Trial, implementation: Callable, seed: int) -> float:
 
 
 def arrays(trial: Trial, seed: int) -> tuple[Any, ...]:
-    """(q, pages, rows, sinks): pages in random order, NaN where nobody's."""
+    """(q, pages, rows, sinks): pages in random order, with NaN where no sequence owns them."""
     B, R, K, H = trial.sequences, trial.rows, trial.kv_heads, trial.width
     S, T = trial.page, B * R + trial.empty
     M = -(-trial.length // S)
@@ -62,7 +62,7 @@ def arrays(trial: Trial, seed: int) -> tuple[Any, ...]:
     q_TNH = jax.random.normal(keys[0], (T, trial.heads, H), trial.dtype)
 
     def poison(pages, *between):
-        """NaN in what nobody owns: the dummy page, and the end of each last page."""
+        """With NaN in the dummy page and in the unused end of each sequence's last page."""
         left = trial.length - (M - 1) * S
         return pages.at[0].set(jnp.nan).at[(tables_BM[:, -1], *between, slice(left, None))].set(jnp.nan)
 
@@ -96,7 +96,7 @@ def attend(trial: Trial, implementation: Callable, q, pages, rows, sinks):
 
 
 def reference(trial: Trial, q, pages, rows, sinks) -> np.ndarray:
-    """In float64, on the host, from the same inputs. G rows of a KV head, J keys."""
+    """The result in float64, on the host, from the same inputs. G rows of a KV head, J keys."""
 
     def numbers(held, scale=None):
         x = np.asarray(held.astype(jnp.float32), np.float64)

@@ -1,8 +1,8 @@
-"""The kernel for NVIDIA GPUs, for kinds of attention that it was seen to get right on this very card.
+"""The kernel for NVIDIA GPUs, for the kinds of attention in which it passed a self-test on this card.
 
-Cards, drivers and compilers differ. So before it serves a kind of attention, a process of its own, which a crash or a
-hang takes down alone, tries it there against float64. What passed is remembered; what did not is left to XLA, and the
-log says why. `QUIRE_MOSAIC=off` leaves the kernel out, `QUIRE_MOSAIC=trusted` takes it untried.
+Cards, drivers and compilers differ. So before the kernel serves a kind of attention, a process of its own, which may
+crash or hang, tests it against float64. A pass is remembered on disk; a kind that fails is left to XLA, and the log
+says why. `QUIRE_MOSAIC=off` turns the kernel off, `QUIRE_MOSAIC=trusted` uses it without the test.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from . import mosaic, mosaic_gpu, require_whole_pages
 from .accuracy_trial import LARGEST_ERROR, Trial, error
 
-SECONDS = 240  # that a trial may take: it starts JAX and compiles a handful of kernels
+SECONDS = 240  # for a test: it starts JAX and compiles a few kernels
 HERE = Path(__file__).parent
 SOURCES = (
     *(HERE / f"{name}.py" for name in ("gated_mosaic_gpu", "accuracy_trial", "mosaic_gpu", "xla")),
     *Path(mosaic.__file__).parent.glob("*.py"),
 )
 PACKAGES = "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc"
-TASKS = 400  # of a trial: three for each processor, so that they take one after the other
+TASKS = 400  # of a trial: about three for each processor, so that each runs several in turn
 log = logging.getLogger("quire")
 lock = Lock()
 
@@ -51,13 +51,13 @@ def paged_attention(
             "codes": None if pages.k_scale_PKS is None else page.dtype.name, "values": value_dim,
             "dtype": q_TNH.dtype.name,
         }  # fmt: skip
-        with lock:  # who comes while it is found out waits
-            doubt = doubts(json.dumps(kind), os.environ.get("QUIRE_MOSAIC", ""))
-        if doubt is not None:
-            raise NotImplementedError(doubt)
+        with lock:  # others wait until the test is done
+            reason = refusal(json.dumps(kind), os.environ.get("QUIRE_MOSAIC", ""))
+        if reason is not None:
+            raise NotImplementedError(reason)
     except NotImplementedError as reason:
         if mosaic_gpu.has_gpu():
-            explain(str(reason))
+            warn_once(str(reason))
         raise
     return mosaic_gpu.paged_attention(
         q_TNH, k_TKH, v_TKH, pages, rows,
@@ -66,44 +66,44 @@ def paged_attention(
 
 
 @cache
-def explain(reason: str) -> None:
-    log.warning("attention is XLA's on this GPU, which is slow, for its kernel is not in use: %s", reason)
+def warn_once(reason: str) -> None:
+    log.warning("attention runs in XLA on this GPU, which is slow: its kernel is not in use: %s", reason)
 
 
 @cache
-def doubts(kind: str, wish: str) -> str | None:
-    """Why a kind must not be trusted; None if it may."""
-    if wish == "off":
+def refusal(kind: str, setting: str) -> str | None:
+    """Why the kernel must not serve this kind of attention; None if it may."""
+    if setting == "off":
         return "QUIRE_MOSAIC is off"
-    if wish not in ("", "trusted"):
-        return f"QUIRE_MOSAIC is {wish!r}, and can be off or trusted"
-    kept = folder() / f"{digest(kind)}.json"
-    if wish == "trusted" or os.path.exists(kept):  # Path.exists raises where it may not look
+    if setting not in ("", "trusted"):
+        return f"QUIRE_MOSAIC is {setting!r}, and can be off or trusted"
+    passed = folder() / f"{digest(kind)}.json"
+    if setting == "trusted" or os.path.exists(passed):  # Path.exists raises where reading is not allowed
         return None
     log.info("trying the attention kernel on this GPU, once: %s", kind)
     try:
-        errors = try_apart(kind)
+        errors = test(kind)
     except OSError as failure:
         return f"it could not be tried: {failure}"
     except TrialFailed as failure:
         return f"its trial on this GPU failed: {failure}"
     if wrong := [f"{name} by {found:.1e}" for name, found in errors.items() if not found < LARGEST_ERROR]:
         return f"it is wrong on this GPU: {', '.join(wrong)}, where {LARGEST_ERROR:.0e} is allowed"
-    with suppress(OSError):  # where it cannot be kept, the next process tries again
-        keep(kept, {"kind": json.loads(kind), "errors": errors, "card": card()})
+    with suppress(OSError):  # where it cannot be written, the next process tests again
+        write(passed, {"kind": json.loads(kind), "errors": errors, "card": card()})
     return None
 
 
 class TrialFailed(Exception):
-    """A trial did not come to an end."""
+    """The test did not finish."""
 
 
-def try_apart(kind: str) -> dict[str, float]:
-    """How far each trial was off, in a process of its own: it takes memory as it needs it, for most of it is ours."""
+def test(kind: str) -> dict[str, float]:
+    """The error of each trial, from a process of its own. It preallocates no memory: this one has most."""
     command = [sys.executable, "-P", "-m", __spec__.name, kind]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     env = {
-        "JAX_PLATFORMS": "cuda",  # so that it says why there is none, and does not go on without
+        "JAX_PLATFORMS": "cuda",  # without a GPU it fails and says why, in place of falling back to the CPU
         **os.environ,
         "PYTHONPATH": path,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -124,8 +124,8 @@ def try_apart(kind: str) -> dict[str, float]:
 
 
 def trials(kind: dict) -> list[Trial]:
-    """Each way in which the kernel is compiled for a kind, and each way through it: spans that are alone and that are
-    merged, more tasks than processors, rows and sequences that are not there."""
+    """Trials of each way in which the kernel is compiled for a kind, and each path through it: single and merged
+    spans, more tasks than processors, padding rows, sequences without rows."""
     parts = max(kind["kv_heads"], kind["heads"] // 64)  # tasks of a row
     many = -(-TASKS // parts)
     return [
@@ -143,7 +143,7 @@ def folder() -> Path:
 
 
 def digest(kind: str) -> str:
-    """Of everything on which a result depends."""
+    """A hash of everything on which a result depends."""
     found = hashlib.sha256(json.dumps([card(), kind]).encode())
     for path in sorted(SOURCES):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -154,7 +154,7 @@ def card() -> dict[str, str]:
     device = jax.local_devices()[0]
     return {
         "device": str(device.device_kind),
-        "processors": str(getattr(device, "core_count", "")),  # a CPU does not tell
+        "processors": str(getattr(device, "core_count", "")),  # CPUs do not have it
         "driver": driver(),
         "platform": " ".join(str(getattr(device.client, "platform_version", "")).split()),
         "jax": jax.__version__,
@@ -170,13 +170,13 @@ def has(package: str) -> bool:
 
 
 def driver() -> str:
-    """The version of the NVIDIA driver, or nothing."""
+    """The version of the NVIDIA driver; empty without one."""
     file = Path("/proc/driver/nvidia/version")
     return file.read_text().splitlines()[0] if file.exists() else ""
 
 
-def keep(path: Path, found: dict) -> None:
-    """Whole or not at all, since another process may look."""
+def write(path: Path, found: dict) -> None:
+    """Replace the file at once, since other processes may read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump(found, file, indent=1)
@@ -184,7 +184,7 @@ def keep(path: Path, found: dict) -> None:
 
 
 def main() -> None:
-    """In the process that tries."""
+    """The process that tests."""
     kind = json.loads(sys.argv[1])
     try:
         found = {trial.name: error(trial, mosaic_gpu.paged_attention, seed=0) for trial in trials(kind)}

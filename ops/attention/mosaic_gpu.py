@@ -1,6 +1,6 @@
-"""Paged attention on NVIDIA GPUs from Hopper on: the kernel is in `quire.ops.attention.mosaic`.
+"""Paged attention on NVIDIA GPUs (Hopper and later). The kernel is in `quire.ops.attention.mosaic`.
 
-A row's result has the same bits in any batch and any chunk: blocks and spans lie at fixed places of its sequence.
+A row's bits are the same in any batch and any chunk: blocks and spans lie at fixed positions of its sequence.
 """
 
 import functools
@@ -22,7 +22,7 @@ def paged_attention(
 ):
     """See `quire.ops.attention.paged_attention`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     require(q_TNH, pages, value_dim, interpret)
-    from .mosaic.paged import attend  # only now: it brings a compiler with it
+    from .mosaic.paged import attend  # only now: it imports a compiler
 
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
@@ -35,7 +35,7 @@ def paged_attention(
 
 
 def require(q_TNH, pages, value_dim, interpret: Any = None) -> None:
-    """What the kernel cannot serve raises `NotImplementedError`."""
+    """Declines what the kernel cannot serve."""
     if interpret is None and not has_gpu():
         raise NotImplementedError("there is no NVIDIA GPU of compute capability 9.0 or more")
     if pages.kv_PSYH is not None:
@@ -65,7 +65,7 @@ def has_gpu() -> bool:
     if device.platform != "gpu":
         return False
     generation = str(device.compute_capability).partition(".")[0]
-    return generation.isdigit() and int(generation) >= 9  # others than NVIDIA's have names
+    return generation.isdigit() and int(generation) >= 9  # those of other makers have names
 
 
 def num_processors() -> int:

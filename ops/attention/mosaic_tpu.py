@@ -1,8 +1,8 @@
 """Paged attention on TPUs: the kernel is JAX's own `ragged_paged_attention`, written in Pallas.
 
-A row's result has the same bits in any batch of any size, but not in any chunk: for every row the kernel goes on to the
-end of what its sequence brings to the step, and multiplies and divides once more for each block that the row does not
-see; with a window its blocks begin where the step's first row sees. Between two chunks the last bit can differ.
+A row's bits are the same in any batch, but not in any chunk. For every row the kernel runs to the end of its sequence's
+rows in the step, and multiplies and divides once more for each block that the row does not see; with a window its
+blocks begin at the first position that the step's first row sees. So chunking can change the last bit.
 """
 
 import jax
@@ -12,10 +12,10 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from . import require_whole_pages
 from .xla import append
 
-BLOCK = 512  # key positions a block
-ROWS = 32  # query rows a block
-HEADS = 64  # query heads of 128 that fit in a core's vector memory beside so many rows and positions
-TABLES = 512 * 1024  # bytes: half of the scalar memory of a core, which holds all page tables
+BLOCK = 512  # key positions of a block
+ROWS = 32  # query rows of a block
+HEADS = 64  # query heads of width 128 that fit in a core's vector memory with blocks of that size
+TABLES = 512 * 1024  # bytes of page tables: half of a core's scalar memory, where they lie
 
 
 def paged_attention(
@@ -35,7 +35,7 @@ def paged_attention(
     B, M = rows.tables_BM.shape
     K = Y // 2
     G = N // K
-    if H != 128 and (H % 128 or K > 1):  # the compiler takes no strides over wider rows, which several heads need
+    if H != 128 and (H % 128 or K > 1):  # several heads need strides, which the compiler does not support in wider rows
         raise NotImplementedError(f"keys and values must be of a width of 128, or a multiple with one head, not {H}")
     if K not in (1, 2, 4) and (K % 8 or (K > 8 and G > 1 and G % 2)):
         raise NotImplementedError(f"there must be 1, 2, 4 or 8 KV heads or eights with an even group, not {K} of {G}")
@@ -48,7 +48,7 @@ def paged_attention(
     seen = M if window is None else min(M, max(block, (window + T - 2) // S + 2))
     if (taken := 4 * B * seen) > TABLES:
         raise NotImplementedError(f"page tables take {taken} bytes, and {TABLES} are there: longer pages make fewer")
-    # Only now: it brings Pallas and its compiler with it.
+    # Only now: it imports Pallas and its compiler.
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     if k_TKH is not None:
@@ -57,7 +57,7 @@ def paged_attention(
         q_TNH, pages.kv_PSYH, *describe(rows, S, window, seen), sm_scale=float(scale), sliding_window=window,
         soft_cap=soft_cap, num_kv_pages_per_block=block, num_queries_per_block=most,
     )  # fmt: skip
-    owned_T = jnp.arange(T) < rows.starts_B1[-1]  # what the kernel leaves in other rows is anything
+    owned_T = jnp.arange(T) < rows.starts_B1[-1]  # the kernel leaves other rows undefined
     return jnp.where(owned_T[:, None, None], out_TNH, 0), pages
 
 
@@ -66,11 +66,11 @@ def has_tpu() -> bool:
 
 
 def describe(rows, S: int, window: int | None, seen: int):
-    """(positions in the cache, page tables, starts, number of sequences) as the kernel wants them.
+    """(lengths in the cache, page tables, starts, number of sequences) as the kernel expects them.
 
-    At the end of each sequence it fetches the first block of the next and counts on its being waited for. So a sequence
-    without rows is given a length of 1, and a step without rows one row; what comes of them is dropped. Those without
-    rows after the last that has some are not counted.
+    At the end of each sequence it fetches the first block of the next one, which must then wait for it. So a sequence
+    without rows gets a length of 1, and a step without rows one row; their results are dropped. Sequences after the
+    last one with rows are not counted.
     """
     starts_B1, T, M = rows.starts_B1, rows.positions_T.shape[0], rows.tables_BM.shape[1]
     total = starts_B1[-1]
@@ -80,9 +80,9 @@ def describe(rows, S: int, window: int | None, seen: int):
     starts_B1 = starts_B1.at[1:].max(jnp.where(total == 0, 1, 0))
     if window is None:
         return newest_B + 1, rows.tables_BM, starts_B1, count_1
-    # It reads from the table's first page on whatever the window, and a page that fell out of the window is another's
-    # by now: a NaN in it would get through the mask. So a table begins with the first page that the step's rows see,
-    # and positions are counted from there; only their differences matter.
+    # The kernel reads from the table's first page on, whatever the window, and a page that fell out of the window may
+    # belong to another sequence: a NaN in it would pass the mask. So the table begins with the first page that the
+    # step's rows see, and positions are counted from there; only their differences matter.
     oldest_B = jnp.where(has_rows_B, rows.positions_T[jnp.clip(starts_B1[:-1], 0, T - 1)], 0)
     first_B = jnp.maximum(oldest_B - window + 1, 0) // S
     page_BM = jnp.minimum(first_B[:, None] + jnp.arange(seen), M - 1)

@@ -1,6 +1,6 @@
 """Paged attention by the C++ kernel: see attention.h in `ops/native`.
 
-A row's result has the same bits in any batch, in any chunk and on any number of threads.
+A row's bits are the same in any batch, in any chunk and on any number of threads.
 """
 
 import jax
@@ -55,7 +55,7 @@ def paged_attention(
 
 
 def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
-    """The kernel takes arrays at their word, so each must have the shape that the others say."""
+    """The kernel does not check shapes, so each array must have the shape that the others imply."""
     T, N, H = q_TNH.shape
     P, S, K, _ = pages.k_PSKH.shape
     B = rows.tables_BM.shape[0]

@@ -1,9 +1,9 @@
 """Paged attention in plain XLA: blockwise over pages with an online softmax, no gather of the whole table.
 
-A row's result has the same bits in any batch and any chunk: blocks lie at fixed multiples of `BLOCK`, a block that a
-row does not see leaves it as it is, and every sum runs in an order that the number of rows does not change.
+A row's bits are the same in any batch and any chunk: blocks lie at multiples of `BLOCK`, a block that a row does not
+see does not change it, and every sum runs in an order that does not depend on the number of rows.
 
-Where devices each have a part of every page's positions, each goes through its own, and what they found is merged.
+Where each device has a part of every page's positions, each attends to its own, and their results are merged.
 """
 
 import jax
@@ -13,8 +13,8 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from ..ordered_sum import sum_pairs
 from . import KVPages
 
-BLOCK = 64  # key positions a loop step
-TILE = 16  # query rows a tile where sequences bring more than one
+BLOCK = 64  # key positions of a loop step
+TILE = 16  # query rows of a tile where sequences have more than one
 
 
 def paged_attention(
@@ -32,10 +32,10 @@ def paged_attention(
     context: Axis = UNSPLIT,
     split_rows=False,
 ):
-    """See `quire.ops.attention.paged_attention`. R is the rows of a tile times the query heads of a KV head."""
+    """See `quire.ops.attention.paged_attention`. R: the rows of a tile times the query heads of a KV head."""
     T, N, H = q_TNH.shape
     paired = pages.kv_PSYH is not None
-    own, K = (pages.kv_PSYH if paired else pages.k_PSKH).shape[1:3]  # positions of a page that this device has
+    own, K = (pages.kv_PSYH if paired else pages.k_PSKH).shape[1:3]  # own: positions of a page on this device
     S, first = own * context.size, own * context.index()
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, own_slots(rows.slots_T, pages, S, own, first))
@@ -65,7 +65,7 @@ def paged_attention(
         page_CJ = jnp.minimum(block_C[:, None] * pages_a_block + jnp.arange(pages_a_block), rows.tables_BM.shape[1] - 1)
         page_CJ = rows.tables_BM[seq_C[:, None], page_CJ]
         key_CKJH, value_CKJH = read_both(pages, page_CJ, width)
-        # Outside these positions a page holds whatever its last owner left: 0 * NaN would poison the sum.
+        # Elsewhere a page holds what its last owner left, which may be NaN: 0 * NaN is NaN.
         position_CJ = block_C[:, None] * J + offset_J
         owned_CJ = position_CJ <= newest_C[:, None]
         seen_CRJ = position_CJ[:, None, :] <= position_CR[:, :, None]
@@ -88,15 +88,15 @@ def paged_attention(
     shape = (C, K, Q * G)
     if sinks_N is None:
         best, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
-    else:  # a sink is one more score in the softmax that carries no value
+    else:  # a sink is one more score in the softmax, without a value
         best, total = jnp.tile(sinks_N.astype(jnp.float32).reshape(K, G), (C, 1, Q)), jnp.ones(shape)
-        if context.size > 1:  # one of them brings it
+        if context.size > 1:  # one of the devices adds it
             best, total = jnp.where(context.index() == 0, best, -jnp.inf), jnp.where(context.index() == 0, total, 0)
     start = (best, total, jnp.zeros((*shape, width)))
     best, total, out = jax.lax.fori_loop(0, trips, attend_block, start)
 
     def by_row(x_CKRX, dtype):
-        """Out of the tiles."""
+        """From tiles to rows."""
         x_CQNX = jnp.moveaxis(x_CKRX.reshape(C, K, Q, G, -1), 1, 2).reshape(C * Q, N, -1)
         flat = jnp.where(valid_CQ, row_CQ, T).reshape(-1)
         return jnp.zeros((T, N, x_CQNX.shape[-1]), dtype).at[flat].set(x_CQNX.astype(dtype), mode="drop")
@@ -112,11 +112,11 @@ def paged_attention(
 
 
 def merge(found_nTNX):
-    """One softmax of what devices found: of each, a weighted sum, the sum of its weights, and the best score."""
+    """One softmax from those of the devices: of each a weighted sum, the sum of the weights, and the best score."""
     best_nTN = found_nTNX[..., -1]
     most_TN = jnp.max(best_nTN, axis=0)
     weight_nTN = jnp.exp(best_nTN - jnp.where(jnp.isneginf(most_TN), 0, most_TN))
-    # Bare additions in a written order, as everywhere a row's bits must not depend on how many there are.
+    # Single additions in a written order: a row's bits must not depend on the number of rows.
     parts = [found[..., :-1] * weight[..., None] for found, weight in zip(found_nTNX, weight_nTN, strict=True)]
     sum_TNX = sum(parts[1:], start=parts[0])
     total_TN1 = sum_TNX[..., -1:]
@@ -124,7 +124,7 @@ def merge(found_nTNX):
 
 
 def own_slots(slots_T, pages: KVPages, S: int, own: int, first):
-    """Where rows go in the part of each page that this device has: if not here, behind the last, where nothing is."""
+    """Where rows go in this device's part of the pages; those of other devices go past the end and are dropped."""
     if own == S:
         return slots_T
     offset_T = slots_T % S - first
@@ -133,10 +133,10 @@ def own_slots(slots_T, pages: KVPages, S: int, own: int, first):
 
 
 def tile_size(T: int, B: int, G: int, width: int) -> int:
-    """Query rows a tile: such that XLA's CPU picks kernels that sum in the same order for any T and B.
+    """Query rows of a tile: so many that XLA on a CPU sums in the same order for any T and B.
 
-    It was seen to keep the order of `weight @ value` for 2 to 48 rows, and for any more where the width is a multiple
-    of 64; a single row is summed in another. (JAX 0.12 does not keep it for a width of 8 or less, which no model has.)
+    Measured: `weight @ value` keeps its order for 2 to 48 rows, and for more where the width is a multiple of 64; a
+    single row has another order. (JAX 0.12 does not keep it for a width of 8 or less, which no model has.)
     """
     if T == B:
         return 1 if G > 1 else 2
@@ -144,7 +144,7 @@ def tile_size(T: int, B: int, G: int, width: int) -> int:
 
 
 def read_both(pages: KVPages, page_CJ, width: int):
-    """The keys and the values of each tile's pages, whichever form the pages have."""
+    """The keys and the values of each tile's pages, in any form of pages."""
     if pages.kv_PSYH is not None:
         both_CYJH = read(pages.kv_PSYH, None, page_CJ)
         return both_CYJH[:, 0::2], both_CYJH[:, 1::2]
@@ -166,7 +166,7 @@ def read(pages_PSKH, scale_PKS, page_CJ):
 
 
 def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:
-    """Write each row's key and value to its slot, in place when the cache is donated."""
+    """Write each row's key and value to its slot, in place where the cache is donated."""
 
     def write(pages_PSX, new_TX):
         P, S, *rest = pages_PSX.shape
@@ -191,14 +191,14 @@ def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:
 
 
 def quantise(x_TKH, dtype=jnp.int8):
-    """(codes, the scale of each row), the largest of a row being the largest code. The kernels round the same way."""
+    """(codes, scales): the largest value of each row becomes the largest code. The kernels round in the same way."""
     x_TKH = x_TKH.astype(jnp.float32)
     whole = jnp.issubdtype(dtype, jnp.integer)
     largest = 127.0 if whole else float(jnp.finfo(dtype).max)
     most_TK = jnp.max(jnp.abs(x_TKH), axis=-1)
     inverse_TK = largest / jnp.where(most_TK == 0, 1, most_TK)
     codes_TKH = x_TKH * inverse_TK[..., None]
-    # Times a constant and not divided by one: what a compiler would make of that is not always the same.
+    # Multiplied by a constant: a compiler may or may not replace a division by one, with other bits.
     return (jnp.round(codes_TKH) if whole else codes_TKH).astype(dtype), most_TK * jnp.float32(1 / largest)
 
 

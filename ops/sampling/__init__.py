@@ -90,12 +90,12 @@ def empty_state(num_slots: int, vocab: int) -> SlotState:
     return SlotState(*(jnp.zeros((num_slots, vocab), dtype) for dtype in (jnp.float32, bool, jnp.int32, bool)))
 
 
-def reset_slot(state: SlotState, slot: Array, row: SlotState) -> SlotState:
+def replace_row(state: SlotState, slot: Array, row: SlotState) -> SlotState:
     """The state with one slot's row, which has no B axis, replaced."""
     return jax.tree.map(lambda all_BV, own_V: all_BV.at[slot].set(own_V), state, row)
 
 
-def set_bias(bias_BV: Array, slot: Array, bias_V: Array) -> Array:
+def replace_bias(bias_BV: Array, slot: Array, bias_V: Array) -> Array:
     """The biases with those of one slot replaced."""
     return bias_BV.at[slot].set(bias_V)
 

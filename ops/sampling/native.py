@@ -35,7 +35,7 @@ def sample(logits_RV, state: SlotState, inputs: SamplingInputs, plain: bool = Fa
 
 
 def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:
-    """The kernel takes arrays at their word, so each must have the shape that the logits say."""
+    """The kernel does not check shapes, so each array must have the shape that the logits imply."""
     R, V = logits_RV.shape
     if not R or not V:
         raise NotImplementedError(f"there must be logits, not an array of {R} by {V}")

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory, the roof of decoding on a CPU: `python -m quire.scripts.bench.bandwidth`."""
+"""How fast this machine reads memory, which limits decoding on a CPU: `python -m quire.scripts.bench.bandwidth`."""
 
 import os
 import time
@@ -13,11 +13,11 @@ def cores() -> int:
 def read_bandwidth(mebibytes: int = 1024, passes: int = 8) -> float:
     """Bytes a second that all cores together read, in the best of a few passes over an array beyond any cache.
 
-    OR is the reduction that numpy runs in wide registers with the least to do beside the loads; it frees the GIL.
+    OR is the cheapest reduction that numpy runs in wide registers; it releases the GIL.
     """
     import numpy as np
 
-    array = np.ones(mebibytes << 17, np.uint64)  # ones, so that every page is there
+    array = np.ones(mebibytes << 17, np.uint64)  # ones, so that every page is mapped
     parts = np.array_split(array, cores())
     best = float("inf")
     with ThreadPoolExecutor(len(parts)) as pool:

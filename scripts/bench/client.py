@@ -1,6 +1,6 @@
-"""A client of OpenAI-compatible servers on asyncio's streams: HTTP/1.1, server-sent events, and when each piece came.
+"""A client of OpenAI-compatible servers on asyncio's streams: HTTP/1.1, server-sent events, and the time of each piece.
 
-A library would do, but the client shares the machine with the server it measures: the less it does the better.
+A library would do, but the client often shares the machine with the server: the less work it does the better.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ ERROR_BODY = 1 << 16  # how much of an error is read
 
 
 class Failure(Exception):
-    """One request has failed; the reason is one line."""
+    """A request failed; the reason is one line."""
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where requests go, and what each of them carries."""
+    """Where requests go, and what each carries."""
 
     host: str
     port: int
@@ -88,7 +88,7 @@ async def exchange(server: ServerAddress, method: str, path: str, body: bytes = 
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers, the names in lower case; interim answers (1xx) are passed over."""
+    """Status and headers, with names in lower case; interim answers (1xx) are skipped."""
     while True:
         version, _, rest = (await reader.readuntil(b"\n")).decode("latin-1").strip().partition(" ")
         code = rest.split(" ")[0]

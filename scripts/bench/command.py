@@ -7,7 +7,10 @@ from typer.core import TyperCommand
 
 from . import host, latency, serve, simulate, startup, throughput
 
-SEVERAL = {"--concurrency": r"[0-9.]+[kKmM]?", "--goodput": r"[a-z0-9]+:\S*"}  # what may follow, as often as it likes
+SEVERAL = {
+    "--concurrency": r"[0-9.]+[kKmM]?",
+    "--goodput": r"[a-z0-9]+:\S*",
+}  # options that take several values, and what a value looks like
 
 
 class Spread(TyperCommand):
@@ -39,7 +42,7 @@ app = typer.Typer(name="bench", add_completion=False, invoke_without_command=Tru
 
 @app.callback()
 def main(context: typer.Context) -> None:
-    """Measure: throughput, latency, the start of a process, a running server, the scheduler, or the host's part."""
+    """Measure throughput, latency, startup, a running server, the scheduler, or the host's part of a step."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -1,4 +1,4 @@
-"""The engine under a benchmark's load: when each token came, how long each step took, and what it had to read."""
+"""The engine under a benchmark's load: the time of each token and step, and what a decode step has to read."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ from .metrics import RequestTimes
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One step of the engine: the time from the results before it to its own, and who took part."""
+    """One step of the engine: its plan, and the time from the results of the step before to its own."""
 
     seconds: float
     plan: Any
@@ -21,7 +21,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """What came of a list of requests."""
+    """The times of a list of requests and of the engine's steps."""
 
     answers: list[RequestTimes]
     steps: list[TimedStep]
@@ -37,17 +37,17 @@ def serve(
     advance: Callable[[int, int], None] = lambda requests, tokens: None,
     in_batches: bool = False,
 ) -> LoadRun:
-    """Answer all requests in full length, at most `concurrency` of them known to the engine at once.
+    """Answer all requests in full length, with at most `concurrency` of them in the engine.
 
-    `in_batches`: the next ones come when all of these are answered, as without continuous batching.
-
-    What an earlier run left in the prefix cache is forgotten: the same requests cost the same again.
+    `in_batches`: the next ones are added when all of these are answered, as without continuous batching.
+    The prefix cache is emptied first, so that the same requests cost the same again.
     """
     from ...serving.api.params import SamplingParams
 
     llm.reset_prefix_cache()
 
-    engine, steps = llm.engine, []
+    engine, steps, watcher = llm.engine, [], watch()
+    engine.observers.append(watcher)
     waiting, live, done = deque(enumerate(samples)), {}, {}
     try:
         begin = last = clock()
@@ -66,11 +66,10 @@ def serve(
                         f"{seq.num_prompt} prompt and {sample.output_len} output tokens do not fit into the "
                         f"{engine.max_len} of --max-model-len: ask for fewer"
                     )
-            oldest = engine.in_flight[0] if engine.in_flight else None
             changed = engine.step()
             now = clock()
-            if oldest is not None and oldest not in engine.in_flight:  # this call launched one and waited for that
-                steps.append(TimedStep(now - last, oldest.plan))
+            if watcher.plan is not None:
+                steps.append(TimedStep(now - last, watcher.plan))
             last = now
             for request in changed:
                 index, sent, times = live[request]
@@ -87,11 +86,25 @@ def serve(
         for request in live:
             engine.abort(request.request_id)
         llm.drain()
+        engine.observers.remove(watcher)
+
+
+def watch() -> Any:
+    """An observer that has the plan of the step that was taken in last, if the last call took one in."""
+    from ...serving.engine.step_record import Observer, StepRecord
+
+    class Watcher(Observer):
+        plan: Any = None
+
+        def observe(self, record: StepRecord) -> None:
+            self.plan = record.taken and record.taken.plan
+
+    return Watcher()
 
 
 @dataclass(frozen=True)
 class Roof:
-    """What a decode step has to read, at the rate at which this machine reads: it cannot be faster than that."""
+    """The time that a decode step needs at least: to read weights and KV cache at this machine's bandwidth."""
 
     steps: int  # that only decoded
     sequences: float  # in such a step, on average
@@ -106,7 +119,7 @@ class Roof:
 
     @property
     def share(self) -> float:
-        """How much of the bandwidth the steps used; 1 is the roof."""
+        """The share of the bandwidth that the steps used; 1 is the roof."""
         return self.seconds / self.step_seconds
 
 
@@ -134,12 +147,12 @@ def roof(
 
 
 def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
-    """The roof of a run of this engine's own weights and caches."""
+    """The roof of a run of this engine."""
     from ...model.planning.cost import kv_read_bytes
     from ...sharding.spec import nbytes
 
     config, weights = llm.engine.runner.config, llm.engine.runner.weights
-    lookups = [weights.per_layer_embed_VLA, None if config.tied else weights.embed_VD]  # a row a token, not all of it
+    lookups = [weights.per_layer_embed_VLA, None if config.tied else weights.embed_VD]  # read by row, not whole
     return roof(run.steps, nbytes(weights) - nbytes(lookups), lambda length: kv_read_bytes(config, length), bandwidth)
 
 
@@ -148,7 +161,7 @@ def decode_milliseconds(run: LoadRun) -> list[float]:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that the device which will run the model reads."""
+    """Bytes a second that the model's device reads."""
     import jax
 
     from .bandwidth import read_bandwidth
@@ -157,7 +170,7 @@ def read_bandwidth() -> float:
 
 
 def device_bandwidth(size: int, passes: int = 8) -> float:
-    """The same where the memory is an accelerator's: the best of a few sums over an array beyond any cache."""
+    """The same of an accelerator: the best of a few sums over an array larger than any cache."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""`quire bench host`: what a step costs the host, with a device that takes no time."""
+"""`quire bench host`: the host's time for a step, with a device that takes none."""
 
 from statistics import median
 from time import perf_counter
@@ -24,19 +24,19 @@ def main(
         typer.Option(
             parser=size,
             metavar="TOKENS",
-            help="How long each is; may be given several times.",
+            help="Tokens of each sequence; may be given several times.",
             show_default="100, 500, 850",
             rich_help_panel=load.DATA,
         ),
     ] = None,
     num_steps: Annotated[int, o.sized("--num-steps", "Steps to measure.", "N", load.DATA)] = 100,
     num_processes: Annotated[
-        int, o.sized("--num-processes", "Processes that are told of each step, as over several hosts.", "N", load.DATA)
+        int, o.sized("--num-processes", "Processes that receive each step, as on several hosts.", "N", load.DATA)
     ] = 1,
     as_json: reports.Json = None,
     save_result: reports.SaveResult = False,
 ) -> None:
-    """Decode without a device. Prints what planning a step, writing its arrays and taking in its tokens cost."""
+    """Decode without a device. Prints the host's time to schedule a step, build its arrays and take in its tokens."""
     report = reports.report(context, as_json, save_result, None)
     load.above_zero(
         num_seqs=num_seqs, num_steps=num_steps, input_len=min(input_len or [1]), num_processes=num_processes
@@ -57,12 +57,12 @@ def main(
 
 
 def followed_by(count: int) -> Any:
-    """So many processes that hear what is to be done, and do nothing."""
+    """Connections to so many processes that receive every step and do nothing."""
     import socket
     import subprocess
     import sys
 
-    from ...serving.multihost.connection import Line
+    from ...serving.multihost.connection import HostConnection
     from ...serving.multihost.leader import Leader
 
     lines = {}
@@ -70,51 +70,42 @@ def followed_by(count: int) -> Any:
         for index in range(count):
             port = listener.getsockname()[1]
             subprocess.Popen([sys.executable, "-c", f"from {__name__} import listen; listen({port})"])
-            lines[index + 1] = Line(listener.accept()[0])
+            lines[index + 1] = HostConnection(listener.accept()[0])
     return Leader(lines)
 
 
 def listen(port: int) -> None:
-    """What such a process does, until there is no more to hear."""
+    """What such a process runs, until the leader ends it."""
     import os
     import socket
 
-    from ...serving.multihost.connection import Line
-    from ...serving.multihost.leader import Link
+    from ...serving.multihost.connection import HostConnection
+    from ...serving.multihost.leader import WatchedConnection
 
-    link = Link(Line(socket.create_connection(("127.0.0.1", port))), "", lambda why: os._exit(0))
+    link = WatchedConnection(HostConnection(socket.create_connection(("127.0.0.1", port))), "", lambda why: os._exit(0))
     while link.inbox.get()[0] != "end":
         pass
 
 
 def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> dict[str, list[float]]:
-    """Seconds of the parts of each step, once all sequences decode."""
+    """Seconds of each part of each step, once all sequences decode."""
     from ...serving.api.params import SamplingParams
-    from ...serving.observe.trace import NoTrace
+    from ...serving.engine.step_record import Observer, StepRecord
 
-    class Laps(NoTrace):
-        """Keeps the times in place of writing them."""
+    class Laps(Observer):
+        """Keeps the times instead of writing them."""
 
-        def begin(self) -> None:
-            self.at = perf_counter()
+        def observe(self, record: StepRecord) -> None:
+            step, taken = record.launched, record.taken
+            assert step is not None and taken is not None, "every step launches one and takes one in"
+            laps["schedule"].append(step.scheduled - step.began)
+            laps["launch"].append(step.launched - step.scheduled)
+            laps["collect"].append(taken.collected - taken.began)
+            laps["update"].append(record.ended - taken.collected)
 
-        def lap(self, name: str) -> None:
-            now = perf_counter()
-            laps.setdefault(name, []).append(now - self.at)
-            self.at = now
-
-        def launched(self, plan) -> None:
-            self.lap("launch")
-
-        def collected(self) -> None:
-            self.lap("collect")
-
-        def end(self, requests, **counts) -> None:
-            self.lap("update")
-
-    laps: dict[str, list[float]] = {}
+    laps: dict[str, list[float]] = {part: [] for part in PARTS}
     engine = pretended_engine(num_seqs, length + WARM_UP + num_steps + 8)
-    engine.trace, engine.runner.hosts = Laps(), hosts
+    engine.clock, engine.runner.leader = perf_counter, hosts
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for index in range(num_seqs):
         engine.add(str(index), [index % 500 + 3] * length, params)
@@ -122,16 +113,16 @@ def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> di
         engine.step()
     for _ in range(WARM_UP):
         engine.step()
-    laps.clear()
+    engine.observers.append(Laps())
     for _ in range(num_steps):
         engine.step()
     return laps
 
 
 def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
-    """The engine of the bundled model with room for so many sequences, and a device that is not there.
+    """The engine of the bundled model with room for so many sequences, on a device that does not exist.
 
-    Every row draws the same token, at once.
+    Every sampled token is the same, and there at once.
     """
     import numpy as np
 
@@ -160,6 +151,6 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
         return lambda weights, state, buffer: (sampled, None, state)
 
     runner.compiled = {size: compiled(size) for size in runner.batcher.layouts}
-    runner.mover.programs = {("within", group, 0): lambda layers, *pages: layers for group in range(groups)}
+    runner.page_copier.programs = {("within", group, 0): lambda layers, *pages: layers for group in range(groups)}
     pages = PageTable((num_seqs * (-(-longest // 16) + 1) + 1,) * groups, 16, config.windows)
     return Engine(runner, tokenizer, pages, config.max_len)

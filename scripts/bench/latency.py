@@ -1,4 +1,4 @@
-"""`quire bench latency`: one batch of equal requests, again and again."""
+"""`quire bench latency`: the same batch of equal requests, several times."""
 
 from time import perf_counter
 from typing import Annotated, Any
@@ -21,10 +21,10 @@ def main(
     context: typer.Context,
     model: o.Model = None,
     batch_size: Annotated[int, o.sized("--batch-size", "Requests that start together.", "N", load.DATA)] = 8,
-    input_len: Annotated[int, o.sized("--input-len", "Prompt of each.", "TOKENS", load.DATA)] = 32,
-    output_len: Annotated[int, o.sized("--output-len", "Answer of each.", "TOKENS", load.DATA)] = 128,
-    num_iters: Annotated[int, o.sized("--num-iters", "Batches that count.", "N", load.DATA)] = 10,
-    num_iters_warmup: Annotated[int, o.sized("--num-iters-warmup", "Batches before them.", "N", load.DATA)] = 2,
+    input_len: Annotated[int, o.sized("--input-len", "Prompt length of each.", "TOKENS", load.DATA)] = 32,
+    output_len: Annotated[int, o.sized("--output-len", "Answer length of each.", "TOKENS", load.DATA)] = 128,
+    num_iters: Annotated[int, o.sized("--num-iters", "Batches to measure.", "N", load.DATA)] = 10,
+    num_iters_warmup: Annotated[int, o.sized("--num-iters-warmup", "Batches to run before those.", "N", load.DATA)] = 2,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
     *,
@@ -33,7 +33,7 @@ def main(
     save_result: reports.SaveResult = False,
     plot: reports.Plot = None,
 ) -> None:
-    """Answer a batch of fixed shape. Prints how long the batch, its first tokens and each further token took."""
+    """Answer batches of a fixed shape. Prints the times of a batch, of first tokens and between tokens."""
     report = reports.report(context, as_json, save_result, plot)
     load.above_zero(batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters)
     if num_iters_warmup < 0:
@@ -48,7 +48,7 @@ def main(
         load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm,
         bar(num_iters_warmup + num_iters, True) as advance,
     ):
-        tokenizer, vocab = llm.engine.tokenizer, llm.engine.runner.config.vocab_size
+        tokenizer, vocab = llm.engine.tokenizer, llm.engine.config.vocab_size
         for turn in range(num_iters_warmup + num_iters):
             samples = shape.samples(batch_size, tokenizer, f"{seed} {turn}", vocab)
             runs.append(serve(llm, samples, batch_size, temperature, perf_counter))

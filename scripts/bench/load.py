@@ -1,4 +1,4 @@
-"""What a benchmark sends and when: requests drawn or read from a data set, and the moments at which they arrive."""
+"""What a benchmark sends and when: requests that are drawn or read from a data set, and their arrival times."""
 
 import json
 import math
@@ -14,7 +14,7 @@ import typer
 from .. import options as o
 
 DATA = "The requests"
-OWN = {  # data set -> the options that are its own, with their defaults; it refuses those of the others
+OWN = {  # data set -> its own options with their defaults; another's are refused
     "random": {"random_input_len": 256, "random_output_len": 128, "random_range_ratio": 0.0},
     "sharegpt": {"sharegpt_output_len": None},
     "prefix_repetition": {
@@ -30,7 +30,7 @@ LONGEST_PROMPT, LONGEST_TOTAL, SHORTEST = (
     1024,
     2048,
     4,
-)  # what of ShareGPT is taken: the usual choice, so that runs compare
+)  # of ShareGPT: the usual limits, so that runs compare
 
 
 def counted(name: str, help: str, metavar: str = "TOKENS", shown: str = ""):
@@ -38,37 +38,41 @@ def counted(name: str, help: str, metavar: str = "TOKENS", shown: str = ""):
     return o.sized(name, help, metavar, DATA, str(default) if default is not None else False)
 
 
-NumPrompts = Annotated[int, o.sized("--num-prompts", "How many.", "N", DATA)]
-DatasetName = Annotated[str, typer.Option(metavar="NAME", help=", ".join(OWN), rich_help_panel=DATA)]
+NumPrompts = Annotated[int, o.sized("--num-prompts", "Number of requests.", "N", DATA)]
+DatasetName = Annotated[
+    str, typer.Option(metavar="NAME", help=f"Source of the requests: {', '.join(OWN)}.", rich_help_panel=DATA)
+]
 DatasetPath = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE", help="sharegpt: its JSON; custom: lines of JSON, each with a prompt.", rich_help_panel=DATA
     ),
 ]
-InputLen = Annotated[int | None, counted("--random-input-len", "Prompt.", shown="random")]
-OutputLen = Annotated[int | None, counted("--random-output-len", "Answer.", shown="random")]
+InputLen = Annotated[int | None, counted("--random-input-len", "Prompt length.", shown="random")]
+OutputLen = Annotated[int | None, counted("--random-output-len", "Answer length.", shown="random")]
 RangeRatio = Annotated[
     float | None,
     typer.Option(
         "--random-range-ratio",
         metavar="0..1",
-        help="Lengths are spread evenly over this share below and above.",
+        help="Draw lengths evenly from this share below to this share above.",
         show_default="0",
         rich_help_panel=DATA,
     ),
 ]
-ShareGptLen = Annotated[int | None, counted("--sharegpt-output-len", "Answer; not given: as long as the one on file.")]
+ShareGptLen = Annotated[
+    int | None, counted("--sharegpt-output-len", "Answer length, instead of that of the answer on file.")
+]
 CustomLen = Annotated[
-    int | None, counted("--custom-output-len", "Answer, where the line has no output_tokens.", shown="custom")
+    int | None, counted("--custom-output-len", "Answer length, where the line has no output_tokens.", shown="custom")
 ]
 REPEAT = "prefix_repetition"
-PrefixLen = Annotated[int | None, counted("--prefix-repetition-prefix-len", "What prompts share.", shown=REPEAT)]
-SuffixLen = Annotated[int | None, counted("--prefix-repetition-suffix-len", "What each has alone.", shown=REPEAT)]
-NumPrefixes = Annotated[int | None, counted("--prefix-repetition-num-prefixes", "How many prefixes.", "N", REPEAT)]
-RepetitionLen = Annotated[int | None, counted("--prefix-repetition-output-len", "Answer.", shown=REPEAT)]
+PrefixLen = Annotated[int | None, counted("--prefix-repetition-prefix-len", "Length of a shared prefix.", shown=REPEAT)]
+SuffixLen = Annotated[int | None, counted("--prefix-repetition-suffix-len", "Length of what follows it.", shown=REPEAT)]
+NumPrefixes = Annotated[int | None, counted("--prefix-repetition-num-prefixes", "Number of prefixes.", "N", REPEAT)]
+RepetitionLen = Annotated[int | None, counted("--prefix-repetition-output-len", "Answer length.", shown=REPEAT)]
 Temperature = Annotated[
-    float, typer.Option(help="0 takes the likeliest token each time.", rich_help_panel=DATA, min=0, max=100)
+    float, typer.Option(help="0 always takes the likeliest token.", rich_help_panel=DATA, min=0, max=100)
 ]
 Seed = Annotated[int, typer.Option(help="The same seed draws the same requests.", rich_help_panel=DATA)]
 
@@ -83,7 +87,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A source of requests with its settings, checked."""
+    """A source of requests with its settings, which are checked."""
 
     name: str
     path: Path | None
@@ -113,7 +117,7 @@ class Dataset:
 
 
 def dataset(context: typer.Context) -> Dataset:
-    """The data set of a command's options: its own are checked and filled in, another's are refused."""
+    """The data set that a command's options name, with its own options checked and filled in."""
     name, path = context.params["dataset_name"], context.params["dataset_path"]
     if name not in OWN:
         raise o.UsageError(f"--dataset-name is {name!r}; it can be {', '.join(OWN)}")
@@ -138,7 +142,7 @@ def above_zero(**options: float | None) -> None:
 
 
 def ordinary(tokenizer, vocab: int | None) -> list[int]:
-    """The token ids that mean text; `vocab` is where the model's own end."""
+    """The token ids of text; `vocab` is the size of the model's vocabulary."""
     return [
         i for i in range(min(tokenizer.vocab_size, vocab or tokenizer.vocab_size)) if i not in tokenizer.special_ids
     ]
@@ -168,7 +172,7 @@ def repeated_prefixes(
     prefix_repetition_num_prefixes: int,
     prefix_repetition_output_len: int,
 ) -> list[Sample]:
-    """Each prefix as often as the others, in random order."""
+    """All prefixes equally often, in random order."""
     prefixes = [rng.choices(ids, k=prefix_repetition_prefix_len) for _ in range(prefix_repetition_num_prefixes)]
     order = [prefixes[i % len(prefixes)] for i in range(count)]
     rng.shuffle(order)
@@ -200,7 +204,7 @@ def sharegpt(data: str, path: Path, tokenizer, rng: random.Random, sharegpt_outp
 
 
 def custom(data: str, path: Path, custom_output_len: int) -> Iterator[Sample]:
-    """Lines of {"prompt": text or token ids, "output_tokens": optional}; other keys are somebody else's."""
+    """Lines of {"prompt": text or token ids, "output_tokens": optional}; other keys are ignored."""
     for number, line in enumerate(data.split("\n"), start=1):
         if not line.strip():
             continue
@@ -226,7 +230,7 @@ def arrivals(count: int, rate: float, burstiness: float, seed: object) -> list[f
     """Seconds after the start at which each request arrives: `rate` a second, all at once where it is infinite.
 
     The waits between them are gamma-distributed with `burstiness` as shape: 1 is a Poisson process, less is burstier,
-    more is steadier. They are scaled so that the last arrival is where the rate says: every seed offers the same load.
+    more is steadier. They are scaled so that all requests together arrive at `rate`: every seed offers the same load.
     """
     if math.isinf(rate):
         return [0.0] * count

@@ -1,10 +1,10 @@
-"""What a benchmark saw of each request, and the figures that follow: arithmetic on times, whoever took them."""
+"""What a benchmark saw of each request, and the figures that follow from it."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # as results name them, and as people do
+METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # name in results -> name for people
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RequestTimes:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None where there is no other."""
+        """Seconds a token after the first; None where there is only one."""
         return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
@@ -40,7 +40,7 @@ class RequestTimes:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
     def meets(self, limits: dict[str, float]) -> bool:
-        """Whether every limit (metric -> milliseconds) is kept; a single token has no TPOT that could be late."""
+        """Whether every limit (metric -> milliseconds) is kept; a single token has no TPOT and keeps that limit."""
         return all((getattr(self, metric) or 0.0) * 1000 <= most for metric, most in limits.items())
 
 
@@ -56,7 +56,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which this share of a sorted sample lies, on a straight line between its neighbours."""
+    """The value below which this share of a sorted sample lies, interpolated between its neighbours."""
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -103,7 +103,7 @@ def totals(answers: Sequence[RequestTimes], duration: float) -> dict[str, float]
 
 
 def goodput(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> float:
-    """Requests a second that kept every limit."""
+    """Requests a second that kept all limits."""
     return sum(answer.error is None and answer.meets(limits) for answer in answers) / max(duration, 1e-9)
 
 

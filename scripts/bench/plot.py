@@ -1,4 +1,4 @@
-"""Plots of benchmark results, on matplotlib figures that the caller has made and saves."""
+"""Plots of benchmark results, on matplotlib figures that the caller makes and saves."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def distributions(
 
 
 def cumulative(axes, ordered: Sequence[float], colour: str, **options: Any) -> None:
-    """The share of values that are at most x, in per cent, on the straight lines on which percentiles are read."""
+    """The share of values that are at most x, in per cent; percentiles lie on these lines."""
     last = max(len(ordered) - 1, 1)
     axes.plot(ordered, [100 * i / last for i in range(len(ordered))], color=colour, linewidth=1.5, **options)
     axes.set_ylim(0, 103)
@@ -50,7 +50,7 @@ def cumulative(axes, ordered: Sequence[float], colour: str, **options: Any) -> N
 
 
 def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth: float) -> None:
-    """A sweep: tokens a second and the decode step by concurrency. One level: its decode steps against the roof."""
+    """Tokens a second and the decode step by concurrency; of a single level its decode steps against the roof."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     roof = f"roof: reading at {bandwidth / 1e9:.1f} GB/s"
@@ -168,7 +168,7 @@ def simulation(figure, looks: Sequence[Any], most: int, title: str) -> None:
     times = [look.now for look in looks]
     panels = (
         ("sequences in the batch", [look.running for look in looks], BLUE, most),
-        ("requests that wait", [look.waiting for look in looks], ORANGE, None),
+        ("waiting requests", [look.waiting for look in looks], ORANGE, None),
         ("pages in use, %", [100 * look.pages for look in looks], GREEN, 100),
         ("preemptions so far", [look.preemptions for look in looks], PURPLE, None),
     )

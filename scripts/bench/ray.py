@@ -1,7 +1,7 @@
-"""What replicas on Ray do on this machine: `python -m quire.scripts.bench.ray`. Needs the extra `ray`.
+"""Measures replicas on Ray on this machine: `python -m quire.scripts.bench.ray`. Needs the extra `ray`.
 
-A replica is killed under load; prefix routing is compared with taking turns; and reading prompts apart from writing
-answers with doing both in each replica.
+It kills a replica under load, compares prefix routing with round-robin, and compares replicas for prefill beside
+replicas for decoding with replicas that do both.
 """
 
 import http.client
@@ -58,7 +58,7 @@ def ask(port: int, body: dict[str, Any]) -> StreamedAnswer:
 
 
 def counters(port: int) -> dict[str, float]:
-    """Sums over the replicas that write."""
+    """Sums of the metrics over the replicas that decode."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/metrics")
     found: dict[str, float] = {}
@@ -71,7 +71,7 @@ def counters(port: int) -> dict[str, float]:
 
 
 def times() -> dict[int, int]:
-    """What each replica that writes has taken of the processors, in the system's ticks."""
+    """Process id of each replica that decodes -> its CPU time, in ticks."""
     found = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if b":quire:engine" in path.read_bytes()]
     return {int(one.name): int((one / "stat").read_text().rpartition(")")[2].split()[11]) for one in found}
 
@@ -88,7 +88,7 @@ def all_of(
 
 
 def killed(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
-    """Eight clients, three replicas; after a second the busiest of them is killed."""
+    """Eight clients, three replicas; after a second the busiest replica is killed."""
     rng = random.Random(0)
     bodies = [
         {"prompt": story(rng, rng.randrange(5, 60)), "max_tokens": 300, "temperature": n % 2, "seed": n}
@@ -110,7 +110,7 @@ def killed(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
 
 
 def routed(port: int, name: str) -> None:
-    """Conversations of six turns below four long beginnings that they share."""
+    """Conversations of six turns that share four long beginnings."""
     rng = random.Random(name)
     beginnings = [story(rng, 250) for _ in range(4)]
     talks = [beginnings[n % 4] + " " + story(rng, 20) for n in range(24)]
@@ -128,7 +128,7 @@ def routed(port: int, name: str) -> None:
 
 
 def mixed(port: int, name: str) -> list[str]:
-    """Four streams write without a pause while long prompts come."""
+    """Four streams decode while long prompts arrive."""
     rng = random.Random(1)
     writing = [{"prompt": story(rng, 10), "max_tokens": 400, "temperature": 1, "seed": n} for n in range(12)]
     reading = [{"prompt": story(rng, 420), "max_tokens": 4, "temperature": 0} for _ in range(30)]

@@ -1,4 +1,4 @@
-"""Where the figures of a benchmark go: a table for people, JSON for programs, a plot."""
+"""The results of a benchmark: a table for people, JSON for programs, a plot."""
 
 import json
 import math
@@ -24,29 +24,31 @@ Json = Annotated[
     typer.Option(
         "--json",
         metavar="FILE",
-        help="Write the figures as JSON; - is stdout, in place of the table.",
+        help="Write the results as JSON; - is stdout, instead of the table.",
         rich_help_panel=o.OUTPUT,
     ),
 ]
 SaveResult = Annotated[
     bool,
     typer.Option(
-        "--save-result", help="Write them to a file named after the command and the time.", rich_help_panel=o.OUTPUT
+        "--save-result",
+        help="Write the results to a file named after the command and the time.",
+        rich_help_panel=o.OUTPUT,
     ),
 ]
 ResultFilename = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="With --save-result: this file instead.", rich_help_panel=o.OUTPUT),
+    typer.Option(metavar="FILE", help="Name of the file of --save-result.", rich_help_panel=o.OUTPUT),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help=f"Draw them: a {', '.join(PLOTS)} file.", rich_help_panel=o.OUTPUT),
+    typer.Option(metavar="FILE", help=f"Draw the results into a {', '.join(PLOTS)} file.", rich_help_panel=o.OUTPUT),
 ]
 
 
 @dataclass(frozen=True)
 class ResultFiles:
-    """The files that were asked for, and the options that go with the figures."""
+    """The files that were asked for, and the options that go into them."""
 
     command: str
     options: dict[str, Any]
@@ -54,7 +56,7 @@ class ResultFiles:
     plot: Path | None
 
     def write(self, result: dict[str, Any], text: str, draw: Callable[[Any], None]) -> None:
-        """The table first: whatever becomes of the files, it has been seen."""
+        """Prints the table first, so that it is there even when a file cannot be written."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         head = {"command": f"bench {self.command}", "date": now, "quire": __version__, "machine": machine()}
         result = head | {"options": self.options} | result
@@ -78,9 +80,9 @@ class ResultFiles:
 def report(
     context: typer.Context, as_json: Path | None, save: bool, plot: Path | None, filename: Path | None = None
 ) -> ResultFiles:
-    """The files of the options, checked before the work begins."""
+    """The files of the options, which are checked before the work begins."""
     if save and as_json is not None:
-        raise o.UsageError("--json and --save-result both write the figures: leave one out")
+        raise o.UsageError("--json and --save-result both write the results: leave one out")
     if filename is not None and not save:
         raise o.UsageError("--result-filename needs --save-result; or use --json FILE")
     if save:

@@ -1,4 +1,4 @@
-"""`quire bench serve`: load on an OpenAI-compatible server, and how its answers come."""
+"""`quire bench serve`: load on an OpenAI-compatible server, and the times of its streams."""
 
 import math
 import os
@@ -17,35 +17,40 @@ from . import report as reports
 from .metrics import METRICS, RequestTimes, flat, goodput, milliseconds, totals
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
-GOALS = ("ttft", "tpot", "e2el")  # what a single request can be held to
+GOALS = ("ttft", "tpot", "e2el")  # limits that a single request can keep
 SERVER = "The server"
 TRAFFIC = "The traffic"
 TOKENIZER_FILES = ["*.json", "*.jinja"]
-SPARE_FILES = 64  # open files beside the connections
+SPARE_FILES = 64  # open files besides the connections
 
 
 def main(
     context: typer.Context,
     base_url: Annotated[
-        str, typer.Option(metavar="URL", help="Where it listens.", rich_help_panel=SERVER)
+        str, typer.Option(metavar="URL", help="Address of the server.", rich_help_panel=SERVER)
     ] = "http://127.0.0.1:8000",
     endpoint: Annotated[
-        str, typer.Option(metavar="PATH", help=" or ".join(ENDPOINTS) + ".", rich_help_panel=SERVER)
+        str, typer.Option(metavar="PATH", help=f"Endpoint: {' or '.join(ENDPOINTS)}.", rich_help_panel=SERVER)
     ] = ENDPOINTS[0],
     model: Annotated[
         str | None,
-        typer.Option(help="Its name there.", show_default="the first that the server lists", rich_help_panel=SERVER),
+        typer.Option(
+            help="Name of the model on the server.",
+            show_default="the first that the server lists",
+            rich_help_panel=SERVER,
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="A folder or Hugging Face id, to draw and to measure prompts.",
+            help="Folder or Hugging Face id, to draw and to measure prompts.",
             show_default="the model's name",
             rich_help_panel=SERVER,
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="A request that takes longer has failed.", rich_help_panel=SERVER)
+        float,
+        typer.Option(metavar="SECONDS", help="Time after which a request counts as failed.", rich_help_panel=SERVER),
     ] = 600.0,
     num_prompts: load.NumPrompts = 100,
     dataset_name: load.DatasetName = "random",
@@ -67,13 +72,13 @@ def main(
         float | None,
         typer.Option(
             metavar="SHAPE",
-            help="Of the gamma distribution of the waits: below 1 is burstier, above steadier.",
+            help="Shape of the gamma distribution of waits: below 1 is burstier, above 1 steadier.",
             show_default="1: a Poisson process",
             rich_help_panel=TRAFFIC,
         ),
     ] = None,
     max_concurrency: Annotated[
-        int | None, o.sized("--max-concurrency", "Most requests under way at once.", "N", TRAFFIC, "no limit")
+        int | None, o.sized("--max-concurrency", "Most requests in flight at once.", "N", TRAFFIC, "no limit")
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ask for answers of full length.", rich_help_panel=TRAFFIC)
@@ -84,7 +89,7 @@ def main(
         typer.Option(
             "--goodput",
             metavar="METRIC:MS ...",
-            help=f"Count the requests that keep these limits: {', '.join(GOALS)}.",
+            help=f"Count the requests that keep these limits, of {', '.join(GOALS)}.",
             rich_help_panel=TRAFFIC,
         ),
     ] = None,
@@ -93,7 +98,7 @@ def main(
     result_filename: reports.ResultFilename = None,
     plot: reports.Plot = None,
 ) -> None:
-    """Send requests to a running server and time its streams. OPENAI_API_KEY, where it is set, is sent along."""
+    """Send requests to a running server and time its streams. Sends OPENAI_API_KEY where that is set."""
     report = reports.report(context, as_json, save_result, plot, result_filename)
     if endpoint not in ENDPOINTS:
         raise o.UsageError(f"--endpoint is {endpoint!r}; it can be {' or '.join(ENDPOINTS)}")
@@ -170,7 +175,7 @@ def parse_goals(goals: Sequence[str]) -> dict[str, float]:
 
 
 def find_model(server, base_url: str, wanted: str | None, timeout: float) -> str:
-    """The model to ask for, and a first sign that the server is there."""
+    """The model to ask for. Fails where no server answers."""
     import asyncio
 
     from . import client as client
@@ -199,7 +204,7 @@ def read_tokenizer(name: str):
 
 
 def body(sample: load.Sample, model: str, chat: bool, tokenizer) -> dict[str, Any]:
-    """What is posted. Drawn prompts go as token ids, which keeps their length exact; a chat takes only text."""
+    """The body of a request. Drawn prompts are sent as token ids, which keeps their length; a chat takes only text."""
     asked = {"model": model, "max_tokens": sample.output_len, "stream": True, "stream_options": {"include_usage": True}}
     if not chat:
         return asked | {"prompt": sample.prompt}
@@ -212,7 +217,7 @@ def body(sample: load.Sample, model: str, chat: bool, tokenizer) -> dict[str, An
 
 
 def allow_connections(count: int) -> None:
-    """Each connection is an open file, and the usual limit is 1024."""
+    """Raise the limit of open files, usually 1024: each connection is one."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -228,7 +233,7 @@ def allow_connections(count: int) -> None:
 async def drive(
     send: Callable[[int], Awaitable[RequestTimes]], delays: Sequence[float], max_concurrency: int | None
 ) -> tuple[list[RequestTimes], float]:
-    """Send each request at its moment, or when there is room; the answers in order, and how long it took."""
+    """Send each request when it is due and there is room. Returns the answers in order, and the duration."""
     import asyncio
 
     loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(max_concurrency or max(len(delays), 1))

@@ -1,4 +1,4 @@
-"""What a Quire server says of itself before and after a load: how late its event loop was, and its memory."""
+"""A Quire server's own metrics before and after a load: delays of its event loop, and its memory."""
 
 import asyncio
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ MEMORY = "process_resident_memory_bytes"
 
 @dataclass(frozen=True)
 class Inside:
-    """One look."""
+    """The metrics at one moment."""
 
-    late: Mapping[float, float]  # timers that were at most so late
+    late: Mapping[float, float]  # seconds -> timers that were at most so late
     memory: float | None
 
     def since(self, before: "Inside") -> dict[str, Any]:
-        """What happened between two looks."""
+        """What happened between two moments."""
         counts = {bound: count - before.late.get(bound, 0.0) for bound, count in sorted(self.late.items())}
         found: dict[str, Any] = {"memory_before": before.memory, "memory_after": self.memory}
         for share in (50, 99):
@@ -30,7 +30,7 @@ class Inside:
 
 
 def look(server: client.ServerAddress, timeout: float) -> Inside | None:
-    """None where the server has no such metrics, or does not show them."""
+    """None where the server has no such metrics, or hides them."""
     try:
         text = asyncio.run(client.get(server, "/metrics", timeout))
     except (client.Failure, OSError, EOFError):

@@ -1,4 +1,4 @@
-"""`quire bench startup`: from the start of the process to the first token, with the caches empty and then full.
+"""`quire bench startup`: seconds from the start of a process to its first token, with empty and with full caches.
 
 The process that is timed runs this module: `python -m quire.scripts.bench.startup OPTIONS`.
 """
@@ -22,7 +22,7 @@ from .metrics import flat, summarise
 
 STAGES = {"python": "interpreter", "imports": "imports", "ready": "model ready", "token": "first token"}
 PROMPT = [0] * 16
-CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # what holds compiled programs and kernels
+CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # folders of compiled programs and kernels
 
 
 @o.takes_engine(without=("tokenizer",))
@@ -38,7 +38,7 @@ def main(
     save_result: reports.SaveResult = False,
     plot: reports.Plot = None,
 ) -> None:
-    """Start the model in fresh processes. Prints the seconds to each stage: cold compiles everything, warm finds it."""
+    """Start the model in fresh processes. Prints seconds to each stage, with empty (cold) and full (warm) caches."""
     report = reports.report(context, as_json, save_result, plot)
     load.above_zero(num_iters=num_iters)
     from ...model.checkpoint import hub
@@ -119,5 +119,5 @@ if __name__ == "__main__":
     except (
         ValueError,
         KeyboardInterrupt,
-    ) as error:  # what a user can mend is a ValueError: its line is all that is read
+    ) as error:  # mistakes of the user are ValueErrors: only the line is read
         sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""`quire bench throughput`: how much an engine gets done with nobody waiting for any one answer."""
+"""`quire bench throughput`: many requests at once, and decode steps against the memory bandwidth."""
 
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ def main(
         typer.Option(
             parser=size,
             metavar="N ...",
-            help="Most requests at once; several make a run each.",
+            help="Most requests at once; several values make a run each.",
             show_default="as many as the engine takes",
             rich_help_panel=load.DATA,
         ),
@@ -47,7 +47,7 @@ def main(
         bool,
         typer.Option(
             "--in-batches",
-            help="Let the next requests in when all are answered, to see what continuous batching brings.",
+            help="Add the next requests when all are answered, to see the gain of continuous batching.",
             rich_help_panel=load.DATA,
         ),
     ] = False,
@@ -59,7 +59,7 @@ def main(
     save_result: reports.SaveResult = False,
     plot: reports.Plot = None,
 ) -> None:
-    """Answer many requests together. Prints rates, and the time of a decode step against what memory allows."""
+    """Answer many requests at once. Prints rates, and decode steps against the memory bandwidth."""
     report = reports.report(context, as_json, save_result, plot)
     load.above_zero(num_prompts=num_prompts, concurrency=min(concurrency or [1]))
     if concurrency:
@@ -69,13 +69,12 @@ def main(
     source = load.dataset(context)
     bandwidth = read_bandwidth()  # before the model takes the memory
     with load_model(model, **engine) as llm:
-        runner = llm.engine.runner
-        most = runner.limits.max_seqs * len(llm.engine.pages.tables)
-        serve(llm, [WARM_UP], 1, temperature)  # what happens once, such as the first touch of memory
+        most = llm.engine.snapshot().max_seqs
+        serve(llm, [WARM_UP], 1, temperature)  # pays for what happens once, such as the first touch of memory
         points = []
         for level in sorted(set(concurrency or [most])):
-            # Each level has requests of its own, so that nothing kept from one can help the next.
-            samples = source.samples(num_prompts, llm.engine.tokenizer, f"{seed} {level}", runner.config.vocab_size)
+            # Each level has requests of its own, so that no level finds cached prefixes.
+            samples = source.samples(num_prompts, llm.engine.tokenizer, f"{seed} {level}", llm.engine.config.vocab_size)
             with bar(num_prompts, True) as advance:
                 run = serve(llm, samples, level, temperature, advance=advance, in_batches=in_batches)
             points.append(point(level, run, engine_roof(llm, run, bandwidth)))
@@ -133,7 +132,7 @@ def text(name: str, num_prompts: int, points: list[dict[str, Any]], bandwidth: f
 
 
 def roof_text(points: list[dict[str, Any]], bandwidth: float) -> str:
-    """What a decode step must read, how long that takes here, and how long the step took."""
+    """What a decode step must read, the time for that here, and the time that the step took."""
     rows = [
         (
             p["concurrency"],

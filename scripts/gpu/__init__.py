@@ -1,0 +1,1 @@
+"""Checks and timings on an NVIDIA GPU. Not in the wheel."""

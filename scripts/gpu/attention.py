@@ -1,7 +1,7 @@
-"""The attention kernel by itself: compared with float64 on fresh random inputs, and timed with the card warm.
+"""The attention kernel by itself: compared with float64 on random inputs, and timed with the card warm.
 
-NaN lies in whatever nobody owns. The table sets the bytes and operations that the work needs against what this card
-copies and multiplies.
+Pages and slots that no sequence owns hold NaN. The table sets the bytes and operations of each case against the card's
+own rates of copying and multiplying.
 """
 
 import os
@@ -23,13 +23,13 @@ from .common import CheckSizes, PartReport, copy_rate, product_rate, seconds
 
 @dataclass(frozen=True)
 class TimedTrial(Trial):
-    """With what it moves and computes."""
+    """A trial with the bytes that it moves and the operations that it computes."""
 
     goal: str = ""
 
     @property
     def seen(self) -> int:
-        """Pairs of a row and a key that it sees, in one sequence."""
+        """Pairs of a query and a key that it attends to, in one sequence."""
         first = self.length - self.rows
         return sum(min(p + 1, self.window or p + 1) for p in range(first, self.length))
 
@@ -100,10 +100,10 @@ def right(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """Whether an engine comes to the kernel by itself, in a process that holds most of the card's memory."""
+    """Whether an engine chooses the kernel by itself, in a process that holds most of the card's memory."""
     trial, began, errors = Trial("decode", 5, 700), time.perf_counter(), []
     with tempfile.TemporaryDirectory() as empty:
-        os.environ["XDG_CACHE_HOME"] = empty  # nothing is remembered there
+        os.environ["XDG_CACHE_HOME"] = empty  # no earlier choice is cached there
         name, declined = first_to(lambda implementation: errors.append(error(trial, implementation, seed)))
     took, found = time.perf_counter() - began, errors[0]
     said = "; ".join((name, *declined))
@@ -115,7 +115,7 @@ def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """What each work takes, beside what its bytes and its operations would at this card's own rates."""
+    """The time of each case, beside that of its bytes and of its operations at the card's own rates."""
     copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
     report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
     report(f"{'work':32} {'ms':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9}  to reach")

@@ -1,7 +1,7 @@
 """Checks and times Quire on this machine's NVIDIA GPU: `python -m quire.scripts.gpu.check [--out FOLDER]`.
 
-Every part has a process of its own: it finds an empty card, a crash or a hang takes no other part along, and what it
-has found by then is kept. Parts run in the order of what they are worth, as long as there is time.
+Every part runs in a process of its own: it finds an empty card, a crash or a hang stops no other part, and what it has
+found by then is kept. The most important parts run first, as long as there is time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ GRAPHS = "--xla_gpu_enable_command_buffer="
 
 @dataclass(frozen=True)
 class CheckPart:
-    """A thing to find out, and the seconds that it takes on an H100, by estimate: with less it is not begun."""
+    """A part of the check; it is skipped when fewer seconds are left than it needs on an H100, by estimate."""
 
     name: str
     title: str
@@ -31,10 +31,10 @@ class CheckPart:
     function: str
     needs: float
     options: dict[str, Any] = field(default_factory=dict)
-    flags: str = ""  # of XLA, beside those of the environment
+    flags: str = ""  # of XLA, besides those of the environment
 
     def attention(self, found: dict[str, Any]) -> dict[str, str]:
-        """The attention that it uses: the kernel, unless that is known not to work, or it must be another."""
+        """The attention that it uses: its own choice, or the kernel unless that has failed already."""
         if self.function != "run":
             return {}
         works = all(sound(found[name]) for name in ("right", "step_kernel") if name in found)
@@ -69,7 +69,7 @@ def check(
     save: Callable[[dict[str, Any]], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """What each part has found; those for which the seconds left do not suffice are skipped."""
+    """The findings of each part; a part that needs more seconds than are left is skipped."""
     began, found = clock(), {}
     for part in parts:
         left = budget - (clock() - began)
@@ -79,7 +79,7 @@ def check(
             print(f"skipped: {found[part.name]['skipped']}", flush=True)
         else:
             started = clock()
-            # One that hangs leaves the others their time.
+            # A part that hangs must leave time for the others.
             found[part.name] = launch(part, part.attention(found), min(left, 2.5 * part.needs))
             found[part.name]["took"] = clock() - started
             if failed := found[part.name].get("failed"):
@@ -89,7 +89,7 @@ def check(
 
 
 def start(part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, seed: int, tiny: bool) -> dict[str, Any]:
-    """Run a part in a process of its own; what it reported, and how it failed if it did."""
+    """Run a part in a process of its own. Returns its findings, and how it failed if it did."""
     file, errors = folder / f"{part.name}.json", folder / f"{part.name}.err"
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--part", part.name, "--file", str(file)]
     command += ["--seed", str(seed), *(["--attention", chosen["attention"]] if chosen else []), *["--tiny"] * tiny]
@@ -106,7 +106,7 @@ def start(part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, s
             failed = f"it took longer than {limit:.0f} s"
         finally:
             if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # with what it has started itself
+                os.killpg(child.pid, signal.SIGKILL)  # with its own children
                 child.wait()
     found = json.loads(file.read_text()) if file.exists() else {}
     if failed:
@@ -116,7 +116,7 @@ def start(part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, s
 
 
 def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool) -> None:
-    """In the process of a part."""
+    """Run a part in this process."""
     from ...serving.build import use_compile_cache
     from .common import FULL, TINY, PartReport
 
@@ -129,7 +129,7 @@ def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool
 
 
 def machine(report, scale, seed: int) -> None:
-    """The card, and what decides how XLA uses it."""
+    """The card, and XLA's flags."""
     from ...ops.attention.gated_mosaic_gpu import card
     from ...ops.attention.mosaic_gpu import has_gpu
 

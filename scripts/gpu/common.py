@@ -1,4 +1,4 @@
-"""What the checks on a GPU share: sizes, a report that is saved as it grows, timing, and a model made in place."""
+"""What the checks on a GPU share: sizes, a report that is saved as it grows, timing, and a random model."""
 
 import json
 import time
@@ -48,7 +48,7 @@ GPT_OSS_20B = {
 
 @dataclass(frozen=True)
 class CheckSizes:
-    """How much of everything: what a card is to be measured with, or as little as shows that the parts work."""
+    """The sizes of everything: enough to measure a card, or as little as shows that the parts work."""
 
     hf: dict[str, Any]
     kernel: str  # the attention that is checked against XLA's
@@ -77,7 +77,7 @@ TINY = CheckSizes(LLAMA_8B | SMALL, "xla", 40, (1, 6), 8, 6, 9, 20, 12, 32, 300,
 
 
 class PartReport:
-    """What a part finds, on the screen and in its file as it goes: what was found before a crash is kept."""
+    """The findings of a part, printed and saved at once: those before a crash are kept."""
 
     def __init__(self, file: Path):
         self.file, self.found = file, {}
@@ -94,18 +94,18 @@ class PartReport:
         self(wrong=[*self.found.get("wrong", []), reason])
 
     def of(self, name: str) -> dict[str, Any]:
-        """What another part has found."""
+        """The findings of another part."""
         file = self.file.with_name(f"{name}.json")
         return json.loads(file.read_text()) if file.exists() else {}
 
 
 def seconds(run: Callable, *inputs, bursts: int = 5) -> float:
-    """Of one run, with the card warm: the median of bursts, so that the host's part is hidden."""
+    """Seconds of one run, with the card warm: the median of bursts, which hide the host's part."""
 
     def burst(many: int) -> Any:
         out = None
         for _ in range(many):
-            out = run(*inputs)  # only the last is kept: fifty results of some works would not fit
+            out = run(*inputs)  # only the last is kept: fifty results would not always fit
         return out
 
     timed(lambda: burst(1))
@@ -114,7 +114,7 @@ def seconds(run: Callable, *inputs, bursts: int = 5) -> float:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Until what it returns is there; a card does one thing after the other."""
+    """Seconds until the result is ready; a card does one thing after the other."""
     started = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - started
@@ -133,10 +133,10 @@ def product_rate(side: int) -> float:
 
 @contextmanager
 def attention_by(name: str) -> Iterator[None]:
-    """What is compiled meanwhile attends by this implementation, listed or not, or not at all."""
+    """Whatever is compiled in this context uses this attention implementation alone, listed or not."""
     table = attention.IMPLEMENTATIONS
     listed = dict(table)
-    jax.clear_caches()  # a step that was traced before would come back as it was
+    jax.clear_caches()  # else a step that was traced before would be reused
     table.clear()
     table[name] = f".{name}"
     try:
@@ -164,14 +164,14 @@ def make_runner(
 
 
 def read_bytes(config: ModelConfig, weights, batch: int, length: int) -> int:
-    """What a decode step must read: every weight but the table of words, of which it reads a row, and the caches."""
+    """What a decode step must read: all weights, of the embedding only rows, and the KV caches."""
     table = 0 if config.tied else nbytes(weights.embed_VD)
     return nbytes(weights) - table + batch * kv_read_bytes(config, length)
 
 
 @partial(jax.jit, static_argnames=("like", "scale"))
 def noise(key, like: jax.ShapeDtypeStruct, scale: float):
-    """Random numbers in place of a page array, also where it holds the bits of bfloat16."""
+    """Random numbers shaped like a page array, also where it holds bfloat16 as uint16."""
     bits = like.dtype == jnp.uint16
     drawn = scale * jax.random.normal(key, like.shape, jnp.bfloat16 if bits else like.dtype)
     return jax.lax.bitcast_convert_type(drawn, like.dtype) if bits else drawn

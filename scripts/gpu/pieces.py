@@ -1,4 +1,4 @@
-"""What a step is made of beside attention, piece by piece: which of them XLA leaves far from what the card can do."""
+"""The pieces of a step other than attention: which of them are far slower than the card allows."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -38,9 +38,9 @@ class StepPiece:
 
 
 def measure(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """Each piece's time, beside what its bytes and its operations would take at this card's own rates.
+    """The time of each piece, beside that of its bytes and of its operations at the card's own rates.
 
-    Each is a call of its own: one that takes no longer than the first, which does nothing, shows what a call costs.
+    Each is a call of its own. The first does nothing: a piece that takes no longer measures the call.
     """
     copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
     report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
@@ -55,7 +55,7 @@ def measure(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def pieces(scale: CheckSizes, seed: int) -> Iterator[StepPiece]:
-    """In the order in which they are worth to be known; each is made when the one before it is gone."""
+    """The most important first; each is made when the one before is freed."""
     yield StepPiece("a call that does next to nothing", jax.jit(lambda x: x + 1), (jnp.zeros(8),), 64)
     config = llama.config(scale.hf | {"num_hidden_layers": 1}, scale.prompt)
     for hf in scale.mixtures:
@@ -73,7 +73,7 @@ def rows_of(config: ModelConfig, rows: int, seed: int):
 
 
 def mixtures(name: str, config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
-    """Experts with their router; of the stack only those that some row chose are read."""
+    """Experts with their router; only experts that some token chose are read."""
     moe, w = config.layers[0].moe, random_arrays(abstract(config).layers[0].moe, seed, on_device=True)
     mix = jax.jit(lambda w, x_TD: decoder.mix(moe, w, x_TD, x_TD, jnp.ones(len(x_TD), bool)))
     for rows in many:
@@ -113,7 +113,7 @@ def appended(config: ModelConfig, rows: int, seed: int) -> StepPiece:
 
 
 def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
-    """What stands between two products of attention: a norm, and rotated queries and keys."""
+    """The norm, and the rotation of queries and keys."""
     a = config.layers[0].attention
     x_TD = rows_of(config, rows, seed)
     qk_TNH = jax.random.normal(jax.random.key(seed), (rows, a.heads + a.kv_heads, a.head_dim), config.dtype)
@@ -129,7 +129,7 @@ def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
 
 
 def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:
-    """The last product, and tokens from its logits."""
+    """The logits, and tokens sampled from them."""
     specs, R, V = abstract(config), rows, config.vocab_size
     head = random_arrays(specs.embed_VD if specs.head_VD is None else specs.head_VD, seed, on_device=True)
     product = jax.jit(lambda head, x_RD: jnp.dot(x_RD, head.T, preferred_element_type=jnp.float32))

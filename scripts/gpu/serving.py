@@ -1,4 +1,4 @@
-"""Many streams at once through the engine, what its host work costs the device, and the same through transformers."""
+"""Many streams through the engine, the device time that the host costs, and the same streams through transformers."""
 
 import random
 import time
@@ -18,11 +18,11 @@ from ..bench.load import Sample
 from ..bench.metrics import flat, milliseconds, totals
 from .common import PAGE, CheckSizes, PartReport, make_runner, timed
 
-SETTLED = 3  # decode steps after the last prompt that are not counted: the host catches up with the device in them
+SETTLED = 3  # decode steps after the last prompt that do not count: in them the host catches up with the device
 
 
 class Recorded:
-    """The compiled steps of a runner, which remember in which order what was sent to them."""
+    """Wraps the compiled steps of a runner and records what is sent to them, in order."""
 
     def __init__(self, runner: Runner):
         self.sent: list[tuple[Callable, np.ndarray]] = []
@@ -66,16 +66,16 @@ def run(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> Non
 
 
 def requests(scale: CheckSizes, seed: int) -> list[Sample]:
-    """Prompts that have nothing in common."""
+    """Random prompts, which share no prefix."""
     rng, vocab = random.Random(seed), scale.hf["vocab_size"]
     return [Sample([rng.randrange(vocab) for _ in range(scale.prompt)], scale.answer) for _ in range(scale.requests)]
 
 
 def host_share(report: PartReport, runner: Runner, found: LoadRun, recorded: Recorded) -> None:
-    """The part of a decode step's time in which the device has nothing to do.
+    """The share of a decode step's time in which the device is idle.
 
-    It is what the engine's loop takes for the longest series of decode steps of all streams, less what the device takes
-    for the same steps, on the same arrays, when it need not wait for anybody.
+    It is the time of the engine's loop for the longest series of decode steps of all streams, less the time of the
+    device for the same steps on the same arrays when it waits for nothing.
     """
     if len(found.steps) != len(recorded.sent):
         raise RuntimeError(f"{len(recorded.sent)} steps were launched and {len(found.steps)} came back")

@@ -1,4 +1,4 @@
-"""The whole decode step of a model of random weights: its time against its bytes, and what it draws."""
+"""The whole decode step of a model with random weights: its time against its bytes, and the tokens it samples."""
 
 import time
 from typing import Any
@@ -18,7 +18,7 @@ LARGEST_DIFFERENCE = 0.15  # of hidden states, once through all layers in bfloat
 
 
 def run(report: PartReport, scale: CheckSizes, seed: int, attention: str, batches: tuple[int, ...] = ()) -> None:
-    """Time the step at each batch, and compare what it says with what the step by the other attention said."""
+    """Time the step at each batch size, and compare its results with those of the other attention."""
     batches = batches or scale.batches
     copy = copy_rate(scale.copied)
     name = scale.kernel if attention == "kernel" else attention
@@ -52,7 +52,7 @@ def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, s
         return found
 
     def median(branches: bool) -> tuple[float, float]:
-        """Seconds of a step, and of the host to launch it."""
+        """Seconds of a step, and of the host's launch."""
         burst(branches)
         launches.clear()
         whole = [timed(lambda: burst(branches)) / len(sent) for _ in range(5)]
@@ -78,7 +78,7 @@ def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, s
 
 
 def compare(report: PartReport, batch: int, drawn: np.ndarray, hidden: np.ndarray) -> None:
-    """Keep what the first one says, and hold the next ones against it."""
+    """Save the results of the first step; compare those of later ones with them."""
     kept = report.file.with_name(f"batch_{batch}.npz")
     if not kept.exists():
         np.savez(kept, drawn=drawn, hidden=hidden)
@@ -96,18 +96,18 @@ def compare(report: PartReport, batch: int, drawn: np.ndarray, hidden: np.ndarra
 
 
 def fill(runner: Runner, seed: int) -> None:
-    """A cache of random numbers; keys large enough that a row sees few of them well, as in a real model."""
+    """Fill the cache with random numbers; keys so large that a query attends to few of them, as in a real model."""
     leaves, tree = jax.tree.flatten(runner.state.pages)
     likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     for leaf in leaves:
-        leaf.delete()  # the new ones need the room
+        leaf.delete()  # the new ones need the memory
     keys = jax.random.split(jax.random.key(seed), len(likes))
     pages = [noise(key, like, 1.0 if i % 2 else 3.0) for i, (key, like) in enumerate(zip(keys, likes, strict=True))]
     runner.state = runner.state.replace(pages=tree.unflatten(pages))
 
 
 def decode_steps(runner: Runner, scale: CheckSizes, batch: int, seed: int) -> list[tuple[Size, Any, jax.Array]]:
-    """Consecutive decode steps: size, program, and arrays that are on the device already: host time is no part."""
+    """Consecutive decode steps: size, program, and arrays on the device, so that host time does not count."""
     rng = np.random.default_rng(seed)
     width = -(-(scale.context + scale.steps) // PAGE)
     pages = 1 + rng.permutation(batch * width).reshape(batch, width)

@@ -1,1 +1,1 @@
-"""Other engines on the same work: their environments, a worker that runs inside each, and what it measures."""
+"""Other engines on the same work: their environments, and a worker that runs inside each. Not in the wheel."""

@@ -1,7 +1,7 @@
 """Quire beside vLLM, OpenVINO GenAI, transformers and llama.cpp: `python -m quire.scripts.peers.compare`.
 
-All load the same random Llama and do the same work, turn and turn about, each in an environment of its own, which
-this command makes (several gigabytes, once). Run it on an idle machine.
+All load the same random Llama and do the same work in turns, each in an environment of its own, which this command
+makes (several gigabytes, once). Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def main(
     size: Annotated[str, typer.Option(help=f"The model: {' or '.join(checkpoint.SIZES)}.")] = "100m",
     work: Annotated[list[str] | None, typer.Option(help=f"Only this one: {', '.join(WORKS)}. Repeatable.")] = None,
     engine: Annotated[list[str] | None, typer.Option(help=f"Only this one: {', '.join(ENGINES)}. Repeatable.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of every engine at every work.")] = 5,
-    place: Annotated[Path | None, typer.Option("--envs", help="Where environments and checkpoints are kept.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for SIZE.json and SIZE.md.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every engine does every work.")] = 5,
+    place: Annotated[Path | None, typer.Option("--envs", help="Folder of environments and checkpoints.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for SIZE.json and SIZE.md.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds that an engine may take over one job.")] = 900,
-    install_only: Annotated[bool, typer.Option("--install-only", help="Make the environments and leave.")] = False,
+    install_only: Annotated[bool, typer.Option("--install-only", help="Make the environments and exit.")] = False,
 ) -> None:
     """Measure all engines at all works and print a table."""
     from rich.console import Console
@@ -82,7 +82,7 @@ def main(
 
 
 def chosen(asked: list[str] | None, known, option: str) -> list[str]:
-    """The names that were asked for, in the table's order, or all."""
+    """The names that were asked for, or all, in the table's order."""
     if unknown := [name for name in asked or [] if name not in known]:
         raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(known)}", param_hint=option)
     return [name for name in known if not asked or name in asked]

@@ -1,4 +1,4 @@
-"""The virtual environments of the peers: one each, made with pip, and made again when its recipe changes."""
+"""The virtual environments of the peers: one each, made with pip, and again when its recipe changes."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# By itself and first, then again beside the rest as a limit: left to choose, pip takes the newest, a CUDA build.
+# Installed first and by itself, then named again as a limit: pip alone would take the newest, a CUDA build.
 TORCH = ("torch==2.13.0",)
 
 
@@ -20,7 +20,7 @@ class Recipe:
 
     steps: tuple[tuple[str, ...], ...]  # what each call of pip installs
     shown: tuple[str, ...]  # the packages whose versions stand beside the results
-    remove: tuple[str, ...] = ()  # what comes along and cannot be imported: it is built for another torch
+    remove: tuple[str, ...] = ()  # dependencies that cannot be imported: they are built for another torch
 
 
 RECIPES = {
@@ -42,7 +42,7 @@ RECIPES = {
 
 
 class EnvError(RuntimeError):
-    """An environment that could not be made; one line, and where its log lies."""
+    """An environment that could not be made; one line that names its log."""
 
 
 def default_place() -> Path:

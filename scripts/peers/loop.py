@@ -1,6 +1,6 @@
-"""What a worker is asked, what it answers, and the loop that drives every engine which can be stepped.
+"""The jobs and answers of a worker, and the loop that drives every engine which can be stepped.
 
-Read by all runners, in each peer's own environment: nothing but the standard library may be imported here.
+Every runner imports this in its own environment: nothing but the standard library may be imported here.
 """
 
 import time
@@ -13,7 +13,7 @@ class LoadSettings:
     """How to load: the same limits for every engine."""
 
     model: str  # the folder with config.json, model.safetensors and tokenizer.json
-    prepared: str  # where this engine keeps what it made of that folder
+    prepared: str  # where this engine keeps its conversion of that folder
     weights: str  # bf16, int8 or int4
     max_len: int
     max_seqs: int
@@ -31,7 +31,7 @@ class TimedPrompt:
 
 @dataclass
 class TimedTokens:
-    """What came of a request; times are seconds from the start of the run."""
+    """The tokens of a request, with times in seconds from the start of the run."""
 
     first: float = 0.0
     last: float = 0.0

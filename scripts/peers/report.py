@@ -36,7 +36,7 @@ def one_work(name: str, work: Workload, engines: list[str], results: Results, fa
         if not rounds:
             if (name, engine) in failures:
                 rows[engine] = {"failed": failures[name, engine]}
-            continue  # else it was stopped before
+            continue  # no result and no failure: stopped before
         row: dict = {key: median(each[key] for each in rounds) for key in FIGURES if rounds[0].get(key) is not None}
         row |= {key: rounds[0][key] for key in ("identical", "of") if key in rounds[0]}
         if moved is not None:
@@ -74,7 +74,7 @@ def optional(value: float | None, show: Callable[[float], str]) -> str:
 
 
 def rich_table(report: dict):
-    """Every engine at every work, a row each. Most first tokens are Quire's, or an engine runs some other model."""
+    """A row for every engine at every work. Most first tokens equal Quire's, or an engine runs another model."""
     from rich.table import Table
 
     table = Table(title=f"{report['size']}, {report['rounds']} rounds, {report['bandwidth'] / 1e9:.1f} GB/s to read")

@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface, batched as its server does it: a row a running sequence, prompts beside."""
+"""llama.cpp through its C interface, batched as in its server: a token a running sequence, and chunks of prompts."""
 
 # pyright: reportMissingImports=false
 
@@ -21,7 +21,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down", "block_sparse_moe.gate": "ffn_gate_inp", "w1": "ffn_gate_exps", "w3": "ffn_up_exps",
     "w2": "ffn_down_exps", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-BATCH, ROWS = 2048, 512  # most tokens a call, and of these at once: its own defaults
+BATCH, ROWS = 2048, 512  # most tokens a call, and most at once: its own defaults
 
 
 def prepare(settings: LoadSettings) -> None:
@@ -137,8 +137,8 @@ def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt
     params.n_ctx = seqs * -(-longest // 256) * 256
     params.n_batch, params.n_ubatch, params.n_seq_max = BATCH, ROWS, seqs
     params.n_threads = params.n_threads_batch = settings.threads
-    # In one cache for all, short sequences batch three times better; long ones lose more than that, for each then
-    # looks at every other's positions too, masked.
+    # In one cache for all, short sequences batch three times better. Long ones lose more than that: each then attends
+    # to all others' positions too, masked.
     params.kv_unified = longest <= 1024
     return params
 
@@ -151,7 +151,7 @@ class Slots:
         self.free = list(range(seqs))
         self.queue: list[int] = []
         self.slots: dict[int, int] = {}  # request -> sequence
-        self.rest: dict[int, list[int]] = {}  # what each must still feed: its prompt, then its newest token
+        self.rest: dict[int, list[int]] = {}  # tokens still to feed: the prompt, then the newest token
         self.place: dict[int, int] = {}  # the next position
         self.left: dict[int, int] = {}
 
@@ -164,7 +164,7 @@ class Slots:
             self.slots[index], self.place[index] = self.free.pop(), 0
             self.rest[index], self.left[index] = list(self.requests[index].prompt), self.requests[index].count
         ends, used, b = {}, 0, self.batch
-        for index in sorted(self.slots, key=lambda index: len(self.rest[index])):  # those that write come first
+        for index in sorted(self.slots, key=lambda index: len(self.rest[index])):  # decoding sequences come first
             fed, self.rest[index] = self.rest[index][: BATCH - used], self.rest[index][BATCH - used :]
             for token in fed:
                 b.token[used], b.pos[used], b.n_seq_id[used] = token, self.place[index], 1

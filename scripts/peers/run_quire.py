@@ -1,4 +1,4 @@
-"""Quire itself, in the environment that runs the comparison."""
+"""Quire, in the environment that runs the comparison."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Engines turn and turn about: every worker but the one at work is stopped."""
+"""Engines in turns: all processes but that of the engine at work are stopped."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ SHORT = 8  # tokens of a warm-up
 
 
 class EngineFailure(RuntimeError):
-    """An engine that cannot go on, and why, in a line."""
+    """Why an engine cannot go on, in a line."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Bench:
 
 
 class EngineProcess:
-    """The process of one engine. Between jobs it is stopped, so that no idle thread of it costs the others anything."""
+    """The process of one engine. Between jobs it is stopped, so that its idle threads cost the others nothing."""
 
     def __init__(self, engine: str, bench: Bench):
         self.engine, self.limit = engine, bench.limit
@@ -56,7 +56,7 @@ class EngineProcess:
             )  # fmt: skip
 
     def ask(self, **job) -> dict:
-        """Do a job; the process runs for just that long."""
+        """Do a job; the process runs for that long only."""
         self.signal(signal.SIGCONT)
         try:
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -105,7 +105,7 @@ def command(place: Path, engine: str) -> list[str]:
 
 
 def start(engine: str, weights: str, bench: Bench) -> EngineProcess:
-    """A worker that has loaded, after another has prepared what it loads."""
+    """A process that has loaded, after another one has prepared what it loads."""
     settings = asdict(settings_of(engine, weights, bench))
     for op in ("prepare", "load"):
         worker = EngineProcess(engine, bench)
@@ -136,7 +136,7 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
             return {"first": time.perf_counter() - started}
         finally:
             fresh.close()
-    if not turn:  # what is compiled or packed at first use is, before anything is measured
+    if not turn:  # compiles and packs whatever is compiled or packed at first use
         warm = [replace(request, count=min(request.count, SHORT), arrival=0.0) for request in work.requests(-1)]
         worker.run(warm)
     if work.kind == "invariance":
@@ -179,8 +179,8 @@ def play(
 ) -> tuple[dict[tuple[str, str], list[dict]], dict[tuple[str, str], str]]:
     """({(work, engine): a measurement a round}, {(work, engine): why it failed}); `between` is called every round.
 
-    An engine that fails at a work is left out of that work from then on, and its process is started anew. Whoever
-    stops this gets what was measured until then.
+    An engine that fails at a work is left out of that work from then on, and its process is started anew. When
+    stopped, this returns what was measured until then.
     """
     results: dict[tuple[str, str], list[dict]] = {}
     failures: dict[tuple[str, str], str] = {}
@@ -191,7 +191,7 @@ def play(
             try:
                 for turn in range(rounds):
                     between()
-                    first = turn % len(engines)  # nobody is always the first, or always after the same one
+                    first = turn % len(engines)  # no engine is always the first
                     for name, engine in product(group, engines[first:] + engines[:first]):
                         if (name, engine) in failures or (turn and group[name].kind == "invariance"):
                             continue  # invariance is a count, not a time: once will do

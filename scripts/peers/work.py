@@ -1,4 +1,4 @@
-"""What is asked of every engine: the same prompts, lengths and arrivals, drawn from the seed of the round."""
+"""The works: the same prompts, lengths and arrivals for every engine, drawn from the seed of the round."""
 
 import random
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from .checkpoint import BYTES_A_WEIGHT, VOCAB, ModelShape
 from .loop import TimedPrompt
 
-RATE = 8.0  # requests a second, where arrivals are spread: about what the faster engines can just serve
+RATE = 8.0  # requests a second, where arrivals are spread: about as many as the faster engines can serve
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Workload:
     by: str = "rate"  # what the ratio compares: output tokens a second, or first: the time to the first token
 
     def requests(self, seed: int) -> list[TimedPrompt]:
-        """The requests of a round; arrivals and lengths are the same in every round, the tokens never."""
+        """The requests of a round; arrivals and lengths are the same in every round, the tokens differ."""
         plan, tokens = random.Random(self.title), random.Random(f"{self.title} {seed}")
         found, now = [], 0.0
         for _ in range(self.count):
@@ -35,7 +35,7 @@ class Workload:
     def must_move(self, shape: ModelShape) -> float | None:
         """Bytes that any engine must read: the weights once a step, and the keys and values of each position before.
 
-        None where the number of steps is the engine's choice, or where arithmetic rules.
+        None where the engine chooses the number of steps, or where arithmetic is the limit.
         """
         if self.kind != "serve" or self.spread or self.by == "first":
             return None

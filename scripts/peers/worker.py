@@ -1,4 +1,4 @@
-"""One engine in its own process: reads a job a line from stdin, answers each with a line on stdout, until stdin ends.
+"""One engine in its own process: reads a job a line from stdin and answers each with a line on stdout.
 
 For Quire: `python -m quire.scripts.peers.worker quire`. For a peer: its environment's `python -P .../worker.py vllm`.
 Whatever the engine prints goes to stderr.
@@ -28,7 +28,7 @@ RUNNERS = {
 
 
 def reply(runner, state: dict, job: dict) -> dict:
-    """Do one job: `prepare` and `load` take Settings, `run` takes requests."""
+    """Do one job: `prepare` and `load` take LoadSettings, `run` takes requests."""
     if job["op"] == "prepare":
         runner.prepare(LoadSettings(**job["settings"]))
         return {}

@@ -1,0 +1,1 @@
+"""`quire plan`: memory, batch sizes and meshes, from a model's config.json."""

@@ -1,8 +1,8 @@
-"""A step for devices that are not there: `python -m quire.scripts.plan.ahead MODEL --mesh tensor=8,pipe=2`.
+"""Compiles a step for other devices: `python -m quire.scripts.plan.ahead MODEL --mesh tensor=8,pipe=2`.
 
-MODEL is a folder with a config.json, or one of the names below. In a process of its own a CPU pretends to have the
-devices, and the step that would run on them is compiled from the shapes of weights and cache alone. What comes out is
-what each device would hold and send. The compiler is that of the CPU, so the temporaries are not those of a GPU.
+MODEL is a folder with a config.json, or one of the names below. In a process of its own the CPU backend pretends to
+have the devices, and the step is compiled from the shapes of weights and cache alone. The result says what each device
+would hold and send. The compiler is that of the CPU, so a GPU's temporaries are others.
 """
 
 import argparse
@@ -50,10 +50,12 @@ def main() -> None:
     parser.add_argument("--mesh", type=mesh_sizes, default="tensor=8", help="sizes of the axes, as in tensor=8,pipe=2")
     parser.add_argument("--batch", type=int, default=64, help="sequences of each replica")
     parser.add_argument("--length", type=int, default=4096, help="tokens of each, for which the cache has room")
-    parser.add_argument("--rows", type=int, help="of a step that carries prompts; without it each sequence has one")
+    parser.add_argument(
+        "--rows", type=int, help="tokens of a step that carries prompts; without it every sequence decodes one"
+    )
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--here", action="store_true", help="in this process, whose devices suffice")
+    parser.add_argument("--here", action="store_true", help="compile in this process, which has devices enough")
     asked = parser.parse_args()
     sizes = asked.mesh
     if not asked.here:
@@ -79,7 +81,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int):
-    """The configuration of a folder or of a name of the table, and the specs of its weights."""
+    """The configuration of a folder or of a name in MODELS, and the specs of its weights."""
     from ...model.checkpoint.loader import family_of
     from ...model.weights import abstract
     from . import command
@@ -92,25 +94,25 @@ def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int)
 
 
 def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int | None = None, specs=None) -> dict:
-    """What the compiled step holds and sends on a device: of several stages the one that holds most, and all sent."""
+    """What the compiled step holds on a device, the fullest of all pipeline stages, and what all stages send."""
     from ...model.checkpoint.placement import abstract_over
     from ...model.planning.traffic import traffic
     from ...model.weights import abstract
     from ...serving.device.batch import Layout, Size
-    from ...serving.device.pipeline import Stages
+    from ...serving.device.pipeline import Pipeline
     from ...serving.engine.cache_size import held_bytes
     from ...sharding.mesh import make_mesh
 
     began = time.monotonic()
     specs = abstract(config) if specs is None else specs
     mesh, groups, width = make_mesh(**sizes), len(config.windows), -(-length // PAGE)
-    stages = Stages(config, mesh)
+    pipeline = Pipeline(config, mesh)
     weights = abstract_over(config, mesh, specs)
     pages = batch * width + 1
-    state = stages.abstract_state((pages,) * groups, PAGE, batch)
+    state = pipeline.abstract_state((pages,) * groups, PAGE, batch)
     layout = Layout(Size(rows or batch, batch, batch), groups, width, batch, sizes.get("data", 1))
     found, sampled, parts = Counter(), Counter(), []
-    for lowered in stages.lower(weights, state, layout):
+    for lowered in pipeline.lower(weights, state, layout):
         compiled = lowered.compile()
         used = compiled.memory_analysis()
         parts.append(
@@ -141,9 +143,9 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
 
 
 def collectives(text: str) -> tuple[Counter, Counter]:
-    """Those of the model, and those of sampling, in a compiled program: bytes of their results by kind.
+    """Bytes that the collectives of a compiled program return, by kind: those of the model, and those of sampling.
 
-    A CPU adds bfloat16 up in float32 and says so in the name of the sum: what is counted is what was asked for.
+    A CPU sums bfloat16 in float32 and marks the sum as promoted; such a sum counts with the size of bfloat16.
     """
     model, sampling = Counter(), Counter()
     for line in text.splitlines():

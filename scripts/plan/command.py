@@ -1,4 +1,4 @@
-"""`quire plan`: what a model costs in memory, and the batch that is worth reaching, from its config.json alone."""
+"""`quire plan`: a model's memory, and the batch from which compute is the limit, from its config.json alone."""
 
 import json
 import math
@@ -31,32 +31,41 @@ def main(
     *,
     engine: dict[str, Any],
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE)
+        str,
+        typer.Option(metavar="NAME", help="Device to plan for: h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE),
     ] = "h100",
     memory: Annotated[
         int | None,
         typer.Option(
             parser=size,
             metavar="BYTES",
-            help="Memory for weights and cache, as in 80G.",
+            help="Memory for weights and KV cache, as in 80G.",
             show_default="the device's",
             rich_help_panel=MACHINE,
         ),
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(metavar="GB/S", min=0.001, show_default="the device's", rich_help_panel=MACHINE),
+        typer.Option(
+            metavar="GB/S", min=0.001, help="Memory bandwidth.", show_default="the device's", rich_help_panel=MACHINE
+        ),
     ] = None,
     flops: Annotated[
         float | None,
-        typer.Option(metavar="TFLOP/S", min=0.001, show_default="the device's", rich_help_panel=MACHINE),
+        typer.Option(
+            metavar="TFLOP/S",
+            min=0.001,
+            help="Speed of dense products in bfloat16.",
+            show_default="the device's",
+            rich_help_panel=MACHINE,
+        ),
     ] = None,
     link: Annotated[
         float | None,
         typer.Option(
             metavar="GB/S",
             min=0.001,
-            help="To the others of a machine, each way.",
+            help="Speed of links to devices of the same machine, each way.",
             show_default="the device's",
             rich_help_panel=MACHINE,
         ),
@@ -66,20 +75,20 @@ def main(
         typer.Option(
             metavar="GB/S",
             min=0.001,
-            help="To those of other machines.",
+            help="Speed of links to devices of other machines, each way.",
             show_default="the device's",
             rich_help_panel=MACHINE,
         ),
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="Propose a mesh of so many.", show_default=False, rich_help_panel=SEVERAL),
+        typer.Option(min=1, help="Number of devices; proposes a mesh.", show_default=False, rich_help_panel=SEVERAL),
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Sequences that decode together, each of the first --length.",
+            help="Sequences that decode together, each as long as the first --length.",
             show_default="64",
             rich_help_panel=SEVERAL,
         ),
@@ -88,14 +97,14 @@ def main(
         str | None,
         typer.Option(
             metavar="FOR",
-            help="What the mesh is for: throughput, latency or prompts.",
+            help="What the mesh should be best for: throughput, latency or prompts.",
             show_default="throughput",
             rich_help_panel=SEVERAL,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print what a model's weights and KV cache weigh, and how many sequences fit. Only config.json is read."""
+    """Print the memory of a model's weights and KV cache, and how many sequences fit. Reads config.json only."""
     from ...model.planning import cost  # not at the top: `--help` must not wait for JAX
 
     if device not in cost.DEVICES:
@@ -160,7 +169,7 @@ def read(model: str | None, **engine: Any):
 
 
 def split(config, budget: float) -> list[dict]:
-    """How the engine would divide this memory among its groups of layers; nothing where it is too little."""
+    """How the engine would divide this memory among its cache groups; nothing where it is too little."""
     from ...model.config import ModelError
     from ...serving.api.options import EngineOptions
     from ...serving.device.state import page_bytes

@@ -20,7 +20,7 @@ def check(devices: int | None, batch: int | None, best: str | None) -> None:
 
 
 def propose(config, weights, device, devices: int, batch: int, length: int, best: str | None) -> dict:
-    """All meshes that hold the work, in order, and what was asked."""
+    """All meshes that have room for the work, the best first, and what was asked."""
     from ...model.config import ModelError
     from ...model.planning import meshes
     from ...serving.api.options import EngineOptions

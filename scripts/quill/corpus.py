@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from . import tasks as tasks
 
-# How often a document of each kind is drawn. Looking up comes first and alone until it is there: learned beside other
-# tasks from the start, it was seen to stay at chance.
+# How often a document of each kind is drawn. Looking up is trained first and alone, until it is learned: beside other
+# tasks from the start, it stayed at chance.
 DRILLS = {"drill": 1.0}
 MIX = {
     "story": 3.0, "story_plain": 2.4, "add": 4.0, "subtract": 4.0, "multiply": 1.5, "sort_numbers": 2.0,

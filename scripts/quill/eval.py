@@ -37,12 +37,12 @@ def evaluate(
 
 @o.takes_engine()
 def main(
-    model: Annotated[str, typer.Option(help="a model folder; the bundled quill if not given")] = "",
+    model: Annotated[str, typer.Option(help="a folder or Hugging Face id; without it the bundled quill")] = "",
     samples: Annotated[int, typer.Option(min=1, help="fresh samples per task")] = 100,
     seed: Annotated[int, typer.Option(help="another seed draws other samples")] = 0,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest answer")] = 0.0,
     task: Annotated[list[str] | None, typer.Option(help="only these tasks; may be repeated")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON in place of the table")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
     *,
     engine: dict[str, Any],
 ):

@@ -1,4 +1,4 @@
-"""What quill learns and is judged by: each task draws examples from a seeded generator and scores an answer."""
+"""The tasks that quill learns and is tested on: each draws examples from a seeded generator and scores answers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ WORDS = (
 COLORS = "red blue green black white yellow pink gray".split()
 CITIES = "Rome Paris Oslo Cairo Lima Tokyo Delhi Bern Riga Quito Accra Lagos Dublin Madrid Vienna Berlin".split()
 JOBS = "baker pilot nurse farmer teacher painter sailor singer".split()
-STORY_WEIGHT = 0.3  # a story has a hundred tokens where a sum has three, and is free to choose most of them
-STRESS_WEIGHT = 1.5  # names and things, which it then has to keep to
-NEW_WEIGHT = 0.3  # what a drill says for the first time cannot be known
+STORY_WEIGHT = 0.3  # a story has a hundred tokens where a sum has three, and most of them are free
+STRESS_WEIGHT = 1.5  # names and things, which the rest of the story must repeat
+NEW_WEIGHT = 0.3  # what a drill says for the first time cannot be predicted
 SYSTEMS = ["You are quill.", "You are a helpful assistant.", "Answer briefly.", "Be kind and brief."]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A question with its one right answer; a story has many, which its `facts` and the grammar decide."""
+    """A question with its one right answer; a story has many, and `facts` and the grammar decide which."""
 
     task: str
     prompt: str  # the user's message, or for `plain` the head of a text to complete

@@ -1,0 +1,1 @@
+"""`quire serve`: its options, its limits, and its replicas on Ray."""

@@ -1,4 +1,4 @@
-"""What `quire serve` is given besides: keys, and limits that must make sense."""
+"""Checks of what `quire serve` is given: API keys and limits."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from .. import options as o
 
 
 def read_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """From the command line, the environment and a file."""
+    """The API keys of the command line, of QUIRE_API_KEY and of a file."""
     keys = [*given, *os.environ.get("QUIRE_API_KEY", "").split(",")]
     if file is not None:
         keys += o.read_text(file).splitlines()

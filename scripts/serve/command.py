@@ -1,4 +1,4 @@
-"""`quire serve`: models behind the HTTP interfaces that clients know."""
+"""`quire serve`: models behind OpenAI's and Anthropic's HTTP APIs."""
 
 import sys
 from dataclasses import fields
@@ -16,18 +16,23 @@ from .replicas import PANEL, SCALE_OPTIONS, plan_of
 from .replicas import run as run_replicas
 
 LISTEN = "Listening"
-ACCESS = "Who may ask"
+ACCESS = "Access"
 LIMITS = "Limits"
 ANSWERS = "Answers"
-WATCH = "Watching it"
+WATCH = "Logs and traces"
 
 
-def listed(help: str, panel: str, name: str, metavar: str = "TEXT"):
-    return typer.Option(name, help=help, metavar=metavar, rich_help_panel=panel, show_default="none")
+def listed(help: str, panel: str, name: str, metavar: str = "TEXT", default: str = "none"):
+    more = f"{help}; may be given several times."
+    return typer.Option(name, help=more, metavar=metavar, rich_help_panel=panel, show_default=default)
 
 
-def seconds(help: str, panel: str = LIMITS):
-    return typer.Option(help=help, metavar="SECONDS", rich_help_panel=panel)
+def about(help: str, panel: str, metavar: str | None = None):
+    return typer.Option(help=help, metavar=metavar, rich_help_panel=panel)
+
+
+def seconds(help: str):
+    return about(help, LIMITS, "SECONDS")
 
 
 @o.takes_engine()
@@ -44,7 +49,7 @@ def main(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="A YAML file of these options, by their names; what the command line says wins.",
+            help="YAML file of these options, by their names; the command line overrides it.",
             metavar="FILE",
             callback=read_config,
             is_eager=True,
@@ -52,32 +57,25 @@ def main(
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        listed("What clients call the model; may be given several times.", LISTEN, "--served-model-name"),
+        listed("Name that clients call the model", LISTEN, "--served-model-name", default="the MODEL itself"),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen at.", rich_help_panel=LISTEN)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=LISTEN)] = 8000,
-    uds: Annotated[
-        str | None,
-        typer.Option(help="A Unix socket in place of host and port.", metavar="PATH", rich_help_panel=LISTEN),
-    ] = None,
+    host: Annotated[str, about("Address to listen on.", LISTEN)] = "127.0.0.1",
+    port: Annotated[int, about("Port to listen on; 0 takes a free one.", LISTEN)] = 8000,
+    uds: Annotated[str | None, about("Unix socket to listen on, instead of host and port.", LISTEN, "PATH")] = None,
     api_key: Annotated[
         list[str] | None,
-        listed("A key that clients must send; several, or in QUIRE_API_KEY with commas.", ACCESS, "--api-key", "KEY"),
+        listed("Key that clients must send, here or with commas in QUIRE_API_KEY", ACCESS, "--api-key", "KEY"),
     ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="A file of keys, one a line.", metavar="FILE", rich_help_panel=ACCESS)
-    ] = None,
+    api_key_file: Annotated[Path | None, about("File of keys, one a line.", ACCESS, "FILE")] = None,
     allowed_host: Annotated[
         list[str] | None,
-        listed(
-            "A name it may be called by (Host); on loopback only its own are, elsewhere any.", ACCESS, "--allowed-host"
-        ),
+        listed("Host header to accept", ACCESS, "--allowed-host", default="any; on loopback only its own names"),
     ] = None,
     allowed_origin: Annotated[
-        list[str] | None, listed("A site whose pages may ask (CORS).", ACCESS, "--allowed-origin", "URL")
+        list[str] | None, listed("Site whose pages may send requests (CORS)", ACCESS, "--allowed-origin", "URL")
     ] = None,
     open_metrics: Annotated[
-        bool, typer.Option("--open-metrics", help="/metrics needs no key.", rich_help_panel=ACCESS)
+        bool, typer.Option("--open-metrics", help="Serve /metrics without a key.", rich_help_panel=ACCESS)
     ] = False,
     admin: Annotated[
         bool,
@@ -89,67 +87,60 @@ def main(
         ),
     ] = False,
     max_queued_requests: Annotated[
-        int, o.sized("--max-queued-requests", "Requests that may wait; one more gets a 429.", "N", LIMITS)
+        int, o.sized("--max-queued-requests", "Requests that may wait; a further one gets a 429.", "N", LIMITS)
     ] = 2048,
-    max_body_bytes: Annotated[int, o.sized("--max-body-bytes", "Largest request.", "BYTES", LIMITS, "16M")] = 16 << 20,
+    max_body_bytes: Annotated[
+        int, o.sized("--max-body-bytes", "Largest body of a request.", "BYTES", LIMITS, "16M")
+    ] = 16 << 20,
     max_choices: Annotated[int, o.sized("--max-choices", "Most answers to one request.", "N", LIMITS)] = 128,
-    max_connections: Annotated[int, o.sized("--max-connections", "Open at once.", "N", LIMITS)] = 4096,
-    receive_seconds: Annotated[float, seconds("For a request to come: its head, then its body.")] = 30.0,
-    idle_seconds: Annotated[float, seconds("For a connection that asks nothing.")] = 60.0,
-    write_seconds: Annotated[float, seconds("For a reader to take what it was sent.")] = 30.0,
-    request_seconds: Annotated[float | None, seconds("The longest a request may take.")] = None,
-    stall_seconds: Annotated[float, seconds("A step that takes longer has failed.")] = 30.0,
-    shutdown_grace: Annotated[float, seconds("For running requests to end after SIGTERM.")] = 30.0,
+    max_connections: Annotated[int, o.sized("--max-connections", "Most open connections.", "N", LIMITS)] = 4096,
+    receive_seconds: Annotated[float, seconds("Time for a request's head to arrive, and again for its body.")] = 30.0,
+    idle_seconds: Annotated[float, seconds("Time after which an unused connection is closed.")] = 60.0,
+    write_seconds: Annotated[float, seconds("Time for a client to read what it was sent.")] = 30.0,
+    request_seconds: Annotated[float | None, seconds("Time for a whole request.")] = None,
+    stall_seconds: Annotated[float, seconds("Time after which a step counts as failed.")] = 30.0,
+    shutdown_grace: Annotated[float, seconds("Time for running requests to end after SIGTERM.")] = 30.0,
     max_loaded: Annotated[
         int | None,
-        o.sized("--max-loaded", "Models awake at once; the one left longest ago sleeps.", "N", LIMITS, "all of them"),
+        o.sized(
+            "--max-loaded", "Most models awake at once; the least recently used sleeps.", "N", LIMITS, "all of them"
+        ),
     ] = None,
     tool_call_parser: Annotated[
         str,
-        typer.Option(
-            help="hermes, llama3_json, mistral, openai, none or auto: what the chat template suggests.",
-            rich_help_panel=ANSWERS,
+        about(
+            "Format of tool calls: hermes, llama3_json, mistral, openai, none or auto, from the chat template.", ANSWERS
         ),
     ] = "auto",
     reasoning_parser: Annotated[
         str,
-        typer.Option(
-            help="deepseek_r1, qwen3, openai_gptoss, none or auto: what the chat template suggests.",
-            rich_help_panel=ANSWERS,
-        ),
+        about("Format of reasoning: deepseek_r1, qwen3, openai_gptoss, none or auto, from the chat template.", ANSWERS),
     ] = "auto",
     enable_auto_tool_choice: Annotated[
         bool,
         typer.Option(
             "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
-            help="Read tool calls in answers where a request brings tools.",
+            help="Parse tool calls in answers to requests that bring tools.",
+            show_default="on",
             rich_help_panel=ANSWERS,
         ),
     ] = True,
     chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file to use in place of the model's own template.", metavar="FILE", rich_help_panel=ANSWERS
-        ),
+        Path | None, about("File with a chat template to use instead of the model's own.", ANSWERS, "FILE")
     ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Of what is drawn for requests without a seed.", rich_help_panel=ANSWERS)
-    ] = EngineOptions.seed,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=WATCH)] = "info",
+    seed: Annotated[int, about("Seed of requests that bring none.", ANSWERS)] = EngineOptions.seed,
+    log_level: Annotated[str, about("Least severe level to log: debug, info, warning or error.", WATCH)] = "info",
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log one JSON object a line.", rich_help_panel=WATCH)
     ] = False,
     otlp_traces_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="Where OpenTelemetry spans go; needs the extra quire\\[otel].", metavar="URL", rich_help_panel=WATCH
-        ),
+        str | None, about("Where to send OpenTelemetry spans; needs the extra quire\\[otel].", WATCH, "URL")
     ] = None,
     runs_on: Annotated[
         str | None,
         typer.Option(
             "--engine",
-            help="ray: several replicas on Ray Serve; needs the extra quire\\[ray].",
+            help="ray: run several replicas on Ray Serve; needs the extra quire\\[ray].",
             metavar="ray",
             show_default="one in this process",
             rich_help_panel=PANEL,
@@ -158,9 +149,9 @@ def main(
     ray_address: Annotated[
         str | None,
         typer.Option(
-            help="A cluster to deploy to, as auto; the same again with other options replaces what runs there.",
+            help="Ray cluster to deploy to, or auto. A second deployment replaces the first.",
             metavar="ADDRESS",
-            show_default="Ray on this machine, as long as the command runs",
+            show_default="Ray on this machine, until the command ends",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -168,11 +159,11 @@ def main(
     scale: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Serve models over HTTP: OpenAI's and Anthropic's interfaces, metrics, and a page to look at."""
+    """Serve models over HTTP: OpenAI's and Anthropic's APIs, metrics, and a page for people."""
     given = dict(locals())
     wanted = wanted_of(given)
     if not wanted.settings.loopback and not wanted.settings.api_keys:
-        print(f"note: anybody who reaches {host} may use this server; --api-key asks for a key", file=sys.stderr)
+        print(f"note: whoever can reach {host} can use this server; --api-key makes it ask for a key", file=sys.stderr)
     if runs_on is not None:
         run_replicas(plan_of(given, wanted, scale), ray_address)
         return
@@ -188,16 +179,16 @@ def main(
 
 
 class ServerSetup(NamedTuple):
-    """What a command line asks for."""
+    """What the options of a command line set up."""
 
-    names: list[str]  # of the models; none: the bundled one
+    names: list[str]  # of the models; empty: the bundled one
     called: list[tuple[str, ...]]  # what clients may call each of them
     settings: Any
     options: dict[str, Any]  # of every engine
 
 
 def wanted_of(given: dict[str, Any]) -> ServerSetup:
-    """From the values of all options."""
+    """The setup from the values of all options."""
     keys = read_keys(given["api_key"] or [], given["api_key_file"])
     template = None if given["chat_template"] is None else o.read_text(given["chat_template"])
 
@@ -229,13 +220,13 @@ def wanted_of(given: dict[str, Any]) -> ServerSetup:
 @o.takes_engine()
 @o.takes("scale", SCALE_OPTIONS)
 def plan(*, scale: dict[str, Any], engine: dict[str, Any], **given: Any) -> Any:
-    """What these options deploy."""
+    """The deployment of these options; `quire.scripts.serve.ray` calls it."""
     given |= {"scale": scale, "engine": engine}
     return plan_of(given, wanted_of(given), scale)
 
 
 def follow(model: str | None, options: dict[str, Any]) -> None:
-    """Listen to process 0 alone."""
+    """Serve nobody, and run the steps that process 0 sends."""
     import logging
 
     from ...serving.follow import follow
@@ -277,7 +268,7 @@ def entry(name: str | None, names: tuple[str, ...], options: dict[str, Any]) -> 
     from ...serving.build import make_engine
     from ...serving.http.models import Model
 
-    chosen = options_of(name, **options)  # wrong options are told before anything is loaded
+    chosen = options_of(name, **options)  # wrong options are reported before anything is loaded
 
     def note(stage: str) -> None:
         import logging

@@ -1,4 +1,4 @@
-"""A file of options for a command: defaults that the command line overrides."""
+"""`--config`: a file of options, which the command line overrides."""
 
 import difflib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`quire serve --engine ray`: the same server many times over, on Ray Serve."""
+"""`quire serve --engine ray`: several replicas of the server on Ray Serve."""
 
 import signal
 import socket
@@ -13,7 +13,7 @@ import typer
 from .. import options as o
 
 PANEL = "Many replicas (--engine ray)"
-OURS = {  # what Ray's own HTTP server decides, with its defaults here
+OURS = {  # options of `quire serve` that Ray's HTTP server ignores, with their defaults
     "uds": None, "admin": False, "receive_seconds": 30.0, "write_seconds": 30.0,
 }  # fmt: skip
 
@@ -40,24 +40,37 @@ def many(name: str, help: str, default: str, metavar: str = "N"):
 
 SCALE_OPTIONS = {
     "replicas": Annotated[int | None, many("--replicas", "Engines, each with its own weights and cache.", "1")],
-    "min_replicas": Annotated[int | None, many("--min-replicas", "Where their number follows the requests.", "1")],
-    "max_replicas": Annotated[int | None, many("--max-replicas", "Let their number follow the requests.", "fixed")],
+    "min_replicas": Annotated[
+        int | None, many("--min-replicas", "Fewest replicas, where their number follows the load.", "1")
+    ],
+    "max_replicas": Annotated[
+        int | None, many("--max-replicas", "Most replicas; their number then follows the load.", "fixed")
+    ],
     "target_ongoing_requests": Annotated[
         float | None,
-        many("--target-ongoing-requests", "That a replica is to have on average.", "three quarters of --max-num-seqs"),
+        many(
+            "--target-ongoing-requests",
+            "Requests that a replica should have on average.",
+            "three quarters of --max-num-seqs",
+        ),
     ],
     "prefill_replicas": Annotated[
-        int | None, many("--prefill-replicas", "More of them, which read long prompts for the others.", "0")
+        int | None, many("--prefill-replicas", "Further replicas that read long prompts for the others.", "0")
     ],
     "routing": Annotated[
         str | None,
-        many("--routing", "To the replica that has read the prompt's beginning, or in turn.", "prefix", "HOW"),
+        many(
+            "--routing",
+            "prefix: to the replica that has cached the prompt's beginning; round-robin: in turn.",
+            "prefix",
+            "HOW",
+        ),
     ],
     "replica_resources": Annotated[
         Any,
         typer.Option(
             "--replica-resources",
-            help="What Ray gives each replica.",
+            help="Ray's resources for each replica.",
             metavar="CPU=2,GPU=1",
             parser=resources,
             show_default="CPU=1, and the model's GPUs or TPUs where the cluster has any",
@@ -68,7 +81,7 @@ SCALE_OPTIONS = {
 
 
 def plan_of(given: dict[str, Any], wanted: Any, scale: dict[str, Any]) -> Any:
-    """What is to be deployed; `given` are the command's own options."""
+    """The deployment; `given` are the command's own options."""
     for name, default in OURS.items():
         if given[name] != default:
             flag = f"--{name.replace('_', '-')}"
@@ -82,7 +95,7 @@ def plan_of(given: dict[str, Any], wanted: Any, scale: dict[str, Any]) -> Any:
 
 
 def run(plan: Any, address: str | None) -> None:
-    """On a cluster: deploy and leave. On this machine: serve until a signal comes."""
+    """On a cluster: deploy and return. On this machine: serve until a signal comes."""
     try:
         import ray  # noqa: F401 - to tell its absence from what may be wrong in a part of it
     except ImportError as error:

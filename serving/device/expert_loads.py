@@ -1,4 +1,4 @@
-"""What the host knows of a mixture's experts: where they lie, and how many rows each of them got."""
+"""What the host knows of a mixture's experts: where each lies, and how many tokens it got."""
 
 from typing import Any
 
@@ -7,36 +7,35 @@ import numpy as np
 
 from ...model.config import ModelConfig
 from ...model.expert_copies import first_placements
-from ..api.errors import RequestError
 from .expert_placement import busiest
 from .state import State
 from .step import read_loads
 
-EVERY = 64  # steps from one look at the counters to the next
-KEPT = 0.9  # of the rows that are taken for recent ones, from look to look
+EVERY = 64  # steps between two reads of the counters
+DECAY = 0.9  # of the recent counts, from one read to the next
 
 
-class Experts:
-    """Reads the counters of the device now and then, without waiting for it."""
+class ExpertLoads:
+    """Reads the device's counters every few steps, without waiting for the device."""
 
     def __init__(self, config: ModelConfig, devices: int = 1):
         self.layers, self.devices = config.expert_layers, devices
-        self.held_LS = first_placements(config)  # the expert of each place
-        self.moved = 0  # places that got another
+        self.held_LS = first_placements(config)  # the expert at each place
+        self.moved = 0  # places that got another expert
         self.counted_LE = np.zeros((len(self.layers), config.experts), np.uint32)
         self.rows_LE = np.zeros(self.counted_LE.shape, np.int64)  # since the start
         self.recent_LE = np.zeros(self.counted_LE.shape)
-        self.since = 0  # steps after the last look
+        self.since = 0  # steps since the last read
         self.config = config
         self.arriving: jax.Array | None = None
         self.program: Any = None
 
     def lower(self, state: State) -> jax.stages.Lowered:
-        """What is to be compiled."""
+        """The program that reads the counters, to be compiled."""
         return read_loads.lower(state.loads_nLE)
 
     def launched(self, state: State) -> None:
-        """A step is under way; its counters are copied when that is due."""
+        """A step was launched; read the counters after it if that is due."""
         self.since += 1
         if self.arriving is not None and self.arriving.is_ready():
             self.take()
@@ -48,7 +47,7 @@ class Experts:
         self.arriving.copy_to_host_async()
 
     def settle(self, state: State) -> None:
-        """Nothing is under way: nobody waits."""
+        """No step is under way: read the counters now."""
         if self.arriving is not None:
             self.take()
         if self.since:
@@ -60,19 +59,19 @@ class Experts:
         new_LE = found_LE - self.counted_LE  # of counters that wrap
         self.counted_LE = found_LE
         self.rows_LE = self.rows_LE + new_LE  # a new array: other threads read the old one
-        self.recent_LE = self.recent_LE * KEPT + new_LE
+        self.recent_LE = self.recent_LE * DECAY + new_LE
 
     def reset(self) -> None:
-        """The counters begin again."""
+        """The device state is fresh: its counters are 0 again."""
         self.arriving, self.since = None, 0
         self.counted_LE = np.zeros_like(self.counted_LE)
 
     def reload(self) -> None:
-        """The weights were read again."""
+        """The weights were read again, so every expert is back at its first place."""
         self.held_LS = first_placements(self.config)
 
     def loads(self) -> dict[int, dict[str, list]]:
-        """By layer: rows that each expert got since the start, and of late, and the experts that each device has."""
+        """By layer: the tokens that each expert got since the start, and recently, and the experts of each device."""
         held_LnO = self.held_LS.reshape(len(self.layers), self.devices, -1)
         return {
             layer: {"rows": rows_E.tolist(), "recent": recent_E.round(1).tolist(), "devices": held_nO.tolist()}
@@ -82,20 +81,13 @@ class Experts:
         }
 
     def skew(self) -> dict[int, float]:
-        """By layer: recent rows of the busiest expert against the mean; 1 where all got as many."""
+        """By layer: recent tokens of the busiest expert in units of the mean; 1 if all got the same."""
         return {layer: peak(row_E) for layer, row_E in zip(self.layers, self.recent_LE, strict=True)}
 
     def device_skew(self) -> dict[int, float]:
-        """By layer: recent rows of the busiest device against the mean."""
+        """By layer: recent tokens of the busiest device in units of the mean."""
         found = (busiest(*pair, self.devices) for pair in zip(self.recent_LE, self.held_LS, strict=True))
         return dict(zip(self.layers, found, strict=True))
-
-
-def known(experts: Experts | None) -> Experts:
-    """Those of a model that has some."""
-    if experts is None:
-        raise RequestError("model", "has no experts")
-    return experts
 
 
 def peak(loads: np.ndarray) -> float:

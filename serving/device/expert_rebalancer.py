@@ -1,4 +1,4 @@
-"""Moves experts between devices while requests go on, so that none of the devices has much more to do."""
+"""Moves experts between devices while requests run, so that every device has about as much to do."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 from ...model.config import ModelConfig
 from ...model.expert_copies import placed
 from ...model.weights import ModelWeights, MoeWeights
-from ..api.errors import RequestError
-from .expert_loads import Experts
+from .expert_loads import ExpertLoads
 from .expert_placement import balanced, busiest, settled, transfers
 from .step import move_experts
 
@@ -20,18 +19,18 @@ STACKS = ("up_EDGF", "down_EFD", "up_bias_EGF", "down_bias_ED")
 WORTH = 1.1  # an automatic move must make the busiest device's share so many times smaller
 
 
-class Balance:
+class ExpertRebalancer:
     """Plans for all layers at once, and moves the experts of one layer between two steps."""
 
-    def __init__(self, experts: Experts, config: ModelConfig, mesh: Mesh, every: int):
-        self.experts, self.config, self.mesh = experts, config, mesh
+    def __init__(self, loads: ExpertLoads, config: ModelConfig, mesh: Mesh, every: int):
+        self.loads, self.config, self.mesh = loads, config, mesh
         self.every, self.since = every, 0  # steps from one plan to the next; 0: only when asked
         self.queue: deque[tuple[int, np.ndarray]] = deque()
         self.programs: dict[Any, Any] = {}
 
     def lower(self, weights: ModelWeights) -> Iterator[tuple[Any, jax.stages.Lowered]]:
-        """What is to be compiled: a program a shape."""
-        n, own = self.experts.devices, self.experts.held_LS.shape[1] // self.experts.devices
+        """The programs that move experts, one for each shape, to be compiled."""
+        n, own = self.loads.devices, self.loads.held_LS.shape[1] // self.loads.devices
         places, found = np.zeros((n, n, own), np.int32), set()
         for index in self.config.expert_layers:
             for leaf in jax.tree.leaves(stacks(weights.layers[index].moe)):
@@ -41,11 +40,12 @@ class Balance:
                     yield key, move_experts.lower(leaf, places, places, np.int32(0), mesh=self.mesh, places=spec)
 
     def plan(self, worth: float = 1.0) -> dict[str, float]:
-        """Queue what the recent rows ask for: layers whose busiest device gets less than 1 / worth of what it has.
+        """Queue the layers whose busiest device would get less than 1 / worth of its recent tokens.
 
-        Says of how many layers, and what the busiest device has in units of the mean, on average over all layers.
+        Returns how many they are, and the tokens of the busiest device before and after, in units of the mean and
+        averaged over all layers.
         """
-        loads_LE, held_LS, n = self.experts.recent_LE, self.experts.held_LS, self.experts.devices
+        loads_LE, held_LS, n = self.loads.recent_LE, self.loads.held_LS, self.loads.devices
         self.queue.clear()
         before, after = [], []
         for at, new_S in enumerate(balanced(loads_LE, held_LS.shape[1], n)):
@@ -57,7 +57,7 @@ class Balance:
         return {"layers": len(self.queue), "before": float(np.mean(before)), "after": float(np.mean(after))}
 
     def launching(self, weights: ModelWeights) -> ModelWeights:
-        """The weights for the next step; where something is to be moved, in one layer."""
+        """The weights for the next step, with one queued layer moved."""
         self.since += 1
         if self.every and self.since >= self.every:
             self.since = 0
@@ -65,8 +65,8 @@ class Balance:
         return self.move(weights, *self.queue.popleft()) if self.queue else weights
 
     def move(self, weights: ModelWeights, at: int, new_S: np.ndarray) -> ModelWeights:
-        """Give the experts of a layer other places, and send its rows there from now on."""
-        n, held_LS, index = self.experts.devices, self.experts.held_LS.copy(), self.config.expert_layers[at]
+        """Give the experts of a layer other places, and send its tokens there from now on."""
+        n, held_LS, index = self.loads.devices, self.loads.held_LS.copy(), self.config.expert_layers[at]
         new_S = settled(new_S, held_LS[at], n)
         sent, kept, turns = transfers(new_S, held_LS[at], n)
         layer = weights.layers[index]
@@ -74,16 +74,16 @@ class Balance:
             lambda leaf: self.programs[key_of(leaf)](leaf, sent, kept, np.int32(turns)), stacks(layer.moe)
         )
         moe = placed(layer.moe.replace(**moved), new_S, self.mesh, self.config.layers[index].moe)
-        self.experts.moved += int((new_S != held_LS[at]).sum())
+        self.loads.moved += int((new_S != held_LS[at]).sum())
         held_LS[at] = new_S
-        self.experts.held_LS = held_LS
+        self.loads.held_LS = held_LS
         layers = weights.layers
         return weights.replace(layers=(*layers[:index], layer.replace(moe=moe), *layers[index + 1 :]))
 
     def reload(self) -> None:
-        """The weights were read again, and lie as at first."""
+        """The weights were read again, so every expert is back at its first place."""
         self.queue.clear()
-        self.experts.reload()
+        self.loads.reload()
 
 
 def stacks(w: MoeWeights) -> dict[str, Any]:
@@ -93,10 +93,3 @@ def stacks(w: MoeWeights) -> dict[str, Any]:
 def key_of(leaf: jax.Array) -> Any:
     spec = leaf.sharding.spec
     return leaf.shape, leaf.dtype.name, (*spec, *[None] * (leaf.ndim - len(spec)))
-
-
-def given(balance: Balance | None) -> Balance:
-    """That of a model whose experts can lie elsewhere."""
-    if balance is None:
-        raise RequestError("expert_redundancy", "is 0, so every expert stays where it is; start with 1 or more")
-    return balance

@@ -1,4 +1,4 @@
-"""Weights and state in the host's memory while the device's is lent to others."""
+"""Weights and state in host memory while the engine sleeps."""
 
 from typing import Any
 
@@ -6,23 +6,23 @@ import jax
 import numpy as np
 
 
-class Kept:
-    """What the devices of this process held of an array, by place: the others' parts are theirs to keep."""
+class HostArray:
+    """The shards of an array that this process's devices held; other processes keep theirs."""
 
     def __init__(self, leaf: jax.Array):
         self.shape = leaf.shape
         self.parts = {str(shard.index): np.array(shard.data) for shard in leaf.addressable_shards}
 
 
-def to_device(kept: Kept, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.make_array_from_callback(kept.shape, sharding, lambda index: kept.parts[str(index)])
+def to_device(held: HostArray, sharding: jax.sharding.Sharding) -> jax.Array:
+    return jax.make_array_from_callback(held.shape, sharding, lambda index: held.parts[str(index)])
 
 
 def to_host(tree: Any, keep: bool) -> Any:
-    """The same in the host's memory, or None; its memory on the device is free, one array after the other."""
+    """Move a tree to host memory, or drop it (None), and free its memory on the device, array by array."""
 
-    def move(leaf: jax.Array) -> Kept | None:
-        host = Kept(leaf) if keep else None
+    def move(leaf: jax.Array) -> HostArray | None:
+        host = HostArray(leaf) if keep else None
         leaf.delete()
         return host
 

@@ -1,4 +1,4 @@
-"""Copies pages within the device, and between it and the host."""
+"""Copies pages within the device, and between device and host memory."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -11,38 +11,38 @@ import numpy as np
 from ...ops.attention import KVPages
 from ..cache.page_moves import Moves
 from ..cache.prefix_tree import Copy, Row
-from .pipeline import Stages
+from .pipeline import Pipeline
 from .state import owners
 from .step import copy_pages, read_pages, write_pages
 
-AT_ONCE = 16  # pages a call; where there are fewer, the dummy page fills up
+AT_ONCE = 16  # pages a call; the dummy page fills the rest
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """Pages under way to the host, from each stage its part of them."""
+class Offload:
+    """Pages on their way to host memory, each stage's part of them apart."""
 
     stages: list[jax.Array]  # [N, bytes of a page]
     copies: list[Copy]
 
     def arrive(self) -> None:
-        """Wait for them, and give each copy its own."""
+        """Wait for the pages, and give each copy its bytes."""
         rows = zip(*map(np.asarray, self.stages), strict=True)
         for copy, own in zip(self.copies, rows, strict=False):
             copy.data = np.concatenate(own)  # no view: the others' bytes go when theirs do
 
 
-class Mover:
-    """The programs that copy pages of each cache group, in each stage that has some, compiled ahead."""
+class PageCopier:
+    """Has a compiled program for each kind of copy, cache group and stage."""
 
-    def __init__(self, stages: Stages, to_host: bool):
-        config, self.to_host = stages.config, to_host
-        found = [[owners(config, stage, group) for stage in stages.stages] for group in range(len(config.windows))]
+    def __init__(self, pipeline: Pipeline, to_host: bool):
+        config, self.to_host = pipeline.config, to_host
+        found = [[owners(config, stage, group) for stage in pipeline.stages] for group in range(len(config.windows))]
         self.owners = [[own for own in layers if own] for layers in found]  # by group, by stage
         self.programs: dict[tuple[str, int, int], Any] = {}
 
     def lower(self, pages: dict[int, KVPages]) -> Iterator[tuple[tuple[str, int, int], jax.stages.Lowered]]:
-        """What is to be compiled."""
+        """The programs, to be compiled."""
         numbers = np.zeros(AT_ONCE, np.int32)
         for group, stages in enumerate(self.owners):
             for stage, own in enumerate(stages):
@@ -53,9 +53,9 @@ class Mover:
                     yield ("out", group, stage), read_pages.lower(layers, numbers)
                     yield ("back", group, stage), write_pages.lower(layers, numbers, bytes_NX)
 
-    def move(self, pages: dict[int, KVPages], moves: Moves) -> tuple[dict[int, KVPages], list[Leaving]]:
-        """(the pages, what is under way to the host)."""
-        leaving = []
+    def move(self, pages: dict[int, KVPages], moves: Moves) -> tuple[dict[int, KVPages], list[Offload]]:
+        """(the pages, what is on its way to host memory)."""
+        offloads = []
         for group, stages in enumerate(self.owners):
             layers = [[pages[index] for index in own] for own in stages]
 
@@ -70,7 +70,7 @@ class Mover:
                 read = run("out", numbers_of([page for page, _ in some]))
                 for bytes_NX in read:
                     bytes_NX.copy_to_host_async()
-                leaving.append(Leaving(read, [copy for _, copy in some]))
+                offloads.append(Offload(read, [copy for _, copy in some]))
             for some in parts([move[1:] for move in moves.within if move[0] == group]):
                 origins, targets = (numbers_of(pages) for pages in zip(*some, strict=True))
                 layers[:] = run("within", origins, targets)
@@ -85,7 +85,7 @@ class Mover:
                 layers[:] = run("back", targets, block_NX)
             for own, held in zip(stages, layers, strict=True):
                 pages = {**pages, **dict(zip(own, held, strict=True))}
-        return pages, leaving
+        return pages, offloads
 
     def read(self, pages: dict[int, KVPages], group: int, numbers: Seq[int]) -> Any:
         """What up to `AT_ONCE` pages hold, a row each: on the device; of several stages put together on the host."""

@@ -1,4 +1,4 @@
-"""The stages of a model whose layers lie on different devices: their parts, and the programs that make up a step."""
+"""Pipeline stages: each stage's part of weights and state, and the programs that make up a step."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from .state import State
 from .step import Places, abstract_state, make_state, step
 
 
-class Stages:
-    """One stage on one device or mesh; or several, each on its own, through which rows go one after the other.
+class Pipeline:
+    """One stage on one device or mesh; or several, each on its own, which a step passes one after the other.
 
         step n      [stage 0][stage 1][stage 2]
         step n+1             [stage 0][stage 1][stage 2]        other sequences
 
-    A device begins with its part of the next step as soon as it is done with its part of this one.
+    A device begins its part of the next step as soon as its part of this one is done.
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh | None):
@@ -42,7 +42,7 @@ class Stages:
         return join(make_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
 
     def abstract_state(self, *sizes) -> State:
-        """The same without memory."""
+        """The state's shapes and shardings, without memory."""
         places = zip(self.stages, self.meshes, strict=True)
         return join(abstract_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
 
@@ -56,27 +56,27 @@ class Stages:
         return lowered
 
     def program(self, compiled: list[Any]) -> Any:
-        """What does a whole step: (weights, state, buffer) -> (what is drawn, hidden states, state)."""
+        """Runs a whole step: (weights, state, buffer) -> (what is drawn, hidden states, state)."""
         return compiled[0] if len(compiled) == 1 else Relay(self, compiled)
 
 
 class Relay:
     """The programs of the stages, one after the other; nothing here waits for a device."""
 
-    def __init__(self, stages: Stages, programs: list[Any]):
-        self.stages, self.programs = stages, programs
+    def __init__(self, pipeline: Pipeline, programs: list[Any]):
+        self.pipeline, self.programs = pipeline, programs
 
     def __call__(self, weights, state: State, buffer):
         x, hidden_RD, states = (), None, []
-        parts = self.stages.parts(weights, state)
-        for mesh, program, (own, held) in zip(self.stages.meshes, self.programs, parts, strict=True):
+        parts = self.pipeline.parts(weights, state)
+        for mesh, program, (own, held) in zip(self.pipeline.meshes, self.programs, parts, strict=True):
             *x, hidden_RD, held = program(own, held, buffer, *move(x, mesh))
             states.append(held)
         return *x, hidden_RD, join(states)
 
 
 def move(x, mesh: Mesh):
-    """To the same places on another mesh."""
+    """The same shards on another mesh."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), x)
 
 

@@ -1,4 +1,4 @@
-"""What lives on the device between steps: the pages of the cache and what is kept of each slot."""
+"""What lives on the device between steps: the pages of the cache and the state of each slot."""
 
 from dataclasses import fields
 
@@ -14,22 +14,21 @@ from ...ops import sampling
 from ...ops.attention import KVPages, page_dtype, pairs
 
 OF_ROWS = ("data", "context")  # the axes of a mesh along which each device may have rows of its own
-LOADS = -1  # where the loads lie among the pages of the layers while a step is computed
 HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS": 1}  # the axis of heads
 
 
 @struct.dataclass
 class State:
-    """Donated to each step and returned by it. Of several stages each has its pages, and the last all the rest."""
+    """Donated to each step and returned by it. Each pipeline stage has its pages, and the last one all the rest."""
 
     pages: dict[int, KVPages]  # by the layer that owns them
     slots: sampling.SlotState | None = None
     last_tokens_B: jax.Array | None = None  # the token each slot drew last: the next step need not ask the host
-    loads_nLE: jax.Array | None = None  # rows that each expert got, of the layers that have any; a counter that wraps
+    loads_nLE: jax.Array | None = None  # tokens of each expert, by layer with experts; the counters wrap
 
 
 def state_places(state: State) -> State:
-    """How a state lies on a mesh: pages by heads and by the positions in each, what is kept of words by words.
+    """How a state lies on a mesh: pages are split by heads and by positions, slots by vocabulary.
 
     Replicas have pages and slots of their own.
     """
@@ -74,7 +73,7 @@ def page_bytes(config: ModelConfig, group: int, page_size: int, stage: Stage | N
 def empty_state(
     config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, words: int
 ) -> State:
-    """The part of a state that one device has."""
+    """One device's part of a state with no request in it."""
     dtype = page_dtype(jnp.dtype(config.kv_dtype))
 
     def empty(index: int) -> KVPages:

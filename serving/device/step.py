@@ -19,7 +19,7 @@ from ...ops.attention import KVPages, QueryRows, paged_attention
 from ...sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
 from ...sharding.mesh import device_axes
 from .batch import Layout
-from .state import LOADS, State, empty_state, state_places
+from .state import State, empty_state, state_places
 
 
 @dataclass(frozen=True)
@@ -173,30 +173,28 @@ def step_of_one(
     spare = -layout.size.rows % axes.rows.size
     positions_T = jnp.pad(batch.positions_T, (0, spare), constant_values=-1)
 
-    def attend(index, q_TNH, k_TKH, v_TKH, pages, **options):
+    def attend(index, q_TNH, k_TKH, v_TKH, state: State, **options):
         owner, group = config.kv_owner[index], config.group(index)
         slots_T = jnp.pad(batch.slots_GT[group], (0, spare))
         rows = QueryRows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
         q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
         spread = {"context": axes.context, "split_rows": axes.rows.size > 1}
-        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, pages[owner], rows, **options, **spread)
-        return out_TNH, {**pages, owner: filled}
+        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, state.pages[owner], rows, **options, **spread)
+        return out_TNH, state.replace(pages={**state.pages, owner: filled})
 
-    def note(index, experts_TX, pages):
+    def note(index, experts_TX, state: State) -> State:
         # Where the devices of `context` have the same rows, the first counts them.
         one = 1 if axes.rows.size > 1 or axes.context.size == 1 else jnp.where(axes.context.index() == 0, 1, 0)
         layer = config.expert_layers.index(index)
-        return {**pages, LOADS: pages[LOADS].at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop")}
+        return state.replace(loads_nLE=state.loads_nLE.at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop"))
 
     own_T, first = axes.rows.part(positions_T), stage.layers.start
     if stage.begins:
         x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes)
-    pages = {**state.pages, LOADS: state.loads_nLE}
     hear = None if state.loads_nLE is None else note
-    x, pages = decoder.run_layers(weights.layers, first, x, pages, own_T, config, attend, axes, hear, fetch)
-    loads_nLE = pages.pop(LOADS)
+    x, state = decoder.run_layers(weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch)
     if not stage.ends:
-        return x, None, state.replace(pages=pages)
+        return x, None, state
     hidden_RD = take_rows(decoder.final_norm(weights, x[0], config), batch.sample_rows_R, axes.rows)
     logits_RV = decoder.logits(weights, hidden_RD, config, axes)
     with jax.named_scope("sample"):
@@ -205,7 +203,7 @@ def step_of_one(
         sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis)
         last_tokens_B = state.last_tokens_B.at[batch.store_R].set(sampled.tokens_R, mode="drop")
         sampled = sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1))
-    return sampled, hidden_RD, State(pages, slots, last_tokens_B, loads_nLE)
+    return sampled, hidden_RD, state.replace(slots=slots, last_tokens_B=last_tokens_B)
 
 
 @jax.jit
@@ -274,10 +272,10 @@ def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
 @partial(jax.jit, donate_argnames="slots")
 def reset_slot(slots: sampling.SlotState, slot, row: sampling.SlotState) -> sampling.SlotState:
     """Make a slot ready for a new request."""
-    return sampling.reset_slot(slots, slot, row)
+    return sampling.replace_row(slots, slot, row)
 
 
 @partial(jax.jit, donate_argnames="bias_BV")
 def set_bias(bias_BV, slot, bias_V) -> jax.Array:
     """What a slot's next token may be."""
-    return sampling.set_bias(bias_BV, slot, bias_V)
+    return sampling.replace_bias(bias_BV, slot, bias_V)

@@ -12,7 +12,7 @@ from .engine import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """How wide and how far to look."""
+    """The width and the length of a beam search."""
 
     beam_width: int
     max_tokens: int = 16
@@ -99,13 +99,15 @@ def search(
                 if all(beyond_hope(beam, worst, search.limit, params.length_penalty) for beam in search.live):
                     search.live = []
     return [
-        BeamSearchOutput(search.prompt, [told(engine, beam) for beam in sorted(search.done, key=score)[::-1][:width]])
+        BeamSearchOutput(
+            search.prompt, [with_text(engine, beam) for beam in sorted(search.done, key=score)[::-1][:width]]
+        )
         for search in searches
     ]
 
 
 def beyond_hope(beam: BeamSearchSequence, worst: float, limit: int, penalty: float) -> bool:
-    """Whether a beam cannot come to more than this: its sum only falls, and its length may be any up to the last."""
+    """Whether a beam cannot reach a better score than `worst`: its sum only falls, at any length up to the limit."""
     return max(beam.cum_logprob / length**penalty for length in (len(beam.tokens) + 1, limit)) <= worst
 
 
@@ -123,14 +125,14 @@ def ask(engine: Engine, prompts: Seq[tuple[list[int], Terms]], params: SamplingP
         raise
     found = []
     for request in requests:
-        if request.streams[0].finish_reason == "error":
+        if request.completions[0].finish_reason == "error":
             raise RuntimeError("a step of the beam search failed; the log says why")
-        entries = request.streams[0].logprobs[0]
+        entries = request.completions[0].logprobs[0]
         found.append([(token, entry.logprob) for token, entry in entries.items()][: params.logprobs])
     return found
 
 
-def told(engine: Engine, beam: BeamSearchSequence) -> BeamSearchSequence:
-    """With its text."""
+def with_text(engine: Engine, beam: BeamSearchSequence) -> BeamSearchSequence:
+    """The same beam with its text."""
     text = None if engine.tokenizer is None else engine.tokenizer.decode(list(beam.tokens), skip_special_tokens=True)
     return BeamSearchSequence(beam.tokens, beam.logprobs, text, beam.finish_reason)

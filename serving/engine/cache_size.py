@@ -14,9 +14,9 @@ from ...model.partition import local_config
 from ...sharding.mesh import device_axes
 from ..api.options import EngineOptions
 from ..cache.page_pool import Group, largest
-from ..device.expert_loads import Experts
-from ..device.expert_rebalancer import Balance
-from ..device.pipeline import Stages
+from ..device.expert_loads import ExpertLoads
+from ..device.expert_rebalancer import ExpertRebalancer
+from ..device.pipeline import Pipeline
 from ..device.state import page_bytes
 from .batch_builder import Batcher
 from .scheduler import Limits
@@ -59,7 +59,7 @@ def held_bytes(tree) -> int:
 
 def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, mesh: Mesh | None = None) -> int:
     """What the largest step takes on a device beside weights and state, as its compiler says; nothing is run."""
-    groups, stages = len(config.windows), Stages(config, mesh)
+    groups, stages = len(config.windows), Pipeline(config, mesh)
     replicas = device_axes(mesh).data.size
     batcher = Batcher(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
     _, layout = max(batcher.layouts.items())
@@ -71,14 +71,14 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, 
         found.append(used.temp_size_in_bytes + used.generated_code_size_in_bytes + results)
     moving = [0]
     if mesh is not None and spare_of(config):
-        balance = Balance(Experts(config, device_axes(mesh).experts.size), config, mesh, 0)
+        balance = ExpertRebalancer(ExpertLoads(config, device_axes(mesh).experts.size), config, mesh, 0)
         moving = [lowered.compile().memory_analysis().temp_size_in_bytes for _, lowered in balance.lower(weights)]
     return max(found) + max(moving)
 
 
 def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
     """Of all devices that have a part of it: what a page takes that is copied out."""
-    stages = Stages(config, mesh)
+    stages = Pipeline(config, mesh)
     pages = stages.abstract_state((1,) * len(config.windows), page_size, 1).pages
     own = [pages[index] for index in config.kv_layers if config.group(index) == group]
     return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
@@ -95,7 +95,7 @@ def size_cache(
     S, chunk = options.block_size, options.max_num_batched_tokens
     groups = [Group(1, S, window) for window in config.windows]
     held = S if mesh is None else S // mesh.shape["context"]  # positions of a page that a device has
-    own, parts = local_config(config, mesh), Stages(config, mesh).stages
+    own, parts = local_config(config, mesh), Pipeline(config, mesh).stages
     costs = [max(page_bytes(own, group, held, stage) for stage in parts) for group in range(len(config.windows))]
 
     def needs(length: int) -> list[int]:

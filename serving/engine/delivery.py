@@ -1,4 +1,4 @@
-"""Brings what the engine's thread has for its readers into their event loops, much at a time."""
+"""Hands results from the engine's thread to readers in their event loops, many at a time."""
 
 import asyncio
 from collections import deque
@@ -10,11 +10,11 @@ from ..request.request import Request
 
 EACH = 0.0015  # seconds between two deliveries, for each reader: what they cost together stays a small share of a core
 PACE = 0.1  # seconds at most
-SLICE = 8  # readers woken between two looks of the loop at everything else
+SLICE = 8  # readers woken before the loop may do something else
 
 
 class Inbox:
-    """What a reader has not taken yet. Used in its event loop only."""
+    """What a reader has not read yet. Used in its event loop only."""
 
     def __init__(self):
         self.loop = asyncio.get_running_loop()
@@ -29,7 +29,7 @@ class Inbox:
 
     @contextmanager
     def reminded(self, pause: float) -> Iterator[None]:
-        """Who takes gets an empty list when nothing has come for a while."""
+        """While this is open, `take` returns an empty list when nothing has come for `pause` seconds."""
         self.timer = self.loop.call_later(pause, self.remind, pause)
         try:
             yield
@@ -43,7 +43,7 @@ class Inbox:
         self.timer = self.loop.call_later(pause, self.remind, pause)
 
     async def take(self) -> list[Any]:
-        """Everything that is there, as soon as there is something; or nothing, as a reminder."""
+        """All items, as soon as there is one; or none, as a reminder."""
         await self.filled.wait()
         self.filled.clear()
         items, self.items = self.items, []
@@ -51,21 +51,21 @@ class Inbox:
 
 
 class Listener:
-    """Who wants to know of a request: what is read of it and where it goes."""
+    """A reader of one request: what it reads, and its inbox."""
 
     def __init__(self, inbox: Inbox, index: int, read: Callable[[Request], Any], at_end: bool = False):
         self.inbox, self.index, self.read, self.at_end = inbox, index, read, at_end
         self.begun = False
 
 
-class Courier:
-    """The engine's thread notes which requests have news, and now and then sends it all."""
+class Outbox:
+    """The engine's thread notes which requests have news, and sends the news of all of them now and then."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock
         self.listeners: dict[str, Listener] = {}
         self.news: dict[str, Request] = {}
-        self.urgent: set[str] = set()  # of those with news, who begin or end: these do not wait
+        self.urgent: set[str] = set()  # those with news whose answer begins or ends: they do not wait
         self.sent = -PACE
         self.on_the_way: dict[asyncio.AbstractEventLoop, deque[tuple[Inbox, Any]]] = {}
 
@@ -80,7 +80,7 @@ class Courier:
                     self.urgent.add(name)
 
     def deliver_due(self) -> None:
-        """Hand over what there is, when the last delivery is over and time has passed; before that what is urgent."""
+        """Send all news if the last delivery is done and some time has passed; before that only what is urgent."""
         if self.news and not self.delivering():
             if self.clock() - self.sent >= min(EACH * len(self.listeners), PACE):
                 self.send()
@@ -88,7 +88,7 @@ class Courier:
                 self.hand_over({name: self.news.pop(name) for name in self.urgent})
 
     def delivering(self) -> bool:
-        """Whether a loop has not yet given its readers all it was handed."""
+        """Whether an event loop has not given its readers all that it was handed."""
         for loop in [loop for loop in self.on_the_way if loop.is_closed()]:
             del self.on_the_way[loop]
         return any(self.on_the_way.values())
@@ -113,7 +113,7 @@ class Courier:
                 loop.call_soon_threadsafe(self.deliver, loop)
 
     def deliver(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In the readers' loop, in the order of handing over also where one delivery overtakes another."""
+        """In the readers' loop: fill their inboxes in the order in which items were handed over."""
         queue = self.on_the_way[loop]
         for _ in range(min(len(queue), SLICE)):
             inbox, item = queue.popleft()
@@ -122,7 +122,7 @@ class Courier:
             loop.call_soon(self.deliver, loop)
 
     def give_up(self, error: Exception) -> None:
-        """Tell every reader that nothing more comes. From any thread: the engine's may hang."""
+        """Tell every reader that nothing more comes. From any thread, since the engine's may hang."""
         listeners = list(self.listeners.values())
         self.listeners.clear()
         for listener in listeners:

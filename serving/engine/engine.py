@@ -1,11 +1,9 @@
 """The engine: requests in, tokens out, one step ahead of the device."""
 
-import heapq
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -18,15 +16,17 @@ from ..api.params import PLAIN, SamplingParams, Terms
 from ..api.validation import shown
 from ..cache.page_table import PageTable
 from ..cache.prefetch import saving
-from ..observe.trace import NoTrace
 from ..request.grammar import Grammars
 from ..request.pooling import Pool
 from ..request.request import Request
 from ..request.sequence import Sequence, sequences_of
 from .admission import check, spelled
+from .deadlines import Deadlines
 from .replicas import Tables, scheduler_of
-from .runner import Drawn, Launched, Runner
+from .runner import Drawn, Runner
 from .scheduler import Plan, rank_of
+from .snapshot import OWNED, ExpertUse, Occupancy, PageCounts, Snapshot, owners_of
+from .step_record import Observer, StepRecord, TakenIn, UnderWay
 
 log = logging.getLogger("quire")
 
@@ -48,21 +48,21 @@ class Engine:
         seed: int = 0,
         max_queued: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        trace: NoTrace | None = None,
         pooling: Pooling = "last",
     ):
         self.runner, self.tokenizer, self.pages, self.max_len = runner, tokenizer, pages, max_len
-        self.max_queued, self.clock, self.trace = max_queued, clock, trace or NoTrace()
+        self.config = runner.config
+        self.max_queued, self.clock = max_queued, clock
+        self.observers: list[Observer] = []
         self.pooling = pooling  # of a request for an embedding that does not say
-        self.grammars = None if tokenizer is None else Grammars(tokenizer, runner.config.vocab_size)
-        self.lanes = len(runner.stages)  # steps that can be computed at a time
-        self.scheduler = scheduler_of(pages, runner.limits, self.lanes)
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
+        self.stages = len(runner.pipeline)
+        self.scheduler = scheduler_of(pages, runner.limits, self.stages)
         self.requests: dict[str, Request] = {}
-        self.request_of: dict[Sequence, Request] = {}
-        self.count = itertools.count()
-        self.deadlines: list[tuple[float, int, Request]] = []  # a heap
+        self.deadlines = Deadlines()
         self.rng = np.random.default_rng(seed)
-        self.in_flight: deque[Launched] = deque()
+        self.under_way: deque[UnderWay] = deque()  # the oldest first
+        self.device_free = 0.0  # when the device was done with the last step that was taken in
         self.asleep = self.closed = False
 
     def add(
@@ -94,86 +94,78 @@ class Engine:
         for seq, constraint in zip(sequences, constraints, strict=True):
             seq.party, seq.salt = terms.share_key, terms.cache_salt
             seq.bad_words, seq.constraint = bad_words, constraint
-            seq.lockstep = self.lanes > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
+            seq.lockstep = self.stages > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
             seq.pool = None if pooling is None else Pool(pooling, len(tokens))
         if params.prompt_logprobs is not None or pooling == "mean":
             sequences[0].prompt_scores = [None] * (len(tokens) - 1)
         request = Request(request_id, prompt, params, sequences, self.tokenizer, now)
         self.requests[request_id] = request
-        self.request_of.update(dict.fromkeys(sequences, request))
         self.scheduler.add(*sequences)
         if terms.timeout is not None:
-            if len(self.deadlines) > 2 * len(self.requests) + 16:  # most are of requests that were done in time
-                self.deadlines = [entry for entry in self.deadlines if not entry[2].finished]
-                heapq.heapify(self.deadlines)
-            heapq.heappush(self.deadlines, (now + terms.timeout, next(self.count), request))
+            self.deadlines.add(now + terms.timeout, request, len(self.requests))
         return request
 
     def check(self, tokens: Seq[int], params: SamplingParams) -> None:
         """Refuse what can never be served."""
-        rows, words = self.runner.limits.max_rows, self.runner.config.vocab_size
-        check(tokens, params, words, self.max_len, lambda n: self.pages.fits(n, rows), self.tokenizer is not None)
+        chunk, vocab = self.runner.limits.max_rows, self.config.vocab_size
+        check(tokens, params, vocab, self.max_len, lambda n: self.pages.fits(n, chunk), self.tokenizer is not None)
 
-    def step(self) -> list[Request]:
-        """Launch one step, take in the one before; the requests that got something new.
+    def step(self, launches: bool = True) -> list[Request]:
+        """Launch the next step and take in the one before; the requests that got tokens, or ended.
 
-        Of several stages as many steps are under way as there are: the one that the last stage is at is taken in.
+        Over several pipeline stages as many steps are under way as there are stages, and the oldest is taken in.
+        Without `launches` one is taken in only.
         """
         if self.asleep:
             return []
-        now, launched, changed = self.clock(), None, {}
-        self.trace.begin()
-        self.expire(now, changed)
-        plan = self.scheduler.schedule()
-        self.trace.lap("schedule")
+        began = self.clock()
+        changed, launched, taken = [*self.expire(began)], None, None
+        plan = self.scheduler.schedule() if launches else None
         try:
             if plan is not None:
-                for item in plan.items:
-                    self.request_of[item.seq].scheduled(now)
-                launched = self.runner.launch(plan, self.pages.take_moves())
-                self.trace.launched(plan)
-            elif not self.in_flight:
+                launched = self.launch(plan, began)
+                self.under_way.append(launched)
+            elif not self.under_way:
                 self.pages.wait(0.05)
-            if launched is None or len(self.in_flight) >= max(1, self.lanes - 1):
-                self.collect(changed)
-            if launched is not None:
-                self.in_flight.append(launched)
-            elif not self.in_flight:
+            if self.under_way and (launched is None or len(self.under_way) > max(1, self.stages - 1)):
+                taken = self.collect(self.under_way[0])
+                changed += self.take_in(taken)  # where it fails, those before that stay in the list
+                self.under_way.popleft()
+            if not self.under_way:
                 self.runner.rest()
-        except Exception:
-            self.recover(plan, changed)
+        except Exception as error:
+            changed += self.recover(error, plan)
+        requests = tuple(dict.fromkeys(changed))
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        self.trace.end(changed.values(), running=running, waiting=waiting)
-        return list(changed.values())
+        record = StepRecord(began, self.clock(), launched, taken, requests, running, waiting)
+        for observer in self.observers:
+            observer.observe(record)
+        return list(requests)
 
-    def collect(self, changed: dict[str, Request]) -> None:
-        """Take in the oldest step under way, if there is one."""
-        if self.in_flight:
-            results = self.runner.collect(self.in_flight[0])
-            self.trace.collected()
-            self.update(results, changed)
-            self.in_flight.popleft()
+    def launch(self, plan: Plan, began: float) -> UnderWay:
+        """Send a step to the device."""
+        scheduled = self.clock()
+        for item in plan.items:
+            item.seq.request.scheduled(began)
+        results = self.runner.launch(plan, self.pages.take_moves())
+        return UnderWay(plan, results, began, scheduled, self.clock())
 
-    def expire(self, now: float, changed: dict[str, Request]) -> None:
-        """End those whose time is up, with what they have."""
-        while self.deadlines and self.deadlines[0][0] <= now:
-            _, _, request = heapq.heappop(self.deadlines)
-            for seq in request.sequences:
-                if seq in self.request_of:
-                    changed[request.request_id] = request
-                    self.end(seq, "timeout")
+    def collect(self, step: UnderWay) -> TakenIn:
+        """Wait for the results of a step."""
+        began = self.clock()
+        drawn = self.runner.collect(step.results)
+        device_began, self.device_free = max(step.launched, self.device_free), self.clock()
+        return TakenIn(step.plan, drawn, began, self.device_free, device_began)
 
-    def update(self, results: list[Drawn], changed: dict[str, Request]) -> None:
-        """Give each sequence its token, and end those that are done."""
-        now = self.clock()
-        for drawn in results:
+    def take_in(self, step: TakenIn) -> Iterator[Request]:
+        """Give each sequence its token, and end those that are done; yields the request of each."""
+        for drawn in step.drawn:
             item = drawn.item
             seq = item.seq
             seq.pending -= item.draws
             if seq.finish_reason is not None:
                 continue  # ended while this step was under way
-            request = self.request_of[seq]
-            changed[request.request_id] = request
+            yield seq.request
             if not drawn.ok:
                 self.pages.disown(seq)
                 self.end(seq, "error")
@@ -185,12 +177,18 @@ class Engine:
                 seq.prompt_scores[position] = drawn.score(drawn.row + index)
             if item.draws:
                 score = drawn.score(drawn.row + len(item.scores)) if seq.scored else None
-                self.push(seq, drawn.token, score, now)
+                self.push(seq, drawn.token, score, step.collected)
+
+    def expire(self, now: float) -> Iterator[Request]:
+        """End the requests whose time is up, with what they have; yields each."""
+        for request in self.deadlines.due(now):
+            self.end_all(request, "timeout")
+            yield request
 
     def push(self, seq: Sequence, token: int, score: Any, now: float) -> None:
         """Give a sequence its next token, and end it with the last."""
         seq.tokens.append(token)
-        reason = self.request_of[seq].push(seq.index, token, score, now)
+        reason = seq.request.push(seq.index, token, score, now)
         if seq.constraint is not None and reason != "stop":  # what ended it is not in its grammar
             reason = seq.constraint.advance(token) or reason
         if reason:
@@ -210,31 +208,34 @@ class Engine:
     def end(self, seq: Sequence, reason: str) -> None:
         """End one sequence, and its request with the last of them."""
         self.scheduler.finish(seq, reason)
-        request = self.request_of.pop(seq)
+        request = seq.request
         request.end(seq.index, reason)
         if request.finished:
             self.requests.pop(request.request_id, None)
 
+    def end_all(self, request: Request, reason: str) -> None:
+        """End the sequences of a request that have not ended yet."""
+        for seq in request.sequences:
+            if seq.finish_reason is None:
+                self.end(seq, reason)
+
     def abort(self, request_id: str) -> Request | None:
         """End a request now; its pages are free before the next step is planned."""
         request = self.requests.get(request_id)
-        for seq in request.sequences if request else ():
-            if seq in self.request_of:
-                self.end(seq, "abort")
+        if request is not None:
+            self.end_all(request, "abort")
         return request
 
-    def recover(self, plan: Plan | None, changed: dict[str, Request]) -> None:
+    def recover(self, error: Exception, plan: Plan | None = None) -> Iterator[Request]:
         """After a failed step: its requests end with an error, the others start over on a fresh device state."""
-        plans = [launched.plan for launched in self.in_flight] + [plan] * (plan is not None)
-        hit = {item.seq for plan in plans for item in plan.items}
-        self.in_flight.clear()
-        self.runner.failed()
-        log.exception("a step failed; its requests end, the others are computed again")
-        self.trace.failed()
-        for seq in hit:
+        plans = [step.plan for step in self.under_way] + [plan] * (plan is not None)
+        lost = dict.fromkeys(item.seq for plan in plans for item in plan.items)
+        self.under_way.clear()
+        self.runner.fail(error)
+        log.error("a step failed; its requests end, the others are computed again", exc_info=error)
+        for seq in lost:
             if seq.finish_reason is None:
-                request = self.request_of[seq]
-                changed[request.request_id] = request
+                yield seq.request
                 self.end(seq, "error")
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
@@ -244,30 +245,26 @@ class Engine:
         self.pages.lose()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> list[Request]:
-        """Give the device's memory to others; the requests to which the step under way has still given something.
+        """Free the device's memory; the requests that still got tokens from the steps under way.
 
-        Weights go to host memory (level 1) or are read again (level 2). Requests wait: what they have so far is
-        computed again afterwards, where its pages are not kept.
+        Weights go to host memory (level 1) or are read again (level 2). Requests wait, and their rows are computed
+        again afterwards unless the pages are kept.
         """
         if level not in (1, 2):
             what = "must be 1 (weights to host memory) or 2 (weights dropped)"
             raise RequestError("level", f"{what}, got {shown(level)}")
-        changed: dict[str, Request] = {}
+        changed: list[Request] = []
+        while self.under_way and not self.asleep:
+            changed += self.step(launches=False)
         if self.asleep:
             return []
-        self.trace.begin()
-        try:
-            while self.in_flight:
-                self.collect(changed)
-        except Exception:
-            self.recover(None, changed)
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
         if not keep_pages:
             self.pages.lose()
         self.runner.sleep(level == 1, keep_pages)
         self.asleep = True
-        return list(changed.values())
+        return list(dict.fromkeys(changed))
 
     def wake_up(self) -> None:
         """Serve again, with what was compiled."""
@@ -276,13 +273,13 @@ class Engine:
             self.asleep = False
 
     def close(self) -> None:
-        """End every request and let the disk have the pages that are kept, where there is one to keep them."""
+        """End every request and save the cached pages to disk, if there is one."""
         if self.closed:
             return
         self.closed = True
         for request_id in list(self.requests):
             self.abort(request_id)
-        while self.in_flight:
+        while self.under_way:
             self.step()
         if self.asleep:
             self.pages.lose()  # copies can be saved, and what is not on the device cannot
@@ -290,13 +287,80 @@ class Engine:
             for pages in self.runner.move(moves) if moves else ():
                 pages.arrive()
         self.runner.close()
-        self.trace.close()
+        for observer in self.observers:
+            observer.close()
 
-    @property
-    def running_requests(self) -> int:
-        """Requests of which a sequence holds a slot; the others of `requests` wait. Any thread may ask."""
-        return len({owner.request_id for seq in list(self.scheduler.running) if (owner := self.request_of.get(seq))})
+    def snapshot(self) -> Snapshot:
+        """What the engine is like now, in numbers. Any thread may ask."""
+        pages, runner, experts = self.pages, self.runner, self.runner.expert_loads
+        counts = (
+            PageCounts(table.replica, group.window, group.num_pages - 1, len(group.blank), len(group.kept))
+            for table in pages.tables
+            for group in table.groups
+        )
+        return Snapshot(
+            now=self.clock(),
+            asleep=self.asleep,
+            weights_dropped=runner.weights is None,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            requests=len(self.requests),
+            max_seqs=runner.limits.max_seqs * len(pages.tables),
+            max_tokens=runner.limits.max_rows * len(pages.tables),
+            max_len=self.max_len,
+            page_size=pages.page_size,
+            pages=tuple(counts),
+            pages_used=pages.used(),
+            caches_prefixes=pages.keeps_prefixes,
+            kv_dtype=self.config.kv_dtype,
+            recompiles=max(0, runner.compiles.recompiles),
+            experts=experts
+            and ExpertUse(int(experts.rows_LE.sum()), experts.skew(), experts.device_skew(), experts.moved),
+        )
+
+    def occupancy(self, listed: int) -> Occupancy:
+        """Who has which slot and page, and the first `listed` that wait. Only the engine's thread may ask."""
+        running: dict[Request, list[Sequence]] = {}
+        for seq in self.scheduler.running:
+            running.setdefault(seq.request, []).append(seq)
+        waiting: dict[Request, None] = {}
+        for seq in self.scheduler.waiting:
+            if seq.request not in running:
+                waiting[seq.request] = None
+                if len(waiting) == listed:
+                    break
+        codes = {request: OWNED + index for index, request in enumerate(running)}
+        pages = []
+        for table in self.pages.tables:
+            seqs = [seq for seq in self.scheduler.running if seq.pages and seq.replica == table.replica]
+            for index, group in enumerate(table.groups):
+                pages.append(owners_of(group, [(codes[seq.request], seq.pages[index]) for seq in seqs]))
+        return Occupancy(running, list(waiting), pages)
+
+    def read_pages(self, group: int, pages: Seq[int]) -> Any:
+        """What a few pages of a cache group hold, a row of bytes each; nothing waits for the device."""
+        return self.runner.page_copier.read(self.runner.state.pages, group, pages)
+
+    def place_block(self, group: int, block_NX: Any) -> Any:
+        """Such rows of another engine, where this engine's devices can write them into pages."""
+        return self.runner.page_copier.place(group, block_NX)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; requests that run go on."""
+        self.pages.forget()
+
+    def expert_loads(self) -> dict[int, dict[str, list]]:
+        """See `LLM.expert_loads`."""
+        if self.runner.expert_loads is None:
+            raise RequestError("model", "has no experts")
+        return self.runner.expert_loads.loads()
+
+    def rebalance_experts(self) -> dict[str, float]:
+        """See `LLM.rebalance_experts`."""
+        if self.runner.rebalancer is None:
+            raise RequestError("expert_redundancy", "is 0, so every expert stays where it is; start with 1 or more")
+        return self.runner.rebalancer.plan()
 
     @property
     def busy(self) -> bool:
-        return not self.asleep and (self.scheduler.busy or bool(self.in_flight))
+        return not self.asleep and (self.scheduler.busy or bool(self.under_way))

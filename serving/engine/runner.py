@@ -1,4 +1,4 @@
-"""Between the scheduler's plans and the device: builds batches, launches steps, reads tokens back."""
+"""Runs the scheduler's plans on the device: builds batches, launches steps, reads tokens back."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +16,12 @@ from ...sharding.mesh import device_axes
 from ..cache.page_moves import Moves
 from ..device.batch import Size
 from ..device.compile_counter import CompileCounter
-from ..device.expert_loads import Experts
-from ..device.expert_rebalancer import Balance
+from ..device.expert_loads import ExpertLoads
+from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.host_snapshot import to_device, to_host
-from ..device.page_copier import Leaving, Mover
-from ..device.pipeline import Stages
+from ..device.page_copier import Offload, PageCopier
+from ..device.pipeline import Pipeline
+from ..device.state import State
 from ..device.step import reset_slot, set_bias
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
@@ -38,11 +39,11 @@ class Launched:
     size: Size
     sampled: Sampled
     hidden_RD: jax.Array
-    leaving: list[Leaving]
+    offloads: list[Offload]
 
 
 class Drawn(NamedTuple):  # hundreds are made a step
-    """What a step gave one of its items, a row of `sampled` each: scores of prompt tokens, then the token drawn."""
+    """What a step gave one of its items: a row of `sampled` for each prompt token scored, then for the token drawn."""
 
     item: Item
     row: int  # the first
@@ -76,52 +77,55 @@ class Runner:
     ):
         self.config, self.weights, self.limits = config, weights, limits
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
-        self.mesh, self.stages = mesh, Stages(config, mesh)
-        width, lanes, devices = -(-max_len // page_size), len(self.stages), device_axes(mesh)
+        self.mesh, self.pipeline = mesh, Pipeline(config, mesh)
+        width, lanes, devices = -(-max_len // page_size), len(self.pipeline), device_axes(mesh)
         self.batcher = batcher_of(devices.data.size, limits, len(num_pages), page_size, width, lanes=lanes)
-        # With the words that make the vocabulary divide.
-        self.words = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
-        self.mover = Mover(self.stages, to_host)
+        # With the tokens that make the vocabulary divide.
+        self.vocab = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
+        self.page_copier = PageCopier(self.pipeline, to_host)
         self.device = jax.config.jax_default_device  # as the caller of this chose it; reset() may be another thread's
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
+        self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
         self.plain: dict[Size, Any] = {}  # the same for steps that only decode, without the branches of sampling
         self.compiles = CompileCounter()
-        self.hosts: Leader | None = None  # of several processes; each makes the calls that this one tells
-        counted = config.experts and len(self.stages) == 1 and jax.process_count() == 1
-        self.experts = Experts(config, devices.experts.size) if counted else None
-        self.balance = None
-        if self.experts is not None and mesh is not None and spare_of(config):
-            self.balance = Balance(self.experts, config, mesh, rebalance_steps)
-        self.make_state()
+        self.leader: Leader | None = None  # to the other processes, which make the same calls
+        counted = config.experts and len(self.pipeline) == 1 and jax.process_count() == 1
+        self.expert_loads = ExpertLoads(config, devices.experts.size) if counted else None
+        self.rebalancer = None
+        if self.expert_loads is not None and mesh is not None and spare_of(config):
+            self.rebalancer = ExpertRebalancer(self.expert_loads, config, mesh, rebalance_steps)
+        self.state = self.make_state()
+        self.homes: Any = None  # where weights and state lay on the device, while they do not
 
     def tell(self, call: str, *values: Any) -> None:
-        """What the other processes are to do, before this one does: a method of theirs, and what it is given."""
-        if self.hosts is not None:
-            self.hosts.send(call, *values)
+        """Let the other processes make the same call, before this one does: its name and its arguments."""
+        if self.leader is not None:
+            self.leader.send(call, *values)
 
-    def failed(self) -> None:
-        """A step went wrong. With several processes that is the end: what each of them holds may differ."""
-        if self.hosts is not None:
-            self.hosts.fail("a step failed in process 0")
-            raise
+    def fail(self, error: Exception) -> None:
+        """A step failed. With several processes that is the end: what each of them holds may differ."""
+        if self.leader is not None:
+            self.leader.fail("a step failed in process 0")
+            raise error
 
     def close(self) -> None:
-        """The other processes, if there are any, are not needed any more."""
-        if self.hosts is not None:
-            self.hosts.close()
+        """Let the other processes end, if there are any."""
+        if self.leader is not None:
+            self.leader.close()
 
     def reset(self) -> None:
-        """A fresh device state: nothing that was computed is kept."""
+        """Begin with a fresh device state: nothing that was computed is kept."""
         self.tell("reset")
-        self.make_state()
+        self.state = self.make_state()
 
-    def make_state(self) -> None:
+    def make_state(self) -> State:
+        """A state with no request in it; the host forgets what it knew of the one before."""
         self.batcher.forget()
-        if self.experts is not None:
-            self.experts.reset()
+        if self.expert_loads is not None:
+            self.expert_loads.reset()
         with jax.default_device(self.device):
-            self.state = self.stages.make_state(self.num_pages, self.page_size, self.limits.max_seqs)
+            return self.pipeline.make_state(self.num_pages, self.page_size, self.limits.max_seqs)
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
@@ -129,30 +133,30 @@ class Runner:
         threads, futures, plain, copies = ThreadPoolExecutor(), {}, {}, {}
         try:
             for size, layout in self.batcher.layouts.items():
-                lowered = self.stages.lower(self.weights, self.state, layout)
+                lowered = self.pipeline.lower(self.weights, self.state, layout)
                 futures[size] = [threads.submit(stage.compile) for stage in lowered]
                 if self.remote and size.rows == size.seqs:
-                    lowered = self.stages.lower(self.weights, self.state, layout, plain=True)
+                    lowered = self.pipeline.lower(self.weights, self.state, layout, plain=True)
                     plain[size] = [threads.submit(stage.compile) for stage in lowered]
-            for name, lowered in self.mover.lower(self.state.pages):
+            for name, lowered in self.page_copier.lower(self.state.pages):
                 copies[name] = threads.submit(lowered.compile)
-            if self.experts is not None:
-                self.experts.program = self.experts.lower(self.state).compile()
-            if self.balance is not None:
-                found = self.balance.lower(self.weights)
-                self.balance.programs = {key: lowered.compile() for key, lowered in found}
+            if self.expert_loads is not None:
+                self.expert_loads.program = self.expert_loads.lower(self.state).compile()
+            if self.rebalancer is not None:
+                found = self.rebalancer.lower(self.weights)
+                self.rebalancer.programs = {key: lowered.compile() for key, lowered in found}
             for size, programs in futures.items():
                 progress(size)
-                self.compiled[size] = self.stages.program([future.result() for future in programs])
+                self.compiled[size] = self.pipeline.program([future.result() for future in programs])
             for size, programs in plain.items():
-                self.plain[size] = self.stages.program([future.result() for future in programs])
-            self.mover.programs = {name: future.result() for name, future in copies.items()}
+                self.plain[size] = self.pipeline.program([future.result() for future in programs])
+            self.page_copier.programs = {name: future.result() for name, future in copies.items()}
         finally:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
         if self.mesh is not None and self.mesh.is_multi_process:  # the processes find each other now or never
             size, layout = next(iter(self.batcher.layouts.items()))
             jax.block_until_ready(self.step(size, False, layout.nothing))
-        V = self.words
+        V = self.vocab
         row = SlotState(*(np.zeros(V, leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
         slots = reset_slot(self.state.slots, np.int32(0), row)
         self.state = self.state.replace(slots=slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(0), row.bias_BV)))
@@ -160,55 +164,55 @@ class Runner:
         self.compiles.mark()
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
-        """Free the device's memory; what is kept goes to the host's."""
+        """Free the device's memory; what is kept goes to host memory."""
         self.tell("sleep", keep_weights, keep_pages)
-        self.where = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
+        self.homes = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
         self.weights = to_host(self.weights, keep_weights)
         self.state = to_host(self.state, keep_pages)
 
     def wake_up(self) -> None:
-        """The inverse; what was not kept is read again, or empty."""
+        """Bring weights and state back; weights that were dropped are read again, and dropped pages are empty."""
         self.tell("wake_up")
-        weights, state = self.where
+        weights, state = self.homes
         if self.weights is None:
             assert self.load_weights is not None, "the weights were dropped and nobody knows where they came from"
             self.weights = self.load_weights()
-            if self.balance is not None:
-                self.balance.reload()
+            if self.rebalancer is not None:
+                self.rebalancer.reload()
         else:
             self.weights = jax.tree.map(to_device, self.weights, weights)
         if self.state is None:
-            self.make_state()
+            self.state = self.make_state()
         else:
             self.state = jax.tree.map(to_device, self.state, state)
 
     def launch(self, plan: Plan, moves: Moves) -> Launched:
-        """Send a step to the device, and the moves before it, and return at once."""
-        leaving = self.move(moves) if moves else []
+        """Send the page copies and then the step to the device, and return at once."""
+        offloads = self.move(moves) if moves else []
         for item in plan.items:
             if item.begins:
                 self.assign(item.seq, item.start)
             if item.draws and item.seq.constraint is not None:
                 self.constrain(item.seq, item.seq.constraint)
-        if self.balance is not None:
-            self.weights = self.balance.launching(self.weights)
+        if self.rebalancer is not None:
+            self.weights = self.rebalancer.launching(self.weights)
         size, buffer = self.batcher.build(plan)
         sampled, hidden_RD = self.step(size, self.batcher.draws_plainly, buffer)
-        if self.experts is not None:
-            self.experts.launched(self.state)
+        if self.expert_loads is not None:
+            self.expert_loads.launched(self.state)
         if self.remote:  # on its way as soon as the step is done, whatever the host does then
             sampled.tokens_R.copy_to_host_async()
-        return Launched(plan, size, sampled, hidden_RD, leaving)
+        return Launched(plan, size, sampled, hidden_RD, offloads)
 
     def rest(self) -> None:
-        """Nothing is under way: what was counted can be read without waiting."""
-        if self.experts is not None:
-            self.experts.settle(self.state)
+        """No step is under way: the experts' counters can be read without waiting."""
+        if self.expert_loads is not None:
+            self.expert_loads.settle(self.state)
 
     def step(self, size: Size, plain: bool, buffer: np.ndarray) -> tuple[Sampled, jax.Array]:
         """Run the compiled step for a batch."""
-        if self.hosts is not None:
-            self.hosts.step(size, plain, buffer)
+        if self.leader is not None:
+            self.leader.step(size, plain, buffer)
         sampled, hidden_RD, self.state = self.program(size, plain)(self.weights, self.state, buffer)
         return sampled, hidden_RD
 
@@ -216,16 +220,16 @@ class Runner:
         """The compiled step for a batch of this size."""
         return (self.plain.get(size) if plain else None) or self.compiled[size]
 
-    def move(self, moves: Moves) -> list[Leaving]:
-        """Copy pages; what goes to the host is under way when this returns. Over several hosts none does."""
+    def move(self, moves: Moves) -> list[Offload]:
+        """Start to copy pages. Over several hosts no page goes to host memory."""
         self.tell("copy", moves.within)
-        pages, leaving = self.mover.move(self.state.pages, moves)
+        pages, offloads = self.page_copier.move(self.state.pages, moves)
         self.state = self.state.replace(pages=pages)
-        return leaving
+        return offloads
 
     def collect(self, launched: Launched) -> list[Drawn]:
-        """Wait for a step and hand out its results: its tokens, and scores only if somebody wants them."""
-        for pages in launched.leaving:
+        """Wait for a step: its tokens, and log-probabilities only if a request wants them."""
+        for pages in launched.offloads:
             pages.arrive()
         items, sampled = launched.plan.items, launched.sampled
         if any(item.scores or item.seq.scored for item in items):
@@ -246,35 +250,34 @@ class Runner:
         return drawn
 
     def assign(self, seq: Sequence, computed: int) -> None:
-        """Give a slot to a sequence: its sampling parameters, and a clean row on the device where it needs one.
+        """Give a slot to a sequence: its sampling parameters, and a fresh row on the device where it needs one.
 
-        Tokens that were found computed never pass through a step, so the penalties learn of them here.
+        Tokens from the prefix cache never pass through a step, so the penalties count them here.
         """
-        bias = bias_of(seq, self.words)
-        if seq.constraint is not None:
-            seq.constraint.bias = bias
+        bias = bias_of(seq, self.vocab)
+        self.biases[self.place(seq)] = bias
         tracked = self.batcher.assign(seq, bias is not None or seq.constraint is not None)
         if bias is not None or tracked or seq.params.min_tokens:
-            self.reset_slot(self.place(seq), first_row(seq, computed, self.words, bias))
+            self.reset_slot(self.place(seq), first_row(seq, computed, self.vocab, bias))
 
     def place(self, seq: Sequence) -> int:
-        """The device's number of a sequence's slot: it has those of all replicas, one after the other."""
+        """The number of a sequence's slot on the device, which has the slots of all replicas in a row."""
         return seq.replica * self.limits.max_seqs + seq.slot
 
     def reset_slot(self, slot: int, row: SlotState) -> None:
-        """Let the device know what a slot's sequence begins with."""
+        """Write what a slot's sequence begins with into the device state."""
         self.tell("reset_slot", slot, *jax.tree.leaves(row))
         self.state = self.state.replace(slots=reset_slot(self.state.slots, np.int32(slot), row))
 
     def constrain(self, seq: Sequence, constraint: Constraint) -> None:
         """Let the next token be one that the sequence's grammar allows."""
-        row = constraint.row(seq.stop_ids)
-        if len(row) < self.words:
-            row = np.pad(row, (0, self.words - len(row)))
-        self.set_bias(self.place(seq), row)
+        allowed_V, slot = constraint.allowed(seq.stop_ids), self.place(seq)
+        allowed_V = np.pad(allowed_V, (0, self.vocab - len(allowed_V)), constant_values=True)
+        bias_V = self.biases.get(slot)
+        self.set_bias(slot, np.where(allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf)))
 
     def set_bias(self, slot: int, bias_V: np.ndarray) -> None:
-        """Let the device know what a slot's next token may be."""
+        """Write what is added to the logits of a slot's next token into the device state."""
         self.tell("set_bias", slot, bias_V)
         slots = self.state.slots
         slots = slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(slot), bias_V))

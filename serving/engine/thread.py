@@ -1,4 +1,4 @@
-"""The engine in a thread of its own: jobs between its steps, and signs of life."""
+"""The engine in a thread of its own, which runs other threads' jobs between two steps."""
 
 import logging
 import threading
@@ -9,30 +9,30 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..api.errors import NotServing
-from .delivery import Courier
+from .delivery import Outbox
 from .engine import Engine
 
 log = logging.getLogger("quire")
 
 
 class EngineFailed(RuntimeError):
-    """The engine cannot go on, or does not: no fault of the request."""
+    """The engine has stopped or hangs; the request is not at fault."""
 
 
 class EngineThread:
-    """Only this thread touches the engine; others leave it jobs."""
+    """Only this thread touches the engine; other threads leave it jobs."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
         self.engine, self.clock = engine, clock
-        self.courier = Courier(clock)
+        self.outbox = Outbox(clock)
         self.jobs: deque[tuple[Callable[[], Any], Future | None]] = deque()  # without a future nobody waits for it
         self.wake = threading.Condition()
         self.closed = False
         self.failure: BaseException | None = None
         self.paused = False  # requests are accepted, and wait
         self.busy_since: float | None = None  # when the step or the job under way began
-        if engine.runner.hosts is not None:
-            engine.runner.hosts.mourners.append(self.fail)
+        if engine.runner.leader is not None:
+            engine.runner.leader.on_loss.append(self.fail)
         self.thread = threading.Thread(target=self.run, name="quire-engine", daemon=True)
         self.thread.start()
 
@@ -43,7 +43,7 @@ class EngineThread:
         return future
 
     def post(self, job: Callable[[], Any], future: Future | None = None) -> None:
-        """Run it, though nobody waits for it."""
+        """Run a job between two steps; whoever does not need its result gives no future."""
         with self.wake:
             if self.closed:
                 raise NotServing("engine", "is closed")
@@ -58,27 +58,27 @@ class EngineThread:
         self.thread.join()
 
     def stalled(self) -> float:
-        """For how many seconds the thread has been at one step."""
+        """Seconds since the step or the job under way began."""
         since = self.busy_since
         return 0.0 if since is None else self.clock() - since
 
     def awaited(self) -> bool:
-        """Whether somebody waits for it."""
+        """Whether a reader or a caller waits for this thread."""
         with self.wake:
-            return bool(self.courier.listeners) or any(future is not None for _, future in self.jobs)
+            return bool(self.outbox.listeners) or any(future is not None for _, future in self.jobs)
 
     def give_up(self, error: Exception) -> None:
-        """Nobody is to wait for a step that never ends. From any thread but this one."""
+        """Answer everybody who waits with an error: the step under way may never end. From any thread but this one."""
         with self.wake:
             waited = [future for _, future in self.jobs if future is not None]
             self.jobs = deque(entry for entry in self.jobs if entry[1] is None)
         for future in waited:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
-        self.courier.give_up(error)
+        self.outbox.give_up(error)
 
     def fail(self, error: Exception) -> None:
-        """The engine is over, and its thread may hang."""
+        """The engine has failed, and its thread may hang in a step."""
         self.failure = error
         with self.wake:
             self.closed = True
@@ -86,19 +86,19 @@ class EngineThread:
         self.give_up(EngineFailed("the engine has stopped"))
 
     def run(self) -> None:
-        """Serve until closed; however that ends, nobody is left waiting."""
+        """Serve until closed. Whatever ends it, everybody who waits gets an answer."""
         try:
             self.serve()
         except BaseException as error:
-            if self.failure is None:  # else it is told what was the matter
+            if self.failure is None:  # else the reason is known already
                 log.exception("the engine's loop failed; it serves no more")
                 self.failure = error
         finally:
             with self.wake:
                 self.closed = True
-            self.courier.note([self.engine.abort(name) for name in list(self.engine.requests)])
-            self.courier.send()
-            self.courier.give_up(EngineFailed("the engine has stopped"))
+            self.outbox.note([self.engine.abort(name) for name in list(self.engine.requests)])
+            self.outbox.send()
+            self.outbox.give_up(EngineFailed("the engine has stopped"))
             for _, future in self.jobs:
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_exception(NotServing("engine", "is closed"))
@@ -108,8 +108,8 @@ class EngineThread:
                 log.exception("the engine could not be closed")
 
     def serve(self) -> None:
-        """Jobs, then a step, for as long as there is either."""
-        engine, courier = self.engine, self.courier
+        """Run the jobs, then a step, while there is either."""
+        engine, outbox = self.engine, self.outbox
         while True:
             self.busy_since = None
             with self.wake:
@@ -123,15 +123,15 @@ class EngineThread:
             for job, future in jobs:
                 run(job, future)
             if not self.paused:
-                courier.note(engine.step())
+                outbox.note(engine.step())
             if self.paused or not engine.busy:
-                courier.send()
+                outbox.send()
             else:
-                courier.deliver_due()
+                outbox.deliver_due()
 
 
 def run(job: Callable[[], Any], future: Future | None) -> None:
-    """Run a job for whoever waits for it; not at all if that one has gone before it began."""
+    """Run a job and hand over its result; a job whose caller has cancelled it is not begun."""
     if future is None:
         job()
     elif future.set_running_or_notify_cancel():

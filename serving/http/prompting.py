@@ -140,7 +140,7 @@ def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> 
         tokens = truncated(tokens, request.truncate_prompt_tokens, request.params, engine)
         asks.append(Ask(tokens, request.params, text, request.terms))
         if request.echo and (text is None or request.truncate_prompt_tokens is not None):
-            tokenizer, vocabulary = needs_tokenizer(engine), engine.runner.config.vocab_size
+            tokenizer, vocabulary = needs_tokenizer(engine), engine.config.vocab_size
             text = tokenizer.decode([token for token in tokens if token < vocabulary])
         first = engine.tokenizer.token_text(tokens[0]) if request.echo and tokens else ""
         prompts.append(Prompted(text, tokens, first=first))

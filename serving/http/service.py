@@ -18,7 +18,7 @@ from ..api.errors import RequestError
 from ..api.params import Terms
 from ..async_llm import Answers, Ask, AsyncLLM
 from ..engine.engine import Engine
-from ..observe.metrics import Http
+from ..observe.metrics import HttpMetrics
 from ..protocol.answers.answer import Head, Prompted
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
@@ -50,9 +50,14 @@ class Protocol(NamedTuple):
 
 
 class Service:
-    """What all requests share."""
+    """What all requests share. `prepare_pages` is awaited for each prompt before it is queued."""
 
-    def __init__(self, models: Models, settings: Settings):
+    def __init__(
+        self,
+        models: Models,
+        settings: Settings,
+        prepare_pages: Callable[[AsyncLLM, Ask], Awaitable[None]] | None = None,
+    ):
         self.models, self.settings = models, settings
         self.pool = ThreadPoolExecutor(32, "quire-parse")  # most of them wait: for a template, or for a grammar
         self.draining = False
@@ -60,11 +65,11 @@ class Service:
         self.open = 0  # requests that are being answered
         self.idle = asyncio.Event()
         self.idle.set()
-        self.http_metrics = Http()
+        self.http_metrics = HttpMetrics()
         self.tracer = make_tracer(settings.otlp_traces_endpoint)
         self.stop: Callable[[], None] = lambda: None  # what a signal does; set by the server
         self.address = ""
-        self.ready: Callable[[AsyncLLM, Ask], Awaitable[None]] = nothing  # what is done for a prompt before it is asked
+        self.prepare_pages = prepare_pages
 
     def note(self, scope: Any, status: int, seconds: float) -> None:
         """A request is over: what is kept of it are numbers and names, nothing that it said."""
@@ -176,7 +181,8 @@ class Service:
             read_as = (Served.take, False) if parsed.delivery.stream else (Served.output, True)
             names = [name if len(prepared.asks) == 1 else f"{name}-{index}" for index in range(len(prepared.asks))]
             for ask in prepared.asks:
-                await self.ready(model.llm, ask)
+                if self.prepare_pages is not None:
+                    await self.prepare_pages(model.llm, ask)
             asks = [reseeded(*both) for both in zip_longest(prepared.asks, before.seeds)]
             answers = await model.llm.ask(names, asks, *read_as, before.told)
             answering = Answering(prepared, answers, choices, journal)
@@ -228,22 +234,18 @@ class Service:
         self.models.close()
 
 
-async def nothing(llm: AsyncLLM, ask: Ask) -> None:
-    pass
-
-
 def reseeded(ask: Ask, seed: int | None) -> Ask:
     return ask if seed is None else ask._replace(params=replace(ask.params, seed=seed))
 
 
 def abort_all(thread: Any) -> None:
-    thread.courier.note([thread.engine.abort(name) for name in list(thread.engine.requests)])
+    thread.outbox.note([thread.engine.abort(name) for name in list(thread.engine.requests)])
 
 
 class Streaming:
     """A response that holds on to something until it is over."""
 
-    def __init__(self, response: EventStream, keep: AsyncExitStack, metrics: Http):
+    def __init__(self, response: EventStream, keep: AsyncExitStack, metrics: HttpMetrics):
         self.response, self.keep, self.metrics = response, keep, metrics
 
     async def __call__(self, scope, receive, send) -> None:

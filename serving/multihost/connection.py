@@ -9,16 +9,16 @@ import msgspec
 import numpy as np
 
 LENGTH = struct.Struct("<I")
-MOST = 1 << 28  # bytes of a message: more is none of ours
-SMALL = 4096  # bytes of an array that nobody tries to shorten
+MOST = 1 << 28  # bytes of a message; a longer one is not from Quire
+SMALL = 4096  # bytes; smaller arrays are sent as they are
 ARRAY = 1  # the code of an extension of msgpack
 
 
-class Gone(Exception):
-    """The other side is not there any more, or does not speak as it should."""
+class ConnectionLost(Exception):
+    """The other process has gone, or sends what is no message."""
 
 
-class Line:
+class HostConnection:
     """A connection to another process of the engine. Any thread may send; one receives."""
 
     def __init__(self, sock: socket.socket):
@@ -34,28 +34,28 @@ class Line:
             with self.lock:
                 self.sock.sendall(data)
         except OSError as error:
-            raise Gone(f"nothing can be sent to it: {error.strerror or error}") from None
+            raise ConnectionLost(f"nothing can be sent to it: {error.strerror or error}") from None
 
     def receive(self, patience: float) -> tuple[str, list[Any]]:
-        """The next message; raises `Gone` where none comes within so many seconds."""
+        """The next message; raises `ConnectionLost` where none comes within so many seconds."""
         try:
             self.sock.settimeout(patience)
             (size,) = LENGTH.unpack(self.read(LENGTH.size))
             if size > MOST:
-                raise Gone(f"it sent a message of {size} bytes")
+                raise ConnectionLost(f"it sent a message of {size} bytes")
             kind, *values = DECODER.decode(self.read(size))
         except TimeoutError:
-            raise Gone(f"nothing was heard of it for {patience:g} seconds") from None
+            raise ConnectionLost(f"nothing was heard of it for {patience:g} seconds") from None
         except OSError as error:
-            raise Gone(f"its connection broke: {error.strerror or error}") from None
+            raise ConnectionLost(f"its connection broke: {error.strerror or error}") from None
         except (msgspec.DecodeError, ValueError, TypeError) as error:
-            raise Gone(f"it sent what is no message: {error}") from None
+            raise ConnectionLost(f"it sent what is no message: {error}") from None
         return kind, values
 
     def read(self, size: int) -> bytes:
         data = self.file.read(size)
         if len(data) < size:
-            raise Gone("its connection was closed")
+            raise ConnectionLost("its connection was closed")
         return data
 
     def close(self) -> None:
@@ -64,13 +64,13 @@ class Line:
 
 
 class Changes:
-    """Buffers of a few sizes, each told by what differs from the last: where all decode, that is little."""
+    """Buffers of a few sizes, sent as the difference to the last one: it is small while all sequences decode."""
 
     def __init__(self):
         self.last: dict[tuple[int, ...], np.ndarray] = {}
 
     def of(self, size: tuple[int, ...], buffer: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-        """(where, what) to send; all of it where much differs."""
+        """(where, what) to send; the whole buffer (None, what) if much differs."""
         before, self.last[size] = self.last.get(size), buffer.copy()
         if before is not None:
             where = np.flatnonzero(buffer != before)
@@ -95,7 +95,7 @@ def frame(kind: str, *values: Any) -> bytes:
 
 
 def encode(value: Any) -> Any:
-    """What msgpack does not know."""
+    """Encode the types that msgpack does not know."""
     if isinstance(value, np.ndarray):
         return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode(shortened(value)))
     if isinstance(value, np.integer):
@@ -104,9 +104,9 @@ def encode(value: Any) -> Any:
 
 
 def shortened(array: np.ndarray) -> tuple[Any, ...]:
-    """(dtype, shape, how, bytes...): where all but a few numbers are alike those few, and of two numbers a bit each.
+    """(dtype, shape, how, bytes...): only the few that differ from the first number, or a bit each if there are two.
 
-    What is sent of a request's bias has a number for each word, and these say almost nothing.
+    A request's bias has a number for each token of the vocabulary, most of which are alike.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     head = array.dtype.str, array.shape

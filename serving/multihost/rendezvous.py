@@ -1,4 +1,4 @@
-"""How the processes of one engine come together: each says what it wants to serve, and all must want the same."""
+"""How the processes of one engine find each other and check that all serve the same model with the same options."""
 
 import hashlib
 import logging
@@ -13,13 +13,13 @@ import jax
 
 from ...model.config import ModelError
 from ..api.options import EngineOptions
-from .connection import Gone, Line
+from .connection import ConnectionLost, HostConnection
 from .leader import Follower, Leader
 
 log = logging.getLogger("quire")
 
-JOIN = 300.0  # seconds for all to come
-HELLO = 5.0  # for one that came to say who it is
+JOIN = 300.0  # seconds for all processes to connect
+HELLO = 5.0  # seconds for a process that connected to say who it is
 OWN = {  # what every process may choose for itself
     "model", "tokenizer", "skip_tokenizer_init", "coordinator_address", "process_id", "max_queued_requests",
     "pooling", "trace", "seed", "enable_prefix_caching",
@@ -76,10 +76,10 @@ def digest(data: bytes) -> str:
 
 def gather(
     host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]
-) -> dict[int, Line]:
-    """The connections of all the others, each of which has said that it wants the same."""
+) -> dict[int, HostConnection]:
+    """Connections to all the other processes, whose facts were compared with these."""
     others, deadline = range(1, options.num_processes), time.monotonic() + JOIN
-    lines: dict[int, Line] = {}
+    connections: dict[int, HostConnection] = {}
     try:
         family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(place[:2], family=family, backlog=128)
@@ -87,46 +87,46 @@ def gather(
         raise ModelError(f"coordinator_address is {host}:{port}, which cannot be listened at: {error}") from None
     with listener:
         try:
-            while missing := [index for index in others if index not in lines]:
+            while missing := [index for index in others if index not in connections]:
                 progress(f"waiting at {host}:{port} for process {', '.join(map(str, missing))}")
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
-                    line = Line(listener.accept()[0])
-                    index, theirs = said(line)
+                    connection = HostConnection(listener.accept()[0])
+                    index, theirs = said(connection)
                 except TimeoutError:
                     raise ModelError(f"process {missing[0]} has not come within {JOIN:g} seconds") from None
-                except (Gone, OSError) as error:
-                    log.warning("somebody at %s:%d who is none of us: %s", host, port, error)
+                except (ConnectionLost, OSError) as error:
+                    log.warning("a connection at %s:%d was not from a process of this engine: %s", host, port, error)
                     continue
                 why = refusal(index, theirs, facts, missing, options.num_processes)
                 if why is not None:
-                    line.send("refused", why)
-                    raise ModelError(f"the process at {line.peer} is refused: {why}")
-                lines[index] = line
+                    connection.send("refused", why)
+                    raise ModelError(f"the process at {connection.peer} is refused: {why}")
+                connections[index] = connection
         except BaseException as error:
-            for line in lines.values():
-                line.send("refused", f"process 0 could not begin: {error}")
+            for connection in connections.values():
+                connection.send("refused", f"process 0 could not begin: {error}")
             raise
-    for line in lines.values():
-        line.send("welcome")
-    return lines
+    for connection in connections.values():
+        connection.send("welcome")
+    return connections
 
 
-def said(line: Line) -> tuple[int, dict[str, Any]]:
-    """(process, facts) of one that has just come."""
+def said(connection: HostConnection) -> tuple[int, dict[str, Any]]:
+    """(process, facts) of a process that has just connected."""
     try:
-        kind, values = line.receive(HELLO)
+        kind, values = connection.receive(HELLO)
         match kind, values:
             case "hello", [int(index), dict(theirs)]:
                 return index, theirs
-        raise Gone("it said something else than hello")
-    except Gone:
-        line.close()
+        raise ConnectionLost("it said something else than hello")
+    except ConnectionLost:
+        connection.close()
         raise
 
 
 def refusal(index: int, theirs: dict[str, Any], facts: dict[str, Any], missing: list[int], count: int) -> str | None:
-    """Why a process cannot be one of these, if so."""
+    """Why a process is refused, if it is."""
     for name in sorted(facts.keys() | theirs.keys()):
         if facts.get(name) != theirs.get(name):
             return (
@@ -138,8 +138,10 @@ def refusal(index: int, theirs: dict[str, Any], facts: dict[str, Any], missing: 
     return None
 
 
-def come(host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]) -> Line:
-    """The connection to the first process, which has taken this one in."""
+def come(
+    host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]
+) -> HostConnection:
+    """A connection to process 0, which has accepted this one."""
     deadline = time.monotonic() + JOIN
     progress(f"waiting for process 0 at {host}:{port}")
     while True:
@@ -154,12 +156,12 @@ def come(host: str, port: int, options: EngineOptions, facts: dict[str, Any], pr
                     f"coordinator_address is {host}:{port}; process 0 does not answer there: {error}"
                 ) from None
         time.sleep(0.2)
-    line = Line(sock)
+    connection = HostConnection(sock)
     try:
-        line.send("hello", options.process_id, facts)
-        kind, values = line.receive(JOIN)
-    except Gone as error:
+        connection.send("hello", options.process_id, facts)
+        kind, values = connection.receive(JOIN)
+    except ConnectionLost as error:
         raise ModelError(f"process 0 at {host}:{port} did not take this process in: {error}") from None
     if kind != "welcome":
         raise ModelError(values[0] if kind == "refused" else f"process 0 at {host}:{port} said {kind}, not welcome")
-    return line
+    return connection

@@ -1,4 +1,4 @@
-"""Distributions that cost a step next to nothing: counts by bucket since the start, and of the last minute."""
+"""Distributions and rates that cost a step next to nothing."""
 
 import math
 from bisect import bisect_left
@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 
-class Reading(NamedTuple):
+
+class Buckets(NamedTuple):
     """A histogram at one moment."""
 
     bounds: tuple[float, ...]
@@ -28,7 +30,7 @@ class Reading(NamedTuple):
 
 
 class Histogram:
-    """One thread observes and any may read: what is read never goes back, and its count is that of its buckets."""
+    """One thread observes and any thread may read: counts never go back, and the total is the sum of the buckets."""
 
     def __init__(self, bounds: Sequence[float]):
         self.bounds = tuple(bounds)
@@ -39,8 +41,8 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def read(self) -> Reading:
-        return Reading(self.bounds, list(self.counts), self.sum)  # list() copies in one go
+    def read(self) -> Buckets:
+        return Buckets(self.bounds, list(self.counts), self.sum)  # list() copies in one go
 
 
 class Recent:
@@ -76,6 +78,25 @@ class Recent:
                 below, at = below + counts[keys[at]], at + 1
             found.append(math.exp(keys[at] / self.FINENESS))
         return found
+
+
+class Rate:
+    """How many came in the last second, whenever somebody asks."""
+
+    def __init__(self):
+        self.total = 0
+        self.totals = deque([(-1.0, 0)], maxlen=16)  # (time, the total then), ten a second
+
+    def add(self, began: float, now: float, count: int) -> None:
+        """So many have come, and the work on them began then."""
+        if began - self.totals[-1][0] >= 0.1:  # it was idle
+            self.totals.append((began, self.total))
+        self.total += count
+        if now - self.totals[-1][0] >= 0.1:
+            self.totals.append((now, self.total))
+
+    def last_second(self, now: float) -> float:
+        return self.total - float(np.interp(now - 1, *zip(*self.totals, strict=True)))
 
 
 def one_two_five(low: float, high: float) -> tuple[float, ...]:

@@ -1,10 +1,10 @@
-"""The names of what is counted, what they mean, and what is read off an engine at any moment."""
+"""The metrics' names and what they mean, and those that a snapshot of the engine gives."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..engine.engine import Engine
-from .histogram import Reading, one_two_five
+from ..engine.snapshot import Snapshot
+from .histogram import Buckets, one_two_five
 
 # Bounds are vLLM's: boards and alerts are made for them.
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -18,18 +18,18 @@ SHORT = one_two_five(1e-5, 10)
 
 PHASES = ("schedule", "launch", "collect", "update")
 COUNTERS = {
-    "prompt_tokens_total": "Tokens of the prompts that were read to their end",
-    "prompt_tokens_cached_total": "Of these, tokens that were found computed",
-    "generation_tokens_total": "Tokens written",
-    "prefix_cache_queries_total": "Tokens that were looked for in the prefix cache",
-    "prefix_cache_hits_total": "Of these, tokens that were there",
-    "num_preemptions_total": "Sequences that had to give way and were begun again, or ended",
+    "prompt_tokens_total": "Prompt tokens of the requests whose prompt was computed",
+    "prompt_tokens_cached_total": "Of these, tokens from the prefix cache",
+    "generation_tokens_total": "Tokens generated",
+    "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
+    "prefix_cache_hits_total": "Of these, tokens found",
+    "num_preemptions_total": "Preemptions of sequences",
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {  # None: as many tokens as a sequence may have
     "time_to_first_token_seconds": ("From arrival to the first token", FIRST),
     "inter_token_latency_seconds": ("From each token of a sequence to the next", NEXT),
-    "request_time_per_output_token_seconds": ("The mean of these, by request", NEXT),
-    "e2e_request_latency_seconds": ("From arrival to the end, whatever it was", SPAN),
+    "request_time_per_output_token_seconds": ("Mean time from each token to the next, by request", NEXT),
+    "e2e_request_latency_seconds": ("From arrival to the end of the request, however it ended", SPAN),
     "request_queue_time_seconds": ("From arrival to the first step", SPAN),
     "request_prefill_time_seconds": ("From the first step to the first token", SPAN),
     "request_decode_time_seconds": ("From the first token to the last", SPAN),
@@ -37,17 +37,17 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {  # None: as many
     "request_prompt_tokens": ("Tokens of the prompt, by request", None),
     "request_generation_tokens": ("Tokens of all answers, by request", None),
     "request_max_num_generation_tokens": ("Tokens of the longest answer, by request", None),
-    "request_params_max_tokens": ("Tokens asked for at most, by request", None),
-    "request_params_n": ("Answers asked for, by request", CHOICES),
-    "iteration_tokens_total": ("Rows of a step: tokens that are read or written", ROWS),
+    "request_params_max_tokens": ("max_tokens, by request", None),
+    "request_params_n": ("n, by request", CHOICES),
+    "iteration_tokens_total": ("Tokens computed in a step, of prompts and of answers", ROWS),
 }
 
 
 class Family(NamedTuple):
-    """All values of one name; each has its labels."""
+    """All samples of one name, each with its labels."""
 
     name: str
-    kind: str  # counter, gauge, histogram, or info: a gauge whose labels say all
+    kind: str  # counter, gauge, histogram, or info (a gauge of value 1 whose labels are the information)
     help: str
     samples: list[tuple[dict[str, str], Any]]
 
@@ -62,7 +62,7 @@ def plain(family: Family) -> Any:
     for labels, value in family.samples:
         if family.kind == "info":
             return labels
-        if isinstance(value, Reading):
+        if isinstance(value, Buckets):
             value = {"count": value.total, "sum": value.sum, "buckets": dict(value.cumulative())}
         if not labels:
             return value
@@ -70,60 +70,55 @@ def plain(family: Family) -> Any:
     return found
 
 
-def states(engine: Engine) -> list[Family]:
-    """What an engine is like now: lengths and flags, which any thread may look at."""
-    running, all_of_them, pages = len(engine.scheduler.running), len(engine.request_of), engine.pages
-    asleep, dropped = engine.asleep, engine.runner.weights is None
-    sleeping = {"awake": not asleep, "weights_offloaded": asleep and not dropped, "discard_all": asleep and dropped}
-    free = cached = used = 0
-    for group in pages.groups:
-        blank, kept = len(group.blank), len(group.kept)
-        free, cached, used = free + blank, cached + kept, used + group.num_pages - 1 - blank - kept
+def states(now: Snapshot) -> list[Family]:
+    """What an engine is like now."""
+    sleeping = {
+        "awake": not now.asleep,
+        "weights_offloaded": now.asleep and not now.weights_dropped,
+        "discard_all": now.asleep and now.weights_dropped,
+    }
     found = [
-        ("vllm:num_requests_running", "gauge", "Sequences that have a place in the batch", running),
-        ("vllm:num_requests_waiting", "gauge", "Sequences that wait for one", max(0, all_of_them - running)),
-        (
-            "vllm:kv_cache_usage_perc",
-            "gauge",
-            "The share of the pages in use: 1 is all",
-            pages.used(),
-        ),
-        ("quire:recompiles_total", "counter", "Compilations in service", max(0, engine.runner.compiles.recompiles)),
+        ("vllm:num_requests_running", "gauge", "Sequences with a slot in the batch", now.running),
+        ("vllm:num_requests_waiting", "gauge", "Sequences that wait for a slot", now.waiting),
+        ("vllm:kv_cache_usage_perc", "gauge", "The share of the pages in use: 1 is all", now.pages_used),
+        ("quire:recompiles_total", "counter", "Compilations in service", now.recompiles),
     ]
+    pages = {
+        "free": sum(group.blank for group in now.pages),
+        "running": sum(group.used for group in now.pages),
+        "cached": sum(group.cached for group in now.pages),
+    }
     return [
         *(Family(name, kind, text, [({}, value)]) for name, kind, text, value in found),
-        *expert_states(engine),
-        labelled("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state",
-                 {"free": free, "running": used, "cached": cached}),
+        *expert_states(now),
+        labelled("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state", pages),
         labelled("vllm:engine_sleep_state", "gauge", "1: the engine is in this state", "sleep_state",
                  {name: int(on) for name, on in sleeping.items()}),
-        Family("vllm:cache_config_info", "info", "The KV cache", [(cache_config(engine), 1)]),
+        Family("vllm:cache_config_info", "info", "The KV cache", [(cache_config(now), 1)]),
     ]  # fmt: skip
 
 
-def expert_states(engine: Engine) -> list[Family]:
-    """How evenly rows fall on the experts, where a model has any."""
-    experts = engine.runner.experts
-    if experts is None:
+def expert_states(now: Snapshot) -> list[Family]:
+    """How evenly tokens fall on the experts, where a model has any."""
+    if (experts := now.experts) is None:
         return []
-    rows = int(experts.rows_LE.sum())
     return [
-        Family("quire:expert_rows_total", "counter", "Rows that experts got, of all layers", [({}, rows)]),
-        labelled("quire:expert_skew", "gauge", "Lately, the rows of the busiest expert against the mean", "layer",
-                 {str(layer): value for layer, value in experts.skew().items()}),
-        labelled("quire:expert_device_skew", "gauge", "Lately, the rows of the busiest device against the mean",
-                 "layer", {str(layer): value for layer, value in experts.device_skew().items()}),
+        Family("quire:expert_rows_total", "counter", "Tokens that experts got, in all layers",
+               [({}, experts.tokens)]),
+        labelled("quire:expert_skew", "gauge", "Lately, the tokens of the busiest expert against the mean", "layer",
+                 {str(layer): value for layer, value in experts.skew.items()}),
+        labelled("quire:expert_device_skew", "gauge", "Lately, the tokens of the busiest device against the mean",
+                 "layer", {str(layer): value for layer, value in experts.device_skew.items()}),
         Family("quire:expert_moves_total", "counter", "Places that got another expert", [({}, experts.moved)]),
     ]  # fmt: skip
 
 
-def cache_config(engine: Engine) -> dict[str, str]:
-    """The group that sees everything says how many tokens there is room for."""
-    pages = engine.pages
-    group = next((group for group in pages.groups if group.window is None), pages.groups[0])
+def cache_config(now: Snapshot) -> dict[str, str]:
+    """The group without a window says how many tokens there is room for."""
+    group = next((group for group in now.pages if group.window is None), now.pages[0])
     return {
-        "block_size": str(pages.page_size),
-        "num_gpu_blocks": str(group.num_pages - 1),
-        "cache_dtype": engine.runner.config.kv_dtype,
-        "enable_prefix_caching": str(pages.keeps_prefixes),
+        "block_size": str(now.page_size),
+        "num_gpu_blocks": str(group.total),
+        "cache_dtype": now.kv_dtype,
+        "enable_prefix_caching": str(now.caches_prefixes),
     }

@@ -1,84 +1,61 @@
 """What the engine has done, in numbers: counts and distributions under the names that vLLM's users know."""
 
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..api.outputs import FINISH_REASONS
 from ..engine.engine import Engine
-from ..engine.scheduler import Item, Plan
+from ..engine.scheduler import Item
+from ..engine.step_record import Observer, StepRecord, TakenIn
 from ..request.request import Request
 from ..request.sequence import Sequence
-from .histogram import Histogram, one_two_five
+from .histogram import Histogram, Rate, Recent, one_two_five
 from .metric_families import COUNTERS, HISTOGRAMS, PHASES, SHORT, Family, labelled, plain, states
-from .trace import NoTrace
 
-ROWS, BEGINS = itemgetter(Item._fields.index("num_rows")), itemgetter(Item._fields.index("begins"))
-
-
-class Step(NamedTuple):
-    """A step whose tokens are there."""
-
-    at: float  # when they came
-    rows: int
-    decodes: int  # sequences that brought a single row
-    sequences: int
-    seconds: float
-    gaps: list[tuple[float, int]]  # since the last token of a sequence, and of how many
-    firsts: list[float]  # from arrival to the first token
+TOKENS, BEGINS = itemgetter(Item._fields.index("num_rows")), itemgetter(Item._fields.index("begins"))
+SHARES = (0.5, 0.9, 0.99)
 
 
-class Metrics(NoTrace):
+class Metrics(Observer):
     """Hears of every step in the engine's thread, and may be read in any.
 
-    A request counts from the first step that begins with it there, so that one which is taken back before that leaves
-    no mark. One with several answers counts once, and its end is the gravest of theirs.
+    A request counts from the first step after it came, so that one which is aborted before that leaves no mark. One
+    with several answers counts once, and its finish reason is the gravest of theirs.
     """
 
     def __init__(self, engine: Engine):
         self.engine = weakref.proxy(engine)  # weights must go as soon as nobody else has them
-        self.requests, self.clock = engine.requests, engine.clock
+        self.requests = engine.requests
         longest = one_two_five(1, engine.max_len)
         self.counts = dict.fromkeys(COUNTERS, 0)
         self.ends = dict.fromkeys(FINISH_REASONS, 0)
         self.histograms = {name: Histogram(bounds or longest) for name, (_, bounds) in HISTOGRAMS.items()}
         self.phases = {phase: Histogram(SHORT) for phase in PHASES}
-        self.at = self.free = 0.0  # when the lap began, when the device was done
-        self.came = 0.0  # the tokens before the next ones
-        self.scheduling = 0.0
-        self.flying: deque[tuple[Plan, float, int, int]] = deque()
-        self.taken: tuple[Plan, float, int, int] | None = None
-        self.step: Step | None = None  # of this turn
+        self.collected = 0.0  # when the tokens before the next ones came
         self.open: dict[Request, bool] = {}  # whether its first token has come
         self.begun: dict[Sequence, int] = {}  # preemptions that are counted
         self.latest: set[Sequence] = set()  # those whose last token came with the last step that gave any
         self.earlier: dict[Sequence, float] = {}  # when that of the others came
+        self.recent_firsts, self.recent_gaps = Recent(), Recent()
+        self.written, self.read = Rate(), Rate()  # tokens drawn, and tokens of prompts computed
 
-    def begin(self) -> None:
-        if self.taken is not None:  # the engine fell asleep with it
-            self.take(*self.taken, self.open)
-        self.step = None
-        self.at = self.clock()
-        self.look()
-
-    def lap(self, name: str) -> None:
-        now = self.clock()
-        self.scheduling, self.at = now - self.at, now
-
-    def launched(self, plan: Plan) -> None:
-        now = self.clock()
-        self.phases["schedule"].observe(self.scheduling)
-        self.phases["launch"].observe(now - self.at)
-        self.at = now
-        counts = list(map(ROWS, plan.items))
-        for item in filter(BEGINS, plan.items):
-            self.begins(item.seq)
-        self.flying.append((plan, now, sum(counts), counts.count(1)))
+    def observe(self, record: StepRecord) -> None:
+        if (step := record.launched) is not None:
+            self.phases["schedule"].observe(step.scheduled - step.began)
+            self.phases["launch"].observe(step.launched - step.scheduled)
+            for item in filter(BEGINS, step.plan.items):
+                self.begins(item.seq)
+        if (taken := record.taken) is not None:
+            self.phases["collect"].observe(taken.collected - taken.began)
+            self.phases["update"].observe(record.ended - taken.collected)
+            self.take_in(taken, record.changed)
+        self.look(record)
 
     def begins(self, seq: Sequence) -> None:
-        """Where it gave way before, that is known for certain now."""
+        """It computes from its beginning; if it was preempted before, that is known for certain now."""
         counts, counted = self.counts, self.begun.get(seq)
         if counted is None and seq.shares_prefix and self.engine.pages.keeps_prefixes:
             counts["prefix_cache_queries_total"] += seq.num_prompt
@@ -86,30 +63,12 @@ class Metrics(NoTrace):
         counts["num_preemptions_total"] += seq.num_preemptions - (counted or 0)
         self.begun[seq] = seq.num_preemptions
 
-    def collected(self) -> None:
-        now = self.clock()
-        self.phases["collect"].observe(now - self.at)
-        self.at = now
-        self.taken = self.flying.popleft()
-
-    def end(self, requests: Iterable[Request], **counts: float) -> None:
-        now = self.clock()
-        if self.taken is not None:
-            self.phases["update"].observe(now - self.at)
-            self.take(*self.taken, requests)
-        self.at = now
-        self.look()
-
-    def failed(self) -> None:
-        self.flying.clear()
-
-    def take(self, plan: Plan, launched: float, rows: int, decodes: int, requests: Iterable[Request]) -> None:
+    def take_in(self, step: TakenIn, changed: Collection[Request]) -> None:
         """The tokens of a step have been given to their sequences."""
-        now, came = self.at, self.came
-        self.taken = None
+        now, came = step.collected, self.collected
         got = {  # a sequence that has ended may have done so before
             seq
-            for seq, start, count, draws, _, _ in plan.items
+            for seq, start, count, draws, _, _ in step.plan.items
             if draws and (seq.finish_reason is None or len(seq.tokens) > start + count)
         }
         self.counts["generation_tokens_total"] += len(got)
@@ -122,50 +81,54 @@ class Metrics(NoTrace):
             before = [self.earlier.pop(seq, None) for seq in got - self.latest]
             new = before.count(None)
             gaps += [(now - at, 1) for at in before if at is not None]
-        self.latest = got
+        self.latest, self.collected = got, now
         for value, times in gaps:
             self.histograms["inter_token_latency_seconds"].observe(value, times)
-        self.histograms["iteration_tokens_total"].observe(rows)
-        firsts = []
-        for request in requests if new else ():
+            self.recent_gaps.observe(now, value, times)
+        tokens = list(map(TOKENS, step.plan.items))
+        self.histograms["iteration_tokens_total"].observe(sum(tokens))
+        for request in changed if new else ():
             if request.first_token is not None and not self.open.get(request):
-                firsts.append(self.first(request, request.first_token - request.arrival))
-        self.step = Step(now, rows, decodes, len(plan.items), now - max(launched, self.free), gaps, firsts)
-        self.came = self.free = now
+                self.first(request, request.first_token - request.arrival)
+                self.recent_firsts.observe(now, request.first_token - request.arrival)
+        self.written.add(step.device_began, now, len(got))
+        self.read.add(step.device_began, now, sum(tokens) - tokens.count(1))
 
-    def first(self, request: Request, seconds: float) -> float:
+    def first(self, request: Request, seconds: float) -> None:
         """A request got its first token."""
         self.open[request] = True
         self.reads(request.sequences[0])
         self.histograms["time_to_first_token_seconds"].observe(seconds)
-        return seconds
 
     def reads(self, seq: Sequence) -> None:
         """A prompt has been read."""
         self.counts["prompt_tokens_total"] += seq.num_prompt
         self.counts["prompt_tokens_cached_total"] += seq.num_cached
 
-    def look(self) -> None:
-        """Requests that came since the last look, and those that went; mostly there are none."""
+    def look(self, record: StepRecord) -> None:
+        """Count requests that came since the last step, and those that ended; mostly there are none."""
         for request in reversed(self.requests.values()):  # the newest first
             if request in self.open:
                 break
             self.open[request] = False
-        if len(self.open) != len(self.requests):
+        for request in [request for request in record.changed if request.finished]:
+            self.open.pop(request, None)
+            self.finish(request, record.ended)
+        if len(self.open) != len(self.requests):  # aborted between two steps
             for request in self.open.keys() - set(self.requests.values()):
                 del self.open[request]
-                self.finish(request)
+                self.finish(request, record.began)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: Request, now: float) -> None:
         first, h = request.sequences[0], self.histograms
         for seq in request.sequences:
             self.latest.discard(seq)
             self.earlier.pop(seq, None)
             self.counts["num_preemptions_total"] += seq.num_preemptions - self.begun.pop(seq, 0)
-        end = max((stream.finish_reason for stream in request.streams), key=FINISH_REASONS.index)
+        end = max((completion.finish_reason for completion in request.completions), key=FINISH_REASONS.index)
         self.ends[end] += 1
         by_token = request.last_token if end in ("stop", "length") else None
-        h["e2e_request_latency_seconds"].observe((by_token or self.at) - request.arrival)
+        h["e2e_request_latency_seconds"].observe((by_token or now) - request.arrival)
         h["request_prompt_tokens"].observe(first.num_prompt)
         if request.first_scheduled is not None:
             h["request_queue_time_seconds"].observe(request.first_scheduled - request.arrival)
@@ -194,7 +157,7 @@ class Metrics(NoTrace):
         """Everything as it is now."""
         laps = {phase: histogram.read() for phase, histogram in self.phases.items()}
         return [
-            *states(self.engine),
+            *states(self.engine.snapshot()),
             *(Family(f"vllm:{name}", "counter", COUNTERS[name], [({}, n)]) for name, n in self.counts.items()),
             labelled("vllm:request_success_total", "counter", "Requests by their ends", "finished_reason", self.ends),
             *(
@@ -208,8 +171,23 @@ class Metrics(NoTrace):
         """The same as plain values."""
         return {family.name: plain(family) for family in self.families()}
 
+    def recent(self, now: float) -> dict[str, Any]:
+        """Totals, the tokens of the last second and the latencies of the last minute, as the live page shows them."""
+        return {
+            "totals": {
+                "requests": sum(self.ends.values()),
+                "prompt_tokens": self.counts["prompt_tokens_total"],
+                "generation_tokens": self.counts["generation_tokens_total"],
+                "cached_tokens": self.counts["prompt_tokens_cached_total"],
+                "preemptions": self.counts["num_preemptions_total"],
+                "recompiles": self.engine.snapshot().recompiles,
+            },
+            "rates": {"generation": self.written.last_second(now), "prompt": self.read.last_second(now)},
+            "latency": {"ttft": milliseconds(self.recent_firsts, now), "itl": milliseconds(self.recent_gaps, now)},
+        }
 
-class Http:
+
+class HttpMetrics:
     """What the server counts, in its event loop; labels are few: templates of routes, never what a client wrote."""
 
     MOST = 1000  # label sets
@@ -240,7 +218,12 @@ class Http:
         ]
 
 
-def render(models: Mapping[str, Metrics], http: Http | None = None) -> tuple[bytes, str]:
+def milliseconds(recent: Recent, now: float) -> list[float] | None:
+    found = recent.quantiles(now, SHARES)
+    return None if found is None else [round(value * 1e3, 3) for value in found]
+
+
+def render(models: Mapping[str, Metrics], http: HttpMetrics | None = None) -> tuple[bytes, str]:
     """What Prometheus reads of these models and the server, and its content type."""
     from .prometheus import expose  # only who asks for it pays for its imports
 

@@ -17,8 +17,8 @@ KINDS = {
 }
 
 
-class Read(Collector):
-    """Families that have been read, as prometheus_client wants them: one a name, with all samples."""
+class FamilyCollector(Collector):
+    """Metric families as prometheus_client wants them: one for each name, with all samples."""
 
     def __init__(self, found: Iterable[tuple[Mapping[str, str], Family]]):
         self.found = list(found)
@@ -39,7 +39,7 @@ class Read(Collector):
 
 
 def expose(found: Iterable[tuple[Mapping[str, str], Family]]) -> tuple[bytes, str]:
-    """The text and its content type, of families with the labels of whom they tell."""
+    """The text and its content type, of metric families with their model's label."""
     registry = CollectorRegistry()
-    registry.register(Read(found))
+    registry.register(FamilyCollector(found))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

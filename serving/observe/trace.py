@@ -2,46 +2,19 @@
 
 import json
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..engine.scheduler import Plan
+from ..engine.step_record import Observer, StepRecord
 from ..request.request import Request
 
 log = logging.getLogger("quire")
 
-HOST, DEVICE = 1, 2
+HOST, DEVICE = 1, 2  # the rows of the picture
 
 
-class NoTrace:
-    """Where nobody wants to know."""
-
-    def begin(self) -> None:
-        """A turn of the engine's loop begins."""
-
-    def lap(self, name: str) -> None:
-        """This is what was done since the last lap."""
-
-    def launched(self, plan: Plan) -> None:
-        """A step is on its way to the device."""
-
-    def collected(self) -> None:
-        """The results of the step launched longest ago are there."""
-
-    def end(self, requests: Iterable[Request], **counts: float) -> None:
-        """The turn is over; requests that it ended are among these."""
-
-    def failed(self) -> None:
-        """The steps under way give no results."""
-
-    def close(self) -> None:
-        """Nothing more comes."""
-
-
-class Trace(NoTrace):
+class Trace(Observer):
     """Events are written as they come, so that what a killed process has written can be read too.
 
         host      [schedule][launch n+1][collect n .....][update]
@@ -51,63 +24,48 @@ class Trace(NoTrace):
     there for the host: where the host comes late, that is late too.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float]):
-        self.clock, self.number, self.at, self.free = clock, 0, 0.0, 0.0
-        self.flying: deque[tuple[int, Plan, float]] = deque()
+    def __init__(self, path: Path):
+        self.number = 0  # of the next step that is taken in
         self.file = open(path, "w", buffering=1)  # noqa: SIM115 - open as long as the engine is
         self.broken = False
         self.put("[\n")
-        for lane, name in ((HOST, "host"), (DEVICE, "device")):
-            self.write("thread_name", "M", tid=lane, args={"name": name})
+        for row, name in ((HOST, "host"), (DEVICE, "device")):
+            self.write("thread_name", "M", tid=row, args={"name": name})
 
-    def begin(self) -> None:
-        self.at = self.clock()
-
-    def lap(self, name: str) -> None:
-        now = self.clock()
-        self.span(name, HOST, self.at, now)
-        self.at = now
-
-    def launched(self, plan: Plan) -> None:
-        self.lap("launch")
-        self.flying.append((self.number, plan, self.at))
-        self.number += 1
-
-    def collected(self) -> None:
-        self.lap("collect")
-        number, plan, launched = self.flying.popleft()
-        facts = {"sequences": len(plan.items), "rows": plan.num_rows, "decodes": plan.decodes}
-        self.span(f"step {number}", DEVICE, max(launched, self.free), self.at, **facts)
-        self.free = self.at
-
-    def end(self, requests: Iterable[Request], **counts: float) -> None:
-        self.lap("update")
-        for name, value in counts.items():
-            self.write(name, "C", ts=micro(self.at), args={name: value})
-        for request in requests:
+    def observe(self, record: StepRecord) -> None:
+        if (step := record.launched) is not None:
+            self.span("schedule", HOST, step.began, step.scheduled)
+            self.span("launch", HOST, step.scheduled, step.launched)
+        if (taken := record.taken) is not None:
+            self.span("collect", HOST, taken.began, taken.collected)
+            plan = taken.plan
+            facts = {"sequences": len(plan.items), "rows": plan.num_rows, "decodes": plan.decodes}
+            self.span(f"step {self.number}", DEVICE, taken.device_began, taken.collected, **facts)
+            self.number += 1
+            self.span("update", HOST, taken.collected, record.ended)
+        for name, value in (("running", record.running), ("waiting", record.waiting)):
+            self.write(name, "C", ts=micro(record.ended), args={name: value})
+        for request in record.changed:
             if request.finished:
-                self.request(request)
+                self.request(request, record.ended)
 
-    def request(self, request: Request) -> None:
-        """How long it waited, was read and was written."""
+    def request(self, request: Request, ended: float) -> None:
+        """How long it waited, its prompt was read, and its answer was written."""
         starts = [request.arrival, request.first_scheduled, request.first_token]
         ends = [request.first_scheduled, request.first_token, request.last_token]
         for name, start, end in zip(("wait", "read", "write"), starts, ends, strict=True):
             if start is not None:
                 own: dict[str, Any] = {"cat": "request", "id": request.request_id}
                 self.write(name, "b", ts=micro(start), **own, args=request.facts())
-                self.write(name, "e", ts=micro(self.at if end is None else end), **own)
-
-    def failed(self) -> None:
-        self.flying.clear()
+                self.write(name, "e", ts=micro(ended if end is None else end), **own)
 
     def close(self) -> None:
         self.put("{}]\n")
-        with suppress(OSError):  # what it could not write is told already
+        with suppress(OSError):  # that it cannot be written has been logged
             self.file.close()
 
-    def span(self, name: str, lane: int, start: float, end: float, **facts: Any) -> None:
-        self.write(name, "X", tid=lane, ts=micro(start), dur=micro(end) - micro(start), args=facts)
+    def span(self, name: str, row: int, start: float, end: float, **facts: Any) -> None:
+        self.write(name, "X", tid=row, ts=micro(start), dur=micro(end) - micro(start), args=facts)
 
     def write(self, name: str, phase: str, **fields: Any) -> None:
         self.put(json.dumps({"name": name, "ph": phase, "pid": 1, **fields}, separators=(",", ":")) + ",\n")

@@ -67,7 +67,7 @@ def block_of(engine: Engine, pages: PageTable, group: int, nodes: Seq[Node]) -> 
     """The pages of these nodes, read on the device; of those that only the host has, from there."""
     there = [bool(node.pages[group]) and (group, node.pages[group]) not in pages.moves.back for node in nodes]
     numbers = [pages.number(group, node.pages[group]) if on else 0 for node, on in zip(nodes, there, strict=True)]
-    block_NX = engine.runner.mover.read(engine.runner.state.pages, group, numbers)
+    block_NX = engine.read_pages(group, numbers)
     if all(there):
         return block_NX
     block_NX = np.array(block_NX)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..resume import Journal, Told
+from ..resume import Journal, Streamed
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
     """Bytes of a response, and what they told of the answer."""
 
     data: bytes
-    told: list[Told]
+    told: list[Streamed]
 
 
 class Wire:

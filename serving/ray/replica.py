@@ -42,14 +42,15 @@ class Replica:
         setup_logging(plan.log_json, plan.log_level)
         self.plan, self.reader, self.resumes = plan, reader, 0.0
         models = [Model(names, maker(options_of(name, **plan.chosen))) for name, names in plan.models]
-        self.service = Service(Models(models, plan.settings.max_loaded), plan.settings)
+        self.service = Service(
+            Models(models, plan.settings.max_loaded), plan.settings, None if reader is None else self.prepare_pages
+        )
         self.app = make_app(self.service)
         await self.service.load_first()
         self.heart = asyncio.create_task(heartbeat(self.service, self.service.http_metrics.beat))
         self.identity = self.digest()
         if reader is not None:
             check_alike(await reader.identity.remote(), tiers_of(self.engine.pages.tables[0]).identity)
-            self.service.ready = self.ready
 
     @property
     def engine(self) -> Engine:
@@ -58,7 +59,7 @@ class Replica:
     def digest(self) -> bytes:
         """Of all that an answer depends on beside the request."""
         options, settings = options_of(self.plan.models[0][0], **self.plan.options), self.plan.settings
-        own = identity(hub.resolve(options.model), self.engine.runner.config, options)
+        own = identity(hub.resolve(options.model), self.engine.config, options)
         what = (own, self.plan.models, settings.version, settings.formats, self.engine.max_len)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
@@ -70,7 +71,8 @@ class Replica:
         except Exception as error:
             raise ReplicaFailed(as_http(error).message) from None
 
-    async def ready(self, llm: AsyncLLM, ask: Ask) -> None:
+    async def prepare_pages(self, llm: AsyncLLM, ask: Ask) -> None:
+        """Have a prompt's pages computed by a reader, if one is there."""
         if time.monotonic() >= self.resumes:
             await bring(llm, ask, self.read_elsewhere)
 
@@ -86,7 +88,7 @@ class Replica:
 
     async def metrics(self) -> list[tuple[dict[str, str], Family]]:
         """What the engines and the application have counted, with the labels that tell whose it is."""
-        engines = [(model.name, model.llm.engine.trace.metrics) for model in self.service.models.ready()]
+        engines = [(model.name, model.llm.metrics) for model in self.service.models.ready()]
         own = {"replica": own_name()}
         found = [(own | {"model_name": name}, family) for name, metrics in engines for family in metrics.families()]
         return found + [(own, family) for family in self.service.http_metrics.families()]
@@ -131,7 +133,7 @@ class Reader:
 
     async def metrics(self) -> list[tuple[dict[str, str], Family]]:
         own = {"replica": own_name(), "model_name": "reader"}
-        return [(own, family) for family in self.llm.engine.trace.metrics.families()]
+        return [(own, family) for family in self.llm.metrics.families()]
 
     async def check_health(self) -> None:
         if self.llm.thread.failure is not None:

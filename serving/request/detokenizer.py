@@ -1,4 +1,4 @@
-"""From tokens to text as they come: never half a character, never the head of a stop string."""
+"""From tokens to text as they come: never half a character, never the beginning of a stop string."""
 
 from collections.abc import Sequence
 

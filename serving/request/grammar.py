@@ -45,7 +45,6 @@ class Constraint:
     def __init__(self, matcher: "LLMatcher", known: int, vocab: int):
         self.matcher, self.vocab = matcher, vocab
         self.known = known  # so many ids have a token; the library's own end comes after them
-        self.bias: np.ndarray | None = None  # of the request itself
 
     def advance(self, token: int) -> str | None:
         """Take in a token that was drawn; the reason to end, if there is one."""
@@ -53,18 +52,18 @@ class Constraint:
             return "error"  # the grammar has grown beyond its limits
         return "stop" if self.matcher.is_stopped() else None
 
-    def row(self, stop_ids: Collection[int]) -> np.ndarray:
-        """What is added to each token's logit now; the tokens that end an answer are open where the grammar may end."""
+    def allowed(self, stop_ids: Collection[int]) -> np.ndarray:
+        """Which tokens may come now; those that end an answer may where the grammar may end."""
         allowed = np.zeros(self.vocab, bool)
         allowed[: self.known] = np.frombuffer(self.matcher.compute_logit_bias(), np.uint8)[: self.known] != 0
         allowed[[token for token in stop_ids if token < self.vocab]] = self.matcher.is_accepting()
-        return np.where(allowed, np.float32(0) if self.bias is None else self.bias, np.float32(-np.inf))
+        return allowed
 
 
-class Words:
+class Vocabulary:
     """What the grammars' library asks of a tokenizer: the bytes of every token, and which are never text.
 
-    It has no end of its own: `Constraint.row` opens the ends. The library could ask for the tokens of a text that a
+    It has no end of its own: `Constraint.allowed` opens the ends. The library could ask for the tokens of a text that a
     grammar forces; with `no_forcing` it does not, and the model chooses among all that begin it.
     """
 
@@ -94,7 +93,7 @@ class Grammars:
     def constraints(self, structure: Mapping[str, Any], count: int) -> list[Constraint]:
         """So many fresh starts in the grammar of a checked `structured_outputs`."""
         matcher = self.compile(structure)
-        return [Constraint(matcher.deep_copy(), len(self.words.tokens), self.vocab) for _ in range(count)]
+        return [Constraint(matcher.deep_copy(), len(self.vocabulary.tokens), self.vocab) for _ in range(count)]
 
     def compile(self, structure: Mapping[str, Any]) -> "LLMatcher":
         """The grammar, kept or new: a new one may take a second, so have it compiled before the engine asks."""
@@ -126,7 +125,7 @@ class Grammars:
         matcher, first = self.matcher(whole(body, ""))
         if self.tokenizer.drops_space:
             # The first space is not shown. Where a text may begin with one, another must stand before it.
-            spaced = [token for token in first if self.words.tokens[token].startswith(b" ")]
+            spaced = [token for token in first if self.vocabulary.tokens[token].startswith(b" ")]
             matcher, first = self.matcher(whole(body, '" " ' if spaced else '" "? '))
         return matcher
 
@@ -139,21 +138,22 @@ class Grammars:
             tokenizer = self.library
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         trial = matcher.deep_copy()
-        first = np.flatnonzero(np.frombuffer(trial.compute_logit_bias(), np.uint8)[: len(self.words.tokens)]).tolist()
+        allowed = np.frombuffer(trial.compute_logit_bias(), np.uint8)[: len(self.vocabulary.tokens)]
+        first = np.flatnonzero(allowed).tolist()
         if trial.is_error():
             raise RequestError(FIELD, one_line(trial.get_error()))
         return matcher, first
 
     @cached_property
-    def words(self) -> Words:
-        return Words(self.tokenizer, self.vocab)
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.tokenizer, self.vocab)
 
     @cached_property
     def library(self):
         """The tokenizer as the library knows it: half a second for a large vocabulary, so not before it is wanted."""
         import llguidance
 
-        return llguidance.LLTokenizer(self.words)  # type: ignore[arg-type]
+        return llguidance.LLTokenizer(self.vocabulary)  # type: ignore[arg-type]
 
 
 def body_of(structure: Mapping[str, Any]) -> dict[str, Any]:

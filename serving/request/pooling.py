@@ -7,11 +7,11 @@ from ..api.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from ..api.params import SamplingParams
 from ..api.validation import integer
 
-PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)  # nothing is written
+PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)  # no token is drawn
 
 
 class Pool:
-    """What is kept of a prompt's hidden states, however they come in chunks; the sum's order is that of the rows."""
+    """Pools a prompt's hidden states, in whatever chunks they come; they are summed in the order of their positions."""
 
     def __init__(self, kind: Pooling, length: int):
         self.kind, self.length = kind, length

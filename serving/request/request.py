@@ -1,4 +1,4 @@
-"""A request on its way: the text, log-probabilities and times of its streams, as results for the user."""
+"""A request that is being served, and the text, log-probabilities and times of its completions."""
 
 import math
 
@@ -8,8 +8,8 @@ from .detokenizer import Detokenizer
 from .sequence import Sequence
 
 
-class Stream:
-    """One of the `n` answers to a request."""
+class Completion:
+    """One of the answers to a request: `n` or, where the likeliest are chosen, `best_of` are written."""
 
     def __init__(self, seq: Sequence, params: SamplingParams, tokenizer):
         self.seq, self.params, self.tokenizer = seq, params, tokenizer
@@ -104,7 +104,7 @@ class Stream:
 
 
 class Request:
-    """A prompt with its streams; `output()` is what the user gets, at any moment."""
+    """A prompt and the completions that answer it; `output()` is what the user gets, at any moment."""
 
     def __init__(
         self,
@@ -116,8 +116,10 @@ class Request:
         arrival: float,
     ):
         self.request_id, self.prompt, self.params, self.sequences = request_id, prompt, params, sequences
+        for seq in sequences:
+            seq.request = self
         self.tokenizer = tokenizer
-        self.streams = [Stream(seq, params, tokenizer) for seq in sequences]
+        self.completions = [Completion(seq, params, tokenizer) for seq in sequences]
         self.arrival = arrival
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
@@ -125,18 +127,19 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(stream.finish_reason is not None for stream in self.streams)
+        return all(completion.finish_reason is not None for completion in self.completions)
 
     def scheduled(self, now: float) -> None:
         self.first_scheduled = self.first_scheduled or now
 
     def push(self, index: int, token: int, score, now: float) -> str | None:
-        """Give a stream its next token; the reason to finish it, if there is one."""
+        """Give a completion its next token; the reason to finish it, if there is one."""
         self.first_token, self.last_token = self.first_token or now, now
-        return self.streams[index].push(token, score)
+        return self.completions[index].push(token, score)
 
     def end(self, index: int, reason: str) -> None:
-        self.streams[index].end(reason)
+        self.completions[index].end(reason)
+        self.sequences[index].request = None  # a cycle would keep what is over until the collector comes
 
     def take(self) -> Delta:
         """What each answer got since the last time, at a cost that the rest does not add to.
@@ -144,9 +147,9 @@ class Request:
         Where the likeliest of several are the answer, all of it comes at the end.
         """
         finished = self.finished
-        known = finished or len(self.streams) == self.params.n
-        streams = self.chosen() if known else []
-        fresh = [part for index, stream in enumerate(streams) if (part := stream.take(index)) is not None]
+        known = finished or len(self.completions) == self.params.n
+        chosen = self.chosen() if known else []
+        fresh = [part for index, completion in enumerate(chosen) if (part := completion.take(index)) is not None]
         return Delta(fresh, finished)
 
     def output(self) -> RequestOutput:
@@ -156,7 +159,7 @@ class Request:
             prompt=self.prompt,
             prompt_token_ids=seq.tokens[: seq.num_prompt],
             prompt_logprobs=self.prompt_logprobs(),
-            outputs=[stream.output(index) for index, stream in enumerate(self.chosen())],
+            outputs=[completion.output(index) for index, completion in enumerate(self.chosen())],
             metrics=RequestMetrics(
                 arrival_time=self.arrival,
                 first_scheduled_time=self.first_scheduled,
@@ -169,14 +172,14 @@ class Request:
             finished=self.finished,
         )
 
-    def chosen(self) -> list[Stream]:
+    def chosen(self) -> list[Completion]:
         """Those that are the answer: all, or the likeliest so far."""
-        if len(self.streams) == self.params.n:
-            return self.streams
-        return sorted(self.streams, key=lambda stream: stream.likelihood, reverse=True)[: self.params.n]
+        if len(self.completions) == self.params.n:
+            return self.completions
+        return sorted(self.completions, key=lambda completion: completion.likelihood, reverse=True)[: self.params.n]
 
     def facts(self) -> dict[str, int]:
-        """What it was about, in numbers."""
+        """What a trace says of it, in numbers."""
         seqs = self.sequences
         return {
             "prompt_tokens": seqs[0].num_prompt,

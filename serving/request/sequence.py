@@ -35,6 +35,7 @@ class Sequence:
     lockstep: bool = False  # its next step needs its last token on the host
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: tuple[int, int] = (0, 0)
+    request: Any = None  # the `Request` whose answer this is, until the answer ends
     num_computed: int = 0
     pending: int = 0
     slot: int = -1

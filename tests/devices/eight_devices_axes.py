@@ -27,7 +27,7 @@ from quire.model.partition import can_stage, splits
 from quire.model.planning.traffic import traffic
 from quire.model.weights import abstract
 from quire.ops.sampling.xla import CANDIDATES
-from quire.serving.device.pipeline import Stages
+from quire.serving.device.pipeline import Pipeline
 from quire.serving.engine.batch_builder import Batcher
 from quire.serving.engine.cache_size import held_bytes
 from quire.serving.engine.scheduler import Limits
@@ -133,11 +133,11 @@ def test_what_is_sent(name, sizes, golden):
     folder = golden(name).folder
     config = loader.read_config(folder, "float32", 64)
     mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
-    weights, stages = loader.load(folder, config, Homes(mesh)), Stages(config, mesh)
-    state = stages.abstract_state((8,) * len(config.windows), 16, 4)
+    weights, pipeline = loader.load(folder, config, Homes(mesh)), Pipeline(config, mesh)
+    state = pipeline.abstract_state((8,) * len(config.windows), 16, 4)
     batcher = Batcher(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
     for size, layout in batcher.layouts.items():
-        (lowered,) = stages.lower(weights, state, layout)
+        (lowered,) = pipeline.lower(weights, state, layout)
         found, drawn = collectives(lowered.compile().as_text())
         prompts = size.rows > size.seqs
         wanted = Counter()
@@ -208,9 +208,9 @@ def test_one_layer_at_a_time(golden):
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=home.sharding(spec))
 
         weights = place_all(config, homes, struct, abstract(config))
-        stages = Stages(config, mesh)
+        pipeline = Pipeline(config, mesh)
         layout = min(Batcher(Limits(4, 32, 16), 1, 16, 4).layouts.items())[1]
-        (lowered,) = stages.lower(weights, stages.abstract_state((8,), 16, 4), layout)
+        (lowered,) = pipeline.lower(weights, pipeline.abstract_state((8,), 16, 4), layout)
         spent.append(lowered.compile().memory_analysis())
     layer = nbytes(abstract(config).layers[0])
     kept, parts = (used.argument_size_in_bytes for used in spent)
@@ -293,8 +293,8 @@ def test_stages_are_kept_busy(golden):
     launch = engine.runner.launch
 
     def watched(plan, moves):
-        seen.append([{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.in_flight]])
-        assert not any(item.seq in {one.seq for one in x.plan.items if one.draws} for x in engine.in_flight
+        seen.append([{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.under_way]])
+        assert not any(item.seq in {one.seq for one in x.plan.items if one.draws} for x in engine.under_way
                        for item in plan.items)  # fmt: skip
         return launch(plan, moves)
 

@@ -198,7 +198,7 @@ def test_copies_of_experts(name, golden):
     assert said["layers"] > 0 and 1 <= said["after"] < said["before"]
     assert asked() == before  # a layer moved in each of the first steps
     assert {layer: own["devices"] for layer, own in llm.expert_loads().items()} != held
-    assert not runner.balance.queue and llm.get_metrics()["quire:expert_moves_total"] > 0
+    assert not runner.rebalancer.queue and llm.get_metrics()["quire:expert_moves_total"] > 0
     assert asked() == before
     assert runner.compiles.recompiles == 0
     check_places(runner)
@@ -224,7 +224,7 @@ def test_logits_with_copies(golden):
 
 def check_places(runner) -> None:
     """Copies are the same weights, and are where the tables say."""
-    for index, held_S in zip(runner.config.expert_layers, runner.experts.held_LS, strict=True):
+    for index, held_S in zip(runner.config.expert_layers, runner.expert_loads.held_LS, strict=True):
         moe = jax.device_get(runner.weights.layers[index].moe)
         for whole in jax.tree.leaves((moe.up_EDGF, moe.down_EFD)):
             for e in range(runner.config.experts):
@@ -260,7 +260,7 @@ def test_balance_comes_by_itself(golden, monkeypatch):
     then = llm.get_metrics()["quire:expert_device_skew"]
     assert llm.get_metrics()["quire:expert_moves_total"] > 0
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == first
-    llm.engine.runner.experts.held_LS = expert_loads.first_placements(llm.engine.runner.config)
+    llm.engine.runner.expert_loads.held_LS = expert_loads.first_placements(llm.engine.runner.config)
     as_first = llm.get_metrics()["quire:expert_device_skew"]
     assert sum(then.values()) < sum(as_first.values())
     assert llm.engine.runner.compiles.recompiles == 0

@@ -164,7 +164,7 @@ def test_codes_and_scales_move_together(name, options, quantization, golden):
     assert llm.rebalance_experts()["layers"] > 0
     assert scored() == before and scored() == before
     assert llm.get_metrics()["quire:expert_moves_total"] > 0 and runner.compiles.recompiles == 0
-    for index, held_S in zip(runner.config.expert_layers, runner.experts.held_LS, strict=True):
+    for index, held_S in zip(runner.config.expert_layers, runner.expert_loads.held_LS, strict=True):
         moe = jax.device_get(runner.weights.layers[index].moe)
         assert isinstance(moe.up_EDGF, Stack)
         for leaf in jax.tree.leaves((moe.up_EDGF, moe.down_EFD)):

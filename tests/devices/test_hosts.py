@@ -243,7 +243,7 @@ def test_strangers_are_left_outside(folder):
     """Somebody who knocks with something else does not disturb those who come together."""
     options = [EngineOptions(**together(3), process_id=index) for index in range(3)]
     host, port = rendezvous.address_of(options[0].coordinator_address)
-    found: dict[int, connection.Line] = {}
+    found: dict[int, connection.HostConnection] = {}
 
     def come(index: int) -> None:
         found[index] = rendezvous.come(host, port, options[index], {"a": 1}, print)
@@ -337,7 +337,7 @@ def received(data: bytes) -> tuple[str, list]:
     with one, two:
         sender = threading.Thread(target=one.sendall, args=(data,))
         sender.start()
-        with contextlib.closing(connection.Line(two)) as line:
+        with contextlib.closing(connection.HostConnection(two)) as line:
             found = line.receive(5)
         sender.join()
         return found
@@ -365,12 +365,19 @@ def test_what_is_no_message(data, said):
     with two:
         one.sendall(data)
         one.close()
-        with contextlib.closing(connection.Line(two)) as line, pytest.raises(connection.Gone, match=said):
+        with (
+            contextlib.closing(connection.HostConnection(two)) as line,
+            pytest.raises(connection.ConnectionLost, match=said),
+        ):
             line.receive(5)
 
 
 def test_silence():
     one, two = pair()
     told = "nothing was heard .* 0.05 s"
-    with one, contextlib.closing(connection.Line(two)) as line, pytest.raises(connection.Gone, match=told):
+    with (
+        one,
+        contextlib.closing(connection.HostConnection(two)) as line,
+        pytest.raises(connection.ConnectionLost, match=told),
+    ):
         line.receive(0.05)

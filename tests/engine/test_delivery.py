@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.serving.engine.delivery import SLICE, Courier, Inbox, Listener
+from quire.serving.engine.delivery import SLICE, Inbox, Listener, Outbox
 
 
 class Told:
@@ -19,9 +19,9 @@ class Told:
         return self.count
 
 
-def listen(courier: Courier, told: Told) -> Inbox:
+def listen(outbox: Outbox, told: Told) -> Inbox:
     inbox = Inbox()
-    courier.listeners[told.request_id] = Listener(inbox, 0, lambda request: told.read())
+    outbox.listeners[told.request_id] = Listener(inbox, 0, lambda request: told.read())
     return inbox
 
 
@@ -37,15 +37,15 @@ def test_the_last_delivery_does_not_overtake_the_one_before(readers):
     """What ends as the engine falls idle is sent at once, though the loop may still be giving out what came before."""
 
     async def main() -> list[int]:
-        courier = Courier(lambda: 0.0)
+        outbox = Outbox(lambda: 0.0)
         crowd = [Told(f"{number}") for number in range(readers)]
-        inboxes = [listen(courier, told) for told in crowd]
-        courier.note(crowd)
-        courier.send()
+        inboxes = [listen(outbox, told) for told in crowd]
+        outbox.note(crowd)
+        outbox.send()
         last = crowd[-1]
         last.finished = True
-        courier.note([last])
-        courier.send()
+        outbox.note([last])
+        outbox.send()
         return await taken(inboxes[-1], 2)
 
     assert asyncio.run(main()) == [1, 2]
@@ -53,36 +53,36 @@ def test_the_last_delivery_does_not_overtake_the_one_before(readers):
 
 def test_what_is_due_waits_for_the_delivery_before():
     async def main() -> None:
-        courier = Courier(lambda: 1000.0)
+        outbox = Outbox(lambda: 1000.0)
         crowd = [Told(f"{number}") for number in range(SLICE + 1)]
-        inboxes = [listen(courier, told) for told in crowd]
-        courier.note(crowd)
-        courier.send()
-        courier.note(crowd)
-        courier.sent = 0.0  # long ago
-        courier.deliver_due()
+        inboxes = [listen(outbox, told) for told in crowd]
+        outbox.note(crowd)
+        outbox.send()
+        outbox.note(crowd)
+        outbox.sent = 0.0  # long ago
+        outbox.deliver_due()
         assert [await taken(inbox, 1) for inbox in inboxes] == [[1]] * len(crowd)
-        courier.deliver_due()
+        outbox.deliver_due()
         assert [await taken(inbox, 1) for inbox in inboxes] == [[2]] * len(crowd)
 
     asyncio.run(main())
 
 
 def test_a_loop_that_closed_delays_nobody():
-    courier, gone, here = Courier(lambda: 1000.0), Told("gone"), Told("here")
+    outbox, gone, here = Outbox(lambda: 1000.0), Told("gone"), Told("here")
 
     async def leave() -> None:
-        listen(courier, gone)
-        courier.note([gone])
-        courier.send()  # and ends before it is given out
+        listen(outbox, gone)
+        outbox.note([gone])
+        outbox.send()  # and ends before it is given out
 
     async def stay() -> None:
-        inbox = listen(courier, here)
-        courier.note([gone, here])
-        courier.sent = 0.0
-        courier.deliver_due()
+        inbox = listen(outbox, here)
+        outbox.note([gone, here])
+        outbox.sent = 0.0
+        outbox.deliver_due()
         assert await taken(inbox, 1) == [1]
 
     asyncio.run(leave())
     asyncio.run(stay())
-    assert not courier.delivering()
+    assert not outbox.delivering()

@@ -69,7 +69,7 @@ def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CON
     """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same shape."""
     runner = Runner(config, weights, Limits(4, 16, 16), num_pages, 8, LENGTH, True, lambda: weights)
     if compiled is not None:
-        runner.compiled, runner.mover.programs = compiled.runner.compiled, compiled.runner.mover.programs
+        runner.compiled, runner.page_copier.programs = compiled.runner.compiled, compiled.runner.page_copier.programs
     return Engine(runner, None, PageTable(num_pages, 8, CONFIG.windows, tiers=tiers), LENGTH)
 
 
@@ -602,7 +602,7 @@ def test_what_failed_is_not_found_again(weights, engine):
     engine.runner.weights = weights
     assert run(engine, {0: [("b", prompt, params)]})["b"].num_cached_tokens == 0
     assert run(engine, {0: [("c", prompt, params)]})["c"].num_cached_tokens == 29
-    engine.recover(None, {})
+    list(engine.recover(RuntimeError("the device is gone")))
     assert run(engine, {0: [("d", prompt, params)]})["d"].num_cached_tokens == 0
 
 
@@ -739,7 +739,7 @@ def test_a_failed_step_leaves_what_the_host_has(weights, engine, tmp_path, monke
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
     first = run(own, {0: [("a", list(range(60)), params)]})["a"]
     run(own, {0: [("b", list(range(30, 90)), params)]})
-    own.recover(None, {})
+    list(own.recover(RuntimeError("the device is gone")))
     again = run(own, {0: [("c", list(range(60)), params)]})["c"]
     assert bits(again) == bits(first)
     assert again.num_cached_tokens > 0
@@ -803,7 +803,7 @@ def test_sleep_survives_a_step_that_fails(weights, engine):
 
 def test_a_trace_tells_every_step_and_every_request(weights, engine, tmp_path):
     own = make(weights, compiled=engine)
-    own.trace = Trace(tmp_path / "trace.json", own.clock)
+    own.observers.append(Trace(tmp_path / "trace.json"))
     rng = np.random.default_rng(0)
     arrivals, _, _ = random_mix(rng)
     plans, launch = [], own.runner.launch
@@ -836,7 +836,7 @@ def test_a_trace_tells_every_step_and_every_request(weights, engine, tmp_path):
 
 def test_a_trace_that_cannot_be_written_hurts_no_request(weights, engine, caplog):
     own = make(weights, compiled=engine)
-    own.trace = Trace(Path("/dev/full"), own.clock)
+    own.observers.append(Trace(Path("/dev/full")))
     output = run(own, {0: [("a", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))]})["a"]
     own.close()
     assert output.outputs[0].finish_reason == "length"
@@ -887,7 +887,7 @@ def test_priorities_go_first_and_waiting_makes_up_for_them(weights, engine):
     waiting.append(engine.add("late", [7], params, terms=Terms(priority=1)))
     clock.now += 1.5 * POINT
     waiting.append(engine.add("urgent but new", [8], params, terms=Terms(priority=-1)))
-    assert [engine.request_of[seq].request_id for seq in engine.scheduler.waiting] == [
+    assert [seq.request.request_id for seq in engine.scheduler.waiting] == [
         "urgent", "calm", "urgent but new", "late",
     ]  # fmt: skip
     while engine.busy:

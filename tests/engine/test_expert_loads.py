@@ -16,7 +16,7 @@ from quire.model import decoder, uncached
 from quire.model.checkpoint import loader
 from quire.serving.api.errors import RequestError
 from quire.serving.device import expert_loads
-from quire.serving.device.expert_loads import Experts
+from quire.serving.device.expert_loads import ExpertLoads
 from quire.serving.device.state import State
 from quire.serving.observe.metrics import render
 
@@ -71,7 +71,7 @@ def test_rows_of_each_expert(mixture):
     assert list(found) == sorted(wanted) != list(range(6))
     for layer, counts in wanted.items():
         assert (np.array(found[layer]["rows"]) - before[layer]).tolist() == counts.tolist()
-    text = render({"m": llm.engine.trace.metrics})[0].decode()
+    text = render({"m": llm.metrics})[0].decode()
     total = sum(sum(own["rows"]) for own in found.values())
     assert f'quire:expert_rows_total{{model_name="m"}} {float(total)}' in text
     assert f'quire:expert_skew{{layer="{next(iter(wanted))}",model_name="m"}}' in text
@@ -101,7 +101,7 @@ def test_what_an_operator_sees(mixture):
 
     with served(model_of(engine), admin=True) as server:
         status, found = ask(server, "GET", "/expert_loads")
-        assert (status, found["layers"]) == (200, json.loads(json.dumps(engine.runner.experts.loads())))
+        assert (status, found["layers"]) == (200, json.loads(json.dumps(engine.runner.expert_loads.loads())))
         status, found = ask(server, "POST", "/rebalance_experts")
         assert status == 400 and "expert_redundancy: is 0" in found["error"]["message"]
 
@@ -125,7 +125,7 @@ class Late:
 def test_counters_that_wrap_and_come_late(mixture):
     """They are asked for every so often, taken when they are there, and may pass 2^32."""
     config = mixture[1].engine.runner.config
-    host, state, asked = Experts(config), State({}, None, None, "loads"), []
+    host, state, asked = ExpertLoads(config), State({}, None, None, "loads"), []
     shape, rows = host.rows_LE.shape, 0
 
     def program(loads):

@@ -49,7 +49,7 @@ def runner(request):
 def engine_of(compiled: Runner, num_pages: int, tiers: Tiers | None = None, keeps: bool = True) -> Engine:
     """With a device state of its own, and the steps of the other."""
     runner = Runner(compiled.config, compiled.weights, compiled.limits, compiled.num_pages, 16, LENGTH, True)
-    runner.compiled, runner.mover.programs = compiled.compiled, compiled.mover.programs
+    runner.compiled, runner.page_copier.programs = compiled.compiled, compiled.page_copier.programs
     pages = PageTable((num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, tiers)
     return Engine(runner, None, pages, LENGTH)
 

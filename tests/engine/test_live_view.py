@@ -16,11 +16,12 @@ from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.observe import live_view as module
-from quire.serving.observe.observers import watch
+from quire.serving.observe.live_view import LiveView
+from quire.serving.observe.metrics import Metrics
 
 KEYS = {
     "t", "page_size", "limits", "groups", "used", "running", "waiting", "num_running", "num_waiting", "steps",
-    "cursor", "totals", "rates", "latency",
+    "cursor",
 }  # fmt: skip
 
 
@@ -45,13 +46,18 @@ def make(lent: Engine, pages: int = 200) -> tuple[Engine, Clock]:
     return Engine(runner, lent.tokenizer, table, lent.max_len, clock=clock), clock
 
 
+def watched(engine: Engine) -> LiveView:
+    engine.observers.append(live := LiveView())
+    return live
+
+
 def state_of(engine: Engine, index: int, page: int, numbers: dict) -> int:
     """Whose a page is, by asking everybody."""
     owners = [seq for seq in engine.scheduler.running if seq.pages and page in seq.pages[index]]
     if len(owners) > 1:
         return -2
     if owners:
-        return numbers[engine.request_of[owners[0]].request_id]
+        return numbers[owners[0].request.request_id]
     return -1 if page in engine.pages.groups[index].kept else 0
 
 
@@ -64,7 +70,7 @@ def most_alive(states: list[int]) -> int:
 def check(engine: Engine, shown: dict) -> None:
     assert shown.keys() == KEYS
     assert json.loads(msgspec.json.encode(shown)) == json.loads(json.dumps(shown))
-    running = {engine.request_of[seq] for seq in engine.scheduler.running}
+    running = {seq.request for seq in engine.scheduler.running}
     numbers = {one["id"]: one["number"] for one in shown["running"]}
     assert numbers.keys() == {request.request_id for request in running}
     assert len(set(numbers.values())) == len(numbers) and min(numbers.values(), default=1) >= 1
@@ -106,7 +112,7 @@ def test_a_snapshot_is_what_the_engine_is_like(lent, seed, cells):
     """In random runs with shared prefixes, preemptions and aborts; numbers stay, and small ones come back."""
     rng = random.Random(seed)
     engine, clock = make(lent, rng.choice((36, 60, 200)))
-    live, numbers = watch(engine).live, {}
+    live, numbers = watched(engine), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CELLS", cells)
         for index in range(60):
@@ -123,7 +129,7 @@ def test_a_snapshot_is_what_the_engine_is_like(lent, seed, cells):
             engine.step()
             clock.now += 0.1
             if rng.random() < 0.5:
-                shown = live.snapshot(engine, rng.choice((-1, 0, live.count)))
+                shown = live.look(engine, rng.choice((-1, 0, live.count)))
                 check(engine, shown)
                 assert "secret" not in str(shown)
                 mine = {one["id"]: one["number"] for one in shown["running"]}
@@ -136,27 +142,27 @@ def test_a_snapshot_is_what_the_engine_is_like(lent, seed, cells):
 
 def test_numbers_are_small_and_come_back(lent):
     engine, _ = make(lent)
-    live = watch(engine).live
+    live = watched(engine)
     for index in range(200):
         engine.add(str(index), [index + 3] * 3, SamplingParams(max_tokens=index % 7 + 1, ignore_eos=True))
     most = 0
     while engine.busy:
         engine.step()
-        most = max(most, *(one["number"] for one in live.snapshot(engine)["running"]), 0)
+        most = max(most, *(one["number"] for one in live.look(engine)["running"]), 0)
     assert most == 4
-    assert live.snapshot(engine)["running"] == []
+    assert live.look(engine)["running"] == []
     assert live.numbers == {}
 
 
 def test_steps_since_the_last_look_of_each_watcher(lent):
     engine, clock = make(lent)
-    live = watch(engine).live
+    live = watched(engine)
     plans, launch = [], engine.runner.launch
     engine.runner.launch = lambda plan, moves: plans.append(plan) or launch(plan, moves)
     try:
         for index in range(4):
             engine.add(str(index), [index + 3] * 30, SamplingParams(max_tokens=200, ignore_eos=True))
-        one = live.snapshot(engine, -1)
+        one = live.look(engine, -1)
         assert (one["steps"], one["cursor"]) == ([], 0)
         seen: dict[str, list] = {"a": [], "b": []}
         cursors = {"a": one["cursor"], "b": 0}
@@ -168,11 +174,11 @@ def test_steps_since_the_last_look_of_each_watcher(lent):
             clock.now += 0.01
             for name in ("a", "b"):
                 if rng.random() < {"a": 0.5, "b": 0.05}[name]:
-                    shown = live.snapshot(engine, cursors[name])
+                    shown = live.look(engine, cursors[name])
                     seen[name] += shown["steps"]
                     cursors[name] = shown["cursor"]
         for name in seen:
-            seen[name] += live.snapshot(engine, cursors[name])["steps"]
+            seen[name] += live.look(engine, cursors[name])["steps"]
         assert seen["a"] == seen["b"]
         expected = [
             [at, plan.num_rows, sum(item.num_rows == 1 for item in plan.items), len(plan.items), pytest.approx(0.01)]
@@ -180,42 +186,43 @@ def test_steps_since_the_last_look_of_each_watcher(lent):
         ]
         assert seen["a"] == expected
         assert {step[1] == step[2] for step in seen["a"]} == {True, False}  # with prompts and without
-        assert live.snapshot(engine, 10**6)["steps"] == []  # from before a restart
+        assert live.look(engine, 10**6)["steps"] == []  # from before a restart
     finally:
         del engine.runner.launch
 
 
 def test_steps_are_kept_while_somebody_watches(lent):
     engine, clock = make(lent)
-    live = watch(engine).live
+    live = watched(engine)
     engine.add("a", [5] * 20, SamplingParams(max_tokens=400, ignore_eos=True))
     for _ in range(5):
         engine.step()
-    assert live.snapshot(engine, 0)["steps"] == []
+    assert live.look(engine, 0)["steps"] == []
     for _ in range(3):
         engine.step()
-    assert len(live.snapshot(engine, 0)["steps"]) == 3
+    assert len(live.look(engine, 0)["steps"]) == 3
     clock.now += module.PATIENCE + 1
     engine.step()
     assert not live.steps and not live.numbers
     for _ in range(4):
         engine.step()
-    cursor = live.snapshot(engine, 0)["cursor"]
+    cursor = live.look(engine, 0)["cursor"]
     for _ in range(300):
         engine.step()
-    assert len(live.snapshot(engine, cursor)["steps"]) == 300
+    assert len(live.look(engine, cursor)["steps"]) == 300
     engine.add("b", [6] * 20, SamplingParams(max_tokens=400, ignore_eos=True))
     for _ in range(400):
         engine.step()
-    assert len(live.snapshot(engine, cursor)["steps"]) == module.STEPS
+    assert len(live.look(engine, cursor)["steps"]) == module.STEPS
 
 
 def test_totals_rates_and_latencies(lent):
     engine, clock = make(lent)
-    watchers = watch(engine)
-    live, gaps, firsts, tokens, prompts = watchers.live, [], [], 0, 0
-    assert live.snapshot(engine)["latency"] == {"ttft": None, "itl": None}
-    assert live.snapshot(engine)["rates"] == {"generation": 0, "prompt": 0}
+    metrics = Metrics(engine)
+    engine.observers.append(metrics)
+    gaps, firsts, tokens, prompts = [], [], 0, 0
+    assert metrics.recent(clock.now)["latency"] == {"ttft": None, "itl": None}
+    assert metrics.recent(clock.now)["rates"] == {"generation": 0, "prompt": 0}
     rng = random.Random(7)
     for index in range(3):
         engine.add(str(index), [index + 3] * (40 + index), SamplingParams(max_tokens=100, ignore_eos=True))
@@ -235,13 +242,13 @@ def test_totals_rates_and_latencies(lent):
             last[request] = clock.now
         tokens += len(new)
         written.append((clock.now, len(new)))
-        shown = live.snapshot(engine)
+        shown = metrics.recent(clock.now)
         recent = sum(count for at, count in written if at > clock.now - 1)
         assert shown["rates"]["generation"] == pytest.approx(recent, abs=3 * 0.41 / 0.01)
         assert shown["totals"]["generation_tokens"] == tokens
         assert shown["totals"]["prompt_tokens"] == prompts
     assert clock.now - arrival < 55
-    shown = live.snapshot(engine)
+    shown = metrics.recent(clock.now)
     for name, values in (("itl", gaps), ("ttft", firsts)):
         exact = [sorted(values)[math.ceil(share * len(values)) - 1] * 1e3 for share in (0.5, 0.9, 0.99)]
         assert shown["latency"][name] == pytest.approx(exact, rel=0.011)
@@ -251,10 +258,10 @@ def test_totals_rates_and_latencies(lent):
         "generation_tokens": 300,
         "cached_tokens": sum(request.sequences[0].num_cached for request in last),
         "preemptions": 0,
-        "recompiles": watchers.metrics.values()["quire:recompiles_total"],
+        "recompiles": metrics.values()["quire:recompiles_total"],
     }
     clock.now += 70
-    shown = live.snapshot(engine)
+    shown = metrics.recent(clock.now)
     assert shown["latency"] == {"ttft": None, "itl": None}
     assert shown["rates"] == {"generation": 0, "prompt": 0}
 
@@ -264,7 +271,8 @@ def test_totals_rates_and_latencies(lent):
 def test_rates_of_a_steady_stream(lent, pause, idle):
     """Four tokens a step, at any pace, after a pause or not."""
     engine, clock = make(lent)
-    live = watch(engine).live
+    metrics = Metrics(engine)
+    engine.observers.append(metrics)
     launch = engine.runner.launch
 
     def slow(plan, moves):
@@ -286,28 +294,29 @@ def test_rates_of_a_steady_stream(lent, pause, idle):
                 engine.step()
             lasted = min(clock.now - begun, 1.0)
             tokens = 4 / pause * lasted if clock.now - begun >= 1 else 400
-            assert live.snapshot(engine)["rates"]["generation"] == pytest.approx(tokens, rel=0.15, abs=8)
+            assert metrics.recent(clock.now)["rates"]["generation"] == pytest.approx(tokens, rel=0.15, abs=8)
     finally:
         del engine.runner.launch
 
 
 def test_rows_of_a_prompt_count_as_read(lent):
     engine, clock = make(lent)
-    live = watch(engine).live
+    metrics = Metrics(engine)
+    engine.observers.append(metrics)
     engine.add("a", list(range(3, 203)), SamplingParams(max_tokens=3, ignore_eos=True))
     for _ in range(10):
         clock.now += 0.01
         engine.step()
-    assert live.snapshot(engine)["rates"]["prompt"] == pytest.approx(200)
+    assert metrics.recent(clock.now)["rates"]["prompt"] == pytest.approx(200)
 
 
 def test_long_lists_are_cut(lent):
     engine, _ = make(lent)
-    live = watch(engine).live
+    live = watched(engine)
     for index in range(150):
         engine.add(str(index), [5] * 20, SamplingParams(max_tokens=100, n=2, ignore_eos=True))
     engine.step()
-    shown = live.snapshot(engine)
+    shown = live.look(engine)
     assert len(shown["waiting"]) == 64
     assert (shown["num_running"], shown["num_waiting"]) == (2, 148)
     check(engine, shown)
@@ -316,10 +325,10 @@ def test_long_lists_are_cut(lent):
 def test_cells_of_many_pages(lent):
     """A huge cache is shown in 2048 cells at most."""
     engine, _ = make(lent, 100_001)
-    live = watch(engine).live
+    live = watched(engine)
     engine.add("a", [5] * 200, SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(6):
         engine.step()
-    for group in live.snapshot(engine)["groups"]:
+    for group in live.look(engine)["groups"]:
         assert (group["pages"], group["each"], len(group["cells"])) == (100_000, 49, 2041)
         assert np.sum(np.array(group["cells"]) == 1) >= 1

@@ -274,7 +274,7 @@ def test_async_streams_share_the_engine(texts):
             await task
 
         watched = asyncio.create_task(collect(llm, PROMPTS[0], long, request_id="mine"))
-        while "mine" not in llm.thread.courier.listeners:
+        while "mine" not in llm.thread.outbox.listeners:
             await asyncio.sleep(0.01)
         with pytest.raises(RequestError, match="mine"):
             await collect(llm, PROMPTS[0], GREEDY, request_id="mine")
@@ -289,7 +289,7 @@ def test_async_streams_share_the_engine(texts):
             await asyncio.sleep(0.02)
         assert llm.engine.pages.used() == 0
         assert not llm.engine.requests
-        assert not llm.thread.courier.listeners
+        assert not llm.thread.outbox.listeners
 
     asyncio.run(scenario())
     llm.close()

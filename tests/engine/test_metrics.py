@@ -26,11 +26,12 @@ from quire.serving.api.outputs import FINISH_REASONS
 from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
+from quire.serving.engine.step_record import Observer
 from quire.serving.llm import LLM
 from quire.serving.observe.histogram import Histogram, Recent, one_two_five
-from quire.serving.observe.metrics import Http, Metrics, render
-from quire.serving.observe.observers import watch
-from quire.serving.observe.trace import NoTrace, Trace
+from quire.serving.observe.live_view import LiveView
+from quire.serving.observe.metrics import HttpMetrics, Metrics, render
+from quire.serving.observe.trace import Trace
 from quire.serving.request.pooling import PARAMS
 
 BOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
@@ -117,6 +118,11 @@ def make(lent: Engine, pages: int = 200, clock=None, caching: bool = True) -> En
     return Engine(runner, lent.tokenizer, table, lent.max_len, clock=clock or Clock())
 
 
+def watched(engine: Engine) -> Metrics:
+    engine.observers.append(metrics := Metrics(engine))
+    return metrics
+
+
 class Count:
     """Keeps its own books: it sees requests as a user does, and the plans that are carried out."""
 
@@ -161,8 +167,7 @@ class Count:
         before = self.laps["collect"]
         act()
         at = self.clock.now if self.laps["collect"] > before else None
-        if not self.engine.asleep:
-            self.laps["update"] += self.laps["collect"] - before
+        self.laps["update"] += self.laps["collect"] - before
         for request, counts in self.seen.items():
             self.tokens(request, counts, at)
         self.ended(self.clock.now)
@@ -186,7 +191,7 @@ class Count:
             del self.seen[request]
             output, params, values = request.output(), request.params, self.values
             lengths = [seq.num_output for seq in request.sequences]
-            reasons = [stream.finish_reason for stream in request.streams]
+            reasons = [completion.finish_reason for completion in request.completions]
             order = ["error", "timeout", "abort", "length", "stop"]
             self.ends[next(reason for reason in order if reason in reasons)] += 1
             self.counts["preemptions"] += output.metrics.num_preemptions
@@ -324,7 +329,7 @@ def mixed(lent: Engine, seed: int) -> Metrics:
     broken = rng.choice((0, 0, 0.01))
     for compiled in engine.runner.compiled.values():
         compiled.chance = lambda: rng.random() >= broken
-    metrics = watch(engine).metrics
+    metrics = watched(engine)
     count = Count(engine, clock, rng)
     try:
         for index in range(rng.randrange(1, 120)):
@@ -357,7 +362,7 @@ def mixed(lent: Engine, seed: int) -> Metrics:
         assert not engine.requests
         compare(metrics, count)
         check_state(metrics, engine)
-        assert not (metrics.begun or metrics.latest or metrics.earlier or metrics.flying), "what is over is remembered"
+        assert not (metrics.begun or metrics.latest or metrics.earlier), "what is over is remembered"
         return metrics
     finally:
         count.close()
@@ -382,7 +387,7 @@ def test_phases_are_what_the_thread_did(lent, monkeypatch):
     """Each part takes a time of its own, and turns without a step count nowhere."""
     clock = Clock()
     engine = make(lent, clock=clock)
-    metrics = watch(engine).metrics
+    metrics = watched(engine)
 
     def slow(owner, name, seconds):
         original = getattr(owner, name)
@@ -397,7 +402,7 @@ def test_phases_are_what_the_thread_did(lent, monkeypatch):
     slow(engine.scheduler, "schedule", 0.015625)
     slow(engine.runner, "launch", 0.25)
     slow(engine.runner, "collect", 2.0)
-    slow(engine, "update", 16.0)
+    slow(engine, "take_in", 16.0)
     engine.add("a", [5] * 20, SamplingParams(max_tokens=5, ignore_eos=True))
     while engine.busy:
         engine.step()
@@ -415,7 +420,7 @@ def test_phases_are_what_the_thread_did(lent, monkeypatch):
 def test_one_family_for_all_models(lent):
     engines = [make(lent), make(lent)]
     names = ['a "quoted"\nname', "b\\c"]
-    models = {name: watch(engine).metrics for name, engine in zip(names, engines, strict=True)}
+    models = {name: watched(engine) for name, engine in zip(names, engines, strict=True)}
     engines[1].add("x", [5] * 20, SamplingParams(max_tokens=3, ignore_eos=True))
     while engines[1].busy:
         engines[1].step()
@@ -431,7 +436,7 @@ def test_one_family_for_all_models(lent):
 
 def test_values_are_those_of_the_exposition(lent):
     engine = make(lent)
-    metrics = watch(engine).metrics
+    metrics = watched(engine)
     for index in range(6):
         engine.add(str(index), [5] * 40, SamplingParams(max_tokens=8, ignore_eos=True))
     for _ in range(5):
@@ -460,7 +465,7 @@ def test_values_are_those_of_the_exposition(lent):
 
 def test_sleep_states(lent):
     engine = make(lent)
-    metrics = watch(engine).metrics
+    metrics = watched(engine)
     awake = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
     assert metrics.values()["vllm:engine_sleep_state"] == awake
     for level, name in ((1, "weights_offloaded"), (2, "discard_all")):
@@ -473,14 +478,14 @@ def test_sleep_states(lent):
 def test_read_while_it_is_written(lent):
     """Another thread reads: counts are those of the buckets, and nothing goes back."""
     engine = make(lent)
-    metrics = watch(engine).metrics
+    metrics = watched(engine)
     stop, errors, readings = threading.Event(), [], [0]
 
     def read():
         before: dict = {}
         try:
             while not stop.is_set():
-                now = parsed(render({"m": metrics}, Http())[0])
+                now = parsed(render({"m": metrics}, HttpMetrics())[0])
                 for key, value in now.items():
                     name = key if isinstance(key, str) else key[0]
                     if name.endswith("_count"):
@@ -512,10 +517,10 @@ def metric_names(expressions: str) -> set[str]:
 
 
 def exported(lent) -> set[str]:
-    http = Http()
+    http = HttpMetrics()
     http.request("/v1/models", "GET", 200)
     engine = make(lent)
-    text = render({"m": watch(engine).metrics}, http)[0].decode()
+    text = render({"m": watched(engine)}, http)[0].decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
@@ -559,7 +564,7 @@ def test_the_board_asks_for_what_there_is(lent):
 
 
 def test_what_the_server_counts_is_bounded():
-    http = Http()
+    http = HttpMetrics()
     http.request("/v1/models", "GET", 200)
     http.request("/v1/models", "GET", 200)
     http.request("other", "other", 404)
@@ -576,14 +581,16 @@ def test_what_the_server_counts_is_bounded():
     assert found["quire:streams_open"] == 1
     for index in range(5000):
         http.request(f"/{index}", "GET", 200)
-    assert len(http.requests) <= Http.MOST + 1
+    assert len(http.requests) <= HttpMetrics.MOST + 1
     assert sum(http.requests.values()) == 5003
 
 
 def test_an_engine_that_nobody_has_goes_at_once(lent):
     """Its weights are gigabytes: they cannot wait for a collection of cycles."""
     engine = make(lent)
-    watch(engine, NoTrace()).live.snapshot(engine)
+    watched(engine)
+    engine.observers.append(live := LiveView())
+    live.look(engine)
     engine.add("a", [5] * 20, SamplingParams(max_tokens=5))
     for _ in range(3):
         engine.step()
@@ -596,25 +603,41 @@ def test_an_engine_that_nobody_has_goes_at_once(lent):
         gc.enable()
 
 
-def test_all_watchers_hear_all(lent, tmp_path):
+def test_all_observers_hear_all(lent, tmp_path):
+    """Each step leaves one record, whoever else hears of it; what is launched is taken in, or fails."""
     told: list[list] = [[], []]
+    ended: list[str] = []
 
-    class Hears(NoTrace):
-        def __init__(self, calls):
-            for name in ("begin", "lap", "launched", "collected", "end", "failed", "close"):
-                setattr(self, name, lambda *given, name=name, **more: calls.append((name, len(given), sorted(more))))
+    class Hears(Observer):
+        def __init__(self, records: list):
+            self.records = records
+
+        def observe(self, record) -> None:
+            self.records.append(record)
+            ended.extend(request.request_id for request in record.changed if request.finished)
+
+        def close(self) -> None:
+            self.records.append("closed")
 
     engine = make(lent)
-    engine.trace = Hears(told[0])
+    trace = Trace(tmp_path / "trace.json")
+    engine.observers += [Hears(told[0]), Metrics(engine), LiveView(), trace, Hears(told[1])]
     drive(engine)
-    engine = make(lent)
-    watch(engine, Hears(told[1]))
-    drive(engine)
-    assert told[0] == told[1]
-    assert {name for name, *_ in told[0]} == {"begin", "lap", "launched", "collected", "end", "failed", "close"}
-    engine = make(lent)
-    watch(engine, Trace(tmp_path / "trace.json", engine.clock))
-    drive(engine)
+    assert told[0] == told[1] and told[0].pop() == "closed"
+    launched = [record.launched.plan for record in told[0] if record.launched is not None]
+    taken = [record.taken.plan for record in told[0] if record.taken is not None]
+    lost = [plan for plan in launched if not any(plan is other for other in taken)]
+    assert len(lost) == 1 and [plan for plan in launched if plan is not lost[0]] == taken
+    assert sorted(ended) == ["a", "a", "b", "b", "c", "c"]
+    assert any(record.running == 2 for record in told[0]) and told[0][-1].running == told[0][-1].waiting == 0
+    for record in told[0]:
+        times = [record.began]
+        if (step := record.launched) is not None:
+            times += [step.scheduled, step.launched]
+        if (step := record.taken) is not None:
+            assert step.device_began <= step.collected
+            times += [step.began, step.collected]
+        assert times == sorted(times) and times[-1] <= record.ended
     assert len(json.loads((tmp_path / "trace.json").read_text())) > 20
 
 
@@ -678,10 +701,10 @@ def test_every_engine_has_them(tmp_path):
     with LLM(str(tmp_path / "model"), skip_tokenizer_init=True, **options) as llm:
         prompts = [{"prompt_token_ids": [5, 6, 7, index]} for index in range(5)]
         llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-        values = llm.engine.trace.metrics.values()
+        values = llm.get_metrics()
         assert values["vllm:request_success_total"] == dict.fromkeys(FINISH_REASONS, 0) | {"length": 5}
         assert values["vllm:generation_tokens_total"] == 20
         assert values["quire:recompiles_total"] == 0
         assert 0 < values["vllm:e2e_request_latency_seconds"]["sum"] < 600
-        assert llm.engine.trace.live.snapshot(llm.engine)["totals"]["requests"] == 5
+        assert llm.metrics.recent(0)["totals"]["requests"] == 5
     assert len(json.loads(Path(trace).read_text())) > 20

@@ -49,7 +49,7 @@ def oracle(compiled):
 
 def engine_of(old: Runner, num_pages: int = 400) -> Engine:
     runner = Runner(old.config, old.weights, old.limits, old.num_pages, 16, LENGTH)
-    runner.compiled, runner.mover.programs = old.compiled, old.mover.programs
+    runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
     return Engine(runner, None, PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows), LENGTH)
 
 

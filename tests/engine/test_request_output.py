@@ -82,7 +82,7 @@ def test_what_is_taken_adds_up(tokenizer):
         request, parts = make(tokenizer, params), []
         eager = rng.random()  # how often somebody looks
         while not request.finished:
-            live = [i for i, stream in enumerate(request.streams) if stream.finish_reason is None]
+            live = [i for i, stream in enumerate(request.completions) if stream.finish_reason is None]
             if rng.random() < 0.02:
                 request.end(rng.choice(live), rng.choice(("abort", "timeout", "error")))
             else:
@@ -91,7 +91,7 @@ def test_what_is_taken_adds_up(tokenizer):
                 draw(request, rng.choice(live), token, rng)
             if rng.random() < eager:
                 delta = request.take()
-                assert not delta.parts or len(request.streams) == params.n or delta.finished
+                assert not delta.parts or len(request.completions) == params.n or delta.finished
                 parts += delta.parts
             if rng.random() < 0.1:
                 request.output()
@@ -120,7 +120,7 @@ class Watched(list):
 
 def test_taking_costs_what_is_new(tokenizer):
     request = make(tokenizer, SamplingParams(logprobs=1, stop=["never there"]), max_tokens=4000)
-    stream, rng = request.streams[0], random.Random(1)
+    stream, rng = request.completions[0], random.Random(1)
     stream.seq.tokens, stream.parts, stream.logprobs = Watched([5, 6]), Watched(), Watched()
     ids = sorted(set(range(tokenizer.vocab_size)) - tokenizer.eos_token_ids)
     while not request.finished:

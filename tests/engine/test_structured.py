@@ -183,7 +183,7 @@ def test_spaces_of_json(llm):
         (constraint,) = llm.engine.grammars.constraints({"json": json.dumps(schema), **spacing}, 1)
         (opening,) = llm.get_tokenizer().encode("{", add_special_tokens=False)
         constraint.advance(opening)
-        spaces = {llm.get_tokenizer().token_bytes(token) for token in np.flatnonzero(np.isfinite(constraint.row(())))}
+        spaces = {llm.get_tokenizer().token_bytes(token) for token in np.flatnonzero(constraint.allowed(()))}
         assert {text for text in spaces if len(text) == 1} == {b'"'} | {bytes([byte]) for byte in wanted}
 
 
@@ -272,7 +272,7 @@ def compiled():
 def engine_of(compiled, num_pages: int) -> Engine:
     old, tokenizer = compiled
     runner = Runner(old.config, old.weights, old.limits, old.num_pages, 16, LENGTH)
-    runner.compiled, runner.mover.programs = old.compiled, old.mover.programs
+    runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
     return Engine(runner, tokenizer, PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows), LENGTH)
 
 
@@ -375,8 +375,7 @@ def test_hostile_grammars_are_refused_or_served_in_time(llm):
             continue
         for _ in range(20):
             begun = time.perf_counter()
-            row = constraint.row(eos)
-            allowed = np.flatnonzero(np.isfinite(row))
+            allowed = np.flatnonzero(constraint.allowed(eos))
             if not len(allowed) or constraint.advance(int(rng.choice(allowed))):
                 break
             assert time.perf_counter() - begun < 1
@@ -478,7 +477,7 @@ def test_threads_compile_side_by_side(llm):
 
     def work(start: int) -> None:
         for i in range(30):
-            found.append(grammars.constraints({"regex": f"{(start + i) % 40}x*"}, 1)[0].row(()))
+            found.append(grammars.constraints({"regex": f"{(start + i) % 40}x*"}, 1)[0].allowed(()))
 
     threads = [threading.Thread(target=work, args=(start,)) for start in range(0, 40, 10)]
     for thread in threads:

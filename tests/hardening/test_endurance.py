@@ -29,7 +29,7 @@ def engine():
 
 
 def check_idle(engine) -> None:
-    assert not engine.busy and not engine.requests and not engine.request_of
+    assert not engine.busy and not engine.requests
     engine.scheduler.check()
     assert all(group.free == group.num_pages - 1 for group in engine.pages.groups)
     assert len(engine.scheduler.free_slots) == 16

@@ -18,7 +18,6 @@ from served import model_of, served
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.http.endpoints.openapi import ABOUT, ERROR
-from quire.serving.observe.observers import watch
 from quire.serving.protocol.schema import BODIES
 
 TOTAL = cases(3000, least=300)
@@ -42,7 +41,6 @@ MESSAGES_ERROR = {
 @pytest.fixture(scope="module")
 def server():
     engine = make_engine(options_of(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512))
-    watch(engine)
     with served(model_of(engine)) as state:
         state.engine, state.canary, state.counts = engine, Canary(state.url), Counter()
         state.schema = schemathesis.openapi.from_url(f"{state.url}/openapi.json")

@@ -14,7 +14,6 @@ from served import FORMATS, model_of, scripted, served
 
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
-from quire.serving.observe.observers import watch
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -29,7 +28,6 @@ def say(prompt: str) -> str:
 def real():
     """The bundled model, served."""
     engine = make_engine(options_of(None, max_num_seqs=40, max_num_batched_tokens=128, max_model_len=256))
-    watch(engine)
     with served(model_of(engine), max_choices=128) as state:
         state.engine, state.canary = engine, Canary(state.url)
         yield state

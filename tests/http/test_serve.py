@@ -62,10 +62,10 @@ def idle(server, seconds: float = 5.0) -> None:
     until = time.monotonic() + seconds
     while server.engine.busy and time.monotonic() < until:
         time.sleep(0.01)
-    assert not server.engine.busy and not server.engine.requests and not server.engine.request_of
+    assert not server.engine.busy and not server.engine.requests
     server.engine.scheduler.check()
     assert server.engine.pages.used() == 0
-    assert not server.service.models.models[0].llm.thread.courier.listeners
+    assert not server.service.models.models[0].llm.thread.outbox.listeners
 
 
 def test_a_stream_says_what_the_whole_answer_says(server):

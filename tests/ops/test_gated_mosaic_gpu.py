@@ -45,8 +45,8 @@ def card(monkeypatch, tmp_path):
 
 
 def another_process() -> None:
-    gate.doubts.cache_clear()
-    gate.explain.cache_clear()
+    gate.refusal.cache_clear()
+    gate.warn_once.cache_clear()
     jax.clear_caches()
 
 
@@ -55,7 +55,7 @@ class Tried:
 
     def __init__(self, monkeypatch, found):
         self.kinds, self.found = [], found
-        monkeypatch.setattr(gate, "try_apart", self)
+        monkeypatch.setattr(gate, "test", self)
 
     def __call__(self, kind: str):
         self.kinds.append(json.loads(kind))
@@ -188,10 +188,10 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
     says.chmod(says.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(says))
     monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
-    assert gate.try_apart("{}") == {"false": 1, f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two": 2}
+    assert gate.test("{}") == {"false": 1, f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two": 2}
     says.write_text("#!/bin/sh\necho goodbye\n")
     with pytest.raises(gate.TrialFailed, match="it said 'goodbye"):
-        gate.try_apart("{}")
+        gate.test("{}")
 
 
 @pytest.mark.parametrize("spoilt", [False, True])

@@ -12,7 +12,7 @@ from scipy import special, stats
 
 from quire.ops import native, sampling
 from quire.ops.native import build, kernel_names
-from quire.ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs, count_tokens, empty_state, reset_slot, xla
+from quire.ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs, count_tokens, empty_state, replace_row, xla
 
 OFF = {
     "slots_R": (np.int32, 0),
@@ -376,7 +376,7 @@ def test_no_nan_is_overlooked(run):
 def test_a_row_with_every_token_banned_is_not_ok(run):
     only_V = np.arange(V) == 3
     row = sampling.SlotState(jnp.where(only_V, 0, -jnp.inf), only_V, np.zeros(V, np.int32), np.zeros(V, bool))
-    state = reset_slot(empty_state(SLOTS, V), 1, row)
+    state = replace_row(empty_state(SLOTS, V), 1, row)
     inputs = make_inputs(
         8, slots=1, biased=True, ban_stop=[False] + [True] * 7, temperature=np.arange(8) % 2, targets=[-1] * 7 + [5]
     )
@@ -412,7 +412,7 @@ def test_a_new_request_finds_its_slot_clean_and_the_others_as_they_were():
     _, state, _ = mixed_case(20, 18, 3)
     before = jax.tree.map(np.asarray, state)
     row = sampling.SlotState(jnp.arange(20.0), jnp.arange(20) == 4, jnp.arange(20) % 3, jnp.arange(20) > 7)
-    after = jax.jit(reset_slot, donate_argnums=0)(state, 1, row)
+    after = jax.jit(replace_row, donate_argnums=0)(state, 1, row)
     for leaf, old, new in zip(*map(jax.tree.leaves, (after, before, row)), strict=True):
         np.testing.assert_array_equal(leaf[1], np.broadcast_to(new, 20))
         np.testing.assert_array_equal(leaf[np.array([0, 2])], old[[0, 2]])

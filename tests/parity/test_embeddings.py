@@ -10,7 +10,7 @@ from golden.folder import prompts, write_folder
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from parity import reference  # noqa: E402
+import reference  # noqa: E402
 
 from quire import LLM  # noqa: E402
 

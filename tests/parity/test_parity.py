@@ -16,7 +16,7 @@ from published_moe import PUBLISHED_MOE
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from parity import reference  # noqa: E402
+import reference  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.model import uncached  # noqa: E402

@@ -24,7 +24,7 @@ from quire.scripts.gpu import step as gpu_step
 from quire.scripts.gpu.attention import RIGHT, TimedTrial
 from quire.scripts.gpu.check import PARTS, CheckPart, check
 from quire.scripts.gpu.common import FULL, PAGE, TINY, PartReport, attention_by, read_bytes
-from quire.serving.device.pipeline import Stages
+from quire.serving.device.pipeline import Pipeline
 from quire.serving.device.step import step
 from quire.serving.engine.batch_builder import Batcher
 from quire.serving.engine.scheduler import Limits
@@ -94,7 +94,7 @@ def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
     config = llama.config(FULL.hf | {"num_hidden_layers": 2}, length)
     weights = jax.tree.map(lambda spec: spec.struct, abstract(config))
     layouts = Batcher(Limits(64, FULL.rows, 64), 1, PAGE, -(-length // PAGE)).layouts
-    state = Stages(config, None).abstract_state((100,), PAGE, 64)
+    state = Pipeline(config, None).abstract_state((100,), PAGE, 64)
     pages = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.pages)
     for size in (min(layouts), max(layouts)):
         buffer, decodes = layouts[size].padding, size.rows == size.seqs

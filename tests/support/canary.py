@@ -124,6 +124,6 @@ def settled(engine: Any, seconds: float = 5.0) -> None:
     until = time.monotonic() + seconds
     while (engine.busy or engine.requests) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not engine.busy and not engine.requests and not engine.request_of
+    assert not engine.busy and not engine.requests
     engine.scheduler.check()
     assert engine.pages.used() == 0

@@ -24,40 +24,40 @@ from quire.serving.protocol.answers import shapes
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 CLIENTS = ("test_clients_openai", "test_clients_anthropic")
+sys.path.append(str(Path(__file__).parents[1] / "http"))  # where these are
 BEYOND = {  # what the OpenAPI document leaves out
-    "/live": "What the page draws, as server-sent events.",
-    "/openapi.json": "This table for machines.",
-    "/reset_prefix_cache": "Forget the pages that are kept for prompts to come.",
-    "/sleep": "Free the device's memory; `level` 2 the host's too. Requests under way wait.",
-    "/wake_up": "Serve again.",
-    "/is_sleeping": "Whether it sleeps.",
-    "/pause": "Accept requests, and let them wait.",
-    "/resume": "Go on.",
-    "/expert_loads": "By layer of a mixture of experts, the rows that each expert got, and where they lie.",
-    "/rebalance_experts": "Place the experts as recent rows ask for, with `--expert-redundancy`.",
+    "/live": "The page's data, as server-sent events.",
+    "/openapi.json": "These endpoints as an OpenAPI document.",
+    "/reset_prefix_cache": "Empty the prefix cache.",
+    "/sleep": "Free the device's memory; with `level` 2 also the host's. Requests under way wait.",
+    "/wake_up": "Serve again after `/sleep`.",
+    "/is_sleeping": "Whether the model sleeps.",
+    "/pause": "Accept requests without computing them.",
+    "/resume": "Compute again after `/pause`.",
+    "/expert_loads": "For each layer of a mixture of experts, how many tokens each expert got, and its device.",
+    "/rebalance_experts": "Place the copies of experts by recent loads, with `--expert-redundancy`.",
 }
 INTRODUCTION = """\
-A client for OpenAI's interface is given `http://127.0.0.1:8000/v1` as its base URL, one for Anthropic's the same
-without `/v1`.
-Fields that a client has no argument for go into `extra_body`. A field is applied, or a label without effect, or refused
-with a status of 400 that names it; null is as if it were not given. A field that is in no table is refused too."""
+The base URL is `http://127.0.0.1:8000/v1` for OpenAI's clients and `http://127.0.0.1:8000` for Anthropic's.
+Fields that a client has no argument for go into `extra_body`. A field is applied, is a label without effect, or is
+refused with a 400 that names it. null means that a field is not given. A field that is in no table is refused too."""
 FAILURES = """\
-An error is `{"error": {"message", "type", "param", "code"}}`, and at `/v1/messages` `{"type": "error", "error":
-{"type", "message"}}`. In a stream that has begun it comes as an event, at `/v1/responses` as `response.failed`."""
+An error is `{"error": {"message", "type", "param", "code"}}`; at `/v1/messages` it is `{"type": "error", "error":
+{"type", "message"}}`. In a stream that has begun it is an event, at `/v1/responses` `response.failed`."""
 STATUSES = {
     400: "A field is wrong; `param` names it.",
     401: "No valid key was given.",
-    403: "The Host is not one that the server answers to.",
+    403: "The server does not answer to this Host.",
     404: "There is no such path or model.",
     405: "The path has another method.",
-    408: "The body did not come in time, or `timeout` was over before there was a vector or a score.",
+    408: "The body did not arrive in time, or `timeout` passed before there was a vector or a score.",
     413: "The body is larger than `--max-body-bytes`.",
     415: "The body is not declared as JSON.",
-    429: "The queue is full; `Retry-After` says when to come again.",
+    429: "The queue is full; `Retry-After` says when to try again.",
     500: "A step of the engine failed; the request can be sent again.",
     503: "The server shuts down, or the model or its engine has failed.",
 }
-SEEN = "Each row is a test that runs the client as it is against a server over a socket."
+SEEN = "Each row is a test with the official client against a server over a socket."
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 VALUES: dict[str, Any] = {  # for each field that is applied a value that is not the one without it

@@ -18,7 +18,6 @@ from quire.serving.http.models import Model, Models
 from quire.serving.http.prompting import Formats
 from quire.serving.http.service import Service
 from quire.serving.http.settings import Settings
-from quire.serving.observe.observers import watch
 
 # A conversation as text that a script can look at: tools, then turns, as Hermes and Qwen write them.
 TEMPLATE = (
@@ -93,7 +92,6 @@ class Script:
 def scripted(say: Callable[[str], str], num_seqs: int = 16, longest: int = 1000) -> tuple[Any, Script]:
     """An engine whose device follows a script."""
     engine = pretended_engine(num_seqs, longest)
-    watch(engine)
     script = Script(engine, say)
     engine.runner.launch, engine.runner.collect = script.launch, script.collect
     engine.runner.load_weights = lambda: None  # there are none

@@ -79,4 +79,4 @@ def frees_all(server: Any, seconds: float = 5.0) -> None:
     until(lambda: not server.engine.busy and not server.engine.requests, seconds)
     server.engine.scheduler.check()
     assert server.engine.pages.used() == 0
-    assert not server.service.models.models[0].llm.thread.courier.listeners
+    assert not server.service.models.models[0].llm.thread.outbox.listeners

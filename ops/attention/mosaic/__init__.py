@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs from Hopper on, in Pallas for Mosaic GPU; docs/kernels.md has their ideas and figures."""
+"""The attention kernels for NVIDIA GPUs (Hopper and later), in Pallas; docs/kernels.md explains them."""

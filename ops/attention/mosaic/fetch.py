@@ -1,4 +1,4 @@
-"""The producer of a kernel: one warpgroup that brings queries, and pages block by block, into shared memory."""
+"""The producer: one warpgroup that copies queries, and keys and values block by block, into shared memory."""
 
 import functools
 
@@ -12,7 +12,7 @@ from .task import Inputs, KernelShape, Task, each_task
 
 
 def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, tasks, count) -> None:
-    """What this processor's tasks need, in their order; nothing that was brought is left unused when it returns."""
+    """Copy what this processor's tasks need, in their order; return when all of it has been used."""
     step = each_task(shape, tasks, count, functools.partial(fetch, shape, inputs, shared))
 
     @pl.when(step > 0)
@@ -29,7 +29,7 @@ def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, tasks, c
 
 
 def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, step):
-    """The queries of a task, and its keys and values as there is room for them."""
+    """Copy the queries of a task, and its keys and values as there is room for them."""
     group, piece, kv_head = shape.group, shape.piece, task.kv_head(shape)
 
     @pl.when(task.number > 0)
@@ -45,13 +45,13 @@ def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, 
     starts = range(0, shape.block, piece)
 
     def pages(b):
-        """Of a block's pieces. There is always a last page, if not one for each piece."""
+        """The page of each piece of a block; past the table's end the last page."""
         ats = [lax.div(b * shape.block + start, jnp.int32(shape.page)) for start in starts]
         return [inputs.tables[task.seq, jnp.minimum(at, inputs.tables.shape[1] - 1)] for at in ats]
 
     def block(b, carry):
         step, *found = carry
-        following = pages(b + 1)  # so that no copy waits for the table
+        following = pages(b + 1)  # read ahead: no copy waits for the table
         slot = lax.rem(step, jnp.int32(shape.stages))
 
         def bring(source, scale, target, scale_target, here, free):

@@ -1,4 +1,4 @@
-"""The spans of a row, one after the other, where they were tasks of their own: a long context's second reduction."""
+"""The second reduction of long contexts: merges the spans of a row, in order, where each was a task of its own."""
 
 import functools
 from typing import Any
@@ -14,11 +14,11 @@ from .shared import SharedMemory
 from .task import ROWS, Inputs, KernelShape, Task, each_part
 from .tile import Tiles
 
-FIELDS = 3  # of a tile in memory: its row, the place of its first span, and how many spans it has
+FIELDS = 3  # of a tile: its row, the place of its first span, and its number of spans
 
 
 def merge_spans(shape: KernelShape, found, sinks_N, tiles_CF, dtype, *, interpret: Any = None):
-    """[T, N, values], as one task would have had it; rows of tiles with a single span, or none, hold anything."""
+    """[T, N, values] with the bits of a single task; rows of tiles with one span or none are undefined."""
     kernel = plgpu.kernel(
         functools.partial(run, shape, Tiles(interpret is not None)),
         out_type=jax.ShapeDtypeStruct((shape.rows, shape.heads, shape.values), dtype),
@@ -35,7 +35,7 @@ def merge_spans(shape: KernelShape, found, sinks_N, tiles_CF, dtype, *, interpre
 
 
 def run(shape: KernelShape, tiles: Tiles, sums, totals, bests, sinks, tiles_CF, out, *, q_ref) -> None:
-    """One processor: every so many of the tiles and their parts are its own."""
+    """What one processor does with its share of the tiles."""
     for own in range(shape.warpgroups):
 
         @pl.when(lax.axis_index("part") == own)

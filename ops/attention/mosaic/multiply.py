@@ -1,4 +1,4 @@
-"""What a multiplying warpgroup does with a task: the softmax of its tile, block by block and span by span."""
+"""What a multiplying warpgroup does with a task: the softmax of its tile, by blocks and spans."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,12 @@ from .shared import SharedMemory
 from .task import ROWS, Inputs, KernelShape, Task
 from .tile import LOG2_E, Tiles, along_columns, along_rows
 
-COLUMNS = 64  # that are scrubbed at once
-PART = 128  # columns whose sums are merged at once
+COLUMNS = 64  # that are zeroed at once
+PART = 128  # columns that are merged at once
 
 
 def multiply(shape: KernelShape, tiles: Tiles, inputs: Inputs, shared: SharedMemory, outs, own: int, task: Task, step):
-    """The part of a task that belongs to one warpgroup; the number of blocks that there were until then."""
+    """One warpgroup's part of a task. Returns `step`, the number of blocks so far."""
     plgpu.barrier_wait(shared.q_here)
     mine = WarpgroupTask(shape, tiles, inputs, shared, outs, own, task)
     q, a_span = mine.queries(), sizes.SPAN // shape.block
@@ -40,7 +40,7 @@ def multiply(shape: KernelShape, tiles: Tiles, inputs: Inputs, shared: SharedMem
         return step
 
     step = lax.fori_loop(first_span, last_span + 1, span, step)
-    plgpu.commit_smem()  # reads of the queries come before the copy of the next ones
+    plgpu.commit_smem()  # the queries are read before the next ones are copied
     plgpu.barrier_arrive(shared.q_free)
     return step
 
@@ -63,21 +63,21 @@ class WarpgroupTask:
 
     @property
     def columns(self):
-        """Of the values, and of the results."""
+        """The columns of the values, and of the results."""
         return pl.ds(self.own * self.shape.columns if self.shape.latent else 0, self.shape.columns)
 
     @property
     def position(self):
-        """Of the first row."""
+        """The position of the first row."""
         return self.task.position + self.tile * self.shape.positions
 
     @property
     def count(self):
-        """Positions."""
+        """The number of positions."""
         return jnp.clip(self.task.count - self.tile * self.shape.positions, 0, self.shape.positions)
 
     def queries(self):
-        """As products take them."""
+        """The queries in the layout of products."""
         shape, shared = self.shape, self.shared
         if shape.in_registers:
             return self.tiles.load(shared.q_ref.at[self.tile], swizzled=shape.straight)
@@ -90,7 +90,7 @@ class WarpgroupTask:
         return shared.q_tile
 
     def block(self, q, b, best_M, total_M, sum_MH, step):
-        """One more block in the softmax of a span."""
+        """Add one block to the softmax of a span."""
         slot = lax.rem(step, jnp.int32(self.shape.stages))
         score_MJ = self.masked(b, self.scores(q, b, slot))
         new_M = jnp.maximum(best_M, jnp.max(score_MJ, axis=1))
@@ -102,7 +102,7 @@ class WarpgroupTask:
         return new_M, total_M, self.add_values(sum_MH, weight_MJ, b, slot), step + 1
 
     def scores(self, q, b, slot):
-        """Of the tile's rows against a block's keys, as powers of two."""
+        """The scores of the tile's rows with a block's keys, as exponents of two."""
         shape, tiles, shared = self.shape, self.tiles, self.shared
         plgpu.barrier_wait(shared.k_here.at[slot])
         if not shape.in_registers:
@@ -125,7 +125,7 @@ class WarpgroupTask:
         return jnp.tanh(score_MJ * (shape.scale / shape.soft_cap)) * (shape.soft_cap * LOG2_E)
 
     def masked(self, b, score_MJ):
-        """-inf for keys that a row does not see; most blocks are seen by all rows."""
+        """The scores with -inf for keys that a row does not see; most blocks need no mask."""
         J, window = self.shape.block, self.shape.window
 
         def mask(score_MJ):
@@ -143,7 +143,7 @@ class WarpgroupTask:
         return lax.cond(partly, mask, lambda score_MJ: score_MJ, score_MJ)
 
     def add_values(self, sum_MH, weight_MJ, b, slot):
-        """And the values of the block, by their weights."""
+        """The sum plus the block's values by their weights."""
         shape, tiles, shared = self.shape, self.tiles, self.shared
         dtype = self.inputs.q.dtype
         if shape.latent:
@@ -161,13 +161,13 @@ class WarpgroupTask:
         tiles.decode(shape.codes, shared.v_ref.at[slot], v_JH_ref)
         plgpu.barrier_arrive(shared.v_free.at[slot])
         scaled_MJ = weight_MJ * along_columns(scale_J, weight_MJ.shape)
-        scaled_MJ = jnp.where(weight_MJ == 0, 0.0, scaled_MJ)  # a scale that is nobody's may be NaN
+        scaled_MJ = jnp.where(weight_MJ == 0, 0.0, scaled_MJ)  # a scale that no sequence owns may be NaN
         return tiles.add_product(sum_MH, scaled_MJ.astype(dtype), v_JH_ref)
 
     def scrub(self, b, v_ref) -> None:
-        """Zero the values that are none of the sequence's: pages hold what their last owners left, and 0 * NaN is NaN.
+        """Zero the values outside the sequence: pages hold what their last owners left, and 0 * NaN is NaN.
 
-        The warpgroups share the columns, and go on together.
+        The warpgroups share the columns, and wait for each other.
         """
         J, shape, task = self.shape.block, self.shape, self.task
         newest = task.position + task.count - 1
@@ -190,7 +190,7 @@ class WarpgroupTask:
             plgpu.barrier_wait(self.shared.together)
 
     def start(self):
-        """What there is before the first span: each row's sink, which has no value, or nothing."""
+        """The softmax before the first span: each row's sink, which has no value, or nothing."""
         shape, tiles = self.shape, self.tiles
 
         def nothing(_, size):
@@ -205,7 +205,7 @@ class WarpgroupTask:
         return jnp.max(sink_M8, axis=1), tiles.full((ROWS,), 1.0), nothing
 
     def save(self, place, best_M, total_M, sum_of) -> None:
-        """In the card's memory, for the next span or for whoever merges spans."""
+        """Save a softmax in the GPU's memory, for the next span or for `merge_spans`."""
         sums, totals, bests, *_ = self.outs
         for start, size in parts(self.shape):
             sums[place, :, self.saved_columns(start, size)] = sum_of(start, size)
@@ -213,6 +213,7 @@ class WarpgroupTask:
             totals[place], bests[place] = total_M, best_M
 
     def saved(self, place):
+        """The softmax that `save` left at this place."""
         sums, totals, bests, *_ = self.outs
         best_M, total_M = (self.tiles.load_rows(x.at[place]) for x in (bests, totals))
         return best_M, total_M, lambda *part: self.tiles.load(sums.at[place, :, self.saved_columns(*part)])
@@ -221,13 +222,13 @@ class WarpgroupTask:
         return pl.ds((self.columns.start if self.shape.cut else 0) + start, size)
 
     def finish(self, best_M, total_M, sum_of) -> None:
-        """The results of the tile, by way of where its queries lay."""
+        """Write the results of the tile, through the shared memory of its queries."""
         if self.shape.latent:
             self.wait_for_all()  # all have read the queries
         self.write(self.shared.q_ref.at[self.tile], self.shape.straight, self.columns.start, best_M, total_M, sum_of)
 
     def write(self, place_ref, swizzled: bool, first: int, best_M, total_M, sum_of) -> None:
-        """The results of the tile, by way of a place in shared memory, from its column `first` on."""
+        """Write the results of the tile, through shared memory `place_ref` from column `first` on."""
         shape, out = self.shape, self.outs[-1]
         total_M = jnp.where(total_M == 0, 1.0, total_M)
         for start, size in parts(shape):
@@ -235,7 +236,7 @@ class WarpgroupTask:
             place_MC_ref = place_ref.at[:, pl.ds(first + start, size)]
             self.tiles.store(place_MC_ref, out_MC.astype(place_ref.dtype), swizzled)
         plgpu.commit_smem()
-        piece = 8 if shape.latent else shape.group  # of a part of the columns, eight rows lie together
+        piece = 8 if shape.latent else shape.group  # in a part of the columns eight rows lie together
 
         def copy(p, _):
             row, head = self.task.row + self.tile * shape.positions + p, self.task.part * shape.group
@@ -248,35 +249,36 @@ class WarpgroupTask:
 
 
 def new_zero(block):
-    """Zero, but the compiler does not know: a block's number is never negative.
+    """Zero, which the compiler cannot know: a block's number is never negative.
 
-    What a product must know of an operand at a fixed place is computed once for all blocks, and held in two registers
-    for each sixteenth of a block's width: seventy of them for MLA, where none is left.
+    With an operand at a constant place the compiler computes its descriptors once for all blocks, and keeps them in two
+    registers for each sixteenth of a block's width: seventy for MLA, where none is free.
     """
     return jnp.minimum(block, 0)
 
 
-# The sums of two spans together are more than a warpgroup's registers hold at a width of 256. So where spans meet, sums
-# are functions of (first column, columns), and go where they belong part by part.
+# At a width of 256 a warpgroup's registers cannot hold the sums of two spans. So where spans are merged, sums are
+# functions of (first column, number of columns), and are loaded and saved part by part.
 
 
 def parts(shape: KernelShape):
-    """(first column, columns) of each part."""
+    """(first column, number of columns) of each part."""
     return [(start, min(PART, shape.columns)) for start in range(0, shape.columns, PART)]
 
 
 def by_part(best_M, total_M, sum_MH):
+    """A softmax with its sum as a function of the part."""
     return best_M, total_M, lambda start, size: lax.slice(sum_MH, (0, start), (ROWS, start + size))
 
 
 def either(first, one, other):
-    """One span or another; of the sums only what is asked for."""
+    """The softmax of `one()` or `other()`; of the sums only the parts that are asked for."""
     best_M, total_M = lax.cond(first, lambda: one()[:2], lambda: other()[:2])
     return best_M, total_M, lambda *part: lax.cond(first, lambda: one()[2](*part), lambda: other()[2](*part))
 
 
 def merge(before, after):
-    """Two spans as one: (greatest score, sum of weights, weighted sum of values) of each row."""
+    """The softmax of two spans: (largest score, sum of weights, weighted sum of values) of each row."""
     best_M = jnp.maximum(before[0], after[0])
     finite_M = jnp.where(best_M == -jnp.inf, 0.0, best_M)
     shrinks = [jnp.exp2(part[0] - finite_M) for part in (before, after)]

@@ -1,4 +1,4 @@
-"""Attention over pages: who does what, and where contexts were cut, the merging of their spans."""
+"""Attention over pages: plans the tasks, runs them, and merges the spans of contexts that were cut."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ from .merge import merge_spans
 from .ragged import run_tasks
 from .task import ROWS, Inputs, KernelShape
 
-BLOCK = 64  # keys of a step
+BLOCK = 64  # keys of a block
 
 
 def attend(
     q_TNH, pages, rows, sinks_N, *, window: int | None, scale: float, soft_cap: float | None, values: int | None,
     processors: int, interpret: Any = None,
 ):  # fmt: skip
-    """[T, N, values]; rows of nobody are zero."""
+    """[T, N, values]; padding rows are zero."""
     T, N, H = q_TNH.shape
     _, S, K, _ = pages.k_PSKH.shape
     B, M = rows.tables_BM.shape
     latent, codes = pages.v_PSKH is None, None if pages.k_scale_PKS is None else str(pages.k_PSKH.dtype)
     width = values if latent else H
-    decodes = T == B  # mostly a row each, and a tile for each row
+    decodes = T == B  # mostly one row a sequence, and one row a tile
     spans = -(-M * S // sizes.SPAN) if decodes else 1
     shape = KernelShape(
         rows=T, positions=1 if decodes else ROWS // min(N // K, ROWS), heads=N, kv_heads=K, width=H, values=width,
@@ -49,12 +49,12 @@ def attend(
 
 
 def as_bytes(pages):
-    """Codes of eight bits as integers, which kernels can fetch."""
+    """Codes of eight bits as int8, which kernels can copy."""
     return jax.lax.bitcast_convert_type(pages, jnp.int8) if pages is not None and pages.dtype.itemsize == 1 else pages
 
 
 def plan(rows, T: int, positions: int, block: int, window: int | None, spans: int):
-    """(tasks, how many there are, and of each tile its row, its first task and how many it has)."""
+    """(tasks, their number, and for each tile its row, its first task and its number of tasks)."""
     row_CQ, seq_C, valid_CQ = tiles(rows.starts_B1, T, positions)
     row_C, count_C = row_CQ[:, 0], jnp.sum(valid_CQ, axis=1, dtype=jnp.int32)
     position_C = rows.positions_T[jnp.minimum(row_C, T - 1)]

@@ -1,9 +1,9 @@
-"""Attention of rows over pages, tile by tile: a producer fetches pages, the other warpgroups multiply.
+"""Attention of rows over pages, tile by tile: a producer copies pages, the other warpgroups multiply.
 
-A tile is up to 64 rows of one sequence and one KV head: so many positions, each with all query heads that share the
-head. Keys come in blocks, and every `SPAN` of keys has its softmax finished by itself and then merged into what came
-before. So a long context can be cut at spans among several processors, and a row's result has the same bits whoever
-computes it, and whatever else is in its batch.
+A tile is up to 64 rows of one sequence and one KV head: some positions, each with all query heads that share the head.
+Keys come in blocks. The softmax of every `SPAN` keys is computed by itself and then merged into that of the spans
+before. So a long context can be cut at spans and given to several processors, and a row's bits are the same whichever
+processor computes it and whatever else is in the batch.
 """
 
 import functools
@@ -23,7 +23,7 @@ from .tile import Tiles
 
 
 def run_tasks(shape: KernelShape, inputs: Inputs, tasks_IF, count, *, interpret: Any = None):
-    """(sums, weights, maxima) of each task where spans are cut, or what a span left for the next; [T, N, values]."""
+    """(sums, weights, maxima, results [T, N, values]); the first three are scratch unless spans are cut."""
     tiles, dtype = Tiles(interpret is not None), inputs.q.dtype
     places = shape.tasks * shape.parts if shape.cut else shape.processors * shape.warpgroups
     out = [jax.ShapeDtypeStruct((places, ROWS, shape.values if shape.cut else shape.columns), jnp.float32)]
@@ -44,7 +44,7 @@ def run_tasks(shape: KernelShape, inputs: Inputs, tasks_IF, count, *, interpret:
 
 
 def run(shape: KernelShape, tiles: Tiles, names, *refs, **scratch):
-    """One processor: every so many tasks are its own."""
+    """What one processor does with its share of the tasks."""
     inputs = Inputs(**{**dict.fromkeys(Inputs._fields), **dict(zip(names, refs, strict=False))})
     tasks, count, *outs = refs[len(names) :]
     shared, part = SharedMemory(**scratch), lax.axis_index("part")

@@ -1,4 +1,4 @@
-"""The shared memory of a processor: what lies there, and the barriers that say when."""
+"""The shared memory of a processor, and the barriers that guard it."""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ from .task import ROWS, KernelShape
 
 
 class SharedMemory(NamedTuple):
-    """References; None where a shape has no use for one."""
+    """References; None where a shape does not use one."""
 
     q_ref: Any  # the queries of each tile, and later its results
-    k_ref: Any  # blocks on their way
+    k_ref: Any  # blocks of keys
     q_here: Any
     q_free: Any
     k_here: Any
@@ -23,7 +23,7 @@ class SharedMemory(NamedTuple):
     v_free: Any = None
     k_scale: Any = None
     v_scale: Any = None
-    k_tile: Any = None  # a block of codes as numbers
+    k_tile: Any = None  # a decoded block
     v_tile: Any = None
     together: Any = None  # where warpgroups wait for each other
 
@@ -31,7 +31,7 @@ class SharedMemory(NamedTuple):
 def shared_types(shape: KernelShape, dtype) -> dict[str, Any]:
     """What to allocate for a `SharedMemory`."""
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    line = min(shape.width, 128)  # bytes, and codes, that are swizzled together
+    line = min(shape.width, 128)  # codes, of a byte each, that are swizzled together
     swizzled_codes = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line))
     J, H, stages = shape.block, shape.width, shape.stages
     coded = shape.codes is not None

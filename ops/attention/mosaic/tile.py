@@ -1,7 +1,7 @@
-"""What the kernels do with tiles: one body for the device and for the interpreter on a CPU.
+"""Operations on tiles, for the GPU and for the interpreter on a CPU.
 
-The interpreter knows neither layouts nor products with an operand in registers or transposed, so it gets plain ones;
-what it reads of shared memory it reads at the same place, so that it finds the same races.
+The interpreter supports neither layouts nor products with an operand in registers or transposed, so it gets plain ones.
+It reads shared memory at the same places as the GPU, so that it finds the same races.
 """
 
 import jax
@@ -33,20 +33,20 @@ class Tiles:
     def load_as(self, ref, layout, optimized: bool = False):
         if self.interpreted:
             return ref[...]
-        index = [()] if jax.__version_info__ < (0, 11) else []  # which later versions want in the reference
+        index = [()] if jax.__version_info__ < (0, 11) else []  # later versions take it in the reference
         return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
     def store(self, ref, tile, swizzled: bool) -> None:
         """To shared memory; to plain memory its threads wait for each other."""
         if self.interpreted or not hasattr(plgpu, "store"):
-            ref[...] = tile  # earlier versions do the one or the other as they can
+            ref[...] = tile  # earlier versions choose by themselves
         else:
             plgpu.store(ref, tile, optimized=swizzled)
 
     def decode(self, codes: str, codes_JH_ref, out_JH_ref) -> None:
-        """Codes as numbers, which are exact; a code that stands for none becomes some number.
+        """Codes as numbers, exactly; a code for NaN becomes some number.
 
-        In this layout a thread has four codes side by side: a word for the banks of shared memory, not a part of one.
+        In this layout a thread has four codes side by side, which are one word of a bank of shared memory.
         """
         size = min(codes_JH_ref.shape[1], 128)
         for c in range(0, codes_JH_ref.shape[1], size):
@@ -79,7 +79,7 @@ class Tiles:
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((q_MH.shape[0], k_JH_ref.shape[0]), jnp.float32))
 
     def operand(self, x):
-        """Of a plain product. Those of the device read shared memory as copies do, so no fence parts the two."""
+        """An operand in the interpreter. wgmma reads shared memory as copies do and needs no fence; a load does."""
         read = x[...].astype(jnp.float32)
         plgpu.commit_smem()
         return read
@@ -106,9 +106,9 @@ def along_columns(x_J, shape):
 
 
 def from_float8(codes):
-    """The numbers whose float8_e4m3fn bits these are; what stands for NaN becomes 480.
+    """The numbers of float8_e4m3fn bits; NaN becomes 480.
 
-    A float16 has one more bit of exponent, so of the same bits it is smaller by 2**8, with or without an implicit one.
+    A float16 has one more bit of exponent, so the same bits are smaller by 2**8, normal or not.
     """
-    bits = (codes.astype(jnp.int16) << 7) & ~(1 << 14)  # the sign was there twice
+    bits = (codes.astype(jnp.int16) << 7) & ~(1 << 14)  # without the second copy of the sign
     return (jax.lax.bitcast_convert_type(bits, jnp.float16) * jnp.float16(2**8)).astype(jnp.float32)

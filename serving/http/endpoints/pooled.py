@@ -57,7 +57,7 @@ async def embeddings(service: Service, request: Request) -> Json:
 
 
 def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
-    pooling.check_dimensions(asked.dimensions, engine.runner.config.dim)
+    pooling.check_dimensions(asked.dimensions, engine.config.dim)
     asks = []
     for index, prompt in enumerate(asked.prompts):
         where = f"input[{index}]" if len(asked.prompts) > 1 else "input"

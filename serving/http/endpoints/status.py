@@ -83,7 +83,7 @@ def card(service: Service, model: Model, name: str) -> dict[str, Any]:
 
 
 async def prometheus(service: Service, request: Request) -> Response:
-    engines = {model.name: model.llm.engine.trace.metrics for model in service.models.ready()}
+    engines = {model.name: model.llm.metrics for model in service.models.ready()}
     body, kind = metrics.render(engines, service.http_metrics)
     return Response(body + generate_latest(PROCESS), media_type=kind)
 
@@ -92,7 +92,7 @@ async def openapi(service: Service, request: Request) -> Json:
     return Json(document(service.settings))
 
 
-class Live:
+class LivePage:
     """What the page draws: looks at the engine, a few a second, as long as somebody watches."""
 
     def __init__(self, service: Service, model: Model):
@@ -116,18 +116,18 @@ class Live:
         while not self.service.draining:
             frame: dict[str, Any] = {"model": self.model.name, "state": state_of(self.service, self.model)}
             if frame["state"] == READY:
-                engine = self.model.llm.engine
+                llm = self.model.llm
 
-                def look(engine=engine, since=cursor) -> dict[str, Any]:
-                    return engine.trace.live.snapshot(engine, since)
+                def look(llm=llm, since=cursor) -> dict[str, Any]:
+                    return llm.live.look(llm.engine, since) | llm.metrics.recent(llm.engine.clock())
 
-                frame = await self.model.llm.call(look) | frame
+                frame = await llm.call(look) | frame
                 cursor = frame.pop("cursor")
             yield b"data: %b\n\n" % msgspec.json.encode(frame)
 
 
-async def live(service: Service, request: Request) -> Live:
-    return Live(service, service.models.find(request.query_params.get("model")))
+async def live(service: Service, request: Request) -> LivePage:
+    return LivePage(service, service.models.find(request.query_params.get("model")))
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

@@ -41,7 +41,7 @@ async def detokenize(service: Service, request: Request) -> Json:
         engine = model.llm.engine
 
         def join() -> str:
-            known = checked(asked.tokens, engine.runner.config.vocab_size)
+            known = checked(asked.tokens, engine.config.vocab_size)
             return prompting.needs_tokenizer(engine).decode(known, skip_special_tokens=asked.skip_special_tokens)
 
         return Json({"prompt": await service.beside(join)})

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from parity import reference
+import reference
 
 from .families import VARIANTS, Variant
 from .folder import HERE, POSITIONS, prompts, write_folder

@@ -1,0 +1,31 @@
+"""Requests that must end by a given time."""
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+from ..request.request import Request
+
+
+class Deadlines:
+    """A heap, the earliest first; requests that ended in time are dropped now and then."""
+
+    def __init__(self):
+        self.heap: list[tuple[float, int, Request]] = []
+        self.count = itertools.count()  # tells entries of the same time apart
+
+    def add(self, when: float, request: Request, open_requests: int) -> None:
+        if len(self.heap) > 2 * open_requests + 16:  # most are of requests that ended in time
+            self.heap = [entry for entry in self.heap if not entry[2].finished]
+            heapq.heapify(self.heap)
+        heapq.heappush(self.heap, (when, next(self.count), request))
+
+    def due(self, now: float) -> Iterator[Request]:
+        """Those whose time is up and that have not ended."""
+        while self.heap and self.heap[0][0] <= now:
+            request = heapq.heappop(self.heap)[2]
+            if not request.finished:
+                yield request
+
+    def __len__(self) -> int:
+        return len(self.heap)

@@ -139,7 +139,7 @@ def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[st
 @pytest.mark.parametrize("path", BODIES)
 def test_bodies(server, path, mode):
     share = (TOTAL - 100) / (2 * len(BODIES) - 4 * len(SLOW) / 3)
-    found = fuzz(server, path, mode, max(1, round(share / 3 if path in SLOW else share)))
+    found = fuzz(server, path, mode, max(20, round(share / 3 if path in SLOW else share)))
     print(f"{path}, {mode.value}: {dict(found)}")
     answered = found["answered"] + found["streamed"]
     assert answered > 0 or mode.is_negative, "nothing that fits the schema is answered"

@@ -279,6 +279,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     assert ended.value.code == 1 and "no NVIDIA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["gpu_check", "--tiny", "--only", "right", "--out", str(tmp_path / "out")])
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")

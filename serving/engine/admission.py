@@ -1,4 +1,4 @@
-"""What no engine of this model and size could ever serve, refused before it costs anything."""
+"""Admission: refuses, before anything is computed, what this engine could never serve."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ def check(
     fits: Callable[[int], bool],
     has_text: bool,
 ) -> None:
-    """`fits` says whether the cache holds so many positions; JAX would clamp a wrong id in silence."""
+    """`fits` says whether the cache holds so many positions. JAX would clamp a wrong token id in silence."""
     if not isinstance(params, SamplingParams):
         raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
     if not tokens:
@@ -51,7 +51,7 @@ def check(
 
 
 def spelled(bad_words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Token ids of the bad words, at the start of a text and after a space."""
+    """The token ids of each bad word, at the start of a text and after a space."""
     words: dict[tuple[int, ...], None] = {}
     for word in bad_words:
         assert tokenizer is not None, "words were let in without a tokenizer"

@@ -1,4 +1,4 @@
-"""How many pages there are: what the memory holds beside the weights and a step's own arrays."""
+"""How many pages there are: as many as fit beside the weights and a step's working memory."""
 
 import math
 import os
@@ -23,9 +23,9 @@ from .scheduler import Limits
 
 
 def cache_budget(options: EngineOptions) -> int | None:
-    """Bytes for the KV cache as far as they do not depend on the model: as given, or of a CPU a part of what is free.
+    """Bytes for the KV cache where they do not depend on the model: as given, or on a CPU a part of the free memory.
 
-    None where they are what the weights leave: on an accelerator, or when a share of the memory was asked for.
+    None where the weights must be loaded first: on an accelerator, or when a share of the memory was asked for.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
@@ -36,18 +36,18 @@ def cache_budget(options: EngineOptions) -> int | None:
 
 
 def device_memory() -> int | None:
-    """What an accelerator's memory holds; None for a CPU, which has that of the machine."""
+    """Bytes of an accelerator's memory; None for a CPU, which has the machine's."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def usable_memory(options: EngineOptions) -> int:
-    """The share of the memory that may be used for everything."""
+    """Bytes that weights, cache and steps may use together."""
     whole = device_memory() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(whole * (0.9 if options.gpu_memory_utilization is None else options.gpu_memory_utilization))
 
 
 def held_bytes(tree) -> int:
-    """What a device holds of arrays, the one that holds most."""
+    """Bytes of these arrays on the device that holds most of them."""
     held = Counter()
     for x in jax.tree.leaves(tree):
         if x.sharding.memory_kind == HOST:
@@ -58,7 +58,7 @@ def held_bytes(tree) -> int:
 
 
 def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, mesh: Mesh | None = None) -> int:
-    """What the largest step takes on a device beside weights and state, as its compiler says; nothing is run."""
+    """Bytes that the largest step takes on a device beside weights and state. The compiler says so; nothing is run."""
     groups, stages = len(config.windows), Pipeline(config, mesh)
     replicas = device_axes(mesh).data.size
     batcher = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
@@ -77,7 +77,7 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, 
 
 
 def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
-    """Of all devices that have a part of it: what a page takes that is copied out."""
+    """Bytes of a page on all devices that hold a part of it: what it takes on the host."""
     stages = Pipeline(config, mesh)
     pages = stages.abstract_state((1,) * len(config.windows), page_size, 1).pages
     own = [pages[index] for index in config.kv_layers if config.group(index) == group]

@@ -68,7 +68,7 @@ class Scheduler:
 
     def __init__(self, tables: Seq[PageTable], limits: Limits, num_stages: int = 1):
         self.limits, self.waiting = limits, WaitingQueue(len(tables))
-        self.replicas = [Replica(table, limits, num_stages, self.waiting) for table in tables]
+        self.replicas = [ReplicaScheduler(table, limits, num_stages, self.waiting) for table in tables]
 
     @property
     def running(self) -> list[Sequence]:
@@ -144,8 +144,8 @@ class Scheduler:
         assert all(seq.slot < 0 and not seq.cache.pages for seq in self.waiting), "a waiting sequence holds something"
 
 
-class Replica:
-    """Slots and pages, and the sequences that have them.
+class ReplicaScheduler:
+    """One replica: its slots and pages, the sequences that have them, and its part of each step.
 
     The first in the queue goes first; decodes before prompts; the highest rank is preempted when pages run out. Where a
     pipeline has several stages, as many steps are under way, and those who decode share them evenly: what a step draws

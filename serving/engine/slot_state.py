@@ -1,4 +1,4 @@
-"""What the device is to know of a sequence beside its batch, when it gets a slot."""
+"""What the device keeps of a sequence beside its batch, from when it gets a slot."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from ..request.sequence import Sequence
 
 
 def first_row(seq: Sequence, computed: int, vocab: int, bias_V: np.ndarray | None) -> SlotState:
-    """What its slot begins with, so many of its tokens being computed."""
+    """The state of its slot, where the first `computed` tokens never pass through a step."""
     stop, prompt = np.zeros(vocab, bool), np.zeros(vocab, bool)
     stop[[token for token in seq.stop_ids if token < vocab]] = True
     prompt[seq.tokens[: min(computed, seq.num_prompt)]] = True
@@ -16,7 +16,7 @@ def first_row(seq: Sequence, computed: int, vocab: int, bias_V: np.ndarray | Non
 
 
 def bias_of(seq: Sequence, vocab: int) -> np.ndarray | None:
-    """What is added to the logits of every token, or None if nothing is."""
+    """The bias of every token's logit, or None without any."""
     p = seq.params
     single = [word[0] for word in seq.bad_words if len(word) == 1]
     if not p.logit_bias and p.allowed_token_ids is None and not single:

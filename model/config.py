@@ -1,6 +1,8 @@
 """What a model computes, layer by layer: frozen, hashable, and free of any checkpoint's key names."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 # The dtypes that keys and values can be kept in; None: the model's own.
@@ -108,6 +110,40 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class StoredFormat:
+    """How a quantised checkpoint keeps its matrices, and which: `targets` and `ignore` are names of modules.
+
+    A name may be `re:` and a pattern; the target `Linear` stands for all modules.
+    """
+
+    quant: str  # the format, as `ops.quant.packed` names it
+    form: str  # how its codes lie in files: the value of `format` in quantization_config
+    targets: tuple[str, ...]
+    ignore: tuple[str, ...]
+
+    @cached_property
+    def sets(self) -> tuple[tuple[frozenset[str], list[re.Pattern]], ...]:
+        """The names and patterns of the targets, and those of what is left as it is."""
+        return tuple(
+            (frozenset(names), [re.compile(name[3:]) for name in names if name.startswith("re:")])
+            for names in (self.targets, self.ignore)
+        )
+
+    def covers(self, module: str) -> bool:
+        """Whether the matrix of a linear module is kept as codes."""
+        aimed, spared = (module in names or any(one.match(module) for one in those) for names, those in self.sets)
+        return ("Linear" in self.targets or aimed) and not spared
+
+    def renamed(self, canonical: Callable[[str], str]) -> "StoredFormat":
+        """The same with a family's own names of the modules; patterns stay, most of them begin with `.*`."""
+        targets, ignore = (
+            tuple(name if name.startswith("re:") else canonical(name) for name in names)
+            for names in (self.targets, self.ignore)
+        )
+        return replace(self, targets=targets, ignore=ignore)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The whole decoder. `family` names the module of `families` that made it and knows its checkpoints."""
 
@@ -126,6 +162,7 @@ class ModelConfig:
     layer_scale: bool = False
     quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
     kv_cache_dtype: str = "auto"  # one of CACHES
+    stored: StoredFormat | None = field(default=None, repr=False)  # where the checkpoint is quantised already
 
     @property
     def kv_dtype(self) -> str:

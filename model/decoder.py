@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
 from ..ops.expert_dispatch import mix_over
-from ..ops.linear import einsum, gated, project
+from ..ops.linear import einsum, gated, project, rows
 from ..ops.norm import rms_norm
 from ..ops.rope import angles, rotate
 from ..sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
@@ -215,15 +215,11 @@ def look_up(table_V, tokens_T, axes: DeviceAxes):
     """Rows of an embedding, of which each device has a part."""
     if axes.tensor.size == 1:
         return table_V[tokens_T]
-    V = rows_of(table_V)
+    V = rows(table_V)
     at_T = tokens_T - axes.tensor.index() * V
     own_T = (at_T >= 0) & (at_T < V)
     found_T = table_V[jnp.where(own_T, at_T, 0)]
     return axes.tensor.sum(jnp.where(own_T.reshape(-1, *[1] * (found_T.ndim - 1)), found_T, 0))
-
-
-def rows_of(table_V) -> int:
-    return table_V.rows if hasattr(table_V, "rows") else table_V.shape[0]
 
 
 def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE_DEVICE):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import AbstractMesh, Mesh
 
+from ..ops import quant
 from ..sharding.mesh import AXES, shardings
 from .config import LatentAttention, Layer, ModelConfig, ModelError
 from .weights import ModelWeights, dense_specs
@@ -58,13 +59,14 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
             f"pipeline_parallel_size is {pipe}, and this model's {len(config.layers)} layers, each with the one whose "
             f"cache it reads, do not fall into so many stages; it can be {', '.join(fitting)}"
         )
-    quantised = [layer.moe.quant for layer in config.layers if layer.moe is not None and layer.moe.quant is not None]
-    if tensor > 1 and quantised:
-        raise ModelError(f"experts in {quantised[0]} cannot be split by columns: use expert_parallel_size")
-    if tensor > 1 and config.quant is not None and not config.quant.startswith("int8"):
+    own = {layer.moe.quant for layer in config.layers if layer.moe is not None and layer.moe.quant is not None}
+    if tensor > 1 and (whole := [name for name in own if not quant.splits(name)]):
+        raise ModelError(f"experts in {whole[0]} cannot be split by columns: use expert_parallel_size")
+    if tensor > 1 and config.quant is not None and not quant.splits(config.quant):
+        others = [name for name in quant.FORMATS if quant.splits(name)]
         raise ModelError(
-            f"quantization is {config.quant!r}, whose weights cannot be split by columns: use int8 with "
-            f"tensor_parallel_size {tensor}, or 1"
+            f"quantization is {config.quant!r}, whose weights cannot be split by columns: use {' or '.join(others)} "
+            f"with tensor_parallel_size {tensor}, or 1"
         )
     for name, size in (("tensor", tensor), ("expert", expert)):
         if not splits(config, **{name: size}):

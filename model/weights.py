@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from ..ops.quant import packed, stacked
+from ..ops.quant import head, packed, stacked
 from ..sharding.spec import ArraySpec, Runs
 from .config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe
 
@@ -99,8 +99,7 @@ def abstract(config: ModelConfig) -> ModelWeights:
     """The weight tree of a model with an `ArraySpec` in place of each array."""
     dtype, D, V, L, A = jnp.dtype(config.dtype), config.dim, config.vocab_size, len(config.layers), config.per_layer_dim
     embed_VD = ArraySpec((V, D), dtype, ("vocab", "embed"), fan_in=D)
-    # Four bits are too few for the vocabulary: beside int4 the head has eight.
-    head_VD = packed("int8" if config.quant else None, replace(embed_VD, inputs=(1,)))
+    head_VD = packed(head(config.quant), replace(embed_VD, inputs=(1,)))
     weights = ModelWeights(
         embed_VD=head_VD if config.tied else embed_VD,
         layers=tuple(layer_spec(config, layer) for layer in config.layers),

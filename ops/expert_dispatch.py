@@ -1,4 +1,4 @@
-"""Experts that lie on several devices: rows go to them, and what they give comes back."""
+"""Experts on several devices: rows are sent to them, and their results come back."""
 
 import math
 
@@ -10,10 +10,10 @@ from .moe import add_pairs, by_expert, weighed
 
 
 def mix_over(axes: DeviceAxes, x_TD, weights_TX, slots_TX, own: int, expert):
-    """`mix_experts` where device d of `axes.experts` has the slots d * own and up: the bits of one that has them all.
+    """`mix_experts` where device d of `axes.experts` has the slots from d * own on: the same bits as on one device.
 
-    Devices that have the same rows take an equal share of them each, and hand out the results among themselves.
-    A pair whose slot is past the last is nobody's.
+    Devices that have the same rows each take an equal share of them, and gather the results of all.
+    A pair whose slot is past the last belongs to no expert.
     """
     alike, T = axes.same_rows, len(x_TD)
     share = -(-T // alike.size)
@@ -28,11 +28,11 @@ def mix_over(axes: DeviceAxes, x_TD, weights_TX, slots_TX, own: int, expert):
 
 
 def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):
-    """The same for rows that no other device has; in float32.
+    """The same, in float32, for rows that no other device has.
 
-    Each (row, slot) pair travels by itself, and comes back before it is weighed: so each row is added up here, in the
-    order of its experts, and where they lie shows in no bit of the result. Two devices exchange so many pairs a round
-    that one round mostly does; where many rows want the same device, there are more, and no pair is dropped.
+    Each (row, slot) pair is sent by itself, and its result comes back before it is weighted: each row is summed here,
+    in the order of its experts, so its bits do not depend on where they lie. In a round two devices exchange `capacity`
+    pairs, mostly all that there are; where many rows chose the same device there are more rounds. No pair is dropped.
 
         pairs    |d0 d0 d0 d0 d0|d2 d2|d3|          sorted by slot, and so by device
         round 0  [d0 d0 d0][. . .][d2 d2 .][d3 . .]
@@ -65,6 +65,6 @@ def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):
 
 
 def capacity(rows: int, top_k: int, devices: int, own: int) -> int:
-    """Pairs that one device sends another in a round: what chance alone hardly exceeds, and never more than all."""
+    """Pairs that one device sends another in a round: the mean and four standard deviations, but no more than all."""
     mean = rows * top_k / devices
     return min(rows * min(top_k, own), math.ceil(mean + 4 * math.sqrt(mean)))

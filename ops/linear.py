@@ -1,25 +1,32 @@
-"""`einsum(subscripts, x, w)`: the one door to every weight product, whatever form the weight has."""
+"""Every product with a weight, and every look-up in one, whatever form the weight has."""
 
-import jax.numpy as jnp
+from .implementations import choose
+from .weight import Weight
 
-from .activation import glu
-
-
-def einsum(subscripts: str, x, w, dtype=None):
-    """The product accumulated in float32 and returned in `dtype` (x's by default)."""
-    return project(subscripts, x, w, None, dtype)
+# Tried in order; one that cannot serve a weight raises NotImplementedError.
+IMPLEMENTATIONS = {"native": ".native.linear", "xla": ".weight"}
 
 
-def project(subscripts: str, x, w, bias=None, dtype=None):
-    """A weight product plus its bias, if it has one; the bias is added before rounding."""
-    if hasattr(w, "einsum"):  # a quantised or packed node in place of an array
-        return w.einsum(subscripts, x, bias, dtype)
-    out = jnp.einsum(subscripts, x, w, preferred_element_type=jnp.float32)
-    return (out if bias is None else out + bias).astype(dtype or x.dtype)
+def weight_of(w, implementation: str | None = None) -> Weight:
+    """An array or a node as the weight that its implementation, or the one that is named, multiplies with."""
+    return choose(IMPLEMENTATIONS, __package__ or "", lambda module: module.weight_of(w), implementation)
 
 
-def gated(subscripts: str, x, w, activation: str):
-    """activation(gate) * up of a product whose last axes are [2, F], in one pass where the weight's node can."""
-    if hasattr(w, "gated") and (fused := w.gated(x, activation)) is not None:
-        return fused
-    return glu(einsum(subscripts, x, w), activation)
+def einsum(subscripts: str, x, w, dtype=None, implementation: str | None = None):
+    """The product summed in float32 and returned in `dtype` (x's by default)."""
+    return project(subscripts, x, w, None, dtype, implementation)
+
+
+def project(subscripts: str, x, w, bias=None, dtype=None, implementation: str | None = None):
+    """A product plus its bias, if it has one; the bias is added before rounding."""
+    return weight_of(w, implementation).einsum(subscripts, x, bias, dtype)
+
+
+def gated(subscripts: str, x, w, activation: str, implementation: str | None = None):
+    """activation(gate) * up of a product whose last axes are [2, F]."""
+    return weight_of(w, implementation).gated(subscripts, x, activation)
+
+
+def rows(table) -> int:
+    """How many rows an embedding has on this device."""
+    return weight_of(table).rows

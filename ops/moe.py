@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from .linear import weight_of
 from .ordered_sum import softmax, sum_pairs
 
 BLOCK = 16  # rows of one expert computed together: one fixed shape, so that a row's sums never depend on the batch
@@ -34,19 +35,15 @@ def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
     return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(T, E)
 
 
-def pick(stack, e):
-    """One expert's matrix of a stack."""
-    if hasattr(stack, "pick"):
-        return stack.pick(e)
-    # Without the barrier XLA widens the whole stack to float32 ahead of the loop.
-    stack, e = jax.lax.optimization_barrier((stack, e))
-    return stack[e]
+def pick(stack, e, implementation: str | None = None):
+    """One expert's matrix of a stack; `implementation` forces one of `ops.linear.IMPLEMENTATIONS`."""
+    return weight_of(stack, implementation).pick(e)
 
 
 def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
     """sum_x weight * expert(x), where `expert(e, rows_QD)` computes one expert over a block of rows.
 
-    A pair of expert `num_experts` is nobody's and adds nothing.
+    A pair whose expert is `num_experts` belongs to no expert here and adds nothing.
     """
     X = experts_TX.shape[1]
 
@@ -59,7 +56,8 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
 
 
 def weighed(result_QD, weights_Q):
-    """To be called in the loop that makes the results: a product fused with the sum may round differently."""
+    """Each result times its weight. It must be called in the loop that makes the results: a product that XLA fuses with
+    the sum may round differently."""
     return result_QD.astype(jnp.float32) * weights_Q[:, None]
 
 
@@ -71,14 +69,14 @@ def add_pairs(out_ZD, X: int):
 
 
 def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
-    """What `run(e, pair_Q)` gives for each pair and its expert: [Z, width]; zeros for what is nobody's.
+    """`run(e, pair_Q)` of each pair and its expert, [Z, width]; zeros where the expert is `num_experts`.
 
     The pairs are sorted by expert and each expert's share is padded to whole blocks:
 
         pairs   |e0 e0 e0|e2|e3 e3 e3 e3 e3|          sorted, no pair dropped
         blocks  [e0 e0 e0 .] [e2 . . .] [e3 e3 e3 e3] [e3 . . .]
 
-    The loop runs over the blocks that exist, so an expert nobody chose is never read. A dot is a pair past the last.
+    The loop runs over the blocks that exist, so an expert that no row chose is never read. A dot is padding.
     """
     pairs = experts_Z.shape[0]
     order = jnp.argsort(experts_Z, stable=True)

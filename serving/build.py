@@ -14,19 +14,19 @@ import jax
 
 from ..model import expert_copies
 from ..model.checkpoint import hub, loader
-from ..model.checkpoint.placement import Homes
+from ..model.checkpoint.placement import Placement
 from ..model.config import ModelConfig, ModelError
 from ..model.text.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
-from ..ops.native.kernel_names import of_model
+from ..ops.native.model_kernels import of_model
 from ..sharding.mesh import Mesh
 from .api.options import DISK, HOST, PARALLEL, EngineOptions
 from .cache.disk_cache import DiskPages
 from .cache.host_cache import Tiers
 from .cache.page_table import PageTable
 from .device.batch import Size
-from .device.mesh import homes_of, mesh_of
+from .device.mesh import mesh_of, placement_of
 from .engine.cache_size import cache_budget, held_bytes, size_cache, usable_memory, whole_page_bytes, working_bytes
 from .engine.engine import Engine
 from .engine.replicas import Tables
@@ -114,8 +114,8 @@ def make_runner(
     native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, experts))
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))
     mesh = mesh_of(options, config)
-    homes = homes_of(options, config, mesh)
-    load_weights, weights = partial(load, folder, config, homes), None
+    placement = placement_of(options, config, mesh)
+    load_weights, weights = partial(load, folder, config, placement), None
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
         progress("loading weights")
@@ -144,9 +144,9 @@ def make_runner(
     return Made(runner, max_len, tiers)
 
 
-def load(folder: Path, config: ModelConfig, homes: Homes) -> ModelWeights:
+def load(folder: Path, config: ModelConfig, placement: Placement) -> ModelWeights:
     """The weights, and where the copies of experts lie."""
-    return expert_copies.as_loaded(loader.load(folder, config, homes), config, homes.mesh)
+    return expert_copies.as_loaded(loader.load(folder, config, placement), config, placement.mesh)
 
 
 def make_trace(file: str | None) -> Trace | None:

@@ -1,4 +1,4 @@
-"""Experts that are rounded as they are read: one at a time, so that no stack of them is ever whole but in its codes."""
+"""Stacks of experts that are rounded as they are read, one expert at a time: no dense stack is ever in memory."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ from ...ops.quant.stack import Stack, one_of
 from ...sharding import local_shards
 from ...sharding.spec import ArraySpec, empty
 from . import compressed_tensors
-from .assemble import read_leaf
+from .dense_leaf import read_leaf
 
 THREADS = min(16, os.cpu_count() or 1)  # each holds one expert, dense
 
@@ -22,7 +22,7 @@ THREADS = min(16, os.cpu_count() or 1)  # each holds one expert, dense
 def read_stack(
     dense: ArraySpec, stack: Stack, parts, tensors: dict[str, Any], wanted: Iterable[int], done: Callable[[int], None]
 ) -> Stack:
-    """The codes of the experts that are wanted; of the others they may be anything. `done` is told of bytes."""
+    """The stack with the codes of the experts `wanted`; the others may hold anything. `done` gets the bytes of each."""
     one, leaf = one_of(dense), jax.tree.map(lambda spec: empty(spec.shape, spec.dtype), stack)
     sources = list(of_each(dense.shape[0], parts, tensors))
 
@@ -38,7 +38,7 @@ def read_stack(
 
 
 def of_each(E: int, parts, tensors: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """For each expert the parts of its matrix, and the tensors that they name."""
+    """For each expert the parts of its matrix, and the tensors that these name."""
     (first, *others), found = parts, [[] for _ in range(E)]
     if first.at == () and not others:  # all in one tensor, which a turn takes any number of
         single = replace(first, turn=lambda x: first.turn(x)[0])

@@ -7,8 +7,8 @@ from ..config import ModelError
 
 BUNDLED = {"quill": "quill", "quill-draft": "quill_draft"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-FILES = ["*.json", "*.safetensors", "*.jinja"]  # nothing that could be executed, and one format of weights
-SECOND_COPIES = ["*/*", "consolidated*"]  # where makers put the same weights once more, in their own names
+FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code, and one format of weights
+SECOND_COPIES = ["*/*", "consolidated*"]  # the same weights again, under their makers' own names
 
 
 def resolve(model: str | None, files: list[str] = FILES) -> Path:

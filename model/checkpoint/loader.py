@@ -13,20 +13,21 @@ import jax
 import numpy as np
 
 from ...ops import native, quant
-from ...ops.quant.mxfp4 import Mxfp4
+from ...ops.native.pack import pack
+from ...ops.quant import Rounded
 from ...ops.quant.stack import Stack
 from ...sharding import local_shards
 from ...sharding.mesh import shardings
 from ...sharding.spec import ArraySpec, nbytes
 from .. import families
-from ..config import CACHES, ModelConfig, ModelError
+from ..config import CACHES, ModelConfig, ModelError, StoredFormat
 from ..families import FAMILIES
 from ..weights import ModelWeights, abstract, dense_specs
 from . import compressed_tensors, orbax
-from .assemble import read_leaf
+from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
-from .placement import Home, Homes, complete, place, place_all, place_over, place_packed, spread
-from .quantization_config import Stored, stored_format
+from .placement import Location, Placement, with_head
+from .quantization_config import stored_format
 from .safetensors import Tensor, find_tensors, read_json
 
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
@@ -67,16 +68,15 @@ def read_config(
     if kv_cache_dtype not in CACHES:
         raise ModelError(f"kv_cache_dtype is {kv_cache_dtype!r}; it can be {', '.join(CACHES)}")
     quant = choose_format(config, quantization, stored)
-    return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype)
+    return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype, stored=stored)
 
 
-def choose_format(config: ModelConfig, asked: str | None, stored: Stored | None) -> str | None:
+def choose_format(config: ModelConfig, asked: str | None, stored: StoredFormat | None) -> str | None:
     """The format of the weights: what is asked for, or what the checkpoint has and nobody may contradict."""
     try:
         wish = None if asked is None else quant.check(asked)
         if stored is not None:
-            probe = ArraySpec((2, 1), "float32", (None, None), inputs=(0,))
-            if wish and quant.packed(wish, probe) != quant.packed(stored.quant, probe):
+            if wish and quant.example(wish) != quant.example(stored.quant):
                 raise ModelError(
                     f"quantization is {asked!r}, and the checkpoint is quantised already, as {stored.quant!r}; leave "
                     "--quantization out, or give the checkpoint that it was made from"
@@ -132,82 +132,105 @@ def described(kinds) -> str:
 def load(
     folder: Path,
     config: ModelConfig,
-    homes: Homes = Homes(),  # noqa: B008 - it is frozen
+    placement: Placement = Placement(),  # noqa: B008 - it is frozen
     progress: Callable[[int], None] = lambda count: None,
     plain: bool = False,
 ) -> ModelWeights:
     """The weights of a folder, from whichever of the two forms it holds; over a mesh, each array as its rules say.
-    `plain`: not laid out for the kernels, to be written again."""
-    specs = specs_of(folder, config)
-    if homes.mesh is not None:
+
+    `plain`: not laid out for the kernels, to be written again.
+    """
+    specs = specs_of(config)
+    if placement.mesh is not None:
         try:
-            shardings(specs, homes.mesh)
+            shardings(specs, placement.mesh)
         except ValueError as error:
             raise ModelError(f"{folder} does not fit the mesh: {error}") from None
-    put = place
-    if homes.mesh is None and not plain and native.serves():
-        put = partial(place_packed, narrow=config.dtype == "bfloat16")
-    if orbax.holds_weights(folder):
-        if homes.mesh is not None:
-            weights = orbax.load_weights(folder, specs, progress, spread(homes.tree(config), specs))
-            return complete(weights, config, homes)
-        weights = orbax.load_weights(folder, specs, progress)
-        if put is place and not homes.on_host:
-            return weights
+    for_kernels = placement.mesh is None and not plain and native.serves()
+    put = partial(put_packed, narrow=config.dtype == "bfloat16") if for_kernels else put_as_it_is
+    if not orbax.holds_weights(folder):
+        return load_weights(folder, config, put, progress, placement)
+    if placement.mesh is not None:
+        weights = orbax.load_weights(folder, specs, progress, array_locations(placement, config, specs))
+        return with_head(weights, config, placement)
+    weights = orbax.load_weights(folder, specs, progress)
+    if not for_kernels and not placement.on_host:
+        return weights
 
-        def finish(home: Home, spec: ArraySpec, leaf):
-            return put(spec, jax.tree.map(np.asarray, leaf))
+    def move(location: Location, dense, leaf):
+        return location.settle(put(dense, jax.tree.map(np.asarray, leaf)))
 
-        return place_all(config, homes, finish, dense_specs(config), weights)
-    return load_weights(folder, config, put, progress, homes)
+    dense = dense_specs(config)
+    return jax.tree.map(move, placement.by_leaf(config, dense), dense, weights)
+
+
+def put_as_it_is(dense: ArraySpec, leaf):
+    """A leaf on the device."""
+    return jax.device_put(leaf)
+
+
+def put_packed(dense: ArraySpec, leaf, narrow: bool = True):
+    """A leaf on the device, laid out for the kernels; `narrow`: it will meet rows of bfloat16."""
+    return jax.device_put(pack(dense, leaf, narrow))
 
 
 def load_weights(
     folder: Path,
     config: ModelConfig,
-    put: Callable[[ArraySpec, Any], Any] = place,
+    put: Callable[[ArraySpec, Any], Any] = put_as_it_is,
     progress: Callable[[int], None] = lambda count: None,
-    homes: Homes = Homes(),  # noqa: B008 - it is frozen
+    placement: Placement = Placement(),  # noqa: B008 - it is frozen
 ) -> ModelWeights:
-    """The weights from safetensors. `put` places a finished leaf, given the spec of its dense form; `progress` is told
-    of bytes as they are read."""
-    stored, specs = stored_format(read_json(folder / "config.json")), specs_of(folder, config)
-    tensors, parts = find_parts(folder, config, stored)
-    if stored is not None:
-        check_codes(dense_specs(config).layers, specs.layers, parts.layers, tensors)
+    """The weights from safetensors. `put` gets a leaf and the spec of its dense form, where there is no mesh.
 
-    def read(home: Home, spec: ArraySpec, parts, whole: bool = False):
-        needed = None if whole or home.mesh is None else local_shards.local_elements(spec, home.mesh)
+    `progress` is told of bytes as they are read.
+    """
+    dense, specs = dense_specs(config), specs_of(config)
+    tensors, parts = find_parts(folder, config)
+    if config.stored is not None:
+        check_codes(dense.layers, specs.layers, parts.layers, tensors)
+
+    def read_array(location: Location, spec: ArraySpec, parts, whole: bool = False):
+        needed = None if whole or location.mesh is None else local_shards.local_elements(spec, location.mesh)
         leaf = read_leaf(spec, parts, tensors, needed)
         progress(leaf.nbytes)
         return leaf
 
-    def finish(home: Home, dense_spec, spec, parts):
+    def read(location: Location, dense, spec, parts):
         if isinstance(spec, Stack):
-            leaf = read_stack(dense_spec, spec, parts, tensors, wanted(dense_spec, home.mesh), progress)
-        elif isinstance(spec, Mxfp4):
-            leaf = jax.tree.map(partial(read, home), spec, parts)
-        elif compressed_tensors.fits(spec, [tensors[part.name] for part in parts]):
-            leaf = compressed_tensors.read_node(dense_spec, spec, parts, tensors)
+            return read_stack(dense, spec, parts, tensors, wanted(dense, location.mesh), progress)
+        if not isinstance(spec, Rounded):  # an array, or a node that the checkpoint holds array by array
+            return jax.tree.map(partial(read_array, location), spec, parts)
+        if compressed_tensors.fits(spec, [tensors[part.name] for part in parts]):
+            leaf = compressed_tensors.read_node(dense, spec, parts, tensors)
             progress(nbytes(leaf))
-        else:
-            rounds = not isinstance(spec, ArraySpec)
-            leaf = read(home, dense_spec, parts, whole=rounds)
-            if rounds:
-                leaf = quant.quantize(np.moveaxis(leaf, dense_spec.inputs, range(len(dense_spec.inputs))), spec)
-        placed = put(dense_spec, leaf) if home.mesh is None else place_over(home, spec, leaf)
+            return leaf
+        leaf = read_array(location, dense, parts, whole=True)
+        return quant.quantize(np.moveaxis(leaf, dense.inputs, range(len(dense.inputs))), spec)
+
+    def read_and_put(location: Location, dense, spec, parts):
+        leaf = read(location, dense, spec, parts)
+        placed = location.settle(put(dense, leaf)) if location.mesh is None else location.split(spec, leaf)
         return jax.block_until_ready(placed)  # no second leaf while this one is still being copied
 
-    return place_all(config, homes, finish, dense_specs(config), specs, parts)
+    weights = jax.tree.map(read_and_put, placement.by_leaf(config, dense), dense, specs, parts)
+    return with_head(weights, config, placement)
 
 
-def specs_of(folder: Path, config: ModelConfig) -> ModelWeights:
-    """What a folder's weights become: `abstract(config)`, less the matrices that a quantised checkpoint left dense."""
-    specs, stored = abstract(config), stored_format(read_json(folder / "config.json"))
-    if stored is None or config.quant is None:
+def array_locations(placement: Placement, config: ModelConfig, specs: ModelWeights) -> ModelWeights:
+    """The location of every array, those of nodes too."""
+    return jax.tree.map(
+        lambda location, node: jax.tree.map(lambda _: location, node), placement.by_leaf(config, specs), specs
+    )
+
+
+def specs_of(config: ModelConfig) -> ModelWeights:
+    """What a checkpoint's weights become: `abstract(config)`, with the matrices that it left dense."""
+    specs = abstract(config)
+    if config.stored is None or config.quant is None:
         return specs
     family = module_of(config)
-    stored = stored.renamed(getattr(family, "canonical", lambda name: name))
+    stored = config.stored.renamed(getattr(family, "canonical", lambda name: name))
 
     def choose(dense_spec: ArraySpec, spec, source):
         if isinstance(spec, ArraySpec):
@@ -230,11 +253,11 @@ def module_of(config: ModelConfig) -> Any:
     return importlib.import_module(FAMILIES[config.family], families.__name__)
 
 
-def find_parts(folder: Path, config: ModelConfig, stored: Stored | None = None) -> tuple[dict[str, Any], Any]:
+def find_parts(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:
     """The tensors of a folder by their family's own names, all known, and the parts of each leaf among them."""
     family, tensors = module_of(config), find_tensors(folder)
-    if stored is not None:
-        tensors = compressed_tensors.gather(tensors, stored)
+    if config.stored is not None:
+        tensors = compressed_tensors.gather(tensors, config.stored)
     if canonical := getattr(family, "canonical", None):
         tensors = {canonical(name): tensor for name, tensor in tensors.items()}
     parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense_specs(config), family.sources(config))

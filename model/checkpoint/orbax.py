@@ -1,6 +1,6 @@
-"""A model folder of Quire's own: config.json and tokenizer as they came, the weights as an orbax checkpoint.
+"""A converted model folder: config.json and tokenizer as they came, the weights as an orbax checkpoint.
 
-Each device reads its own part of each array, so a model larger than any one host's memory can be loaded.
+Each device reads its own part of each array, so that a model larger than the memory of any one host can be loaded.
 """
 
 import json
@@ -67,15 +67,15 @@ def save(folder: Path, out: Path, weights, dtype: str) -> None:
     (out / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 
-def load_weights(folder: Path, specs, progress: Callable[[int], None], homes=None):
-    """The weights that `specs` describe; over a mesh, of which `homes` tells, each process reads its own part of them.
+def load_weights(folder: Path, specs, progress: Callable[[int], None], locations=None):
+    """The weights that `specs` describe; over a mesh each process reads its own part, as each array's `Location` says.
 
     An array that the devices have in another order, as a fused `qkv`, is read whole.
     """
     import orbax.checkpoint as ocp
 
-    path, wanted, places = folder.absolute() / WEIGHTS, names(specs), names(homes)
-    whole = {name for name, home in places.items() if not local_shards.as_stored(wanted[name], home.mesh)}
+    path, wanted, places = folder.absolute() / WEIGHTS, names(specs), names(locations)
+    whole = {name for name, place in places.items() if not local_shards.as_stored(wanted[name], place.mesh)}
 
     def target_of(name: str, spec: ArraySpec) -> Any:
         if name in whole:
@@ -96,8 +96,7 @@ def load_weights(folder: Path, specs, progress: Callable[[int], None], homes=Non
             raise ModelError(f"{path} cannot be read: {first_line(error)}") from None
     progress(nbytes(specs))
     for name in whole:
-        home = places[name]
-        arrays[name] = local_shards.shard(arrays[name], wanted[name], home.mesh, home.sharding(wanted[name]))
+        arrays[name] = places[name].split(wanted[name], arrays[name])
     return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in wanted])
 
 

@@ -1,15 +1,12 @@
-"""Where the arrays of a model go as they are loaded."""
+"""Where the arrays of a model lie: on which devices, and which of them in the host's memory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from ...ops.native.pack import pack
-from ...ops.quant.mxfp4 import Mxfp4
+from ...ops.weight import Weight
 from ...sharding import local_shards
 from ...sharding.mesh import sharding, stage_meshes
 from ...sharding.spec import ArraySpec, nbytes
@@ -21,15 +18,27 @@ HOST = "pinned_host"  # memory that a device can copy from by itself
 
 
 @dataclass(frozen=True)
-class Home:
+class Location:
     """Where a part of the weights lies: on one device or those of a stage, or in the host's memory beside them."""
 
     mesh: Mesh | None = None  # None: one device
-    parted: bool = False  # over `context` too: put together when it is wanted
-    on_host: bool = False  # brought when it is wanted
+    parted: bool = False  # split over `context` too; a step gathers it when it needs it
+    on_host: bool = False  # a step copies it to the device when it needs it
+
+    def split(self, spec: Any, leaf: Any) -> Any:
+        """A leaf of numpy arrays over the mesh, each device having its part."""
+        mesh = self.mesh
+        assert mesh is not None
+        return jax.tree.map(lambda one, array: local_shards.shard(array, one, mesh, self.sharding(one)), spec, leaf)
+
+    def settle(self, leaf: Any) -> Any:
+        """A leaf on the one device, moved to the host's memory if it is to lie there."""
+        if not self.on_host:
+            return leaf
+        return jax.device_put(leaf, jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST), leaf))
 
     def sharding(self, spec: ArraySpec) -> Sharding:
-        """Of an array there."""
+        """The sharding of an array that lies there."""
         if self.mesh is None:
             return SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST if self.on_host else None)
         found = sharding(spec, self.mesh)
@@ -40,7 +49,10 @@ class Home:
 
 
 def part_over(found: NamedSharding, shape: tuple[int, ...], size: int) -> PartitionSpec:
-    """The same with the longest axis that is whole, and divides, over `context`; of experts each is on one device."""
+    """The partition with the longest axis that is whole, and divides, split over `context`.
+
+    Experts are split over `context` already.
+    """
     over = [*found.spec, *[None] * (len(shape) - len(found.spec))]
     if any(isinstance(axis, tuple) and "context" in axis for axis in over):
         return found.spec
@@ -51,19 +63,19 @@ def part_over(found: NamedSharding, shape: tuple[int, ...], size: int) -> Partit
 
 
 @dataclass(frozen=True)
-class Homes:
-    """How a model's weights are spread: over which devices, and what of its layers is parted or lies on the host."""
+class Placement:
+    """Over which devices a model's weights are spread, and which of its layers are parted or lie on the host."""
 
     mesh: Mesh | None = None
     parted: bool = False
     on_host: frozenset[int] = frozenset()  # layers
 
-    def tree(self, config: ModelConfig) -> ModelWeights:
-        """The home of each part."""
+    def locations(self, config: ModelConfig) -> ModelWeights:
+        """The location of each part of the weight tree: a layer, a table, a norm."""
         meshes: list[Mesh | None] = [None] if self.mesh is None else [*stage_meshes(self.mesh)]
         pairs = zip(meshes, stages(config, len(meshes)), strict=True)
-        layers = [Home(mesh, self.parted, index in self.on_host) for mesh, stage in pairs for index in stage.layers]
-        first, last = Home(meshes[0]), Home(meshes[-1])
+        layers = [Location(mesh, self.parted, index in self.on_host) for mesh, stage in pairs for index in stage.layers]
+        first, last = Location(meshes[0]), Location(meshes[-1])
         per_layer = first if config.per_layer_dim else None
         return ModelWeights(
             embed_VD=first,
@@ -75,9 +87,17 @@ class Homes:
             per_layer_norm_A=per_layer,
         )
 
+    def by_leaf(self, config: ModelConfig, tree: ModelWeights) -> ModelWeights:
+        """The location of each leaf of a weight tree, and of each node that stands in place of one."""
+
+        def spread(location: Location, part: Any) -> Any:
+            return jax.tree.map(lambda _: location, part, is_leaf=lambda node: isinstance(node, Weight))
+
+        return jax.tree.map(spread, self.locations(config), tree)
+
 
 def host_layers(config: ModelConfig, wanted: int) -> frozenset[int]:
-    """The fewest layers whose weights take so many bytes, or all of them; as evenly apart as can be."""
+    """The fewest layers whose weights take `wanted` bytes, or all of them; as evenly apart as can be."""
     sizes = [nbytes(layer) for layer in abstract(config).layers]
     chosen: list[int] = []
     while sum(sizes[index] for index in chosen) < wanted and len(chosen) < len(sizes):
@@ -86,49 +106,11 @@ def host_layers(config: ModelConfig, wanted: int) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def place(spec: ArraySpec, leaf):
-    """A finished leaf on the device."""
-    return jax.device_put(leaf)
-
-
-def place_packed(spec: ArraySpec, leaf, narrow: bool = True):
-    """The same, laid out for the kernels. That of MXFP4 rounds its rows to bfloat16, which only `narrow` ones are."""
-    return jax.device_put(leaf if isinstance(leaf, Mxfp4) and not narrow else pack(spec, leaf))
-
-
-def place_over(home: Home, spec, leaf):
-    """A finished leaf, each device of a mesh having its part."""
-    return jax.tree.map(lambda one, array: local_shards.shard(array, one, home.mesh, home.sharding(one)), spec, leaf)
-
-
-def place_all(config: ModelConfig, homes: Homes, put: Callable[..., Any], *trees) -> ModelWeights:
-    """`put(home, ...)` of each leaf, or of a stack that the checkpoint holds packed."""
-
-    def settle(home: Home, *leaf):
-        placed = put(home, *leaf)
-        if home.mesh is None and home.on_host:
-            placed = jax.device_put(placed, jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST), placed))
-        return placed
-
-    homes_tree = homes.tree(config)
-
-    def settle_part(home: Home, *nodes):
-        return jax.tree.map(partial(settle, home), *nodes, is_leaf=lambda node: isinstance(node, Mxfp4))
-
-    weights = jax.tree.map(settle_part, homes_tree, *trees)
-    return complete(weights, config, homes)
-
-
-def spread(homes_tree: ModelWeights, specs: ModelWeights) -> ModelWeights:
-    """The home of each leaf."""
-    return jax.tree.map(lambda home, node: jax.tree.map(lambda _: home, node), homes_tree, specs)
-
-
-def complete(weights: ModelWeights, config: ModelConfig, homes: Homes) -> ModelWeights:
-    """The words are wanted at both ends: a model of several stages has them twice."""
-    if homes.mesh is None or homes.mesh.shape["pipe"] == 1 or not config.tied:
+def with_head(weights: ModelWeights, config: ModelConfig, placement: Placement) -> ModelWeights:
+    """The weights with the tied embedding on the last stage too: both ends of a pipeline need the vocabulary."""
+    if placement.mesh is None or placement.mesh.shape["pipe"] == 1 or not config.tied:
         return weights
-    last = stage_meshes(homes.mesh)[-1]
+    last = stage_meshes(placement.mesh)[-1]
     head = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(last, x.sharding.spec)), weights.embed_VD)
     return weights.replace(head_VD=head)
 
@@ -136,11 +118,15 @@ def complete(weights: ModelWeights, config: ModelConfig, homes: Homes) -> ModelW
 def abstract_over(config: ModelConfig, mesh: Mesh, specs: ModelWeights) -> ModelWeights:
     """The weights as they lie on a mesh, without memory."""
 
-    def struct(home: Home, spec: ArraySpec):
-        return jax.ShapeDtypeStruct(local_shards.sharded_shape(spec, mesh), spec.dtype, sharding=home.sharding(spec))
+    def structs(location: Location, part: Any):
+        def struct(spec: ArraySpec):
+            shape = local_shards.sharded_shape(spec, mesh)
+            return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=location.sharding(spec))
 
-    homes = Homes(mesh).tree(config)
-    weights = jax.tree.map(struct, spread(homes, specs), specs)
+        return jax.tree.map(struct, part)
+
+    locations = Placement(mesh).locations(config)
+    weights = jax.tree.map(structs, locations, specs)
     if mesh.shape["pipe"] == 1 or not config.tied:
         return weights
-    return weights.replace(head_VD=jax.tree.map(lambda spec: struct(homes.final_norm_D, spec), specs.embed_VD))
+    return weights.replace(head_VD=structs(locations.final_norm_D, specs.embed_VD))

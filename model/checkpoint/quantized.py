@@ -12,22 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...sharding.spec import ArraySpec
-from ..config import ModelConfig, ModelError
+from ..config import ModelConfig, ModelError, StoredFormat
 from ..weights import abstract, dense_specs
-from .compressed_tensors import check_groups, layout, round_matrix
+from .compressed_tensors import layout, round_matrix
 from .loader import find_parts
 from .orbax import COPIED, holds_weights
-from .quantization_config import Stored, quantization_config, stored_format
+from .quantization_config import quantization_config, stored_format
 from .safetensors import INDEX, SINGLE, Tensor, read_json, write_tensors
 
 EXPERTS = r"re:.*\.experts\..*"
 
 
 def save(folder: Path, out: Path, config: ModelConfig, progress: Callable[[int], None] = lambda count: None) -> int:
-    """Write `folder` to `out` with its matrices in the format `config.quant`; the number of those that were rounded.
+    """Write `folder` to `out` with its matrices in the format `config.quant`; returns how many were rounded.
 
-    `out` appears when it is whole. Embeddings, norms, routers and the head stay as they are, and so do experts of which
-    one tensor holds all: the form knows matrices alone.
+    `out` appears once it is complete. Embeddings, norms, routers and the head stay as they are, and so do experts that
+    share one tensor: the compressed-tensors form has matrices only.
     """
     if holds_weights(folder):
         raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
@@ -37,14 +37,15 @@ def save(folder: Path, out: Path, config: ModelConfig, progress: Callable[[int],
         raise ModelError(f"{out} is there already; give a new folder")
     tensors, matrices, ignore = survey(folder, config)
     described = quantization_config(config.quant, ignore)
-    form = stored_format({"quantization_config": described})
+    stored = stored_format({"quantization_config": described})
+    assert stored is not None
     for tensor in tensors:
         if tensor.name in matrices:
-            check_groups(tensor.name, tensor.shape[1], form)
+            layout(tensor.name, stored, tensor.shape)  # an error before anything is written
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)
-        write_weights(part, tensors, matrices, form, config.dtype, progress)
+        write_weights(part, tensors, matrices, stored, config.dtype, progress)
         write_rest(folder, part, described)
         part.rename(out)
     except OSError as error:
@@ -78,14 +79,19 @@ def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], set[str], l
 
 
 def keeps_experts(out: Path) -> bool:
-    """Whether a folder that was written has experts that were left as they are."""
+    """Whether a folder that `save` wrote has experts that were left as they are."""
     return EXPERTS in read_json(out / "config.json")["quantization_config"]["ignore"]
 
 
 def write_weights(
-    out: Path, tensors: list[Tensor], matrices: set[str], form: Stored, dtype: str, progress: Callable[[int], None]
+    out: Path,
+    tensors: list[Tensor],
+    matrices: set[str],
+    stored: StoredFormat,
+    dtype: str,
+    progress: Callable[[int], None],
 ) -> None:
-    """A file for each of the source's, with an index if there are several."""
+    """One file for each file of the source, and an index if there are several."""
     files: dict[Path, list[Tensor]] = {}
     for tensor in tensors:
         files.setdefault(tensor.file, []).append(tensor)
@@ -95,11 +101,14 @@ def write_weights(
         for tensor in inside:
             if tensor.name in matrices:
                 stem = tensor.name.removesuffix(".weight")
-                plan |= {stem + suffix: kind for suffix, kind in layout(form, tensor.shape).items()}
+                plan |= {
+                    stem + ending: (dtypes[0], shapes[0])
+                    for ending, (dtypes, shapes) in layout(tensor.name, stored, tensor.shape).items()
+                }
             else:
                 plan[tensor.name] = tensor.dtype, tensor.shape
         name = SINGLE if len(files) == 1 else file.name
-        write_tensors(out / name, plan, values(inside, matrices, form, dtype, progress))
+        write_tensors(out / name, plan, values(inside, matrices, stored, dtype, progress))
         index |= dict.fromkeys(plan, name)
     if len(files) > 1:
         total = sum(file.stat().st_size for file in out.iterdir())
@@ -108,15 +117,15 @@ def write_weights(
 
 
 def values(
-    tensors: list[Tensor], matrices: set[str], form: Stored, dtype: str, progress: Callable[[int], None]
+    tensors: list[Tensor], matrices: set[str], stored: StoredFormat, dtype: str, progress: Callable[[int], None]
 ) -> Iterator[np.ndarray]:
-    """What a file holds, in the order of its layout: one tensor in memory at a time."""
+    """The tensors of a file in the order of its layout, one in memory at a time."""
     for tensor in tensors:
         value = tensor.read()
         if tensor.name in matrices:
             # First to the dtype that the model would be loaded in: then both ways of rounding give the same codes.
-            rounded = round_matrix(value.astype(jnp.dtype(dtype)), form)
-            yield from (rounded[suffix] for suffix in layout(form, tensor.shape))
+            rounded = round_matrix(value.astype(jnp.dtype(dtype)), stored)
+            yield from (rounded[ending] for ending in layout(tensor.name, stored, tensor.shape))
         else:
             yield value
         progress(value.nbytes)

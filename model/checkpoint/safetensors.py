@@ -1,4 +1,4 @@
-"""The tensors of a model folder: safetensors headers that are checked before anything is believed, and their bytes."""
+"""The tensors of a model folder: safetensors headers, checked before any entry is used, and the bytes."""
 
 import json
 import math
@@ -36,7 +36,7 @@ class Tensor:
     start: int
 
     def read(self) -> np.ndarray:
-        """The tensor, read and not mapped: mapped pages would count twice while the model is loading."""
+        """The tensor, read rather than mapped: mapped pages would take memory a second time while the model loads."""
         out = empty(self.shape, self.dtype)
         try:
             with open(self.file, "rb", buffering=0) as file:
@@ -51,12 +51,12 @@ class Tensor:
         return out
 
     def cut(self, index: int) -> "Tensor":
-        """One element of its first axis, which stays."""
+        """One element of its first axis; the axis stays, with size 1."""
         nbytes = math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
         return replace(self, shape=(1, *self.shape[1:]), start=self.start + index * nbytes)
 
     def mapped(self) -> np.ndarray:
-        """The same, of which only what is looked at is read: for a process that needs a part of it."""
+        """The tensor, mapped: only the pages that are touched are read, for a process that needs a part of it."""
         try:
             return np.asarray(np.memmap(self.file, self.dtype, "r", self.start, self.shape))
         except OSError as error:

@@ -1,10 +1,11 @@
 """gpt-oss: attention sinks, a window on every second layer, and experts in four bits a weight."""
 
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
+import jax
 
-from ...ops.quant.mxfp4 import BLOCK, Mxfp4
+from ...ops.quant import format_of, methods
 from ..config import Attention, Layer, ModelConfig, ModelError, Moe
 from ..weights import LayerWeights, MoeWeights
 from .common import (
@@ -50,45 +51,38 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         bias=True,
         clamp=keys.positive("swiglu_limit", 7.0),
         alpha=keys.positive("swiglu_alpha", 1.702),
-        quant=keys.quantization("mxfp4"),
+        quant=keys.quantization(*methods()),
     )
     keys.refuse("hidden_act", "silu")
     keys.refuse("experts_per_token", moe.top_k)
     if moe.quant:
+        multiple = format_of(moe.quant)[0].MULTIPLE
         for name in ("hidden_size", "intermediate_size"):
-            if keys.count(name) % BLOCK:
-                raise ModelError(f"config.json: {name} = {keys(name)}; MXFP4 weights need a multiple of {BLOCK}")
+            if keys.count(name) % multiple:
+                kind = moe.quant.upper()
+                raise ModelError(f"config.json: {name} = {keys(name)}; {kind} weights need a multiple of {multiple}")
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
     layers = tuple(Layer(sliding if kind == "sliding_attention" else full, moe=moe) for kind in kinds)
     return model_config(keys, "gpt_oss", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
-def packed_source(name: str, E: int, into: int, *out: int) -> Mxfp4:
-    """Blocks and scales lie [E, rows, into / 32, ...] in the file, gate and up rows in turn."""
-    G = into // BLOCK
+def packed_source(format: str, name: str, E: int, into: int, *out: int) -> Any:
+    """A stack that the checkpoint holds in a format; gate and up rows come in turn."""
 
-    def turn(x: np.ndarray) -> np.ndarray:
-        x = x.reshape(E, *reversed(out), -1)
-        return x.transpose(0, *range(x.ndim - 1, 0, -1))
+    def source(stored) -> Source:
+        return Source((SourceTensor(name + stored.ending, stored.shape, stored.turn),))
 
-    def turn_scales(x: np.ndarray) -> np.ndarray:
-        if (x == 255).any():
-            raise ModelError(f"tensor '{name}_scales' holds 255, which stands for no number")
-        return turn(x)
-
-    rows = int(np.prod(out))
-    return Mxfp4(
-        blocks=Source((SourceTensor(f"{name}_blocks", (E, rows, G, BLOCK // 2), turn),)),
-        scales=Source((SourceTensor(f"{name}_scales", (E, rows, G), turn_scales),)),
-    )
+    tensors = format_of(format)[0].tensors(E, into, out)
+    return jax.tree.map(source, tensors, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     moe, D, here = config.layers[index].moe, config.dim, f"{prefix}layers.{index}.mlp"
     E, F, experts = moe.experts, moe.dim, f"{here}.experts"
     if moe.quant:
-        up, down = packed_source(f"{experts}.gate_up_proj", E, D, 2, F), packed_source(f"{experts}.down_proj", E, F, D)
+        up = packed_source(moe.quant, f"{experts}.gate_up_proj", E, D, 2, F)
+        down = packed_source(moe.quant, f"{experts}.down_proj", E, F, D)
     else:
         part = SourceTensor(f"{experts}.gate_up_proj", (E, D, 2 * F), lambda x: x.reshape(-1, D, F, 2).swapaxes(2, 3))
         up, down = Source((part,)), tensor(f"{experts}.down_proj", (E, F, D))

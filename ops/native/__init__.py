@@ -1,7 +1,7 @@
 """Kernels for the CPU in C++, called through XLA's foreign function interface.
 
-`QUIRE_NATIVE=off` leaves them out, `QUIRE_NATIVE=avx2` (or another of `build.ISAS`) takes that instruction set. Each
-kernel is a library of its own, built and loaded when it is called first, or when `prepare` foresees that.
+`QUIRE_NATIVE=off` turns them off, `QUIRE_NATIVE=avx2` (or another of `build.ISAS`) chooses an instruction set. Each
+kernel is a library of its own, built and loaded when it is first called, or ahead of that by `prepare`.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ import jax
 from . import build
 
 lock = Lock()
-# No more at once than there are cores, so that what is asked for first is there first.
+# No more builds at once than cores, so that what was asked for first is ready first.
 builders = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="quire-kernels")
 begun: dict[tuple[str, str], Future[ctypes.CDLL]] = {}  # libraries by instruction set and name
 
@@ -46,7 +46,7 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def has(*names: str) -> bool:
-    """Whether all of these can be called; if not, the log has said why."""
+    """Whether all these kernels can be called; if not, the log says why."""
     try:
         for build_under_way in [begin(instruction_set(), name) for name in names]:
             build_under_way.result()
@@ -56,13 +56,13 @@ def has(*names: str) -> bool:
 
 
 def prepare(names: Iterable[str]) -> None:
-    """Begin to build kernels that will be called, beside whatever else a start does; returns at once."""
+    """Begin to build kernels that will be called, while the start goes on; returns at once."""
     if jax.default_backend() == "cpu":
         builders.submit(begin_all, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
 
 
 def begin_all(wish: str, names: tuple[str, ...]) -> None:
-    with suppress(NotImplementedError):  # said where it is missed
+    with suppress(NotImplementedError):  # whoever calls a kernel that is missing logs it
         isa = chosen(wish)
         for name in names:
             begin(isa, name)
@@ -109,8 +109,8 @@ def explain(reason: str) -> None:
 
 
 def chosen(wish: str) -> str:
-    """The instruction set wished for, or the best that works."""
-    with lock:  # who comes while it is found out waits
+    """The instruction set that was asked for, or the best that works."""
+    with lock:  # a second caller waits for the first one's answer
         found = choose(wish)
     if isinstance(found, NotImplementedError):
         raise NotImplementedError(str(found))
@@ -119,7 +119,7 @@ def chosen(wish: str) -> str:
 
 @cache
 def choose(wish: str) -> str | NotImplementedError:
-    """Either answer is found out once."""
+    """The same, or why there is none; cached either way."""
     try:
         if wish == "off":
             raise NotImplementedError("QUIRE_NATIVE is off")

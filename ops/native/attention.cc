@@ -1,4 +1,4 @@
-// The door to paged attention: PAGE is what keys and values are kept in, ROW what they meet queries as.
+// The entry to paged attention: PAGE is the type of keys and values in the cache, ROW that of queries and results.
 #include "attention.h"
 #include "ffi.h"
 

@@ -70,7 +70,7 @@ void write(const Call& a, const void* from, int64_t row, int64_t slot, int64_t H
     for (int64_t i = 0; i < a.K * H; ++i) to[i] = convert<Page>(x[i]);
 }
 
-// Each row's key and value to their slot. Padding and page 0 are nobody's, and so not written.
+// Writes each row's key and value to their slot. Padding, and page 0, which no sequence owns, are not written.
 template <typename Page, typename X, typename Spread>
 void append(const Call& a, const Spread& spread) {
   int64_t rows = std::max<int64_t>(1, (1 << 17) / (a.K * a.H)), T = a.starts[a.B];
@@ -112,7 +112,7 @@ struct OnLines {  // memory that begins at a cache line
   bool operator!=(const OnLines&) const { return false; }
 };
 
-// What a worker needs; each thread keeps its own from call to call.
+// A worker's memory; each thread keeps its own from call to call.
 struct Scratch {
   template <typename T>
   using List = std::vector<T, OnLines<T>>;

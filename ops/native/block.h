@@ -279,7 +279,7 @@ void mix_any(int64_t vectors, const float* s, const X* const* value, int64_t at,
     mix_any<R, STEP, N - STEP>(vectors, s, value, at, lo, hi, out, V, ahead);
 }
 
-// What a softmax has come to: the weighted values [R, V], and of each row the best score and the sum of weights.
+// The state of a softmax: the weighted values [R, V], and of each row the best score and the sum of weights.
 struct Sums {
   float *out, *best, *total;
 

@@ -111,7 +111,7 @@ def compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: private, since what lies there is run."""
+    """Where libraries are kept: in a private folder, since they are run."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "quire" / "native"
 
@@ -127,7 +127,7 @@ def library(isa: str, variant: str) -> Path:
 
 
 def prebuilt(folder: Path, isa: str) -> Path:
-    """Where libraries made ahead of time lie: on another machine the compiler may be another, or none."""
+    """Where libraries that were built ahead lie; not by compiler, since this machine may have another one, or none."""
     return folder / "-".join(part for part in (isa, source_hash(), processor(isa)) if part)
 
 
@@ -148,7 +148,7 @@ def built(command: list[str], isa: str, variant: str, place: Path) -> Path:
 
 
 def private(folder: Path) -> Path:
-    """The folder, made where it is missing, and nobody else's to write to."""
+    """The folder, made if it is missing; an error if anybody else could write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()

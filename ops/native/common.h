@@ -154,7 +154,7 @@ inline void pause() {
 // came next the last time; a wrong guess costs nothing but the reading.
 class Desk {
  public:
-  // Lays a job out for those who wait; how many do.
+  // Offers a job to the threads that wait; returns how many do.
   int64_t post(const std::shared_ptr<Job>& job) {
     if (job->reads.at) remember(job->reads);
     std::lock_guard<Desk> held(*this);

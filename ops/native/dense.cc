@@ -1,4 +1,4 @@
-// The door to the products of float32 or bfloat16 weights: FORMAT is F32 or Bf16.
+// The entry to the products of float32 or bfloat16 weights: FORMAT is F32 or Bf16.
 #include "rows.h"
 
 namespace quire {

@@ -1,5 +1,5 @@
-// The door to a kernel: what XLA hands over, read through its C interface. XLA's C++ headers say the same with two to
-// three seconds of templates for each kernel, and kernels are compiled while somebody waits.
+// A kernel's entry: the arrays and attributes that XLA passes, read through its C interface. With XLA's C++ headers each
+// kernel would take two to three seconds longer to compile, and kernels are compiled while somebody waits.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ class Pool {
     return threads;
   }
 
-  // Where there is no pool the caller does it.
+  // Without a pool the caller does the work.
   template <typename Task>
   void Schedule(Task task) {
     XLA_FFI_ThreadPool_Schedule_Args args{};
@@ -82,7 +82,7 @@ class Buffer {
     return n;
   }
 
-  // What lies at `i` along the first axis.
+  // The part at index `i` of the first axis.
   Buffer part(int64_t i) const {
     Buffer p = *this;
     ++p.first;
@@ -111,7 +111,7 @@ class Buffer {
   int64_t first = 0;  // the axes before it are those of what this is a part of
 };
 
-// What a kernel is called with: its arrays' types, and its attributes by name, in the order of the alphabet.
+// What a kernel takes: its arrays' types, and its attributes by name, in alphabetical order.
 struct Signature {
   std::initializer_list<XLA_FFI_DataType> arrays;
   std::initializer_list<const char*> attributes;
@@ -168,7 +168,7 @@ inline XLA_FFI_Error* refuse(const XLA_FFI_CallFrame* frame, const char* message
   return frame->api->XLA_FFI_Error_Create(&args);
 }
 
-// Answers XLA, which asks at first which version of its interface this speaks. `run` returns what is wrong, or null.
+// Answers XLA, which first asks for the version of its interface. `run` returns an error's text, or null.
 template <typename Run>
 XLA_FFI_Error* enter(XLA_FFI_CallFrame* frame, const Signature& signature, const Run& run) {
   if (auto* extension = frame->extension_start; extension && extension->type == XLA_FFI_Extension_Metadata) {

@@ -11,7 +11,7 @@
 // Rows that are taken together lie interleaved, a group of each after the other: [input / group][rows][group].
 //
 // Every format sums over the inputs in one order, whatever the number of rows, so a row's result does not depend on
-// which others ride with it. K is a multiple of 32, of int8 one of 64: what is missing lies there as zeros, in weights and rows.
+// which others are computed with it. K is a multiple of 32, of int8 one of 64: what is missing lies there as zeros, in weights and rows.
 #pragma once
 
 #include "amx.h"
@@ -37,10 +37,10 @@ struct Panel {
   const float* wide;  // the same weights as floats, [block][input][16 outputs]; or null
 };
 
-// Into the second-level cache, beside the arithmetic. What is on its way already costs nothing.
+// Into the second-level cache, beside the arithmetic. What is being fetched already costs nothing.
 inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
-// Loops over what lies in registers: one that is not unrolled keeps it in memory.
+// For loops over values in registers: without unrolling, the compiler keeps them in memory.
 #define UNROLL _Pragma("GCC unroll 16")
 
 // Rows that meet weights of bfloat16 or of fewer bits hold bfloat16 themselves: as such where the machine multiplies

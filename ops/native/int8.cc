@@ -1,4 +1,4 @@
-// The door to the products of int8 weights with rows that become bytes too.
+// The entry to the products of int8 weights with rows that become bytes too.
 #include <cmath>
 
 #include "rows.h"

@@ -1,4 +1,4 @@
-// The door to the products of int8 weights with rows of bfloat16.
+// The entry to the products of int8 weights with rows of bfloat16.
 #include "rows.h"
 
 namespace quire {

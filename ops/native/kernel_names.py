@@ -1,4 +1,4 @@
-"""Which kernel serves which numbers: asked where one is called, and by a start that has them built ahead."""
+"""Which kernel serves which types. Those of a weight format are named in its file."""
 
 DENSE = {"float32": "dense_f32", "bfloat16": "dense_bf16"}  # by the weight's type
 ATTENTION = {  # by the types of pages and queries
@@ -12,24 +12,3 @@ ATTENTION = {  # by the types of pages and queries
     ("int8", "bfloat16"): "attention_int8_bf16",
 }
 SAMPLING = "sampling"
-
-
-def int8(dynamic: bool) -> str:
-    """`dynamic`: the rows become bytes too."""
-    return "int8" if dynamic else "int8_weights"
-
-
-def of_model(dtype: str, quant: str | None, kv_dtype: str, experts: tuple[str | None, ...] = ()) -> tuple[str, ...]:
-    """What a model calls, as far as its configuration tells: products first, since the weights wait for them.
-
-    A kernel that is not foreseen here is built when it is called.
-    """
-    if quant is None:
-        products = {DENSE[dtype]}
-    else:
-        # The head has eight bits beside any format.
-        products = {int8(True), int8(quant != "int8-weights") if quant.startswith("int8") else "int4"}
-    if experts:  # what they are kept in, where it is the checkpoint's own; the way to them is found in float32
-        products |= {DENSE["float32"], *filter(None, experts)}
-    attention = [ATTENTION[kv_dtype, dtype]] if (kv_dtype, dtype) in ATTENTION else []
-    return (*sorted(products), "pack", *attention, SAMPLING)

@@ -1,4 +1,4 @@
-// Weight products: rows and blocks of a weight spread over threads, and what becomes of their sums.
+// Weight products: rows and blocks of a weight spread over threads, and results made from their sums.
 #pragma once
 
 #include <vector>
@@ -35,7 +35,7 @@ struct Out {
         narrow_y[i] = narrow(value[i]);
   }
 
-  // What rows of zeros come to.
+  // The results of rows of zeros.
   void fill(int64_t row, int64_t stop) const {
     for (; row < stop; ++row)
       for (int64_t block = 0; block < blocks; ++block) write(row, block, bias ? load(bias + block * LANES) : f32x16{});

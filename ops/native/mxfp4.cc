@@ -1,4 +1,4 @@
-// The door to the products of MXFP4 weights.
+// The entry to the products of MXFP4 weights.
 #include "rows.h"
 
 namespace quire {

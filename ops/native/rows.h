@@ -1,4 +1,4 @@
-// What the doors to the weight products share: the rows as they come, and where results go.
+// What the entries to the weight products share: reading the rows, and placing the results.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,7 @@ namespace quire {
 
 inline int64_t rows_in(Buffer x) { return x.size() / x.last(); }
 
-// Rows up to the last that is not all zeros: the padding of a step is, and its products are known.
+// Rows up to the last that is not all zeros: a step's padding is zeros, whose products are known.
 inline int64_t rows_used(Buffer x) {
   int64_t T = rows_in(x), size = x.last() * (x.wide() ? 2 : 1);
   auto empty = [&](int64_t row) {
@@ -32,7 +32,7 @@ void each_row(Pool& pool, int64_t T, int64_t K, const Run& run) {
   });
 }
 
-// The rows as a format wants them, their ends filled up with zeros.
+// The rows in a format's type, their ends filled up with zeros.
 template <typename Format>
 struct Padded {
   using X = typename Format::X;
@@ -68,7 +68,7 @@ struct Padded {
   }
 };
 
-// One product of a call: the one there is, or that of rows, a matrix of a stack and a result of their own.
+// One product of a call: the only one, or one of several, with rows, a matrix of the stack and a result of its own.
 struct Product {
   const Call& call;
   int64_t turn = -1, matrix = -1;  // -1: there is no stack
@@ -88,8 +88,8 @@ struct Product {
   }
 };
 
-// Runs each product of a call. Its arrays are rows, weights, a bias and, last, the names of matrices of the stack; both
-// of these are empty where there is none.
+// Runs each product of a call. Its arrays are rows, weights, a bias (or an empty array) and, last, the numbers of the
+// matrices of the stack (empty if there is no stack).
 template <typename Run>
 const char* each_product(const Call& call, const Run& run) {
   Buffer names = call.array(call.arrays() - 1);
@@ -102,7 +102,7 @@ const char* each_product(const Call& call, const Run& run) {
   return nullptr;
 }
 
-// Products of rows that are taken as they are: `weights` says what those of a product are.
+// Products of a format that takes rows as they are: `weights` gives a product's weights.
 template <typename Format, typename Weights>
 const char* products(const Call& call, const Weights& weights) {
   Pool pool = call.pool();

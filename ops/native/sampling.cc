@@ -1,4 +1,4 @@
-// The door to sampling.
+// The entry to sampling.
 #include "sampling.h"
 
 #include "ffi.h"

@@ -1,20 +1,60 @@
-"""Weight formats: a node of packed arrays in place of one array. `node[e]` gives one matrix of a stack."""
+"""Weight formats: a node of packed arrays in place of one array.
+
+A format is one module here and a line in `FORMATS`. `Format` says what the module has; its node is a `Weight`, and one
+that weights are rounded to is `Rounded`.
+"""
 
 import importlib
-from typing import Any
+from typing import Any, Protocol, cast
 
 from ...sharding.spec import ArraySpec
+from .compressed import FormatError, Rounded, Scheme
 from .stack import in_front, one_of
 
 FORMATS = {"int8": ".int8", "int4": ".int4", "mxfp4": ".mxfp4"}
 
 
+class Format(Protocol):
+    """A module of this package."""
+
+    CHOICES: str | None  # what a user may ask to round to, in words; None: it is only found in checkpoints
+    HEAD: str | None  # the format of the head, and of an embedding that is the head too, beside this one
+    SPLITS: bool  # whether its arrays can be split over the devices of `tensor`
+    STORED: dict[str, Scheme]  # names with all options, and how compressed-tensors describes each
+    METHOD: str | None  # the quant_method of checkpoints that keep stacks of experts so
+    MULTIPLE: int  # what the inputs of such a stack must divide by
+
+    def spec(self, dense: ArraySpec, *options: str) -> Any:
+        """The specs of a weight kept so; FormatError where it cannot be."""
+        ...
+
+    def kernels(self, *options: str) -> tuple[str, ...]:
+        """The native kernels that multiply with it on a CPU; XLA does it elsewhere, or where these are missing."""
+        ...
+
+    def tensors(self, E: int, into: int, out: tuple[int, ...]) -> Any:
+        """Of a format with a METHOD: a node of the tensors in which a checkpoint holds a stack, as `StoredTensor`s."""
+        ...
+
+
+def format_of(name: str) -> tuple[Format, list[str]]:
+    """The module and the options of a format's name, such as `int4-64-zero`."""
+    kind, *options = name.split("-")
+    if kind not in FORMATS:
+        raise FormatError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
+    return cast(Format, importlib.import_module(FORMATS[kind], __name__)), options
+
+
+def formats() -> list[Format]:
+    return [format_of(name)[0] for name in FORMATS]
+
+
 def packed(name: str | None, dense: ArraySpec) -> Any:
-    """The specs of an array kept in a format (`int8`, `int4-64-zero`); without one, of the array itself."""
+    """The specs of an array kept in a format; without one, of the array itself."""
     if name is None:
         return dense
-    kind, *options = name.split("-")
-    return importlib.import_module(FORMATS[kind], __name__).spec(dense, *options)
+    module, options = format_of(name)
+    return module.spec(dense, *options)
 
 
 def stacked(name: str | None, dense: ArraySpec) -> Any:
@@ -22,17 +62,53 @@ def stacked(name: str | None, dense: ArraySpec) -> Any:
     return dense if name is None else in_front(packed(name, one_of(dense)), dense)
 
 
+def example(name: str) -> Rounded:
+    """The specs of a small matrix kept so: two names mean the same format where these are equal."""
+    return packed(name, ArraySpec((2, 1), "float32", (None, None), inputs=(0,)))
+
+
 def check(name: str) -> str:
     """The name of a format that weights can be rounded to, or an error that lists them."""
-    if name.split("-")[0] not in ("int8", "int4"):
-        raise ValueError(
-            f"quantization is {name!r}; it can be int8, int8-weights (activations stay as they are), or int4 with a "
-            "group of 32, 64 or 128 and perhaps zero points, such as int4-128-zero"
-        )
-    packed(name, ArraySpec((2, 1), "float32", (None, None), inputs=(0,)))
+    if name.split("-")[0] not in FORMATS or format_of(name)[0].CHOICES is None:
+        choices = [module.CHOICES for module in formats() if module.CHOICES is not None]
+        raise FormatError(f"quantization is {name!r}; it can be {', or '.join(choices)}")
+    example(name)
     return name
 
 
-def quantize(weight, node) -> Any:
-    """A numpy array rounded to the format of a node of specs."""
-    return importlib.import_module(type(node).__module__).quantize(weight, node)
+def stored_schemes() -> dict[str, Scheme]:
+    """By name, all that compressed-tensors can say of a checkpoint."""
+    return {name: scheme for module in formats() for name, scheme in module.STORED.items()}
+
+
+def stored_name(name: str) -> str:
+    """The same format by the name that says all its options."""
+    return next(full for full in format_of(name)[0].STORED if example(full) == example(name))
+
+
+def splits(name: str) -> bool:
+    """Whether weights in a format can be split over the devices of `tensor`."""
+    return format_of(name)[0].SPLITS
+
+
+def head(name: str | None) -> str | None:
+    """The format of the head beside weights in another."""
+    return None if name is None else format_of(name)[0].HEAD
+
+
+def kernels(name: str | None) -> tuple[str, ...]:
+    """The native kernels of a format."""
+    if name is None:
+        return ()
+    module, options = format_of(name)
+    return module.kernels(*options)
+
+
+def methods() -> list[str]:
+    """The values of quant_method that say in which format a checkpoint keeps its experts."""
+    return [module.METHOD for module in formats() if module.METHOD is not None]
+
+
+def quantize(weight, node: Rounded) -> Any:
+    """A numpy array [*into, *out] rounded to the format of a node of specs."""
+    return node.quantize(weight)

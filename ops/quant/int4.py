@@ -1,4 +1,13 @@
-"""INT4: four bits a weight, two a byte; `group` inputs of an output share a scale and perhaps a zero."""
+"""INT4: four bits a weight, two a byte; `group` inputs of an output share a scale and perhaps a zero.
+
+In a checkpoint each code is stored plus 8, so that it is never negative, as an `Int4` has it; eight share a word, the
+first in the lowest bits.
+
+    weight_packed      int32 [out, in / 8]
+    weight_shape       out, in
+    weight_zero_point  int32 [out / 8, groups]   packed down the outputs
+    weight_scale       [out, groups]
+"""
 
 import math
 from dataclasses import replace
@@ -9,14 +18,31 @@ import numpy as np
 from flax import struct
 
 from ...sharding.spec import ArraySpec
-from .int8 import order, split
+from ..native import has
+from ..native.linear import Product
+from ..native.pack import by_block, tile_nibbles
+from ..weight import Weight, check_subscripts
+from .compressed import FormatError, Layout, Rounded, Scheme, join_words, split, split_words, words
 
 GROUPS = ("32", "64", "128")
-MIDDLE = 8  # the code that means nothing where there is no zero
+MIDDLE = 8  # the code that stands for zero where a group has none of its own
+
+CHOICES = "int4 with a group of 32, 64 or 128 and perhaps zero points, such as int4-128-zero"
+HEAD = "int8"  # four bits are too few for a vocabulary
+SPLITS = False  # the codes lie in groups along the axis that would be cut
+METHOD, MULTIPLE = None, 1
+WHOLE = {"type": "int", "symmetric": True, "dynamic": False, "num_bits": 4, "strategy": "group"}
+STORED = {
+    f"int4-{group}{'' if symmetric else '-zero'}": Scheme(
+        WHOLE | {"symmetric": symmetric, "group_size": int(group)}, None, ("pack-quantized",)
+    )
+    for group in GROUPS
+    for symmetric in (True, False)
+}
 
 
 @struct.dataclass
-class Int4:
+class Int4(Rounded):
     """weight = (code - zero) * scale.
 
     input        0 1 2 3 ... 31 | 32 33 ...
@@ -29,9 +55,11 @@ class Int4:
     zero: Any  # uint8 [K / group, O], or None: 8
     into: tuple[int, ...] = struct.field(pytree_node=False)
     out: tuple[int, ...] = struct.field(pytree_node=False)
+    inputs: tuple[int, ...] = struct.field(pytree_node=False)
     group: int = struct.field(pytree_node=False)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        check_subscripts(subscripts, x, self.into, self.out, self.inputs)
         lead = x.shape[: x.ndim - len(self.into)]
         x_RK = x.reshape(-1, math.prod(self.into)).astype(jnp.bfloat16)
         y_RO = jnp.dot(x_RK, self.dense().astype(jnp.bfloat16), preferred_element_type=jnp.float32)
@@ -50,19 +78,103 @@ class Int4:
         """What a group shares, for each of its inputs."""
         return jnp.repeat(values_GO.astype(jnp.float32), self.group, axis=0)[: math.prod(self.into)]
 
+    def for_kernels(self, narrow: bool) -> Weight:
+        if not has("pack", "int4"):
+            return self
+        K, O = math.prod(self.into), math.prod(self.out)
+        padded = np.asarray(self.scale).reshape(-1, O).shape[0] * self.group
+        tiles = tile_nibbles(np.asarray(self.codes).reshape(-1, O), K, padded)
+        scale = by_block(np.asarray(self.scale).reshape(-1, O))
+        zero = np.zeros(0, np.uint8) if self.zero is None else by_block(np.asarray(self.zero).reshape(-1, O))
+        return TiledInt4(tiles, scale, zero, self.into, self.out, self.inputs)
+
+    def quantize(self, weight: np.ndarray) -> "Int4":
+        """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to its largest."""
+        K, group = math.prod(self.into), self.group
+        wide_KO = weight.astype(np.float32).reshape(K, -1)
+        O = wide_KO.shape[1]
+        grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, O)
+        if self.zero is None:
+            # The sign of the largest decides which end it lies at: all sixteen codes are in use.
+            top = np.take_along_axis(grouped, np.abs(grouped).argmax(1)[:, None], 1)[:, 0]
+            scale, zero = (top / -MIDDLE).astype(np.float16), np.full_like(grouped[:, :1], MIDDLE)
+        else:
+            low, high = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
+            scale = ((high - low) / 15).astype(np.float16)
+            inverse = inverted(scale.astype(np.float32))
+            zero = np.clip(np.rint(-low * inverse), 0, 15)[:, None]
+        codes = np.rint(grouped * inverted(scale.astype(np.float32))[:, None]) + zero
+        codes = np.clip(codes, 0, 15).astype(np.uint8).reshape(-1, O)[:K]
+        zeros = None if self.zero is None else zero[:, 0].astype(np.uint8)
+        return self.replace(codes=codes[::2] | codes[1::2] << 4, scale=scale, zero=zeros)
+
+    def layout(self, rows: int, columns: int, form: str) -> Layout:
+        if columns % self.group:  # no other reader takes a group that is not full as Quire would
+            others = " or ".join(group for group in GROUPS if columns % int(group) == 0)
+            remedy = f"it could be {others}" if others else "int8 has none"
+            raise FormatError(f"has {columns} inputs, which do not divide by the group of {self.group}; {remedy}")
+        groups = columns // self.group
+        scales = ((rows, groups), (rows,)) if groups == 1 else ((rows, groups),)
+        zero = {} if self.zero is None else {".weight_zero_point": (("int32",), ((-(-rows // 8), groups),))}
+        return words(rows, columns, 4) | zero | {".weight_scale": (("float16", "float32", "bfloat16"), scales)}
+
+    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+        codes = split_words(parts[".weight_packed"], 4)[:, :columns]
+        found = {"codes": codes, "scale": parts[".weight_scale"].astype(np.float32).reshape(len(codes), -1)}
+        if self.zero is not None:
+            found["zero"] = split_words(parts[".weight_zero_point"].T, 4)[:, : len(codes)].T
+        return found
+
+    def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        middle = MIDDLE if self.zero is None else fields["zero"].astype(np.float32)
+        return (fields["codes"].astype(np.float32) - middle) * fields["scale"]
+
+    def join(self, fields: dict[str, np.ndarray]) -> "Int4":
+        flat = {name: value.reshape(len(value), -1) for name, value in fields.items()}
+        return self.replace(**flat | {"codes": flat["codes"][::2] | flat["codes"][1::2] << 4})
+
+    def parts(self, form: str) -> dict[str, np.ndarray]:
+        (columns,), (rows,) = self.into, self.out
+        found = {
+            ".weight_packed": join_words(np.ascontiguousarray(self.codes.T)),
+            ".weight_shape": np.array([rows, columns]),
+            ".weight_scale": self.scale.T,
+        }
+        if self.zero is not None:
+            pairs = np.pad(self.zero, ((0, 0), (0, rows % 2)))
+            found[".weight_zero_point"] = join_words(pairs[:, ::2] | pairs[:, 1::2] << 4).T
+        return found
+
+
+@struct.dataclass
+class TiledInt4(Product):
+    """For the kernels; see formats.h."""
+
+    tiles: Any  # uint32 [O / 16, K / 8, 16]
+    scale: Any  # float16 [O / 16, K / group, 16]
+    zero: Any  # uint8, the same shape or empty
+    into: tuple[int, ...] = struct.field(pytree_node=False)
+    out: tuple[int, ...] = struct.field(pytree_node=False)
+    inputs: tuple[int, ...] = struct.field(pytree_node=False)
+    kernel = "int4"
+
+
+def kernels(*options: str) -> tuple[str, ...]:
+    return ("int4",)
+
 
 def spec(dense: ArraySpec, *options: str) -> Int4:
     """The specs of an array kept so; the options are a group's size and `zero`."""
     sizes = [option for option in options if option in GROUPS]
     if len(sizes) > 1 or set(options) - {"zero", *GROUPS}:
-        raise ValueError(f"int4 has no options {'-'.join(options)!r}; they can be {', '.join(GROUPS)} and zero")
+        raise FormatError(f"int4 has no options {'-'.join(options)!r}; they can be {', '.join(GROUPS)} and zero")
     group = int(sizes[0]) if sizes else 32
-    into, out = split(dense)
+    into, out, ordered = split(dense)
     K, O = math.prod(into), math.prod(out)
     if K % 2:
-        raise ValueError(f"{K} inputs cannot be kept two a byte")
+        raise FormatError(f"{K} inputs cannot be kept two a byte")
     # One matrix: which of its sides is sharded is said by the first axis of each.
-    axes = (order(dense)[0], order(dense)[len(into)])
+    axes = (ordered[0], ordered[len(into)])
     shared = (-(-K // group), O)
     return Int4(
         codes=replace(dense, shape=(K // 2, O), axes=axes, dtype=jnp.uint8, init="bytes", inputs=()),
@@ -70,29 +182,9 @@ def spec(dense: ArraySpec, *options: str) -> Int4:
         zero=ArraySpec(shared, jnp.uint8, (None, axes[1]), "zeros") if "zero" in options else None,
         into=into,
         out=out,
+        inputs=dense.inputs,
         group=group,
     )
-
-
-def quantize(weight: np.ndarray, node: Int4) -> Int4:
-    """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to its largest."""
-    K, group = math.prod(node.into), node.group
-    wide_KO = weight.astype(np.float32).reshape(K, -1)
-    O = wide_KO.shape[1]
-    grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, O)
-    if node.zero is None:
-        # The sign of the largest decides which end it lies at: all sixteen codes are in use.
-        top = np.take_along_axis(grouped, np.abs(grouped).argmax(1)[:, None], 1)[:, 0]
-        scale, zero = (top / -MIDDLE).astype(np.float16), np.full_like(grouped[:, :1], MIDDLE)
-    else:
-        low, high = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
-        scale = ((high - low) / 15).astype(np.float16)
-        inverse = inverted(scale.astype(np.float32))
-        zero = np.clip(np.rint(-low * inverse), 0, 15)[:, None]
-    codes = np.rint(grouped * inverted(scale.astype(np.float32))[:, None]) + zero
-    codes = np.clip(codes, 0, 15).astype(np.uint8).reshape(-1, O)[:K]
-    zeros = None if node.zero is None else zero[:, 0].astype(np.uint8)
-    return node.replace(codes=codes[::2] | codes[1::2] << 4, scale=scale, zero=zeros)
 
 
 def inverted(scale: np.ndarray) -> np.ndarray:

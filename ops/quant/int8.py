@@ -1,4 +1,8 @@
-"""INT8: signed bytes with a scale an output. `dynamic`: the rows that meet them become bytes too, each as it comes."""
+"""INT8: signed bytes with a scale an output. `dynamic`: the rows that meet them become bytes too, each as it comes.
+
+A checkpoint has `weight` int8 [out, in] with `weight_scale` [out] or [out, 1]; or four codes plus 128 in a word, in
+`weight_packed` [out, in / 4] with `weight_shape`.
+"""
 
 import math
 from dataclasses import replace
@@ -9,22 +13,42 @@ import numpy as np
 from flax import struct
 
 from ...sharding.spec import ArraySpec
+from ..native import has
+from ..native.linear import LANES, Product
+from ..native.pack import tile
+from ..weight import Weight, check_subscripts
+from .compressed import FormatError, Layout, Rounded, Scheme, join_words, split, split_words, words
 
 LIMIT = 127
 
+CHOICES = "int8, int8-weights (activations stay as they are)"
+HEAD = "int8"
+SPLITS = True
+METHOD, MULTIPLE = None, 1
+WHOLE = {"type": "int", "symmetric": True, "dynamic": False, "num_bits": 8, "strategy": "channel"}
+STORED = {
+    "int8": Scheme(WHOLE, WHOLE | {"strategy": "token", "dynamic": True}, ("int-quantized",)),
+    # vLLM takes weights without rounded activations in words alone.
+    "int8-weights": Scheme(WHOLE, None, ("pack-quantized", "int-quantized")),
+}
+
 
 @struct.dataclass
-class Int8:
+class Int8(Rounded):
     """weight = codes * scale; the first len(into) axes of the codes are summed over."""
 
     codes: Any  # int8 [*into, *out]
     scale: Any  # float32 [*out]
     into: tuple[int, ...] = struct.field(pytree_node=False)
     out: tuple[int, ...] = struct.field(pytree_node=False)
+    inputs: tuple[int, ...] = struct.field(pytree_node=False)
     dynamic: bool = struct.field(pytree_node=False)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        lead, out = x.shape[: x.ndim - len(self.into)], self.codes.shape[len(self.into) :]
+        axes = len(self.into)
+        into, out = self.codes.shape[:axes], self.codes.shape[axes:]  # of this device's part, where it is split
+        check_subscripts(subscripts, x, into, out, self.inputs)
+        lead = x.shape[: x.ndim - axes]
         codes_KO, scale_O = self.codes.reshape(-1, math.prod(out)), self.scale.reshape(-1)
         x_RK = x.reshape(-1, codes_KO.shape[0])
         if self.dynamic:
@@ -39,12 +63,81 @@ class Int8:
 
     @property
     def rows(self) -> int:
-        """Of an embedding."""
         return self.codes.shape[1]
 
-    def __getitem__(self, tokens_T):
-        """Rows of an embedding."""
-        return self.codes[:, tokens_T].T.astype(jnp.float32) * self.scale[tokens_T][:, None]
+    def __getitem__(self, index):
+        return self.codes[:, index].T.astype(jnp.float32) * self.scale[index][:, None]
+
+    def for_kernels(self, narrow: bool) -> Weight:
+        if not has("pack", kernel(self.dynamic)):
+            return self
+        codes_KO = np.asarray(self.codes).reshape(math.prod(self.into), -1)
+        tiles = tile(codes_KO, 4 if self.dynamic else 2)
+        missing = tiles.shape[0] * LANES - codes_KO.shape[1]
+        scale_O = np.pad(np.asarray(self.scale, np.float32).reshape(-1), (0, missing))
+        sum_O = np.pad(codes_KO.sum(0, dtype=np.int32), (0, missing))
+        return TiledInt8(tiles, scale_O, sum_O, self.into, self.out, self.inputs)
+
+    def quantize(self, weight: np.ndarray) -> "Int8":
+        """Round to nearest, the largest value of each output at 127."""
+        axes = tuple(range(len(self.into)))
+        wide = weight.astype(np.float32)
+        scale = np.abs(wide).max(axis=axes) / LIMIT
+        codes = np.rint(wide * np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)).astype(np.int8)
+        return self.replace(codes=codes, scale=scale)
+
+    def layout(self, rows: int, columns: int, form: str) -> Layout:
+        codes = words(rows, columns, 8) if form == "pack-quantized" else {".weight": (("int8",), ((rows, columns),))}
+        return codes | {".weight_scale": (("float32", "float16", "bfloat16"), ((rows, 1), (rows,)))}
+
+    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+        scale = parts[".weight_scale"].astype(np.float32).reshape(-1, 1)
+        if form != "pack-quantized":
+            return {"codes": parts[".weight"], "scale": scale}
+        codes = split_words(parts[".weight_packed"], 8)[:, :columns]
+        return {"codes": (codes ^ 128).view(np.int8), "scale": scale}
+
+    def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        return fields["codes"].astype(np.float32) * fields["scale"]
+
+    def join(self, fields: dict[str, np.ndarray]) -> "Int8":
+        return self.replace(codes=fields["codes"].reshape(self.into + self.out), scale=fields["scale"][0])
+
+    def parts(self, form: str) -> dict[str, np.ndarray]:
+        codes, scale = np.ascontiguousarray(self.codes.T), self.scale[:, None]
+        if form != "pack-quantized":
+            return {".weight": codes, ".weight_scale": scale}
+        data = join_words(codes.view(np.uint8) ^ 128)
+        return {".weight_packed": data, ".weight_shape": np.array(codes.shape), ".weight_scale": scale}
+
+
+@struct.dataclass
+class TiledInt8(Product):
+    """For the kernels: in groups of four the codes meet rows of bytes, in groups of two rows of bfloat16."""
+
+    tiles: Any  # int8 [O / 16, K / group, 16, group]
+    scale: Any  # float32 [O, padded]
+    sum: Any  # int32 [O, padded]
+    into: tuple[int, ...] = struct.field(pytree_node=False)
+    out: tuple[int, ...] = struct.field(pytree_node=False)
+    inputs: tuple[int, ...] = struct.field(pytree_node=False)
+
+    @property
+    def kernel(self) -> str:
+        return kernel(dynamic=self.tiles.shape[-1] == 4)
+
+    def __getitem__(self, index):
+        block, lane = index // LANES, index % LANES
+        rows = self.tiles[block, :, lane].reshape(index.shape[0], -1)[:, : math.prod(self.into)]
+        return rows.astype(jnp.float32) * self.scale[index][:, None]
+
+
+def kernel(dynamic: bool) -> str:
+    return "int8" if dynamic else "int8_weights"
+
+
+def kernels(*options: str) -> tuple[str, ...]:
+    return (kernel(dynamic="weights" not in options),)
 
 
 def as_bytes(x_RK):
@@ -59,29 +152,8 @@ def as_bytes(x_RK):
 def spec(dense: ArraySpec, *options: str) -> Int8:
     """The specs of an array kept so; the option `weights` leaves the rows as they are."""
     if set(options) - {"weights"}:
-        raise ValueError(f"int8 has no option {'-'.join(options)!r}; it can be weights")
-    into, out = split(dense)
-    codes = replace(dense, shape=into + out, axes=order(dense), dtype=jnp.int8, init="signed", inputs=())
-    scale = ArraySpec(out, jnp.float32, order(dense)[len(into) :], f"scale/{LIMIT}", dense.fan_in)
-    return Int8(codes, scale, into, out, dynamic="weights" not in options)
-
-
-def split(dense: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes of the axes that are summed over, and of the others."""
-    others = [axis for axis in range(len(dense.shape)) if axis not in dense.inputs]
-    return tuple(dense.shape[axis] for axis in dense.inputs), tuple(dense.shape[axis] for axis in others)
-
-
-def order(dense: ArraySpec) -> tuple[str | None, ...]:
-    """The logical axes, those that are summed over first."""
-    others = [axis for axis in range(len(dense.shape)) if axis not in dense.inputs]
-    return tuple(dense.axes[axis] for axis in (*dense.inputs, *others))
-
-
-def quantize(weight: np.ndarray, node: Int8) -> Int8:
-    """Round to nearest, the largest value of each output at 127."""
-    axes = tuple(range(len(node.into)))
-    wide = weight.astype(np.float32)
-    scale = np.abs(wide).max(axis=axes) / LIMIT
-    codes = np.rint(wide * np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)).astype(np.int8)
-    return node.replace(codes=codes, scale=scale)
+        raise FormatError(f"int8 has no option {'-'.join(options)!r}; it can be weights")
+    into, out, axes = split(dense)
+    codes = replace(dense, shape=into + out, axes=axes, dtype=jnp.int8, init="signed", inputs=())
+    scale = ArraySpec(out, jnp.float32, axes[len(into) :], f"scale/{LIMIT}", dense.fan_in)
+    return Int8(codes, scale, into, out, dense.inputs, dynamic="weights" not in options)

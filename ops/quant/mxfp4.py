@@ -1,19 +1,33 @@
-"""MXFP4: floats of four bits (E2M1), two a byte; 32 along the axis that is summed over share a power of two."""
+"""MXFP4: floats of four bits (E2M1), two a byte; 32 along the axis that is summed over share a power of two.
+
+Stacks of experts are found so in checkpoints of gpt-oss; nothing is rounded to it here.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from ...sharding.spec import ArraySpec
+from ..native import has
+from ..native.linear import Product
+from ..native.pack import by_block, pack_stack, tile_nibbles
+from ..weight import Weight
+from .compressed import FormatError, StoredTensor
 
 BLOCK = 32
 
+CHOICES = HEAD = None
+SPLITS = False  # the codes lie in blocks along the axis that would be cut
+STORED = {}
+METHOD, MULTIPLE = "mxfp4", BLOCK
+
 
 @struct.dataclass
-class Mxfp4:
+class Mxfp4(Weight):
     """A stack [E, D, ...] of matrices.
 
     row of D     0 1 2 3 ... 30 31 | 32 33 ...
@@ -24,9 +38,37 @@ class Mxfp4:
     blocks: Any  # uint8 [E, D / 2, ...]
     scales: Any  # uint8 [E, D / 32, ...]
 
-    def __getitem__(self, e):
+    def __getitem__(self, index):
         """One matrix [D, ...] in bfloat16, which holds each value exactly."""
-        return decode(self.blocks[e], self.scales[e])
+        return decode(self.blocks[index], self.scales[index])
+
+    def for_kernels(self, narrow: bool) -> Weight:
+        """These round the rows to bfloat16, so wider ones are not for them."""
+        if not narrow or not has("pack", "mxfp4"):
+            return self
+        return pack_stack(len(self.blocks), lambda e: tiled(self.blocks[e], self.scales[e])) or self
+
+
+@struct.dataclass
+class TiledMxfp4(Product):
+    """A matrix for the kernels; see formats.h."""
+
+    tiles: Any  # uint32 [O / 16, K / 8, 16]
+    scale: Any  # uint8 [O / 16, K / 32, 16]
+    into: tuple[int, ...] = struct.field(pytree_node=False)
+    out: tuple[int, ...] = struct.field(pytree_node=False)
+    inputs: tuple[int, ...] = struct.field(pytree_node=False)
+    kernel = "mxfp4"
+
+
+def tiled(blocks: np.ndarray, scales: np.ndarray) -> TiledMxfp4:
+    half, *out = blocks.shape
+    tiles = tile_nibbles(blocks.reshape(half, -1), 2 * half, 2 * half)
+    return TiledMxfp4(tiles, by_block(scales.reshape(len(scales), -1)), (2 * half,), tuple(out), (0,))
+
+
+def kernels(*options: str) -> tuple[str, ...]:
+    return ("mxfp4",)
 
 
 def decode(blocks, scales):
@@ -44,12 +86,31 @@ def decode(blocks, scales):
     return values.reshape(-1, *blocks.shape[1:]).astype(jnp.bfloat16)
 
 
-def spec(dense: ArraySpec) -> Mxfp4:
+def spec(dense: ArraySpec, *options: str) -> Mxfp4:
     """The specs of the two arrays of a stack whose dense form is [E, D, ...]; they lie where it would lie."""
     E, D, *rest = dense.shape
     if D % BLOCK:
-        raise ValueError(f"an axis of {D} does not divide into blocks of {BLOCK}")
+        raise FormatError(f"an axis of {D} does not divide into blocks of {BLOCK}")
     return Mxfp4(
         blocks=replace(dense, shape=(E, D // 2, *rest), dtype=jnp.uint8, init="bytes"),
         scales=replace(dense, shape=(E, D // BLOCK, *rest), dtype=jnp.uint8, init="exponents"),
+    )
+
+
+def tensors(E: int, into: int, out: tuple[int, ...]) -> Mxfp4:
+    """Blocks and scales lie [E, rows, into / 32, ...] in the file; `rows` are the axes of `out`, the last one first."""
+    rows, groups = int(np.prod(out)), into // BLOCK
+
+    def turn(x: np.ndarray) -> np.ndarray:
+        x = x.reshape(E, *reversed(out), -1)
+        return x.transpose(0, *range(x.ndim - 1, 0, -1))
+
+    def turn_scales(x: np.ndarray) -> np.ndarray:
+        if (x == 255).any():
+            raise FormatError("holds 255, which stands for no number")
+        return turn(x)
+
+    return Mxfp4(
+        blocks=StoredTensor("_blocks", (E, rows, groups, BLOCK // 2), turn),
+        scales=StoredTensor("_scales", (E, rows, groups), turn_scales),
     )

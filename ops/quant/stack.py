@@ -1,4 +1,4 @@
-"""A stack of matrices in a packed format: the arrays of one matrix's node, each with an axis more in front."""
+"""A stack of matrices in a format: the arrays of one matrix's node, each with one axis more in front."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,16 +7,22 @@ import jax
 from flax import struct
 
 from ...sharding.spec import ArraySpec
+from ..native.pack import pack_stack
+from ..weight import Weight
 
 
 @struct.dataclass
-class Stack:
+class Stack(Weight):
     """`stack[e]` is the node of one matrix: no other is read, and none is made dense before its product."""
 
     each: Any  # a node whose arrays are [E, ...]
 
-    def __getitem__(self, e):
-        return jax.tree.map(lambda leaf: leaf[e], self.each)
+    def __getitem__(self, index):
+        return jax.tree.map(lambda leaf: leaf[index], self.each)
+
+    def for_kernels(self, narrow: bool) -> Weight:
+        E = len(jax.tree.leaves(self.each)[0])
+        return pack_stack(E, lambda e: self[e].for_kernels(narrow)) or self
 
 
 def one_of(dense: ArraySpec) -> ArraySpec:
@@ -26,6 +32,6 @@ def one_of(dense: ArraySpec) -> ArraySpec:
 
 
 def in_front(node: Any, dense: ArraySpec) -> Stack:
-    """The specs of a stack of such nodes; it lies along its first axis where the dense one would."""
+    """The specs of a stack of such nodes, which is split along its first axis as the dense one is."""
     E, axis = dense.shape[0], dense.axes[0]
     return Stack(jax.tree.map(lambda leaf: replace(leaf, shape=(E, *leaf.shape), axes=(axis, *leaf.axes)), node))

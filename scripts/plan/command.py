@@ -165,7 +165,7 @@ def read(model: str | None, **engine: Any):
 
     folder = hub.resolve(model, ["config.json"])
     config = read_config(folder, **engine)
-    return config, specs_of(folder, config)
+    return config, specs_of(config)
 
 
 def split(config, budget: float) -> list[dict]:

@@ -5,7 +5,7 @@ import math
 import jax
 
 from ...model import partition
-from ...model.checkpoint.placement import Homes, host_layers
+from ...model.checkpoint.placement import Placement, host_layers
 from ...model.config import ModelConfig, ModelError
 from ...sharding.mesh import Mesh, make_mesh
 from ..api.options import PARALLEL, EngineOptions
@@ -39,7 +39,7 @@ def mesh_of(options: EngineOptions, config: ModelConfig) -> Mesh | None:
         ) from None
 
 
-def homes_of(options: EngineOptions, config: ModelConfig, mesh: Mesh | None) -> Homes:
+def placement_of(options: EngineOptions, config: ModelConfig, mesh: Mesh | None) -> Placement:
     """Where the weights are to lie."""
     if options.shard_weights and options.context_parallel_size == 1:
         raise ModelError("shard_weights parts the weights over the devices of context_parallel_size, which is 1")
@@ -48,4 +48,4 @@ def homes_of(options: EngineOptions, config: ModelConfig, mesh: Mesh | None) -> 
             f"expert_redundancy is {options.expert_redundancy}: experts that move must lie ready, so leave out "
             "shard_weights and weights_host_bytes"
         )
-    return Homes(mesh, options.shard_weights, host_layers(config, options.weights_host_bytes or 0))
+    return Placement(mesh, options.shard_weights, host_layers(config, options.weights_host_bytes or 0))

@@ -19,7 +19,7 @@ from scipy import stats
 from quire import LLM, SamplingParams
 from quire.model import uncached
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.placement import Homes
+from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError
 from quire.model.partition import local_config, splits
 from quire.ops import sampling
@@ -57,7 +57,7 @@ def test_logits(name, golden):
         if quantised and tensor > 1:
             continue
         mesh = make_mesh(tensor=tensor, expert=expert)
-        weights = loader.load(made.folder, config, Homes(mesh))
+        weights = loader.load(made.folder, config, Placement(mesh))
         places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
         run = partial(uncached.forward, config=local_config(config, mesh), axes=device_axes(mesh))
         run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(None, None, "tensor"), check_vma=False)

@@ -8,7 +8,7 @@ from golden.families import VARIANTS
 from golden.recorded import Golden
 
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.placement import Homes, abstract_over
+from quire.model.checkpoint.placement import Placement, abstract_over
 from quire.model.planning import cost
 from quire.model.planning.meshes import Planner, Workload
 from quire.scripts.plan import ahead
@@ -57,8 +57,8 @@ def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
 def test_shapes_are_those_of_weights_that_are_loaded(name, sizes, tmp_path):
     folder = Golden(NAMED[name], tmp_path).folder
     config, mesh = loader.read_config(folder, "float32", 64), make_mesh(**sizes)
-    loaded = loader.load(folder, config, Homes(mesh))
-    planned = abstract_over(config, mesh, loader.specs_of(folder, config))
+    loaded = loader.load(folder, config, Placement(mesh))
+    planned = abstract_over(config, mesh, loader.specs_of(config))
     assert jax.tree.structure(loaded) == jax.tree.structure(planned)
     for found, wanted in zip(jax.tree.leaves(planned), jax.tree.leaves(loaded), strict=True):
         assert (found.shape, found.dtype, found.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)

@@ -20,7 +20,7 @@ from golden.recorded import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.placement import Homes, place_all
+from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError
 from quire.model.families import llama
 from quire.model.partition import can_stage, splits
@@ -133,7 +133,7 @@ def test_what_is_sent(name, sizes, golden):
     folder = golden(name).folder
     config = loader.read_config(folder, "float32", 64)
     mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
-    weights, pipeline = loader.load(folder, config, Homes(mesh)), Pipeline(config, mesh)
+    weights, pipeline = loader.load(folder, config, Placement(mesh)), Pipeline(config, mesh)
     state = pipeline.abstract_state((8,) * len(config.windows), 16, 4)
     batcher = Batcher(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
     for size, layout in batcher.layouts.items():
@@ -202,12 +202,13 @@ def test_one_layer_at_a_time(golden):
     mesh = make_mesh(context=4)
     spent = []
     for parted in (False, True):
-        homes = Homes(mesh, parted)
+        placement = Placement(mesh, parted)
 
-        def struct(home, spec):
-            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=home.sharding(spec))
+        def struct(location, spec):
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=location.sharding(spec))
 
-        weights = place_all(config, homes, struct, abstract(config))
+        specs = abstract(config)
+        weights = jax.tree.map(struct, placement.by_leaf(config, specs), specs)
         pipeline = Pipeline(config, mesh)
         layout = min(Batcher(Limits(4, 32, 16), 1, 16, 4).layouts.items())[1]
         (lowered,) = pipeline.lower(weights, pipeline.abstract_state((8,), 16, 4), layout)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from quire import LLM, SamplingParams
 from quire.model import decoder, expert_copies, uncached
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.placement import Homes
+from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError, Moe
 from quire.model.weights import MoeWeights
 from quire.ops.expert_dispatch import capacity
@@ -213,7 +213,7 @@ def test_logits_with_copies(golden):
     made = golden("gemma4-moe")
     config = expert_copies.with_spare(loader.read_config(made.folder, "float32", NAMED["gemma4-moe"].max_len), 4)
     mesh, whole = make_mesh(expert=4), made.prompts[0] + made.tokens[0]
-    weights = expert_copies.as_loaded(loader.load(made.folder, config, Homes(mesh)), config, mesh)
+    weights = expert_copies.as_loaded(loader.load(made.folder, config, Placement(mesh)), config, mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
     run = partial(uncached.forward, config=config, axes=device_axes(mesh))
     run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(), check_vma=False)

@@ -20,7 +20,7 @@ from quire import LLM, SamplingParams
 from quire.model import decoder, uncached
 from quire.model.checkpoint import expert_stacks as stacks
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.placement import Homes, place_packed
+from quire.model.checkpoint.placement import Placement
 from quire.model.config import Attention, Layer, ModelConfig, Moe
 from quire.model.families.common import SourceTensor, linear
 from quire.model.planning import cost
@@ -86,7 +86,7 @@ def test_against_a_loop(name, kernels):
     if kernels:
         if not native.serves():
             pytest.skip("no compiler")
-        packed = {field: place_packed(getattr(dense_specs, field), getattr(weights, field)) for field in STACKED}
+        packed = {field: loader.put_packed(getattr(dense_specs, field), getattr(weights, field)) for field in STACKED}
         assert all(hasattr(stack.each, "tiles") and stack.each.tiles.shape[0] == E for stack in packed.values())
         weights = weights.replace(**packed)
     x = np.random.default_rng(1).standard_normal((2 * BLOCK + 5, D)).astype(np.float32)
@@ -174,7 +174,7 @@ def test_memory_is_as_planned(name, quantization, tmp_path):
     """To the byte; gpt-oss keeps its own four bits."""
     made = golden(name, tmp_path)
     config = loader.read_config(made.folder, "bfloat16", quantization=quantization)
-    weights = loader.load(made.folder, config, Homes(make_mesh()))
+    weights = loader.load(made.folder, config, Placement(make_mesh()))
     assert nbytes(weights) == cost.weight_bytes(config)
     stacks = [getattr(layer.moe, field) for layer in weights.layers if layer.moe is not None for field in STACKED]
     experts = sum(nbytes(stack) for stack in stacks)

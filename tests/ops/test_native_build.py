@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quire.ops import native
-from quire.ops.native import build, kernel_names
+from quire.ops.native import build, kernel_names, model_kernels
 from quire.ops.native.pack import pack
 from quire.scripts import collect_env
 from quire.sharding.spec import ArraySpec
@@ -233,7 +233,7 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
     ],
 )
 def test_what_a_model_calls(model, kernels):
-    assert sorted(kernel_names.of_model(*model)) == kernels.split()
+    assert sorted(model_kernels.of_model(*model)) == kernels.split()
 
 
 CHILD = """

@@ -96,7 +96,7 @@ sys.path.insert(0, sys.argv[3])
 from shards import in_device_order
 from quire.model.checkpoint.loader import load, read_config
 from quire.model.config import ModelError
-from quire.model.checkpoint.placement import Homes
+from quire.model.checkpoint.placement import Placement
 from quire.sharding.mesh import make_mesh, shardings
 from quire.model.weights import abstract
 
@@ -108,7 +108,7 @@ wanted = jax.tree.leaves(shardings(abstract(config), mesh))
 whole = jax.tree.leaves(jax.tree.map(lambda spec, leaf: in_device_order(np.asarray(leaf), spec, mesh),
                                      abstract(config), load(plain, config, plain=True)))
 for folder in (plain, converted):
-    arrays = jax.tree.leaves(load(folder, config, Homes(mesh)))
+    arrays = jax.tree.leaves(load(folder, config, Placement(mesh)))
     for array, place, expected in zip(arrays, wanted, whole, strict=True):
         assert array.sharding.is_equivalent_to(place, array.ndim), (array.sharding, place)
         assert np.asarray(array).tobytes() == np.asarray(expected).tobytes()
@@ -116,7 +116,7 @@ for folder in (plain, converted):
     assert embed.addressable_shards[0].data.shape == (config.vocab_size // 4, config.dim)
     assert len({shard.index[0].start for shard in embed.addressable_shards}) == 4
     try:
-        load(folder, config, Homes(make_mesh(tensor=8)))
+        load(folder, config, Placement(make_mesh(tensor=8)))
     except ModelError as error:
         assert "tensor=8" in str(error) and "heads" in str(error), error
     else:

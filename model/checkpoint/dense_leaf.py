@@ -1,10 +1,11 @@
-"""One array of the weight tree, put together from the tensors of a checkpoint."""
+"""A leaf of the weight tree that is one array, read from the tensors of a checkpoint."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ...ops.quant import FormatError
 from ...sharding.spec import ArraySpec, empty
 from ..config import ModelError
 from .safetensors import Tensor, fill
@@ -15,7 +16,7 @@ FP8_BLOCK = 128  # side of the square that shares a scale; `Keys.quantization` a
 def read_leaf(
     spec: ArraySpec, parts, tensors: dict[str, Any], needed: Sequence[np.ndarray] | None = None
 ) -> np.ndarray:
-    """One array of the weight tree. `needed` says for each axis which elements are; the others may be anything."""
+    """The array. `needed` marks for each axis the elements that are; the others may come out as anything."""
     few, leaf = needed is not None and not all(mask.all() for mask in needed), None
     for part in parts:
         source, at = tensors[part.name], part.at if isinstance(part.at, tuple) else (part.at,)
@@ -27,7 +28,10 @@ def read_leaf(
         value = source.mapped() if apart else source.read()
         if scales in tensors:
             value = scale_blocks(value, tensors[scales].read(), scales)
-        value = part.turn(value)
+        try:
+            value = part.turn(value)
+        except FormatError as error:
+            raise ModelError(f"tensor {part.name!r} {error}") from None
         if len(parts) == 1 and value.shape == spec.shape and value.dtype == spec.dtype and value.flags.c_contiguous:
             return value  # as it was read
         if leaf is None:
@@ -39,7 +43,7 @@ def read_leaf(
 
 
 def bounds(needed: Sequence[np.ndarray], at: tuple[Any, ...]) -> tuple[slice, ...] | None:
-    """The block of the place `at` that holds all that is needed of it; None where nothing is."""
+    """Within the place `at`, the smallest block with every needed element; None where none is needed."""
     cuts = []
     for mask, where in zip(needed, at + (slice(None),) * (len(needed) - len(at)), strict=True):
         found = np.flatnonzero(mask[where])

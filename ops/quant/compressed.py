@@ -1,0 +1,98 @@
+"""Formats that weights are rounded to, and how a checkpoint of the compressed-tensors form holds them."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...sharding.spec import ArraySpec
+from ..weight import Weight
+
+
+class FormatError(ValueError):
+    """A shape, an option or a stored value that a format cannot have."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How compressed-tensors' quantization_config describes a format."""
+
+    weights: dict[str, Any]
+    activations: dict[str, Any] | None  # None: rows stay as they are
+    forms: tuple[str, ...]  # values of `format`; the first is the one that Quire writes
+
+
+# Tensors of one matrix by what their names end in: the dtypes and shapes that they may have, the written one first.
+Layout = dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
+
+
+class Rounded(Weight):
+    """A weight in a format that Quire rounds to. A node of `ArraySpec`s says how, one of arrays is such a weight.
+
+    A checkpoint keeps matrices [out, in]. What was stored of one is known as its *fields*, by the names of the node's
+    arrays: each [out, in], or narrower where neighbouring inputs share a value.
+    """
+
+    into: tuple[int, ...]  # sizes of the axes that products sum over
+    out: tuple[int, ...]  # and of the others
+    inputs: tuple[int, ...]  # where the former stand in the dense weight
+
+    def quantize(self, weight: np.ndarray) -> Any:
+        """A weight [*into, *out] rounded to the format of these specs."""
+        raise NotImplementedError
+
+    def layout(self, rows: int, columns: int, form: str) -> Layout:
+        """The tensors of a matrix [rows, columns] in a checkpoint; FormatError where it can have none."""
+        raise NotImplementedError
+
+    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+        """The fields of a matrix from its tensors."""
+        raise NotImplementedError
+
+    def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        """The matrix in float32 from its fields, each spread to [out, in]: what the format means."""
+        raise NotImplementedError
+
+    def join(self, fields: dict[str, np.ndarray]) -> Any:
+        """A node of these specs, from fields turned to [inputs that share a value, *out]."""
+        raise NotImplementedError
+
+    def parts(self, form: str) -> dict[str, np.ndarray]:
+        """The tensors that a rounded matrix, whose node has one axis in and one out, is stored as."""
+        raise NotImplementedError
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a stack: what its name ends in, its shape in the file, and how it becomes an array of the node."""
+
+    ending: str
+    shape: tuple[int, ...]
+    turn: Any
+
+
+def split(dense: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
+    """The sizes of the axes that are summed over, those of the others, and the logical axes of both in this order."""
+    others = [axis for axis in range(len(dense.shape)) if axis not in dense.inputs]
+    axes = tuple(dense.axes[axis] for axis in (*dense.inputs, *others))
+    return tuple(dense.shape[axis] for axis in dense.inputs), tuple(dense.shape[axis] for axis in others), axes
+
+
+def split_words(words: np.ndarray, bits: int) -> np.ndarray:
+    """The codes in int32 words, the first in the lowest bits, a byte each."""
+    data = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    if bits == 8:
+        return data
+    return np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1)
+
+
+def join_words(data: np.ndarray) -> np.ndarray:
+    """Rows of bytes as int32 words; a row's last word is filled with zeros."""
+    return np.ascontiguousarray(np.pad(data, ((0, 0), (0, -data.shape[1] % 4)))).view("<i4")
+
+
+def words(rows: int, columns: int, bits: int) -> Layout:
+    """The tensors of codes that share words."""
+    return {
+        ".weight_packed": (("int32",), ((rows, -(-columns // (32 // bits))),)),
+        ".weight_shape": (("int64", "int32"), ((2,),)),
+    }

@@ -1,0 +1,105 @@
+"""What the model asks of a weight, whatever form it is kept in."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from .activation import glu
+
+
+class Weight:
+    """A matrix, or a stack of matrices along its first axis, that stands where an array could.
+
+    Quantised and kernel-ready nodes are subclasses, and so is `Dense`, which `weight_of` makes of an array: no caller
+    asks what a weight is. A node that has no use for a method leaves it out. Bytes are counted by
+    `sharding.spec.nbytes`, since a node's arrays are its leaves.
+    """
+
+    native = False  # whether it is laid out for the native kernels, which alone can read it then
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None) -> Any:
+        """The product with x, summed in float32, plus `bias`, rounded once to `dtype` (x's by default)."""
+        raise TypeError(f"{type(self).__name__} has no product; pick one of its matrices")
+
+    def gated(self, subscripts: str, x, activation: str) -> Any:
+        """activation(gate) * up of a product whose last axes are [2, F]."""
+        return glu(self.einsum(subscripts, x), activation)
+
+    def __getitem__(self, index) -> Any:
+        """As of an array: rows of an embedding, or one matrix of a stack."""
+        raise TypeError(f"{type(self).__name__} is neither an embedding nor a stack")
+
+    @property
+    def rows(self) -> int:
+        """How many rows an embedding has here; of one that is split, those of this device."""
+        raise TypeError(f"{type(self).__name__} is no embedding")
+
+    def pick(self, e) -> Any:
+        """One matrix of a stack, for a product in a loop over them."""
+        # Without the barrier XLA widens the whole stack to float32 ahead of the loop.
+        stack, e = jax.lax.optimization_barrier((self, e))
+        return stack[e]
+
+    def for_kernels(self, narrow: bool) -> "Weight":
+        """The same on the host, laid out for the native kernels; itself where none takes it.
+
+        `narrow`: it will meet rows of bfloat16.
+        """
+        return self
+
+
+@struct.dataclass
+class Dense(Weight):
+    """An array."""
+
+    array: Any
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        out = jnp.einsum(subscripts, x, self.array, preferred_element_type=jnp.float32)
+        return (out if bias is None else out + bias).astype(dtype or x.dtype)
+
+    def __getitem__(self, index):
+        return self.array[index]
+
+    @property
+    def rows(self) -> int:
+        return self.array.shape[0]
+
+
+def check_subscripts(subscripts: str, x, into, out, inputs, stacked: bool = False) -> None:
+    """Refuse subscripts other than a weight's own: [*lead, *into] times the weight gives [*lead, *out].
+
+    `into` and `out` are the sizes of the axes that are summed over and of the others, `inputs` says where the former
+    stand in the weight. The first axis of a weight that is `stacked` is x's last but `into`.
+    """
+    operands, _, result = subscripts.partition("->")
+    rows, _, letters = operands.partition(",")
+    stack, letters = (letters[:1], letters[1:]) if stacked else ("", letters)
+    summed = "".join(letter for axis, letter in enumerate(letters) if axis in inputs)
+    kept = "".join(letter for axis, letter in enumerate(letters) if axis not in inputs)
+    lead = rows.removesuffix(summed)
+    fits = (
+        (len(summed), len(kept)) == (len(into), len(out))
+        and rows == lead + summed
+        and result == lead + kept
+        and lead.endswith(stack)
+        and len(set(rows + kept)) == len(rows + kept)
+        and x.shape[len(lead) :] == tuple(into)
+    )
+    if not fits:
+        raise ValueError(
+            f"einsum {subscripts!r} with x of shape {list(x.shape)} does not fit {'each matrix of ' * stacked}the "
+            f"weight: its axes {list(inputs)}, of sizes {list(into)}, are summed over and come last in x, and the "
+            f"others, of sizes {list(out)}, come last in the result"
+        )
+
+
+def weight_of(w) -> Weight:
+    """The weight for products by XLA."""
+    if not isinstance(w, Weight):
+        return Dense(w)
+    if w.native:
+        raise NotImplementedError("the weight is laid out for the native kernels")
+    return w

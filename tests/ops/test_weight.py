@@ -1,0 +1,98 @@
+"""What all weights have in common: subscripts that are checked while tracing, and forced implementations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quire.ops import native, quant
+from quire.ops.implementations import NoImplementation
+from quire.ops.linear import einsum, gated, rows
+from quire.ops.moe import pick
+from quire.ops.native.pack import pack
+from quire.sharding.spec import ArraySpec, random_arrays
+
+FORMATS = ["int8", "int8-weights", "int4-32-zero"]
+DENSE = ArraySpec((64, 2, 32), jnp.bfloat16, (None, None, None), fan_in=64, inputs=(0,))
+HEAD = ArraySpec((48, 64), jnp.bfloat16, (None, None), fan_in=64, inputs=(1,))
+STACK = ArraySpec((3, 64, 32), jnp.bfloat16, (None, None, None), fan_in=64, inputs=(1,), stacked=True)
+X = jnp.ones((5, 64))
+WRONG = ["TD,DGF->TFG", "TD,GFD->TGF", "TD,DF->TF", "TD,DGF->GFT", "DT,DGF->TGF", "TD,TGF->TGF", "D,DGF->GF", "TD,DGF"]
+
+
+def made(dense: ArraySpec, name: str | None, kernels: bool) -> Any:
+    node = jax.tree.map(np.asarray, random_arrays(quant.packed(name, dense)))
+    if not kernels:
+        return jax.tree.map(jnp.asarray, node)
+    if not native.serves():
+        pytest.skip("no compiler")
+    return pack(dense, node)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_subscripts_are_checked_while_tracing(name, kernels):
+    node = made(DENSE, name, kernels)
+    run = jax.eval_shape
+    assert run(lambda x: einsum("TD,DGF->TGF", x, node), X).shape == (5, 2, 32)
+    assert run(lambda x: einsum("tsd,dgf->tsgf", x, node), X[None]).shape == (1, 5, 2, 32)
+    for subscripts in WRONG:
+        with pytest.raises(ValueError, match="does not fit the weight: its axes"):
+            run(lambda x, subscripts=subscripts: einsum(subscripts, x, node), X)
+    for call in (einsum, lambda *given: gated(*given, "silu")):
+        with pytest.raises(ValueError, match=r"of sizes \[64\]"):
+            run(lambda x, call=call: call("TD,DGF->TGF", x, node), jnp.ones((5, 32)))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_the_head_lies_with_its_inputs_last(kernels):
+    node = made(HEAD, "int8", kernels)
+    assert einsum("RD,VD->RV", X, node).shape == (5, 48) and rows(node) == 48
+    with pytest.raises(ValueError, match=r"its axes \[1\]"):
+        einsum("RD,DV->RV", X, node)
+
+
+def test_a_stack_of_the_kernels():
+    stack = made(STACK, None, True)
+    assert einsum("TED,EDF->TEF", jnp.ones((5, 3, 64)), stack).shape == (5, 3, 32)
+    assert einsum("TD,DF->TF", X, pick(stack, 1)).shape == (5, 32)
+    for subscripts in ("TED,EDF->TFE", "TED,DEF->TEF", "ETD,EDF->ETF"):
+        with pytest.raises(ValueError, match="each matrix of the weight"):
+            einsum(subscripts, jnp.ones((5, 3, 64)), stack)
+
+
+def test_a_forced_implementation():
+    dense, tiled = made(HEAD, None, False), made(HEAD, None, True)
+    for w, right, wrong, reason in (
+        (dense, "xla", "native", "native: the weight is not laid out for the kernels"),
+        (tiled, "native", "xla", "xla: the weight is laid out for the native kernels"),
+    ):
+        expected = einsum("RD,VD->RV", X, w)
+        np.testing.assert_array_equal(einsum("RD,VD->RV", X, w, implementation=right), expected)
+        with pytest.raises(NoImplementation, match=reason) as error:
+            einsum("RD,VD->RV", X, w, implementation=wrong)
+        assert len(error.value.exceptions) == 1
+    with pytest.raises(NoImplementation, match="native: the weight is not laid out"):
+        pick(made(STACK, None, False), 0, implementation="native")
+
+
+def test_what_a_format_has_no_use_for():
+    node = made(DENSE, "int4", False)
+    with pytest.raises(TypeError, match="Int4 is no embedding"):
+        rows(node)
+    with pytest.raises(TypeError, match="Int4 is neither an embedding nor a stack"):
+        node[jnp.array([0])]
+
+
+@pytest.mark.parametrize("name", quant.FORMATS)
+def test_a_format_says_all_that_others_ask(name):
+    module, _ = quant.format_of(name)
+    for field in quant.Format.__annotations__:
+        assert hasattr(module, field), field
+    assert callable(module.spec) and module.kernels()
+    assert (module.CHOICES is None) == (not module.STORED) == (module.METHOD is not None)
+    for full in module.STORED:
+        assert quant.stored_name(full) == full == quant.check(full)
+        assert quant.head(full) in quant.stored_schemes()

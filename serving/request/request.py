@@ -124,10 +124,7 @@ class Request:
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
+        self.finished = False  # asked for hundreds of requests in every step
 
     def scheduled(self, now: float) -> None:
         self.first_scheduled = self.first_scheduled or now
@@ -139,6 +136,7 @@ class Request:
 
     def end(self, index: int, reason: str) -> None:
         self.completions[index].end(reason)
+        self.finished = all(completion.finish_reason is not None for completion in self.completions)
         self.sequences[index].request = None  # a cycle would keep what is over until the collector comes
 
     def take(self) -> Delta:

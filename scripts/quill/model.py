@@ -11,6 +11,7 @@ from flax import struct
 
 from ...model import decoder
 from ...model.config import ModelConfig
+from ...ops.weight import Weight
 
 BLOCK = 128  # queries a block: a window layer then reads a few hundred keys and not the whole row
 
@@ -82,8 +83,8 @@ narrow_dot.defvjp(
 
 
 @struct.dataclass
-class Narrow:
-    """A weight whose products run in bfloat16; the model asks it as it asks any other weight."""
+class Narrow(Weight):
+    """A weight whose products run in bfloat16."""
 
     array: Any
 

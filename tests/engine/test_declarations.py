@@ -13,7 +13,7 @@ from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SAMPLING, SamplingParams, declarations, declared
 from quire.serving.api.validation import real
 from quire.serving.device.batch import Size, empty, param_arrays
-from quire.serving.engine.batch_builder import Batcher
+from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.scheduler import Limits
 from quire.serving.protocol import chat, completion, messages, responses
 from quire.serving.protocol.fields import TERMS, sampling_fields
@@ -64,9 +64,9 @@ def test_rows_carry_what_is_declared():
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_a_slot_has_the_values_of_its_request(name):
-    batcher = Batcher(Limits(4, 16, 16), 1, 16, 4)
+    batcher = BatchBuilder(Limits(4, 16, 16), 1, 16, 4)
     value = 7 if isinstance(SAMPLING[name].padding, int) else 0.75
-    seq: Any = SimpleNamespace(slot=2, seed=(1, 2), params=SamplingParams(**{name: value}), scored=False)
+    seq: Any = SimpleNamespace(replica=0, slot=2, seed=(1, 2), params=SamplingParams(**{name: value}), scored=False)
     batcher.assign(seq, False)
     for other in CARRIED:
         kept = batcher.settings[f"{other}_R"].tolist()

@@ -13,6 +13,7 @@ import typer
 from .. import __version__
 from ..serving.api.errors import RequestError
 from ..serving.api.validation import shown
+from ..serving.http.settings import Formats
 from ..serving.progress import bar
 from ..serving.protocol.answers import chat as chat_answer
 from ..serving.protocol.answers import completion as completion_answer
@@ -59,10 +60,7 @@ def main(
         ),
     ] = None,
     served_model_name: Annotated[
-        str | None,
-        typer.Option(
-            help="Model name that requests may give.", show_default="the model's own", rich_help_panel=o.MODEL
-        ),
+        str | None, o.option("Model name that requests may give.", o.MODEL, shown="the model's own")
     ] = None,
     *,
     engine: dict[str, Any],
@@ -149,7 +147,7 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
                 "body.model", f"must be {names[0]!r}, which --served-model-name can change, got {shown(asked.model)}"
             )
         prepare = prompting.chat if isinstance(asked, ChatRequest) else prompting.completion
-        prepared = prepare(llm.engine, asked, prompting.Formats())
+        prepared = prepare(llm.engine, asked, Formats())
         for ask in prepared.asks:
             name = str(next(llm.ids))
             requests.append(llm.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms))

@@ -16,6 +16,10 @@ MACHINE = "The device"
 SEVERAL = "Several devices"
 
 
+def speed(help: str, metavar: str) -> Any:
+    return o.option(help, MACHINE, metavar, "the device's", min=0.001)
+
+
 @o.takes_engine(only=("dtype", "quantization", "kv_cache_dtype"))
 def main(
     model: o.Model = None,
@@ -30,77 +34,22 @@ def main(
     ] = None,
     *,
     engine: dict[str, Any],
-    device: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Device to plan for: h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE),
-    ] = "h100",
+    device: Annotated[str, o.option("Device to plan for: h200, h100, a100, l4 or cpu.", MACHINE, "NAME")] = "h100",
     memory: Annotated[
-        int | None,
-        typer.Option(
-            parser=size,
-            metavar="BYTES",
-            help="Memory for weights and KV cache, as in 80G.",
-            show_default="the device's",
-            rich_help_panel=MACHINE,
-        ),
+        int | None, o.sized("Memory for weights and KV cache, as in 80G.", MACHINE, "BYTES", "the device's")
     ] = None,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S", min=0.001, help="Memory bandwidth.", show_default="the device's", rich_help_panel=MACHINE
-        ),
-    ] = None,
-    flops: Annotated[
-        float | None,
-        typer.Option(
-            metavar="TFLOP/S",
-            min=0.001,
-            help="Speed of dense products in bfloat16.",
-            show_default="the device's",
-            rich_help_panel=MACHINE,
-        ),
-    ] = None,
-    link: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S",
-            min=0.001,
-            help="Speed of links to devices of the same machine, each way.",
-            show_default="the device's",
-            rich_help_panel=MACHINE,
-        ),
-    ] = None,
-    network: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S",
-            min=0.001,
-            help="Speed of links to devices of other machines, each way.",
-            show_default="the device's",
-            rich_help_panel=MACHINE,
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of devices; proposes a mesh.", show_default=False, rich_help_panel=SEVERAL),
-    ] = None,
+    bandwidth: Annotated[float | None, speed("Memory bandwidth.", "GB/S")] = None,
+    flops: Annotated[float | None, speed("Speed of dense products in bfloat16.", "TFLOP/S")] = None,
+    link: Annotated[float | None, speed("Speed of links to devices of the same machine, each way.", "GB/S")] = None,
+    network: Annotated[float | None, speed("Speed of links to devices of other machines, each way.", "GB/S")] = None,
+    devices: Annotated[int | None, o.option("Number of devices; proposes a mesh.", SEVERAL, shown=False, min=1)] = None,
     batch: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Sequences that decode together, each as long as the first --length.",
-            show_default="64",
-            rich_help_panel=SEVERAL,
-        ),
+        o.option("Sequences that decode together, each as long as the first --length.", SEVERAL, shown="64", min=1),
     ] = None,
     best: Annotated[
         str | None,
-        typer.Option(
-            metavar="FOR",
-            help="What the mesh should be best for: throughput, latency or prompts.",
-            show_default="throughput",
-            rich_help_panel=SEVERAL,
-        ),
+        o.option("What the mesh should be best for: throughput, latency or prompts.", SEVERAL, "FOR", "throughput"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -38,10 +38,10 @@ Model = Annotated[
 def option(help: str, panel: str, metavar: str | None = None, shown: str | bool = True, name: str = "", **more) -> Any:
     """An option on a panel of `--help`. `shown` says what happens without it, where the default itself does not.
 
-    `name` is needed where the parameter is called otherwise, and for a flag without its `--no-` form.
+    `name` is needed where the parameter is called otherwise, and for a flag without its `--no-` form; a space divides
+    several.
     """
-    names = (name,) if name else ()
-    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar, show_default=shown, **more)
+    return typer.Option(*name.split(), help=help, rich_help_panel=panel, metavar=metavar, show_default=shown, **more)
 
 
 def sized(help: str, panel: str, metavar: str, shown: str | bool = True) -> Any:

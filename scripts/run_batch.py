@@ -43,21 +43,11 @@ def main(
     model: o.Model = None,
     input_file: Annotated[
         Path | None,
-        typer.Option(
-            "--input-file",
-            "-i",
-            help="Requests to answer, one JSON object a line; - is stdin.",
-            rich_help_panel=o.OUTPUT,
-        ),
+        o.option("Requests to answer, one JSON object a line; - is stdin.", o.OUTPUT, name="--input-file -i"),
     ] = None,
     output_file: Annotated[
         Path | None,
-        typer.Option(
-            "--output-file",
-            "-o",
-            help="Where the results go, in the order of the requests; - is stdout.",
-            rich_help_panel=o.OUTPUT,
-        ),
+        o.option("Where the results go, in the order of the requests; - is stdout.", o.OUTPUT, name="--output-file -o"),
     ] = None,
     served_model_name: Annotated[
         str | None, o.option("Model name that requests may give.", o.MODEL, shown="the model's own")

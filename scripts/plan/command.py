@@ -14,6 +14,7 @@ from . import meshes as meshes
 
 MACHINE = "The device"
 SEVERAL = "Several devices"
+UNITS = {"bandwidth": 1e9, "link": 1e9, "network": 1e9, "flops": 1e12}
 
 
 def speed(help: str, metavar: str) -> Any:
@@ -60,17 +61,8 @@ def main(
         raise o.UsageError(f"--device is {device!r}; it can be {', '.join(cost.DEVICES)}")
     if length and min(length) < 1:
         raise o.UsageError(f"--length is {min(length)}; it must be at least 1")
-    chosen = cost.DEVICES[device]
-    chosen = replace(
-        chosen,
-        **o.given(
-            memory=memory,
-            bandwidth=None if bandwidth is None else bandwidth * 1e9,
-            link=None if link is None else link * 1e9,
-            network=None if network is None else network * 1e9,
-            flops=None if flops is None else flops * 1e12,
-        ),
-    )
+    own = o.given(memory=memory, bandwidth=bandwidth, link=link, network=network, flops=flops)
+    chosen = replace(cost.DEVICES[device], **{name: value * UNITS.get(name, 1) for name, value in own.items()})
     meshes.check(devices, batch, best)
     config, weights = read(model, **engine)
     lengths = sorted(set(length or default_lengths(config.max_len)))

@@ -127,12 +127,21 @@ def takes(place: str, added: Mapping[str, Any], defaults: Mapping[str, Any] = {}
     return decorate
 
 
-def read_text(path: Path) -> str:
-    """A UTF-8 file, or stdin where the path is `-`."""
-    source = "stdin" if str(path) == "-" else str(path)
+def read_bytes(path: Path) -> bytes:
+    """A file, or stdin where the path is `-`."""
     try:
-        return (typer.get_binary_stream("stdin").read() if source == "stdin" else path.read_bytes()).decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{source} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+        return typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {source}: {error.strerror}") from None
+        raise UsageError(f"cannot read {source_name(path)}: {error.strerror}") from None
+
+
+def read_text(path: Path) -> str:
+    """The same as text in UTF-8."""
+    try:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source_name(path)} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+
+
+def source_name(path: Path) -> str:
+    return "stdin" if str(path) == "-" else str(path)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Annotated, Any
 
-import typer
-
 from .. import __version__
 from ..serving.api.errors import RequestError
 from ..serving.api.validation import shown
@@ -62,7 +60,8 @@ def main(
         raise o.UsageError(f"{input_file} is given as input and as output; the results need a file of their own")
     if not output_file.parent.is_dir():
         raise o.UsageError(f"cannot write {output_file}: there is no folder {output_file.parent}")
-    lines = list(parse_lines(read_lines(input_file)))
+    # Split as bytes, so that a line which is not UTF-8 spoils no other.
+    lines = list(parse_lines(o.read_bytes(input_file).split(b"\n")))
     own = "quill" if model is None else model
     names = (served_model_name,) if served_model_name else (own, Path(own).name)
     with load(model, **engine) as llm:
@@ -75,15 +74,6 @@ def main(
             raise o.UsageError(f"cannot write {output_file}: {error.strerror}") from None
         with output:
             answer(llm, lines, output, names)
-
-
-def read_lines(path: Path) -> list[bytes]:
-    """The lines as bytes, so that one which is not UTF-8 spoils no other."""
-    try:
-        data = typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
-    except OSError as error:
-        raise o.UsageError(f"cannot read {path}: {error.strerror}") from None
-    return data.split(b"\n")
 
 
 def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...]) -> None:

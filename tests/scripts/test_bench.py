@@ -633,7 +633,7 @@ def test_serve_without_any_answer_fails(run):
         (["--plot", "no/such/folder.png"], "no folder"),
         (["--json", "."], "it is a folder"),
         (["--json", "a", "--save-result"], "leave one out"),
-        (["--result-filename", "a"], "--save-result"),
+        (["--result-filename", "a"], "--result-filename needs --save-result"),
         (["--dataset-name", "custom"], "--dataset-path"),
         (["--dataset-name", "custom", "--dataset-path", "no/such/file", "--model", "x"], "no server answers"),
         ([], "no server answers"),

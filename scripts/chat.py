@@ -6,8 +6,6 @@ import threading
 from contextlib import closing, contextmanager, suppress
 from typing import Annotated, Any
 
-import typer
-
 from . import options as o
 from .loading import load
 
@@ -15,29 +13,18 @@ HELP = "/reset forgets the conversation, /exit leaves (so does Ctrl-D); Ctrl-C s
 
 
 @o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
+@o.takes_sampling(without=("presence_penalty", "frequency_penalty"), max_tokens=512)
 def main(
     model: o.Model = None,
-    system: Annotated[str | None, typer.Option(help="System message: how to answer.", rich_help_panel=o.OUTPUT)] = None,
-    max_tokens: o.MaxTokens = 512,
-    temperature: o.Temperature = None,
-    top_p: o.TopP = None,
-    top_k: o.TopK = None,
-    min_p: o.MinP = None,
-    repetition_penalty: o.RepetitionPenalty = None,
-    seed: o.Seed = None,
-    stop: o.Stop = None,
+    system: Annotated[str | None, o.option("System message: how to answer.", o.OUTPUT)] = None,
     *,
+    sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Chat with a model. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."""
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
-    params = SamplingParams(
-        **o.given(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-            stop=stop or None, repetition_penalty=repetition_penalty,
-        )
-    )  # fmt: skip
+    params = SamplingParams(**sampling)
     with load(model, max_num_seqs=1, **engine) as llm:
         if sys.stdin.isatty():
             print(HELP)

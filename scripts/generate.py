@@ -42,39 +42,19 @@ class Timing:
 
 
 @o.takes_engine()
+@o.takes_sampling(max_tokens=128)
 def main(
     model: o.Model = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.", rich_help_panel=o.OUTPUT)] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the text to continue; - is stdin.", rich_help_panel=o.OUTPUT)
-    ] = None,
+    prompt: Annotated[str | None, o.option("Text to continue.", o.OUTPUT)] = None,
+    prompt_file: Annotated[Path | None, o.option("File with the text to continue; - is stdin.", o.OUTPUT)] = None,
     stream: Annotated[
-        bool | None,
-        typer.Option(
-            "--stream/--no-stream",
-            help="Print the text as it is generated.",
-            show_default="on, except with --n or --json",
-            rich_help_panel=o.OUTPUT,
-        ),
+        bool | None, o.option("Print the text as it is generated.", o.OUTPUT, shown="on, except with --n or --json")
     ] = None,
-    echo: Annotated[
-        bool, typer.Option("--echo", help="Print the prompt before the text.", rich_help_panel=o.OUTPUT)
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end.", rich_help_panel=o.OUTPUT)
-    ] = False,
-    max_tokens: o.MaxTokens = 128,
-    temperature: o.Temperature = None,
-    top_p: o.TopP = None,
-    top_k: o.TopK = None,
-    min_p: o.MinP = None,
-    repetition_penalty: o.RepetitionPenalty = None,
-    presence_penalty: o.PresencePenalty = None,
-    frequency_penalty: o.FrequencyPenalty = None,
-    seed: o.Seed = None,
-    stop: o.Stop = None,
-    n: Annotated[int, typer.Option("--n", help="Number of answers.", rich_help_panel=o.SAMPLING)] = 1,
+    echo: Annotated[bool, o.option("Print the prompt before the text.", o.OUTPUT, name="--echo")] = False,
+    as_json: Annotated[bool, o.option("Print one JSON object at the end.", o.OUTPUT, name="--json")] = False,
     *,
+    sampling: dict[str, Any],
+    n: Annotated[int, o.option("Number of answers.", o.SAMPLING)] = 1,
     engine: dict[str, Any],
 ) -> None:
     """Continue a prompt. The text goes to stdout, a line of timings to stderr."""
@@ -87,13 +67,7 @@ def main(
 
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
-    params = SamplingParams(
-        **o.given(
-            n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-            stop=stop or None, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-        )
-    )  # fmt: skip
+    params = SamplingParams(n=n, **sampling)
     live = n == 1 and not as_json and stream is not False
     head = text if echo else ""
     first, first_tokens, shown, last = 0.0, 0, 0, None
@@ -115,15 +89,8 @@ def main(
     if any(output.finish_reason == "error" for output in last.outputs):
         print("error: the step failed; the log above says why", file=sys.stderr)
         raise typer.Exit(1)
-    timing = Timing(
-        loaded,
-        first or done,
-        done,
-        len(last.prompt_token_ids),
-        first_tokens,
-        count_tokens(last),
-        last.num_cached_tokens,
-    )
+    read, written = len(last.prompt_token_ids), count_tokens(last)
+    timing = Timing(loaded, first or done, done, read, first_tokens, written, last.num_cached_tokens)
     if as_json:
         print(json.dumps(as_dict(last, timing), ensure_ascii=False))
     elif live:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,53 +35,59 @@ Model = Annotated[
 ]
 
 
-def sized(name: str, help: str, metavar: str, panel: str, default: str | bool = True):
+def option(help: str, panel: str, metavar: str | None = None, shown: str | bool = True, name: str = "", **more) -> Any:
+    """An option on a panel of `--help`. `shown` says what happens without it, where the default itself does not.
+
+    `name` is needed where the parameter is called otherwise, and for a flag without its `--no-` form; a space divides
+    several.
+    """
+    return typer.Option(*name.split(), help=help, rich_help_panel=panel, metavar=metavar, show_default=shown, **more)
+
+
+def sized(help: str, panel: str, metavar: str, shown: str | bool = True) -> Any:
     """A whole number that may be written as 32K."""
-    return typer.Option(name, help=help, parser=size, metavar=metavar, rich_help_panel=panel, show_default=default)
+    return option(help, panel, metavar, shown, parser=size)
 
 
-def sampled(name: str, help: str):
-    return typer.Option(name, help=help, rich_help_panel=SAMPLING)
+SAMPLING_FLAGS = {  # by the names of `SamplingParams`, which has the defaults and the bounds
+    "max_tokens": Annotated[int | None, sized("Most tokens of an answer.", SAMPLING, "TOKENS")],
+    "temperature": Annotated[float | None, option("0 always takes the likeliest token.", SAMPLING)],
+    "top_p": Annotated[
+        float | None, option("Sample from the likeliest tokens that together have this probability.", SAMPLING)
+    ],
+    "top_k": Annotated[int | None, option("Sample from this many of the likeliest tokens.", SAMPLING)],
+    "min_p": Annotated[float | None, option("Drop tokens less likely than this fraction of the likeliest.", SAMPLING)],
+    "repetition_penalty": Annotated[float | None, option("Above 1: tokens already seen become less likely.", SAMPLING)],
+    "presence_penalty": Annotated[
+        float | None, option("Subtracted from the logit of every token already generated.", SAMPLING)
+    ],
+    "frequency_penalty": Annotated[
+        float | None, option("Subtracted from it for every time that the token was generated.", SAMPLING)
+    ],
+    "seed": Annotated[int | None, option("The same seed gives the same tokens.", SAMPLING)],
+    "stop": Annotated[list[str] | None, option("Stop before this text; may be given several times.", SAMPLING)],
+}
 
 
-MaxTokens = Annotated[int | None, sized("--max-tokens", "Most tokens of an answer.", "TOKENS", SAMPLING)]
-Temperature = Annotated[float | None, sampled("--temperature", "0 always takes the likeliest token.")]
-TopP = Annotated[
-    float | None, sampled("--top-p", "Sample from the likeliest tokens that together have this probability.")
-]
-TopK = Annotated[int | None, sampled("--top-k", "Sample from this many of the likeliest tokens.")]
-MinP = Annotated[float | None, sampled("--min-p", "Drop tokens less likely than this fraction of the likeliest.")]
-Seed = Annotated[int | None, sampled("--seed", "The same seed gives the same tokens.")]
-Stop = Annotated[list[str] | None, sampled("--stop", "Stop before this text; may be given several times.")]
-RepetitionPenalty = Annotated[
-    float | None, sampled("--repetition-penalty", "Above 1: tokens already seen become less likely.")
-]
-PresencePenalty = Annotated[
-    float | None, sampled("--presence-penalty", "Subtracted from the logit of every token already generated.")
-]
-FrequencyPenalty = Annotated[
-    float | None, sampled("--frequency-penalty", "Subtracted from it for every time that the token was generated.")
-]
-
-
-def engine_flag(option: Field) -> Any:
-    """The flag of a field of `EngineOptions`. Not given it is None, which leaves the default to the engine."""
-    about, name = option.metadata, f"--{option.name.replace('_', '-')}"
-    sized = about["metavar"] if option.type in (int, int | None) else None
+def field_flag(field: Field, shown: str | bool) -> Any:
+    """The flag of a field that `flag` declares; it may be left out."""
+    about, name = field.metadata, f"--{field.name.replace('_', '-')}"
+    parser = size if about["metavar"] and field.type in (int, int | None) else None
+    name = f"{name}/--no-{name[2:]}" if field.default is True else name
     return Annotated[
-        option.type | None,
-        typer.Option(
-            name if option.default is not True else f"{name}/--no-{name[2:]}",
-            help=about["help"],
-            metavar=about["metavar"],
-            parser=size if sized else None,
-            rich_help_panel=about["panel"],
-            show_default=about["default"],
-        ),
+        field.type | None, option(about["help"], about["panel"], about["metavar"], shown, name, parser=parser)
     ]
 
 
-ENGINE_FLAGS = {option.name: engine_flag(option) for option in fields(EngineOptions) if option.metadata}
+def engine_flag(field: Field) -> Any:
+    """The flag of a field of `EngineOptions`. Not given it is None, which leaves the default to the engine."""
+    default = f"{field.default}"
+    return field_flag(
+        field, field.metadata["default_text"] or {"None": "none", "True": "on", "False": "off"}.get(default, default)
+    )
+
+
+ENGINE_FLAGS = {field.name: engine_flag(field) for field in fields(EngineOptions) if field.metadata}
 
 
 def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] = ()):
@@ -89,21 +95,29 @@ def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] 
     return takes("engine", {name: flag for name, flag in ENGINE_FLAGS.items() if name in only and name not in without})
 
 
-def takes(place: str, added: dict):
-    """The same for any options, in place of any parameter."""
+def takes_sampling(without: Collection[str] = (), **defaults: Any):
+    """The same for the sampling parameters, in place of `sampling`. `defaults` are those of the command."""
+    return takes("sampling", {name: SAMPLING_FLAGS[name] for name in SAMPLING_FLAGS if name not in without}, defaults)
+
+
+def takes(place: str, added: Mapping[str, Any], defaults: Mapping[str, Any] = {}, make: Callable[..., Any] = dict):
+    """The same for any options, in place of any parameter: it is what `make` makes of those that were given."""
 
     def decorate(main):
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(main, eval_str=True).parameters.values():
             if parameter.name == place:
                 kind = parameter.kind
-                parameters += [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in added.items()]
+                parameters += [
+                    inspect.Parameter(name, kind, default=defaults.get(name), annotation=annotation)
+                    for name, annotation in added.items()
+                ]
             else:
                 parameters.append(parameter)
 
         @functools.wraps(main)
         def command(**values):
-            chosen = given(**{name: values.pop(name) for name in added})
+            chosen = make(**given(**{name: values.pop(name) for name in added}))
             return main(**values, **{place: chosen})
 
         command.__signature__ = inspect.Signature(parameters)  # where Typer looks
@@ -113,12 +127,21 @@ def takes(place: str, added: dict):
     return decorate
 
 
-def read_text(path: Path) -> str:
-    """A UTF-8 file, or stdin where the path is `-`."""
-    source = "stdin" if str(path) == "-" else str(path)
+def read_bytes(path: Path) -> bytes:
+    """A file, or stdin where the path is `-`."""
     try:
-        return (typer.get_binary_stream("stdin").read() if source == "stdin" else path.read_bytes()).decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{source} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+        return typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {source}: {error.strerror}") from None
+        raise UsageError(f"cannot read {source_name(path)}: {error.strerror}") from None
+
+
+def read_text(path: Path) -> str:
+    """The same as text in UTF-8."""
+    try:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source_name(path)} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+
+
+def source_name(path: Path) -> str:
+    return "stdin" if str(path) == "-" else str(path)

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Annotated, Any
 
-import typer
-
 from .. import __version__
 from ..serving.api.errors import RequestError
 from ..serving.api.validation import shown
+from ..serving.http.settings import Formats
 from ..serving.progress import bar
 from ..serving.protocol.answers import chat as chat_answer
 from ..serving.protocol.answers import completion as completion_answer
@@ -42,27 +41,14 @@ def main(
     model: o.Model = None,
     input_file: Annotated[
         Path | None,
-        typer.Option(
-            "--input-file",
-            "-i",
-            help="Requests to answer, one JSON object a line; - is stdin.",
-            rich_help_panel=o.OUTPUT,
-        ),
+        o.option("Requests to answer, one JSON object a line; - is stdin.", o.OUTPUT, name="--input-file -i"),
     ] = None,
     output_file: Annotated[
         Path | None,
-        typer.Option(
-            "--output-file",
-            "-o",
-            help="Where the results go, in the order of the requests; - is stdout.",
-            rich_help_panel=o.OUTPUT,
-        ),
+        o.option("Where the results go, in the order of the requests; - is stdout.", o.OUTPUT, name="--output-file -o"),
     ] = None,
     served_model_name: Annotated[
-        str | None,
-        typer.Option(
-            help="Model name that requests may give.", show_default="the model's own", rich_help_panel=o.MODEL
-        ),
+        str | None, o.option("Model name that requests may give.", o.MODEL, shown="the model's own")
     ] = None,
     *,
     engine: dict[str, Any],
@@ -74,7 +60,8 @@ def main(
         raise o.UsageError(f"{input_file} is given as input and as output; the results need a file of their own")
     if not output_file.parent.is_dir():
         raise o.UsageError(f"cannot write {output_file}: there is no folder {output_file.parent}")
-    lines = list(parse_lines(read_lines(input_file)))
+    # Split as bytes, so that a line which is not UTF-8 spoils no other.
+    lines = list(parse_lines(o.read_bytes(input_file).split(b"\n")))
     own = "quill" if model is None else model
     names = (served_model_name,) if served_model_name else (own, Path(own).name)
     with load(model, **engine) as llm:
@@ -87,15 +74,6 @@ def main(
             raise o.UsageError(f"cannot write {output_file}: {error.strerror}") from None
         with output:
             answer(llm, lines, output, names)
-
-
-def read_lines(path: Path) -> list[bytes]:
-    """The lines as bytes, so that one which is not UTF-8 spoils no other."""
-    try:
-        data = typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
-    except OSError as error:
-        raise o.UsageError(f"cannot read {path}: {error.strerror}") from None
-    return data.split(b"\n")
 
 
 def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...]) -> None:
@@ -149,7 +127,7 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
                 "body.model", f"must be {names[0]!r}, which --served-model-name can change, got {shown(asked.model)}"
             )
         prepare = prompting.chat if isinstance(asked, ChatRequest) else prompting.completion
-        prepared = prepare(llm.engine, asked, prompting.Formats())
+        prepared = prepare(llm.engine, asked, Formats())
         for ask in prepared.asks:
             name = str(next(llm.ids))
             requests.append(llm.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms))

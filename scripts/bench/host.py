@@ -4,10 +4,7 @@ from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
-import typer
-
 from .. import options as o
-from ..sizes import size
 from ..tables import table
 from . import load as load
 from . import report as reports
@@ -16,28 +13,21 @@ PARTS = {"schedule": "schedule", "launch": "arrays", "collect": "results", "upda
 WARM_UP = 20  # steps
 
 
+@reports.takes_report(without=("result_filename", "plot"))
 def main(
-    context: typer.Context,
-    num_seqs: Annotated[int, o.sized("--num-seqs", "Sequences that decode together.", "N", load.DATA)] = 256,
+    num_seqs: Annotated[int, o.sized("Sequences that decode together.", load.DATA, "N")] = 256,
     input_len: Annotated[
         list[int] | None,
-        typer.Option(
-            parser=size,
-            metavar="TOKENS",
-            help="Tokens of each sequence; may be given several times.",
-            show_default="100, 500, 850",
-            rich_help_panel=load.DATA,
-        ),
+        o.sized("Tokens of each sequence; may be given several times.", load.DATA, "TOKENS", "100, 500, 850"),
     ] = None,
-    num_steps: Annotated[int, o.sized("--num-steps", "Steps to measure.", "N", load.DATA)] = 100,
+    num_steps: Annotated[int, o.sized("Steps to measure.", load.DATA, "N")] = 100,
     num_processes: Annotated[
-        int, o.sized("--num-processes", "Processes that receive each step, as on several hosts.", "N", load.DATA)
+        int, o.sized("Processes that receive each step, as on several hosts.", load.DATA, "N")
     ] = 1,
-    as_json: reports.Json = None,
-    save_result: reports.SaveResult = False,
+    *,
+    report: reports.ResultFiles,
 ) -> None:
     """Decode without a device. Prints the host's time to schedule a step, build its arrays and take in its tokens."""
-    report = reports.report(context, as_json, save_result, None)
     load.above_zero(
         num_seqs=num_seqs, num_steps=num_steps, input_len=min(input_len or [1]), num_processes=num_processes
     )
@@ -53,7 +43,7 @@ def main(
         hosts.close()
     cells = [(row["input_len"], *(f"{row[part]:.3f}" for part in (*PARTS, "together"))) for row in rows]
     text = f"{heading}\n\n{table(('tokens each', *PARTS.values(), 'together'), cells)}"
-    report.write({"num_seqs": num_seqs, "rows": rows}, text, lambda figure: None)
+    report.write({"num_seqs": num_seqs, "rows": rows}, text)
 
 
 def followed_by(count: int) -> Any:

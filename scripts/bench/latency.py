@@ -3,8 +3,6 @@
 from time import perf_counter
 from typing import Annotated, Any
 
-import typer
-
 from ...serving.progress import bar
 from .. import options as o
 from ..loading import load as load_model
@@ -16,33 +14,26 @@ from .metrics import flat, milliseconds
 NAMES = {"batch": "whole batch", "ttft": "first token", "itl": "each token after"}
 
 
+@reports.takes_report()
 @o.takes_engine()
 def main(
-    context: typer.Context,
     model: o.Model = None,
-    batch_size: Annotated[int, o.sized("--batch-size", "Requests that start together.", "N", load.DATA)] = 8,
-    input_len: Annotated[int, o.sized("--input-len", "Prompt length of each.", "TOKENS", load.DATA)] = 32,
-    output_len: Annotated[int, o.sized("--output-len", "Answer length of each.", "TOKENS", load.DATA)] = 128,
-    num_iters: Annotated[int, o.sized("--num-iters", "Batches to measure.", "N", load.DATA)] = 10,
-    num_iters_warmup: Annotated[int, o.sized("--num-iters-warmup", "Batches to run before those.", "N", load.DATA)] = 2,
+    batch_size: Annotated[int, o.sized("Requests that start together.", load.DATA, "N")] = 8,
+    input_len: Annotated[int, o.sized("Prompt length of each.", load.DATA, "TOKENS")] = 32,
+    output_len: Annotated[int, o.sized("Answer length of each.", load.DATA, "TOKENS")] = 128,
+    num_iters: Annotated[int, o.sized("Batches to measure.", load.DATA, "N")] = 10,
+    num_iters_warmup: Annotated[int, o.sized("Batches to run before those.", load.DATA, "N")] = 2,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
     *,
     engine: dict[str, Any],
-    as_json: reports.Json = None,
-    save_result: reports.SaveResult = False,
-    plot: reports.Plot = None,
+    report: reports.ResultFiles,
 ) -> None:
     """Answer batches of a fixed shape. Prints the times of a batch, of first tokens and between tokens."""
-    report = reports.report(context, as_json, save_result, plot)
     load.above_zero(batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters)
     if num_iters_warmup < 0:
         raise o.UsageError(f"--num-iters-warmup is {num_iters_warmup}; it must be at least 0")
-    shape = load.Dataset(
-        "random",
-        None,
-        {"random_input_len": input_len, "random_output_len": output_len, "random_range_ratio": 0.0},
-    )
+    shape = load.dataset("random", random_input_len=input_len, random_output_len=output_len)
     runs = []
     with (
         load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm,
@@ -58,14 +49,12 @@ def main(
     heading = (
         f"{name}: {num_iters} batches of {batch_size} requests, {input_len} prompt and {output_len} output tokens each"
     )
-
-    def draw(figure) -> None:
-        from . import plot
-
-        plot.distributions(figure, values, NAMES, {}, heading)
-
     result: dict[str, Any] = {"model": name} | flat(values) | {"batches_ms": values["batch"]}
-    report.write(result, f"{heading}\n\n{reports.latency_table(values, NAMES)}", draw)
+    report.write(
+        result,
+        f"{heading}\n\n{reports.latency_table(values, NAMES)}",
+        lambda plot, figure: plot.distributions(figure, values, NAMES, {}, heading),
+    )
 
 
 def measured(runs: list[LoadRun]) -> dict[str, list[float]]:

@@ -9,8 +9,6 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from .. import options as o
 
 DATA = "The requests"
@@ -26,55 +24,38 @@ OWN = {  # data set -> its own options with their defaults; another's are refuse
     "custom": {"custom_output_len": 128},
 }
 FROM_FILE = ("sharegpt", "custom")
-LONGEST_PROMPT, LONGEST_TOTAL, SHORTEST = (
-    1024,
-    2048,
-    4,
-)  # of ShareGPT: the usual limits, so that runs compare
+LONGEST_PROMPT, LONGEST_TOTAL, SHORTEST = 1024, 2048, 4  # of ShareGPT: the usual limits, so that runs compare
 
 
-def counted(name: str, help: str, metavar: str = "TOKENS", shown: str = ""):
-    default = OWN.get(shown, {}).get(name.removeprefix("--").replace("-", "_"))
-    return o.sized(name, help, metavar, DATA, str(default) if default is not None else False)
+def counted(of: str, option: str, help: str, metavar: str = "TOKENS") -> Any:
+    default = OWN[of][option]
+    return Annotated[int | None, o.sized(help, DATA, metavar, False if default is None else f"{default}")]
 
 
-NumPrompts = Annotated[int, o.sized("--num-prompts", "Number of requests.", "N", DATA)]
-DatasetName = Annotated[
-    str, typer.Option(metavar="NAME", help=f"Source of the requests: {', '.join(OWN)}.", rich_help_panel=DATA)
-]
-DatasetPath = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="sharegpt: its JSON; custom: lines of JSON, each with a prompt.", rich_help_panel=DATA
-    ),
-]
-InputLen = Annotated[int | None, counted("--random-input-len", "Prompt length.", shown="random")]
-OutputLen = Annotated[int | None, counted("--random-output-len", "Answer length.", shown="random")]
-RangeRatio = Annotated[
-    float | None,
-    typer.Option(
-        "--random-range-ratio",
-        metavar="0..1",
-        help="Draw lengths evenly from this share below to this share above.",
-        show_default="0",
-        rich_help_panel=DATA,
-    ),
-]
-ShareGptLen = Annotated[
-    int | None, counted("--sharegpt-output-len", "Answer length, instead of that of the answer on file.")
-]
-CustomLen = Annotated[
-    int | None, counted("--custom-output-len", "Answer length, where the line has no output_tokens.", shown="custom")
-]
 REPEAT = "prefix_repetition"
-PrefixLen = Annotated[int | None, counted("--prefix-repetition-prefix-len", "Length of a shared prefix.", shown=REPEAT)]
-SuffixLen = Annotated[int | None, counted("--prefix-repetition-suffix-len", "Length of what follows it.", shown=REPEAT)]
-NumPrefixes = Annotated[int | None, counted("--prefix-repetition-num-prefixes", "Number of prefixes.", "N", REPEAT)]
-RepetitionLen = Annotated[int | None, counted("--prefix-repetition-output-len", "Answer length.", shown=REPEAT)]
-Temperature = Annotated[
-    float, typer.Option(help="0 always takes the likeliest token.", rich_help_panel=DATA, min=0, max=100)
-]
-Seed = Annotated[int, typer.Option(help="The same seed draws the same requests.", rich_help_panel=DATA)]
+DATASET_OPTIONS = {
+    "dataset_name": Annotated[str, o.option(f"Source of the requests: {', '.join(OWN)}.", DATA, "NAME")],
+    "dataset_path": Annotated[
+        Path | None, o.option("sharegpt: its JSON; custom: lines of JSON, each with a prompt.", DATA, "FILE")
+    ],
+    "random_input_len": counted("random", "random_input_len", "Prompt length."),
+    "random_output_len": counted("random", "random_output_len", "Answer length."),
+    "random_range_ratio": Annotated[
+        float | None,
+        o.option("Draw lengths evenly from this share below to this share above.", DATA, "0..1", "0"),
+    ],
+    "sharegpt_output_len": counted(
+        "sharegpt", "sharegpt_output_len", "Answer length, instead of that of the answer on file."
+    ),
+    "custom_output_len": counted("custom", "custom_output_len", "Answer length, where the line has no output_tokens."),
+    "prefix_repetition_prefix_len": counted(REPEAT, "prefix_repetition_prefix_len", "Length of a shared prefix."),
+    "prefix_repetition_suffix_len": counted(REPEAT, "prefix_repetition_suffix_len", "Length of what follows it."),
+    "prefix_repetition_num_prefixes": counted(REPEAT, "prefix_repetition_num_prefixes", "Number of prefixes.", "N"),
+    "prefix_repetition_output_len": counted(REPEAT, "prefix_repetition_output_len", "Answer length."),
+}
+NumPrompts = Annotated[int, o.sized("Number of requests.", DATA, "N")]
+Temperature = Annotated[float, o.option("0 always takes the likeliest token.", DATA, min=0, max=100)]
+Seed = Annotated[int, o.option("The same seed draws the same requests.", DATA)]
 
 
 @dataclass(frozen=True)
@@ -116,15 +97,14 @@ class Dataset:
         return [samples[i % len(samples)] for i in range(count)]
 
 
-def dataset(context: typer.Context) -> Dataset:
-    """The data set that a command's options name, with its own options checked and filled in."""
-    name, path = context.params["dataset_name"], context.params["dataset_path"]
+def dataset(dataset_name: str, dataset_path: Path | None = None, **given: Any) -> Dataset:
+    """The data set with its own options checked and filled in."""
+    name, path = dataset_name, dataset_path
     if name not in OWN:
         raise o.UsageError(f"--dataset-name is {name!r}; it can be {', '.join(OWN)}")
     if (path is not None) != (name in FROM_FILE):
         verb = "needs" if path is None else "draws its requests itself: leave out"
         raise o.UsageError(f"--dataset-name {name} {verb} --dataset-path")
-    given = o.given(**{option: context.params[option] for own in OWN.values() for option in own})
     if strange := [option for option in given if option not in OWN[name]]:
         raise o.UsageError(f"--{strange[0].replace('_', '-')} is not for --dataset-name {name}: leave it out")
     ratio = given.get("random_range_ratio", 0.0)
@@ -132,6 +112,10 @@ def dataset(context: typer.Context) -> Dataset:
         raise o.UsageError(f"--random-range-ratio is {ratio:g}; it must be at least 0 and below 1")
     above_zero(**{option: value for option, value in given.items() if option != "random_range_ratio"})
     return Dataset(name, path, OWN[name] | given)
+
+
+# A command with these options in place of its parameter `dataset`.
+takes_dataset = o.takes("dataset", DATASET_OPTIONS, {"dataset_name": "random"}, dataset)
 
 
 def above_zero(**options: float | None) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,31 +19,18 @@ from .metrics import METRICS, summarise
 
 PLOTS = (".png", ".svg", ".pdf")
 
-Json = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write the results as JSON; - is stdout, instead of the table.",
-        rich_help_panel=o.OUTPUT,
-    ),
-]
-SaveResult = Annotated[
-    bool,
-    typer.Option(
-        "--save-result",
-        help="Write the results to a file named after the command and the time.",
-        rich_help_panel=o.OUTPUT,
-    ),
-]
-ResultFilename = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Name of the file of --save-result.", rich_help_panel=o.OUTPUT),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help=f"Draw the results into a {', '.join(PLOTS)} file.", rich_help_panel=o.OUTPUT),
-]
+OPTIONS = {
+    "as_json": Annotated[
+        Path | None,
+        o.option("Write the results as JSON; - is stdout, instead of the table.", o.OUTPUT, "FILE", name="--json"),
+    ],
+    "save_result": Annotated[
+        bool,
+        o.option("Write the results to a file named after the command and the time.", o.OUTPUT, name="--save-result"),
+    ],
+    "result_filename": Annotated[Path | None, o.option("Name of the file of --save-result.", o.OUTPUT, "FILE")],
+    "plot": Annotated[Path | None, o.option(f"Draw the results into a {', '.join(PLOTS)} file.", o.OUTPUT, "FILE")],
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +42,11 @@ class ResultFiles:
     json: Path | None
     plot: Path | None
 
-    def write(self, result: dict[str, Any], text: str, draw: Callable[[Any], None]) -> None:
-        """Prints the table first, so that it is there even when a file cannot be written."""
+    def write(self, result: dict[str, Any], text: str, draw: Callable[[Any, Any], None] | None = None) -> None:
+        """Prints the table first, so that it is there even when a file cannot be written.
+
+        `draw` gets the module `plot` and the figure.
+        """
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         head = {"command": f"bench {self.command}", "date": now, "quire": __version__, "machine": machine()}
         result = head | {"options": self.options} | result
@@ -67,26 +57,38 @@ class ResultFiles:
         try:
             if self.json is not None and str(self.json) != "-":
                 self.json.write_text(json.dumps(result, indent=1) + "\n")
-            if self.plot is not None:
+            if self.plot is not None and draw is not None:
                 from matplotlib.figure import Figure  # the object interface: no window, no global state
 
+                from . import plot
+
                 figure = Figure(layout="constrained", dpi=150)
-                draw(figure)
+                draw(plot, figure)
                 figure.savefig(self.plot)
         except OSError as error:
             raise o.UsageError(f"cannot write {error.filename}: {error.strerror}") from None
 
 
+def takes_report(without: Collection[str] = ("result_filename",)):
+    """A command with these options in place of its parameter `report`, the files that they ask for."""
+    added = {"context": typer.Context} | {name: OPTIONS[name] for name in OPTIONS if name not in without}
+    return o.takes("report", added, {"save_result": False}, report)
+
+
 def report(
-    context: typer.Context, as_json: Path | None, save: bool, plot: Path | None, filename: Path | None = None
+    context: typer.Context,
+    save_result: bool,
+    as_json: Path | None = None,
+    plot: Path | None = None,
+    result_filename: Path | None = None,
 ) -> ResultFiles:
     """The files of the options, which are checked before the work begins."""
-    if save and as_json is not None:
+    if save_result and as_json is not None:
         raise o.UsageError("--json and --save-result both write the results: leave one out")
-    if filename is not None and not save:
+    if result_filename is not None and not save_result:
         raise o.UsageError("--result-filename needs --save-result; or use --json FILE")
-    if save:
-        as_json = filename or Path(f"quire-bench-{context.info_name}-{datetime.now():%Y%m%d-%H%M%S}.json")
+    if save_result:
+        as_json = result_filename or Path(f"quire-bench-{context.info_name}-{datetime.now():%Y%m%d-%H%M%S}.json")
     if plot is not None and plot.suffix.lower() not in PLOTS:
         raise o.UsageError(f"--plot is {str(plot)!r}; its name must end in {', '.join(PLOTS)}")
     for path in (as_json, plot):

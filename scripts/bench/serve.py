@@ -24,82 +24,50 @@ TOKENIZER_FILES = ["*.json", "*.jinja"]
 SPARE_FILES = 64  # open files besides the connections
 
 
+@reports.takes_report(without=())
+@load.takes_dataset
 def main(
-    context: typer.Context,
-    base_url: Annotated[
-        str, typer.Option(metavar="URL", help="Address of the server.", rich_help_panel=SERVER)
-    ] = "http://127.0.0.1:8000",
-    endpoint: Annotated[
-        str, typer.Option(metavar="PATH", help=f"Endpoint: {' or '.join(ENDPOINTS)}.", rich_help_panel=SERVER)
-    ] = ENDPOINTS[0],
+    base_url: Annotated[str, o.option("Address of the server.", SERVER, "URL")] = "http://127.0.0.1:8000",
+    endpoint: Annotated[str, o.option(f"Endpoint: {' or '.join(ENDPOINTS)}.", SERVER, "PATH")] = ENDPOINTS[0],
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the model on the server.",
-            show_default="the first that the server lists",
-            rich_help_panel=SERVER,
-        ),
+        str | None, o.option("Name of the model on the server.", SERVER, shown="the first that the server lists")
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(
-            help="Folder or Hugging Face id, to draw and to measure prompts.",
-            show_default="the model's name",
-            rich_help_panel=SERVER,
-        ),
+        o.option("Folder or Hugging Face id, to draw and to measure prompts.", SERVER, shown="the model's name"),
     ] = None,
-    timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Time after which a request counts as failed.", rich_help_panel=SERVER),
-    ] = 600.0,
+    timeout: Annotated[float, o.option("Time after which a request counts as failed.", SERVER, "SECONDS")] = 600.0,
     num_prompts: load.NumPrompts = 100,
-    dataset_name: load.DatasetName = "random",
-    dataset_path: load.DatasetPath = None,
-    random_input_len: load.InputLen = None,
-    random_output_len: load.OutputLen = None,
-    random_range_ratio: load.RangeRatio = None,
-    sharegpt_output_len: load.ShareGptLen = None,
-    custom_output_len: load.CustomLen = None,
-    prefix_repetition_prefix_len: load.PrefixLen = None,
-    prefix_repetition_suffix_len: load.SuffixLen = None,
-    prefix_repetition_num_prefixes: load.NumPrefixes = None,
-    prefix_repetition_output_len: load.RepetitionLen = None,
+    *,
+    dataset: load.Dataset,
     seed: load.Seed = 0,
-    request_rate: Annotated[
-        float, typer.Option(metavar="N", help="Requests a second; inf: all at once.", rich_help_panel=TRAFFIC)
-    ] = math.inf,
+    request_rate: Annotated[float, o.option("Requests a second; inf: all at once.", TRAFFIC, "N")] = math.inf,
     burstiness: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHAPE",
-            help="Shape of the gamma distribution of waits: below 1 is burstier, above 1 steadier.",
-            show_default="1: a Poisson process",
-            rich_help_panel=TRAFFIC,
+        o.option(
+            "Shape of the gamma distribution of waits: below 1 is burstier, above 1 steadier.",
+            TRAFFIC,
+            "SHAPE",
+            "1: a Poisson process",
         ),
     ] = None,
     max_concurrency: Annotated[
-        int | None, o.sized("--max-concurrency", "Most requests in flight at once.", "N", TRAFFIC, "no limit")
+        int | None, o.sized("Most requests in flight at once.", TRAFFIC, "N", "no limit")
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Ask for answers of full length.", rich_help_panel=TRAFFIC)
-    ] = False,
-    temperature: Annotated[float, typer.Option(help="Sent with every request.", rich_help_panel=TRAFFIC)] = 0.0,
+    ignore_eos: Annotated[bool, o.option("Ask for answers of full length.", TRAFFIC, name="--ignore-eos")] = False,
+    temperature: Annotated[float, o.option("Sent with every request.", TRAFFIC)] = 0.0,
     goals: Annotated[
         list[str] | None,
-        typer.Option(
-            "--goodput",
-            metavar="METRIC:MS ...",
-            help=f"Count the requests that keep these limits, of {', '.join(GOALS)}.",
-            rich_help_panel=TRAFFIC,
+        o.option(
+            f"Count the requests that keep these limits, of {', '.join(GOALS)}.",
+            TRAFFIC,
+            "METRIC:MS ...",
+            name="--goodput",
         ),
     ] = None,
-    as_json: reports.Json = None,
-    save_result: reports.SaveResult = False,
-    result_filename: reports.ResultFilename = None,
-    plot: reports.Plot = None,
+    report: reports.ResultFiles,
 ) -> None:
     """Send requests to a running server and time its streams. Sends OPENAI_API_KEY where that is set."""
-    report = reports.report(context, as_json, save_result, plot, result_filename)
     if endpoint not in ENDPOINTS:
         raise o.UsageError(f"--endpoint is {endpoint!r}; it can be {' or '.join(ENDPOINTS)}")
     load.above_zero(
@@ -109,7 +77,6 @@ def main(
     if burstiness is not None and math.isinf(request_rate):
         raise o.UsageError("--burstiness needs a finite --request-rate: without one all requests go at once")
     limits = parse_goals(goals or [])
-    source = load.dataset(context)
 
     import asyncio  # not at the top: `--help` must not wait for it
 
@@ -121,8 +88,8 @@ def main(
     except ValueError as error:
         raise o.UsageError(f"--base-url: {error}") from None
     name = find_model(server, base_url, model, timeout)
-    words = read_tokenizer(tokenizer or name) if source.needs_tokenizer else None
-    samples = source.samples(num_prompts, words, seed)
+    words = read_tokenizer(tokenizer or name) if dataset.needs_tokenizer else None
+    samples = dataset.samples(num_prompts, words, seed)
     chat = endpoint == ENDPOINTS[1]
     options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     bodies = [body(sample, name, chat, words) | options for sample in samples]
@@ -147,13 +114,11 @@ def main(
         result["server"] = after.since(before)
     values = milliseconds(answers)
     heading = f"{name} at {base_url}, {endpoint}"
-
-    def draw(figure) -> None:
-        from . import plot
-
-        plot.distributions(figure, values, METRICS, limits, heading)
-
-    report.write(result, "\n\n".join((heading, *paragraphs(result, values, answers, limits))), draw)
+    report.write(
+        result,
+        "\n\n".join((heading, *paragraphs(result, values, answers, limits))),
+        lambda plot, figure: plot.distributions(figure, values, METRICS, limits, heading),
+    )
     if not result["completed"]:
         raise typer.Exit(1)
 

@@ -3,8 +3,6 @@
 from statistics import fmean
 from typing import Annotated, Any
 
-import typer
-
 from ...serving.api.options import EngineOptions
 from .. import options as o
 from ..tables import table
@@ -17,59 +15,42 @@ DEVICE = "The simulated device"
 NAMES = {"wait": "in the queue", "ttft": "first token", "itl": "each token after", "e2el": "whole request"}
 
 
+@reports.takes_report()
 @o.takes_engine(only=("block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching"))
 def main(
-    context: typer.Context,
-    num_prompts: Annotated[int, o.sized("--num-prompts", "Number of requests.", "N", load.DATA)] = 2000,
+    num_prompts: load.NumPrompts = 2000,
     request_rate: Annotated[
-        float,
-        typer.Option(
-            metavar="N", help="Requests a second, on average; they come in bursts.", rich_help_panel=load.DATA
-        ),
+        float, o.option("Requests a second, on average; they come in bursts.", load.DATA, "N")
     ] = 20.0,
-    longest: Annotated[int, o.sized("--longest", "Longest prompt and longest answer.", "TOKENS", load.DATA)] = 2000,
-    shared_prefix: Annotated[
-        int, o.sized("--shared-prefix", "System prompt that all begin with.", "TOKENS", load.DATA)
-    ] = 0,
+    longest: Annotated[int, o.sized("Longest prompt and longest answer.", load.DATA, "TOKENS")] = 2000,
+    shared_prefix: Annotated[int, o.sized("System prompt that all begin with.", load.DATA, "TOKENS")] = 0,
     seed: load.Seed = 0,
-    num_pages: Annotated[int, o.sized("--num-pages", "Pages of the KV cache.", "N", o.MEMORY)] = 6000,
+    num_pages: Annotated[int, o.sized("Pages of the KV cache.", o.MEMORY, "N")] = 6000,
     policy: Annotated[
         Policy,
-        typer.Option(
-            metavar="WHEN",
-            help="When requests are admitted. continuous: at every step; static: in full batches, each when the last "
+        o.option(
+            "When requests are admitted. continuous: at every step; static: in full batches, each when the last "
             "is over; dynamic: the same, but after --delay-ms the batch need not be full.",
-            rich_help_panel=o.MEMORY,
+            o.MEMORY,
+            "WHEN",
         ),
     ] = Policy.continuous,
     delay_ms: Annotated[
-        float | None,
-        typer.Option(
-            metavar="MS",
-            help="How long a dynamic batch waits to be full.",
-            show_default="100",
-            rich_help_panel=o.MEMORY,
-        ),
+        float | None, o.option("How long a dynamic batch waits to be full.", o.MEMORY, "MS", "100")
     ] = None,
-    step_ms: Annotated[float, typer.Option(metavar="MS", help="Time of every step.", rich_help_panel=DEVICE)] = 8.0,
-    row_us: Annotated[
-        float, typer.Option(metavar="US", help="Time that each token of a step adds.", rich_help_panel=DEVICE)
-    ] = 20.0,
+    step_ms: Annotated[float, o.option("Time of every step.", DEVICE, "MS")] = 8.0,
+    row_us: Annotated[float, o.option("Time that each token of a step adds.", DEVICE, "US")] = 20.0,
     *,
     engine: dict[str, Any],
-    as_json: reports.Json = None,
-    save_result: reports.SaveResult = False,
-    plot: reports.Plot = None,
+    report: reports.ResultFiles,
 ) -> None:
     """Schedule chats on a simulated device. Prints waits, latencies, and how well batch and pages are filled."""
     from ...serving.cache.page_table import PageTable
     from ...serving.engine.scheduler import Limits
 
-    report = reports.report(context, as_json, save_result, plot)
     load.above_zero(
-        num_prompts=num_prompts, request_rate=request_rate, longest=longest, num_pages=num_pages,
-        step_ms=step_ms,
-    )  # fmt: skip
+        num_prompts=num_prompts, request_rate=request_rate, longest=longest, num_pages=num_pages, step_ms=step_ms
+    )
     options = EngineOptions(**engine)
     max_num_seqs, most_rows, page = options.max_num_seqs, options.max_num_batched_tokens, options.block_size
     if delay_ms is not None and policy is not Policy.dynamic:
@@ -113,12 +94,6 @@ def main(
     )  # fmt: skip
     heading = f"{num_prompts} chats, {request_rate:g} a second, {policy} batches"
     footing = f"Room for the longest request in one piece would be filled to {held:.1%} when each ends."
-
-    def draw(figure) -> None:
-        from . import plot
-
-        plot.simulation(figure, looks, max_num_seqs, heading)
-
     result: dict[str, Any] = figures | {"ended": dict(reasons(fates))} | flat(values)
     text = f"{heading}\n\n{table(head, [row])}\n\n{reports.latency_table(values, NAMES)}\n\n{footing}"
-    report.write(result, text, draw)
+    report.write(result, text, lambda plot, figure: plot.simulation(figure, looks, max_num_seqs, heading))

@@ -12,8 +12,6 @@ from pathlib import Path
 from time import monotonic  # one clock for all processes
 from typing import Annotated, Any
 
-import typer
-
 from .. import options as o
 from ..tables import table
 from . import load as load
@@ -25,21 +23,16 @@ PROMPT = [0] * 16
 CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # folders of compiled programs and kernels
 
 
+@reports.takes_report()
 @o.takes_engine(without=("tokenizer",))
 def main(
-    context: typer.Context,
     model: o.Model = None,
-    num_iters: Annotated[
-        int, o.sized("--num-iters", "Starts with empty caches, and as many with full ones.", "N", load.DATA)
-    ] = 3,
+    num_iters: Annotated[int, o.sized("Starts with empty caches, and as many with full ones.", load.DATA, "N")] = 3,
     *,
     engine: dict[str, Any],
-    as_json: reports.Json = None,
-    save_result: reports.SaveResult = False,
-    plot: reports.Plot = None,
+    report: reports.ResultFiles,
 ) -> None:
     """Start the model in fresh processes. Prints seconds to each stage, with empty (cold) and full (warm) caches."""
-    report = reports.report(context, as_json, save_result, plot)
     load.above_zero(num_iters=num_iters)
     from ...model.checkpoint import hub
 
@@ -53,14 +46,12 @@ def main(
     result: dict[str, Any] = {"model": name, "stages": list(STAGES), "starts_s": starts}
     for state, own in starts.items():
         result[state] = flat({stage: [each[stage] * 1000 for each in own] for stage in STAGES})
-
-    def draw(figure) -> None:
-        from . import plot
-
-        means = {state: [mean(each[stage] for each in own) for stage in STAGES] for state, own in starts.items()}
-        plot.stages(figure, means, list(STAGES.values()), f"{name}: process start to first token")
-
-    report.write(result, text(name, num_iters, starts), draw)
+    means = {state: [mean(each[stage] for each in own) for stage in STAGES] for state, own in starts.items()}
+    report.write(
+        result,
+        text(name, num_iters, starts),
+        lambda plot, figure: plot.stages(figure, means, list(STAGES.values()), f"{name}: process start to first token"),
+    )
 
 
 def start(options: dict[str, Any], caches: Path) -> dict[str, float]:
@@ -116,8 +107,5 @@ def text(name: str, count: int, starts: dict[str, list[dict[str, float]]]) -> st
 if __name__ == "__main__":
     try:
         print(json.dumps(probe(json.loads(sys.argv[1]))))
-    except (
-        ValueError,
-        KeyboardInterrupt,
-    ) as error:  # mistakes of the user are ValueErrors: only the line is read
+    except (ValueError, KeyboardInterrupt) as error:  # the user's mistakes are ValueErrors: only the line is read
         sys.exit(str(error))

@@ -2,12 +2,9 @@
 
 from typing import Annotated, Any
 
-import typer
-
 from ...serving.progress import bar
 from .. import options as o
 from ..loading import load as load_model
-from ..sizes import size
 from ..tables import amount, table
 from . import load as load
 from . import report as reports
@@ -17,56 +14,39 @@ from .metrics import flat, milliseconds, percentile, totals
 WARM_UP = load.Sample([0], 8)
 
 
+@reports.takes_report()
+@load.takes_dataset
 @o.takes_engine()
 def main(
-    context: typer.Context,
     model: o.Model = None,
     num_prompts: load.NumPrompts = 64,
     concurrency: Annotated[
         list[int] | None,
-        typer.Option(
-            parser=size,
-            metavar="N ...",
-            help="Most requests at once; several values make a run each.",
-            show_default="as many as the engine takes",
-            rich_help_panel=load.DATA,
+        o.sized(
+            "Most requests at once; several values make a run each.", load.DATA, "N ...", "as many as the engine takes"
         ),
     ] = None,
-    dataset_name: load.DatasetName = "random",
-    dataset_path: load.DatasetPath = None,
-    random_input_len: load.InputLen = None,
-    random_output_len: load.OutputLen = None,
-    random_range_ratio: load.RangeRatio = None,
-    sharegpt_output_len: load.ShareGptLen = None,
-    custom_output_len: load.CustomLen = None,
-    prefix_repetition_prefix_len: load.PrefixLen = None,
-    prefix_repetition_suffix_len: load.SuffixLen = None,
-    prefix_repetition_num_prefixes: load.NumPrefixes = None,
-    prefix_repetition_output_len: load.RepetitionLen = None,
+    *,
+    dataset: load.Dataset,
     in_batches: Annotated[
         bool,
-        typer.Option(
-            "--in-batches",
-            help="Add the next requests when all are answered, to see the gain of continuous batching.",
-            rich_help_panel=load.DATA,
+        o.option(
+            "Add the next requests when all are answered, to see the gain of continuous batching.",
+            load.DATA,
+            name="--in-batches",
         ),
     ] = False,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
-    *,
     engine: dict[str, Any],
-    as_json: reports.Json = None,
-    save_result: reports.SaveResult = False,
-    plot: reports.Plot = None,
+    report: reports.ResultFiles,
 ) -> None:
     """Answer many requests at once. Prints rates, and decode steps against the memory bandwidth."""
-    report = reports.report(context, as_json, save_result, plot)
     load.above_zero(num_prompts=num_prompts, concurrency=min(concurrency or [1]))
     if concurrency:
         most = engine.setdefault("max_num_seqs", max(concurrency))
         if max(concurrency) > most:
             raise o.UsageError(f"--concurrency {max(concurrency)} is more than --max-num-seqs {most}: raise that too")
-    source = load.dataset(context)
     bandwidth = read_bandwidth()  # before the model takes the memory
     with load_model(model, **engine) as llm:
         most = llm.engine.snapshot().max_seqs
@@ -74,19 +54,19 @@ def main(
         points = []
         for level in sorted(set(concurrency or [most])):
             # Each level has requests of its own, so that no level finds cached prefixes.
-            samples = source.samples(num_prompts, llm.engine.tokenizer, f"{seed} {level}", llm.engine.config.vocab_size)
+            samples = dataset.samples(
+                num_prompts, llm.engine.tokenizer, f"{seed} {level}", llm.engine.config.vocab_size
+            )
             with bar(num_prompts, True) as advance:
                 run = serve(llm, samples, level, temperature, advance=advance, in_batches=in_batches)
             points.append(point(level, run, engine_roof(llm, run, bandwidth)))
     name = model or "quill"
     result = {"model": name, "read_bandwidth": bandwidth, "points": points}
-
-    def draw(figure) -> None:
-        from . import plot
-
-        plot.throughput(figure, points, name, bandwidth)
-
-    report.write(result, text(name, num_prompts, points, bandwidth), draw)
+    report.write(
+        result,
+        text(name, num_prompts, points, bandwidth),
+        lambda plot, figure: plot.throughput(figure, points, name, bandwidth),
+    )
 
 
 def point(concurrency: int, run: LoadRun, roof: Roof | None) -> dict[str, Any]:

@@ -14,6 +14,11 @@ from . import meshes as meshes
 
 MACHINE = "The device"
 SEVERAL = "Several devices"
+UNITS = {"bandwidth": 1e9, "link": 1e9, "network": 1e9, "flops": 1e12}
+
+
+def speed(help: str, metavar: str) -> Any:
+    return o.option(help, MACHINE, metavar, "the device's", min=0.001)
 
 
 @o.takes_engine(only=("dtype", "quantization", "kv_cache_dtype"))
@@ -30,77 +35,22 @@ def main(
     ] = None,
     *,
     engine: dict[str, Any],
-    device: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Device to plan for: h200, h100, a100, l4 or cpu.", rich_help_panel=MACHINE),
-    ] = "h100",
+    device: Annotated[str, o.option("Device to plan for: h200, h100, a100, l4 or cpu.", MACHINE, "NAME")] = "h100",
     memory: Annotated[
-        int | None,
-        typer.Option(
-            parser=size,
-            metavar="BYTES",
-            help="Memory for weights and KV cache, as in 80G.",
-            show_default="the device's",
-            rich_help_panel=MACHINE,
-        ),
+        int | None, o.sized("Memory for weights and KV cache, as in 80G.", MACHINE, "BYTES", "the device's")
     ] = None,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S", min=0.001, help="Memory bandwidth.", show_default="the device's", rich_help_panel=MACHINE
-        ),
-    ] = None,
-    flops: Annotated[
-        float | None,
-        typer.Option(
-            metavar="TFLOP/S",
-            min=0.001,
-            help="Speed of dense products in bfloat16.",
-            show_default="the device's",
-            rich_help_panel=MACHINE,
-        ),
-    ] = None,
-    link: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S",
-            min=0.001,
-            help="Speed of links to devices of the same machine, each way.",
-            show_default="the device's",
-            rich_help_panel=MACHINE,
-        ),
-    ] = None,
-    network: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S",
-            min=0.001,
-            help="Speed of links to devices of other machines, each way.",
-            show_default="the device's",
-            rich_help_panel=MACHINE,
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of devices; proposes a mesh.", show_default=False, rich_help_panel=SEVERAL),
-    ] = None,
+    bandwidth: Annotated[float | None, speed("Memory bandwidth.", "GB/S")] = None,
+    flops: Annotated[float | None, speed("Speed of dense products in bfloat16.", "TFLOP/S")] = None,
+    link: Annotated[float | None, speed("Speed of links to devices of the same machine, each way.", "GB/S")] = None,
+    network: Annotated[float | None, speed("Speed of links to devices of other machines, each way.", "GB/S")] = None,
+    devices: Annotated[int | None, o.option("Number of devices; proposes a mesh.", SEVERAL, shown=False, min=1)] = None,
     batch: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Sequences that decode together, each as long as the first --length.",
-            show_default="64",
-            rich_help_panel=SEVERAL,
-        ),
+        o.option("Sequences that decode together, each as long as the first --length.", SEVERAL, shown="64", min=1),
     ] = None,
     best: Annotated[
         str | None,
-        typer.Option(
-            metavar="FOR",
-            help="What the mesh should be best for: throughput, latency or prompts.",
-            show_default="throughput",
-            rich_help_panel=SEVERAL,
-        ),
+        o.option("What the mesh should be best for: throughput, latency or prompts.", SEVERAL, "FOR", "throughput"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -111,17 +61,8 @@ def main(
         raise o.UsageError(f"--device is {device!r}; it can be {', '.join(cost.DEVICES)}")
     if length and min(length) < 1:
         raise o.UsageError(f"--length is {min(length)}; it must be at least 1")
-    chosen = cost.DEVICES[device]
-    chosen = replace(
-        chosen,
-        **o.given(
-            memory=memory,
-            bandwidth=None if bandwidth is None else bandwidth * 1e9,
-            link=None if link is None else link * 1e9,
-            network=None if network is None else network * 1e9,
-            flops=None if flops is None else flops * 1e12,
-        ),
-    )
+    own = o.given(memory=memory, bandwidth=bandwidth, link=link, network=network, flops=flops)
+    chosen = replace(cost.DEVICES[device], **{name: value * UNITS.get(name, 1) for name, value in own.items()})
     meshes.check(devices, batch, best)
     config, weights = read(model, **engine)
     lengths = sorted(set(length or default_lengths(config.max_len)))

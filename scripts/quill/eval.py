@@ -56,11 +56,8 @@ def main(
         result = evaluate(llm, samples, seed, task, temperature)
         seconds = time.monotonic() - start
     if as_json:
-        print(
-            json.dumps(
-                {"model": model or "quill", **engine, "seed": seed, "seconds": round(seconds, 2), "tasks": result}
-            )
-        )
+        found = {"model": model or "quill", **engine, "seed": seed, "seconds": round(seconds, 2), "tasks": result}
+        print(json.dumps(found))
         return
     formats = "".join(f", {name} {value}" for name, value in engine.items())
     table = Table(title=f"{model or 'quill'}{formats}: exact matches, {samples} samples a task, {seconds:.1f} s")

@@ -2,8 +2,8 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
+from ...serving.http.settings import ServerSettings
 from .. import options as o
 
 
@@ -18,10 +18,11 @@ def read_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
     return found
 
 
-def check_limits(given: dict[str, Any]) -> None:
+def check_limits(settings: ServerSettings, max_queued_requests: int) -> None:
+    limits = vars(settings) | {"max_queued_requests": max_queued_requests}
     for name in ("receive_seconds", "idle_seconds", "write_seconds", "request_seconds", "stall_seconds", "max_loaded",
                  "max_body_bytes", "max_choices", "max_connections", "max_queued_requests"):  # fmt: skip
-        if given[name] is not None and not given[name] > 0:
-            raise o.UsageError(f"--{name.replace('_', '-')} is {given[name]}; it must be above 0")
-    if given["shutdown_grace"] < 0:
-        raise o.UsageError(f"--shutdown-grace is {given['shutdown_grace']}; it must be 0 or more")
+        if limits[name] is not None and not limits[name] > 0:
+            raise o.UsageError(f"--{name.replace('_', '-')} is {limits[name]}; it must be above 0")
+    if settings.shutdown_grace < 0:
+        raise o.UsageError(f"--shutdown-grace is {settings.shutdown_grace}; it must be 0 or more")

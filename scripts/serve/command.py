@@ -9,34 +9,30 @@ import typer
 
 from ... import __version__
 from ...serving.api.options import EngineOptions
+from ...serving.http.settings import ACCESS, LIMITS, LISTEN, Formats, ServerSettings
 from .. import options as o
 from .checks import check_limits, read_keys
 from .config import read_config
 from .replicas import PANEL, SCALE_OPTIONS, plan_of
 from .replicas import run as run_replicas
 
-LISTEN = "Listening"
-ACCESS = "Access"
-LIMITS = "Limits"
 ANSWERS = "Answers"
 WATCH = "Logs and traces"
+SETTINGS = [field for field in fields(ServerSettings) if field.metadata]
+SERVER_FLAGS = {field.name: o.field_flag(field, field.metadata["default_text"] or True) for field in SETTINGS}
 
 
-def listed(help: str, panel: str, name: str, metavar: str = "TEXT", default: str = "none"):
-    more = f"{help}; may be given several times."
-    return typer.Option(name, help=more, metavar=metavar, rich_help_panel=panel, show_default=default)
+def listed(help: str, panel: str, metavar: str = "TEXT", shown: str = "none") -> Any:
+    return o.option(f"{help}; may be given several times.", panel, metavar, shown)
 
 
-def about(help: str, panel: str, metavar: str | None = None):
-    return typer.Option(help=help, metavar=metavar, rich_help_panel=panel)
+def takes_flags(main):
+    """A command with the flags of the server, of replicas and of engines as `settings`, `scale` and `engine`."""
+    main = o.takes("settings", SERVER_FLAGS, {field.name: field.default for field in SETTINGS})(main)
+    return o.takes_engine()(o.takes("scale", SCALE_OPTIONS)(main))
 
 
-def seconds(help: str):
-    return about(help, LIMITS, "SECONDS")
-
-
-@o.takes_engine()
-@o.takes("scale", SCALE_OPTIONS)
+@takes_flags
 def main(
     models: Annotated[
         list[str] | None,
@@ -46,6 +42,7 @@ def main(
             show_default="the bundled model, quill",
         ),
     ] = None,
+    *,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -56,106 +53,65 @@ def main(
         ),
     ] = None,
     served_model_name: Annotated[
-        list[str] | None,
-        listed("Name that clients call the model", LISTEN, "--served-model-name", default="the MODEL itself"),
+        list[str] | None, listed("Name that clients call the model", LISTEN, shown="the MODEL itself")
     ] = None,
-    host: Annotated[str, about("Address to listen on.", LISTEN)] = "127.0.0.1",
-    port: Annotated[int, about("Port to listen on; 0 takes a free one.", LISTEN)] = 8000,
-    uds: Annotated[str | None, about("Unix socket to listen on, instead of host and port.", LISTEN, "PATH")] = None,
     api_key: Annotated[
-        list[str] | None,
-        listed("Key that clients must send, here or with commas in QUIRE_API_KEY", ACCESS, "--api-key", "KEY"),
+        list[str] | None, listed("Key that clients must send, here or with commas in QUIRE_API_KEY", ACCESS, "KEY")
     ] = None,
-    api_key_file: Annotated[Path | None, about("File of keys, one a line.", ACCESS, "FILE")] = None,
+    api_key_file: Annotated[Path | None, o.option("File of keys, one a line.", ACCESS, "FILE")] = None,
     allowed_host: Annotated[
-        list[str] | None,
-        listed("Host header to accept", ACCESS, "--allowed-host", default="any; on loopback only its own names"),
+        list[str] | None, listed("Host header to accept", ACCESS, shown="any; on loopback only its own names")
     ] = None,
     allowed_origin: Annotated[
-        list[str] | None, listed("Site whose pages may send requests (CORS)", ACCESS, "--allowed-origin", "URL")
+        list[str] | None, listed("Site whose pages may send requests (CORS)", ACCESS, "URL")
     ] = None,
-    open_metrics: Annotated[
-        bool, typer.Option("--open-metrics", help="Serve /metrics without a key.", rich_help_panel=ACCESS)
-    ] = False,
-    admin: Annotated[
-        bool,
-        typer.Option(
-            "--admin",
-            help="Serve /sleep, /wake_up, /is_sleeping, /pause, /resume, /reset_prefix_cache, /expert_loads and "
-            "/rebalance_experts.",
-            rich_help_panel=ACCESS,
-        ),
-    ] = False,
     max_queued_requests: Annotated[
-        int, o.sized("--max-queued-requests", "Requests that may wait; a further one gets a 429.", "N", LIMITS)
+        int, o.sized("Requests that may wait; a further one gets a 429.", LIMITS, "N")
     ] = 2048,
-    max_body_bytes: Annotated[
-        int, o.sized("--max-body-bytes", "Largest body of a request.", "BYTES", LIMITS, "16M")
-    ] = 16 << 20,
-    max_choices: Annotated[int, o.sized("--max-choices", "Most answers to one request.", "N", LIMITS)] = 128,
-    max_connections: Annotated[int, o.sized("--max-connections", "Most open connections.", "N", LIMITS)] = 4096,
-    receive_seconds: Annotated[float, seconds("Time for a request's head to arrive, and again for its body.")] = 30.0,
-    idle_seconds: Annotated[float, seconds("Time after which an unused connection is closed.")] = 60.0,
-    write_seconds: Annotated[float, seconds("Time for a client to read what it was sent.")] = 30.0,
-    request_seconds: Annotated[float | None, seconds("Time for a whole request.")] = None,
-    stall_seconds: Annotated[float, seconds("Time after which a step counts as failed.")] = 30.0,
-    shutdown_grace: Annotated[float, seconds("Time for running requests to end after SIGTERM.")] = 30.0,
-    max_loaded: Annotated[
-        int | None,
-        o.sized(
-            "--max-loaded", "Most models awake at once; the least recently used sleeps.", "N", LIMITS, "all of them"
-        ),
-    ] = None,
+    settings: dict[str, Any],
     tool_call_parser: Annotated[
         str,
-        about(
+        o.option(
             "Format of tool calls: hermes, llama3_json, mistral, openai, none or auto, from the chat template.", ANSWERS
         ),
     ] = "auto",
     reasoning_parser: Annotated[
         str,
-        about("Format of reasoning: deepseek_r1, qwen3, openai_gptoss, none or auto, from the chat template.", ANSWERS),
+        o.option(
+            "Format of reasoning: deepseek_r1, qwen3, openai_gptoss, none or auto, from the chat template.", ANSWERS
+        ),
     ] = "auto",
     enable_auto_tool_choice: Annotated[
-        bool,
-        typer.Option(
-            "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
-            help="Parse tool calls in answers to requests that bring tools.",
-            show_default="on",
-            rich_help_panel=ANSWERS,
-        ),
+        bool, o.option("Parse tool calls in answers to requests that bring tools.", ANSWERS, shown="on")
     ] = True,
     chat_template: Annotated[
-        Path | None, about("File with a chat template to use instead of the model's own.", ANSWERS, "FILE")
+        Path | None, o.option("File with a chat template to use instead of the model's own.", ANSWERS, "FILE")
     ] = None,
-    seed: Annotated[int, about("Seed of requests that bring none.", ANSWERS)] = EngineOptions.seed,
-    log_level: Annotated[str, about("Least severe level to log: debug, info, warning or error.", WATCH)] = "info",
-    log_json: Annotated[
-        bool, typer.Option("--log-json", help="Log one JSON object a line.", rich_help_panel=WATCH)
-    ] = False,
+    seed: Annotated[int, o.option("Seed of requests that bring none.", ANSWERS)] = EngineOptions.seed,
+    log_level: Annotated[str, o.option("Least severe level to log: debug, info, warning or error.", WATCH)] = "info",
+    log_json: Annotated[bool, o.option("Log one JSON object a line.", WATCH, name="--log-json")] = False,
     otlp_traces_endpoint: Annotated[
-        str | None, about("Where to send OpenTelemetry spans; needs the extra quire\\[otel].", WATCH, "URL")
+        str | None, o.option("Where to send OpenTelemetry spans; needs the extra quire\\[otel].", WATCH, "URL")
     ] = None,
     runs_on: Annotated[
         str | None,
-        typer.Option(
+        o.option(
+            "ray: run several replicas on Ray Serve; needs the extra quire\\[ray].",
+            PANEL,
+            "ray",
+            "one in this process",
             "--engine",
-            help="ray: run several replicas on Ray Serve; needs the extra quire\\[ray].",
-            metavar="ray",
-            show_default="one in this process",
-            rich_help_panel=PANEL,
         ),
     ] = None,
     ray_address: Annotated[
         str | None,
-        typer.Option(
-            help="Ray cluster to deploy to, or auto. A second deployment replaces the first.",
-            metavar="ADDRESS",
-            show_default="Ray on this machine, until the command ends",
-            rich_help_panel=PANEL,
+        o.option(
+            "Ray cluster to deploy to, or auto. A second deployment replaces the first.",
+            PANEL,
+            "ADDRESS",
+            "Ray on this machine, until the command ends",
         ),
     ] = None,
-    *,
     scale: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
@@ -163,6 +119,7 @@ def main(
     given = dict(locals())
     wanted = wanted_of(given)
     if not wanted.settings.loopback and not wanted.settings.api_keys:
+        host = wanted.settings.host
         print(f"note: whoever can reach {host} can use this server; --api-key makes it ask for a key", file=sys.stderr)
     if runs_on is not None:
         run_replicas(plan_of(given, wanted, scale), ray_address)
@@ -183,7 +140,7 @@ class ServerSetup(NamedTuple):
 
     names: list[str]  # of the models; empty: the bundled one
     called: list[tuple[str, ...]]  # what clients may call each of them
-    settings: Any
+    settings: ServerSettings
     options: dict[str, Any]  # of every engine
 
 
@@ -191,20 +148,17 @@ def wanted_of(given: dict[str, Any]) -> ServerSetup:
     """The setup from the values of all options."""
     keys = read_keys(given["api_key"] or [], given["api_key_file"])
     template = None if given["chat_template"] is None else o.read_text(given["chat_template"])
-
-    from ...serving.http.prompting import Formats
-    from ...serving.http.settings import ServerSettings  # not at the top: `--help` must not wait for it
-
     parsers = given["tool_call_parser"], given["reasoning_parser"], given["enable_auto_tool_choice"]
-    own = {field.name for field in fields(ServerSettings)} & set(given)
-    chosen = {name: given[name] for name in own} | {
-        "version": __version__,
-        "api_keys": keys,
-        "allowed_hosts": tuple(given["allowed_host"] or ()),
-        "allowed_origins": tuple(given["allowed_origin"] or ()),
-        "formats": Formats(*parsers, template),
-    }
-    check_limits(given)
+    settings = ServerSettings(
+        **given["settings"],
+        version=__version__,
+        api_keys=keys,
+        allowed_hosts=tuple(given["allowed_host"] or ()),
+        allowed_origins=tuple(given["allowed_origin"] or ()),
+        formats=Formats(*parsers, template),
+        otlp_traces_endpoint=given["otlp_traces_endpoint"],
+    )
+    check_limits(settings, given["max_queued_requests"])
     if given["runs_on"] not in (None, "ray"):
         raise o.UsageError(f"--engine is {given['runs_on']!r}; it can be ray, or is left out")
     for name in ("ray_address", *given["scale"]) if given["runs_on"] is None else ():
@@ -214,14 +168,13 @@ def wanted_of(given: dict[str, Any]) -> ServerSetup:
     if processes > 1 and (len(names) > 1 or given["runs_on"] is not None):
         raise o.UsageError(f"--num-processes is {processes}: several processes serve one model together, without Ray")
     options = given["engine"] | {"max_queued_requests": given["max_queued_requests"], "seed": given["seed"]}
-    return ServerSetup(names, called(names, given["served_model_name"] or []), ServerSettings(**chosen), options)
+    return ServerSetup(names, called(names, given["served_model_name"] or []), settings, options)
 
 
-@o.takes_engine()
-@o.takes("scale", SCALE_OPTIONS)
-def plan(*, scale: dict[str, Any], engine: dict[str, Any], **given: Any) -> Any:
+@takes_flags
+def plan(*, settings: dict[str, Any], scale: dict[str, Any], engine: dict[str, Any], **given: Any) -> Any:
     """The deployment of these options; `quire.scripts.serve.ray` calls it."""
-    given |= {"scale": scale, "engine": engine}
+    given |= {"settings": settings, "scale": scale, "engine": engine}
     return plan_of(given, wanted_of(given), scale)
 
 

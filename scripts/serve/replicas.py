@@ -10,12 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ...serving.http.settings import ServerSettings
 from .. import options as o
 
 PANEL = "Many replicas (--engine ray)"
-OURS = {  # options of `quire serve` that Ray's HTTP server ignores, with their defaults
-    "uds": None, "admin": False, "receive_seconds": 30.0, "write_seconds": 30.0,
-}  # fmt: skip
+OURS = "uds", "admin", "receive_seconds", "write_seconds"  # settings that Ray's HTTP server ignores
 
 
 def resources(text: str | dict[str, float]) -> dict[str, float]:
@@ -34,47 +33,38 @@ def resources(text: str | dict[str, float]) -> dict[str, float]:
     return found
 
 
-def many(name: str, help: str, default: str, metavar: str = "N"):
-    return typer.Option(name, help=help, metavar=metavar, show_default=default, rich_help_panel=PANEL)
-
-
 SCALE_OPTIONS = {
-    "replicas": Annotated[int | None, many("--replicas", "Engines, each with its own weights and cache.", "1")],
+    "replicas": Annotated[int | None, o.option("Engines, each with its own weights and cache.", PANEL, "N", "1")],
     "min_replicas": Annotated[
-        int | None, many("--min-replicas", "Fewest replicas, where their number follows the load.", "1")
+        int | None, o.option("Fewest replicas, where their number follows the load.", PANEL, "N", "1")
     ],
     "max_replicas": Annotated[
-        int | None, many("--max-replicas", "Most replicas; their number then follows the load.", "fixed")
+        int | None, o.option("Most replicas; their number then follows the load.", PANEL, "N", "fixed")
     ],
     "target_ongoing_requests": Annotated[
         float | None,
-        many(
-            "--target-ongoing-requests",
-            "Requests that a replica should have on average.",
-            "three quarters of --max-num-seqs",
-        ),
+        o.option("Requests that a replica should have on average.", PANEL, "N", "three quarters of --max-num-seqs"),
     ],
     "prefill_replicas": Annotated[
-        int | None, many("--prefill-replicas", "Further replicas that read long prompts for the others.", "0")
+        int | None, o.option("Further replicas that read long prompts for the others.", PANEL, "N", "0")
     ],
     "routing": Annotated[
         str | None,
-        many(
-            "--routing",
+        o.option(
             "prefix: to the replica that has cached the prompt's beginning; round-robin: in turn.",
-            "prefix",
+            PANEL,
             "HOW",
+            "prefix",
         ),
     ],
     "replica_resources": Annotated[
         Any,
-        typer.Option(
-            "--replica-resources",
-            help="Ray's resources for each replica.",
-            metavar="CPU=2,GPU=1",
+        o.option(
+            "Ray's resources for each replica.",
+            PANEL,
+            "CPU=2,GPU=1",
+            "CPU=1, and the model's GPUs or TPUs where the cluster has any",
             parser=resources,
-            show_default="CPU=1, and the model's GPUs or TPUs where the cluster has any",
-            rich_help_panel=PANEL,
         ),
     ],
 }
@@ -82,8 +72,8 @@ SCALE_OPTIONS = {
 
 def plan_of(given: dict[str, Any], wanted: Any, scale: dict[str, Any]) -> Any:
     """The deployment; `given` are the command's own options."""
-    for name, default in OURS.items():
-        if given[name] != default:
+    for name in OURS:
+        if getattr(wanted.settings, name) != getattr(ServerSettings(), name):
             flag = f"--{name.replace('_', '-')}"
             raise o.UsageError(f"{flag} has no effect with --engine ray, whose server is Ray's; leave it out")
     from ...serving.ray.scale import DeploymentPlan, ReplicaOptions  # not at the top: `--help` must not wait for it

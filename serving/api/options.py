@@ -24,8 +24,8 @@ def flag(default: Any, panel: str, help: str, metavar: str | None = None, defaul
 
     `default_text` says what happens without the flag, where the default itself does not.
     """
-    text = default_text or {"None": "none", "True": "on", "False": "off"}.get(f"{default}", f"{default}")
-    return field(default=default, metadata={"panel": panel, "help": help, "metavar": metavar, "default": text})
+    about = {"panel": panel, "help": help, "metavar": metavar, "default_text": default_text}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)

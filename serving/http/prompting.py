@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...model.config import ModelError
 from ...model.text.chat_template import PromptError
 from ...model.text.tokenizer import Tokenizer
 from .. import parsing
@@ -15,33 +14,7 @@ from ..async_llm import Ask
 from ..engine.engine import Engine
 from ..parsing.forced import Forced
 from ..protocol.answers.answer import ChatRequest, CompletionRequest, Prompted
-
-
-@dataclass(frozen=True)
-class Formats:
-    """The chat template and the formats of tool calls and reasoning. `auto`: as the chat template shows."""
-
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    enable_auto_tool_choice: bool = True
-    chat_template: str | None = None
-
-    def __post_init__(self):
-        for name, known in (
-            ("tool_call_parser", parsing.TOOL_PARSERS),
-            ("reasoning_parser", parsing.REASONING_PARSERS),
-        ):
-            if (value := getattr(self, name)) not in ("auto", "none", *known):
-                raise ModelError(f"{name} is {value!r}; it can be auto, none, {', '.join(known)}")
-
-    def parsers(self, template: str) -> tuple[str | None, str | None]:
-        """The names of the parsers of tool calls and of reasoning."""
-        chosen = self.tool_call_parser, self.reasoning_parser
-        tools, reasoning = (
-            found if name == "auto" else None if name == "none" else name
-            for name, found in zip(chosen, parsing.detect(template), strict=True)
-        )
-        return tools if self.enable_auto_tool_choice else None, reasoning
+from .settings import Formats
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from .errors import HttpError, JsonResponse
 from .guard import digest, new_id, too_large
 from .logs import access
 from .models import Models
-from .prompting import Formats, Prepared
-from .settings import ServerSettings
+from .prompting import Prepared
+from .settings import Formats, ServerSettings
 from .telemetry import make_tracer, span_facts
 
 log = logging.getLogger("quire")

@@ -2,36 +2,76 @@
 
 from dataclasses import dataclass
 
+from ...model.config import ModelError
+from .. import parsing
+from ..api.options import flag
 from ..api.params import MAX_CHOICES
-from .prompting import Formats
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LISTEN, ACCESS, LIMITS = "Listening", "Access", "Limits"  # panels of `--help`
+
+
+def seconds(default: float | None, help: str) -> float:
+    return flag(default, LIMITS, help, "SECONDS")
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The chat template and the formats of tool calls and reasoning. `auto`: as the chat template shows."""
+
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool = True
+    chat_template: str | None = None
+
+    def __post_init__(self):
+        for name, known in (
+            ("tool_call_parser", parsing.TOOL_PARSERS),
+            ("reasoning_parser", parsing.REASONING_PARSERS),
+        ):
+            if (value := getattr(self, name)) not in ("auto", "none", *known):
+                raise ModelError(f"{name} is {value!r}; it can be auto, none, {', '.join(known)}")
+
+    def parsers(self, template: str) -> tuple[str | None, str | None]:
+        """The names of the parsers of tool calls and of reasoning."""
+        chosen = self.tool_call_parser, self.reasoning_parser
+        tools, reasoning = (
+            found if name == "auto" else None if name == "none" else name
+            for name, found in zip(chosen, parsing.detect(template), strict=True)
+        )
+        return tools if self.enable_auto_tool_choice else None, reasoning
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """The names are those of the flags."""
+    """The names are those of the flags, and `quire serve` makes its flags of these fields."""
 
     version: str = "0"  # as /version has it
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
+    host: str = flag("127.0.0.1", LISTEN, "Address to listen on.")
+    port: int = flag(8000, LISTEN, "Port to listen on; 0 takes a free one.")
+    uds: str | None = flag(None, LISTEN, "Unix socket to listen on, instead of host and port.", "PATH")
     api_keys: tuple[str, ...] = ()
     # The Host names it answers to; empty: its own on loopback, else any.
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # other sites whose pages may send requests (CORS)
-    open_metrics: bool = False  # /metrics needs no key
-    admin: bool = False  # serve the paths of `endpoints/admin.py`
-    max_body_bytes: int = 16 << 20
-    max_choices: int = MAX_CHOICES  # n times the prompts of a request
-    max_connections: int = 4096
-    receive_seconds: float = 30.0  # for the head of a request, and again for its body
-    idle_seconds: float = 60.0  # between two requests on a connection
-    write_seconds: float = 30.0  # for a client to take what it was sent
-    request_seconds: float | None = None  # the longest that a request may take
-    stall_seconds: float = 30.0  # a step that takes longer has failed
-    shutdown_grace: float = 30.0
-    max_loaded: int | None = None  # engines that are awake at once
+    open_metrics: bool = flag(False, ACCESS, "Serve /metrics without a key.")
+    admin: bool = flag(  # the paths of `endpoints/admin.py`
+        False, ACCESS,
+        "Serve /sleep, /wake_up, /is_sleeping, /pause, /resume, /reset_prefix_cache, /expert_loads and "
+        "/rebalance_experts.",
+    )  # fmt: skip
+    max_body_bytes: int = flag(16 << 20, LIMITS, "Largest body of a request.", "BYTES", "16M")
+    max_choices: int = flag(MAX_CHOICES, LIMITS, "Most answers to one request.", "N")  # n times its prompts
+    max_connections: int = flag(4096, LIMITS, "Most open connections.", "N")
+    receive_seconds: float = seconds(30.0, "Time for a request's head to arrive, and again for its body.")
+    idle_seconds: float = seconds(60.0, "Time after which an unused connection is closed.")
+    write_seconds: float = seconds(30.0, "Time for a client to read what it was sent.")
+    request_seconds: float | None = seconds(None, "Time for a whole request.")
+    stall_seconds: float = seconds(30.0, "Time after which a step counts as failed.")
+    shutdown_grace: float = seconds(30.0, "Time for running requests to end after SIGTERM.")
+    max_loaded: int | None = flag(
+        None, LIMITS, "Most models awake at once; the least recently used sleeps.", "N", "all of them"
+    )
     formats: Formats = Formats()
     otlp_traces_endpoint: str | None = None
 

@@ -136,9 +136,7 @@ class Words:
 
 
 def source(name, path=None, **given) -> load.Dataset:
-    names = {option: None for own in load.OWN.values() for option in own}
-    context = SimpleNamespace(params=names | {"dataset_name": name, "dataset_path": path} | given)
-    return load.dataset(context)  # type: ignore[arg-type]
+    return load.dataset(name, path, **given)
 
 
 def test_random_requests_have_the_lengths_asked_for():
@@ -635,7 +633,7 @@ def test_serve_without_any_answer_fails(run):
         (["--plot", "no/such/folder.png"], "no folder"),
         (["--json", "."], "it is a folder"),
         (["--json", "a", "--save-result"], "leave one out"),
-        (["--result-filename", "a"], "--save-result"),
+        (["--result-filename", "a"], "--result-filename needs --save-result"),
         (["--dataset-name", "custom"], "--dataset-path"),
         (["--dataset-name", "custom", "--dataset-path", "no/such/file", "--model", "x"], "no server answers"),
         ([], "no server answers"),
@@ -914,7 +912,7 @@ def test_a_result_that_cannot_be_written_has_been_seen(tmp_path, capsys):
 
     report = ResultFiles("serve", {}, tmp_path / "gone" / "r.json", None)
     with pytest.raises(typer.TyperException, match="r.json"):
-        report.write({}, "the table", lambda figure: None)
+        report.write({}, "the table")
     assert capsys.readouterr().out == "the table\n"
 
 

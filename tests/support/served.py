@@ -15,9 +15,8 @@ from quire.scripts.bench.host import pretended_engine
 from quire.serving.engine.runner import Drawn
 from quire.serving.http import server
 from quire.serving.http.models import Model, Models
-from quire.serving.http.prompting import Formats
 from quire.serving.http.service import Service
-from quire.serving.http.settings import ServerSettings
+from quire.serving.http.settings import Formats, ServerSettings
 
 # A conversation as text that a script can look at: tools, then turns, as Hermes and Qwen write them.
 TEMPLATE = (

@@ -13,6 +13,7 @@ from ...protocol.tokens import TokenizeRequest, checked, parse_detokenize, parse
 from .. import prompting
 from ..errors import JsonResponse
 from ..service import Service
+from ..settings import Formats
 
 
 async def tokenize(service: Service, request: Request) -> JsonResponse:
@@ -21,7 +22,7 @@ async def tokenize(service: Service, request: Request) -> JsonResponse:
         return JsonResponse(await service.beside(cut, model.llm.engine, asked, service.settings.formats))
 
 
-def cut(engine: Engine, asked: TokenizeRequest, formats: prompting.Formats) -> dict[str, Any]:
+def cut(engine: Engine, asked: TokenizeRequest, formats: Formats) -> dict[str, Any]:
     tokenizer = prompting.chat_tokenizer(engine, formats)
     try:
         text = asked.prompt

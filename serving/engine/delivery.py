@@ -21,6 +21,7 @@ class Inbox:
         self.items: list[Any] = []
         self.filled = asyncio.Event()
         self.heard = False  # something came since the last reminder
+        self.timer: asyncio.TimerHandle | None = None  # of the next reminder, while somebody wants any
 
     def put(self, item: Any) -> None:
         self.items.append(item)

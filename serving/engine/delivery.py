@@ -60,7 +60,7 @@ class Listener:
 
 
 class Outbox:
-    """The engine's thread notes which requests have news, and sends the news of all of them now and then."""
+    """Collects which requests have news, and sends the news of all of them together now and then."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock

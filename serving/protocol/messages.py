@@ -9,17 +9,7 @@ from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicod
 from .answers.answer import ChatRequest
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
 from .conversation import Conversation, choice_of
-from .fields import (
-    ABSENT,
-    TERMS,
-    delivery_of,
-    known_fields,
-    sampling_fields,
-    schema_of,
-    template_options,
-    terms_of,
-    truncation,
-)
+from .fields import ABSENT, TERMS, common_fields, known_fields, sampling_fields, schema_of, template_options
 from .objects import listed, plain, texts, typed
 
 OWN_SAMPLING = sampling_fields("messages")
@@ -85,16 +75,13 @@ def request_of(given: dict[str, Any], own: dict[str, Any]) -> ChatRequest:
     return ChatRequest(
         messages=messages,
         params=SamplingParams.from_dict(own | parse_format(config.get("format"), given)),
-        model=given.get("model"),
         template_options=parse_thinking(given.get("thinking"))
         | parse_effort(config.get("effort"))
         | template_options(given),
-        terms=terms_of(given),
-        delivery=delivery_of(given),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        truncate_prompt_tokens=truncation(given),
+        **common_fields(given),
     )
 
 

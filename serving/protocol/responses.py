@@ -9,18 +9,7 @@ from ..api.validation import boolean, shown, unicode_text
 from .answers.answer import ChatRequest
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
 from .conversation import Conversation, choice_of
-from .fields import (
-    ABSENT,
-    LABELS,
-    TERMS,
-    delivery_of,
-    known_fields,
-    sampling_fields,
-    schema_of,
-    template_options,
-    terms_of,
-    truncation,
-)
+from .fields import ABSENT, LABELS, TERMS, common_fields, known_fields, sampling_fields, schema_of, template_options
 from .objects import listed, plain, texts, typed
 
 OWN_SAMPLING = sampling_fields("responses")
@@ -83,14 +72,11 @@ def parse(body: Any) -> ChatRequest:
     return ChatRequest(
         messages=parse_input(given.get("instructions"), given.get("input")),
         params=SamplingParams.from_dict(own),
-        model=given.get("model"),
         template_options=effort | template_options(given),
-        terms=terms_of(given),
-        delivery=delivery_of(given),
         tools=tools,
         tool_choice=parse_tool_choice(given.get("tool_choice"), tools),
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
-        truncate_prompt_tokens=truncation(given),
+        **common_fields(given),
     )
 
 

@@ -44,7 +44,10 @@ class Matrix:
         scale = self.tensors[".weight_scale"]
         if not np.isfinite(parts[".weight_scale"].astype(np.float32)).all():
             raise ModelError(f"tensor {scale.name!r} holds a scale that is no finite number")
-        return self.format.fields(parts, self.shape[1], self.stored.form)
+        try:
+            return self.format.fields(parts, self.shape[1], self.stored.form)
+        except FormatError as error:
+            raise ModelError(f"tensor {scale.name.removesuffix('_scale')!r} {error}") from None
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """What neighbouring inputs share, for each of them: [out, in]."""

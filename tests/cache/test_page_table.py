@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.serving.api.params import SamplingParams
 from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
-from quire.serving.cache.prefix_tree import PrefixMatch
+from quire.serving.cache.prefix_tree import Node, PrefixMatch
 from quire.serving.request.sequence import Sequence, SequenceCache
 
 
@@ -44,6 +44,11 @@ class AtOnce:
 
     def shutdown(self):
         pass
+
+
+def tokens_until(node: Node) -> int:
+    """How many tokens a node and those above it hold."""
+    return 0 if node.parent is None else len(node.key) + tokens_until(node.parent)
 
 
 class Pages(RuleBasedStateMachine):
@@ -83,7 +88,9 @@ class Pages(RuleBasedStateMachine):
         holds |= {page: copy.data for (own, page), copy in table.moves.restores.items() if own == group}
         for seq, end in self.planned.items():
             holds |= self.written(seq, end, group)
-        found = {holds.get(page) for page in table.tree.node_of[group]}
+        # A copied page holds more tokens than the sequence that got it computed: those behind its node are not found.
+        nodes = table.tree.node_of[group].items()
+        found = {holds[page][: 1 + tokens_until(node)] for page, node in nodes if page in holds}
         if table.host_cache is not None:
             found |= {copy.data for copy in table.host_cache.copies if copy.group == group}
         return found

@@ -86,6 +86,8 @@ def test_against_a_loop(name, kernels):
     if kernels:
         if not native.serves():
             pytest.skip("no compiler")
+        if not quant.kernels(name):
+            pytest.skip("no kernel multiplies with it")
         packed = {field: loader.put_packed(getattr(dense_specs, field), getattr(weights, field)) for field in STACKED}
         assert all(hasattr(stack.each, "tiles") and stack.each.tiles.shape[0] == E for stack in packed.values())
         weights = weights.replace(**packed)

@@ -79,21 +79,12 @@ class Answers:
 class AsyncLLM:
     """Serves many callers of one event loop; each `generate` is a stream of ever longer results."""
 
-    def __init__(self, model: str | None = None, **options: Any):
-        self.start(make_engine(options_of(model, **options)))
-
-    @classmethod
-    def of(cls, engine: Engine) -> "AsyncLLM":
-        """Around an engine that was made already."""
-        llm = cls.__new__(cls)
-        llm.start(engine)
-        return llm
-
-    def start(self, engine: Engine) -> None:
-        self.engine, self.ids = engine, itertools.count()
-        self.metrics, self.live = Metrics(engine), LiveView()
-        engine.observers += [self.metrics, self.live]
-        self.thread = EngineThread(engine)
+    def __init__(self, model: str | None = None, *, engine: Engine | None = None, **options: Any):
+        """With an `engine` that exists, nothing is loaded."""
+        self.engine = engine or make_engine(options_of(model, **options))
+        self.ids, self.metrics, self.live = itertools.count(), Metrics(self.engine), LiveView()
+        self.engine.observers += [self.metrics, self.live]
+        self.thread = EngineThread(self.engine)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None

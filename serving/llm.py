@@ -28,19 +28,11 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", *TERMS)
 class LLM:
     """A model that is ready to generate. `LLM()` is the bundled one; `model` is a folder or a Hub id."""
 
-    def __init__(self, model: str | None = None, *, progress=None, **options: Any):
-        self.start(make_engine(options_of(model, **options), progress or (lambda note: None)))
-
-    @classmethod
-    def of(cls, engine: Engine) -> "LLM":
-        """Around an engine that exists."""
-        llm = cls.__new__(cls)
-        llm.start(engine)
-        return llm
-
-    def start(self, engine: Engine) -> None:
-        self.engine, self.ids, self.metrics = engine, itertools.count(), Metrics(engine)
-        engine.observers.append(self.metrics)
+    def __init__(self, model: str | None = None, *, progress=None, engine: Engine | None = None, **options: Any):
+        """With an `engine` that exists, nothing is loaded."""
+        self.engine = engine or make_engine(options_of(model, **options), progress or (lambda note: None))
+        self.ids, self.metrics = itertools.count(), Metrics(self.engine)
+        self.engine.observers.append(self.metrics)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""

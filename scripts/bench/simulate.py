@@ -65,16 +65,18 @@ def main(
         raise o.UsageError(f"--num-pages is {num_pages}; a request of {most} tokens needs {-(-most // page) + 1}")
     limits = Limits(max_num_seqs, most_rows, max(max_num_seqs, 16))
     simulation = Simulation(pages, limits, Cost(step_ms / 1e3, row_us / 1e6), policy, delay_ms / 1e3)
-    fates = simulation.run(conversations(num_prompts, request_rate, seed, longest, shared_prefix))
+    outcomes = simulation.run(conversations(num_prompts, request_rate, seed, longest, shared_prefix))
 
-    answers = [RequestTimes(f.job.arrival, f.tokens, len(f.job.prompt), len(f.tokens)) for f in fates if f.tokens]
+    answers = [
+        RequestTimes(f.request.arrival, f.tokens, len(f.request.prompt), len(f.tokens)) for f in outcomes if f.tokens
+    ]
     each = milliseconds(answers)
     values = {
-        "wait": [(f.started - f.job.arrival) * 1e3 for f in fates if f.started is not None],
+        "wait": [(f.started - f.request.arrival) * 1e3 for f in outcomes if f.started is not None],
         **{name: each[name] for name in ("ttft", "itl", "e2el")},
     }
-    tokens, looks = sum(len(f.tokens) for f in fates), simulation.looks
-    held = fmean(f.seq.num_tokens / most for f in fates)
+    tokens, looks = sum(len(f.tokens) for f in outcomes), simulation.looks
+    held = fmean(f.seq.num_tokens / most for f in outcomes)
     figures = {
         "seconds": simulation.now,
         "steps": simulation.steps,
@@ -84,7 +86,7 @@ def main(
         "pages_filled": fmean(look.filled for look in looks) if looks else 1.0,
         "contiguous_filled": held,
         "preemptions": simulation.preemptions,
-        "cached_tokens": sum(f.seq.cache.num_cached for f in fates),
+        "cached_tokens": sum(f.seq.cache.num_cached for f in outcomes),
     }
     head = ("seconds", "steps", "rows", "tokens/s", "running", "pages filled", "cached tokens", "preemptions")
     row = (
@@ -94,6 +96,6 @@ def main(
     )  # fmt: skip
     heading = f"{num_prompts} chats, {request_rate:g} a second, {policy} batches"
     footing = f"Room for the longest request in one piece would be filled to {held:.1%} when each ends."
-    result: dict[str, Any] = figures | {"ended": dict(reasons(fates))} | flat(values)
+    result: dict[str, Any] = figures | {"ended": dict(reasons(outcomes))} | flat(values)
     text = f"{heading}\n\n{table(head, [row])}\n\n{reports.latency_table(values, NAMES)}\n\n{footing}"
     report.write(result, text, lambda plot, figure: plot.simulation(figure, looks, max_num_seqs, heading))

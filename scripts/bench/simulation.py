@@ -1,6 +1,6 @@
-"""The real scheduler and page table under a load, with a pretended device and a clock of their own.
+"""The real scheduler and page table under a load, with a simulated device and clock.
 
-A step costs what a formula says and its tokens come when it is over, while the next one runs already, as in service.
+A formula says how long a step takes. Its tokens come while the next step runs, as in service.
 """
 
 import heapq
@@ -17,12 +17,12 @@ from ...serving.engine.scheduler import Limits, Scheduler, StepPlan, rank_of
 from ...serving.request.sequence import Sequence
 
 PARAMS = SamplingParams()
-EVERY = 20  # steps between two looks at the whole
+EVERY = 20  # steps between two entries of `Simulation.looks`
 
 
 @dataclass(frozen=True)
-class Job:
-    """A request: what it asks for, and when its client loses patience or goes away, in seconds from its arrival."""
+class SimulatedRequest:
+    """What a client asks for, and when it stops waiting: `timeout` and `abort` are seconds from the arrival."""
 
     arrival: float
     prompt: Seq[int]
@@ -44,29 +44,29 @@ class Cost:
 
 
 class Look(NamedTuple):
-    """The state between two steps."""
+    """The scheduler between two steps."""
 
     now: float
     running: int
     waiting: int
-    pages: float  # the share in use of the fullest group
-    filled: float  # of the positions in the pages that are owned, those with a token; of the full group
+    pages: float  # the share of pages in use, of the fullest group
+    filled: float  # the share of the owned pages' positions that hold a token, of the first group
     preemptions: int
 
 
 @dataclass
-class Fate:
-    """What became of a job, in seconds of the simulation's clock."""
+class Outcome:
+    """What became of a request, in seconds of the simulation's clock."""
 
-    job: Job
+    request: SimulatedRequest
     seq: Sequence
-    started: float | None = None  # its first rows were planned
+    started: float | None = None  # when its first tokens were scheduled
     tokens: list[float] = field(default_factory=list)  # when each came
     ended: float | None = None
 
 
 class Policy(StrEnum):
-    """When requests are let in: at every step; or as a batch, full or after a delay; or as a full batch."""
+    """When requests are admitted: at every step; as a batch that is full or has waited; or as a full batch."""
 
     continuous = "continuous"
     dynamic = "dynamic"
@@ -74,7 +74,7 @@ class Policy(StrEnum):
 
 
 class Simulation:
-    """Without continuous batching a batch is let in when the last one is over."""
+    """Without continuous batching a batch is admitted when the one before is done."""
 
     def __init__(
         self,
@@ -86,34 +86,34 @@ class Simulation:
         checks: int = 0,
     ):
         self.scheduler, self.cost, self.checks = Scheduler([table], limits), cost, checks
-        self.table, self.policy, self.delay = table, policy, delay  # seconds that a dynamic batch waits for more
+        self.table, self.policy, self.delay = table, policy, delay  # seconds a dynamic batch waits to be full
         self.now, self.steps, self.rows, self.preemptions = 0.0, 0, 0, 0
-        self.fates: dict[Sequence, Fate] = {}
+        self.outcomes: dict[Sequence, Outcome] = {}
         self.looks: list[Look] = []
         self.held: list[Sequence] = []  # arrived, and waiting for a batch
 
-    def run(self, jobs: Seq[Job]) -> list[Fate]:
-        """Serve all jobs, given in the order of their arrivals, to their ends."""
+    def run(self, requests: Seq[SimulatedRequest]) -> list[Outcome]:
+        """Serve all requests, given in the order of their arrivals, to their ends."""
         leaving: list[tuple[float, int, str, Sequence]] = []
         place, flying, scheduler = 0, None, self.scheduler
-        while place < len(jobs) or self.held or scheduler.busy or flying:
-            while place < len(jobs) and jobs[place].arrival <= self.now:
-                seq = self.arrive(jobs[place])
-                for reason, after in (("timeout", jobs[place].timeout), ("abort", jobs[place].abort)):
+        while place < len(requests) or self.held or scheduler.busy or flying:
+            while place < len(requests) and requests[place].arrival <= self.now:
+                seq = self.arrive(requests[place])
+                for reason, after in (("timeout", requests[place].timeout), ("abort", requests[place].abort)):
                     if after is not None:
-                        heapq.heappush(leaving, (jobs[place].arrival + after, len(self.fates), reason, seq))
+                        heapq.heappush(leaving, (requests[place].arrival + after, len(self.outcomes), reason, seq))
                 place += 1
             while leaving and leaving[0][0] <= self.now:
                 _, _, reason, seq = heapq.heappop(leaving)
                 self.end(seq, reason)
-            if self.held and not scheduler.busy and self.gathered(place == len(jobs)):
+            if self.held and not scheduler.busy and self.gathered(place == len(requests)):
                 batch, self.held = self.held[: scheduler.limits.max_seqs], self.held[scheduler.limits.max_seqs :]
                 for seq in batch:
                     scheduler.add(seq)
             plan = scheduler.schedule()
             scheduler.take_moves()  # they take no time here
             if plan is None and flying is None:
-                coming = [jobs[place].arrival] if place < len(jobs) else []
+                coming = [requests[place].arrival] if place < len(requests) else []
                 coming += [leaving[0][0]] if leaving else []
                 coming += [self.due] if self.held and self.policy is Policy.dynamic else []
                 assert coming, "the scheduler has work and does none of it"
@@ -121,8 +121,8 @@ class Simulation:
                 continue
             if plan is not None:
                 for item in plan.items:
-                    fate = self.fates[item.seq]
-                    fate.started = self.now if fate.started is None else fate.started
+                    outcome = self.outcomes[item.seq]
+                    outcome.started = self.now if outcome.started is None else outcome.started
                 self.steps, self.rows = self.steps + 1, self.rows + plan.num_rows
             if flying is not None:
                 self.take_in(flying)
@@ -134,23 +134,22 @@ class Simulation:
             if self.checks and self.steps % self.checks == 0:
                 scheduler.check()
         scheduler.check()
-        return list(self.fates.values())
+        return list(self.outcomes.values())
 
     @property
     def due(self) -> float:
         """When a dynamic batch begins, full or not."""
-        return self.fates[self.held[0]].job.arrival + self.delay
+        return self.outcomes[self.held[0]].request.arrival + self.delay
 
     def gathered(self, last: bool) -> bool:
-        """Whether those held make a batch; the last ones do."""
+        """Whether the requests held make a batch. The last ones do, however few."""
         full = len(self.held) >= self.scheduler.limits.max_seqs
         return full or last or (self.policy is Policy.dynamic and self.now >= self.due)
 
-    def arrive(self, job: Job) -> Sequence:
-        seq = Sequence(
-            0, list(job.prompt), len(job.prompt), PARAMS, job.output, rank_of(job.priority, job.arrival)
-        )  # fmt: skip
-        self.fates[seq] = Fate(job, seq)
+    def arrive(self, request: SimulatedRequest) -> Sequence:
+        prompt, rank = list(request.prompt), rank_of(request.priority, request.arrival)
+        seq = Sequence(0, prompt, len(prompt), PARAMS, request.output, rank)
+        self.outcomes[seq] = Outcome(request, seq)
         if self.policy is not Policy.continuous:
             self.held.append(seq)
         else:
@@ -166,12 +165,12 @@ class Simulation:
                 if seq.finish_reason is None:
                     # Tokens that nobody else writes: only prompts are shared.
                     seq.tokens.append(-len(seq.tokens))
-                    self.fates[seq].tokens.append(self.now)
+                    self.outcomes[seq].tokens.append(self.now)
                     if seq.num_output >= seq.max_tokens:
                         self.end(seq, "length")
 
     def end(self, seq: Sequence, reason: str) -> None:
-        fate = self.fates[seq]
+        outcome = self.outcomes[seq]
         if seq.finish_reason is not None:
             return
         if seq in self.held:
@@ -180,7 +179,7 @@ class Simulation:
         else:
             self.scheduler.finish(seq, reason)
         self.preemptions += seq.num_preemptions
-        fate.ended = self.now
+        outcome.ended = self.now
 
     def look(self) -> None:
         table, running = self.table, self.scheduler.running
@@ -199,12 +198,12 @@ class Simulation:
         )
 
 
-def conversations(count: int, rate: float, seed: int = 0, limit: int = 2000, shared: int = 0) -> list[Job]:
-    """Jobs with the lengths of chats: log-normal, most of them short and some very long, in bursts of a random rate.
+def conversations(count: int, rate: float, seed: int = 0, limit: int = 2000, shared: int = 0) -> list[SimulatedRequest]:
+    """Requests as long as chats are (log-normal: most are short, some very long), in bursts of a random rate.
 
     `shared` is the length of a system prompt that all of them begin with.
     """
-    rng, jobs, now = random.Random(seed), [], 0.0
+    rng, requests, now = random.Random(seed), [], 0.0
     system = [rng.randrange(50_000) for _ in range(shared)]
     burst = 1.0
     for index in range(count):
@@ -213,10 +212,10 @@ def conversations(count: int, rate: float, seed: int = 0, limit: int = 2000, sha
         now += rng.expovariate(rate * burst)
         prompt = min(limit, max(1, round(rng.lognormvariate(4.2, 1.2))))
         output = min(limit, max(1, round(rng.lognormvariate(4.6, 1.0))))
-        jobs.append(Job(now, system + [rng.randrange(50_000) for _ in range(prompt)], output))
-    return jobs
+        requests.append(SimulatedRequest(now, system + [rng.randrange(50_000) for _ in range(prompt)], output))
+    return requests
 
 
-def reasons(fates: Seq[Fate]) -> Counter[str | None]:
-    """How many ended in which way."""
-    return Counter(fate.seq.finish_reason for fate in fates)
+def reasons(outcomes: Seq[Outcome]) -> Counter[str | None]:
+    """How many requests ended for each reason."""
+    return Counter(outcome.seq.finish_reason for outcome in outcomes)

@@ -46,7 +46,7 @@ def run(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> Non
         scale, max_len, lambda sizes: [choose(sizes, streams, streams, streams, True), max(sizes)], name, seed
     )
     table = PageTable(runner.num_pages, PAGE, runner.config.windows)
-    llm = LLM.of(Engine(runner, None, [table], max_len))
+    llm = LLM(engine=Engine(runner, None, [table], max_len))
     took = time.perf_counter() - started
     report(f"attention: {name}; weights made and steps compiled in {took:.0f} s", attention=name, ready=took)
     samples = requests(scale, seed)

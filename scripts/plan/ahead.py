@@ -100,7 +100,7 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
     from ...model.weights import abstract
     from ...serving.device.batch import Layout, Size
     from ...serving.device.pipeline import Pipeline
-    from ...serving.engine.cache_size import held_bytes
+    from ...serving.engine.cache_size import held_bytes, memory_of
     from ...sharding.mesh import make_mesh
 
     began = time.monotonic()
@@ -114,17 +114,11 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
     found, sampled, parts = Counter(), Counter(), []
     for lowered in pipeline.lower(weights, state, layout):
         compiled = lowered.compile()
-        used = compiled.memory_analysis()
-        parts.append(
-            {
-                "arguments": used.argument_size_in_bytes,
-                "temporaries": used.temp_size_in_bytes,
-                "results": used.output_size_in_bytes - used.alias_size_in_bytes,
-            }
-        )
+        parts.append(memory_of(compiled))
         model, drawn = collectives(compiled.as_text())
         found += model
         sampled += drawn
+    fullest = max(parts, key=lambda used: used.arguments)
     wanted = Counter()
     for one in traffic(config, sizes, rows or batch, rows is not None):
         wanted[one.kind] += one.nbytes
@@ -134,7 +128,9 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
         "cache_tokens": batch * width * PAGE,
         "weights": held_bytes(weights),
         "cache": held_bytes(state.pages),
-        **max(parts, key=lambda part: part["arguments"]),
+        "arguments": fullest.arguments,
+        "temporaries": fullest.temporaries,
+        "results": fullest.results,
         "sent": dict(found),
         "formula": dict(wanted),
         "sampling": dict(sampled),

@@ -1,4 +1,4 @@
-"""KV pages as files: they outlive the process, and a file that is not whole is as good as none."""
+"""KV pages as files: they outlive the process, and an incomplete file counts as none."""
 
 import hashlib
 import logging
@@ -20,7 +20,7 @@ PAUSE = 60.0  # seconds without writing after the disk has refused
 
 
 class DiskCache:
-    """A folder of pages, each in a file named after what it holds; the least recently read go when it is full.
+    """A folder of pages, each in a file named after what it holds; when it is full the least recently used go.
 
     Files appear whole under their names or not at all, and are checked when they are read: a process that is killed
     while it writes, or a disk that fails, costs a page and never a wrong token. Used from several threads.

@@ -1,4 +1,4 @@
-"""Copies in host memory of pages that the device has no room for, and from there on disk."""
+"""Copies of pages that the device has no room for: in host memory, and on disk what has no room there."""
 
 import hashlib
 from array import array
@@ -13,7 +13,7 @@ from .prefix_tree import HostCopy, Node
 
 
 class HostCache:
-    """Copies of pages in host memory, the least recently used first to go, and behind it a folder on disk.
+    """Copies of pages in host memory. The least recently used is dropped first, to disk if there is one.
 
         device page ──offloaded──> copy in host memory ──no room──> file
              ^                       │        ^                      │

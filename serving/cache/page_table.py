@@ -28,9 +28,9 @@ class PageTable:
 
     A sequence's table only grows while it runs; a page that fell out of the window is released and its entry becomes 0,
     so that page numbers never shift. Full pages are put into a tree of what they hold as soon as a step is planned that
-    fills them: what reads them is no earlier on the device. A sequence that ends puts its last page there, too. Such
-    pages stay cached when their last owner releases them, and the least recently released is evicted when a new one is
-    wanted. A sequence releases its last pages first, so that the end of a prompt is evicted before its beginning.
+    fills them: a step that reads them runs no earlier on the device. A sequence that ends puts its last page there
+    too. Such pages stay cached when their last owner releases them, and the least recently released is evicted when a
+    new one is wanted. A sequence releases its last pages first: the end of a prompt is evicted before its beginning.
 
     A sequence shares the full pages of its prefix. Where it parts from another inside of a page it gets a copy of that
     page (copy-on-write, where the write is known beforehand). With a `host_cache`, an evicted page is offloaded to the
@@ -326,7 +326,7 @@ class PageTable:
         self.tree.prune(node)
 
     def add_missing(self, salt: Hashable, tokens: Seq[int], pages: Iterable[tuple[int, int, Any]]) -> None:
-        """The same, but for the pages whose content can be had already."""
+        """The same, without the pages whose content is there already."""
         nodes = list(self.tree.walk(salt, tokens, len(tokens)))
         missing = [page for page in pages if page[0] >= len(nodes) or not nodes[page[0]].holds(page[1])]
         self.add_copies(salt, tokens, missing)

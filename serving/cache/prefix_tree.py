@@ -129,7 +129,7 @@ class PrefixTree:
             self.prune(node)
 
     def prune(self, node: Node | None) -> None:
-        """Cut off what holds nothing and leads nowhere."""
+        """Remove an empty node, and its parents as far as that makes them empty."""
         while node is not None and node.empty and self.attached(node):
             siblings = self.roots if node.parent is None else node.parent.children
             del siblings[node.key]

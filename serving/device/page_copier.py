@@ -12,7 +12,7 @@ from ...ops.attention import KVPages
 from ..cache.page_moves import PageMoves
 from ..cache.prefix_tree import HostCopy, SentPage
 from .pipeline import Pipeline
-from .state import owners
+from .state import owners, stored_page_bytes
 from .step import copy_pages, read_pages, write_pages
 
 AT_ONCE = 16  # pages a call; the dummy page fills the rest
@@ -49,7 +49,7 @@ class PageCopier:
                 layers = [pages[index] for index in own]
                 yield ("copy", group, stage), copy_pages.lower(layers, numbers, numbers)
                 if self.to_host:
-                    bytes_NX = np.zeros((AT_ONCE, width(layers)), np.uint8)
+                    bytes_NX = np.zeros((AT_ONCE, stored_page_bytes(layers)), np.uint8)
                     yield ("offload", group, stage), read_pages.lower(layers, numbers)
                     yield ("restore", group, stage), write_pages.lower(layers, numbers, bytes_NX)
 
@@ -76,7 +76,7 @@ class PageCopier:
                 layers[:] = run("copy", origins, targets)
             restores = [(page, copy) for (own, page), copy in moves.restores.items() if own == group]
             for some in parts([(page, copy) for page, copy in restores if not isinstance(copy.data, SentPage)]):
-                ends = np.cumsum([width(own) for own in layers])
+                ends = np.cumsum([stored_page_bytes(own) for own in layers])
                 bytes_NX = np.zeros((AT_ONCE, ends[-1]), np.uint8)
                 for row, (_, copy) in zip(bytes_NX, some, strict=False):
                     row[:] = np.frombuffer(copy.content, np.uint8)
@@ -103,11 +103,6 @@ class PageCopier:
             return np.asarray(block_NX)
         (_, _, where), _ = self.programs["restore", group, 0].input_shardings
         return jax.device_put(block_NX, where)
-
-
-def width(layers: list[KVPages]) -> int:
-    """Bytes of a page in all of these layers."""
-    return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(layers))
 
 
 def parts(moves: Seq[Any]) -> Iterator[Seq[Any]]:

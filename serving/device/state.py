@@ -1,5 +1,7 @@
 """What lives on the device between steps: the pages of the cache and the state of each slot."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import fields
 
 import jax
@@ -68,6 +70,11 @@ def page_bytes(config: ModelConfig, group: int, page_size: int, stage: Stage | N
     """Bytes of one page number of a cache group, over all layers that own it, or those of a stage."""
     layers = [config.layers[index] for index in owners(config, stage or whole_model(config), group)]
     return page_size * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in layers)
+
+
+def stored_page_bytes(layers: Iterable[KVPages]) -> int:
+    """The same of the arrays of some layers, or of their shapes: on all devices that hold a part of the page."""
+    return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 
 
 def empty_state(

@@ -41,7 +41,7 @@ class BatchBuilder:
         replicas: int = 1,
     ):
         self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
-        self.num_stages = num_stages  # steps under way; of a single one the next knows what it drew
+        self.num_stages = num_stages  # as many steps are under way at once
         options = sizes(limits.max_seqs, limits.max_rows)  # the smallest first
         self.layouts = {size: Layout(size, num_groups, table_width, limits.max_seqs, replicas) for size in options}
         self.tables = [np.zeros((places, table_width), np.int32) for _ in range(num_groups)]
@@ -201,9 +201,9 @@ class BatchBuilder:
                 getattr(s, name)[:R] = values[places_R]
 
     def sync_tables(self, seq: Sequence) -> int:
-        """Copy the page numbers that are new since the last step, as a table only grows while its sequence runs.
+        """Copy the page numbers that are new since the last step, and return the sequence's place.
 
-        The sequence's place.
+        A table only grows while its sequence runs.
         """
         place = self.place(seq)
         known = self.num_synced[place]

@@ -82,7 +82,7 @@ def search(
         return beam.cum_logprob / len(beam.tokens) ** params.length_penalty
 
     while asked := [(search, beam) for search in searches for beam in search.live]:
-        length = len(asked[0][1].tokens) + 1  # all beams are as long
+        length = len(asked[0][1].tokens) + 1  # the same for all beams
         answers = ask(engine, [(search.prompt + list(beam.tokens), search.terms) for search, beam in asked], one)
         grown: dict[int, list[BeamSearchSequence]] = {id(search): [] for search in searches}
         for (search, beam), likeliest in zip(asked, answers, strict=True):

@@ -3,6 +3,7 @@
 import math
 import os
 from collections import Counter
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -10,14 +11,14 @@ from jax.sharding import Mesh
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig, ModelError
 from ...model.expert_copies import spare_of
-from ...model.partition import local_config
+from ...model.partition import local_config, whole_model
 from ...sharding.mesh import device_axes
 from ..api.options import EngineOptions
 from ..cache.page_pool import PagePool, largest
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.pipeline import Pipeline
-from ..device.state import page_bytes
+from ..device.state import owners, page_bytes, stored_page_bytes
 from .batch_builder import BatchBuilder
 from .scheduler import Limits
 
@@ -57,6 +58,23 @@ def held_bytes(tree) -> int:
     return max(held.values())
 
 
+class ProgramMemory(NamedTuple):
+    """Bytes that a compiled program takes on a device."""
+
+    arguments: int
+    temporaries: int
+    results: int  # but for those that take the place of an argument
+    code: int
+
+
+def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
+    used = compiled.memory_analysis()
+    results = used.output_size_in_bytes - used.alias_size_in_bytes
+    return ProgramMemory(
+        used.argument_size_in_bytes, used.temp_size_in_bytes, results, used.generated_code_size_in_bytes
+    )
+
+
 def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, mesh: Mesh | None = None) -> int:
     """Bytes that the largest step takes on a device beside weights and state. The compiler says so; nothing is run."""
     groups, stages = len(config.windows), Pipeline(config, mesh)
@@ -64,24 +82,19 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, 
     batcher = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
     _, layout = max(batcher.layouts.items())
     state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs)
-    found = []
-    for lowered in stages.lower(weights, state, layout):
-        used = lowered.compile().memory_analysis()
-        results = 2 * (used.output_size_in_bytes - used.alias_size_in_bytes)  # those of two steps at a time
-        found.append(used.temp_size_in_bytes + used.generated_code_size_in_bytes + results)
+    steps = [memory_of(lowered.compile()) for lowered in stages.lower(weights, state, layout)]
+    found = [used.temporaries + used.code + 2 * used.results for used in steps]  # the results of two steps at a time
     moving = [0]
     if mesh is not None and spare_of(config):
         balance = ExpertRebalancer(ExpertLoads(config, device_axes(mesh).experts.size), config, mesh, 0)
-        moving = [lowered.compile().memory_analysis().temp_size_in_bytes for _, lowered in balance.lower(weights)]
+        moving = [memory_of(lowered.compile()).temporaries for _, lowered in balance.lower(weights)]
     return max(found) + max(moving)
 
 
 def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
     """Bytes of a page on all devices that hold a part of it: what it takes on the host."""
-    stages = Pipeline(config, mesh)
-    pages = stages.abstract_state((1,) * len(config.windows), page_size, 1).pages
-    own = [pages[index] for index in config.kv_layers if config.group(index) == group]
-    return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
+    pages = Pipeline(config, mesh).abstract_state((1,) * len(config.windows), page_size, 1).pages
+    return stored_page_bytes([pages[index] for index in owners(config, whole_model(config), group)])
 
 
 def size_cache(

@@ -8,7 +8,7 @@ from ..request.request import Request
 
 
 class Deadlines:
-    """A heap, the earliest first; requests that ended in time are dropped now and then."""
+    """A heap with the earliest deadline first; entries of requests that have ended are removed now and then."""
 
     def __init__(self):
         self.heap: list[tuple[float, int, Request]] = []
@@ -26,6 +26,3 @@ class Deadlines:
             request = heapq.heappop(self.heap)[2]
             if not request.finished:
                 yield request
-
-    def __len__(self) -> int:
-        return len(self.heap)

@@ -21,6 +21,7 @@ class Inbox:
         self.items: list[Any] = []
         self.filled = asyncio.Event()
         self.heard = False  # something came since the last reminder
+        self.timer: asyncio.TimerHandle | None = None  # of the next reminder, while somebody wants any
 
     def put(self, item: Any) -> None:
         self.items.append(item)
@@ -59,7 +60,7 @@ class Listener:
 
 
 class Outbox:
-    """The engine's thread notes which requests have news, and sends the news of all of them now and then."""
+    """Collects which requests have news, and sends the news of all of them together now and then."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock

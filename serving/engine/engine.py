@@ -347,7 +347,7 @@ class Engine:
         return self.runner.page_copier.read(self.runner.state.pages, group, pages)
 
     def place_block(self, group: int, block_NX: Any) -> Any:
-        """Such rows of another engine, where this engine's devices can write them into pages."""
+        """Rows that another engine read, put where this engine's devices can write them into pages."""
         return self.runner.page_copier.place(group, block_NX)
 
     def reset_prefix_cache(self) -> None:

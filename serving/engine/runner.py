@@ -80,7 +80,7 @@ class Runner:
         self.mesh, self.pipeline = mesh, Pipeline(config, mesh)
         width, stages, devices = -(-max_len // page_size), len(self.pipeline), device_axes(mesh)
         self.batcher = BatchBuilder(limits, len(num_pages), page_size, width, stages, devices.data.size)
-        # With the tokens that make the vocabulary divide.
+        # With padding, so that each device of the tensor axis has as many tokens.
         self.vocab = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.page_copier = PageCopier(self.pipeline, to_host)
         self.device = jax.config.jax_default_device  # as the caller of this chose it; reset() may be another thread's
@@ -96,10 +96,10 @@ class Runner:
         if self.expert_loads is not None and mesh is not None and spare_of(config):
             self.rebalancer = ExpertRebalancer(self.expert_loads, config, mesh, rebalance_steps)
         self.state = self.make_state()
-        self.homes: Any = None  # where weights and state lay on the device, while they do not
+        self.homes: Any = None  # the shardings of weights and state, while the engine sleeps
 
     def tell(self, call: str, *values: Any) -> None:
-        """Let the other processes make the same call, before this one does: its name and its arguments."""
+        """Send a call to the other processes, which make it too; it is sent before this process makes it."""
         if self.leader is not None:
             self.leader.send(call, *values)
 

@@ -56,15 +56,15 @@ POINT = 30.0  # seconds of waiting that make up for a point of priority
 
 
 def rank_of(priority: int, arrival: float) -> float:
-    """A request's place in the queue: a better priority is worth having come so much earlier.
+    """A request's place in the queue: a point of priority counts as much as having come POINT seconds earlier.
 
-    As all grow older alike, the order among those who wait never changes, and ageing costs nothing.
+    All ranks age alike, so the order of those who wait never changes and nothing has to be computed again.
     """
     return arrival + POINT * priority
 
 
 class Scheduler:
-    """One waiting queue before all replicas; what they plan is one step of the device."""
+    """One waiting queue for all replicas, whose plans together are one step."""
 
     def __init__(self, tables: Seq[PageTable], limits: Limits, num_stages: int = 1):
         self.limits, self.waiting = limits, WaitingQueue(len(tables))

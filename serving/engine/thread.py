@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,9 +21,9 @@ class EngineFailed(RuntimeError):
 class EngineThread:
     """Only this thread touches the engine; other threads leave it jobs."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
-        self.engine, self.clock = engine, clock
-        self.outbox = Outbox(clock)
+    def __init__(self, engine: Engine):
+        self.engine, self.clock = engine, engine.clock
+        self.outbox = Outbox(engine.clock)
         self.jobs: deque[tuple[Callable[[], Any], Future | None]] = deque()  # without a future nobody waits for it
         self.wake = threading.Condition()
         self.closed = False

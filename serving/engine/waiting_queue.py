@@ -20,7 +20,7 @@ class WaitingQueue:
         self.waiting: dict[Hashable, list[Sequence]] = {}  # by tenant
         self.present: Counter[Hashable] = Counter()  # sequences that wait or run, by tenant
         self.served: dict[Hashable, int] = {}  # tokens, by tenant
-        self.tokens: dict[Sequence, int] = {}  # that each was taken to need
+        self.tokens: dict[Sequence, int] = {}  # that each is expected to need
         self.tokens_for, self.count_for = [0] * replicas, [0] * replicas
 
     def enter(self, seq: Sequence) -> None:

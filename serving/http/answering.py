@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from ..api.errors import EngineError
 from ..api.outputs import Fresh, RequestOutput
 from ..async_llm import Answers
 from ..engine.thread import EngineFailed
+from ..observe.metrics import HttpMetrics
 from ..protocol.answers.answer import ChoicePart, FinishedChoice, Usage
 from ..protocol.answers.choices import Choices
 from ..resume import Journal
@@ -116,24 +118,38 @@ async def until_gone(receive: Callable) -> None:
         pass
 
 
-class EventStream:
-    """A response of server-sent events. A reader that leaves, or takes nothing for too long, ends its request."""
+@asynccontextmanager
+async def watched(receive: Callable, answers: Answers) -> AsyncIterator[None]:
+    """Tells those who wait for answers when the client leaves."""
+    watcher = asyncio.create_task(until_gone(receive))
+    watcher.add_done_callback(lambda _: answers.inbox.put(ClientLeft()))
+    try:
+        yield
+    finally:
+        watcher.cancel()
 
-    def __init__(self, events: AsyncIterator[bytes], answers: Answers):
-        self.events, self.answers = events, answers
+
+class EventStream:
+    """A response of server-sent events, which holds what is in `keep` until it is over.
+
+    A reader that leaves, or takes nothing for too long, ends its request.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], answering: Answering, keep: AsyncExitStack, metrics: HttpMetrics):
+        self.events, self.answering, self.keep, self.metrics = events, answering, keep, metrics
 
     async def __call__(self, scope, receive, send) -> None:
         state = scope["state"]
         connection = state["connection"]
-        watcher = asyncio.create_task(until_gone(receive))
-        watcher.add_done_callback(lambda _: self.answers.inbox.put(ClientLeft()))
+        self.metrics.streams += 1
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS]})
-            async for data in self.events:
-                await connection.write(data)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with self.keep, watched(receive, self.answering.answers):
+                await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS]})
+                async for data in self.events:
+                    await connection.write(data)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientLeft:
             state["facts"]["ended"] = "client did not read" if connection.unread else "client left"
         finally:
-            watcher.cancel()
-            self.answers.close()
+            self.metrics.streams -= 1
+            state["facts"] |= self.answering.facts()

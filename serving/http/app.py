@@ -17,6 +17,8 @@ from starlette.routing import Route
 from ..protocol import chat, completion, messages, responses
 from ..protocol.answers import chat as chat_answer
 from ..protocol.answers import completion as completion_answer
+from ..protocol.answers import messages as message_answer
+from ..protocol.answers import responses as response_answer
 from . import prompting
 from .answering import ClientLeft
 from .endpoints import admin, pooled, status, tokens
@@ -34,8 +36,12 @@ PROTOCOLS = {
     "/v1/chat/completions": Protocol(
         "chatcmpl-", chat.parse, prompting.chat, chat_answer.response, chat_answer.ChatStream
     ),
-    "/v1/responses": Protocol("resp_", responses.parse, prompting.chat, responses.response, responses.ResponsesStream),
-    "/v1/messages": Protocol("msg_", messages.parse, prompting.chat, messages.response, messages.MessagesStream),
+    "/v1/responses": Protocol(
+        "resp_", responses.parse, prompting.chat, response_answer.response, response_answer.ResponsesStream
+    ),
+    "/v1/messages": Protocol(
+        "msg_", messages.parse, prompting.chat, message_answer.response, message_answer.MessagesStream
+    ),
 }
 
 

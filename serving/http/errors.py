@@ -7,8 +7,7 @@ from starlette.responses import Response
 
 from ..api.errors import EngineError, NotServing, QueueFull, RequestError
 from ..engine.thread import EngineFailed
-from ..protocol import messages
-from ..protocol.answers import shapes
+from ..protocol.answers import messages, shapes
 
 
 class HttpError(Exception):

@@ -160,8 +160,7 @@ class Models:
 
     async def wake(self, model: Model) -> None:
         if model.loaded is None:
-            engine = await asyncio.to_thread(model.make)
-            model.loaded = AsyncLLM.of(engine)
+            model.loaded = AsyncLLM(engine=await asyncio.to_thread(model.make))
             settle()
         else:
             await model.loaded.wake_up()

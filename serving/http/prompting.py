@@ -1,7 +1,7 @@
 """From a parsed request to prompts of token ids. It may take a while, so it runs beside the event loop."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..async_llm import Ask
 from ..engine.engine import Engine
 from ..parsing.forced import Forced
 from ..protocol.answers.answer import ChatRequest, CompletionRequest, Prompted
+from ..protocol.pooling import EmbeddingRequest
 from .settings import Formats
 
 
@@ -105,12 +106,7 @@ def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> 
     """The prompts of a completion request."""
     asks, prompts = [], []
     compile_form(engine, request.params)
-    for index, prompt in enumerate(request.prompts):
-        where = f"prompt[{index}]" if len(request.prompts) > 1 else "prompt"
-        text, tokens = None, prompt
-        if isinstance(prompt, str):
-            text, tokens = prompt, encode(engine, where, prompt, request.add_special_tokens)
-        tokens = truncated(tokens, request.truncate_prompt_tokens, request.params, engine)
+    for text, tokens in prompts_of(engine, "prompt", request, request.params):
         asks.append(Ask(tokens, request.params, text, request.terms))
         if request.echo and (text is None or request.truncate_prompt_tokens is not None):
             tokenizer, vocabulary = needs_tokenizer(engine), engine.config.vocab_size
@@ -118,6 +114,17 @@ def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> 
         first = engine.tokenizer.token_text(tokens[0]) if request.echo and tokens else ""
         prompts.append(Prompted(text, tokens, first=first))
     return Prepared(asks, prompts, plain)
+
+
+def prompts_of(
+    engine: Engine, name: str, request: CompletionRequest | EmbeddingRequest, params: SamplingParams
+) -> Iterator[tuple[str | None, list[int]]]:
+    """The text and the tokens of each prompt in the field `name`; no text where it came as token ids."""
+    for index, prompt in enumerate(request.prompts):
+        where = f"{name}[{index}]" if len(request.prompts) > 1 else name
+        text = prompt if isinstance(prompt, str) else None
+        tokens = encode(engine, where, prompt, request.add_special_tokens) if isinstance(prompt, str) else prompt
+        yield text, truncated(tokens, request.truncate_prompt_tokens, params, engine)
 
 
 def compile_form(engine: Engine, params: SamplingParams) -> None:
@@ -131,7 +138,7 @@ def plain() -> Any:
     return parsing.make_parser(None, None, False)
 
 
-def encode(engine: Engine, where: str, text: str, special: bool = True) -> list[int]:
+def encode(engine: Engine, where: str, text: str, special: bool) -> list[int]:
     if not text:
         raise RequestError(where, "is empty; it must have at least one character")
     check_length(engine, where, text)

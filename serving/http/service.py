@@ -16,13 +16,13 @@ from starlette.requests import ClientDisconnect, Request
 from ...model.config import ModelError
 from ..api.errors import RequestError
 from ..api.params import Terms
-from ..async_llm import Answers, Ask, AsyncLLM
+from ..async_llm import Ask, AsyncLLM
 from ..engine.engine import Engine
 from ..observe.metrics import HttpMetrics
 from ..protocol.answers.answer import Head, Prompted
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
-from .answering import Answering, ClientLeft, EventStream, until_gone
+from .answering import Answering, ClientLeft, EventStream, watched
 from .errors import HttpError, JsonResponse
 from .guard import digest, new_id, too_large
 from .logs import access
@@ -35,6 +35,7 @@ log = logging.getLogger("quire")
 
 DRAINING = "draining"
 SMALL_BODY = 4096  # bytes that are read in less time than handing them to another thread takes
+BEAT = 0.05  # seconds between two looks at the engines
 PROBES = ("/health", "/ping", "/metrics", "/live")  # polled: they are logged only when they fail
 
 BeforeAsking = Callable[[AsyncLLM, Ask], Awaitable[None]]
@@ -170,8 +171,7 @@ class Service:
             before = journal or Journal()
             name = before.name or f"{protocol.prefix}{parsed.delivery.request_id or new_id()}"
             head = self.head(name, parsed.model or model.name, prepared.prompts, before.created)
-            facts = request.state.facts
-            facts |= {"model": model.name, "prompt_tokens": sum(len(ask.tokens) for ask in prepared.asks)}
+            request.state.facts |= {"model": model.name, "prompt_tokens": sum(len(ask.tokens) for ask in prepared.asks)}
             if self.tracer is not None:
                 request.state.span = self.tracer.request("llm_request", request.headers)
                 request.state.asked = parsed.params
@@ -182,22 +182,22 @@ class Service:
                     await self.before_asking(model.llm, ask)
             asks = [reseeded(*both) for both in zip_longest(prepared.asks, before.seeds)]
             answers = await model.llm.ask(names, asks, *read_as, before.told)
+            stack.callback(answers.close)
             answering = Answering(prepared, answers, choices, journal)
             if not parsed.delivery.stream:
                 return await self.whole(request, protocol, head, parsed, body, answering)
             if journal is not None:
                 journal.name, journal.created = name, head.created
                 journal.seeds = [seed_of(asked) for asked in answers.requests]
-            stream = protocol.stream(head, parsed, body)
-            events = with_facts(answering.stream(stream, parsed.delivery.continuous_usage), answering, facts)
+            events = answering.stream(protocol.stream(head, parsed, body), parsed.delivery.continuous_usage)
             keep = stack.pop_all()  # the model stays awake until the last event
-            return Streaming(EventStream(events, answers), keep, self.http_metrics)
+            return EventStream(events, answering, keep, self.http_metrics)
 
     async def whole(
         self, request: Request, protocol: Protocol, head: Head, parsed: Any, body: Any, answering: Answering
     ) -> JsonResponse:
         """The answer in one piece, unless the client leaves before it is there."""
-        async with watched(request, answering.answers):
+        async with watched(request.receive, answering.answers):
             answers, outputs = await answering.whole()
         prompts = [
             replace(prompt, logprobs=output.prompt_logprobs)
@@ -208,12 +208,12 @@ class Service:
         found = protocol.response(replace(head, prompts=prompts), parsed, body, answers, usage)
         return JsonResponse(found)
 
-    async def heartbeat(self, pause: float = 0.05) -> None:
+    async def heartbeat(self) -> None:
         """Watch the event loop and the engines: how late a timer is, and whether a step never ends."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + pause
-            await asyncio.sleep(pause)
+            due = loop.time() + BEAT
+            await asyncio.sleep(BEAT)
             self.http_metrics.beat(loop.time() - due)
             for model in self.models.ready():
                 model.check_stall(self.settings.stall_seconds)
@@ -249,30 +249,6 @@ def abort_all(thread: Any) -> None:
     thread.outbox.note([thread.engine.abort(name) for name in list(thread.engine.requests)])
 
 
-class Streaming:
-    """A response that holds resources until it is over."""
-
-    def __init__(self, response: EventStream, keep: AsyncExitStack, metrics: HttpMetrics):
-        self.response, self.keep, self.metrics = response, keep, metrics
-
-    async def __call__(self, scope, receive, send) -> None:
-        self.metrics.streams += 1
-        try:
-            async with self.keep:
-                await self.response(scope, receive, send)
-        finally:
-            self.metrics.streams -= 1
-
-
-async def with_facts(events: AsyncIterator[bytes], answering: Answering, facts: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The events, and at their end the facts for the log."""
-    try:
-        async for event in events:
-            yield event
-    finally:
-        facts |= answering.facts()
-
-
 def read(parse: Callable[[Any], Any], raw: bytes) -> tuple[Any, Any]:
     body = decode(raw)
     return parse(body), body
@@ -292,14 +268,3 @@ def decode(raw: bytes) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise RequestError("body", f"must be JSON in UTF-8: {str(error)[:200]}") from None
-
-
-@asynccontextmanager
-async def watched(request: Request, answers: Answers) -> AsyncIterator[None]:
-    """Tells those who wait for answers when the client leaves."""
-    watcher = asyncio.create_task(until_gone(request.receive))
-    watcher.add_done_callback(lambda _: answers.inbox.put(ClientLeft()))
-    try:
-        yield
-    finally:
-        watcher.cancel()

@@ -17,14 +17,12 @@ from .fields import (
     MAX_SCHEMA,
     TEMPLATE,
     TERMS,
-    delivery_of,
+    common_fields,
     known_fields,
     sampling_fields,
     structure,
     template_options,
-    terms_of,
     text,
-    truncation,
 )
 
 OWN_SAMPLING = sampling_fields("chat")
@@ -66,22 +64,19 @@ def parse(body: Any) -> ChatRequest:
         own["logprobs"] = SAMPLING["logprobs"].rule.check("top_logprobs", given.get("top_logprobs", 0))
     elif given.get("top_logprobs"):
         raise RequestError("top_logprobs", f"needs logprobs to be true, got {shown(given['top_logprobs'])}")
-    delivery = delivery_of(given)
-    if delivery.stream and own.get("prompt_logprobs") is not None:
+    common = common_fields(given)
+    if common["delivery"].stream and own.get("prompt_logprobs") is not None:
         raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")
     tools = parse_tools(given.get("tools", []))
     return ChatRequest(
         messages=parse_messages(given.get("messages")),
         params=SamplingParams.from_dict(own),
-        model=given.get("model"),
         template_options=template_options(given),
-        terms=terms_of(given),
-        delivery=delivery,
         tools=tools,
         tool_choice=parse_choice(given.get("tool_choice"), tools),
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
-        truncate_prompt_tokens=truncation(given),
         echo=boolean("echo", given.get("echo", False)),
+        **common,
     )
 
 

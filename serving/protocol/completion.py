@@ -8,7 +8,7 @@ from ..api.params import SamplingParams
 from ..api.validation import INT32_MAX, boolean, items, shown, token_ids
 from ..api.validation import unicode_text as unicode
 from .answers.answer import CompletionRequest
-from .fields import DELIVERY, LABELS, TERMS, delivery_of, known_fields, sampling_fields, structure, terms_of, truncation
+from .fields import DELIVERY, LABELS, TERMS, common_fields, known_fields, sampling_fields, structure
 
 OWN_SAMPLING = sampling_fields("completions")
 FIELDS = (
@@ -23,12 +23,12 @@ def parse(body: Any) -> CompletionRequest:
     """The request in a body."""
     given = known_fields(body, FIELDS, NEUTRAL)
     own = {name: given[name] for name in OWN_SAMPLING if name in given} | structure(given)
-    delivery, echo = delivery_of(given), boolean("echo", given.get("echo", False))
+    common, echo = common_fields(given), boolean("echo", given.get("echo", False))
     silent = echo and own.get("max_tokens") == 0 and own["max_tokens"] is not False
     if silent:
         own["max_tokens"] = 1  # the token that is drawn is not sent
     params = SamplingParams.from_dict(own)
-    if delivery.stream:
+    if common["delivery"].stream:
         if params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")
         if params.num_sequences > params.n:
@@ -40,14 +40,11 @@ def parse(body: Any) -> CompletionRequest:
     return CompletionRequest(
         prompts=parse_prompts(given.get("prompt")),
         params=params,
-        model=given.get("model"),
-        terms=terms_of(given),
-        delivery=delivery,
-        truncate_prompt_tokens=truncation(given),
         add_special_tokens=boolean("add_special_tokens", given.get("add_special_tokens", True)),
         echo=echo,
         silent=silent,
         wants_prompt_logprobs=given.get("prompt_logprobs") is not None,
+        **common,
     )
 
 

@@ -115,6 +115,16 @@ def refuse_zero() -> int:
     raise RequestError("truncate_prompt_tokens", "must be 1 or more, or -1 for what the model takes, got 0")
 
 
+def common_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ChatRequest` and `CompletionRequest` that are read alike in every protocol."""
+    return {
+        "model": given.get("model"),
+        "terms": terms_of(given),
+        "delivery": delivery_of(given),
+        "truncate_prompt_tokens": truncation(given),
+    }
+
+
 def text(name: str, value: Any, most: int) -> str:
     found = unicode_text(name, value)
     if len(found) > most:

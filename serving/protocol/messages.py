@@ -7,13 +7,10 @@ from ..api.errors import RequestError
 from ..api.params import SAMPLING, SamplingParams
 from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicode_text
 from .answers.answer import ChatRequest
-from .answers.messages import MessagesStream, error, response
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
 from .conversation import Conversation, choice_of
-from .fields import TERMS, delivery_of, known_fields, sampling_fields, schema_of, template_options, terms_of, truncation
+from .fields import ABSENT, TERMS, common_fields, known_fields, sampling_fields, schema_of, template_options
 from .objects import listed, plain, texts, typed
-
-__all__ = ["MessagesStream", "error", "parse", "parse_count", "response"]
 
 OWN_SAMPLING = sampling_fields("messages")
 # What is computed for a prompt is found again without being asked for, so cache_control labels like the others.
@@ -24,15 +21,9 @@ COUNTED = (  # fields that say something of the prompt
 )  # fmt: skip
 FIELDS = (*COUNTED, "stop_sequences", "stream", "request_id", *OWN_SAMPLING, *TERMS)
 NEUTRAL = {"mcp_servers": [], "n": 1, "echo": False, "return_token_ids": False, "speed": "standard"}
-ABSENT = "is not implemented for this endpoint, leave it out"
 REFUSED = {
-    "container": ABSENT,
-    "context_management": ABSENT,
-    "diagnostics": ABSENT,
-    "inference_geo": ABSENT,
-    "logprobs": ABSENT,
-    "prompt_logprobs": ABSENT,
-    "top_logprobs": ABSENT,
+    **dict.fromkeys(("container", "context_management", "diagnostics", "inference_geo"), ABSENT),
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "top_logprobs"), ABSENT),
     "max_completion_tokens": "is max_tokens here",
     "reasoning_effort": "is output_config.effort here",
     "response_format": "is output_config.format here",
@@ -61,7 +52,7 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 def parse(body: Any) -> ChatRequest:
     """The request in a body of /v1/messages."""
-    given = fields_of(body, FIELDS)
+    given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
     own = {name: given[name] for name in OWN_SAMPLING if name in given}
     own["max_tokens"] = SAMPLING["max_tokens"].rule.check("max_tokens", given.get("max_tokens"))
     own["stop"] = strings("stop_sequences", given.get("stop_sequences", ()))
@@ -70,15 +61,7 @@ def parse(body: Any) -> ChatRequest:
 
 def parse_count(body: Any) -> ChatRequest:
     """The request in a body of /v1/messages/count_tokens, of which only the prompt is wanted."""
-    return request_of(fields_of(body, COUNTED), {})
-
-
-def fields_of(body: Any, known: tuple[str, ...]) -> dict[str, Any]:
-    given = known_fields(body, (*known, *REFUSED), NEUTRAL)
-    for name in given:
-        if name in REFUSED:
-            raise RequestError(name, REFUSED[name])
-    return given
+    return request_of(known_fields(body, COUNTED, NEUTRAL, REFUSED), {})
 
 
 def request_of(given: dict[str, Any], own: dict[str, Any]) -> ChatRequest:
@@ -92,16 +75,13 @@ def request_of(given: dict[str, Any], own: dict[str, Any]) -> ChatRequest:
     return ChatRequest(
         messages=messages,
         params=SamplingParams.from_dict(own | parse_format(config.get("format"), given)),
-        model=given.get("model"),
         template_options=parse_thinking(given.get("thinking"))
         | parse_effort(config.get("effort"))
         | template_options(given),
-        terms=terms_of(given),
-        delivery=delivery_of(given),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        truncate_prompt_tokens=truncation(given),
+        **common_fields(given),
     )
 
 

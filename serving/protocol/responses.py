@@ -7,24 +7,10 @@ from ..api.errors import RequestError
 from ..api.params import SAMPLING, SamplingParams
 from ..api.validation import boolean, shown, unicode_text
 from .answers.answer import ChatRequest
-from .answers.responses import ResponsesStream, response
-from .answers.shapes import error
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
 from .conversation import Conversation, choice_of
-from .fields import (
-    LABELS,
-    TERMS,
-    delivery_of,
-    known_fields,
-    sampling_fields,
-    schema_of,
-    template_options,
-    terms_of,
-    truncation,
-)
+from .fields import ABSENT, LABELS, TERMS, common_fields, known_fields, sampling_fields, schema_of, template_options
 from .objects import listed, plain, texts, typed
-
-__all__ = ["ResponsesStream", "error", "parse", "response"]
 
 OWN_SAMPLING = sampling_fields("responses")
 FIELDS = (
@@ -43,18 +29,13 @@ NEUTRAL = {  # fields that are not implemented, with the value that asks for not
     "truncation": "disabled",
 }
 STORED = "is not implemented: responses are not stored; send the whole conversation as input"
-ABSENT = "is not implemented for this endpoint, leave it out"
 REFUSED = {
     "previous_response_id": STORED,
     "conversation": STORED,
     "prompt": "is not implemented: prompts are not stored; send instructions and input",
     "max_tool_calls": "counts calls of built-in tools, and there are none; leave it out",
-    "access_programs": ABSENT,
-    "background_options": ABSENT,
-    "image": ABSENT,
-    "moderation": ABSENT,
-    "prompt_cache_options": ABSENT,
-    "prompt_logprobs": ABSENT,
+    **dict.fromkeys(("access_programs", "background_options", "image", "moderation"), ABSENT),
+    **dict.fromkeys(("prompt_cache_options", "prompt_logprobs"), ABSENT),
     "logprobs": "is include: ['message.output_text.logprobs'] here, with top_logprobs",
     "max_completion_tokens": "is max_output_tokens here",
     "max_tokens": "is max_output_tokens here",
@@ -80,10 +61,7 @@ FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "description",
 
 def parse(body: Any) -> ChatRequest:
     """The request in a body."""
-    given = known_fields(body, (*FIELDS, *REFUSED), NEUTRAL)
-    for name in given:
-        if name in REFUSED:
-            raise RequestError(name, REFUSED[name])
+    given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
     own = {name: given[name] for name in OWN_SAMPLING if name in given} | parse_format(given)
     own["max_tokens"] = given.get("max_output_tokens")  # not given: up to the model's length
     if own["max_tokens"] is not None:
@@ -94,14 +72,11 @@ def parse(body: Any) -> ChatRequest:
     return ChatRequest(
         messages=parse_input(given.get("instructions"), given.get("input")),
         params=SamplingParams.from_dict(own),
-        model=given.get("model"),
         template_options=effort | template_options(given),
-        terms=terms_of(given),
-        delivery=delivery_of(given),
         tools=tools,
         tool_choice=parse_tool_choice(given.get("tool_choice"), tools),
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
-        truncate_prompt_tokens=truncation(given),
+        **common_fields(given),
     )
 
 

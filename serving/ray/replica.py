@@ -4,12 +4,13 @@ import asyncio
 import hashlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...model.checkpoint import hub
-from ..api.options import EngineOptions, options_of
+from ..api.options import options_of
 from ..api.params import SamplingParams, Terms
 from ..async_llm import Ask, AsyncLLM
 from ..build import identity, make_engine
@@ -40,7 +41,7 @@ class Replica:
     async def __init__(self, plan: DeploymentPlan, reader: Any = None):
         setup_logging(plan.log_json, plan.log_level)
         self.plan, self.reader, self.resumes = plan, reader, 0.0
-        models = [Model(names, maker(options_of(name, **plan.chosen))) for name, names in plan.models]
+        models = [Model(names, partial(make_engine, options_of(name, **plan.chosen))) for name, names in plan.models]
         fetches = None if reader is None else self.fetch_pages
         self.service = Service(Models(models, plan.settings.max_loaded), plan.settings, fetches)
         self.app = make_app(self.service)
@@ -119,7 +120,7 @@ class PrefillReplica:
     async def __init__(self, plan: DeploymentPlan):
         setup_logging(plan.log_json, plan.log_level)
         options = options_of(plan.models[0][0], **plan.chosen)
-        self.llm, self.ids = AsyncLLM.of(await asyncio.to_thread(maker(options))), itertools.count()
+        self.llm, self.ids = AsyncLLM(engine=await asyncio.to_thread(make_engine, options)), itertools.count()
 
     async def identity(self) -> bytes:
         return host_cache_of(self.llm.engine.tables[0]).identity
@@ -140,10 +141,6 @@ class PrefillReplica:
     def __del__(self):
         if hasattr(self, "llm"):
             self.llm.close()
-
-
-def maker(options: EngineOptions) -> Callable[[], Engine]:
-    return lambda: make_engine(options)
 
 
 def own_name() -> str:

@@ -44,7 +44,7 @@ class Constraint:
 
     def __init__(self, matcher: "LLMatcher", known: int, vocab: int):
         self.matcher, self.vocab = matcher, vocab
-        self.known = known  # so many ids have a token; the library's own end comes after them
+        self.known = known  # ids below this have a token; the library's own end comes after them
 
     def advance(self, token: int) -> str | None:
         """Take in a token that was drawn; the reason to end, if there is one."""
@@ -63,7 +63,7 @@ class Constraint:
 class Vocabulary:
     """What the grammars' library asks of a tokenizer: the bytes of every token, and which are never text.
 
-    It has no end of its own: `Constraint.allowed` opens the ends. The library could ask for the tokens of a text that a
+    It declares no end token: `Constraint.allowed` opens the ends. The library could ask for the tokens of a text that a
     grammar forces; with `no_forcing` it does not, and the model chooses among all that begin it.
     """
 

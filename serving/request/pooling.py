@@ -1,4 +1,4 @@
-"""From the hidden states of a prompt to its embedding: one row or the mean of all, of length 1."""
+"""A prompt's embedding: its last hidden state or the mean of all, scaled to length 1."""
 
 import numpy as np
 

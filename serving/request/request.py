@@ -68,7 +68,7 @@ class Completion:
 
     @property
     def likelihood(self) -> float:
-        """Of a token, on average."""
+        """The mean log-probability of its tokens: `best_of` chooses by it."""
         return self.cumulative / self.seq.num_output if self.seq.num_output else -math.inf
 
     def take(self, index: int) -> Fresh | None:
@@ -140,9 +140,9 @@ class Request:
         self.sequences[index].request = None  # a cycle would keep what is over until the collector comes
 
     def take(self) -> Delta:
-        """What each answer got since the last time, at a cost that the rest does not add to.
+        """What each answer got since the last call; the cost does not grow with what came before.
 
-        Where the likeliest of several are the answer, all of it comes at the end.
+        With `best_of` everything comes at the end: which answers are the likeliest is not known before.
         """
         finished = self.finished
         known = finished or len(self.completions) == self.params.n
@@ -171,13 +171,13 @@ class Request:
         )
 
     def chosen(self) -> list[Completion]:
-        """Those that are the answer: all, or the likeliest so far."""
+        """The completions that are the answer: all, or the likeliest so far."""
         if len(self.completions) == self.params.n:
             return self.completions
         return sorted(self.completions, key=lambda completion: completion.likelihood, reverse=True)[: self.params.n]
 
     def facts(self) -> dict[str, int]:
-        """What a trace says of it, in numbers."""
+        """The numbers that a trace shows of it."""
         seqs = self.sequences
         return {
             "prompt_tokens": seqs[0].num_prompt,

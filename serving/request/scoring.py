@@ -1,4 +1,4 @@
-"""How likely one text is after another: the tokens to ask for, and the score in what comes back."""
+"""How likely one text is after another: the tokens to ask the engine for, and the score from its answer."""
 
 from collections.abc import Sequence
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class SequenceCache:
-    """What the page table keeps of a sequence, and nobody else writes but for the salt."""
+    """What the page table keeps of a sequence. Others write only its salt, `num_cached` and `prefetched`."""
 
     salt: Hashable = None  # only sequences with the same one share pages
     pages: list[list[int]] = field(default_factory=list)  # one list a cache group, by logical page; 0 = given back

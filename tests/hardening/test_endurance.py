@@ -11,7 +11,7 @@ import pytest
 from cases import cases
 
 from quire.scripts.bench.host import pretended_engine
-from quire.scripts.bench.simulation import Cost, Job, Simulation, reasons
+from quire.scripts.bench.simulation import Cost, SimulatedRequest, Simulation, reasons
 from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable
@@ -156,16 +156,16 @@ def test_a_pool_hardly_larger_than_one_request_serves_all(block):
     worst = 0
     for seed in range(block * SEEDS // 10, (block + 1) * SEEDS // 10):
         rng = random.Random(seed)
-        jobs, now = [], 0.0
+        requests, now = [], 0.0
         for _ in range(64):
             now += rng.expovariate(20)
             prompt = [rng.randrange(1000) for _ in range(rng.randint(1, 300))]
-            jobs.append(Job(now, prompt, rng.randint(1, 200), priority=rng.choice((0, 0, 0, -1, 1))))
-        largest = max(-(-(len(job.prompt) + job.output) // 16) for job in jobs)
+            requests.append(SimulatedRequest(now, prompt, rng.randint(1, 200), priority=rng.choice((0, 0, 0, -1, 1))))
+        largest = max(-(-(len(request.prompt) + request.output) // 16) for request in requests)
         pages = PageTable((int(1.2 * largest) + 1, int(1.2 * largest) + 1), 16, (None, 64))
         simulation = Simulation(pages, Limits(32, 128, 32), Cost(0.008, 0.0001), checks=50)
-        fates = simulation.run(jobs)
-        assert reasons(fates) == {"length": 64}
-        assert all(len(fate.tokens) == fate.job.output for fate in fates)
-        worst = max(worst, *(fate.seq.num_preemptions for fate in fates))
+        outcomes = simulation.run(requests)
+        assert reasons(outcomes) == {"length": 64}
+        assert all(len(outcome.tokens) == outcome.request.output for outcome in outcomes)
+        worst = max(worst, *(outcome.seq.num_preemptions for outcome in outcomes))
     assert 0 < worst <= 3

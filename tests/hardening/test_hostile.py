@@ -748,7 +748,7 @@ LISTENS = {"listen", "bind", "create_server", "start_server", "start_unix_server
            "add_insecure_port"}  # fmt: skip
 ELSE = {  # processes of one engine meet; Ray's replicas are bound to what they are given, and a free port is looked for
     "serving/multihost/rendezvous.py": "create_server", "scripts/bench/host.py": "create_server",
-    "serving/ray/deploy.py": "bind", "scripts/serve/ray.py": "bind", "scripts/bench/ray.py": "bind",
+    "serving/ray/deploy.py": "bind", "scripts/serve/replicas.py": "bind", "scripts/bench/ray.py": "bind",
 }  # fmt: skip
 LISTENERS = {"socketserver", "http.server", "xmlrpc", "multiprocessing", "zmq", "grpc", "websockets", "debugpy", "rpyc"}
 

@@ -20,6 +20,7 @@ from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
 from quire.serving.protocol import messages
+from quire.serving.protocol.answers import messages as message_answers
 from quire.serving.protocol.answers.answer import (
     ChatRequest,
     ChoicePart,
@@ -109,7 +110,7 @@ def result(number: int, content: Any, **others) -> dict[str, Any]:
 
 
 def streamed(answer: Sequence[ChoicePart]) -> bytes:
-    stream = messages.MessagesStream(HEAD, parse(), ASK)
+    stream = message_answers.MessagesStream(HEAD, parse(), ASK)
     data = stream.begin(Usage(30, 0, 0))
     for part in answer:
         stream.counted(USAGE)
@@ -118,7 +119,7 @@ def streamed(answer: Sequence[ChoicePart]) -> bytes:
 
 
 def whole(answer: FinishedChoice) -> dict[str, Any]:
-    return messages.response(HEAD, parse(), ASK, [answer], USAGE)
+    return message_answers.response(HEAD, parse(), ASK, [answer], USAGE)
 
 
 def check(kind: Any, value: Any) -> None:
@@ -528,10 +529,10 @@ def test_the_events_of_a_short_answer_in_full():
     ],
 )
 def test_errors(status, kind, raised):
-    body = messages.error(status, "no such thing", "model")
+    body = message_answers.error(status, "no such thing", "model")
     assert body == {"type": "error", "error": {"type": kind, "message": "model: no such thing"}}
-    assert messages.error(status, "model: no such thing", "model") == body
-    assert messages.error(status, "broken", None)["error"]["message"] == "broken"
+    assert message_answers.error(status, "model: no such thing", "model") == body
+    assert message_answers.error(status, "broken", None)["error"]["message"] == "broken"
     if kind != "request_too_large":  # which the client knows by its status alone
         check(ErrorResponse, body)
     with pytest.raises(raised) as caught:
@@ -541,7 +542,7 @@ def test_errors(status, kind, raised):
 
 @given(written(), st.integers(0, 4))
 def test_a_stream_that_fails_says_so(answer: Written, when: int):
-    stream = messages.MessagesStream(HEAD, parse(), ASK)
+    stream = message_answers.MessagesStream(HEAD, parse(), ASK)
     data = stream.begin(Usage(3, 0)) if when else b""
     for part in answer.parts[: max(0, when - 1)]:
         data += stream.part(part)

@@ -18,6 +18,7 @@ from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.parsing.pieces import Arguments, CallStart, Said
 from quire.serving.protocol import responses
+from quire.serving.protocol.answers import responses as response_answers
 from quire.serving.protocol.answers.answer import (
     ChatRequest,
     ChoicePart,
@@ -102,7 +103,7 @@ def messages(*items: Any, **given) -> list[dict[str, Any]]:
 
 
 def streamed(answer: Sequence[ChoicePart], asked: dict[str, Any] = FULL) -> bytes:
-    stream = responses.ResponsesStream(HEAD, responses.parse(asked), asked)
+    stream = response_answers.ResponsesStream(HEAD, responses.parse(asked), asked)
     data = stream.begin(Usage(30, 0))
     for part in answer:
         stream.counted(USAGE)
@@ -111,7 +112,7 @@ def streamed(answer: Sequence[ChoicePart], asked: dict[str, Any] = FULL) -> byte
 
 
 def whole(answer: FinishedChoice, asked: dict[str, Any] = FULL) -> dict[str, Any]:
-    return responses.response(HEAD, responses.parse(asked), asked, [answer], USAGE)
+    return response_answers.response(HEAD, responses.parse(asked), asked, [answer], USAGE)
 
 
 def check(kind: Any, value: Any) -> None:
@@ -553,7 +554,7 @@ def test_the_events_of_a_short_answer_in_full():
 @given(written(), st.integers(0, 5), st.sampled_from(FAILURES))
 def test_a_stream_that_fails_says_so_and_ends(answer: Written, when, end):
     status, code = end
-    stream = responses.ResponsesStream(HEAD, parse(), ASK)
+    stream = response_answers.ResponsesStream(HEAD, parse(), ASK)
     data = stream.begin(Usage(3, 0)) if when else b""
     for part in answer.parts[: max(0, when - 1)]:
         data += stream.part(part)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.scripts.bench.simulation import Cost, Job, Policy, Simulation, conversations, reasons
+from quire.scripts.bench.simulation import Cost, Policy, SimulatedRequest, Simulation, conversations, reasons
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.scheduler import POINT, Limits
 
@@ -14,14 +14,14 @@ def make(pages=(2000, 600), windows=(None, 64), limits=(64, 512, 64), **options)
     return Simulation(PageTable(pages, 16, windows), Limits(*limits), **options)
 
 
-def ugly(jobs: list[Job], rng: random.Random) -> list[Job]:
+def ugly(requests: list[SimulatedRequest], rng: random.Random) -> list[SimulatedRequest]:
     """Some go away, some have no patience, some are urgent, some repeat another's prompt."""
     found = []
-    for job in jobs:
-        prompt = rng.choice(found[-50:]).prompt if found and rng.random() < 0.2 else job.prompt
+    for request in requests:
+        prompt = rng.choice(found[-50:]).prompt if found and rng.random() < 0.2 else request.prompt
         found.append(
             replace(
-                job,
+                request,
                 prompt=prompt,
                 priority=rng.choice((-1, 0, 0, 0, 1)),
                 timeout=rng.uniform(0, 60) if rng.random() < 0.1 else None,
@@ -31,17 +31,17 @@ def ugly(jobs: list[Job], rng: random.Random) -> list[Job]:
     return found
 
 
-def check_ends(simulation: Simulation, fates, jobs) -> None:
-    assert len(fates) == len(jobs)
-    for fate in fates:
-        seq, job = fate.seq, fate.job
-        assert fate.ended is not None and fate.tokens == sorted(fate.tokens)
+def check_ends(simulation: Simulation, outcomes, requests) -> None:
+    assert len(outcomes) == len(requests)
+    for outcome in outcomes:
+        seq, request = outcome.seq, outcome.request
+        assert outcome.ended is not None and outcome.tokens == sorted(outcome.tokens)
         if seq.finish_reason == "length":
-            assert len(fate.tokens) == job.output
+            assert len(outcome.tokens) == request.output
         else:
-            assert seq.finish_reason in ("timeout", "abort") and len(fate.tokens) < job.output
-            due = job.arrival + min(t for t in (job.timeout, job.abort) if t is not None)
-            assert fate.ended >= due
+            assert seq.finish_reason in ("timeout", "abort") and len(outcome.tokens) < request.output
+            due = request.arrival + min(t for t in (request.timeout, request.abort) if t is not None)
+            assert outcome.ended >= due
     pools = simulation.scheduler.replicas[0].table.pools
     assert all(group.free == group.num_pages - 1 for group in pools)
     assert len(simulation.scheduler.replicas[0].free_slots) == simulation.scheduler.limits.max_seqs
@@ -53,72 +53,76 @@ def test_every_request_ends_once_and_nothing_leaks(seed):
     rng = random.Random(seed)
     pages = rng.choice(((900, 400), (400, 200), (150, 80)))
     simulation = make(pages, limits=(rng.choice((4, 32)), rng.choice((64, 512)), 32), checks=5)
-    jobs = ugly(conversations(200, rng.choice((0.5, 5.0, 50.0)), seed, limit=500), rng)
-    fates = simulation.run(jobs)
-    check_ends(simulation, fates, jobs)
-    assert reasons(fates)["length"] > 60
+    requests = ugly(conversations(200, rng.choice((0.5, 5.0, 50.0)), seed, limit=500), rng)
+    outcomes = simulation.run(requests)
+    check_ends(simulation, outcomes, requests)
+    assert reasons(outcomes)["length"] > 60
 
 
 def test_the_rare_states_are_reached():
     simulation = make((150, 80), limits=(16, 128, 16), checks=5)
-    jobs = ugly(conversations(400, 20.0, 3, limit=600), random.Random(3))
-    fates = simulation.run(jobs)
-    check_ends(simulation, fates, jobs)
-    assert set(reasons(fates)) == {"length", "timeout", "abort"}
+    requests = ugly(conversations(400, 20.0, 3, limit=600), random.Random(3))
+    outcomes = simulation.run(requests)
+    check_ends(simulation, outcomes, requests)
+    assert set(reasons(outcomes)) == {"length", "timeout", "abort"}
     assert simulation.preemptions > 20
-    assert sum(fate.seq.cache.num_cached > 0 for fate in fates) > 5
-    assert max(fate.seq.num_preemptions for fate in fates) >= 2
+    assert sum(outcome.seq.cache.num_cached > 0 for outcome in outcomes) > 5
+    assert max(outcome.seq.num_preemptions for outcome in outcomes) >= 2
 
 
 def test_a_pool_that_is_hardly_enough_makes_progress():
     """64 equal requests where one and a fifth fit: nobody is computed again more than thrice."""
     for seed in range(20):
-        jobs = [Job(0.01 * i, [seed * 64 + i] * 400, 100) for i in range(64)]
+        requests = [SimulatedRequest(0.01 * i, [seed * 64 + i] * 400, 100) for i in range(64)]
         simulation = make((39, 39), (None, 512), limits=(64, 512, 64), checks=10)
-        fates = simulation.run(jobs)
-        check_ends(simulation, fates, jobs)
-        assert max(fate.seq.num_preemptions for fate in fates) <= 3
+        outcomes = simulation.run(requests)
+        check_ends(simulation, outcomes, requests)
+        assert max(outcome.seq.num_preemptions for outcome in outcomes) <= 3
 
 
 def test_no_class_starves():
     """Urgent requests keep coming faster than they can be served; the others wait for as long as their points say."""
     rng = random.Random(5)
-    jobs = [Job(0.05 * i, [rng.randrange(1000) for _ in range(50)], 50, priority=-1) for i in range(4000)]
-    jobs += [Job(20.0, [rng.randrange(1000) for _ in range(50)], 50, priority=p) for p in (0, 1)]
-    jobs.sort(key=lambda job: job.arrival)
+    requests = [
+        SimulatedRequest(0.05 * i, [rng.randrange(1000) for _ in range(50)], 50, priority=-1) for i in range(4000)
+    ]
+    requests += [SimulatedRequest(20.0, [rng.randrange(1000) for _ in range(50)], 50, priority=p) for p in (0, 1)]
+    requests.sort(key=lambda request: request.arrival)
     simulation = make(limits=(8, 128, 8), cost=Cost(0.02, 0.002))
-    fates = simulation.run(jobs)
-    check_ends(simulation, fates, jobs)
-    started = {fate.seq: fate.started or 0.0 for fate in fates}
-    urgent = [started[fate.seq] - fate.job.arrival for fate in fates if fate.job.priority == -1]
+    outcomes = simulation.run(requests)
+    check_ends(simulation, outcomes, requests)
+    started = {outcome.seq: outcome.started or 0.0 for outcome in outcomes}
+    urgent = [started[outcome.seq] - outcome.request.arrival for outcome in outcomes if outcome.request.priority == -1]
     assert max(urgent) > 3 * POINT  # there is more than can be served
-    for fate in fates:
-        if fate.job.priority >= 0:
-            later = [started[f.seq] for f in fates if f.job.arrival > 20 + POINT * (fate.job.priority + 1)]
-            assert started[fate.seq] <= min(later)  # an urgent one passes it only within its points
+    for outcome in outcomes:
+        if outcome.request.priority >= 0:
+            later = [
+                started[f.seq] for f in outcomes if f.request.arrival > 20 + POINT * (outcome.request.priority + 1)
+            ]
+            assert started[outcome.seq] <= min(later)  # an urgent one passes it only within its points
 
 
 def test_continuous_batching_beats_static_batches():
     """Two to five times, as is published, on a device whose steps cost much the same for any number of rows."""
-    jobs = conversations(400, 1000.0, 7, limit=1000)
+    requests = conversations(400, 1000.0, 7, limit=1000)
     ends = {}
     for policy in (Policy.continuous, Policy.static):
         simulation = make((6000, 3000), limits=(32, 512, 32), policy=policy, cost=Cost(0.008, 0.00002))
-        fates = simulation.run(jobs)
-        check_ends(simulation, fates, jobs)
+        outcomes = simulation.run(requests)
+        check_ends(simulation, outcomes, requests)
         ends[policy] = simulation.now
     assert 2 < ends[Policy.static] / ends[Policy.continuous] < 5
 
 
 def test_batches_wait_to_be_full_or_for_so_long():
     """Four slots, six requests a second apart and at last one more: who begins when, by policy."""
-    jobs = [Job(float(second), [second], 3) for second in (0, 1, 2, 3, 4, 5, 90)]
+    requests = [SimulatedRequest(float(second), [second], 3) for second in (0, 1, 2, 3, 4, 5, 90)]
     starts = {}
     for policy in Policy:
         simulation = make((100, 100), limits=(4, 64, 16), policy=policy, delay=1.5)
-        fates = simulation.run(jobs)
-        check_ends(simulation, fates, jobs)
-        starts[policy] = [round(fate.started, 1) for fate in fates]
+        outcomes = simulation.run(requests)
+        check_ends(simulation, outcomes, requests)
+        starts[policy] = [round(outcome.started, 1) for outcome in outcomes]
     assert starts == {
         Policy.continuous: [0, 1, 2, 3, 4, 5, 90],
         Policy.dynamic: [1.5, 1.5, 3.5, 3.5, 5.5, 5.5, 90],
@@ -129,15 +133,18 @@ def test_batches_wait_to_be_full_or_for_so_long():
 def test_chunks_keep_the_gaps_between_tokens_short():
     """Long prompts arrive among those who write: whole, each stops all others for as long as it takes."""
     rng = random.Random(8)
-    writers = [Job(0.0, [i], 400) for i in range(8)]
-    readers = [Job(1.0 + i, [rng.randrange(1000) for _ in range(3000)], 4) for i in range(5)]
+    writers = [SimulatedRequest(0.0, [i], 400) for i in range(8)]
+    readers = [SimulatedRequest(1.0 + i, [rng.randrange(1000) for _ in range(3000)], 4) for i in range(5)]
     worst = {}
     for rows in (64, 4096):
-        fates = make((6000, 6000), (None, 4096), limits=(16, rows, 16)).run(
+        outcomes = make((6000, 6000), (None, 4096), limits=(16, rows, 16)).run(
             sorted(writers + readers, key=lambda j: j.arrival)
         )
         gaps = [
-            b - a for fate in fates if fate.job in writers for a, b in zip(fate.tokens, fate.tokens[1:], strict=False)
+            b - a
+            for outcome in outcomes
+            if outcome.request in writers
+            for a, b in zip(outcome.tokens, outcome.tokens[1:], strict=False)
         ]
         worst[rows] = max(gaps)
     assert worst[64] < 0.05 < 1.0 < worst[4096]

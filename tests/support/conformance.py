@@ -21,6 +21,7 @@ from quire.serving.http import app
 from quire.serving.http.endpoints import admin, openapi, pooled, status, tokens
 from quire.serving.protocol import chat, completion, fields, messages, pooling, responses, schema
 from quire.serving.protocol import tokens as tokenizing
+from quire.serving.protocol.answers import messages as message_answers
 from quire.serving.protocol.answers import shapes
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
@@ -273,7 +274,7 @@ def routes() -> Iterator[tuple[str, str, str]]:
 
 def errors() -> Iterator[tuple[str, ...]]:
     for code, why in STATUSES.items():
-        kinds = shapes.error(code, "")["error"]["type"], messages.error(code, "")["error"]["type"]
+        kinds = shapes.error(code, "")["error"]["type"], message_answers.error(code, "")["error"]["type"]
         yield str(code), why, *(f"`{kind}`" for kind in kinds)
 
 

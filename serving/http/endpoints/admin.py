@@ -1,6 +1,7 @@
 """Paths for operators, served with --admin: sleep, pause, caches and experts."""
 
 from collections.abc import Callable
+from functools import partial
 
 from starlette.requests import Request
 
@@ -40,14 +41,6 @@ async def is_sleeping(service: Service, request: Request) -> JsonResponse:
     return JsonResponse({"is_sleeping": model_of(service, request).state == ASLEEP})
 
 
-async def pause(service: Service, request: Request) -> JsonResponse:
-    return await hold(service, request, True)
-
-
-async def resume(service: Service, request: Request) -> JsonResponse:
-    return await hold(service, request, False)
-
-
 async def hold(service: Service, request: Request, wanted: bool) -> JsonResponse:
     """Requests are accepted and wait; none of what is computed is lost."""
     model = model_of(service, request)
@@ -77,8 +70,8 @@ ROUTES: dict[tuple[str, str], Callable] = {
     ("POST", "/sleep"): sleep,
     ("POST", "/wake_up"): wake_up,
     ("GET", "/is_sleeping"): is_sleeping,
-    ("POST", "/pause"): pause,
-    ("POST", "/resume"): resume,
+    ("POST", "/pause"): partial(hold, wanted=True),
+    ("POST", "/resume"): partial(hold, wanted=False),
     ("GET", "/expert_loads"): expert_loads,
     ("POST", "/rebalance_experts"): rebalance_experts,
 }

@@ -15,9 +15,10 @@ from ...protocol import pooling as shapes
 from ...protocol.answers.answer import Head, Usage
 from ...request import pooling, scoring
 from .. import prompting
+from ..answering import watched
 from ..errors import HttpError, JsonResponse
 from ..guard import new_id
-from ..service import Service, watched
+from ..service import Service
 
 
 async def outputs_of(
@@ -30,7 +31,7 @@ async def outputs_of(
         asks = await service.beside(prepare, model.llm.engine, asked)
         name = f"{prefix}{new_id()}"
         answers = await model.llm.ask([f"{name}-{i}" for i in range(len(asks))], asks, at_end=True)
-        async with watched(request, answers):
+        async with watched(request.receive, answers):
             outputs = await answers.outputs()
         check_ends(outputs)
         usage = Usage(sum(len(ask.tokens) for ask in asks), 0, sum(output.num_cached_tokens for output in outputs))
@@ -58,15 +59,8 @@ async def embeddings(service: Service, request: Request) -> JsonResponse:
 
 def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
     pooling.check_dimensions(asked.dimensions, engine.config.dim)
-    asks = []
-    for index, prompt in enumerate(asked.prompts):
-        where = f"input[{index}]" if len(asked.prompts) > 1 else "input"
-        text, tokens = None, prompt
-        if isinstance(prompt, str):
-            text, tokens = prompt, prompting.encode(engine, where, prompt, asked.add_special_tokens)
-        tokens = prompting.truncated(tokens, asked.truncate_prompt_tokens, pooling.PARAMS, engine)
-        asks.append(Ask(tokens, pooling.PARAMS, text, asked.terms, engine.pooling))
-    return asks
+    prompts = prompting.prompts_of(engine, "input", asked, pooling.PARAMS)
+    return [Ask(tokens, pooling.PARAMS, text, asked.terms, engine.pooling) for text, tokens in prompts]
 
 
 async def score(service: Service, request: Request) -> JsonResponse:

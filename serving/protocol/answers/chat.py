@@ -6,22 +6,15 @@ from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Usage
-from .shapes import DONE, chat_logprobs, error, event, prompt_logprobs, usage_body
+from .shapes import ChunkStream, chat_logprobs, head_fields, prompt_logprobs, usage_body
 
 
 def response(
     head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
 ) -> dict[str, Any]:
     """The body that answers a request."""
-    found = {
-        "id": head.id,
-        "object": "chat.completion",
-        "created": head.created,
-        "model": head.model,
-        "system_fingerprint": head.system_fingerprint,
-        "choices": [choice(request, answer) for answer in answers],
-        "usage": usage_body(usage),
-    }
+    found = head_fields(head, "chat.completion")
+    found |= {"choices": [choice(request, answer) for answer in answers], "usage": usage_body(usage)}
     for prompt in head.prompts:
         if prompt.logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
@@ -62,20 +55,12 @@ def echo_text(request: ChatRequest) -> str:
     return last["content"] if request.echo and last["role"] == "assistant" else ""
 
 
-class ChatStream:
-    """One answer as events: chunks, then the usage, then the end."""
+class ChatStream(ChunkStream):
+    """One answer as events."""
 
     def __init__(self, head: Head, request: ChatRequest, body: Any):
-        self.request, self.delivery = request, request.delivery
-        self.frame = {
-            "id": head.id,
-            "object": "chat.completion.chunk",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.system_fingerprint,
-        }
-        self.prompts = head.prompts
-        self.usage: Usage | None = None
+        super().__init__(head, "chat.completion.chunk", request.delivery)
+        self.request, self.prompts = request, head.prompts
 
     def begin(self, usage: Usage) -> bytes:
         """Who speaks: a chunk for every choice and in their order, for clients list them as they come."""
@@ -102,26 +87,12 @@ class ChatStream:
         return self.choice(part.index, delta, more) + self.choice(part.index, {}, ends)
 
     def choice(self, index: int, delta: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-        return self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}])
-
-    def chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
-        found = self.frame | {"choices": choices}
-        if self.prompts and self.delivery.return_token_ids:
+        found: dict[str, Any] = {
+            "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}]
+        }
+        if self.prompts and self.delivery.return_token_ids:  # in the first chunk
             found["prompt_token_ids"], self.prompts = list(self.prompts[0].token_ids), ()
-        if self.delivery.include_usage or self.delivery.continuous_usage:
-            shown = self.usage if self.delivery.continuous_usage and usage is None else usage
-            found["usage"] = None if shown is None else usage_body(shown)
-        return event(found)
-
-    def counted(self, usage: Usage) -> None:
-        """What was used so far."""
-        self.usage = usage
-
-    def end(self, usage: Usage) -> bytes:
-        return (self.chunk([], usage) if self.delivery.include_usage else b"") + DONE
-
-    def fail(self, status: int, message: str, param: str | None = None) -> bytes:
-        return event(error(status, message, param)) + DONE
+        return self.chunk(found)
 
 
 def add(delta: dict[str, Any], pieces: Sequence[Piece]) -> None:

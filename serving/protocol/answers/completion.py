@@ -5,22 +5,15 @@ from typing import Any
 
 from ...parsing.pieces import Said
 from .answer import ChoicePart, CompletionRequest, FinishedChoice, Head, Prompted, Usage
-from .shapes import DONE, completion_logprobs, error, event, prompt_logprobs, usage_body
+from .shapes import ChunkStream, completion_logprobs, head_fields, prompt_logprobs, usage_body
 
 
 def response(
     head: Head, request: CompletionRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
 ) -> dict[str, Any]:
     """The body that answers a request; its choices are those of the first prompt, of the second, ..."""
-    return {
-        "id": head.id,
-        "object": "text_completion",
-        "created": head.created,
-        "model": head.model,
-        "system_fingerprint": head.system_fingerprint,
-        "choices": [choice(request, head.prompts[answer.index // request.params.n], answer) for answer in answers],
-        "usage": usage_body(usage),
-    }
+    choices = [choice(request, head.prompts[answer.index // request.params.n], answer) for answer in answers]
+    return head_fields(head, "text_completion") | {"choices": choices, "usage": usage_body(usage)}
 
 
 def choice(request: CompletionRequest, prompt: Prompted, answer: FinishedChoice) -> dict[str, Any]:
@@ -49,24 +42,13 @@ def choice(request: CompletionRequest, prompt: Prompted, answer: FinishedChoice)
     return found
 
 
-class CompletionStream:
-    """The answers as events: chunks, then the usage, then the end."""
+class CompletionStream(ChunkStream):
+    """The answers as events."""
 
     def __init__(self, head: Head, request: CompletionRequest, body: Any):
-        self.request, self.delivery, self.prompts = request, request.delivery, head.prompts
-        self.frame = {
-            "id": head.id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.system_fingerprint,
-        }
+        super().__init__(head, "text_completion", request.delivery)
+        self.request, self.prompts = request, head.prompts
         self.offsets: dict[int, int] = {}  # where the next text of each choice begins
-        self.usage: Usage | None = None
-
-    def begin(self, usage: Usage) -> bytes:
-        self.usage = usage
-        return b""
 
     def part(self, part: ChoicePart) -> bytes:
         """A chunk; the first of each choice says its prompt again, where that is wanted."""
@@ -90,21 +72,4 @@ class CompletionStream:
             found["token_ids"] = tokens
             if begins:
                 found["prompt_token_ids"] = list(prompt.token_ids)
-        return self.chunk([found])
-
-    def chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
-        found = self.frame | {"choices": choices}
-        if self.delivery.include_usage or self.delivery.continuous_usage:
-            shown = self.usage if self.delivery.continuous_usage and usage is None else usage
-            found["usage"] = None if shown is None else usage_body(shown)
-        return event(found)
-
-    def counted(self, usage: Usage) -> None:
-        """What was used so far."""
-        self.usage = usage
-
-    def end(self, usage: Usage) -> bytes:
-        return (self.chunk([], usage) if self.delivery.include_usage else b"") + DONE
-
-    def fail(self, status: int, message: str, param: str | None = None) -> bytes:
-        return event(error(status, message, param)) + DONE
+        return self.chunk({"choices": [found]})

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from ...api.outputs import Logprob
-from .answer import Logprobs, Usage
+from .answer import Delivery, Head, Logprobs, Usage
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -40,6 +40,46 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     if usage.reasoning_tokens:
         found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return found
+
+
+def head_fields(head: Head, kind: str) -> dict[str, Any]:
+    """What every answer and every chunk begins with."""
+    return {
+        "id": head.id,
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.system_fingerprint,
+    }
+
+
+class ChunkStream:
+    """Answers as events: chunks, then the usage, then the end."""
+
+    def __init__(self, head: Head, kind: str, delivery: Delivery):
+        self.frame, self.delivery = head_fields(head, kind), delivery
+        self.usage: Usage | None = None  # so far
+
+    def chunk(self, own: dict[str, Any], usage: Usage | None = None) -> bytes:
+        found = self.frame | own
+        if self.delivery.include_usage or self.delivery.continuous_usage:
+            shown = self.usage if self.delivery.continuous_usage and usage is None else usage
+            found["usage"] = None if shown is None else usage_body(shown)
+        return event(found)
+
+    def begin(self, usage: Usage) -> bytes:
+        self.counted(usage)
+        return b""
+
+    def counted(self, usage: Usage) -> None:
+        """What was used so far."""
+        self.usage = usage
+
+    def end(self, usage: Usage) -> bytes:
+        return (self.chunk({"choices": []}, usage) if self.delivery.include_usage else b"") + DONE
+
+    def fail(self, status: int, message: str, param: str | None = None) -> bytes:
+        return event(error(status, message, param)) + DONE
 
 
 def token_text(token: int, entry: Logprob) -> str:

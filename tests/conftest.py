@@ -2,7 +2,6 @@
 
 import gc
 import os
-from importlib.metadata import version
 from pathlib import Path
 
 import hypothesis
@@ -10,17 +9,13 @@ import pytest
 from cases import cases
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "tests"
-# To compile takes longer than to run at these sizes. The emitters of fusions are a choice until JAX 0.11.
-XLA = ["--xla_backend_optimization_level=0"]
-if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):
-    XLA.append("--xla_cpu_use_fusion_emitters=false")
 
 for name, value in {
     "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": str(CACHE),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    "XLA_FLAGS": " ".join(XLA),
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling takes longer than running at these sizes
     "HF_HUB_OFFLINE": "1",  # a test that needs the network is a bug
 }.items():
     os.environ.setdefault(name, value)
@@ -57,6 +52,7 @@ def interpreted_once(monkeypatch):
     from threading import Lock
 
     import jax
+    import quick
     from jax._src.pallas.mosaic.interpret import thread_map
 
     programs, lock = {}, Lock()
@@ -67,7 +63,7 @@ def interpreted_once(monkeypatch):
         with lock:
             if key not in programs:
                 traced = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args) and None).trace(*given)
-                programs[key] = jaxpr, traced.lower().compile()
+                programs[key] = jaxpr, traced.lower().compile(quick.OPTIONS)
         programs[key][1](*given)
 
     monkeypatch.setattr(thread_map, "_run_jaxpr", run, raising=False)

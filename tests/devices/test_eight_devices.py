@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import quick
 
 PARTS = [
     ("eight_devices.py", "logits"), ("eight_devices.py", "not logits"), ("eight_devices_axes.py", ""),
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("file", "part"), PARTS)
 def test_over_eight_devices(file, part):
     here = Path(__file__).parent
-    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *quick.FLAGS]
     # The scheduler for CPUs would bring the weights of all layers at once, for the sake of its threads.
     flags.append("--xla_cpu_enable_concurrency_optimized_scheduler=false")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib", "-k", part]

@@ -15,16 +15,16 @@ def mix_over(axes: DeviceAxes, x_TD, weights_TX, slots_TX, own: int, expert):
     Devices that have the same rows each take an equal share of them, and gather the results of all.
     A pair whose slot is past the last belongs to no expert.
     """
-    alike, T = axes.same_rows, len(x_TD)
-    share = -(-T // alike.size)
+    same_rows, T = axes.same_rows, len(x_TD)
+    share = -(-T // same_rows.size)
 
     def cut(x, fill):
-        spare = [(0, share * alike.size - T), *[(0, 0)] * (x.ndim - 1)]
-        return jax.lax.dynamic_slice_in_dim(jnp.pad(x, spare, constant_values=fill), alike.index() * share, share)
+        spare = [(0, share * same_rows.size - T), *[(0, 0)] * (x.ndim - 1)]
+        return jax.lax.dynamic_slice_in_dim(jnp.pad(x, spare, constant_values=fill), same_rows.index() * share, share)
 
     slots_QX = cut(slots_TX, own * axes.experts.size)
     out_QD = send_and_mix(axes.experts, cut(x_TD, 0), cut(weights_TX, 0), slots_QX, own, expert)
-    return alike.gather(axes.tensor.sum(out_QD.astype(x_TD.dtype))).reshape(-1, x_TD.shape[1])[:T]
+    return same_rows.gather(axes.tensor.sum(out_QD.astype(x_TD.dtype))).reshape(-1, x_TD.shape[1])[:T]
 
 
 def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):

@@ -18,7 +18,7 @@ from .llm import Prompt, parse_prompt
 from .observe.live_view import LiveView
 from .observe.metrics import Metrics
 from .request.request import Request
-from .resume import Streamed, retell
+from .resume import Streamed, resume
 
 
 class Ask(NamedTuple):
@@ -37,7 +37,7 @@ class Answers:
     def __init__(self, thread: EngineThread, inbox: Inbox, names: list[str]):
         self.thread, self.inbox, self.names = thread, inbox, names
         self.requests: list[Request] = []
-        self.retold: list[tuple[int, Fresh]] = []  # what the reader got from another engine
+        self.resumed: list[tuple[int, Fresh]] = []  # what the reader got from another engine
         self.over = False
 
     async def news(self) -> list[tuple[int, Any]]:
@@ -108,11 +108,11 @@ class AsyncLLM:
         asks: Sequence[Ask],
         read: Callable[[Request], Delta | RequestOutput] = Request.output,
         at_end: bool = False,
-        told: Sequence[Streamed] = (),
+        streamed: Sequence[Streamed] = (),
     ) -> Answers:
         """Queue prompts, all of them or none; `read` makes what the caller gets, at each delivery or at the end.
 
-        They go on after the tokens in `told`, which another engine sent; they end at once if those were all.
+        They go on after the tokens in `streamed`, which another engine sent; they end at once if those were all.
         """
         answers = Answers(self.thread, Inbox(), names)
 
@@ -121,7 +121,7 @@ class AsyncLLM:
                 for index, (name, ask) in enumerate(zip(names, asks, strict=True)):
                     answers.requests.append(self.add(name, ask))
                     self.thread.outbox.listeners[name] = Listener(answers.inbox, index, read, at_end)
-                answers.retold = retell(self.engine, answers.requests, told)
+                answers.resumed = resume(self.engine, answers.requests, streamed)
                 self.thread.outbox.note([request for request in answers.requests if request.finished])
             except BaseException:
                 for request in answers.requests:

@@ -25,10 +25,10 @@ class Journal:
     name: str = ""  # of the answer
     created: int = 0
     seeds: list[int] = field(default_factory=list)  # of each prompt, also where the request did not choose one
-    told: list[Streamed] = field(default_factory=list)
+    streamed: list[Streamed] = field(default_factory=list)
 
-    def tell(self, prompt: int, fresh: Fresh) -> None:
-        self.told.append((prompt, fresh.index, list(fresh.token_ids)))
+    def add(self, prompt: int, fresh: Fresh) -> None:
+        self.streamed.append((prompt, fresh.index, list(fresh.token_ids)))
 
 
 def seed_of(request: Request) -> int:
@@ -38,13 +38,13 @@ def seed_of(request: Request) -> int:
     return base - (1 << 64) if base >> 63 else base
 
 
-def retell(engine: Engine, requests: Seq[Request], told: Seq[Streamed]) -> list[tuple[int, Fresh]]:
+def resume(engine: Engine, requests: Seq[Request], streamed: Seq[Streamed]) -> list[tuple[int, Fresh]]:
     """Give requests that were just added the tokens that they had, in the same pieces; the pieces, with their prompts.
 
     In the engine's thread. Their rows are computed like those of a prompt. Scores are not known any more; the text is.
     """
     now, found = engine.clock(), []
-    for prompt, index, tokens in told:
+    for prompt, index, tokens in streamed:
         request = requests[prompt]
         if request.params.num_sequences > request.params.n:
             raise EngineError("the engine that wrote this answer is gone; the request can be sent again")

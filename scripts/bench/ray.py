@@ -102,10 +102,12 @@ def killed(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
         second = times()
         os.kill(max(second, key=lambda process: second[process] - first.get(process, 0)), signal.SIGKILL)
 
-    told, after = all_of(port, bodies, kill), counters(port)
-    same = sum(one.text == expected(body) for one, body in zip(told, bodies, strict=True))
+    answers, after = all_of(port, bodies, kill), counters(port)
+    same = sum(one.text == expected(body) for one, body in zip(answers, bodies, strict=True))
     counts = [int(after[name] - before[name]) for name in ("quire:front_retries_total", "quire:front_resumed_total")]
-    print(f"killed: {len(told)} of {len(bodies)} answered, {same} as by one engine; sent again {counts[0]}, ", end="")
+    print(
+        f"killed: {len(answers)} of {len(bodies)} answered, {same} as by one engine; sent again {counts[0]}, ", end=""
+    )
     print(f"of these half told {counts[1]}")
 
 
@@ -117,9 +119,9 @@ def routed(port: int, name: str) -> None:
     before, first = counters(port), []
     for _ in range(6):
         rng.shuffle(talks)
-        told = all_of(port, [{"prompt": talk, "max_tokens": 24, "temperature": 0} for talk in talks])
-        first += [one.first for one in told]
-        talks = [f"{talk}{one.text} {story(rng, 12)}" for talk, one in zip(talks, told, strict=True)]
+        answers = all_of(port, [{"prompt": talk, "max_tokens": 24, "temperature": 0} for talk in talks])
+        first += [one.first for one in answers]
+        talks = [f"{talk}{one.text} {story(rng, 12)}" for talk, one in zip(talks, answers, strict=True)]
     after = counters(port)
     hits, asked = (after[f"vllm:prefix_cache_{what}_total"] - before[f"vllm:prefix_cache_{what}_total"]
                    for what in ("hits", "queries"))  # fmt: skip

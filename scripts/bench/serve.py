@@ -88,11 +88,11 @@ def main(
     except ValueError as error:
         raise o.UsageError(f"--base-url: {error}") from None
     name = find_model(server, base_url, model, timeout)
-    words = read_tokenizer(tokenizer or name) if dataset.needs_tokenizer else None
-    samples = dataset.samples(num_prompts, words, seed)
+    vocabulary = read_tokenizer(tokenizer or name) if dataset.needs_tokenizer else None
+    samples = dataset.samples(num_prompts, vocabulary, seed)
     chat = endpoint == ENDPOINTS[1]
     options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
-    bodies = [body(sample, name, chat, words) | options for sample in samples]
+    bodies = [body(sample, name, chat, vocabulary) | options for sample in samples]
     delays = load.arrivals(num_prompts, request_rate, 1.0 if burstiness is None else burstiness, seed)
     allow_connections(min(num_prompts, max_concurrency or num_prompts))
 

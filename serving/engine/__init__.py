@@ -1,0 +1,1 @@
+"""The loop: admission, scheduling, launching steps and taking them in."""

@@ -65,10 +65,10 @@ class Answering:
         try:
             with self.answers.inbox.reminded(QUIET):
                 left = len(self.answers.names)
-                began = self.journal is not None and bool(self.journal.told)
+                began = self.journal is not None and bool(self.journal.streamed)
                 if began:  # the client has had these events; they are made again for the state they leave in the stream
                     stream.begin(self.usage)
-                for prompt, fresh in self.answers.retold:
+                for prompt, fresh in self.answers.resumed:
                     self.event(stream, prompt, fresh, counted)
                 while left:
                     news = await self.answers.news()
@@ -84,7 +84,7 @@ class Answering:
                         for fresh in delta.parts:
                             out.append(self.event(stream, prompt, fresh, counted))
                             if self.journal is not None:
-                                self.journal.tell(prompt, fresh)
+                                self.journal.add(prompt, fresh)
                     if data := b"".join(out):
                         yield data
             yield stream.end(self.usage)

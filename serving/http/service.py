@@ -181,7 +181,7 @@ class Service:
                 for ask in prepared.asks:
                     await self.before_asking(model.llm, ask)
             asks = [reseeded(*both) for both in zip_longest(prepared.asks, before.seeds)]
-            answers = await model.llm.ask(names, asks, *read_as, before.told)
+            answers = await model.llm.ask(names, asks, *read_as, before.streamed)
             stack.callback(answers.close)
             answering = Answering(prepared, answers, choices, journal)
             if not parsed.delivery.stream:

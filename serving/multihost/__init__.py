@@ -1,0 +1,1 @@
+"""Several processes, one engine: process 0 leads, the others make its calls."""

@@ -1,0 +1,1 @@
+"""Observers of the engine: metrics, the trace and the live view."""

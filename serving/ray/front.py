@@ -187,7 +187,7 @@ class ClientResponse:
             self.held = message
             return
         await self.begin()
-        self.call.journal.told += message.told
+        self.call.journal.streamed += message.streamed
         await self.send({"type": "http.response.body", "body": message.data, "more_body": True})
 
     async def begin(self) -> None:

@@ -56,7 +56,7 @@ class ResponsePiece(NamedTuple):
     """Bytes of a response, and the parts of the answer in them."""
 
     data: bytes
-    told: list[Streamed]
+    streamed: list[Streamed]
 
 
 class ReplicaConnection:
@@ -66,7 +66,7 @@ class ReplicaConnection:
 
     def __init__(self, call: ForwardedRequest, identity: bytes):
         self.call, self.identity, self.journal = call, identity, call.journal
-        self.sent = len(call.journal.told)
+        self.sent = len(call.journal.streamed)
         self.queue: asyncio.Queue[ResponseStart | ResponsePiece | BaseException | None] = asyncio.Queue()
         self.gone, self.asked = asyncio.Event(), False
 
@@ -108,6 +108,6 @@ class ReplicaConnection:
 
     async def write(self, data: bytes) -> None:
         """A part of an event stream."""
-        told = self.journal.told[self.sent :]
-        self.sent += len(told)
-        self.queue.put_nowait(ResponsePiece(data, told))
+        streamed = self.journal.streamed[self.sent :]
+        self.sent += len(streamed)
+        self.queue.put_nowait(ResponsePiece(data, streamed))

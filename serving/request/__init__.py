@@ -1,0 +1,1 @@
+"""A request and its sequences: tokens, text, grammars, embeddings, scores."""

@@ -101,9 +101,9 @@ def test_another_engine_goes_on(path, body, two):
         whole = read(b"".join(piece.data for piece in pieces))
         cuts = {0, 1, len(pieces) - 1, len(pieces), *(rng.randrange(len(pieces)) for _ in range(4))}
         for cut in sorted(cuts):
-            told = [told for piece in pieces[:cut] for told in piece.told]
-            journal = Journal(start.name, start.created, list(start.seeds), told)
-            _, rest = await respond(second, call_of(path, body, replace(journal, told=list(told))))
+            streamed = [one for piece in pieces[:cut] for one in piece.streamed]
+            journal = Journal(start.name, start.created, list(start.seeds), streamed)
+            _, rest = await respond(second, call_of(path, body, replace(journal, streamed=list(streamed))))
             if cut < len(pieces):  # else all was told and the end is said twice
                 assert read(b"".join(piece.data for piece in pieces[:cut] + rest)) == whole, cut
 

@@ -22,7 +22,7 @@ def test_mxfp4(into, out):
     theirs = mxfp4.convert_moe_packed_tensors(*(torch.tensor(value) for value in stored.values()), dtype=torch.float32)
     node = jax.tree.map(
         lambda source: jnp.asarray(source.parts[0].turn(stored[source.parts[0].name])),
-        packed_source("x", E, into, *out),
+        packed_source("mxfp4", "x", E, into, *out),
     )
     ours = np.stack([np.asarray(node[e], np.float32) for e in range(E)])
     assert ours.shape == (E, into, *out)

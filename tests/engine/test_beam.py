@@ -148,7 +148,7 @@ def test_the_end_of_the_room_is_the_end(engine):
 
 
 def test_it_writes_text():
-    llm = LLM(max_num_seqs=8, max_model_len=256, kv_cache_memory_bytes=1 << 26)
+    llm = LLM(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256, kv_cache_memory_bytes=1 << 26)
     (output,) = llm.beam_search("Once upon a time", BeamSearchParams(beam_width=3, max_tokens=8))
     texts = [sequence.text for sequence in output.sequences]
     assert len(set(texts)) == 3 and all(texts)

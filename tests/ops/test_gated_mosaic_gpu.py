@@ -220,6 +220,7 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     assert [error < accuracy_trial.LARGEST_ERROR for error in found.values()] == [not spoilt] * 2, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 128])
 def test_trials_go_each_way(window):
     """XLA passes them, also those that are too long for an interpreter; and the kernel has no way that none goes."""

@@ -77,7 +77,9 @@ def test_against_float64(name):
 
 
 @pytest.mark.parametrize(
-    "more", [{"sinks": True}, {"S": 32, "codes": "int8"}, {"G": 8, "H": 320, "value_dim": 256}], ids=str
+    "more",
+    thinned([{"sinks": True}, {"S": 32, "codes": "int8"}, {"G": 8, "H": 320, "value_dim": 256}], [{"sinks": True}]),
+    ids=str,
 )
 def test_the_same_bits_in_any_step(more):
     """A row's result does not depend on its company, on its chunk, or on whether its context was cut."""

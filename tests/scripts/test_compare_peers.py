@@ -332,6 +332,7 @@ def test_markdown_and_screen(found):
     assert "24 of 24" in shown
 
 
+@pytest.mark.slow
 def test_an_environment_is_made_once_and_again_when_its_recipe_changes(tmp_path, monkeypatch):
     monkeypatch.setitem(envs.RECIPES, "peer", envs.Recipe(steps=(), shown=("pip",)))
     assert not envs.ready(tmp_path, "peer")

@@ -107,6 +107,7 @@ def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
             assert text.count("stablehlo.while") <= 1
 
 
+@pytest.mark.slow
 def test_the_step_part(tmp_path):
     found = {}
     for role in ("kernel", "xla"):
@@ -124,6 +125,7 @@ def test_the_step_part(tmp_path):
     assert "batch 6: hidden states differ by" in report.found["wrong"][0]
 
 
+@pytest.mark.slow
 def test_the_pieces_part(tmp_path, capsys):
     report = PartReport(tmp_path / "pieces.json")
     gpu_pieces.measure(report, TINY, 3)
@@ -263,6 +265,7 @@ def test_the_kernel_serves_where_it_is_right(found, serving):
     assert chosen["step_xla"] == "xla" and chosen["step_kernel"] == "kernel"
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_or_hangs(tmp_path):
     nonsense = CheckPart("nonsense", "nothing", ".step", "run", 1)
     assert "it took longer than 0 s" in gpu_check.start(nonsense, {}, 0.2, tmp_path, 0, True)["failed"]

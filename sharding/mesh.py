@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -78,6 +79,7 @@ def mesh_axes(axis: str | Runs | None, rules: Rules) -> MeshAxes:
     return rules[name]
 
 
+@lru_cache(256)  # the layers of a model have the same axes
 def element_order(axis: str | Runs | None, size: int, devices: int, over: MeshAxes) -> np.ndarray | None:
     """The elements of an axis in the order in which the devices hold them, device after device; -1 is padding.
 

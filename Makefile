@@ -5,7 +5,9 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON ?=
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
-PYTEST := $(VENV)/bin/python -m pytest -n logical --maxprocesses 4
+# Three for two cores, since many a test waits; at most four, since each holds models and compiled programs.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( cores > 2 ? 4 : cores + 1 )))
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
 CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 python
 
 .PHONY: help demo serve test test-all lint parity dist clean

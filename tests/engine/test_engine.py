@@ -293,6 +293,7 @@ def test_random_mixes_without_the_kernels(weights, oracle, kernels):
             check_greedy(oracle, output, params[name])
 
 
+@pytest.mark.parametrize("kernels", thinned(["", "off"], [""]), indirect=True, ids=["native", "xla"])
 @pytest.mark.parametrize("dtype", thinned(["int8", "fp8", "bfloat16"], ["int8"]))
 def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernels, dtype):
     """Keys and values rounded in the cache: near the oracle, and the same bits alone and in a batch."""

@@ -115,8 +115,13 @@ def test_training_attention_equals_the_dense_one(small, length):
     config, weights = small
     tokens = np.random.default_rng(0).integers(0, 1280, (2, length))
     attend, positions = attention(config, jnp.ones_like(tokens)), jnp.tile(jnp.arange(length), 2)
-    hidden, _ = decoder.forward(weights, {}, tokens.reshape(-1), positions, config, attend)
-    wanted = uncached.hidden_states(weights, tokens, config)
+
+    @jax.jit  # one compilation for all layers: by itself each operation costs one
+    def both(weights):
+        hidden, _ = decoder.forward(weights, {}, tokens.reshape(-1), positions, config, attend)
+        return hidden, uncached.hidden_states(weights, tokens, config)
+
+    hidden, wanted = both(weights)
     np.testing.assert_allclose(hidden.reshape(2, length, -1), wanted, atol=1e-4)
 
 
@@ -146,7 +151,8 @@ def test_packed_documents_do_not_see_each_other(small):
     config, weights = small
     a, b = [[5, 6, 7, 8], [0, 1, 1, 1]], [[9, 10, 11], [0, 1, 1]]
     both, alone = (corpus.pack([members], 128) for members in ([a, b], [b]))
-    x, y = (logits_of(weights, rows.tokens, rows.documents, config) for rows in (both, alone))
+    logits = jax.jit(lambda rows, documents: logits_of(weights, rows, documents, config))
+    x, y = (logits(rows.tokens, rows.documents) for rows in (both, alone))
     np.testing.assert_allclose(x[4:7], y[:3], atol=0.02)
 
 

@@ -140,7 +140,7 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
         sampled = drawn(size.samples)
         return lambda weights, state, buffer: (sampled, None, state)
 
-    runner.compiled = {size: compiled(size) for size in runner.batcher.layouts}
+    runner.compiled = {size: compiled(size) for size in runner.batch_builder.layouts}
     runner.page_copier.programs = {("copy", group, 0): lambda layers, *pages: layers for group in range(groups)}
     pages = PageTable((num_seqs * (-(-longest // 16) + 1) + 1,) * groups, 16, config.windows)
     return Engine(runner, tokenizer, [pages], config.max_len)

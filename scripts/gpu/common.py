@@ -156,8 +156,8 @@ def make_runner(
     most = max(scale.streams, *scale.batches)
     limits = Limits(most, max(scale.rows, most + 1), max(most, 16))
     runner = Runner(config, weights, limits, (most * -(-max_len // PAGE) + 1,), PAGE, max_len)
-    layouts = runner.batcher.layouts
-    runner.batcher.layouts = {size: layouts[size] for size in sorted(set(wanted(layouts)))}
+    layouts = runner.batch_builder.layouts
+    runner.batch_builder.layouts = {size: layouts[size] for size in sorted(set(wanted(layouts)))}
     with attention_by(name):
         runner.warm_up()
     return runner

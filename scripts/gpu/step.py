@@ -122,7 +122,7 @@ def decode_steps(runner: Runner, scale: CheckSizes, batch: int, seed: int) -> li
     for step in range(scale.steps):
         at = scale.context - 1 + step
         part = tuple(ScheduledSequence(seq, at, 1, True, not step) for seq in seqs)
-        size, buffer = runner.batcher.build(StepPlan((part,)))
-        sent.append((size, runner.program(size, runner.batcher.draws_plainly), jax.device_put(buffer)))
+        size, buffer = runner.batch_builder.build(StepPlan((part,)))
+        sent.append((size, runner.program(size, runner.batch_builder.draws_plainly), jax.device_put(buffer)))
     jax.block_until_ready([buffer for *_, buffer in sent])
     return sent

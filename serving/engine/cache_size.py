@@ -79,8 +79,8 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, 
     """Bytes that the largest step takes on a device beside weights and state. The compiler says so; nothing is run."""
     groups, stages = len(config.windows), Pipeline(config, mesh)
     replicas = device_axes(mesh).data.size
-    batcher = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
-    _, layout = max(batcher.layouts.items())
+    batch_builder = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
+    _, layout = max(batch_builder.layouts.items())
     state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs)
     steps = [memory_of(lowered.compile()) for lowered in stages.lower(weights, state, layout)]
     found = [used.temporaries + used.code + 2 * used.results for used in steps]  # the results of two steps at a time

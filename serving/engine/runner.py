@@ -79,7 +79,7 @@ class Runner:
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
         self.mesh, self.pipeline = mesh, Pipeline(config, mesh)
         width, stages, devices = -(-max_len // page_size), len(self.pipeline), device_axes(mesh)
-        self.batcher = BatchBuilder(limits, len(num_pages), page_size, width, stages, devices.data.size)
+        self.batch_builder = BatchBuilder(limits, len(num_pages), page_size, width, stages, devices.data.size)
         # With padding, so that each device of the tensor axis has as many tokens.
         self.vocab = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.page_copier = PageCopier(self.pipeline, to_host)
@@ -121,7 +121,7 @@ class Runner:
 
     def make_state(self) -> State:
         """A state with no request in it; the host forgets what it knew of the one before."""
-        self.batcher.forget()
+        self.batch_builder.forget()
         if self.expert_loads is not None:
             self.expert_loads.reset()
         with jax.default_device(self.device):
@@ -132,7 +132,7 @@ class Runner:
         # XLA compiles outside of Python's lock: side by side.
         threads, futures, plain, copies = ThreadPoolExecutor(), {}, {}, {}
         try:
-            for size, layout in self.batcher.layouts.items():
+            for size, layout in self.batch_builder.layouts.items():
                 lowered = self.pipeline.lower(self.weights, self.state, layout)
                 futures[size] = [threads.submit(stage.compile) for stage in lowered]
                 if self.remote and size.rows == size.seqs:
@@ -154,7 +154,7 @@ class Runner:
         finally:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
         if self.mesh is not None and self.mesh.is_multi_process:  # the processes find each other now or never
-            size, layout = next(iter(self.batcher.layouts.items()))
+            size, layout = next(iter(self.batch_builder.layouts.items()))
             jax.block_until_ready(self.step(size, False, layout.nothing))
         V = self.vocab
         row = SlotState(*(np.zeros(V, leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
@@ -196,8 +196,8 @@ class Runner:
                 self.constrain(item.seq, item.seq.constraint)
         if self.rebalancer is not None:
             self.weights = self.rebalancer.launching(self.weights)
-        size, buffer = self.batcher.build(plan)
-        sampled, hidden_RD = self.step(size, self.batcher.draws_plainly, buffer)
+        size, buffer = self.batch_builder.build(plan)
+        sampled, hidden_RD = self.step(size, self.batch_builder.draws_plainly, buffer)
         if self.expert_loads is not None:
             self.expert_loads.launched(self.state)
         if self.remote:  # on its way as soon as the step is done, whatever the host does then
@@ -255,10 +255,10 @@ class Runner:
         Tokens from the prefix cache never pass through a step, so the penalties count them here.
         """
         bias = bias_of(seq, self.vocab)
-        self.biases[self.batcher.place(seq)] = bias
-        tracked = self.batcher.assign(seq, bias is not None or seq.constraint is not None)
+        self.biases[self.batch_builder.place(seq)] = bias
+        tracked = self.batch_builder.assign(seq, bias is not None or seq.constraint is not None)
         if bias is not None or tracked or seq.params.min_tokens:
-            self.reset_slot(self.batcher.place(seq), first_row(seq, computed, self.vocab, bias))
+            self.reset_slot(self.batch_builder.place(seq), first_row(seq, computed, self.vocab, bias))
 
     def reset_slot(self, slot: int, row: SlotState) -> None:
         """Write what a slot's sequence begins with into the device state."""
@@ -267,7 +267,7 @@ class Runner:
 
     def constrain(self, seq: Sequence, constraint: Constraint) -> None:
         """Let the next token be one that the sequence's grammar allows."""
-        allowed_V, slot = constraint.allowed(seq.stop_ids), self.batcher.place(seq)
+        allowed_V, slot = constraint.allowed(seq.stop_ids), self.batch_builder.place(seq)
         allowed_V = np.pad(allowed_V, (0, self.vocab - len(allowed_V)), constant_values=True)
         bias_V = self.biases.get(slot)
         self.set_bias(slot, np.where(allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf)))

@@ -112,11 +112,14 @@ class Scheduler:
     def level(self) -> None:
         """Let sequences that wait for a full replica go to one that has slots for which nobody waits."""
         waits = self.waiting.count_for
-        free = [len(replica.free_slots) - count for replica, count in zip(self.replicas, waits, strict=True)]
-        if max(free) < 1:
-            return
         full = {number for number, replica in enumerate(self.replicas) if waits[number] and replica.full}
-        for seq in self.waiting if full else ():
+        free = [
+            0 if number in full else len(replica.free_slots) - waits[number]
+            for number, replica in enumerate(self.replicas)
+        ]
+        if not full or max(free) < 1:
+            return
+        for seq in self.waiting:
             if seq.replica in full and not seq.num_preemptions and seq.cache.load is None:
                 self.waiting.send(seq, target := free.index(max(free)))
                 free[target] -= 1

@@ -181,7 +181,7 @@ def test_what_a_step_sends(golden):
     llm = make(golden("llama").folder, tensor_parallel_size=4)
     runner = llm.engine.runner
     config, rows = runner.config, 4
-    size = choose(runner.batcher.layouts, rows, rows, rows, True)
+    size = choose(runner.batch_builder.layouts, rows, rows, rows, True)
     text = runner.compiled[size].as_text()
     sums = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", text)
     wide = [shape for _, shape in sums if shape == f"{rows},{config.dim}"]

@@ -135,8 +135,8 @@ def test_what_is_sent(name, sizes, golden):
     mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
     weights, pipeline = loader.load(folder, config, Placement(mesh)), Pipeline(config, mesh)
     state = pipeline.abstract_state((8,) * len(config.windows), 16, 4)
-    batcher = BatchBuilder(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
-    for size, layout in batcher.layouts.items():
+    builder = BatchBuilder(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
+    for size, layout in builder.layouts.items():
         (lowered,) = pipeline.lower(weights, state, layout)
         found, drawn = collectives(lowered.compile().as_text())
         prompts = size.rows > size.seqs

@@ -64,14 +64,14 @@ def test_rows_carry_what_is_declared():
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_a_slot_has_the_values_of_its_request(name):
-    batcher = BatchBuilder(Limits(4, 16, 16), 1, 16, 4)
+    builder = BatchBuilder(Limits(4, 16, 16), 1, 16, 4)
     value = 7 if isinstance(SAMPLING[name].padding, int) else 0.75
     seq: Any = SimpleNamespace(replica=0, slot=2, seed=(1, 2), params=SamplingParams(**{name: value}), scored=False)
-    batcher.assign(seq, False)
+    builder.assign(seq, False)
     for other in CARRIED:
-        kept = batcher.settings[f"{other}_R"].tolist()
+        kept = builder.settings[f"{other}_R"].tolist()
         assert kept[2] == getattr(seq.params, other) and {*kept[:2], kept[3]} == {SAMPLING[other].padding}
-    assert batcher.settings[f"{name}_R"][2] == value
+    assert builder.settings[f"{name}_R"][2] == value
 
 
 def test_a_made_up_parameter_needs_its_declaration_alone(monkeypatch):

@@ -210,8 +210,8 @@ def test_one_array_up_and_one_down_a_step(weights, engine):
 
 def test_a_step_made_from_the_last_is_the_one_made_anew(engine, monkeypatch):
     """But for tokens that the host knows by now and the device has too."""
-    batcher = engine.runner.batcher
-    build, steps, advanced = batcher.build, batcher.decode_steps[0], 0
+    builder = engine.runner.batch_builder
+    build, steps, advanced = builder.build, builder.decode_steps[0], 0
 
     def both(plan):
         nonlocal advanced
@@ -223,7 +223,7 @@ def test_a_step_made_from_the_last_is_the_one_made_anew(engine, monkeypatch):
         other, fresh = build(plan)
         steps.clear()
         steps.extend(last)
-        one, two = (batcher.layouts[size].views(x) for x in (buffer, fresh))
+        one, two = (builder.layouts[size].views(x) for x in (buffer, fresh))
         held = one.tokens_T < 0
         np.testing.assert_array_equal(-1 - one.tokens_T[held], one.owners_T[held])
         two.tokens_T[held] = one.tokens_T[held]
@@ -231,7 +231,7 @@ def test_a_step_made_from_the_last_is_the_one_made_anew(engine, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, one, two)
         return size, buffer
 
-    monkeypatch.setattr(batcher, "build", both)
+    monkeypatch.setattr(builder, "build", both)
     rng = np.random.default_rng(21)
     for _ in range(20):
         arrivals, aborts, _ = random_mix(rng)

@@ -83,6 +83,28 @@ def test_answers_of_one_request_stay_together():
     Device(scheduler, scheduler.limits).run()
 
 
+def test_who_waits_for_pages_goes_where_there_are_some():
+    """To the replica with one free slot and pages, not back to that with three slots and no page."""
+    scheduler = make(2, pages=(16, 16))
+    device = Device(scheduler, scheduler.limits)
+
+    def send(seq, number):
+        seq.replica = number
+        scheduler.waiting.enter(seq)
+
+    send(sequence(0, 48, 8), 0)
+    for index in (1, 2, 3):
+        send(sequence(index, 4, 8), 1)
+    for _ in range(4):
+        device.step()
+    waits = sequence(4, 20, 4)
+    send(waits, 0)
+    for _ in range(2):
+        device.step()
+    assert [len(replica.free_slots) for replica in scheduler.replicas] == [3, 0] and waits.replica == 1
+    device.run()
+
+
 def test_nobody_waits_beside_a_free_slot():
     """More answers than a replica has slots: those that wait go to the others; who gave way comes back to his pages."""
     scheduler = make(limits=(2, 16, 16))
@@ -155,7 +177,7 @@ def test_a_step_continues_the_one_of_its_own_sequences(stages):
     """Most steps are made from the last one of the same sequences; the host knows every token."""
     limits = Limits(8, 32, 16)
     scheduler = Scheduler([PageTable((64, 64), PAGE, (None, 8))], limits, stages)
-    batcher, fresh = (BatchBuilder(limits, 2, PAGE, 16, num_stages=stages) for _ in range(2))
+    builder, fresh = (BatchBuilder(limits, 2, PAGE, 16, num_stages=stages) for _ in range(2))
     flying, count, num_continued = deque(), 0, 0
     for index in range(7):
         seq = sequence(index, 3 + index % 3, 20 + 3 * (index % 2))
@@ -165,11 +187,11 @@ def test_a_step_continues_the_one_of_its_own_sequences(stages):
         if (plan := scheduler.schedule()) is not None:
             for item in plan.items:
                 if item.begins:
-                    batcher.assign(item.seq, False)
+                    builder.assign(item.seq, False)
                     fresh.assign(item.seq, False)
-            steps = batcher.decode_steps[0]
+            steps = builder.decode_steps[0]
             again = steps[0].seqs if steps else None
-            size, buffer = batcher.build(plan)
+            size, buffer = builder.build(plan)
             num_continued += bool(steps) and steps[-1].seqs is again
             fresh.forget()
             same_size, wanted = fresh.build(plan)

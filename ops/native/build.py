@@ -22,22 +22,18 @@ SOURCES = Path(__file__).parent
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
 )  # fmt: skip
-VARIANTS = {  # a source, and what it is compiled for
-    "probe": ("probe.cc",),
-    "pack": ("pack.cc",),
+SEVERAL = {  # of a source that is compiled for several types: it, and one of them
     "dense_f32": ("dense.cc", "-DFORMAT=F32"),
     "dense_bf16": ("dense.cc", "-DFORMAT=Bf16"),
-    "int8": ("int8.cc",),
-    "int8_weights": ("int8_weights.cc",),
-    "int4": ("int4.cc",),
-    "mxfp4": ("mxfp4.cc",),
-    "sampling": ("sampling.cc",),
     "attention_f32": ("attention.cc", "-DPAGE=float", "-DROW=float"),
     "attention_bf16": ("attention.cc", "-DPAGE=uint16_t", "-DROW=uint16_t"),
     "attention_bf16_f32": ("attention.cc", "-DPAGE=uint16_t", "-DROW=float"),
     "attention_int8_bf16": ("attention.cc", "-DPAGE=int8_t", "-DROW=uint16_t"),
     "attention_int8_f32": ("attention.cc", "-DPAGE=int8_t", "-DROW=float"),
 }
+SHARED = {source for source, *_ in SEVERAL.values()}
+# Any other source is one kernel, and has its name.
+VARIANTS = {path.stem: (path.name,) for path in sorted(SOURCES.glob("*.cc")) if path.name not in SHARED} | SEVERAL
 
 
 @dataclass(frozen=True)

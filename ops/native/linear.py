@@ -15,37 +15,32 @@ LANES = 16  # outputs of a block
 FUSED = {"silu": 1, "gelu_tanh": 2}  # activations that the kernels know
 
 
+@struct.dataclass(kw_only=True)
 class Product(Weight):
-    """What all nodes do; one that is a matrix of a stack says so by `which`. Its `node` has the fields
+    """What all nodes do, and the sizes of their axes, as `check_subscripts` wants them."""
 
-    kernel              the name of the kernel that takes its arrays
-    into, out, inputs   as `check_subscripts` wants them
-    """
-
+    into: tuple[int, ...] = struct.field(pytree_node=False)
+    out: tuple[int, ...] = struct.field(pytree_node=False)
+    inputs: tuple[int, ...] = struct.field(pytree_node=False)
+    which: Any = None  # int32 [1]: the one that is meant of a stack, whose arrays are [E, ...]
     native = True
-    which: Any = None
-
-    @property
-    def node(self) -> Any:
-        return self
+    kernel = ""  # the name of the kernel that takes the arrays
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        node = self.node
-        check_subscripts(subscripts, x, node.into, node.out, node.inputs)
-        lead = x.shape[: x.ndim - len(node.into)]
-        return call(node, x, bias, dtype or x.dtype, which=self.which).reshape(*lead, *node.out)
+        check_subscripts(subscripts, x, self.into, self.out, self.inputs)
+        lead = x.shape[: x.ndim - len(self.into)]
+        return call(self, x, bias, dtype or x.dtype).reshape(*lead, *self.out)
 
     def gated(self, subscripts: str, x, activation: str):
         """In one pass where the outputs are [2, F] and the kernels know the activation."""
-        node = self.node
-        if activation not in FUSED or len(node.out) != 2 or node.out[-1] % LANES:
+        if activation not in FUSED or len(self.out) != 2 or self.out[-1] % LANES:
             return super().gated(subscripts, x, activation)
-        check_subscripts(subscripts, x, node.into, node.out, node.inputs)
-        return call(node, x, None, x.dtype, FUSED[activation], self.which).reshape(*x.shape[:-1], node.out[-1])
+        check_subscripts(subscripts, x, self.into, self.out, self.inputs)
+        return call(self, x, None, x.dtype, FUSED[activation]).reshape(*x.shape[:-1], self.out[-1])
 
     @property
     def rows(self) -> int:
-        return math.prod(self.node.out)
+        return math.prod(self.out)
 
 
 @struct.dataclass
@@ -53,9 +48,6 @@ class Tiled(Product):
     """A float32 or bfloat16 weight."""
 
     tiles: Any  # [O / 16, K / group, 16, group]
-    into: tuple[int, ...] = struct.field(pytree_node=False)
-    out: tuple[int, ...] = struct.field(pytree_node=False)
-    inputs: tuple[int, ...] = struct.field(pytree_node=False)
 
     @property
     def kernel(self) -> str:
@@ -73,34 +65,21 @@ class Many(Weight):
     each: Any  # a node whose arrays are [E, ...]
     native = True
 
-    def pick(self, e) -> "One":
-        return One(self.each, jnp.reshape(e, 1))
+    def pick(self, e) -> Product:
+        return self.each.replace(which=jnp.reshape(e, 1))
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         """Each matrix with rows of its own: x is [T, E, K]."""
         check_subscripts(subscripts, x, self.each.into, self.each.out, self.each.inputs, stacked=True)
         T, E = x.shape[:2]
-        every = call(self.each, jnp.swapaxes(x, 0, 1), bias, dtype or x.dtype, which=jnp.arange(E))
+        every = call(self.each.replace(which=jnp.arange(E)), jnp.swapaxes(x, 0, 1), bias, dtype or x.dtype)
         return jnp.swapaxes(every.reshape(E, T, *self.each.out), 0, 1)
 
 
-@struct.dataclass
-class One(Product):
-    """A matrix of a stack."""
-
-    each: Any
-    which: Any  # int32 [1]
-
-    @property
-    def node(self) -> Any:
-        return self.each
-
-
-def call(node, x, bias, dtype, activation: int = 0, which=None):
-    """The products with the matrices `which` of a stack, each with its share of the rows; or the only product."""
-    stacked = () if which is None else which.shape
-    rows = x.reshape(*stacked, -1, math.prod(node.into))
-    which = jnp.zeros(0, jnp.int32) if which is None else which
+def call(node: Product, x, bias, dtype, activation: int = 0):
+    """The products with the matrices that are meant of a stack, each with its share of the rows; or the only product."""
+    which = jnp.zeros(0, jnp.int32) if node.which is None else node.which
+    rows = x.reshape(*(() if node.which is None else which.shape), -1, math.prod(node.into))
     if bias is None:
         bias_O = jnp.zeros(0, jnp.float32)
     else:
@@ -108,7 +87,7 @@ def call(node, x, bias, dtype, activation: int = 0, which=None):
         bias_O = jnp.pad(bias_O, (0, -bias_O.shape[0] % LANES))
     outputs = node.out[-1] if activation else math.prod(node.out)
     run = jax.ffi.ffi_call(target(node.kernel), jax.ShapeDtypeStruct((*rows.shape[:-1], outputs), dtype))
-    return run(rows, *jax.tree.leaves(node), bias_O, which, activation=np.int32(activation))
+    return run(rows, *jax.tree.leaves(node.replace(which=None)), bias_O, which, activation=np.int32(activation))
 
 
 def weight_of(w) -> Weight:

@@ -39,7 +39,7 @@ def pack_dense(inputs: tuple[int, ...], leaf: np.ndarray) -> Tiled:
     others = tuple(axis for axis in range(leaf.ndim) if axis not in inputs)
     into, out = (tuple(leaf.shape[axis] for axis in axes) for axes in (inputs, others))
     matrix_KO = leaf.reshape(math.prod(into), -1) if inputs[0] == 0 else leaf.reshape(-1, math.prod(into)).T
-    return Tiled(tile(matrix_KO, 4 // leaf.dtype.itemsize), into, out, inputs)
+    return Tiled(tile(matrix_KO, 4 // leaf.dtype.itemsize), into=into, out=out, inputs=inputs)
 
 
 def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import struct
 
 from ...sharding.spec import ArraySpec
 from ..weight import Weight
@@ -26,6 +27,7 @@ class Scheme:
 Layout = dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
 
 
+@struct.dataclass(kw_only=True)
 class Rounded(Weight):
     """A weight in a format that Quire rounds to. A node of `ArraySpec`s says how, one of arrays is such a weight.
 
@@ -33,9 +35,9 @@ class Rounded(Weight):
     arrays: each [out, in], or narrower where neighbouring inputs share a value.
     """
 
-    into: tuple[int, ...]  # sizes of the axes that products sum over
-    out: tuple[int, ...]  # and of the others
-    inputs: tuple[int, ...]  # where the former stand in the dense weight
+    into: tuple[int, ...] = struct.field(pytree_node=False)  # sizes of the axes that products sum over
+    out: tuple[int, ...] = struct.field(pytree_node=False)  # and of the others
+    inputs: tuple[int, ...] = struct.field(pytree_node=False)  # where the former stand in the dense weight
 
     def quantize(self, weight: np.ndarray) -> Any:
         """A weight [*into, *out] rounded to the format of these specs."""

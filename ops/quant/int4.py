@@ -53,9 +53,6 @@ class Int4(Rounded):
     codes: Any  # uint8 [K / 2, O]
     scale: Any  # float16 [K / group, O]
     zero: Any  # uint8 [K / group, O], or None: 8
-    into: tuple[int, ...] = struct.field(pytree_node=False)
-    out: tuple[int, ...] = struct.field(pytree_node=False)
-    inputs: tuple[int, ...] = struct.field(pytree_node=False)
     group: int = struct.field(pytree_node=False)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
@@ -86,7 +83,7 @@ class Int4(Rounded):
         tiles = tile_nibbles(np.asarray(self.codes).reshape(-1, O), K, padded)
         scale = by_block(np.asarray(self.scale).reshape(-1, O))
         zero = np.zeros(0, np.uint8) if self.zero is None else by_block(np.asarray(self.zero).reshape(-1, O))
-        return TiledInt4(tiles, scale, zero, self.into, self.out, self.inputs)
+        return TiledInt4(tiles, scale, zero, into=self.into, out=self.out, inputs=self.inputs)
 
     def quantize(self, weight: np.ndarray) -> "Int4":
         """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to its largest."""
@@ -153,9 +150,6 @@ class TiledInt4(Product):
     tiles: Any  # uint32 [O / 16, K / 8, 16]
     scale: Any  # float16 [O / 16, K / group, 16]
     zero: Any  # uint8, the same shape or empty
-    into: tuple[int, ...] = struct.field(pytree_node=False)
-    out: tuple[int, ...] = struct.field(pytree_node=False)
-    inputs: tuple[int, ...] = struct.field(pytree_node=False)
     kernel = "int4"
 
 

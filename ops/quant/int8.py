@@ -39,9 +39,6 @@ class Int8(Rounded):
 
     codes: Any  # int8 [*into, *out]
     scale: Any  # float32 [*out]
-    into: tuple[int, ...] = struct.field(pytree_node=False)
-    out: tuple[int, ...] = struct.field(pytree_node=False)
-    inputs: tuple[int, ...] = struct.field(pytree_node=False)
     dynamic: bool = struct.field(pytree_node=False)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
@@ -76,7 +73,7 @@ class Int8(Rounded):
         missing = tiles.shape[0] * LANES - codes_KO.shape[1]
         scale_O = np.pad(np.asarray(self.scale, np.float32).reshape(-1), (0, missing))
         sum_O = np.pad(codes_KO.sum(0, dtype=np.int32), (0, missing))
-        return TiledInt8(tiles, scale_O, sum_O, self.into, self.out, self.inputs)
+        return TiledInt8(tiles, scale_O, sum_O, into=self.into, out=self.out, inputs=self.inputs)
 
     def quantize(self, weight: np.ndarray) -> "Int8":
         """Round to nearest, the largest value of each output at 127."""
@@ -118,9 +115,6 @@ class TiledInt8(Product):
     tiles: Any  # int8 [O / 16, K / group, 16, group]
     scale: Any  # float32 [O, padded]
     sum: Any  # int32 [O, padded]
-    into: tuple[int, ...] = struct.field(pytree_node=False)
-    out: tuple[int, ...] = struct.field(pytree_node=False)
-    inputs: tuple[int, ...] = struct.field(pytree_node=False)
 
     @property
     def kernel(self) -> str:
@@ -156,4 +150,4 @@ def spec(dense: ArraySpec, *options: str) -> Int8:
     into, out, axes = split(dense)
     codes = replace(dense, shape=into + out, axes=axes, dtype=jnp.int8, init="signed", inputs=())
     scale = ArraySpec(out, jnp.float32, axes[len(into) :], f"scale/{LIMIT}", dense.fan_in)
-    return Int8(codes, scale, into, out, dense.inputs, dynamic="weights" not in options)
+    return Int8(codes, scale, "weights" not in options, into=into, out=out, inputs=dense.inputs)

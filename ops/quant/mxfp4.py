@@ -55,16 +55,14 @@ class TiledMxfp4(Product):
 
     tiles: Any  # uint32 [O / 16, K / 8, 16]
     scale: Any  # uint8 [O / 16, K / 32, 16]
-    into: tuple[int, ...] = struct.field(pytree_node=False)
-    out: tuple[int, ...] = struct.field(pytree_node=False)
-    inputs: tuple[int, ...] = struct.field(pytree_node=False)
     kernel = "mxfp4"
 
 
 def tiled(blocks: np.ndarray, scales: np.ndarray) -> TiledMxfp4:
     half, *out = blocks.shape
     tiles = tile_nibbles(blocks.reshape(half, -1), 2 * half, 2 * half)
-    return TiledMxfp4(tiles, by_block(scales.reshape(len(scales), -1)), (2 * half,), tuple(out), (0,))
+    scale = by_block(scales.reshape(len(scales), -1))
+    return TiledMxfp4(tiles, scale, into=(2 * half,), out=tuple(out), inputs=(0,))
 
 
 def kernels(*options: str) -> tuple[str, ...]:

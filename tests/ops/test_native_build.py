@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.ops import native
+from quire.ops import native, quant
 from quire.ops.native import build, kernel_names, model_kernels
 from quire.ops.native.pack import pack
 from quire.scripts import collect_env
@@ -88,7 +88,8 @@ def test_every_variant_has_its_source():
     for source, *_ in build.VARIANTS.values():
         assert (build.SOURCES / source).exists()
     assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
-    products = {*kernel_names.DENSE.values(), "int8", "int8_weights", "int4", "mxfp4"}
+    formats = {*quant.FORMATS, *quant.stored_schemes()}
+    products = {*kernel_names.DENSE.values(), *(kernel for name in formats for kernel in quant.kernels(name))}
     assert products | {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, "probe", "pack"} == {*build.VARIANTS}
 
 

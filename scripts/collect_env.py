@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .. import __version__
+from .bench.bandwidth import cores
 
 PACKAGES = (
     "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub",
@@ -56,7 +57,7 @@ def versions():
 
 def machine():
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
-    yield "cores", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", cores()
     if "SC_PHYS_PAGES" in os.sysconf_names:
         yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
     info = Path("/proc/cpuinfo")

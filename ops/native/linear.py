@@ -77,7 +77,7 @@ class Many(Weight):
 
 
 def call(node: Product, x, bias, dtype, activation: int = 0):
-    """The products with the matrices that are meant of a stack, each with its share of the rows; or the only product."""
+    """The products with the matrices that are meant of a stack, each with its share of the rows; or the only one."""
     which = jnp.zeros(0, jnp.int32) if node.which is None else node.which
     rows = x.reshape(*(() if node.which is None else which.shape), -1, math.prod(node.into))
     if bias is None:

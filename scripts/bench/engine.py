@@ -148,12 +148,11 @@ def roof(
 
 def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
     """The roof of a run of this engine."""
-    from ...model.planning.cost import kv_read_bytes
-    from ...sharding.spec import nbytes
+    from ...model.planning.cost import kv_read_bytes, read_weight_bytes
 
     config, weights = llm.engine.runner.config, llm.engine.runner.weights
-    lookups = [weights.per_layer_embed_VLA, None if config.tied else weights.embed_VD]  # read by row, not whole
-    return roof(run.steps, nbytes(weights) - nbytes(lookups), lambda length: kv_read_bytes(config, length), bandwidth)
+    read = read_weight_bytes(config, weights)
+    return roof(run.steps, read, lambda length: kv_read_bytes(config, length), bandwidth)
 
 
 def decode_milliseconds(run: LoadRun) -> list[float]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from time import monotonic  # one clock for all processes
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from .. import options as o
 from ..tables import table
 from . import load as load
 from . import report as reports
-from .metrics import flat, summarise
+from .metrics import flat
 
 STAGES = {"python": "interpreter", "imports": "imports", "ready": "model ready", "token": "first token"}
 PROMPT = [0] * 16
@@ -46,7 +47,7 @@ def main(
     result: dict[str, Any] = {"model": name, "stages": list(STAGES), "starts_s": starts}
     for state, own in starts.items():
         result[state] = flat({stage: [each[stage] * 1000 for each in own] for stage in STAGES})
-    means = {state: [mean(each[stage] for each in own) for stage in STAGES] for state, own in starts.items()}
+    means = {state: [fmean(each[stage] for each in own) for stage in STAGES] for state, own in starts.items()}
     report.write(
         result,
         text(name, num_iters, starts),
@@ -83,18 +84,12 @@ def probe(options: dict[str, Any]) -> dict[str, float]:
     return ends
 
 
-def mean(values) -> float:
-    summary = summarise(values)
-    assert summary is not None  # there is at least one start
-    return summary.mean
-
-
 def text(name: str, count: int, starts: dict[str, list[dict[str, float]]]) -> str:
     """Mean seconds to the end of each stage, and the spread of the whole."""
     rows = [
         (
             state,
-            *(f"{mean(each[stage] for each in own):.2f}" for stage in STAGES),
+            *(f"{fmean(each[stage] for each in own):.2f}" for stage in STAGES),
             f"{min(each['token'] for each in own):.2f} to {max(each['token'] for each in own):.2f}",
         )
         for state, own in starts.items()

@@ -18,7 +18,7 @@ from ...ops import attention
 from ...ops.attention import mosaic_gpu
 from ...ops.attention.accuracy_trial import LARGEST_ERROR, Trial, arrays, attend, error
 from ..collect_env import first_to
-from .common import CheckSizes, PartReport, copy_rate, product_rate, seconds
+from .common import CheckSizes, PartReport, card_rates, seconds
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
     """The time of each case, beside that of its bytes and of its operations at the card's own rates."""
-    copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
-    report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
+    copy, product = card_rates(report, scale)
     report(f"{'work':32} {'ms':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9}  to reach")
     for work in [work for work in FAST if work.length <= scale.longest] or [TimedTrial("decode, 2 of 64", 2, 64)]:
         inputs = arrays(work, seed)

@@ -15,13 +15,13 @@ import numpy as np
 
 from ...model.config import ModelConfig
 from ...model.families import llama
-from ...model.planning.cost import kv_read_bytes
+from ...model.planning.cost import kv_read_bytes, read_weight_bytes
 from ...model.weights import abstract
 from ...ops import attention
 from ...serving.device.batch import Size
 from ...serving.engine.runner import Runner
 from ...serving.engine.scheduler import Limits
-from ...sharding.spec import nbytes, random_arrays
+from ...sharding.spec import random_arrays
 
 PAGE = 16
 LLAMA_8B = {
@@ -120,6 +120,13 @@ def timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def card_rates(report: PartReport, scale: CheckSizes) -> tuple[float, float]:
+    """(bytes a second that are copied, operations a second of products)."""
+    copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
+    report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
+    return copy, product
+
+
 def copy_rate(size: int) -> float:
     """Bytes a second, read and written, of a copy of so many bytes."""
     return 2 * size / seconds(jax.jit(lambda x: x + 1), jnp.ones(size // 2, jnp.bfloat16))
@@ -165,8 +172,7 @@ def make_runner(
 
 def read_bytes(config: ModelConfig, weights, batch: int, length: int) -> int:
     """What a decode step must read: all weights, of the embedding only rows, and the KV caches."""
-    table = 0 if config.tied else nbytes(weights.embed_VD)
-    return nbytes(weights) - table + batch * kv_read_bytes(config, length)
+    return read_weight_bytes(config, weights) + batch * kv_read_bytes(config, length)
 
 
 @partial(jax.jit, static_argnames=("like", "scale"))

@@ -20,7 +20,7 @@ from ...ops.norm import rms_norm
 from ...ops.rope import angles, rotate
 from ...ops.sampling import SamplingInputs, empty_state, sample
 from ...sharding.spec import nbytes, random_arrays
-from .common import PAGE, CheckSizes, PartReport, copy_rate, product_rate, seconds
+from .common import PAGE, CheckSizes, PartReport, card_rates, seconds
 
 FORMATS = None, "int8", "int8-weights", "int4-32"
 POOL = 4096  # pages of the cache that rows are appended to
@@ -42,8 +42,7 @@ def measure(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
     Each is a call of its own. The first does nothing: a piece that takes no longer measures the call.
     """
-    copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
-    report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
+    copy, product = card_rates(report, scale)
     report(f"{'piece':44} {'ms':>9} {'% copy':>7} {'% prod.':>7}")
     for piece in pieces(scale, seed):
         took = seconds(piece.run, *piece.inputs, bursts=3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +108,14 @@ def write(folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MA
     save_file(tensors, part, metadata={"format": "pt"})
     part.rename(folder / "model.safetensors")  # last and whole: its presence says that the folder is complete
     return folder
+
+
+def quantise(folder: Path, out: Path, weights: str) -> None:
+    """Write the checkpoint with rounded weights for an engine that does not round them itself, unless it is there."""
+    if not out.exists():
+        kind = {"int4": "int4-128"}.get(weights, weights)
+        command = [sys.executable, "-m", "quire", "quantize", str(folder), str(out), "--quantization", kind]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import signal
 import sys
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from .. import collect_env
 from ..bench.bandwidth import cores, read_bandwidth
 from . import checkpoint, envs, report, turns
 from .loop import LoadSettings
@@ -61,6 +61,8 @@ def main(
     settings = LoadSettings(str(folder), "", "bf16", checkpoint.MAX_LEN, MAX_SEQS, cores())
     bandwidths: list[float] = []
     fit = [name for name in engines if not any(engine == name for _, engine in failures)]
+    for weights in {work.weights for work in works.values()} - {"bf16"} if "vllm" in fit else ():
+        checkpoint.quantise(folder, folder.parent / "vllm" / weights, weights)
     results, failed = turns.play(
         works, fit, turns.Bench(place, settings, limit), rounds, console.print,
         between=lambda: bandwidths.append(read_bandwidth()),
@@ -90,11 +92,7 @@ def chosen(asked: list[str] | None, known, option: str) -> list[str]:
 
 def machine() -> dict[str, str | int]:
     """The processor and how much of it there is."""
-    try:
-        names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        names = []
-    return {"processor": names[0] if names else platform.processor(), "cores": cores(), "system": platform.platform()}
+    return {"processor": dict(collect_env.machine())["cpu"], "cores": cores(), "system": platform.platform()}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
+from quire.model.checkpoint.loader import read_config
 from quire.scripts.bench import bandwidth
 from quire.scripts.peers import checkpoint, compare, envs, report, turns
 from quire.scripts.peers.loop import LoadSettings, TimedPrompt, TimedTokens, drive
@@ -346,6 +347,17 @@ def test_an_environment_is_made_once_and_again_when_its_recipe_changes(tmp_path,
         envs.make(tmp_path, "peer", lambda note: None)
     assert not (tmp_path / "peer" / "mark").exists()
     assert not envs.ready(tmp_path, "peer")
+
+
+def test_vllm_gets_what_quantize_writes(tmp_path):
+    """Once, in the format that it computes with."""
+    shape = replace(TINY, width=128, ffn=128)
+    folder = checkpoint.write(tmp_path / "hf", shape, vocab=512, max_len=128)
+    checkpoint.quantise(folder, tmp_path / "vllm" / "int4", "int4")
+    assert read_config(tmp_path / "vllm" / "int4").quant == "int4-128"
+    written = (tmp_path / "vllm" / "int4" / "config.json").stat()
+    checkpoint.quantise(folder, tmp_path / "vllm" / "int4", "int4")
+    assert (tmp_path / "vllm" / "int4" / "config.json").stat() == written
 
 
 @pytest.fixture

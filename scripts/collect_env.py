@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .. import __version__
-from .bench.bandwidth import cores
 
 PACKAGES = (
     "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub",
@@ -66,6 +65,11 @@ def machine():
     yield "cpu", fields.get("model name") or platform.processor() or "unknown"
     flags = set(fields.get("flags", fields.get("Features", "")).split())
     yield "cpu flags", " ".join(flag for flag in CPU_FLAGS if flag in flags) or "none known"
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def devices():

@@ -111,7 +111,7 @@ def round_matrix(value: np.ndarray, stored: StoredFormat) -> dict[str, np.ndarra
     """The tensors of a dense matrix [out, in]; each output is rounded by itself, so that they may be fused later."""
     rows, columns = value.shape
     specs = quant.packed(stored.quant, ArraySpec((columns, rows), value.dtype, (None, None), inputs=(0,)))
-    return quant.quantize(value.T, specs).parts(stored.form)
+    return specs.quantize(value.T).parts(stored.form)
 
 
 def fits(node: Any, found: list[Any]) -> bool:

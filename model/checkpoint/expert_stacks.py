@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...ops import quant
 from ...ops.quant.stack import Stack, one_of
 from ...sharding import local_shards
 from ...sharding.spec import ArraySpec, empty
@@ -54,7 +53,7 @@ def read_node(one: ArraySpec, node: Any, parts, tensors: dict[str, Any]) -> Any:
     """One expert's matrix: its codes as they are stored, or rounded here."""
     if compressed_tensors.fits(node, [tensors[part.name] for part in parts]):
         return compressed_tensors.read_node(one, node, parts, tensors)
-    return quant.quantize(read_leaf(one, parts, tensors), node)
+    return node.quantize(read_leaf(one, parts, tensors))
 
 
 def wanted(dense: ArraySpec, mesh) -> Iterable[int]:

@@ -206,7 +206,7 @@ def load_weights(
             progress(nbytes(leaf))
             return leaf
         leaf = read_array(location, dense, parts, whole=True)
-        return quant.quantize(np.moveaxis(leaf, dense.inputs, range(len(dense.inputs))), spec)
+        return spec.quantize(np.moveaxis(leaf, dense.inputs, range(len(dense.inputs))))
 
     def read_and_put(location: Location, dense, spec, parts):
         leaf = read(location, dense, spec, parts)

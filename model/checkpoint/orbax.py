@@ -56,14 +56,19 @@ def save(folder: Path, out: Path, weights, dtype: str) -> None:
         checkpointer.save(
             out.absolute() / WEIGHTS, arrays, save_args=dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK))
         )
-    for path in sorted(path for pattern in COPIED for path in folder.glob(pattern)):
-        if path.name != "config.json" and not path.name.endswith(".safetensors.index.json"):
-            shutil.copyfile(path, out / path.name)
     hf = read_json(folder / "config.json")
     for part in (hf, hf.get("text_config")):
         if isinstance(part, dict):
             part.pop("torch_dtype", None)
             part["dtype"] = dtype
+    write_rest(folder, out, hf)
+
+
+def write_rest(folder: Path, out: Path, hf: dict[str, Any]) -> None:
+    """config.json; the tokenizer's files and the others as they are."""
+    for path in sorted(path for pattern in COPIED for path in folder.glob(pattern)):
+        if path.name != "config.json" and not path.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(path, out / path.name)
     (out / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 

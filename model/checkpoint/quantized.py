@@ -16,7 +16,7 @@ from ..config import ModelConfig, ModelError, StoredFormat
 from ..weights import abstract, dense_specs
 from .compressed_tensors import layout, round_matrix
 from .loader import find_parts
-from .orbax import COPIED, holds_weights
+from .orbax import holds_weights, write_rest
 from .quantization_config import quantization_config, stored_format
 from .safetensors import INDEX, SINGLE, Tensor, read_json, write_tensors
 
@@ -31,7 +31,8 @@ def save(folder: Path, out: Path, config: ModelConfig, progress: Callable[[int],
     """
     if holds_weights(folder):
         raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
-    if read_json(folder / "config.json").get("quantization_config") is not None:
+    source = read_json(folder / "config.json")
+    if source.get("quantization_config") is not None:
         raise ModelError(f"{folder} is quantised already: its config.json has a quantization_config")
     if os.path.lexists(out):
         raise ModelError(f"{out} is there already; give a new folder")
@@ -46,7 +47,7 @@ def save(folder: Path, out: Path, config: ModelConfig, progress: Callable[[int],
     try:
         part.mkdir(parents=True)
         write_weights(part, tensors, matrices, stored, config.dtype, progress)
-        write_rest(folder, part, described)
+        write_rest(folder, part, source | {"quantization_config": described})
         part.rename(out)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error.strerror}") from None
@@ -129,12 +130,3 @@ def values(
         else:
             yield value
         progress(value.nbytes)
-
-
-def write_rest(folder: Path, out: Path, described: dict[str, Any]) -> None:
-    """config.json with the format in it; the tokenizer's files and the others as they are."""
-    for path in sorted(path for pattern in COPIED for path in folder.glob(pattern)):
-        if path.name != "config.json" and not path.name.endswith(".safetensors.index.json"):
-            shutil.copyfile(path, out / path.name)
-    hf = read_json(folder / "config.json") | {"quantization_config": described}
-    (out / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from ..config import Attention, Mlp, ModelConfig
+from ..config import Attention, Layer, Mlp, ModelConfig
 from .common import SANDWICH_NORMS, Keys, layer_types, layers_by_type, model_config, model_sources
 
 MISSING = {  # what a config.json without these keys means
@@ -26,16 +26,30 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     )
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
+    return windowed(keys, "gemma2", kinds, attention, attention, longest)
+
+
+def windowed(
+    keys: Keys, family: str, kinds: list[str], full: Attention, sliding: Attention, longest: int
+) -> ModelConfig:
+    """The configuration of layers with blocks of one size."""
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
     window = keys.count("sliding_window", None)
+    layers = layers_by_type(kinds, mlp, full, sliding, window, longest, post_norm=True)
+    return gemma_config(keys, family, layers, longest)
+
+
+def gemma_config(keys: Keys, family: str, layers: tuple[Layer, ...], longest: int, **fields) -> ModelConfig:
+    """What all Gemma models have, beside their layers."""
     return model_config(
         keys,
-        "gemma2",
-        layers_by_type(kinds, mlp, attention, attention, window, longest, post_norm=True),
+        family,
+        layers,
         longest,
         tied=keys("tie_word_embeddings", True),
         embed_scale=keys("hidden_size") ** 0.5,
         final_soft_cap=keys.positive("final_logit_softcapping", None),
+        **fields,
     )
 
 

@@ -1,10 +1,10 @@
 """Gemma 3: Gemma 2 with head norms in place of soft caps; local and global layers differ in their rope."""
 
 from dataclasses import replace
-from functools import partial
 
-from ..config import Attention, Mlp, ModelConfig, ModelError
-from .common import SANDWICH_NORMS, Keys, layer_types, layers_by_type, model_config, model_sources
+from ..config import Attention, ModelConfig, ModelError
+from .common import Keys, layer_types
+from .gemma2 import sources, windowed
 
 MISSING = {  # what a config.json without these keys means: the larger models leave most of them out
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -44,17 +44,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     L, every = keys.count("num_hidden_layers"), keys.count("sliding_window_pattern", 6)
     keys.ignore("_sliding_window_pattern")  # `layer_types`, which are there too, follow from it
     kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(L)])
-    mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
-    window = keys.count("sliding_window", None)
-    return model_config(
-        keys,
-        "gemma3",
-        layers_by_type(kinds, mlp, full, sliding, window, longest, post_norm=True),
-        longest,
-        tied=keys("tie_word_embeddings", True),
-        embed_scale=keys("hidden_size") ** 0.5,
-        final_soft_cap=keys.positive("final_logit_softcapping", None),
-    )
+    return windowed(keys, "gemma3", kinds, full, sliding, longest)
 
 
 def canonical(name: str) -> str:
@@ -74,4 +64,4 @@ def ignored(name: str, config: ModelConfig) -> bool:
     return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
 
 
-sources = partial(model_sources, norms=SANDWICH_NORMS, norm_offset=1.0)
+__all__ = ["canonical", "config", "ignored", "sources"]

@@ -9,13 +9,13 @@ from .common import (
     layer_sources,
     layer_types,
     linear,
-    model_config,
     model_sources,
     narrower,
     router_source,
     scale,
     tensor,
 )
+from .gemma2 import gemma_config
 from .gemma3 import canonical, text_config
 
 MISSING = {  # what a config.json without these keys means
@@ -64,18 +64,8 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         raise ModelError(f"config.json: hidden_size_per_layer_input = {A}; it must be 0 or more")
     if A and keys.count("vocab_size") > V:
         raise ModelError(f"config.json: vocab_size_per_layer_input = {V}; it must cover vocab_size")
-    return model_config(
-        keys,
-        "gemma4",
-        layers,
-        longest,
-        tied=keys("tie_word_embeddings", True),
-        embed_scale=keys("hidden_size") ** 0.5,
-        final_soft_cap=keys.positive("final_logit_softcapping", None),
-        per_layer_dim=A,
-        per_layer_vocab=V if A else 0,
-        layer_scale=True,
-    )
+    extra = {"per_layer_dim": A, "per_layer_vocab": V if A else 0, "layer_scale": True}
+    return gemma_config(keys, "gemma4", layers, longest, **extra)
 
 
 def cache_sources(keys: Keys, kinds: list[str]) -> list[int | None]:

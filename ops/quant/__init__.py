@@ -107,8 +107,3 @@ def kernels(name: str | None) -> tuple[str, ...]:
 def methods() -> list[str]:
     """The values of quant_method that say in which format a checkpoint keeps its experts."""
     return [module.METHOD for module in formats() if module.METHOD is not None]
-
-
-def quantize(weight, node: Rounded) -> Any:
-    """A numpy array [*into, *out] rounded to the format of a node of specs."""
-    return node.quantize(weight)

@@ -95,11 +95,6 @@ def replace_row(state: SlotState, slot: Array, row: SlotState) -> SlotState:
     return jax.tree.map(lambda all_BV, own_V: all_BV.at[slot].set(own_V), state, row)
 
 
-def replace_bias(bias_BV: Array, slot: Array, bias_V: Array) -> Array:
-    """The biases with those of one slot replaced."""
-    return bias_BV.at[slot].set(bias_V)
-
-
 def count_tokens(
     state: SlotState, slots_T: Array, tokens_T: Array, is_prompt_T: Array, tracked_T: Array, axis: Axis = UNSPLIT
 ) -> SlotState:

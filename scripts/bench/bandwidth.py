@@ -1,13 +1,9 @@
 """How fast this machine reads memory, which limits decoding on a CPU: `python -m quire.scripts.bench.bandwidth`."""
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from ..collect_env import cores
 
 
 def read_bandwidth(mebibytes: int = 1024, passes: int = 8) -> float:

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from .. import collect_env
-from ..bench.bandwidth import cores, read_bandwidth
+from ..bench.bandwidth import read_bandwidth
 from . import checkpoint, envs, report, turns
 from .loop import LoadSettings
 from .work import WORKS
@@ -58,7 +58,7 @@ def main(
     works = {name: WORKS[name] for name in names}
     shape = checkpoint.SIZES[size]
     folder = checkpoint.write(place / "checkpoints" / size / "hf", shape)
-    settings = LoadSettings(str(folder), "", "bf16", checkpoint.MAX_LEN, MAX_SEQS, cores())
+    settings = LoadSettings(str(folder), "", "bf16", checkpoint.MAX_LEN, MAX_SEQS, collect_env.cores())
     bandwidths: list[float] = []
     fit = [name for name in engines if not any(engine == name for _, engine in failures)]
     for weights in {work.weights for work in works.values()} - {"bf16"} if "vllm" in fit else ():
@@ -92,7 +92,11 @@ def chosen(asked: list[str] | None, known, option: str) -> list[str]:
 
 def machine() -> dict[str, str | int]:
     """The processor and how much of it there is."""
-    return {"processor": dict(collect_env.machine())["cpu"], "cores": cores(), "system": platform.platform()}
+    return {
+        "processor": dict(collect_env.machine())["cpu"],
+        "cores": collect_env.cores(),
+        "system": platform.platform(),
+    }
 
 
 if __name__ == "__main__":

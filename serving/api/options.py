@@ -127,10 +127,9 @@ class EngineOptions:
             raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
         if self.pooling not in POOLINGS:
             raise ModelError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ModelError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
-        if not isinstance(self.shard_weights, bool):
-            raise ModelError(f"shard_weights is {self.shard_weights!r}; it must be True or False")
+        for name in ("enable_prefix_caching", "shard_weights"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ModelError(f"{name} is {value!r}; it must be True or False")
         for name in ("kv_cache_host_bytes", "kv_cache_disk_bytes", "weights_host_bytes"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):

@@ -278,4 +278,4 @@ def reset_slot(slots: sampling.SlotState, slot, row: sampling.SlotState) -> samp
 @partial(jax.jit, donate_argnames="bias_BV")
 def set_bias(bias_BV, slot, bias_V) -> jax.Array:
     """What a slot's next token may be."""
-    return sampling.replace_bias(bias_BV, slot, bias_V)
+    return bias_BV.at[slot].set(bias_V)

@@ -18,6 +18,7 @@ TEMPLATE = (
 MAX_REQUEST_ID = 128
 MAX_TEMPLATE = 65_536  # characters
 MAX_SCHEMA = 65_536
+FORMATS = {"text": (), "json_object": (), "json_schema": ("json_schema",)}  # of a text, with their own fields
 ABSENT = "is not implemented for this endpoint, leave it out"
 
 
@@ -140,18 +141,19 @@ def structure(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(form, Mapping):
         raise RequestError("response_format", f"must be a JSON object, got {shown(form)}")
     kind = form.get("type")
+    if not isinstance(kind, str) or kind not in FORMATS:
+        raise RequestError("response_format.type", f"must be text, json_object or json_schema, got {shown(kind)}")
+    refuse_unknown(form, ("type", *FORMATS[kind]), "response_format.")
+    return structured("response_format", kind, given, "response_format.json_schema", form.get("json_schema"))
+
+
+def structured(where: str, kind: str, given: Mapping[str, Any], place: str, named: Any) -> dict[str, Any]:
+    """The form of the text as the sampling parameter; a `json_schema` is `named`, at this place."""
     if kind == "text":
-        refuse_unknown(form, ("type",), "response_format.")
         return {}
     if "structured_outputs" in given:
-        raise RequestError("response_format", "and structured_outputs say the same; leave one of them out")
-    if kind == "json_object":
-        refuse_unknown(form, ("type",), "response_format.")
-        return {"structured_outputs": {"json_object": True}}
-    if kind == "json_schema":
-        refuse_unknown(form, ("type", "json_schema"), "response_format.")
-        return {"structured_outputs": {"json": schema_of("response_format.json_schema", form.get("json_schema"))}}
-    raise RequestError("response_format.type", f"must be text, json_object or json_schema, got {shown(kind)}")
+        raise RequestError(where, "and structured_outputs say the same; leave one of them out")
+    return {"structured_outputs": {"json_object": True} if kind == "json_object" else {"json": schema_of(place, named)}}
 
 
 def schema_of(where: str, given: Any) -> Mapping[str, Any]:

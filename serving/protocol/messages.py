@@ -9,7 +9,7 @@ from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicod
 from .answers.answer import ChatRequest
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
 from .conversation import Conversation, choice_of
-from .fields import ABSENT, TERMS, common_fields, known_fields, sampling_fields, schema_of, template_options
+from .fields import ABSENT, TERMS, common_fields, known_fields, sampling_fields, structured, template_options
 from .objects import listed, plain, texts, typed
 
 OWN_SAMPLING = sampling_fields("messages")
@@ -194,7 +194,5 @@ def parse_format(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """The form of the text as the sampling parameter that it stands for."""
     if value is None:
         return {}
-    if "structured_outputs" in given:
-        raise RequestError("output_config.format", "and structured_outputs say the same; leave one of them out")
     form = typed("output_config.format", value, {"json_schema": ("schema",)})
-    return {"structured_outputs": {"json": schema_of("output_config.format", form)}}
+    return structured("output_config.format", form["type"], given, "output_config.format", form)

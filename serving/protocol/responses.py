@@ -9,7 +9,7 @@ from ..api.validation import boolean, shown, unicode_text
 from .answers.answer import ChatRequest
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
 from .conversation import Conversation, choice_of
-from .fields import ABSENT, LABELS, TERMS, common_fields, known_fields, sampling_fields, schema_of, template_options
+from .fields import ABSENT, LABELS, TERMS, common_fields, known_fields, sampling_fields, structured, template_options
 from .objects import listed, plain, texts, typed
 
 OWN_SAMPLING = sampling_fields("responses")
@@ -146,13 +146,7 @@ def parse_format(given: Mapping[str, Any]) -> dict[str, Any]:
     if text.get("verbosity", "medium") != "medium":
         raise RequestError("text.verbosity", f"must be 'medium', there is no other, got {shown(text['verbosity'])}")
     form = typed("text.format", text.get("format", {"type": "text"}), FORMATS)
-    if form["type"] == "text":
-        return {}
-    if "structured_outputs" in given:
-        raise RequestError("text.format", "and structured_outputs say the same; leave one of them out")
-    if form["type"] == "json_object":
-        return {"structured_outputs": {"json_object": True}}
-    return {"structured_outputs": {"json": schema_of("text.format", form)}}
+    return structured("text.format", form["type"], given, "text.format", form)
 
 
 def parse_logprobs(given: Mapping[str, Any]) -> int | None:

@@ -50,7 +50,7 @@ def drawn(name: str, seed: int = 0):
     stacks, values = {}, {}
     for field in STACKED:
         node = getattr(specs[0], field)
-        matrices = [quant.quantize(matrix, node.each) for matrix in getattr(weights, field)]
+        matrices = [node.each.quantize(matrix) for matrix in getattr(weights, field)]
         stacks[field] = Stack(jax.tree.map(lambda *arrays: np.stack(arrays), *matrices))
         values[field] = np.stack([value_of(matrix) for matrix in matrices]).astype(np.float64)
     return weights.replace(**stacks), specs, values
@@ -215,7 +215,7 @@ def test_one_expert_at_a_time(fused, tmp_path, monkeypatch):
     matrix = D * F * 2
     assert nbytes(leaf) < peak < nbytes(leaf) + 2 * 10 * matrix < whole.nbytes
     for e in range(E):
-        expected = quant.quantize(np.asarray(value[e].T, np.float32), spec.each)
+        expected = spec.each.quantize(np.asarray(value[e].T, np.float32))
         np.testing.assert_array_equal(leaf.each.codes[e], expected.codes)
         np.testing.assert_array_equal(leaf.each.scale[e], expected.scale)
 

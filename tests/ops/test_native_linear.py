@@ -95,7 +95,7 @@ def test_matrices_of_a_stack(isa, name):
     leaf: Any = w
     nodes: list[Any] = list(w)
     if name is not None:
-        nodes = [quant.quantize(matrix, quant.packed(name, one)) for matrix in w]
+        nodes = [quant.packed(name, one).quantize(matrix) for matrix in w]
         leaf = Stack(jax.tree.map(lambda *arrays: np.stack(arrays), *nodes))
     stack: Any = pack(dense, leaf)
     alone: list[Any] = [pack(one, node) for node in nodes]
@@ -164,7 +164,7 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     x[max(rows - padding, 0) :] = 0
     x[between_bytes(x)] = 0
     spec = spec_of(into, out, dtype)
-    node = quant.quantize(w, quant.packed(name, spec))
+    node = quant.packed(name, spec).quantize(w)
     letters = ("TD,D", "TNH,NH")[len(into) - 1] + "XY"[: len(out)] + "->T" + "XY"[: len(out)]
     plain = wide(einsum(letters, jnp.asarray(x), node, jnp.float32))
     packed = pack(spec, node)
@@ -194,7 +194,7 @@ def test_gate_and_up_in_one_pass(isa, name, activation):
     rng = np.random.default_rng(1)
     x, w = made(rng, (9,), (64,), np.float32), made(rng, (64,), (2, 48), np.float32)
     spec = spec_of((64,), (2, 48), np.float32)
-    node = w if name is None else quant.quantize(w, quant.packed(name, spec))
+    node = w if name is None else quant.packed(name, spec).quantize(w)
     packed = pack(spec, node)
     got = gated("TD,DGF->TGF", jnp.asarray(x), packed, activation)
     np.testing.assert_allclose(got, glu(einsum("TD,DGF->TGF", jnp.asarray(x), packed), activation), atol=2e-6)
@@ -205,7 +205,7 @@ def test_head_that_is_an_embedding_too(isa, name):
     rng = np.random.default_rng(2)
     w, x = made(rng, (50,), (24,), np.float32), made(rng, (3,), (24,), np.float32)
     spec = spec_of((24,), (50,), np.float32, head=True)
-    node = w if name is None else quant.quantize(w.T, quant.packed(name, spec))
+    node = w if name is None else quant.packed(name, spec).quantize(w.T)
     packed: Any = pack(spec, node)
     tokens = jnp.array([0, 49, 17, 17])
     near = 1e-6 if name is None else 0.05
@@ -221,7 +221,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(isa, name, bad):
     rng = np.random.default_rng(3)
     x, w = made(rng, (8,), (64,), np.float32), made(rng, (64,), (40,), np.float32)
     spec = spec_of((64,), (40,), np.float32)
-    packed = pack(spec, w if name is None else quant.quantize(w, quant.packed(name, spec)))
+    packed = pack(spec, w if name is None else quant.packed(name, spec).quantize(w))
     before = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), packed))
     x[5, 7] = bad
     after = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), packed))
@@ -232,6 +232,6 @@ def test_a_row_that_is_not_finite_spoils_no_other(isa, name, bad):
 def test_zeros_stay_zeros(isa):
     for name in FORMATS:
         spec = spec_of((32,), (16,), np.float32)
-        packed = pack(spec, quant.quantize(np.zeros((32, 16), np.float32), quant.packed(name, spec)))
+        packed = pack(spec, quant.packed(name, spec).quantize(np.zeros((32, 16), np.float32)))
         assert not np.asarray(einsum("TD,DF->TF", jnp.ones((2, 32)), packed)).any()
         assert not np.asarray(einsum("TD,DF->TF", jnp.zeros((2, 32)), packed)).any()

@@ -28,7 +28,7 @@ def dense_spec(into=(256,), out=(2, 64)):
 def test_specs_say_what_is_made(name):
     spec = quant.packed(name, dense_spec())
     weight = np.random.default_rng(0).standard_normal((256, 2, 64)).astype(np.float32)
-    node = quant.quantize(weight, spec)
+    node = spec.quantize(weight)
     for one, array in zip(jax.tree.leaves(spec), jax.tree.leaves(node), strict=True):
         assert (one.shape, one.dtype) == (array.shape, array.dtype)
     extra = 4 * 128 if name.startswith("int8") else 0
@@ -41,7 +41,7 @@ def test_specs_say_what_is_made(name):
 def test_each_weight_is_within_half_a_step(name):
     rng = np.random.default_rng(1)
     weight = rng.standard_normal((256, 2, 64)) * rng.uniform(0.01, 10, (1, 2, 64))
-    error = np.abs(restored(quant.quantize(weight, quant.packed(name, dense_spec()))) - weight).reshape(256, -1)
+    error = np.abs(restored(quant.packed(name, dense_spec()).quantize(weight)) - weight).reshape(256, -1)
     if name.startswith("int8"):
         step = np.abs(weight).max(0).reshape(-1) / 127
     else:
@@ -56,7 +56,7 @@ def test_each_weight_is_within_half_a_step(name):
 @pytest.mark.parametrize("name", ["int4", "int4-128"])
 def test_inputs_that_do_not_fill_the_last_group(name):
     weight = np.random.default_rng(2).standard_normal((6, 13, 5)).astype(np.float32)
-    node = quant.quantize(weight, quant.packed(name, dense_spec((6, 13), (5,))))
+    node = quant.packed(name, dense_spec((6, 13), (5,))).quantize(weight)
     x = np.random.default_rng(3).standard_normal((3, 6, 13)).astype(np.float32)
     got = einsum("TNH,NHD->TD", jnp.asarray(x), node, jnp.float32)
     np.testing.assert_allclose(got, np.einsum("tnh,nhd->td", x, weight), atol=2.5)

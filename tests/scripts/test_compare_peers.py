@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint.loader import read_config
+from quire.scripts import collect_env
 from quire.scripts.bench import bandwidth
 from quire.scripts.peers import checkpoint, compare, envs, report, turns
 from quire.scripts.peers.loop import LoadSettings, TimedPrompt, TimedTokens, drive
@@ -351,7 +352,7 @@ def test_an_environment_is_made_once_and_again_when_its_recipe_changes(tmp_path,
 
 def test_vllm_gets_what_quantize_writes(tmp_path):
     """Once, in the format that it computes with."""
-    shape = replace(TINY, width=128, ffn=128)
+    shape = replace(TINY, width=128, ffn=128, head=32)
     folder = checkpoint.write(tmp_path / "hf", shape, vocab=512, max_len=128)
     checkpoint.quantise(folder, tmp_path / "vllm" / "int4", "int4")
     assert read_config(tmp_path / "vllm" / "int4").quant == "int4-128"
@@ -409,4 +410,4 @@ def test_command_writes_the_results(run, bench, tmp_path, monkeypatch):
 
 def test_read_bandwidth_is_a_rate():
     assert 1e8 < bandwidth.read_bandwidth(16, passes=2) < 1e13
-    assert bandwidth.cores() >= 1
+    assert collect_env.cores() >= 1

@@ -1,8 +1,8 @@
-"""The options that commands share. Those of the engine are made from the fields of `EngineOptions`."""
+"""The options that commands share. Flags are made from the fields of `EngineOptions` and `SamplingParams`."""
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +12,10 @@ import typer
 from ..serving.api.options import MEMORY as MEMORY
 from ..serving.api.options import MODEL as MODEL
 from ..serving.api.options import OUTPUT as OUTPUT
+from ..serving.api.options import SAMPLING as SAMPLING
 from ..serving.api.options import EngineOptions
+from ..serving.api.params import SamplingParams
 from .sizes import size
-
-SAMPLING = "Sampling"
 
 
 class UsageError(typer.TyperException):
@@ -49,34 +49,13 @@ def sized(help: str, panel: str, metavar: str, shown: str | bool = True) -> Any:
     return option(help, panel, metavar, shown, parser=size)
 
 
-SAMPLING_FLAGS = {  # by the names of `SamplingParams`, which has the defaults and the bounds
-    "max_tokens": Annotated[int | None, sized("Most tokens of an answer.", SAMPLING, "TOKENS")],
-    "temperature": Annotated[float | None, option("0 always takes the likeliest token.", SAMPLING)],
-    "top_p": Annotated[
-        float | None, option("Sample from the likeliest tokens that together have this probability.", SAMPLING)
-    ],
-    "top_k": Annotated[int | None, option("Sample from this many of the likeliest tokens.", SAMPLING)],
-    "min_p": Annotated[float | None, option("Drop tokens less likely than this fraction of the likeliest.", SAMPLING)],
-    "repetition_penalty": Annotated[float | None, option("Above 1: tokens already seen become less likely.", SAMPLING)],
-    "presence_penalty": Annotated[
-        float | None, option("Subtracted from the logit of every token already generated.", SAMPLING)
-    ],
-    "frequency_penalty": Annotated[
-        float | None, option("Subtracted from it for every time that the token was generated.", SAMPLING)
-    ],
-    "seed": Annotated[int | None, option("The same seed gives the same tokens.", SAMPLING)],
-    "stop": Annotated[list[str] | None, option("Stop before this text; may be given several times.", SAMPLING)],
-}
-
-
 def field_flag(field: Field, shown: str | bool) -> Any:
     """The flag of a field that `flag` declares; it may be left out."""
     about, name = field.metadata, f"--{field.name.replace('_', '-')}"
-    parser = size if about["metavar"] and field.type in (int, int | None) else None
+    kind = list[str] if field.type == Sequence[str] else field.type  # Typer knows no other sequence
+    parser = size if about["metavar"] and kind in (int, int | None) else None
     name = f"{name}/--no-{name[2:]}" if field.default is True else name
-    return Annotated[
-        field.type | None, option(about["help"], about["panel"], about["metavar"], shown, name, parser=parser)
-    ]
+    return Annotated[kind | None, option(about["help"], about["panel"], about["metavar"], shown, name, parser=parser)]
 
 
 def engine_flag(field: Field) -> Any:
@@ -88,6 +67,7 @@ def engine_flag(field: Field) -> Any:
 
 
 ENGINE_FLAGS = {field.name: engine_flag(field) for field in fields(EngineOptions) if field.metadata}
+SAMPLING_FLAGS = {field.name: field_flag(field, True) for field in fields(SamplingParams) if field.metadata["help"]}
 
 
 def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] = ()):

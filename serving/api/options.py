@@ -16,7 +16,7 @@ PARALLEL = {  # axes of the mesh
 }  # fmt: skip
 # Panels of `--help`.
 MODEL, DEVICES, MEMORY = "The model", "Devices and processes", "Memory and batching"
-PREFIXES, OUTPUT = "Prefix cache", "Input and output"
+PREFIXES, OUTPUT, SAMPLING = "Prefix cache", "Input and output", "Sampling"
 
 
 def flag(default: Any, panel: str, help: str, metavar: str | None = None, default_text: str | None = None) -> Any:

@@ -1,9 +1,9 @@
 """What a caller asks for, checked completely before it is queued: the sampling parameters of a request, and its terms.
 
 A parameter is declared here and nowhere else. Its line says its default, what it may be, which HTTP endpoints take it
-under its own name and, where the rows of a step carry it, what padding rows have; the endpoints' fields, their JSON
-schemas, docs/api.md and the arrays of a batch follow from it. `x` is the array `x_R` of `ops.sampling.SamplingInputs`,
-where it is put to use.
+under its own name, what its flag of the commands says and, where the rows of a step carry it, what padding rows have;
+the endpoints' fields, their JSON schemas, docs/api.md, the flags and the arrays of a batch follow from it. `x` is the
+array `x_R` of `ops.sampling.SamplingInputs`, where it is put to use.
 """
 
 import functools
@@ -13,6 +13,7 @@ from numbers import Integral
 from typing import Any
 
 from .errors import RequestError
+from .options import SAMPLING as PANEL
 from .structured import checked_structure
 from .validation import (
     FLAG,
@@ -59,10 +60,16 @@ def declared(
     endpoints: tuple[str, ...] = EVERYWHERE,
     optional: bool = False,
     padding: float | int | None = None,
+    help: str | None = None,
+    metavar: str | None = None,
 ) -> Any:
-    """A field with its declaration; it is optional also where its default is None."""
+    """A field with its declaration; it is optional also where its default is None. With `help` commands have its flag.
+
+    A whole number with a metavar may be written there as 32K.
+    """
     declaration = Declaration(rule, optional or default is None, endpoints, padding)
-    return field(default=default, metadata={"declaration": declaration})
+    about = {"declaration": declaration, "panel": PANEL, "help": help, "metavar": metavar}
+    return field(default=default, metadata=about)
 
 
 @functools.cache
@@ -171,21 +178,40 @@ class SamplingParams:
     n: int = declared(1, whole(1, MAX_CHOICES), ("chat", "completions"))
     # So many are written, and the n likeliest of them, a token, are the answer.
     best_of: int | None = declared(None, whole(1, MAX_CHOICES), ("completions",))
-    presence_penalty: float = declared(0.0, PENALTY, padding=0.0)
-    frequency_penalty: float = declared(0.0, PENALTY, padding=0.0)
+    presence_penalty: float = declared(
+        0.0, PENALTY, padding=0.0, help="Subtracted from the logit of every token already generated."
+    )
+    frequency_penalty: float = declared(
+        0.0, PENALTY, padding=0.0, help="Subtracted from it for every time that the token was generated."
+    )
     # Beyond these bounds float32 logits overflow, and the answer would be NaN rather than extreme.
-    repetition_penalty: float = declared(1.0, real(0.01, 100, " (1 is off)"), padding=1.0)
-    temperature: float = declared(1.0, rule(checked_temperature, TEMPERATURE.schema), padding=0.0)
-    top_p: float = declared(1.0, real(0, 1, " (1 is off)", open_low=True), padding=1.0)
-    top_k: int = declared(0, rule(checked_top_k, TOP_K.schema), padding=0)  # -1 is read as 0
-    min_p: float = declared(0.0, real(0, 1, " (0 is off)"), padding=0.0)
-    seed: int | None = declared(None, rule(checked_seed, whole(SEEDS[0], SEEDS[-1]).schema))
+    repetition_penalty: float = declared(
+        1.0, real(0.01, 100, " (1 is off)"), padding=1.0, help="Above 1: tokens already seen become less likely."
+    )
+    temperature: float = declared(
+        1.0, rule(checked_temperature, TEMPERATURE.schema), padding=0.0, help="0 always takes the likeliest token."
+    )
+    top_p: float = declared(
+        1.0, real(0, 1, " (1 is off)", open_low=True), padding=1.0,
+        help="Sample from the likeliest tokens that together have this probability.",
+    )  # fmt: skip
+    top_k: int = declared(  # -1 is read as 0
+        0, rule(checked_top_k, TOP_K.schema), padding=0, help="Sample from this many of the likeliest tokens."
+    )
+    min_p: float = declared(
+        0.0, real(0, 1, " (0 is off)"), padding=0.0, help="Drop tokens less likely than this fraction of the likeliest."
+    )
+    seed: int | None = declared(
+        None, rule(checked_seed, whole(SEEDS[0], SEEDS[-1]).schema), help="The same seed gives the same tokens."
+    )
     # One string or several, stored as a tuple; so are the other lists, and None is empty.
-    stop: Sequence[str] = declared((), TEXT_OR_TEXTS, OPENAI)
+    stop: Sequence[str] = declared((), TEXT_OR_TEXTS, OPENAI, help="Stop before this text; may be given several times.")
     stop_token_ids: Sequence[int] = declared((), STOP_TOKENS)
     ignore_eos: bool = declared(False, FLAG)
     # None: up to the model's length.
-    max_tokens: int | None = declared(16, whole(1), ("chat", "completions", "messages"), optional=True)
+    max_tokens: int | None = declared(
+        16, whole(1), ("chat", "completions", "messages"), True, help="Most tokens of an answer.", metavar="TOKENS"
+    )
     min_tokens: int = declared(0, whole(0))
     logprobs: int | None = declared(None, COUNT, ("completions",))  # how many beside the chosen token's own
     prompt_logprobs: int | None = declared(None, COUNT, ("chat", "completions"))

@@ -75,16 +75,12 @@ def paged_attention(
     """
 
     def attend(module):
+        spread = {"context": context, "split_rows": split_rows} if context.size > 1 else {}
+        if spread and not getattr(module, "SPREADS", False):
+            raise NotImplementedError(f"positions are spread over {context.size} devices")
         return module.paged_attention(
             q_TNH, k_TKH, v_TKH, pages, rows,
-            scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim,
-            context=context, split_rows=split_rows,
+            scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim, **spread,
         )  # fmt: skip
 
     return choose(IMPLEMENTATIONS, __name__, attend, implementation)
-
-
-def require_whole_pages(context: Axis) -> None:
-    """Declines pages whose positions are split over devices."""
-    if context.size > 1:
-        raise NotImplementedError(f"positions are spread over {context.size} devices")

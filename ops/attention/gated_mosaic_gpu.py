@@ -20,8 +20,7 @@ from threading import Lock
 
 import jax
 
-from ...sharding.device_axes import UNSPLIT, Axis
-from . import mosaic, mosaic_gpu, require_whole_pages
+from . import mosaic, mosaic_gpu
 from .accuracy_trial import LARGEST_ERROR, Trial, error
 
 SECONDS = 240  # for a test: it starts JAX and compiles a few kernels
@@ -36,12 +35,8 @@ log = logging.getLogger("quire")
 lock = Lock()
 
 
-def paged_attention(
-    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim,
-    context: Axis = UNSPLIT, split_rows=False,
-):  # fmt: skip
+def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
     """See `quire.ops.attention.paged_attention`."""
-    require_whole_pages(context)
     try:
         mosaic_gpu.require(q_TNH, pages, value_dim)
         page = pages.k_PSKH

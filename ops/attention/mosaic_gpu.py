@@ -9,8 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...sharding.device_axes import UNSPLIT, Axis
-from . import require_whole_pages
 from .mosaic.task import ROWS
 from .xla import append
 
@@ -21,10 +19,9 @@ PAGES = 16, 32, 64, 128
 
 def paged_attention(
     q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim,
-    context: Axis = UNSPLIT, split_rows=False, interpret: Any = None,
+    interpret: Any = None,
 ):  # fmt: skip
     """See `quire.ops.attention.paged_attention`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
-    require_whole_pages(context)
     require(q_TNH, pages, value_dim, interpret)
     from .mosaic.paged import attend  # only now: it imports a compiler
 

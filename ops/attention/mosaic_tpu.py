@@ -8,8 +8,6 @@ blocks begin at the first position that the step's first row sees. So chunking c
 import jax
 import jax.numpy as jnp
 
-from ...sharding.device_axes import UNSPLIT, Axis
-from . import require_whole_pages
 from .xla import append
 
 BLOCK = 512  # key positions of a block
@@ -18,12 +16,8 @@ HEADS = 64  # query heads of width 128 that fit in a core's vector memory with b
 TABLES = 512 * 1024  # bytes of page tables: half of a core's scalar memory, where they lie
 
 
-def paged_attention(
-    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim,
-    context: Axis = UNSPLIT, split_rows=False,
-):  # fmt: skip
+def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
     """See `quire.ops.attention.paged_attention`."""
-    require_whole_pages(context)
     if not has_tpu():
         raise NotImplementedError("there is no TPU")
     if sinks_N is not None or value_dim is not None:

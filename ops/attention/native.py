@@ -7,20 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...sharding.device_axes import UNSPLIT, Axis
 from ..native import target
 from ..native.kernel_names import ATTENTION
-from . import KVPages, require_whole_pages
+from . import KVPages
 
 PAGES = {pages for pages, _ in ATTENTION}
 
 
-def paged_attention(
-    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim,
-    context: Axis = UNSPLIT, split_rows=False,
-):  # fmt: skip
+def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
     """See `quire.ops.attention.paged_attention`."""
-    require_whole_pages(context)
     if pages.kv_PSYH is not None:
         raise NotImplementedError("keys and values must lie in arrays of their own")
     dtype, held = q_TNH.dtype, pages.k_PSKH.dtype

@@ -13,6 +13,7 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from ..ordered_sum import sum_pairs
 from . import KVPages
 
+SPREADS = True  # it serves pages whose positions are split over devices
 BLOCK = 64  # key positions of a loop step
 TILE = 16  # query rows of a tile where sequences have more than one
 

@@ -6,6 +6,7 @@ back from host memory or disk.
 
 import random
 
+import company
 import jax
 import pytest
 from cases import cases
@@ -56,15 +57,7 @@ def engine_of(compiled: Runner, num_pages: int, host_cache: HostCache | None = N
 
 def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> dict[str, tuple]:
     """What each request got: tokens, and the bits of their scores."""
-    got, step = {}, 0
-    while engine.busy or step <= max(arrivals.values()):
-        for name, at in arrivals.items():
-            if at == step:
-                got[name] = engine.add(name, *requests[name])
-        engine.step()
-        step += 1
-    engine.scheduler.check()
-    return {name: bits(request.output()) for name, request in got.items()}
+    return {name: bits(request.output()) for name, request in company.serve(engine, requests, arrivals).items()}
 
 
 def bits(output) -> tuple:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from pretended_device import Device, sequence
+from pretended_device import Device, random_sequences, sequence
 
 from quire.serving.cache.page_moves import PageMoves
 from quire.serving.cache.page_table import PageTable
@@ -29,15 +29,8 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     scheduler = make(int(rng.integers(2, 5)), pages)
     device = Device(scheduler, scheduler.limits)
     sequences = []
-    for index in range(80):
-        prompt, output = int(rng.integers(1, 40)), int(rng.integers(1, 12))
-        if not scheduler.replicas[0].table.fits(prompt + output, 16):
-            continue
-        seq = sequence(index, prompt, output, int(rng.integers(3)), lockstep=bool(rng.random() < 0.1))
-        if rng.random() < 0.2:
-            seq.prompt_scores = [None] * (prompt - 1)
+    for seq in random_sequences(rng, scheduler, 80):
         sequences.append(seq)
-        scheduler.add(seq)
         if rng.random() < 0.1:
             scheduler.finish(sequences[int(rng.integers(len(sequences)))], "abort")
         for _ in range(int(rng.integers(3))):

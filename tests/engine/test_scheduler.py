@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from pretended_device import Device, sequence
+from pretended_device import Device, random_sequences, sequence
 
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.scheduler import Limits, Scheduler
@@ -21,15 +21,8 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     scheduler = make(pages=pages)
     device = Device(scheduler)
     sequences, aborted = [], set()
-    for index in range(60):
-        prompt, output = int(rng.integers(1, 40)), int(rng.integers(1, 12))
-        if not scheduler.replicas[0].table.fits(prompt + output, 16):
-            continue
-        seq = sequence(index, prompt, output, int(rng.integers(3)), lockstep=bool(rng.random() < 0.1))
-        if rng.random() < 0.2:
-            seq.prompt_scores = [None] * (prompt - 1)
+    for seq in random_sequences(rng, scheduler, 60):
         sequences.append(seq)
-        scheduler.add(seq)
         for _ in range(int(rng.integers(0, 4))):
             device.step()
         if rng.random() < 0.15:

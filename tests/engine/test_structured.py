@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 
+import company
 import numpy as np
 import pytest
 import tiny
@@ -278,15 +279,7 @@ def engine_of(compiled, num_pages: int) -> Engine:
 
 def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> tuple[dict[str, tuple], int]:
     """The bits of every answer, and how often somebody gave way."""
-    got, step = {}, 0
-    while engine.busy or step <= max(arrivals.values()):
-        for name, at in arrivals.items():
-            if at == step:
-                got[name] = engine.add(name, *requests[name])
-        engine.step()
-        step += 1
-    engine.scheduler.check()
-    outputs = {name: request.output() for name, request in got.items()}
+    outputs = {name: request.output() for name, request in company.serve(engine, requests, arrivals).items()}
     found = {
         name: [
             (

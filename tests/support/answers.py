@@ -144,3 +144,14 @@ class Server:
         self.asked = json.loads(request.content)
         kind = "application/json" if self.data.startswith(b"{") else "text/event-stream"
         return httpx2.Response(self.status, content=self.data, headers={"content-type": kind})
+
+
+def spoil(data: st.DataObject, body: Any) -> None:
+    """Replace one place of a body by anything."""
+    place = body
+    while True:
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(JSON | st.floats() | st.just(2**70) | st.just("\ud800"))

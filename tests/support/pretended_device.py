@@ -1,9 +1,12 @@
 """A pretended device for tests of the scheduler: a step's tokens come back one step late, as they do in service."""
 
+from collections.abc import Iterator
 from itertools import groupby
 
+import numpy as np
+
 from quire.serving.api.params import SamplingParams
-from quire.serving.engine.scheduler import Limits
+from quire.serving.engine.scheduler import Limits, Scheduler
 from quire.serving.request.sequence import Sequence
 
 
@@ -11,6 +14,18 @@ def sequence(index: int, prompt: int, output: int, token: int | None = None, **s
     """Its prompt is one token again and again: two with the same one begin alike."""
     token = 1000 + index if token is None else token
     return Sequence(0, [token] * prompt, prompt, SamplingParams(), output, index, **settings)
+
+
+def random_sequences(rng: np.random.Generator, scheduler: Scheduler, count: int) -> Iterator[Sequence]:
+    """Each is added to the scheduler; those that could never be served are left out."""
+    for index in range(count):
+        prompt, output = int(rng.integers(1, 40)), int(rng.integers(1, 12))
+        if scheduler.replicas[0].table.fits(prompt + output, 16):
+            seq = sequence(index, prompt, output, int(rng.integers(3)), lockstep=bool(rng.random() < 0.1))
+            if rng.random() < 0.2:
+                seq.prompt_scores = [None] * (prompt - 1)
+            scheduler.add(seq)
+            yield seq
 
 
 class Device:

@@ -23,7 +23,7 @@ ROOMS = """
     ops/ordered_sum ops/activation ops/norm ops/rope ops/implementations ops/weight ops/native ops/quant
     ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/attention ops/sampling
 
-    model/config model/weights model/partition model/decoder model/uncached model/expert_copies model/families
+    model/config model/weights model/partition model/decoder model/expert_copies model/families
     model/checkpoint model/planning model/text
 
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost

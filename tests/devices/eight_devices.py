@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncached
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
 from golden.recorded import TOLERANCE, Golden, check_answers
@@ -17,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from scipy import stats
 
 from quire import LLM, SamplingParams
-from quire.model import uncached
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError

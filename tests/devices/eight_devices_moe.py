@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncached
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
 from golden.recorded import TOLERANCE, Golden, check_answers
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quire import LLM, SamplingParams
-from quire.model import decoder, expert_copies, uncached
+from quire.model import decoder, expert_copies
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError, Moe

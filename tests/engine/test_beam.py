@@ -5,10 +5,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+import uncached
 from cases import thinned
 
 from quire import LLM, BeamSearchParams, RequestError
-from quire.model import uncached
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.serving.api.params import Terms

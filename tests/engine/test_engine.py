@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncached
 from cases import thinned
 
-from quire.model import uncached
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.serving.api.errors import RequestError

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncached
 from golden.families import VARIANTS
 from golden.recorded import Golden
 from served import model_of, served
 
 from quire import LLM, SamplingParams
-from quire.model import decoder, uncached
+from quire.model import decoder
 from quire.model.checkpoint import loader
 from quire.serving.api.errors import RequestError
 from quire.serving.device import expert_loads

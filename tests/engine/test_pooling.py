@@ -6,10 +6,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+import uncached
 from cases import cases
 
 from quire import LLM, SamplingParams
-from quire.model import uncached
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.serving.api.errors import RequestError

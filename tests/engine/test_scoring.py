@@ -6,10 +6,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+import uncached
 from tokenizer_zoo import ZOO, random_text, save
 
 from quire import LLM
-from quire.model import uncached
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob, RequestOutput

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncached
 from golden.families import KINDS, VARIANTS
 from golden.folder import POSITIONS
 from golden.recorded import TOLERANCE, Golden, check_answers
 
 from quire import LLM
-from quire.model import uncached
 from quire.model.checkpoint import loader
 from quire.model.families import FAMILIES
 from quire.ops import native

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncached
 from cases import thinned
 from dense_values import restored
 from golden.families import VARIANTS
@@ -17,7 +18,7 @@ from golden.recorded import TOLERANCE, Golden
 from safetensors.numpy import save_file
 
 from quire import LLM, SamplingParams
-from quire.model import decoder, uncached
+from quire.model import decoder
 from quire.model.checkpoint import expert_stacks as stacks
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Placement

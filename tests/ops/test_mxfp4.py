@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncached as dense
 from golden.families import VARIANTS
 from golden.recorded import Golden
 
-from quire.model import uncached as dense
 from quire.model.checkpoint import loader
 from quire.ops import native
 from quire.ops.native.linear import Many

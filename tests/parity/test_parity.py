@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import reference  # noqa: E402
+import uncached  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
-from quire.model import uncached  # noqa: E402
 from quire.model.checkpoint import loader  # noqa: E402
 from quire.model.weights import abstract  # noqa: E402
 

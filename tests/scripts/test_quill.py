@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncached
 from cases import thinned
 
 from quire import LLM
-from quire.model import decoder, uncached
+from quire.model import decoder
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract

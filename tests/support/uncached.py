@@ -1,11 +1,11 @@
-"""The decoder without a cache: whole sequences at once, differentiable. For training, and the reference in tests."""
+"""The decoder without a cache: whole sequences at once, differentiable. The reference."""
 
 import jax
 import jax.numpy as jnp
 
-from ..sharding.device_axes import ONE_DEVICE, DeviceAxes
-from . import decoder
-from .config import ModelConfig
+from quire.model import decoder
+from quire.model.config import ModelConfig
+from quire.sharding.device_axes import ONE_DEVICE, DeviceAxes
 
 
 def forward(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):

@@ -285,7 +285,7 @@ def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) 
             (
                 list(a.token_ids),
                 a.finish_reason,
-                [sorted((t, e.logprob) for t, e in entry.items()) for entry in a.logprobs],
+                [sorted((t, e.logprob) for t, e in entry.items()) for entry in a.logprobs or ()],
             )
             for a in output.outputs
         ]

@@ -1,0 +1,147 @@
+"""What README and docs tell a reader to type: every command is understood, and the README's run as they stand."""
+
+import ast
+import inspect
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+from served import FORMATS
+from talk import bundled_server, scripted_server
+
+import quire
+from quire.__main__ import app
+from quire.serving.api.options import EngineOptions
+
+ROOT = Path(quire.__file__).resolve().parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+QUOTED = re.compile(r"`((?:quire|python -m quire\.[\w.]+) [^`]+ [^`]+)`")
+COMMAND = re.compile(r"(?:^|\| |\$ )((?:quire|python -m quire\.[\w.]+) .*)")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in FENCE.findall(page.read_text()) if found == language]
+
+
+def commands(page: Path) -> list[str]:
+    """The commands in a page's blocks and, if they have arguments, between its backquotes; without comments."""
+    lines = [line for block in blocks(page, "") for line in block.replace("\\\n", " ").splitlines()]
+    found = [match[1] for line in lines if (match := COMMAND.search(line))]
+    found += [text for text in QUOTED.findall(FENCE.sub("", page.read_text())) if "COMMAND" not in text]
+    return [shlex.join(shlex.split(re.sub(r" N$", " 8", text.replace(" ...", "")), comments=True)) for text in found]
+
+
+DOCUMENTED = sorted({(page.name, text) for page in PAGES for text in commands(page)})
+
+
+def understood(command, name: str, words: list[str]) -> None:
+    """Parses them as the command line does; a command of several goes on with the next word."""
+    if hasattr(command, "commands"):
+        if words and not words[0].startswith("-"):
+            assert (inner := command.get_command(None, words[0])) is not None, f"there is no `{name} {words[0]}`"
+            understood(inner, f"{name} {words[0]}", words[1:])
+    else:
+        command.make_context(name, words)
+
+
+@pytest.mark.parametrize(("page", "text"), DOCUMENTED)
+def test_every_command_is_understood(page, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("requests.jsonl").touch()
+    words = shlex.split(text)
+    if words[0] == "quire":
+        understood(typer.main.get_command(app), "quire", words[1:])
+    elif "typer.run" in inspect.getsource(module := import_module(words[2])):
+        own = typer.Typer()
+        own.command()(module.main)
+        understood(typer.main.get_command(own), words[2], words[3:])
+    else:
+        flags = {word.split("=")[0] for word in words[3:] if word.startswith("--")}
+        assert all(f'"{flag}"' in inspect.getsource(module) for flag in flags), flags
+
+
+def test_there_are_commands():
+    assert len(DOCUMENTED) > 50
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_in_python_is_known(page):
+    """Those of `LLM` and `AsyncLLM`."""
+    known = EngineOptions.__dataclass_fields__
+    calls = [
+        call
+        for text in blocks(page, "python")
+        if re.search(r"LLM\(", text)
+        for call in ast.walk(ast.parse(text if "async for" not in text else f"async def main():\n{indented(text)}"))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("LLM", "AsyncLLM")
+    ]
+    assert not {keyword.arg for call in calls for keyword in call.keywords} - set(known)
+
+
+def indented(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with the files that the README's commands name, and a `quire` that is this one."""
+    folder = tmp_path_factory.mktemp("reader")
+    shutil.copytree(ROOT / "model" / "quill", folder / "path" / "to" / "model")
+    (folder / "prompt.txt").write_text("Once upon a time")
+    (folder / "long.txt").write_text("Once upon a time there was a fox. " * 20)
+    body = '{"model": "quill", "messages": [{"role": "user", "content": "Sort: 3 1 2"}], "max_tokens": 8}'
+    line = f'{{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {body}}}'
+    (folder / "requests.jsonl").write_text(line + "\n")
+    (folder / "quire").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire "$@"\n')
+    (folder / "quire").chmod(0o755)
+    return folder
+
+
+(TYPED,) = (block for block in blocks(PAGES[0], "") if block.startswith("quire generate"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", TYPED.splitlines())
+def test_the_commands_of_the_readme_run(place, line):
+    environment = os.environ | {"PATH": f"{place}{os.pathsep}{os.environ['PATH']}"}
+    if "quire serve" in line:
+        line = line.replace("quire serve", "exec quire serve --port 0").replace("32K", "1K")
+    done = subprocess.Popen(
+        ["bash", "-c", line], cwd=place, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        if "quire serve" in line:
+            assert any(text.startswith("ready: ") for text in done.stdout), line
+            done.send_signal(signal.SIGTERM)
+        printed, _ = done.communicate("Sort: 31 4 15\n/exit\n" if "quire chat" in line else "", timeout=300)
+    finally:
+        done.kill()
+        done.wait()
+    assert done.returncode == 0, printed
+    assert "quire serve" in line or printed or "build-kernels" in line
+
+
+@pytest.mark.slow
+def test_the_scripts_of_the_readme_run(capsys):
+    client, tools, offline = blocks(PAGES[0], "python")
+    with bundled_server() as server:
+        names: dict = {}
+        exec(client.replace("http://127.0.0.1:8000", server.url), names)
+        assert "fox" in capsys.readouterr().out
+    with scripted_server(FORMATS) as server:
+        exec(client.split("\n\n")[0] + f"\nclient = OpenAI(base_url='{server.url}/v1', api_key='none')", names)
+        names["asked"] = [{"role": "user", "content": "the weather in Rome"}]
+        exec(tools.replace('"mine"', '"quill"'), names)
+        assert "Rome" in capsys.readouterr().out
+    exec(offline, {})
+    assert "31 52 90" in capsys.readouterr().out

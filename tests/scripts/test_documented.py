@@ -121,7 +121,7 @@ def test_the_commands_of_the_readme_run(place, line):
     )  # fmt: skip
     try:
         if "quire serve" in line:
-            assert any(text.startswith("ready: ") for text in done.stdout), line
+            assert done.stdout is not None and any(text.startswith("ready: ") for text in done.stdout), line
             done.send_signal(signal.SIGTERM)
         printed, _ = done.communicate("Sort: 31 4 15\n/exit\n" if "quire chat" in line else "", timeout=300)
     finally:

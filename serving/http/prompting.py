@@ -11,6 +11,7 @@ from .. import parsing
 from ..api.errors import RequestError
 from ..api.params import SamplingParams
 from ..async_llm import Ask
+from ..chat_prompt import render, template_source
 from ..engine.engine import Engine
 from ..parsing.forced import Forced
 from ..protocol.answers.answer import ChatRequest, CompletionRequest, Prompted
@@ -32,19 +33,11 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
     """The prompt of a conversation, and who reads the answer."""
     tokenizer = chat_tokenizer(engine, formats)
     tools = request.tools if request.tool_choice != "none" else []
-    options = dict(request.template_options)
-    goes_on = options.pop("continue_final_message", False)
-    template = options.get("chat_template") or tokenizer.template_for(tools) or ""
+    template = template_source(tokenizer, tools, request.template_options)
     tool_parser, reasoning_parser = formats.parsers(template)
-    if tools:
-        if "tools" not in template:
-            raise RequestError("tools", "cannot be told to this model: its chat template has no place for them")
-        options["tools"] = tools
+    text = render(tokenizer, request.messages, tools, request.template_options)
+    check_length(engine, "messages", text)
     try:
-        text = tokenizer.apply_chat_template(request.messages, **options)
-        if goes_on:
-            text = cut_after(text, request.messages[-1]["content"])
-        check_length(engine, "messages", text)
         tokens = tokenizer.encode(text, add_special_tokens=False)
     except PromptError as error:
         raise RequestError("messages", str(error)) from None
@@ -90,16 +83,6 @@ def forced_call(params: SamplingParams, tools: Sequence[dict[str, Any]], name: s
         for function in functions
     ]
     return {"json": json.dumps({"anyOf": calls})}
-
-
-def cut_after(text: str, last: str) -> str:
-    """The prompt up to the end of what its last message says, so that the answer goes on from there."""
-    end = text.rfind(last.strip())
-    if end < 0 or not last.strip():
-        raise RequestError("continue_final_message", "cannot be done: the chat template does not show the last message")
-    end += len(last.strip())
-    spaces = last[len(last.rstrip()) :]
-    return text[: end + len(spaces)] if text.startswith(spaces, end) else text[:end]
 
 
 def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> Prepared:

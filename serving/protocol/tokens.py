@@ -21,6 +21,7 @@ class TokenizeRequest:
     model: str | None
     prompt: str | None
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
     options: dict[str, Any]
     add_special_tokens: bool
     return_token_strs: bool
@@ -38,14 +39,12 @@ def parse_tokenize(body: Any) -> TokenizeRequest:
     if ("prompt" in given) == ("messages" in given):
         raise RequestError("prompt", "or messages must be given, and not both")
     chat = "messages" in given
-    options = template_options(given)
-    if chat and given.get("tools"):
-        options["tools"] = parse_tools(given["tools"])
     return TokenizeRequest(
         given.get("model"),
         None if chat else unicode("prompt", given["prompt"]),
         parse_messages(given["messages"]) if chat else [],
-        options,
+        parse_tools(given.get("tools", [])) if chat else [],
+        template_options(given),
         boolean("add_special_tokens", given.get("add_special_tokens", not chat)),
         boolean("return_token_strs", given.get("return_token_strs", False)),
     )

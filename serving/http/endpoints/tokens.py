@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from ....model.text.chat_template import PromptError
 from ...api.errors import RequestError
+from ...chat_prompt import render
 from ...engine.engine import Engine
 from ...protocol import messages
 from ...protocol.tokens import TokenizeRequest, checked, parse_detokenize, parse_tokenize
@@ -24,10 +25,10 @@ async def tokenize(service: Service, request: Request) -> JsonResponse:
 
 def cut(engine: Engine, asked: TokenizeRequest, formats: Formats) -> dict[str, Any]:
     tokenizer = prompting.chat_tokenizer(engine, formats)
+    text = asked.prompt
+    if text is None:
+        text = render(tokenizer, asked.messages, asked.tools, asked.options)
     try:
-        text = asked.prompt
-        if text is None:
-            text = tokenizer.apply_chat_template(asked.messages, **asked.options)
         prompting.check_length(engine, "messages" if asked.messages else "prompt", text)
         found = tokenizer.encode(text, add_special_tokens=asked.add_special_tokens)
     except PromptError as error:

@@ -66,8 +66,8 @@ def engine_flag(field: Field) -> Any:
     )
 
 
-ENGINE_FLAGS = {field.name: engine_flag(field) for field in fields(EngineOptions) if field.metadata}
-SAMPLING_FLAGS = {field.name: field_flag(field, True) for field in fields(SamplingParams) if field.metadata["help"]}
+ENGINE_FLAGS = {field.name: engine_flag(field) for field in fields(EngineOptions) if "panel" in field.metadata}
+SAMPLING_FLAGS = {field.name: field_flag(field, True) for field in fields(SamplingParams) if "panel" in field.metadata}
 
 
 def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] = ()):

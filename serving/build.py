@@ -22,6 +22,7 @@ from ..ops import native
 from ..ops.native.model_kernels import of_model
 from ..sharding.mesh import Mesh
 from .api.options import DISK, HOST, PARALLEL, EngineOptions
+from .api.params import MAX_LOGPROBS
 from .cache.disk_cache import DiskCache
 from .cache.host_cache import HostCache
 from .cache.page_table import PageTable
@@ -110,7 +111,8 @@ def make_runner(
     """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
     experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
     native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, experts))
-    limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16))
+    listed = config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS)
+    limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16), listed)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
     load_weights, weights = partial(load, folder, config, placement), None

@@ -137,6 +137,10 @@ class Tokenizer:
         """The number of characters of the longest token: n tokens have at most n times as many."""
         return max(map(len, self._core.get_vocab(with_added_tokens=True)), default=1)
 
+    def get_vocab(self) -> dict[str, int]:
+        """The ids by token, with the added ones; each as it stands in the vocabulary, not as text."""
+        return self._core.get_vocab(with_added_tokens=True)
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""

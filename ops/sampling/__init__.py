@@ -61,7 +61,7 @@ class Sampled:
     tokens_R: Array  # int32
     logprobs_R: Array  # float32, log-softmax of the logits before any processing
     ranks_R: Array  # int32, 1 = best; tokens that tie share the better rank
-    top_ids_RK: Array  # int32, K = min(MAX_LOGPROBS, V)
+    top_ids_RK: Array  # int32, K = min(listed, V)
     top_logprobs_RK: Array  # float32
     ok_R: Array  # bool, False where the raw logits are broken (NaN, +inf, all -inf) or every token is banned
 
@@ -72,17 +72,17 @@ def sample(
     inputs: SamplingInputs,
     plain: bool = False,
     axis: Axis = UNSPLIT,
+    listed: int = MAX_LOGPROBS,
     implementation: str | None = None,
 ) -> Sampled:
     """Choose, or score, one token a row. Each device of `axis` has the logits and the state of its own tokens.
 
     `plain` promises that all rows are drawn or greedy with no parameters but temperature and min-p, and want no
     log-probabilities. The tokens are the same, computed without a branch: at each branch a GPU waits for its host.
-    `implementation` forces one of IMPLEMENTATIONS.
+    `listed` is the K of what is sampled. `implementation` forces one of IMPLEMENTATIONS.
     """
-    return choose(
-        IMPLEMENTATIONS, __name__, lambda module: module.sample(logits_RV, state, inputs, plain, axis), implementation
-    )
+    arguments = logits_RV, state, inputs, plain, axis, listed
+    return choose(IMPLEMENTATIONS, __name__, lambda module: module.sample(*arguments), implementation)
 
 
 def empty_state(num_slots: int, vocab: int) -> SlotState:

@@ -12,14 +12,21 @@ from ..native import kernel_names, target
 from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState
 
 
-def sample(logits_RV, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = UNSPLIT) -> Sampled:
+def sample(
+    logits_RV,
+    state: SlotState,
+    inputs: SamplingInputs,
+    plain: bool = False,
+    axis: Axis = UNSPLIT,
+    listed: int = MAX_LOGPROBS,
+) -> Sampled:
     """See `quire.ops.sampling.sample`. `plain` makes no difference here."""
     if axis.size > 1:
         raise NotImplementedError("the vocabulary is split over devices")
     kernel = target(kernel_names.SAMPLING)
     check_shapes(logits_RV, state, inputs)
     R, V = logits_RV.shape
-    K = min(MAX_LOGPROBS, V)
+    K = min(listed, V)
     results = Sampled(
         tokens_R=jax.ShapeDtypeStruct((R,), jnp.int32),
         logprobs_R=jax.ShapeDtypeStruct((R,), jnp.float32),

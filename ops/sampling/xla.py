@@ -24,7 +24,12 @@ FAN_OUT = 64
 
 
 def sample(
-    logits_RV: Array, state: SlotState, inputs: SamplingInputs, plain: bool = False, axis: Axis = UNSPLIT
+    logits_RV: Array,
+    state: SlotState,
+    inputs: SamplingInputs,
+    plain: bool = False,
+    axis: Axis = UNSPLIT,
+    listed: int = MAX_LOGPROBS,
 ) -> Sampled:
     """See `quire.ops.sampling.sample`. Work that no row wants is skipped."""
     raw_RV = logits_RV.astype(jnp.float32)
@@ -54,8 +59,9 @@ def sample(
     tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
 
     wants_R = ok_R & inputs.wants_logprobs_R
-    zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(partial(score, axis=axis), raw_RV, tokens_R)]
-    scores = zeros if plain else lax.cond(wants_R.any(), lambda: list(score(raw_RV, tokens_R, axis)), lambda: zeros)
+    best = partial(score, listed=listed, axis=axis)
+    zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(best, raw_RV, tokens_R)]
+    scores = zeros if plain else lax.cond(wants_R.any(), lambda: list(best(raw_RV, tokens_R)), lambda: zeros)
     scores = [jnp.where(jnp.expand_dims(wants_R, range(1, x.ndim)), x, 0) for x in scores]
     return Sampled(tokens_R, *scores, ok_R=ok_R)
 
@@ -263,8 +269,8 @@ def uniform(seeds_R2: Array, positions_R: Array) -> Array:
 
 
 @jax.named_scope("score")
-def score(raw_RV: Array, tokens_R: Array, axis: Axis = UNSPLIT) -> tuple[Array, ...]:
-    """Log-probability and rank of each row's token, and the best K tokens with theirs."""
+def score(raw_RV: Array, tokens_R: Array, listed: int, axis: Axis = UNSPLIT) -> tuple[Array, ...]:
+    """Log-probability and rank of each row's token, and the best `listed` tokens with theirs."""
     V = raw_RV.shape[1]
     if axis.size == 1:
         token_logits_R = jnp.take_along_axis(raw_RV, tokens_R[:, None], axis=1)[:, 0]
@@ -273,7 +279,7 @@ def score(raw_RV: Array, tokens_R: Array, axis: Axis = UNSPLIT) -> tuple[Array, 
         found_R = jnp.take_along_axis(raw_RV, jnp.minimum(at_R, V - 1)[:, None], axis=1)[:, 0]
         token_logits_R = axis.sum(jnp.where(at_R < V, found_R, 0))
     ranks_R = 1 + total((raw_RV > token_logits_R[:, None]).astype(jnp.int32), axis)
-    top_logits_RK, top_ids_RK = top(raw_RV, MAX_LOGPROBS, axis)
+    top_logits_RK, top_ids_RK = top(raw_RV, listed, axis)
     best_R = raw_RV.max(axis=1)  # a slice of top_k would keep XLA from seeing that it need not sort
     best_R = axis.gather(best_R).max(axis=0)
     log_total_R = jnp.log(total(jnp.exp(raw_RV - best_R[:, None]), axis))

@@ -1,12 +1,18 @@
 """The options of an engine."""
 
-from dataclasses import dataclass, field
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
 
 from ...model.config import ModelError
+from .validation import shown
+from .vllm_names import ENGINE, only_known
 
 Pooling = Literal["last", "mean"]
+P = ParamSpec("P")
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 HOST = 256 << 20  # bytes of host memory that buffer pages for the disk
 DISK = 8 << 30
@@ -28,13 +34,19 @@ def flag(default: Any, panel: str, help: str, metavar: str | None = None, defaul
     return field(default=default, metadata=about)
 
 
+def no_flag(default: Any, help: str) -> Any:
+    """A field that is an argument in Python only."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class EngineOptions:
-    """The names are those of the flags, and the commands make their flags of these fields."""
+    """What an engine is made by. The commands make their flags of these fields, and Python its keyword arguments."""
 
-    model: str | None = None  # a folder or Hugging Face id; None: the bundled model
+    model: str | None = no_flag(None, "A folder or Hugging Face id; None: the bundled model.")
+    _: KW_ONLY
     tokenizer: str | None = flag(None, MODEL, "A folder or Hugging Face id.", default_text="the model's own")
-    skip_tokenizer_init: bool = False  # serve token ids only
+    skip_tokenizer_init: bool = no_flag(False, "Take and give token ids only.")
     dtype: str = flag("auto", MODEL, "float32, bfloat16 or auto.", default_text="auto: the model's")
     quantization: str | None = flag(
         None, MODEL, "Round the weights to int8, int8-weights, int4, int4-128, int4-64-zero and so on.",
@@ -93,14 +105,19 @@ class EngineOptions:
     )
     max_num_seqs: int = flag(32, MEMORY, "Most sequences in one step.", "N")
     max_num_batched_tokens: int = flag(512, MEMORY, "Most tokens in one step.", "TOKENS")
-    max_queued_requests: int | None = None  # more are refused; None: as many as come
+    max_queued_requests: int | None = no_flag(None, "Most requests that wait; more are refused. None: as many as come.")
     pooling: Pooling = flag(
         "last", MODEL, "Make an embedding of the last hidden state, or of the mean of all.", "last|mean"
     )
     trace: str | None = flag(
         None, OUTPUT, "Write a timeline of the steps, for ui.perfetto.dev or chrome://tracing.", "FILE"
     )
-    seed: int = 0  # of sampling, for requests without a seed
+    max_logprobs: int = no_flag(
+        20,
+        "Most log-probabilities that a request may want of a position, 20 or more; -1: of the whole vocabulary, "
+        "for which every step then has memory.",
+    )
+    seed: int = no_flag(0, "Of sampling, for requests without a seed.")
 
     @property
     def most_running(self) -> int:
@@ -122,6 +139,8 @@ class EngineOptions:
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):
             raise ModelError(f"max_model_len is {length!r}; it must be at least 2, or -1 for the longest that fits")
+        if type(self.max_logprobs) is not int or self.max_logprobs < -1:
+            raise ModelError(f"max_logprobs is {self.max_logprobs!r}; it must be an integer, or -1 for all of them")
         queued = self.max_queued_requests
         if queued is not None and (not isinstance(queued, int) or isinstance(queued, bool) or queued < 1):
             raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
@@ -181,10 +200,37 @@ class EngineOptions:
             )
 
 
+def refuse(name: str, value: Any, why: str) -> NoReturn:
+    raise ModelError(f"{name} is {shown(value)}, which has no place here: {why}")
+
+
 def options_of(model: str | Path | None, **options) -> EngineOptions:
     """The options as a caller gave them; one that does not exist is named."""
+    options = only_known(options, ENGINE, refuse)
     try:
         return EngineOptions(model=None if model is None else str(model), **options)
     except TypeError as error:
         names = ", ".join(EngineOptions.__dataclass_fields__)
         raise TypeError(f"{str(error).split('__init__() ')[-1]}; the options are {names}") from None
+
+
+def takes_options(
+    make: Callable[P, EngineOptions],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """An `__init__` with the parameters of `make`: an editor completes them, and `help()` says what each does."""
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = inspect.signature(make).parameters.values()
+        init.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+        init.__doc__ = "\n".join(["The options of the engine:", "", *map(described, fields(make))])  # type: ignore[arg-type]
+        return init
+
+    return decorate
+
+
+def described(option: Field) -> str:
+    """A line about a field, in Python's words."""
+    text = re.sub(r"--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", option.metadata["help"])
+    default = option.metadata.get("default_text")
+    return f"{option.name}: {text}" + (f" Not given: {default}." if default else "")

@@ -1,8 +1,8 @@
 """What a caller gets back: the texts, tokens and log-probabilities of one request, and its times."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "timeout", "error")
@@ -17,6 +17,47 @@ class Logprob:
     decoded_token: str | None = None
 
 
+class FlatLogprobs(Sequence[Mapping[int, Logprob]]):
+    """Log-probabilities by position, as in a list of dicts, and held in a few long lists.
+
+    The candidates at position i are those from `start_indices[i]` to `end_indices[i]` of the other lists.
+    """
+
+    def __init__(self, positions: Iterable[Mapping[int, Logprob] | None] = ()):
+        self.start_indices: list[int] = []
+        self.end_indices: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int | None] = []
+        self.decoded_tokens: list[str | None] = []
+        for position in positions:
+            self.append(position)
+
+    def append(self, candidates: Mapping[int, Logprob] | None) -> None:
+        """One more position; None where nothing precedes it."""
+        self.start_indices.append(len(self.token_ids))
+        for token, entry in (candidates or {}).items():
+            self.token_ids.append(token)
+            self.logprobs.append(entry.logprob)
+            self.ranks.append(entry.rank)
+            self.decoded_tokens.append(entry.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    def __getitem__(self, at) -> Any:  # a dict, or the same for a slice
+        if isinstance(at, slice):
+            return FlatLogprobs(self[index] for index in range(*at.indices(len(self))))
+        return {
+            self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i])
+            for i in range(self.start_indices[at], self.end_indices[at])
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if isinstance(other, FlatLogprobs) else NotImplemented
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
     """One of the `n` answers to a request; `finish_reason` is None while it is still being written."""
@@ -28,6 +69,7 @@ class CompletionOutput:
     logprobs: Sequence[Mapping[int, Logprob]] | None = None  # by position: the chosen token and the likeliest
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for the model's own end
+    lora_request = None  # no field: vLLM's name for what there is not
 
     @property
     def finished(self) -> bool:
@@ -62,6 +104,12 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     num_preemptions: int = 0
+    num_generation_tokens: int = 0
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """vLLM's name of `time_to_first_token`."""
+        return self.time_to_first_token
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -85,6 +133,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     pooled: Sequence[float] | None = None  # of an embedding request: the hidden state, not normalised
+    # No fields: vLLM's names for what there is not.
+    encoder_prompt = encoder_prompt_token_ids = lora_request = kv_transfer_params = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +142,15 @@ class EmbeddingOutput:
     """A text as a point: a vector of length 1."""
 
     embedding: Sequence[float]
+
+    @property
+    def data(self) -> Sequence[float]:
+        """What `encode` is asked for, under its own name."""
+        return self.embedding
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,23 @@
 """What a caller asks for, checked completely before it is queued: the sampling parameters of a request, and its terms.
 
 A parameter is declared here and nowhere else. Its line says its default, what it may be, which HTTP endpoints take it
-under its own name, what its flag of the commands says and, where the rows of a step carry it, what padding rows have;
-the endpoints' fields, their JSON schemas, docs/api.md, the flags and the arrays of a batch follow from it. `x` is the
-array `x_R` of `ops.sampling.SamplingInputs`, where it is put to use.
+under its own name, what it does, whether commands have its flag and, where the rows of a step carry it, what padding
+rows have; the endpoints' fields, their JSON schemas, docs/api.md, the flags, what `help()` says and the arrays of a batch
+follow from it. `x` is the array `x_R` of `ops.sampling.SamplingInputs`, where it is put to use.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from enum import Enum
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+from . import vllm_names
 from .errors import RequestError
 from .options import SAMPLING as PANEL
-from .structured import checked_structure
+from .options import described
+from .structured import StructuredOutputsParams, checked_structure
 from .validation import (
     FLAG,
     INT32_MAX,
@@ -34,7 +37,9 @@ from .validation import (
     token_ids,
     whole,
 )
+from .vllm_names import takes_vllm_names
 
+T = TypeVar("T")
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 256
@@ -60,16 +65,23 @@ def declared(
     endpoints: tuple[str, ...] = EVERYWHERE,
     optional: bool = False,
     padding: float | int | None = None,
-    help: str | None = None,
+    help: str = "",
     metavar: str | None = None,
+    flag: bool = False,
 ) -> Any:
-    """A field with its declaration; it is optional also where its default is None. With `help` commands have its flag.
+    """A field with its declaration; it is optional also where its default is None. With `flag` commands have its flag.
 
     A whole number with a metavar may be written there as 32K.
     """
     declaration = Declaration(rule, optional or default is None, endpoints, padding)
-    about = {"declaration": declaration, "panel": PANEL, "help": help, "metavar": metavar}
-    return field(default=default, metadata=about)
+    about = {"declaration": declaration, "help": help, "metavar": metavar}
+    return field(default=default, metadata=about | ({"panel": PANEL} if flag else {}))
+
+
+def documented(cls: type[T]) -> type[T]:
+    """A class whose docstring says what each field does."""
+    cls.__doc__ = "\n".join([cls.__doc__ or "", "", *map(described, fields(cls))])  # type: ignore[arg-type]
+    return cls
 
 
 @functools.cache
@@ -132,11 +144,34 @@ def checked_allowed(param: str, value: Any) -> tuple[int, ...]:
     return found
 
 
+def checked_count(param: str, value: Any, more: str = "") -> int:
+    return integer(param, value, -1, INT32_MAX, " (-1 is all)" + more)
+
+
+def checked_prompt_count(param: str, value: Any, more: str = "") -> int:
+    return COUNT.check(param, 1 if value is True else value, more)
+
+
+class RequestOutputKind(Enum):
+    """What each result of a stream holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # everything, in the only result
+
+
+def checked_kind(param: str, value: Any) -> RequestOutputKind:
+    if not isinstance(value, RequestOutputKind):
+        raise RequestError(param, f"must be a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY, got {shown(value)}")
+    return value
+
+
 BIAS = -100, 100
 SEEDS = range(-(2**63), 2**63)
 TEMPERATURE = real(0, 100, " (0 is greedy)")
 TOP_K = whole(-1, remedy=" (0 or -1 is off)")
-COUNT = whole(0, MAX_LOGPROBS)
+COUNT = Rule(checked_count, whole(0, MAX_LOGPROBS).schema)  # a server has the default of `max_logprobs`
+PROMPT_COUNT = Rule(checked_prompt_count, COUNT.schema)
 PENALTY = real(-2, 2)
 SALT = rule(checked_salt, {"type": "string", "minLength": 1})
 TEXTS = rule(lambda param, value: strings(param, () if value is None else value), STRINGS)
@@ -171,60 +206,93 @@ class Terms:
 PLAIN = Terms()
 
 
-@dataclass(frozen=True, kw_only=True)
+def refuse(name: str, value: Any, why: str) -> NoReturn:
+    raise RequestError(name, f"has no place here, got {shown(value)}: {why}")
+
+
+@takes_vllm_names(vllm_names.SAMPLING, refuse)
+@documented
+@dataclass(frozen=True)
 class SamplingParams:
     """How to choose the tokens of a request and when to stop; every field is checked when it is made."""
 
-    n: int = declared(1, whole(1, MAX_CHOICES), ("chat", "completions"))
-    # So many are written, and the n likeliest of them, a token, are the answer.
-    best_of: int | None = declared(None, whole(1, MAX_CHOICES), ("completions",))
+    n: int = declared(1, whole(1, MAX_CHOICES), ("chat", "completions"), help="Answers to the prompt.")
     presence_penalty: float = declared(
-        0.0, PENALTY, padding=0.0, help="Subtracted from the logit of every token already generated."
+        0.0, PENALTY, padding=0.0, help="Subtracted from the logit of every token already generated.", flag=True
     )
     frequency_penalty: float = declared(
-        0.0, PENALTY, padding=0.0, help="Subtracted from it for every time that the token was generated."
+        0.0, PENALTY, padding=0.0, help="Subtracted from it for every time that the token was generated.", flag=True
     )
     # Beyond these bounds float32 logits overflow, and the answer would be NaN rather than extreme.
     repetition_penalty: float = declared(
-        1.0, real(0.01, 100, " (1 is off)"), padding=1.0, help="Above 1: tokens already seen become less likely."
-    )
+        1.0, real(0.01, 100, " (1 is off)"), padding=1.0, help="Above 1: tokens already seen become less likely.",
+        flag=True,
+    )  # fmt: skip
     temperature: float = declared(
-        1.0, rule(checked_temperature, TEMPERATURE.schema), padding=0.0, help="0 always takes the likeliest token."
-    )
+        1.0, rule(checked_temperature, TEMPERATURE.schema), padding=0.0, help="0 always takes the likeliest token.",
+        flag=True,
+    )  # fmt: skip
     top_p: float = declared(
         1.0, real(0, 1, " (1 is off)", open_low=True), padding=1.0,
-        help="Sample from the likeliest tokens that together have this probability.",
+        help="Sample from the likeliest tokens that together have this probability.", flag=True,
     )  # fmt: skip
     top_k: int = declared(  # -1 is read as 0
-        0, rule(checked_top_k, TOP_K.schema), padding=0, help="Sample from this many of the likeliest tokens."
-    )
+        0, rule(checked_top_k, TOP_K.schema), padding=0, help="Sample from this many of the likeliest tokens.",
+        flag=True,
+    )  # fmt: skip
     min_p: float = declared(
-        0.0, real(0, 1, " (0 is off)"), padding=0.0, help="Drop tokens less likely than this fraction of the likeliest."
-    )
+        0.0, real(0, 1, " (0 is off)"), padding=0.0,
+        help="Drop tokens less likely than this fraction of the likeliest.", flag=True,
+    )  # fmt: skip
     seed: int | None = declared(
-        None, rule(checked_seed, whole(SEEDS[0], SEEDS[-1]).schema), help="The same seed gives the same tokens."
-    )
+        None, rule(checked_seed, whole(SEEDS[0], SEEDS[-1]).schema), help="The same seed gives the same tokens.",
+        flag=True,
+    )  # fmt: skip
     # One string or several, stored as a tuple; so are the other lists, and None is empty.
-    stop: Sequence[str] = declared((), TEXT_OR_TEXTS, OPENAI, help="Stop before this text; may be given several times.")
-    stop_token_ids: Sequence[int] = declared((), STOP_TOKENS)
-    ignore_eos: bool = declared(False, FLAG)
-    # None: up to the model's length.
+    stop: Sequence[str] = declared(
+        (), TEXT_OR_TEXTS, OPENAI, help="Stop before this text; may be given several times.", flag=True
+    )
+    stop_token_ids: Sequence[int] = declared((), STOP_TOKENS, help="Tokens with which the answer ends.")
+    ignore_eos: bool = declared(False, FLAG, help="Do not end at the model's own end of an answer.")
     max_tokens: int | None = declared(
-        16, whole(1), ("chat", "completions", "messages"), True, help="Most tokens of an answer.", metavar="TOKENS"
+        16, whole(1), ("chat", "completions", "messages"), True,
+        help="Most tokens of an answer.", metavar="TOKENS", flag=True,
+    )  # fmt: skip
+    min_tokens: int = declared(0, whole(0), help="So many tokens come before an end or a stop counts.")
+    logprobs: int | None = declared(
+        None, COUNT, ("completions",),
+        help="Give log-probabilities of each token and of so many of the likeliest. More than 20, and -1 for the whole "
+        "vocabulary, need `LLM(max_logprobs=)`.",
+    )  # fmt: skip
+    prompt_logprobs: int | None = declared(
+        None, PROMPT_COUNT, ("chat", "completions"), help="The same for the prompt's tokens; True is 1."
     )
-    min_tokens: int = declared(0, whole(0))
-    logprobs: int | None = declared(None, COUNT, ("completions",))  # how many beside the chosen token's own
-    prompt_logprobs: int | None = declared(None, COUNT, ("chat", "completions"))
-    detokenize: bool = declared(True, FLAG, ())
-    skip_special_tokens: bool = declared(True, FLAG)
-    include_stop_str_in_output: bool = declared(False, FLAG)
-    logit_bias: Mapping[int, float] | None = declared(None, rule(checked_biases, BIASES))
-    allowed_token_ids: Sequence[int] | None = declared(None, rule(checked_allowed, many(TOKEN, MAX_ALLOWED, 1)))
-    bad_words: Sequence[str] = declared((), TEXTS)
-    # What the answer has to look like: see structured.py.
-    structured_outputs: Mapping[str, Any] | None = declared(
-        None, rule(lambda param, value: checked_structure(value), {"type": "object"})
+    _: KW_ONLY  # so far the order is vLLM's
+    flat_logprobs: bool = declared(
+        False, FLAG, (), help="Give both as `FlatLogprobs`: a few long lists instead of many objects."
     )
+    detokenize: bool = declared(True, FLAG, (), help="Write the answer's text.")
+    skip_special_tokens: bool = declared(True, FLAG, help="Leave special tokens out of the text.")
+    include_stop_str_in_output: bool = declared(False, FLAG, help="Let the text end with what stopped it.")
+    output_kind: RequestOutputKind = declared(
+        RequestOutputKind.CUMULATIVE, rule(checked_kind, {}), (),
+        help="What each result of a stream holds: a `RequestOutputKind`.",
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] | None = declared(
+        None, rule(checked_biases, BIASES), help="Added to the logits of these token ids, -100 to 100."
+    )
+    allowed_token_ids: Sequence[int] | None = declared(
+        None, rule(checked_allowed, many(TOKEN, MAX_ALLOWED, 1)), help="No other tokens are drawn."
+    )
+    bad_words: Sequence[str] = declared((), TEXTS, help="Texts that the answer does not have.")
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = declared(  # kept as a dict
+        None, rule(lambda param, value: checked_structure(value), {"type": "object"}),
+        help="The form of the answer: `StructuredOutputsParams`, or a dict with its fields.",
+    )  # fmt: skip
+    best_of: int | None = declared(
+        None, whole(1, MAX_CHOICES), ("completions",),
+        help="Write so many answers, and give the n likeliest of them, a token.",
+    )  # fmt: skip
 
     def __post_init__(self):
         check_fields(self)
@@ -244,6 +312,10 @@ class SamplingParams:
     def scored(self) -> bool:
         """Whether the log-probabilities of the tokens drawn are wanted."""
         return self.logprobs is not None or self.num_sequences > self.n
+
+    def clone(self) -> "SamplingParams":
+        """The same again. Parameters do not change: `dataclasses.replace` makes others of them."""
+        return replace(self)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "SamplingParams":

@@ -1,7 +1,8 @@
 """What an answer has to look like, checked in form and size; request/grammar.py compiles it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import RequestError
@@ -17,8 +18,35 @@ MAX_CHOICE = 1024  # bytes
 MAX_PATTERN = 1024
 
 
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer has to look like: exactly one of the shapes, and where its JSON may have white space.
+
+    json: a JSON schema, as an object or as its text.
+    regex: a regular expression for the whole answer.
+    choice: texts, one of which is the answer.
+    grammar: a grammar in Lark's notation.
+    json_object: any JSON object.
+    whitespace_pattern: a regular expression for what stands between the parts of JSON.
+    disable_any_whitespace: nothing stands between them.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+
+    def __post_init__(self):
+        checked_structure(self)
+
+
 def checked_structure(given: object) -> dict[str, Any]:
     """The one shape that is asked for, and the spacing of JSON; a schema as text, choices as a tuple."""
+    if isinstance(given, StructuredOutputsParams):
+        given = {name: value for name, value in vars(given).items() if value is not None}
     if not isinstance(given, Mapping):
         raise RequestError(FIELD, f"must be an object with one of {', '.join(SHAPES)}, got {shown(given)}")
     refuse_unknown(given, (*SHAPES, *SPACING), f"{FIELD}.")

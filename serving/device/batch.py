@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from ...ops.sampling import MAX_BANS, SamplingInputs
+from ...ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs
 from ..api.params import SAMPLING
 
 
@@ -74,6 +74,7 @@ class Layout:
     table_width: int
     max_seqs: int
     replicas: int = 1
+    listed: int = MAX_LOGPROBS  # log-probabilities of a position
 
     @cached_property
     def parts(self):

@@ -200,7 +200,7 @@ def step_of_one(
     with jax.named_scope("sample"):
         axis = axes.tensor
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
-        sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis)
+        sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, layout.listed)
         last_tokens_B = state.last_tokens_B.at[batch.store_R].set(sampled.tokens_R, mode="drop")
         sampled = sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1))
     return sampled, hidden_RD, state.replace(slots=slots, last_tokens_B=last_tokens_B)

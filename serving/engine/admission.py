@@ -19,6 +19,7 @@ def check(
     max_len: int,
     fits: Callable[[int], bool],
     has_text: bool,
+    listed: int,
 ) -> None:
     """`fits` says whether the cache holds so many positions. JAX would clamp a wrong token id in silence."""
     if not isinstance(params, SamplingParams):
@@ -35,6 +36,11 @@ def check(
             f"has {len(tokens)} tokens; at most {max_len - 1} fit into max_model_len {max_len}, "
             "with one token to generate",
         )
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and (vocab if wanted == -1 else wanted) > listed:
+            all_of_them = f" (-1: the {vocab} of the vocabulary)" if wanted == -1 else ""
+            raise RequestError(name, f"must be at most the engine's max_logprobs, {listed}, got {wanted}{all_of_them}")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         for token in getattr(params, name) or ():
             if not 0 <= token < vocab:

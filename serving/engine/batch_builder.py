@@ -43,7 +43,9 @@ class BatchBuilder:
         self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
         self.num_stages = num_stages  # as many steps are under way at once
         options = sizes(limits.max_seqs, limits.max_rows)  # the smallest first
-        self.layouts = {size: Layout(size, num_groups, table_width, limits.max_seqs, replicas) for size in options}
+        self.layouts = {
+            size: Layout(size, num_groups, table_width, limits.max_seqs, replicas, limits.listed) for size in options
+        }
         self.tables = [np.zeros((places, table_width), np.int32) for _ in range(num_groups)]
         self.num_synced = [0] * places  # pages of each place's sequence that are in its tables
         self.seeds = np.zeros((places, 2), np.uint32)

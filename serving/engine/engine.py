@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out, one step ahead of the device."""
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -62,6 +63,7 @@ class Engine:
         self.under_way: deque[UnderWay] = deque()  # the oldest first
         self.device_free = 0.0  # when the device was done with the last step that was taken in
         self.asleep = self.closed = False
+        self.process = os.getpid()
 
     def add(
         self,
@@ -76,8 +78,7 @@ class Engine:
 
         With `pooling` it asks for the prompt's hidden states and no token: `RequestOutput.pooled`.
         """
-        if self.asleep or self.closed:
-            raise NotServing("engine", "is closed" if self.closed else "is asleep; wake_up() makes it serve again")
+        self.check_serving()
         if request_id in self.requests:
             raise RequestError("request_id", f"{request_id!r} is being served already; ids must differ")
         self.check(tokens, params)
@@ -103,10 +104,30 @@ class Engine:
             self.deadlines.add(now + terms.timeout, request, len(self.requests))
         return request
 
+    def check_serving(self) -> None:
+        """Refuse what would never be answered."""
+        self.check_process()
+        if self.asleep or self.closed:
+            raise NotServing("engine", "is closed" if self.closed else "is asleep; wake_up() makes it serve again")
+
+    def check_process(self) -> None:
+        """Refuse to go on in a fork, which has none of the threads: it would wait for ever."""
+        if self.forked:
+            raise NotServing(
+                "engine",
+                f"belongs to process {self.process}, and process {os.getpid()} is a fork of it: fork before the engine "
+                "is made, or start processes by multiprocessing.get_context('spawn')",
+            )
+
+    @property
+    def forked(self) -> bool:
+        return os.getpid() != self.process
+
     def check(self, tokens: Seq[int], params: SamplingParams) -> None:
         """Refuse what can never be served."""
-        chunk, vocab = self.runner.limits.max_rows, self.config.vocab_size
-        check(tokens, params, vocab, self.max_len, lambda n: self.tables[0].fits(n, chunk), self.tokenizer is not None)
+        limits, has_text = self.runner.limits, self.tokenizer is not None
+        vocab, table = self.config.vocab_size, self.tables[0]
+        check(tokens, params, vocab, self.max_len, lambda n: table.fits(n, limits.max_rows), has_text, limits.listed)
 
     def step(self, launches: bool = True) -> list[Request]:
         """Launch the next step and take in the one before; the requests that got tokens, or ended.
@@ -278,7 +299,7 @@ class Engine:
 
     def close(self) -> None:
         """End every request and save the cached pages to disk, if there is one."""
-        if self.closed:
+        if self.closed or self.forked:
             return
         self.closed = True
         for request_id in list(self.requests):

@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+from ..api.params import MAX_LOGPROBS
 from ..cache.page_moves import PageMoves
 from ..cache.page_table import PageTable
 from ..request.sequence import Sequence
@@ -50,6 +51,7 @@ class Limits:
     max_seqs: int
     max_rows: int
     max_samples: int  # rows of a step whose logits are computed
+    listed: int = MAX_LOGPROBS  # log-probabilities of a position
 
 
 POINT = 30.0  # seconds of waiting that make up for a point of priority

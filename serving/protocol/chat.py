@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import SAMPLING, SamplingParams
-from ..api.validation import boolean, refuse_unknown, shown
+from ..api.params import MAX_LOGPROBS, SAMPLING, SamplingParams
+from ..api.validation import boolean, integer, refuse_unknown, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import ChatRequest
 from .fields import (
@@ -61,7 +61,7 @@ def parse(body: Any) -> ChatRequest:
             raise RequestError("max_tokens", "is the old name of max_completion_tokens; leave one of them out")
         own["max_tokens"] = SAMPLING["max_tokens"].rule.check("max_completion_tokens", given["max_completion_tokens"])
     if boolean("logprobs", given.get("logprobs", False)):
-        own["logprobs"] = SAMPLING["logprobs"].rule.check("top_logprobs", given.get("top_logprobs", 0))
+        own["logprobs"] = integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
     elif given.get("top_logprobs"):
         raise RequestError("top_logprobs", f"needs logprobs to be true, got {shown(given['top_logprobs'])}")
     common = common_fields(given)

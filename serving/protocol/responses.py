@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import SAMPLING, SamplingParams
-from ..api.validation import boolean, shown, unicode_text
+from ..api.params import MAX_LOGPROBS, SAMPLING, SamplingParams
+from ..api.validation import boolean, integer, shown, unicode_text
 from .answers.answer import ChatRequest
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
 from .conversation import Conversation, choice_of
@@ -151,7 +151,7 @@ def parse_format(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_logprobs(given: Mapping[str, Any]) -> int | None:
     """How many log-probabilities a token are wanted beside its own."""
-    count = SAMPLING["logprobs"].rule.check("top_logprobs", given.get("top_logprobs", 0))
+    count = integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
     wanted = listed("include", given.get("include", []), MAX_MESSAGES)
     for i, name in enumerate(wanted):
         if name not in INCLUDED:

@@ -1,8 +1,10 @@
 """A request that is being served, and the text, log-probabilities and times of its completions."""
 
 import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
-from ..api.outputs import CompletionOutput, Delta, Fresh, Logprob, RequestMetrics, RequestOutput
+from ..api.outputs import CompletionOutput, Delta, FlatLogprobs, Fresh, Logprob, RequestMetrics, RequestOutput
 from ..api.params import SamplingParams
 from .detokenizer import Detokenizer
 from .sequence import Sequence
@@ -13,7 +15,9 @@ class Completion:
 
     def __init__(self, seq: Sequence, params: SamplingParams, tokenizer):
         self.seq, self.params, self.tokenizer = seq, params, tokenizer
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
+        if params.logprobs is not None:
+            self.logprobs = FlatLogprobs() if params.flat_logprobs else []
         self.cumulative = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -67,6 +71,11 @@ class Completion:
         self.finish_reason = reason
 
     @property
+    def sum(self) -> float | None:
+        """Of the log-probabilities so far, where they are computed."""
+        return self.cumulative if self.params.scored else None
+
+    @property
     def likelihood(self) -> float:
         """The mean log-probability of its tokens: `best_of` chooses by it."""
         return self.cumulative / self.seq.num_output if self.seq.num_output else -math.inf
@@ -96,8 +105,8 @@ class Completion:
             index=index,
             text="".join(self.parts),
             token_ids=self.seq.tokens[self.seq.num_prompt :],
-            cumulative_logprob=self.cumulative if self.params.scored else None,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
+            cumulative_logprob=self.sum,
+            logprobs=None if self.logprobs is None else self.logprobs[:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -151,19 +160,41 @@ class Request:
         return Delta(fresh, finished)
 
     def output(self) -> RequestOutput:
+        """Everything so far."""
+        return self.result([completion.output(index) for index, completion in enumerate(self.chosen())])
+
+    def delta(self) -> RequestOutput:
+        """The same with what came since the last call only."""
+        return self.result(
+            [
+                CompletionOutput(
+                    part.index,
+                    part.text,
+                    part.token_ids,
+                    self.chosen()[part.index].sum,
+                    part.logprobs,
+                    part.finish_reason,
+                    part.stop_reason,
+                )  # fmt: skip
+                for part in self.take().parts
+            ]
+        )
+
+    def result(self, outputs: list[CompletionOutput]) -> RequestOutput:
         seq = self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=seq.tokens[: seq.num_prompt],
             prompt_logprobs=self.prompt_logprobs(),
-            outputs=[completion.output(index) for index, completion in enumerate(self.chosen())],
+            outputs=outputs,
             metrics=RequestMetrics(
                 arrival_time=self.arrival,
                 first_scheduled_time=self.first_scheduled,
                 first_token_time=self.first_token,
                 last_token_time=self.last_token,
                 num_preemptions=sum(seq.num_preemptions for seq in self.sequences),
+                num_generation_tokens=sum(seq.num_output for seq in self.sequences),
             ),
             num_cached_tokens=seq.cache.num_cached,
             pooled=None if seq.pool is None else seq.pool.vector(),
@@ -186,23 +217,25 @@ class Request:
             "preemptions": sum(seq.num_preemptions for seq in seqs),
         }
 
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+    def prompt_logprobs(self) -> Seq[Mapping[int, Logprob] | None] | None:
         """One entry a prompt token; the first has nothing before it to be predicted from."""
         scores, count = self.sequences[0].prompt_scores, self.params.prompt_logprobs
         if scores is None or count is None:
             return None
-        return [None, *(None if s is None else logprob_entry(s, count, self.tokenizer) for s in scores)]
+        found = [None, *(None if s is None else logprob_entry(s, count, self.tokenizer) for s in scores)]
+        return FlatLogprobs(found) if self.params.flat_logprobs else found
 
 
 def logprob_entry(score, count: int, tokenizer) -> dict[int, Logprob]:
-    """The token's own log-probability, and those of the `count` best."""
+    """The token's own log-probability, and those of the `count` best; -1: of all."""
     token, logprob, rank, best, best_logprobs = score
+    most = None if count == -1 else count
 
     def entry(token: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token))
 
     found = {token: entry(token, logprob, rank)}
-    for place, (other, value) in enumerate(zip(best[:count].tolist(), best_logprobs[:count].tolist(), strict=True)):
+    for place, (other, value) in enumerate(zip(best[:most].tolist(), best_logprobs[:most].tolist(), strict=True)):
         if other not in found:
             found[other] = entry(other, value, place + 1)
     return found

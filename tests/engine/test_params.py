@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.serving.api import structured
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.serving.api.params import SamplingParams
+from quire.serving.api.params import RequestOutputKind, SamplingParams
+from quire.serving.api.structured import StructuredOutputsParams
 
 INFINITY, NAN = float("inf"), float("nan")
 INTEGERS = {  # field: (least, most, default)
@@ -24,8 +26,8 @@ INTEGERS = {  # field: (least, most, default)
     "seed": (-(2**63), 2**63 - 1, None),
     "max_tokens": (1, 2**31 - 1, 16),
     "min_tokens": (0, 16, 0),  # max_tokens bounds it
-    "logprobs": (0, 20, None),
-    "prompt_logprobs": (0, 20, None),
+    "logprobs": (-1, 2**31 - 1, None),  # the engine bounds them
+    "prompt_logprobs": (-1, 2**31 - 1, None),
 }
 NUMBERS = {
     "presence_penalty": (-2, 2, 0.0),
@@ -35,7 +37,7 @@ NUMBERS = {
     "top_p": (1e-9, 1, 1.0),
     "min_p": (0, 1, 0.0),
 }
-SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "flat_logprobs")
 LISTS = ("stop", "stop_token_ids", "bad_words")
 OTHERS = ("logit_bias", "allowed_token_ids", "structured_outputs")
 
@@ -56,14 +58,14 @@ def refused(**fields) -> RequestError:
 
 def test_every_field_is_known_to_these_tests():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert names == {*INTEGERS, *NUMBERS, *SWITCHES, *LISTS, *OTHERS}
+    assert names == {*INTEGERS, *NUMBERS, *SWITCHES, *LISTS, *OTHERS, "output_kind"}
 
 
 def test_defaults():
     params = SamplingParams()
     for name, (*_, default) in (INTEGERS | NUMBERS).items():
         assert getattr(params, name) == default
-    assert [getattr(params, name) for name in SWITCHES] == [False, True, True, False]
+    assert [getattr(params, name) for name in SWITCHES] == [False, True, True, False, False]
     assert [getattr(params, name) for name in (*LISTS, *OTHERS)] == [(), (), (), None, None, None]
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
@@ -77,11 +79,54 @@ def test_integers(name):
         assert kept == max(value, 0) if name == "top_k" else kept == value
         assert type(kept) is int
     for value in (least - 1, most + 1, 2**63, 10**400, 10**5000, True, 1.0, "1", NAN, INFINITY, [1], b"1"):
+        if name == "prompt_logprobs" and value is True:  # vLLM's clients send it
+            assert make(prompt_logprobs=True).prompt_logprobs == 1
+            continue
         assert refused(**{name: value}).param == name
     if default is None or name == "max_tokens":
         assert getattr(make(**{name: None}), name) is None
     else:
         assert "got None" in str(refused(**{name: None}))
+
+
+def test_they_can_stand_in_vllms_order():
+    params = SamplingParams(2, 0.5, 0.25, 1.5, 0.7, 0.9, 40, 0.1, 7, "END", [3], True, 64, 2, 5, 1)
+    names = "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop "
+    names += "stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs"
+    values = (2, 0.5, 0.25, 1.5, 0.7, 0.9, 40, 0.1, 7, ("END",), (3,), True, 64, 2, 5, 1)
+    assert [getattr(params, name) for name in names.split()] == list(values)
+    with pytest.raises(TypeError):
+        SamplingParams(*values, False)
+
+
+def test_every_field_is_explained():
+    lines = [line.partition(": ") for line in (SamplingParams.__doc__ or "").splitlines()[2:]]
+    assert [name for name, *_ in lines] == [field.name for field in dataclasses.fields(SamplingParams)]
+    assert all(text for *_, text in lines)
+    shape = [line.strip() for line in (StructuredOutputsParams.__doc__ or "").splitlines()[2:]]
+    fields = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
+    assert [line.partition(": ")[0] for line in shape if line] == fields == [*structured.SHAPES, *structured.SPACING]
+
+
+def test_a_clone_is_the_same_and_another():
+    params = make(temperature=0.5, stop=["a"], structured_outputs={"regex": "a+"})
+    twin = params.clone()
+    assert twin == params and twin is not params
+
+
+def test_output_kinds():
+    assert make().output_kind is RequestOutputKind.CUMULATIVE
+    assert make(output_kind=RequestOutputKind.DELTA).output_kind is RequestOutputKind.DELTA
+    for value in ("DELTA", 1, None):
+        assert refused(output_kind=value).param == "output_kind"
+
+
+def test_structured_outputs_have_a_class():
+    for fields in ({"json": {"type": "object"}}, {"choice": ["a", "b"]}, {"json_object": True}, {"regex": "a+"}):
+        assert make(structured_outputs=StructuredOutputsParams(**fields)) == make(structured_outputs=fields)
+    for fields in ({}, {"regex": "a", "choice": ["b"]}, {"regex": ""}):
+        with pytest.raises(RequestError, match="structured_outputs"):
+            StructuredOutputsParams(**fields)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

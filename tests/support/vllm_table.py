@@ -1,0 +1,144 @@
+"""docs/vllm.md: every argument that vLLM publishes, and what Quire does with it.
+
+`python tests/support/vllm_table.py > docs/vllm.md` writes the page. The names are those of vllm_names.txt. What is said
+of them comes from the declarations of options and parameters and from `serving/api/vllm_names.py`; of flags, it is what
+the command itself says when it is given one.
+"""
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import typer
+
+from quire.__main__ import app
+from quire.serving.api.options import EngineOptions
+from quire.serving.api.params import SamplingParams
+from quire.serving.api.vllm_names import ENGINE, SAMPLING, Refused
+
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+NAMES = Path(__file__).with_name("vllm_names.txt")
+GUESSES = "Possible options", "Did you mean"  # from names that look alike
+ONLY = "here it can only be "  # values that ask for what there is
+FLAGS = {  # why there is no such flag, where the command says no more than that
+    "allow_credentials": "keys are sent in a header, and no cookies are kept",
+    "default_chat_template_kwargs": "a request's `chat_template_kwargs`, or a template of your own: `--chat-template`",
+    "disable_access_log_for_endpoints": "`--log-level warning` leaves out the line of each request",
+    "disable_fastapi_docs": "`/openapi.json` is all there is of it",
+    "enable_force_include_usage": "a request asks for it: `stream_options`",
+    "enable_log_deltas": "answers are not logged",
+    "enable_log_outputs": "answers are not logged",
+    "enable_offline_docs": "`/openapi.json` is all there is of it",
+    "enable_per_request_metrics": "`/metrics` has the times of all requests, and traces those of each",
+    "enable_prompt_tokens_details": "usage always has them",
+    "enable_ssl_refresh": "the server speaks HTTP: put a proxy with TLS before it",
+    "enable_tokenizer_info_endpoint": "the chat template is not shown",
+    "exclude_tools_when_tool_choice_none": "tools are never in the prompt where `tool_choice` is none",
+    "fingerprint_mode": "the fingerprint is the version",
+    "fingerprint_value": "the fingerprint is the version",
+    "grpc": "the server speaks HTTP",
+    "h11_max_header_count": "heads are bounded: docs/hardening.md",
+    "h11_max_incomplete_event_size": "heads are bounded: docs/hardening.md",
+    "headless": "`--process-id` above 0 lends its devices",
+    "log_config_file": "`--log-level` and `--log-json`",
+    "log_error_stack": "what fails in the server is logged with its traceback",
+    "middleware": "code that is not Quire's own is not run",
+    "return_tokens_as_token_ids": "a request's `return_token_ids`",
+    "root_path": "let the proxy take it off",
+    "skip_tokenizer_init": "a server takes and writes text",
+    "ssl_cert_reqs": "the server speaks HTTP: put a proxy with TLS before it",
+    "ssl_ciphers": "the server speaks HTTP: put a proxy with TLS before it",
+    "tool_parser_plugin": "code that is not Quire's own is not run",
+    "tool_server": "tools are called by the client",
+    "trust_request_chat_template": "a request's template is always bounded in time and memory",
+}
+HEAD = """# For users of vLLM
+
+`from quire import LLM, SamplingParams` in place of `from vllm import LLM, SamplingParams`, and `quire serve` in place
+of `vllm serve`. What vLLM publishes as an argument is one of three things here:
+
+- **applied**: it means the same, or the closest that there is;
+- **no effect**: it is accepted with one warning, since it could not change an answer;
+- **refused**: an error names it and what serves in its place. Values that ask for nothing, such as `None`, `False` and
+  those in brackets, are accepted.
+
+The tables are written by `tests/support/vllm_table.py`, and a test holds them against what the code does.
+"""
+
+
+def published() -> dict[str, list[str]]:
+    """The names by section of the file."""
+    found: dict[str, list[str]] = {}
+    section = ""
+    for line in NAMES.read_text().splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif not line.startswith("#"):
+            found.setdefault(section, []).extend(line.split())
+    return found
+
+
+def of_arguments(names: list[str], own: set[str], table: Mapping[str, str | Refused]) -> Iterator[tuple[str, str, str]]:
+    """(name, verdict, why) of arguments in Python."""
+    for name in names:
+        entry = None if name in own else table[name]
+        if entry is None:
+            yield name, "applied", ""
+        elif isinstance(entry, str):
+            yield name, "no effect", entry
+        else:
+            harmless = f" [{', '.join(f'`{value!r}`' for value in entry.harmless)}]" if entry.harmless else ""
+            yield name, "refused", entry.why + harmless
+
+
+def of_flags(names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """The same of flags, as the command speaks of them."""
+    command = typer.main.get_command(app).get_command(None, "serve")
+    own = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    for name in names:
+        flag = f"--{name.replace('_', '-')}"
+        if flag in own:
+            yield flag, "applied", ""
+            continue
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                command.make_context("serve", [flag])
+            yield flag, "no effect", said.getvalue().partition("(")[2].strip().rstrip(")")
+        except typer.TyperException as error:
+            about = error.format_message().partition(flag)[2].strip(". ").removeprefix("(").removesuffix(")")
+            entry = ENGINE.get(name, FLAGS.get(name, ""))
+            if ONLY in about:  # it wants a value
+                values, _, why = about.partition(ONLY)[2].partition(": ")
+                yield flag, "no effect", f"{why} [{', '.join(f'`{value}`' for value in values.split(', '))}]"
+                continue
+            known = "" if any(guess in about for guess in GUESSES) else about
+            yield flag, "refused", known or (entry if isinstance(entry, str) else entry.why)
+
+
+def table(title: str, first: str, rows: Iterator[tuple[str, str, str]]) -> str:
+    lines = [f"| `{name}` | {verdict} | {why} |".replace("|  |", "| |") for name, verdict, why in rows]
+    return "\n".join([f"## {title}", "", f"| {first} | | |", "|---|---|---|", *lines, ""])
+
+
+def page() -> str:
+    names = published()
+    flags = sorted({*names["serve"], *names["EngineArgs"]} - {"model"})
+    options, params = ({field.name for field in fields(kind)} for kind in (EngineOptions, SamplingParams))
+    return (
+        "\n".join(
+            [
+                HEAD,
+                table("`LLM`, `AsyncLLM`", "argument", of_arguments(names["EngineArgs"], options, ENGINE)),
+                table("`SamplingParams`", "field", of_arguments(names["SamplingParams"], params, SAMPLING)),
+                table("`quire serve`", "flag", of_flags(flags)),
+            ]
+        ).rstrip()
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -8,13 +8,25 @@ __version__ = "0.1.0"
 # Public name -> module, imported on first use: `import quire` alone costs nothing.
 EXPORTS = {
     "AsyncLLM": ".serving.async_llm",
+    "BeamSearchOutput": ".serving.engine.beam_search",
     "BeamSearchParams": ".serving.engine.beam_search",
+    "BeamSearchSequence": ".serving.engine.beam_search",
     "CompletionOutput": ".serving.api.outputs",
+    "EmbeddingOutput": ".serving.api.outputs",
+    "EmbeddingRequestOutput": ".serving.api.outputs",
+    "FlatLogprobs": ".serving.api.outputs",
     "LLM": ".serving.llm",
+    "Logprob": ".serving.api.outputs",
     "ModelError": ".model.config",
     "RequestError": ".serving.api.errors",
     "RequestOutput": ".serving.api.outputs",
+    "RequestOutputKind": ".serving.api.params",
     "SamplingParams": ".serving.api.params",
+    "ScoringOutput": ".serving.api.outputs",
+    "ScoringRequestOutput": ".serving.api.outputs",
+    "StructuredOutputsParams": ".serving.api.structured",
+    "TextPrompt": ".serving.api.prompts",
+    "TokensPrompt": ".serving.api.prompts",
     "follow": ".serving.follow",
 }
 
@@ -22,10 +34,22 @@ if TYPE_CHECKING:
     from .model.config import ModelError as ModelError
     from .serving.api.errors import RequestError as RequestError
     from .serving.api.outputs import CompletionOutput as CompletionOutput
+    from .serving.api.outputs import EmbeddingOutput as EmbeddingOutput
+    from .serving.api.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from .serving.api.outputs import FlatLogprobs as FlatLogprobs
+    from .serving.api.outputs import Logprob as Logprob
     from .serving.api.outputs import RequestOutput as RequestOutput
+    from .serving.api.outputs import ScoringOutput as ScoringOutput
+    from .serving.api.outputs import ScoringRequestOutput as ScoringRequestOutput
+    from .serving.api.params import RequestOutputKind as RequestOutputKind
     from .serving.api.params import SamplingParams as SamplingParams
+    from .serving.api.prompts import TextPrompt as TextPrompt
+    from .serving.api.prompts import TokensPrompt as TokensPrompt
+    from .serving.api.structured import StructuredOutputsParams as StructuredOutputsParams
     from .serving.async_llm import AsyncLLM as AsyncLLM
+    from .serving.engine.beam_search import BeamSearchOutput as BeamSearchOutput
     from .serving.engine.beam_search import BeamSearchParams as BeamSearchParams
+    from .serving.engine.beam_search import BeamSearchSequence as BeamSearchSequence
     from .serving.follow import follow as follow
     from .serving.llm import LLM as LLM
 

@@ -7,14 +7,15 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .api.errors import NotServing
-from .api.options import Pooling, options_of
+from .api.options import Pooling, options_of, takes_options
 from .api.outputs import Delta, Fresh, RequestOutput
-from .api.params import PLAIN, SamplingParams, Terms
+from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms
+from .api.prompts import Prompt
 from .build import make_engine
 from .engine.delivery import Inbox, Listener
 from .engine.engine import Engine
 from .engine.thread import EngineFailed, EngineThread
-from .llm import Prompt, parse_prompt
+from .llm import Arguments, close_at_exit, parse_prompt
 from .observe.live_view import LiveView
 from .observe.metrics import Metrics
 from .request.request import Request
@@ -77,28 +78,51 @@ class Answers:
 
 
 class AsyncLLM:
-    """Serves many callers of one event loop; each `generate` is a stream of ever longer results."""
+    """Serves many callers of one event loop; each `generate` is a stream of results. A fork cannot use it."""
 
-    def __init__(self, model: str | None = None, *, engine: Engine | None = None, **options: Any):
-        """With an `engine` that exists, nothing is loaded."""
-        self.engine = engine or make_engine(options_of(model, **options))
+    @takes_options(Arguments)
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        progress: Callable[[str], Any] | None = None,
+        engine: Engine | None = None,
+        **options: Any,
+    ):
+        self.engine = engine or make_engine(options_of(model, **options), progress or (lambda note: None))
         self.ids, self.metrics, self.live = itertools.count(), Metrics(self.engine), LiveView()
         self.engine.observers += [self.metrics, self.live]
         self.thread = EngineThread(self.engine)
+        if engine is None:
+            close_at_exit(self, self.thread.close_at_exit)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """The result as it grows; leaving the loop early, or cancelling it, aborts the request."""
-        text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer)
+        """The result as it grows; leaving the loop early, or cancelling it, aborts the request.
+
+        What each result holds is `sampling_params.output_kind`.
+        """
+        self.engine.check_process()
+        text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer, priority)
         name = f"request-{next(self.ids)}" if request_id is None else request_id
-        answers = await self.ask([name], [Ask(tokens, sampling_params or SamplingParams(), text, terms)])
+        params = sampling_params or SamplingParams()
+        kind = getattr(params, "output_kind", None)  # what is no SamplingParams is refused by the engine
+        read = Request.delta if kind is RequestOutputKind.DELTA else Request.output
+        asks = [Ask(tokens, params, text, terms)]
+        answers = await self.ask([name], asks, read, at_end=kind is RequestOutputKind.FINAL_ONLY)
         try:
             while True:
-                _, output = (await answers.news())[-1]  # each result holds all before it
-                yield output
-                if output.finished:
-                    return
+                news = await answers.news()
+                for _, output in news if kind is RequestOutputKind.DELTA else news[-1:]:  # the others hold all before
+                    yield output
+                    if output.finished:
+                        return
         finally:
             answers.close()
 

@@ -1,38 +1,72 @@
 """`LLM`: the engine as a plain Python object, for batches and for streams."""
 
+import atexit
 import itertools
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
 from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
 from .api.errors import RequestError
-from .api.options import Pooling, options_of
+from .api.options import EngineOptions, Pooling, no_flag, options_of, takes_options
 from .api.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
-from .api.params import PLAIN, SamplingParams, Terms
-from .api.validation import shown
+from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms
+from .api.prompts import Prompt, TokensPrompt
+from .api.validation import refuse_unknown, shown
 from .build import make_engine
+from .chat_prompt import render
 from .engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from .engine.engine import Engine
+from .engine.step_record import Observer, StepRecord
+from .engine.turns import Turns
 from .observe.metrics import Metrics
 from .progress import bar
+from .protocol.chat import parse_messages, parse_tools
+from .protocol.fields import TEMPLATE, template_options
 from .request import pooling, scoring
+from .request.request import Request
 
-Prompt = str | Seq[int] | Mapping[str, Any]
 TERMS = tuple(field.name for field in fields(Terms))
 PROMPT_KEYS = ("prompt", "prompt_token_ids", *TERMS)
 
 
-class LLM:
-    """A model that is ready to generate. `LLM()` is the bundled one; `model` is a folder or a Hub id."""
+@dataclass(frozen=True)
+class Arguments(EngineOptions):
+    """What `LLM` and `AsyncLLM` take."""
 
-    def __init__(self, model: str | None = None, *, progress=None, engine: Engine | None = None, **options: Any):
-        """With an `engine` that exists, nothing is loaded."""
+    _: KW_ONLY
+    progress: Callable[[str], Any] | None = no_flag(None, "Is told each stage of loading, in a few words.")
+    engine: Engine | None = no_flag(None, "An engine that exists: nothing is loaded.")
+
+
+class LLM:
+    """A model that is ready to generate. `LLM()` is the bundled one; `model` is a folder or a Hub id.
+
+    Several threads may use it at a time: their requests are served together. A fork of its process cannot use it.
+    """
+
+    @takes_options(Arguments)
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        progress: Callable[[str], Any] | None = None,
+        engine: Engine | None = None,
+        **options: Any,
+    ):
         self.engine = engine or make_engine(options_of(model, **options), progress or (lambda note: None))
-        self.ids, self.metrics = itertools.count(), Metrics(self.engine)
+        self.ids, self.metrics, self.turns = itertools.count(), Metrics(self.engine), Turns()
         self.engine.observers.append(self.metrics)
+        if engine is None:
+            close_at_exit(self, self.engine.close)
+
+    def turn(self) -> Turns:
+        """Only who has it uses the engine."""
+        self.engine.check_process()
+        return self.turns
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
@@ -45,46 +79,66 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Seq[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for every prompt; the results come in the order of the prompts."""
+        """Generate for every prompt; the results come in the order of the prompts.
+
+        `sampling_params` and `priority` are for all prompts, or one for each; the lower priority goes first.
+        """
         batch = prompt_list(prompts)
-        return self.run(batch, params_list(sampling_params, len(batch)), use_tqdm)
+        priorities = list(priority) if isinstance(priority, Iterable) else [priority] * len(batch)
+        if len(priorities) != len(batch):
+            raise RequestError("priority", f"has {len(priorities)} entries for {len(batch)} prompts")
+        return self.run(batch, params_list(sampling_params, len(batch)), use_tqdm, priorities=priorities)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; requests that run go on."""
-        self.engine.reset_prefix_cache()
+        with self.turn():
+            self.engine.reset_prefix_cache()
         return True
 
     def get_metrics(self) -> dict[str, Any]:
         """The metrics so far, under the names that Prometheus reads."""
-        return self.metrics.values()
+        with self.turn():
+            return self.metrics.values()
 
     def expert_loads(self) -> dict[int, dict[str, list]]:
         """By layer of a mixture of experts: the tokens that each expert got, counted every 64 steps."""
-        return self.engine.expert_loads()
+        with self.turn():
+            return self.engine.expert_loads()
 
     def rebalance_experts(self) -> dict[str, float]:
         """With `expert_redundancy`: place the experts after their recent loads, a layer in each of the next steps."""
-        return self.engine.rebalance_experts()
+        with self.turn():
+            return self.engine.rebalance_experts()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
         """Free the device's memory until `wake_up()`: nothing is compiled again, and no request is lost.
 
         At level 1 the weights wait in host memory, at level 2 they are dropped and read again. Computed pages are
-        dropped unless `keep_pages` sends them to host memory too.
+        dropped unless `keep_pages` sends them to host memory too. Calls of other threads that are under way end with
+        `NotServing`.
         """
-        self.engine.sleep(level, keep_pages)
+        with self.turn():
+            self.engine.sleep(level, keep_pages)
 
     def wake_up(self) -> None:
         """Serve again."""
-        self.engine.wake_up()
+        with self.turn():
+            self.engine.wake_up()
 
     def is_sleeping(self) -> bool:
         return self.engine.asleep
 
     def close(self) -> None:
-        """Abort what runs; with `kv_cache_disk`, computed pages are kept for the next process."""
-        self.engine.close()
+        """Abort what runs; with `kv_cache_disk`, computed pages are kept for the next process.
+
+        It happens by itself when the object is collected, and when the process ends.
+        """
+        if not self.engine.forked:
+            with self.turn():
+                self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -97,33 +151,53 @@ class LLM:
         messages: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        **template_options: Any,
+        *,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or a list of them; each is a list of {"role", "content"}."""
-        conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        prompts = [
-            self.chat_prompt(messages, add_generation_prompt=add_generation_prompt, **template_options)
-            for messages in conversations
-        ]
+        """Answer a conversation, or a list of them; each is a list of messages as OpenAI's chat API has them.
+
+        tools: functions that the model may call, as OpenAI's chat API has them; their calls stand in the answer's text.
+        chat_template: a Jinja source in place of the model's own.
+        chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
+        add_generation_prompt: whether the prompt ends with the beginning of an answer; None: where no message goes on.
+        continue_final_message: let the answer go on from the end of the last message.
+        """
+        several = bool(messages) and isinstance(messages, Seq) and not isinstance(messages[0], str | Mapping)
+        options = {
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        prompts = [self.chat_prompt(one, tools, **options) for one in (messages if several else [messages])]
         return self.run(prompts, params_list(sampling_params, len(prompts)), use_tqdm)
 
-    def chat_prompt(self, messages: Seq[Mapping[str, Any]], **template_options: Any) -> dict[str, Any]:
-        """The prompt of one conversation, as text and as token ids."""
+    def chat_prompt(
+        self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] | None = None, **options: Any
+    ) -> TokensPrompt:
+        """The prompt of one conversation, as text and as token ids; the options are those of `chat`."""
+        refuse_unknown(options, TEMPLATE)
+        self.engine.check_process()
         tokenizer = self.get_tokenizer()
-        for message in messages:
-            if not isinstance(message, Mapping):
-                raise RequestError("messages", f'must be {{"role", "content"}} each, got {shown(message)}')
+        given = {name: value for name, value in options.items() if value is not None}
+        asked = parse_messages(list(messages) if isinstance(messages, tuple) else messages)
+        text = render(tokenizer, asked, parse_tools(list(tools or ())), template_options(given))
         try:
-            text = tokenizer.apply_chat_template([dict(message) for message in messages], **template_options)
             return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
         except PromptError as error:
             raise RequestError("messages", str(error)) from None
 
-    def beam_search(self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The likeliest continuations of every prompt."""
+    def beam_search(
+        self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams, *, concurrency_limit: int | None = None
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of every prompt; with `concurrency_limit`, of so many prompts at a time."""
         parsed = [parse_prompt(prompt, self.engine.tokenizer) for prompt in prompt_list(prompts)]
-        return search(self.engine, [tokens for _, tokens, _ in parsed], params, [terms for *_, terms in parsed])
+        tokens, terms = [tokens for _, tokens, _ in parsed], [terms for *_, terms in parsed]
+        return search(self.engine, tokens, params, terms, self.turn, concurrency_limit)
 
     def embed(
         self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True, dimensions: int | None = None
@@ -152,19 +226,27 @@ class LLM:
         return [scoring.scored(output, first) for output, (_, first) in zip(outputs, pairs, strict=True)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """The result as it grows, token by token; closing the iterator aborts the request."""
+        """The result as it grows, token by token; closing the iterator aborts the request.
+
+        What each result holds is `sampling_params.output_kind`.
+        """
         params = sampling_params or SamplingParams()
         if params.num_sequences > params.n:
             raise RequestError("best_of", "cannot be streamed: which answers are the likeliest shows at the end")
+        read = Request.delta if params.output_kind is RequestOutputKind.DELTA else Request.output
         request = self.add(prompt, params)
         try:
-            while not request.finished:
-                if request in self.engine.step() and not request.finished:
-                    yield request.output()
-            yield request.output()  # also where another stream's steps have brought the end
+            over = False
+            while not over:
+                with self.turn():
+                    grown = not request.finished and request in self.step()
+                    over = request.finished  # perhaps by the steps of another stream
+                    shown = over or grown and params.output_kind is not RequestOutputKind.FINAL_ONLY
+                    result = read(request) if shown else None
+                if result is not None:
+                    yield result
         finally:
-            self.engine.abort(request.request_id)
-            self.drain()
+            self.abort([request])
 
     def run(
         self,
@@ -172,32 +254,87 @@ class LLM:
         params: Seq[SamplingParams],
         use_tqdm: bool,
         pooling: Pooling | None = None,
+        priorities: Seq[int | None] | None = None,
     ) -> list[RequestOutput]:
         """Serve all requests to their ends; one that is refused ends the call before any is computed."""
-        requests = []
+        batch, requests = Batch(), []
+        with self.turn():
+            self.engine.observers.append(batch)
         try:
-            for prompt, own in zip(prompts, params, strict=True):
-                requests.append(self.add(prompt, own, pooling))
+            for prompt, own, priority in zip(prompts, params, priorities or [None] * len(prompts), strict=True):
+                requests.append(self.add(prompt, own, pooling, priority, batch))
             with bar(len(requests), use_tqdm) as advance:
-                while self.engine.busy:
-                    done = [request for request in self.engine.step() if request.finished]
-                    advance(len(done), sum(seq.num_output for request in done for seq in request.sequences))
+                while batch.left:
+                    with self.turn():
+                        if batch.left:  # else another thread's steps have ended them
+                            self.step()
+                    advance(*batch.ended())
         except BaseException:
-            for request in requests:
-                self.engine.abort(request.request_id)
-            self.drain()
+            self.abort(requests)
             raise
+        finally:
+            with self.turn():
+                self.engine.observers.remove(batch)
         return [request.output() for request in requests]
 
-    def drain(self) -> None:
-        """Take in the steps that are still under way, so that the next call starts clean."""
-        while self.engine.under_way:
-            self.engine.step()
+    def step(self) -> list[Request]:
+        """Make a step, if the engine serves; the requests that got tokens, or ended."""
+        self.engine.check_serving()
+        return self.engine.step()
 
-    def add(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None):
+    def abort(self, requests: Seq[Request]) -> None:
+        """End requests, and take in the steps that are still under way, so that the next call starts clean."""
+        if self.engine.forked:
+            return
+        with self.turn():
+            for request in requests:
+                self.engine.abort(request.request_id)
+            while self.engine.under_way and not self.engine.requests:
+                self.engine.step()
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        pooling: Pooling | None = None,
+        priority: int | None = None,
+        batch: "Batch | None" = None,
+    ) -> Request:
         """Queue one prompt."""
-        text, tokens, terms = parse_prompt(prompt, self.engine.tokenizer)
-        return self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling)
+        text, tokens, terms = parse_prompt(prompt, self.engine.tokenizer, priority)
+        with self.turn():
+            request = self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling)
+            if batch is not None:
+                batch.left.add(request)
+        return request
+
+
+class Batch(Observer):
+    """The requests of one call that have not ended, whoever makes the steps that end them."""
+
+    def __init__(self):
+        self.left: set[Request] = set()
+        self.requests = self.tokens = 0  # that have ended since the last look
+
+    def observe(self, record: StepRecord) -> None:
+        for request in record.changed:
+            if request.finished and request in self.left:
+                self.left.remove(request)
+                self.requests += 1
+                self.tokens += sum(seq.num_output for seq in request.sequences)
+
+    def ended(self) -> tuple[int, int]:
+        """How many have ended since the last look, and how many tokens they have."""
+        found = self.requests, self.tokens
+        self.requests = self.tokens = 0
+        return found
+
+
+def close_at_exit(owner: Any, close: Callable[[], None]) -> None:
+    """Close what an object made when it is collected, or else when the process ends."""
+    end = weakref.finalize(owner, close)
+    end.atexit = False  # its own hook may be older than JAX's, and would run after it
+    atexit.register(end)
 
 
 def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
@@ -216,14 +353,18 @@ def params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int)
     return list(params)
 
 
-def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], Terms]:
+def parse_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, priority: int | None = None
+) -> tuple[str | None, list[int], Terms]:
     """(text or None, token ids, terms) of a prompt given as text, as ids or as a dict of either, with terms."""
-    terms = PLAIN
+    terms = PLAIN if priority is None else Terms(priority=priority)
     if isinstance(prompt, Mapping):
         if unknown := set(prompt) - set(PROMPT_KEYS):
             raise RequestError("prompt", f"has the key {shown(min(unknown))}; it takes {', '.join(PROMPT_KEYS)}")
         text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        terms = Terms(**{key: prompt[key] for key in TERMS if key in prompt})
+        if priority is not None and "priority" in prompt:
+            raise RequestError("priority", "is given with the prompt and beside it; leave one of them out")
+        terms = replace(terms, **{key: prompt[key] for key in TERMS if key in prompt})
         if tokens is not None:
             return text, list(tokens), terms
         prompt = text

@@ -111,7 +111,10 @@ class HostCache:
         while self.writes and (self.writes[0][0].done() or patiently and self.unwritten_bytes + size > self.capacity):
             self.writes.popleft()[0].result()
         if self.unwritten_bytes + size <= self.capacity:
-            self.writes.append((self.writer.submit(self.save, copy), size))
+            try:
+                self.writes.append((self.writer.submit(self.save, copy), size))
+            except RuntimeError:  # the process ends, and Python's pools take no more work
+                self.save(copy)
 
     @property
     def unwritten_bytes(self) -> int:

@@ -1,11 +1,13 @@
 """Beam search: the likeliest continuations, over an engine whose prefix cache holds what the beams share."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from ..api.errors import RequestError
 from ..api.params import MAX_LOGPROBS, PLAIN, SamplingParams, Terms
-from ..api.validation import boolean, integer, number
+from ..api.validation import INT32_MAX, boolean, integer, number
 from ..request.request import Request
 from .engine import Engine
 
@@ -61,29 +63,46 @@ class Search:
 
 
 def search(
-    engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[Terms] | None = None
+    engine: Engine,
+    prompts: Seq[Seq[int]],
+    params: BeamSearchParams,
+    terms: Seq[Terms] | None = None,
+    turn: Callable[[], AbstractContextManager] = nullcontext,
+    most: int | None = None,
 ) -> list[BeamSearchOutput]:
-    """Every step asks for the likeliest next tokens of all beams of all prompts in one batch."""
+    """The beams of every prompt; in each `turn` the engine is this thread's. At most `most` prompts go on together."""
     terms = [PLAIN] * len(prompts) if terms is None else terms
     if any(own.timeout is not None for own in terms):
         raise RequestError("timeout", "is not kept by a beam search; leave it out and choose max_tokens")
-    width, eos = params.beam_width, frozenset()
-    if engine.tokenizer is not None and not params.ignore_eos:
-        eos = engine.tokenizer.eos_token_ids
-    one = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
+    together = max(1, len(prompts)) if most is None else integer("concurrency_limit", most, 1, INT32_MAX, " or None")
     for prompt in prompts:  # before anything is computed
         engine.check(prompt, SamplingParams(max_tokens=params.max_tokens))
     searches = [
         Search(list(prompt), own, min(params.max_tokens, engine.max_len - len(prompt)))
         for prompt, own in zip(prompts, terms, strict=True)
     ]
+    found = []
+    for at in range(0, len(searches), together):
+        found += search_together(engine, searches[at : at + together], params, turn)
+    return found
+
+
+def search_together(
+    engine: Engine, searches: Seq[Search], params: BeamSearchParams, turn: Callable[[], AbstractContextManager]
+) -> list[BeamSearchOutput]:
+    """Every step asks for the likeliest next tokens of all beams of all prompts in one batch."""
+    width, eos = params.beam_width, frozenset()
+    if engine.tokenizer is not None and not params.ignore_eos:
+        eos = engine.tokenizer.eos_token_ids
+    one = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
 
     def score(beam: BeamSearchSequence) -> float:
         return beam.cum_logprob / len(beam.tokens) ** params.length_penalty
 
     while asked := [(search, beam) for search in searches for beam in search.live]:
         length = len(asked[0][1].tokens) + 1  # the same for all beams
-        answers = ask(engine, [(search.prompt + list(beam.tokens), search.terms) for search, beam in asked], one)
+        with turn():
+            answers = ask(engine, [(search.prompt + list(beam.tokens), search.terms) for search, beam in asked], one)
         grown: dict[int, list[BeamSearchSequence]] = {id(search): [] for search in searches}
         for (search, beam), likeliest in zip(asked, answers, strict=True):
             for token, logprob in likeliest:

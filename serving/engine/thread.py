@@ -43,6 +43,7 @@ class EngineThread:
 
     def post(self, job: Callable[[], Any], future: Future | None = None) -> None:
         """Run a job between two steps; whoever does not need its result gives no future."""
+        self.engine.check_process()
         with self.wake:
             if self.closed:
                 raise NotServing("engine", "is closed")
@@ -51,10 +52,18 @@ class EngineThread:
 
     def close(self) -> None:
         """Stop the thread; requests under way end."""
+        if self.engine.forked:
+            return
         with self.wake:
             self.closed = True
             self.wake.notify()
-        self.thread.join()
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
+
+    def close_at_exit(self) -> None:
+        """The same where nobody may wait for a step that never ends."""
+        if self.failure is None:
+            self.close()
 
     def stalled(self) -> float:
         """Seconds since the step or the job under way began."""

@@ -8,8 +8,9 @@ from dataclasses import asdict
 
 from ..api.outputs import RequestOutput
 from ..api.params import SamplingParams
+from ..api.prompts import Prompt
 from ..async_llm import Ask, AsyncLLM
-from ..llm import Prompt, parse_prompt
+from ..llm import parse_prompt
 from .kv_transfer import Handover, check_alike, give, host_cache_of, lacking, take
 
 log = logging.getLogger("quire")

@@ -1,0 +1,43 @@
+"""Threads that use one engine take turns."""
+
+from collections import deque
+from threading import Lock
+
+
+class Turns:
+    """One thread at a time, in the order in which they asked: `with turns: engine.step()`.
+
+    A thread that gives up a plain lock mostly gets it again at once, and one that waits for its turn after a step would
+    wait until the other has no more steps to make.
+    """
+
+    def __init__(self):
+        self.lock = Lock()
+        self.taken = False
+        self.waiting: deque[Lock] = deque()  # held by those who wait, until it is their turn
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.taken:
+                self.taken = True
+                return
+            mine = Lock()
+            mine.acquire()
+            self.waiting.append(mine)
+        try:
+            mine.acquire()
+        except BaseException:  # Ctrl-C
+            with self.lock:
+                waits = mine in self.waiting
+                if waits:
+                    self.waiting.remove(mine)
+            if not waits:  # it has come to its turn meanwhile
+                self.__exit__()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        with self.lock:
+            if self.waiting:
+                self.waiting.popleft().release()
+            else:
+                self.taken = False

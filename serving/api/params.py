@@ -2,8 +2,8 @@
 
 A parameter is declared here and nowhere else. Its line says its default, what it may be, which HTTP endpoints take it
 under its own name, what it does, whether commands have its flag and, where the rows of a step carry it, what padding
-rows have; the endpoints' fields, their JSON schemas, docs/api.md, the flags, what `help()` says and the arrays of a batch
-follow from it. `x` is the array `x_R` of `ops.sampling.SamplingInputs`, where it is put to use.
+rows have; the endpoints' fields, their JSON schemas, docs/api.md, the flags, what `help()` says and the arrays of a
+batch follow from it. `x` is the array `x_R` of `ops.sampling.SamplingInputs`, where it is put to use.
 """
 
 import functools

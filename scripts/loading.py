@@ -1,15 +1,49 @@
 """The engine of a command, with its progress shown while it loads."""
 
+import os
+import signal
+import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SHOW_CURSOR = "\x1b[?25h\n"
 
 
 def load(model: str | None, **options):
     """An `LLM`. A terminal shows each stage on stderr: the first compilation takes a while."""
     from .. import LLM  # not at the top: `--help` must not wait for JAX
 
-    if not sys.stderr.isatty():
-        return LLM(model, **options)
-    from rich.console import Console
+    with ending_at_once():
+        if not sys.stderr.isatty():
+            return LLM(model, **options)
+        from rich.console import Console
 
-    with Console(stderr=True).status("loading") as status:
-        return LLM(model, progress=status.update, **options)
+        with Console(stderr=True).status("loading") as status:
+            return LLM(model, progress=status.update, **options)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process at once. Python would wait until a compilation is over; another thread need not."""
+    heard, written = socket.socketpair()
+    written.setblocking(False)
+
+    def wait() -> None:
+        while numbers := heard.recv(16):
+            if signal.SIGINT in numbers:
+                if sys.stderr.isatty():
+                    os.write(2, SHOW_CURSOR.encode())  # the display of progress hides it
+                os._exit(130)
+
+    before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=wait, name="ctrl-c", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        written.close()
+        thread.join()
+        heard.close()

@@ -132,6 +132,10 @@ class Models:
     def num_awake(self) -> int:
         return sum(model.state in (READY, MOVING) for model in self.models)
 
+    def moving(self) -> bool:
+        """Whether a model is being loaded, woken up or put to sleep."""
+        return any(model.state == MOVING for model in self.models)
+
     def victim(self) -> Model | None:
         """Who is to sleep so that another can wake up."""
         idle = [

@@ -1,5 +1,6 @@
 """`quire serve` over a socket: what is answered, what is refused, and what a server owes to those who leave."""
 
+import asyncio
 import http.client
 import json
 import socket
@@ -8,6 +9,12 @@ import time
 
 import pytest
 from served import FORMATS, model_of, scripted, served
+
+from quire.model.config import ModelError
+from quire.serving.http.models import Models
+from quire.serving.http.server import serve
+from quire.serving.http.service import Service
+from quire.serving.http.settings import ServerSettings
 
 JSON = {"Content-Type": "application/json"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Z\\u00fcrich"}}\n</tool_call>'
@@ -247,3 +254,16 @@ def test_pause_and_resume(server):
     ask(server, "POST", "/resume", b"")
     thread.join(10)
     assert replies[0][0] == 200
+
+
+def test_an_address_that_cannot_be_had_is_one_line(server):
+    port = int(server.url.rpartition(":")[2])
+    for settings, says in [
+        ({"port": port}, f"port is {port}, where another program listens on 127.0.0.1: .*--port {port + 1}"),
+        ({"host": "no such host"}, "cannot listen on host 'no such host', port 8000: "),
+        ({"uds": "/no/such/folder/socket"}, "uds is '/no/such/folder/socket': "),
+    ]:
+        service = Service(Models([model_of(server.engine)]), ServerSettings(**settings))
+        with pytest.raises(ModelError, match=says) as caught:
+            asyncio.run(serve(service, lambda address: None))
+        assert "\n" not in str(caught.value)

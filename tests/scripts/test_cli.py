@@ -241,6 +241,45 @@ def test_ctrl_c_ends_generate_quietly(run, monkeypatch):
     assert run("generate", "--prompt", "a") == (130, "", "")
 
 
+STUCK = "import hashlib\nprint('in', flush=True)\nhashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)"  # minutes in C
+LOADING = f"""
+from quire.scripts.loading import ending_at_once
+with ending_at_once():
+    {STUCK.replace(chr(10), chr(10) + "    ")}
+"""
+SERVING = f"""
+from quire.serving.http import server
+from quire.serving.http.models import Model, Models
+from quire.serving.http.service import Service
+from quire.serving.http.settings import ServerSettings
+
+def make():
+    {STUCK.replace(chr(10), chr(10) + "    ")}
+
+service = Service(Models([Model(("a",), make)]), ServerSettings(port=0))
+server.run(server.serve(service, lambda address: None))
+"""
+
+
+@pytest.mark.parametrize(("script", "number"), [(LOADING, signal.SIGINT), (SERVING, signal.SIGTERM)])
+def test_a_signal_ends_what_loads_at_once(script, number):
+    """Python hears a signal when a call into C is over; a compilation is a long one."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as a shell's foreground has it
+    )
+    try:
+        assert child.stdout.readline() == "in\n"
+        child.send_signal(number)
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert (child.returncode, out, err) == (128 + number, "", "")
+
+
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_failed_step_is_no_answer(run, monkeypatch, command):
     def fails(self, prompt, params):

@@ -8,6 +8,8 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__
+from .scripts.command import SETTINGS, Command, UsageError, write_help
+from .serving.api.other_engines import COMMANDS as THEIRS
 
 # Command -> module with its `main`. Only the command that runs is imported.
 COMMANDS = {
@@ -37,11 +39,20 @@ class Commands(TyperGroup):
         module = import_module(COMMANDS[cmd_name], __package__)
         if (app := getattr(module, "app", None)) is None:  # a group of commands brings one
             app = typer.Typer(add_completion=False)
-            app.command(cmd_name)(module.main)
+            app.command(cmd_name, cls=Command)(module.main)
         return typer.main.get_command(app)
 
+    def resolve_command(self, ctx, args):
+        if (theirs := THEIRS.get(args[0])) is not None:
+            meant = f"here it is '{theirs}'" if theirs in COMMANDS else theirs
+            raise UsageError(f"No such command '{args[0]}': {meant}")
+        return super().resolve_command(ctx, args)
 
-app = typer.Typer(cls=Commands, add_completion=False, invoke_without_command=True)
+    def format_help(self, ctx, formatter) -> None:
+        write_help(self, ctx, formatter)
+
+
+app = typer.Typer(cls=Commands, add_completion=False, invoke_without_command=True, context_settings=SETTINGS)
 
 
 def show_version(wanted: bool) -> None:
@@ -59,7 +70,7 @@ def quire(
 ) -> None:
     """LLM inference in JAX. `quire COMMAND --help` explains a command."""
     if context.invoked_subcommand is None:
-        print(context.get_help())
+        typer.echo(context.get_help())
 
 
 def main() -> None:

@@ -15,13 +15,8 @@ from ..serving.api.options import OUTPUT as OUTPUT
 from ..serving.api.options import SAMPLING as SAMPLING
 from ..serving.api.options import EngineOptions
 from ..serving.api.params import SamplingParams
+from .command import UsageError as UsageError
 from .sizes import size
-
-
-class UsageError(typer.TyperException):
-    """A command line that cannot be carried out."""
-
-    exit_code = 2
 
 
 def given(**values) -> dict:
@@ -55,6 +50,7 @@ def field_flag(field: Field, shown: str | bool) -> Any:
     kind = list[str] if field.type == Sequence[str] else field.type  # Typer knows no other sequence
     parser = size if about["metavar"] and kind in (int, int | None) else None
     name = f"{name}/--no-{name[2:]}" if field.default is True else name
+    name = f"{name} -{about['short']}" if about.get("short") else name
     return Annotated[kind | None, option(about["help"], about["panel"], about["metavar"], shown, name, parser=parser)]
 
 

@@ -31,8 +31,8 @@ ROOMS = """
     serving/build serving/follow serving/progress serving/resume serving/chat_prompt serving/llm serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 
-    scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env scripts/build_kernels
-    scripts/convert scripts/quantize scripts/generate scripts/chat scripts/run_batch
+    scripts/command scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env
+    scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/chat scripts/run_batch
     scripts/plan scripts/serve scripts/bench scripts/peers scripts/gpu scripts/quill
 """.split()
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))

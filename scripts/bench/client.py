@@ -9,7 +9,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from .metrics import RequestTimes
@@ -148,7 +148,7 @@ async def ask(
     server: ServerAddress, path: str, body: dict[str, Any], timeout: float, clock: Callable[[], float]
 ) -> RequestTimes:
     """Send one request and time what comes back. Only a cancellation is raised: all else is the answer's `error`."""
-    sent, times, usage, limit = clock(), [], {}, None
+    sent, times, usage, ended, limit = clock(), [], {}, None, None
     try:
         data = json.dumps(body).encode()
         async with asyncio.timeout(timeout) as limit, exchange(server, "POST", path, data) as response:
@@ -160,13 +160,15 @@ async def ask(
                 now = clock()
                 if whole := event.strip() == "[DONE]":
                     break
-                wrote, own_usage = piece(event)
-                usage = own_usage or usage
-                if wrote:
+                read = piece(event)
+                usage = read.usage or usage
+                if read.wrote:
                     times.append(now)
+                if read.ends:
+                    ended = now
             if not whole:
                 raise Failure("the stream ended without [DONE]")
-            if not times:
+            if not times and ended is None:
                 raise Failure("the stream held no token")
     except TimeoutError:
         late = limit is not None and limit.expired()
@@ -175,11 +177,19 @@ async def ask(
         return RequestTimes(sent, times, error="disconnected in the middle of the answer" if times else "disconnected")
     except (Failure, OSError, ValueError, asyncio.LimitOverrunError) as error:
         return RequestTimes(sent, times, error=reason(error))
-    return RequestTimes(sent, times, usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times)))
+    written = usage.get("completion_tokens", len(times))
+    return RequestTimes(sent, times, usage.get("prompt_tokens", 0), written, ended=None if times else ended)
 
 
-def piece(event: str) -> tuple[bool, dict[str, int]]:
-    """Whether an event brings something of the answer, and the usage that it may carry."""
+class Piece(NamedTuple):
+    """An event of a stream."""
+
+    wrote: bool  # it brings something of the answer
+    ends: bool  # it says why the answer has ended
+    usage: dict[str, int]
+
+
+def piece(event: str) -> Piece:
     try:
         data = json.loads(event)
     except ValueError:
@@ -193,13 +203,13 @@ def piece(event: str) -> tuple[bool, dict[str, int]]:
     choices = data.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
     if choice is None:
-        return False, usage
+        return Piece(False, False, usage)
     delta = choice.get("delta")
     delta = delta if isinstance(delta, dict) else {}
     written = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls")
     # A token may write nothing (a special one, or part of a character); an opening or a closing event brings none.
-    frame = "role" in delta or choice.get("finish_reason") is not None
-    return bool(written) or not frame, usage
+    ends = choice.get("finish_reason") is not None
+    return Piece(bool(written) or not ("role" in delta or ends), ends, usage)
 
 
 def error_text(body: bytes) -> str:

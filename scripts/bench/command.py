@@ -3,8 +3,9 @@
 import re
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperGroup
 
+from ..command import SETTINGS, Command, write_help
 from . import host, latency, serve, simulate, startup, throughput
 
 SEVERAL = {
@@ -13,7 +14,7 @@ SEVERAL = {
 }  # options that take several values, and what a value looks like
 
 
-class Spread(TyperCommand):
+class Spread(Command):
     """`--concurrency 1 2 4` is `--concurrency 1 --concurrency 2 --concurrency 4`."""
 
     def parse_args(self, ctx, args):
@@ -37,14 +38,21 @@ def spread(arguments: list[str]) -> list[str]:
     return found
 
 
-app = typer.Typer(name="bench", add_completion=False, invoke_without_command=True)
+class Benches(TyperGroup):
+    def format_help(self, ctx, formatter) -> None:
+        write_help(self, ctx, formatter)
+
+
+app = typer.Typer(
+    name="bench", cls=Benches, add_completion=False, invoke_without_command=True, context_settings=SETTINGS
+)
 
 
 @app.callback()
 def main(context: typer.Context) -> None:
     """Measure throughput, latency, startup, a running server, the scheduler, or the host's part of a step."""
     if context.invoked_subcommand is None:
-        print(context.get_help())
+        typer.echo(context.get_help())
 
 
 for name, module in (

@@ -20,19 +20,24 @@ class RequestTimes:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
+    ended: float | None = None  # where an answer has ended without a piece
 
     @property
-    def ttft(self) -> float:
-        return self.times[0] - self.sent
+    def ttft(self) -> float | None:
+        """None where the answer is empty: the model ended it at once."""
+        return self.times[0] - self.sent if self.times else None
 
     @property
-    def e2el(self) -> float:
-        return self.times[-1] - self.sent
+    def e2el(self) -> float | None:
+        """None where it failed."""
+        end = self.times[-1] if self.times else self.ended
+        return None if end is None else end - self.sent
 
     @property
     def tpot(self) -> float | None:
         """Seconds a token after the first; None where there is only one."""
-        return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        several = self.times and self.output_tokens > 1
+        return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if several else None
 
     @property
     def gaps(self) -> list[float]:
@@ -40,7 +45,7 @@ class RequestTimes:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
     def meets(self, limits: dict[str, float]) -> bool:
-        """Whether every limit (metric -> milliseconds) is kept; a single token has no TPOT and keeps that limit."""
+        """Whether every limit (metric -> milliseconds) is kept; what is not there keeps its limit (TPOT of a token)."""
         return all((getattr(self, metric) or 0.0) * 1000 <= most for metric, most in limits.items())
 
 
@@ -77,10 +82,10 @@ def milliseconds(answers: Iterable[RequestTimes]) -> dict[str, list[float]]:
     """The values of every metric over the requests that were answered."""
     good = [answer for answer in answers if answer.error is None]
     seconds = {
-        "ttft": [answer.ttft for answer in good],
+        "ttft": [answer.ttft for answer in good if answer.ttft is not None],
         "tpot": [answer.tpot for answer in good if answer.tpot is not None],
         "itl": [gap for answer in good for gap in answer.gaps],
-        "e2el": [answer.e2el for answer in good],
+        "e2el": [answer.e2el for answer in good if answer.e2el is not None],
     }
     return {metric: [value * 1000 for value in values] for metric, values in seconds.items()}
 

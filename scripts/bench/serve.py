@@ -17,6 +17,8 @@ from . import report as reports
 from .metrics import METRICS, RequestTimes, flat, goodput, milliseconds, totals
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+BACKENDS = {"openai": ENDPOINTS[0], "vllm": ENDPOINTS[0], "openai-chat": ENDPOINTS[1]}
+HOST, PORT = "127.0.0.1", 8000
 GOALS = ("ttft", "tpot", "e2el")  # limits that a single request can keep
 SERVER = "The server"
 TRAFFIC = "The traffic"
@@ -27,8 +29,15 @@ SPARE_FILES = 64  # open files besides the connections
 @reports.takes_report(without=())
 @load.takes_dataset
 def main(
-    base_url: Annotated[str, o.option("Address of the server.", SERVER, "URL")] = "http://127.0.0.1:8000",
-    endpoint: Annotated[str, o.option(f"Endpoint: {' or '.join(ENDPOINTS)}.", SERVER, "PATH")] = ENDPOINTS[0],
+    base_url: Annotated[str | None, o.option("Address of the server.", SERVER, "URL", f"http://{HOST}:{PORT}")] = None,
+    host: Annotated[str | None, o.option("Its host, instead of --base-url.", SERVER, "HOST", HOST)] = None,
+    port: Annotated[int | None, o.option("Its port, instead of --base-url.", SERVER, "PORT", f"{PORT}")] = None,
+    backend: Annotated[
+        str | None, o.option(f"Kind of the endpoint: {', '.join(BACKENDS)}.", SERVER, "KIND", "openai")
+    ] = None,
+    endpoint: Annotated[
+        str | None, o.option(f"Endpoint: {' or '.join(ENDPOINTS)}.", SERVER, "PATH", "that of --backend")
+    ] = None,
     model: Annotated[
         str | None, o.option("Name of the model on the server.", SERVER, shown="the first that the server lists")
     ] = None,
@@ -68,8 +77,7 @@ def main(
     report: reports.ResultFiles,
 ) -> None:
     """Send requests to a running server and time its streams. Sends OPENAI_API_KEY where that is set."""
-    if endpoint not in ENDPOINTS:
-        raise o.UsageError(f"--endpoint is {endpoint!r}; it can be {' or '.join(ENDPOINTS)}")
+    base_url, endpoint = base_address(base_url, host, port), chosen_endpoint(backend, endpoint)
     load.above_zero(
         num_prompts=num_prompts, timeout=timeout, request_rate=request_rate, burstiness=burstiness,
         max_concurrency=max_concurrency,
@@ -121,6 +129,25 @@ def main(
     )
     if not result["completed"]:
         raise typer.Exit(1)
+
+
+def base_address(base_url: str | None, host: str | None, port: int | None) -> str:
+    if base_url is not None and (host is not None or port is not None):
+        raise o.UsageError(f"--base-url is {base_url!r}, which says host and port: leave out --host and --port")
+    host, port = host or HOST, PORT if port is None else port
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}" if base_url is None else base_url
+
+
+def chosen_endpoint(backend: str | None, endpoint: str | None) -> str:
+    if backend is not None and backend not in BACKENDS:
+        raise o.UsageError(f"--backend is {backend!r}; it can be {', '.join(BACKENDS)}")
+    if endpoint is None:
+        return BACKENDS[backend or "openai"]
+    if endpoint not in ENDPOINTS:
+        raise o.UsageError(f"--endpoint is {endpoint!r}; it can be {' or '.join(ENDPOINTS)}")
+    if backend is not None and endpoint != BACKENDS[backend]:
+        raise o.UsageError(f"--backend {backend} has the endpoint {BACKENDS[backend]}, not {endpoint}: leave one out")
+    return endpoint
 
 
 def parse_goals(goals: Sequence[str]) -> dict[str, float]:

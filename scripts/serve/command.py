@@ -37,7 +37,7 @@ def main(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL]...",
+            metavar="MODEL",
             help="Folders or Hugging Face ids. With several, a request's model field chooses.",
             show_default="the bundled model, quill",
         ),
@@ -91,12 +91,12 @@ def main(
     log_level: Annotated[str, o.option("Least severe level to log: debug, info, warning or error.", WATCH)] = "info",
     log_json: Annotated[bool, o.option("Log one JSON object a line.", WATCH, name="--log-json")] = False,
     otlp_traces_endpoint: Annotated[
-        str | None, o.option("Where to send OpenTelemetry spans; needs the extra quire\\[otel].", WATCH, "URL")
+        str | None, o.option("Where to send OpenTelemetry spans; needs the extra quire[otel].", WATCH, "URL")
     ] = None,
     runs_on: Annotated[
         str | None,
         o.option(
-            "ray: run several replicas on Ray Serve; needs the extra quire\\[ray].",
+            "ray: run several replicas on Ray Serve; needs the extra quire[ray].",
             PANEL,
             "ray",
             "one in this process",

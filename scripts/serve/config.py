@@ -1,12 +1,12 @@
 """`--config`: a file of options, which the command line overrides."""
 
-import difflib
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from .. import options as o
+from ..command import advice, check_value, no_effect, note_without_effect
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -27,13 +27,19 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     names |= {one.name: one for one in context.command.params if one.name}
     names["model"] = names["models"]
     defaults: dict[str, Any] = {}
+    without: list[str] = []
     for key, value in found.items():
-        option = names.get(str(key), names.get(str(key).replace("_", "-")))
+        name = str(key).replace("_", "-")
+        option = names.get(str(key), names.get(name))
+        if option is None and no_effect(name) is not None:
+            check_value(name, str(value))
+            without.append(name)
+            continue
         if option is None or option.name == "config":
-            near = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = advice(f"--{name}", [f"--{known}" for known in names])
             raise o.UsageError(f"--config {path} has {key!r}, which is no option{hint}")
         many = option.multiple or option.nargs == -1
         defaults[option.name] = [str(each) for each in value] if isinstance(value, list) else [value] if many else value
+    note_without_effect(without)
     context.default_map = defaults
     return path

@@ -25,12 +25,14 @@ MODEL, DEVICES, MEMORY = "The model", "Devices and processes", "Memory and batch
 PREFIXES, OUTPUT, SAMPLING = "Prefix cache", "Input and output", "Sampling"
 
 
-def flag(default: Any, panel: str, help: str, metavar: str | None = None, default_text: str | None = None) -> Any:
+def flag(
+    default: Any, panel: str, help: str, metavar: str | None = None, default_text: str | None = None, short: str = ""
+) -> Any:
     """A field that is also a flag of the commands. A whole number with a metavar may be written as 32K or 8G.
 
     `default_text` says what happens without the flag, where the default itself does not.
     """
-    about = {"panel": panel, "help": help, "metavar": metavar, "default_text": default_text}
+    about = {"panel": panel, "help": help, "metavar": metavar, "default_text": default_text, "short": short}
     return field(default=default, metadata=about)
 
 
@@ -50,21 +52,24 @@ class EngineOptions:
     dtype: str = flag("auto", MODEL, "float32, bfloat16 or auto.", default_text="auto: the model's")
     quantization: str | None = flag(
         None, MODEL, "Round the weights to int8, int8-weights, int4, int4-128, int4-64-zero and so on.",
-        default_text="as they are",
+        default_text="as they are", short="q",
     )  # fmt: skip
     max_model_len: int | None = flag(
         None, MODEL, "Most tokens of a prompt and its answer together; -1: as many as fit into memory.", "TOKENS",
         "the model's own",
     )  # fmt: skip
     block_size: int = flag(16, MEMORY, "Size of a page of the KV cache.", "TOKENS")
-    tensor_parallel_size: int = flag(1, DEVICES, "Devices that split every layer.")
+    tensor_parallel_size: int = flag(1, DEVICES, "Devices that split every layer.", short="tp")
     expert_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the experts.")
     context_parallel_size: int = flag(
         1, DEVICES, "Groups of devices that divide the positions of every page, and the tokens of long steps."
     )
-    pipeline_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the layers.")
+    pipeline_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the layers.", short="pp")
     data_parallel_size: int = flag(
-        1, DEVICES, "Groups of devices that each have sequences and a KV cache of their own; they share the experts."
+        1,
+        DEVICES,
+        "Groups of devices that each have sequences and a KV cache of their own; they share the experts.",
+        short="dp",
     )
     shard_weights: bool = flag(
         False, DEVICES,

@@ -468,6 +468,32 @@ def test_a_stream_is_timed_piece_by_piece(behave, times, tokens):
 
 
 @pytest.mark.parametrize(
+    "behave, ended",
+    [
+        (
+            streams(
+                event(choices=[{"text": "", "finish_reason": "stop"}]),
+                event(choices=[], usage={"completion_tokens": 1}),
+                DONE,
+            ),
+            1,
+        ),
+        (streams(delta(role="assistant", content=""), delta(finish_reason="stop"), DONE), 2),
+    ],
+)
+def test_an_answer_that_ends_at_once_is_an_answer(run, behave, ended):
+    with FakeServer(behave) as server:
+        answer = ask(server)
+        address = ("--host", "127.0.0.1", "--port", server.url.rpartition(":")[2], "--backend", "openai")
+        options = ("--tokenizer", "quill", "--random-input-len", "3", "--goodput", "ttft:5", "--json", "-")
+        code, out, _ = run("serve", *address, *options, "--num-prompts", "3", "--trust-remote-code")
+    assert (answer.error, answer.times, answer.ended, answer.ttft, answer.tpot) == (None, [], ended, None, None)
+    result = json.loads(out)
+    assert (code, result["completed"], result["failed"], result["errors"]) == (0, 3, 0, {})
+    assert "mean_ttft_ms" not in result and result["mean_e2el_ms"] > 0
+
+
+@pytest.mark.parametrize(
     "behave, error",
     [
         (says("503 Busy", b'{"error": {"message": "too many\\nrequests"}}'), "HTTP 503: too many"),
@@ -619,6 +645,9 @@ def test_serve_without_any_answer_fails(run):
     "arguments, says",
     [
         (["--endpoint", "/v1/embeddings"], "/v1/chat/completions"),
+        (["--port", "8001"], "leave out --host and --port"),
+        (["--backend", "tgi"], "openai, vllm, openai-chat"),
+        (["--backend", "openai-chat", "--endpoint", "/v1/completions"], "leave one out"),
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--num-prompts", "1.5"], "32K"),
         (["--request-rate", "-1"], "--request-rate is -1"),

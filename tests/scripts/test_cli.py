@@ -18,6 +18,7 @@ import quire
 from quire.__main__ import COMMANDS, app, main
 from quire.model.config import ModelError
 from quire.scripts import chat, collect_env, generate, sizes
+from quire.serving.api import other_engines
 from quire.serving.api.errors import RequestError
 from quire.serving.api.options import EngineOptions
 from quire.serving.api.outputs import CompletionOutput, RequestOutput
@@ -359,7 +360,9 @@ def test_every_engine_option_is_a_flag(command):
         if option.name in NOT_FLAGS:
             continue
         flag = flags[option.name]
-        assert flag.opts == [f"--{option.name.replace('_', '-')}"] and flag.default is None
+        short = option.metadata["short"]
+        assert flag.opts == [f"--{option.name.replace('_', '-')}", *([f"-{short}"] if short else ())]
+        assert flag.default is None
         said = {"on": "True", "off": "False", "none": "None"}.get(flag.show_default, flag.show_default)
         if option.default is not None:
             assert said.split(": ")[0] == str(option.default)
@@ -376,6 +379,79 @@ def test_help_of_every_command(run, command):
     if command is None:
         assert all(name in out for name in COMMANDS)
         assert run() == (0, out, "")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"bench {name}" for name in ("serve", "throughput", "latency"))])
+@pytest.mark.parametrize("columns", ["80", "60"])
+def test_help_has_every_name_whole(run, monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    found = typer.main.get_command(app)
+    for name in command.split():
+        found = found.get_command(None, name)
+    code, out, _ = run(*command.split(), "-h")
+    assert code == 0 and "…" not in out and max(map(len, out.splitlines())) <= 80
+    for param in found.params:
+        for name in (*param.opts, *param.secondary_opts) if param.param_type_name == "option" else ():
+            assert re.search(rf"^  (\S+( /)? )*{name}[, ]?", out, re.M), name
+    assert not re.search(r"--[a-z-]+-$", out, re.M)  # nor is one broken where others are explained
+
+
+def test_flags_of_other_engines_that_change_nothing_are_one_warning(run):
+    line = "-tp 2 --trust-remote-code --swap-space 4 --enable_chunked_prefill --no-async-scheduling -O3 --task=embed"
+    code, out, err = run("generate", *line.split(), "--prompt", "--enforce-eager", "a/model")
+    assert (code, out) == (0, "Once upon a time. \n")
+    (llm,) = FakeLLM.made
+    assert llm.model == "a/model" and llm.prompts == ["--enforce-eager"]
+    assert llm.options == {"tensor_parallel_size": 2, "max_num_seqs": 1}
+    (note, _) = err.splitlines()
+    assert note.startswith(
+        "note: without effect here: --trust-remote-code (no code of a checkpoint is ever run), --swap-"
+    )
+    names = re.findall(r"(--?[\w-]+) \(", note)
+    assert names == [
+        "--trust-remote-code", "--swap-space", "--enable-chunked-prefill", "--no-async-scheduling", "-O3", "--task",
+    ]  # fmt: skip
+
+
+def test_no_flag_is_both_an_option_and_without_effect():
+    own = {
+        param.name for command in COMMANDS for param in typer.main.get_command(app).get_command(None, command).params
+    }
+    assert not own & set(other_engines.NO_EFFECT)
+    assert set(other_engines.VALUES) <= set(other_engines.NO_EFFECT) >= set(other_engines.SHORT.values())
+    meant = {meaning for meaning in other_engines.MEANING.values() if meaning.startswith("--")}
+    benches = typer.main.get_command(app).get_command(None, "bench").commands
+    own |= {param.name for bench in benches.values() for param in bench.params}
+    assert {meaning[2:].replace("-", "_") for meaning in meant} <= own
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("serve --ctx-size 4096", "No such option: --ctx-size. Here it is --max-model-len."),
+        ("serve -c 4096", "No such option: -c. Here it is --max-model-len."),
+        ("serve -ngl 99", "No such option: -ngl (every layer is on the device: leave it out)"),
+        ("serve --enable-lora", "No such option: --enable-lora (there is no LoRA: merge the adapter into the model's "),
+        ("serve --model x", "No such option: --model (the model is an argument: `quire serve MODEL`)"),
+        ("generate --n-predict 3", "No such option: --n-predict. Here it is --max-tokens."),
+        ("plan --ctx-size 4", "No such option: --ctx-size"),
+        ("generate --tempreature 3", "No such option: --tempreature. Did you mean --temperature?"),
+        ("serve --max-model-length 4", "No such option: --max-model-length. Did you mean --max-model-len?"),
+        ("serve --tensor-parallel 2", "No such option: --tensor-parallel. Did you mean --tensor-parallel-size?"),
+        ("generate --min-tokens 3", "No such option: --min-tokens"),  # not --max-tokens, though it looks alike
+        ("generate --top-n 3", "No such option: --top-n"),
+        ("bench serve --random-inptu-len 4", "No such option: --random-inptu-len. Did you mean --random-input-len?"),
+        ("serve --log x", "No such option: --log"),
+        ("serve --tokenizer-mode mistral", "--tokenizer-mode is 'mistral'; here it can only be auto, hf, slow: the "),
+        ("plan --enforce-eager", "No such option: --enforce-eager"),
+        ("run llama3", "No such command 'run': here it is 'chat'"),
+        ("pull llama3", "No such command 'pull': a model is downloaded when it is first used: `quire serve MODEL`"),
+    ],
+)
+def test_what_is_unknown_is_met_with_what_means_the_same_or_nothing(run, line, says):
+    code, out, err = run(*line.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {says}") if says.endswith(" ") else err == f"error: {says}\n"
 
 
 def test_a_mistyped_command_is_met_with_the_right_one(run):

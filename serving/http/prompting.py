@@ -36,9 +36,9 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
     template = template_source(tokenizer, tools, request.template_options)
     tool_parser, reasoning_parser = formats.parsers(template)
     text = render(tokenizer, request.messages, tools, request.template_options)
-    check_length(engine, "messages", text)
+    read = fitting(engine, "messages", text, request.truncate_prompt_tokens)
     try:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = tokenizer.encode(read, add_special_tokens=False)
     except PromptError as error:
         raise RequestError("messages", str(error)) from None
     params, parser = request.params, None
@@ -106,8 +106,9 @@ def prompts_of(
     for index, prompt in enumerate(request.prompts):
         where = f"{name}[{index}]" if len(request.prompts) > 1 else name
         text = prompt if isinstance(prompt, str) else None
-        tokens = encode(engine, where, prompt, request.add_special_tokens) if isinstance(prompt, str) else prompt
-        yield text, truncated(tokens, request.truncate_prompt_tokens, params, engine)
+        most = request.truncate_prompt_tokens
+        tokens = encode(engine, where, prompt, request.add_special_tokens, most) if isinstance(prompt, str) else prompt
+        yield text, truncated(tokens, most, params, engine)
 
 
 def compile_form(engine: Engine, params: SamplingParams) -> None:
@@ -121,21 +122,32 @@ def plain() -> Any:
     return parsing.make_parser(None, None, False)
 
 
-def encode(engine: Engine, where: str, text: str, special: bool) -> list[int]:
+def encode(engine: Engine, where: str, text: str, special: bool, most: int | None) -> list[int]:
     if not text:
         raise RequestError(where, "is empty; it must have at least one character")
-    check_length(engine, where, text)
     try:
-        return needs_tokenizer(engine).encode(text, add_special_tokens=special)
+        return needs_tokenizer(engine).encode(fitting(engine, where, text, most), add_special_tokens=special)
     except PromptError as error:
         raise RequestError(where, str(error)) from None
 
 
 def check_length(engine: Engine, where: str, text: str) -> None:
     """A text that cannot fit is not cut into tokens first: that would take its time from others."""
-    most = 4 * engine.max_len * needs_tokenizer(engine).longest_token  # some tokenizers drop characters
-    if len(text) > most:
+    if len(text) > longest_text(engine):
         raise RequestError(where, f"has {len(text)} characters; this model takes {engine.max_len} tokens")
+
+
+def longest_text(engine: Engine) -> int:
+    """Characters that may fit; some tokenizers drop characters."""
+    return 4 * engine.max_len * needs_tokenizer(engine).longest_token
+
+
+def fitting(engine: Engine, where: str, text: str, most: int | None) -> str:
+    """What is to be cut into tokens: all of a text that may fit; of one that will be truncated, the end is enough."""
+    if most is not None:
+        return text[-longest_text(engine) :]
+    check_length(engine, where, text)
+    return text
 
 
 def needs_tokenizer(engine: Engine) -> Tokenizer:

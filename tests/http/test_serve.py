@@ -267,3 +267,21 @@ def test_an_address_that_cannot_be_had_is_one_line(server):
         with pytest.raises(ModelError, match=says) as caught:
             asyncio.run(serve(service, lambda address: None))
         assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_is_cut_before_its_length_is_judged(server):
+    """By hand: what the whole prompt's last tokens are, its end alone has too."""
+    text = "0123456789 " * 40_000
+    short = {"prompt": "0123456789 " * 4, "max_tokens": 1, "temperature": 0, "truncate_prompt_tokens": 9}
+    status, _, body = ask(server, "POST", "/v1/completions", short | {"prompt": text, "return_token_ids": True})
+    assert status == 200 and body["usage"]["prompt_tokens"] == 9
+    end = ask(server, "POST", "/v1/completions", short | {"return_token_ids": True})[2]
+    assert body["choices"][0]["prompt_token_ids"] == end["choices"][0]["prompt_token_ids"]
+    messages = [{"role": "user", "content": text}]
+    status, _, body = ask(server, "POST", "/v1/chat/completions", {"messages": messages, "truncate_prompt_tokens": -1})
+    assert status == 200, body
+    status, _, body = ask(server, "POST", "/v1/embeddings", {"input": text, "truncate_prompt_tokens": 5})
+    assert status == 200 and body["usage"]["prompt_tokens"] == 5
+    for path, fields in [("/v1/completions", {"prompt": text}), ("/v1/chat/completions", {"messages": messages})]:
+        status, _, body = ask(server, "POST", path, fields)
+        assert status == 400 and "characters; this model takes" in body["error"]["message"]

@@ -21,6 +21,8 @@ from ...model.text.tokenizer import Tokenizer
 from ...model.text.worker import WorkerProcess
 from ..api.errors import RequestError
 from ..api.structured import FIELD
+from .gbnf import GrammarError, is_gbnf
+from .lark import to_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -164,7 +166,11 @@ def body_of(structure: Mapping[str, Any]) -> dict[str, Any]:
         lark = json.loads(LLMatcher.grammar_from_regex(structure["regex"]))["grammars"][0]["lark_grammar"]
         return {"lark_grammar": lark}
     if "grammar" in structure:
-        return {"lark_grammar": structure["grammar"]}
+        text = structure["grammar"]
+        try:
+            return {"lark_grammar": to_lark(text) if is_gbnf(text) else text}
+        except GrammarError as error:
+            raise RequestError(f"{FIELD}.grammar", one_line(f"{error}")) from None
     if "choice" in structure:  # a terminal: one automaton for all
         return {"lark_grammar": "start: ANY\nANY: " + " | ".join(map(json.dumps, structure["choice"]))}
     schema = json.loads(structure["json"]) if "json" in structure else {"type": "object"}

@@ -164,6 +164,12 @@ def test_a_grammar_is_followed(llm):
     assert all(re.fullmatch(r"([1-9]\d?)(\+[1-9]\d?)+=[1-9]\d?", text) for text, reason in found if reason == "stop")
     (found,) = answers(llm, ["Add:"], [shaped("grammar", 'start: <|user|> "x" <|end|>', n=2, ignore_eos=True)])
     assert found == [("x", "stop")] * 2
+    (found,) = answers(llm, ["Add:"], [shaped("grammar", 'root ::= "yes" | "no" # GBNF', n=4)])
+    assert {text for text, reason in found} <= {"yes", "no"} and {reason for _, reason in found} == {"stop"}
+    tree = r'root ::= "(" [a-z]{1,2} root* ")" | [^a-zA-Z()\x00-\x7F]'
+    (found,) = answers(llm, ["Add:"], [shaped("grammar", tree, n=4, max_tokens=40)])
+    for text, reason in found:
+        assert reason == "length" or (text.count("(") == text.count(")") and re.fullmatch(r"[^a-zA-Z]|\(.*\)", text))
 
 
 def test_spaces_of_json(llm):
@@ -415,6 +421,9 @@ def test_what_is_kept_is_kept(llm):
 def test_the_reason_names_the_place(llm):
     assert "unclosed group" in str(refused(llm, regex="(a"))
     assert "unknown name" in str(refused(llm, grammar="start: x"))
+    assert str(refused(llm, grammar='root ::= "a"\n  | é')).startswith(
+        "structured_outputs.grammar: line 2, column 5: expected a text"
+    )
     assert "not" in str(refused(llm, json={"not": {}}))
     assert "too much time" in str(refused(llm, json={"type": "integer", "multipleOf": 1_000_003}))
     assert "no text" in str(refused(llm, json={"$ref": "#"}))

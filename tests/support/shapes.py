@@ -132,6 +132,11 @@ def hostile() -> Iterator[dict[str, Any]]:
         yield {"grammar": "start: %json " + nested(min(size, 1500))}
         yield {"grammar": f'start: a{{1,{size}}}\na: b{{{size}}}\nb: c{{{size}}}\nc: "x"'}
         yield {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(min(size, 900)))}
+        yield {"grammar": "root ::= " + "(" * min(size, 8000) + '"a"' + ")" * min(size, 8000)}
+        yield {
+            "grammar": f'root ::= (((("a"{{{size % 2001}}}){{2000}}){{2000}}) | {"b " * (size // 2)}) root?\nb ::= "b"?'
+        }
+        yield {"grammar": "root ::= a0 root?\n" + "\n".join(f"a{i} ::= a{i + 1}* a{i + 1}" for i in range(size // 20))}
         yield {"grammar": "start: A\nA: " + " & ".join(f"/(a|b)*a(a|b){{{size + i}}}/" for i in range(5))}
     for number in (10**9, 2**31, 2**63, 10**30, -1, 0.5):
         for word in ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"):

@@ -1,15 +1,24 @@
 """`quire chat`: chat with a model in a terminal, or through a pipe, one message a line."""
 
+import re
 import signal
 import sys
 import threading
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from time import perf_counter
 from typing import Annotated, Any
 
 from . import options as o
+from .command import paint
+from .generate import Timing
 from .loading import load
 
-HELP = "/reset forgets the conversation, /exit leaves (so does Ctrl-D); Ctrl-C stops an answer, twice leaves"
+HELP = """\
+/reset forgets the conversation, /exit leaves (so does Ctrl-D)
+Ctrl-C stops an answer, twice leaves
+\"\"\" before and after a message lets it have several lines"""
+FENCE = '"""'
 
 
 @o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
@@ -21,17 +30,25 @@ def main(
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Chat with a model. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."""
+    """Chat with a model. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer.
+
+    A message of several lines stands between two \"\"\".
+    """
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
-    params = SamplingParams(**sampling)
+    params, name = SamplingParams(**sampling), model or "quill"
     with load(model, max_num_seqs=1, **engine) as llm:
+        if llm.get_tokenizer().chat_template is None:
+            raise o.UsageError(
+                f"{name} has no chat template, so it was not made for conversations: `quire generate` continues a text "
+                "(a template of your own goes into its folder, as chat_template.jinja)"
+            )
         if sys.stdin.isatty():
-            print(HELP)
+            print(f"{paint(name, sys.stdout, bold=True)}\n{paint(HELP, sys.stdout, dim=True)}")
         opening = () if system is None else ({"role": "system", "content": system},)
         messages = opening
-        for line in lines():
-            match line.split():
+        for message in whole_messages(lines()):
+            match message.split():
                 case []:
                     continue
                 case ["/exit"]:
@@ -41,24 +58,51 @@ def main(
                 case ["/help"]:
                     print(HELP)
                 case [command] if command.startswith("/"):
-                    print(f"error: no command {command}: {HELP}", file=sys.stderr)
+                    say_error(f"no command {command}; there is /reset, /exit and /help")
                 case _:
-                    messages = turn(llm, params, messages, line)
+                    messages = turn(llm, params, messages, message)
 
 
-def lines():
+def say_error(text: str) -> None:
+    print(paint(f"error: {text}", sys.stderr, fg="red"), file=sys.stderr)
+
+
+def whole_messages(lines: Iterable[str]) -> Iterator[str]:
+    """A message a line; one between two fences may have several."""
+    found: list[str] | None = None  # the lines after an opening fence
+    for line in lines:
+        if found is None:
+            if not line.lstrip().startswith(FENCE):
+                yield line
+                continue
+            found, line = [], line.lstrip().removeprefix(FENCE)
+        found.append(line.rstrip().removesuffix(FENCE) if (closed := line.rstrip().endswith(FENCE)) else line)
+        if closed:
+            yield "\n".join(found).strip("\n")
+            found = None
+    if found is not None:
+        yield "\n".join(found).strip("\n")
+
+
+def lines() -> Iterator[str]:
     """The lines of stdin; in a terminal with editing and history."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
+    prompt = paint("> ", sys.stdout, fg="green", bold=True)
     with suppress(ImportError):  # a Python that was built without it still reads lines
         import readline  # noqa: F401  # imported for its effect on input()
+
+        prompt = re.sub(r"(\x1b\[[0-9;]*m)", "\001\\1\002", prompt)  # what takes no place on the line
     while True:
         try:
-            yield input("> ")
+            yield input(prompt)
         except EOFError:
             print()
             return
+        except KeyboardInterrupt:
+            print()
+            raise
 
 
 def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, ...]:
@@ -66,24 +110,39 @@ def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, 
     from .. import RequestError
 
     asked = (*messages, {"role": "user", "content": question})
-    text = ""
+    text, began, first, first_tokens, result = "", perf_counter(), 0.0, 0, None
     try:
         with interruptible() as interrupted, closing(llm.stream(llm.chat_prompt(asked), params)) as results:
             for result in results:
-                answer = result.outputs[0].text
+                answer, written = result.outputs[0].text, len(result.outputs[0].token_ids)
+                if written and not first_tokens:
+                    first, first_tokens = perf_counter(), written
                 sys.stdout.write(answer[len(text) :])
                 sys.stdout.flush()
                 text = answer
                 if interrupted.is_set():
                     break
                 if result.outputs[0].finish_reason == "error":
-                    print("error: the step failed; the log above says why", file=sys.stderr)
+                    say_error("the step failed; the log above says why")
                     return messages
     except RequestError as error:
-        print(f"error: {error}; /reset starts a new conversation", file=sys.stderr)
+        say_error(f"{error}; /reset starts a new conversation")
         return messages
     print()
+    if sys.stdout.isatty() and result is not None:
+        read, written = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
+        done = perf_counter()
+        timing = Timing(began, first or done, done, read, first_tokens, written, result.num_cached_tokens)
+        print(paint(speed(timing), sys.stdout, dim=True))
     return (*asked, {"role": "assistant", "content": text})
+
+
+def speed(timing: Timing) -> str:
+    """How fast an answer was: reading the question, and writing."""
+    rate = "" if timing.tokens_per_second is None else f", {timing.tokens_per_second:.1f} tokens/s"
+    cached = f", {timing.cached_tokens} cached" if timing.cached_tokens else ""
+    first = timing.first - timing.loaded
+    return f"[{timing.tokens} tokens{rate}; first after {first:.2f} s; {timing.prompt_tokens} prompt tokens{cached}]"
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +50,9 @@ class FakeLLM:
 
     def __exit__(self, *exception):
         pass
+
+    def get_tokenizer(self):
+        return SimpleNamespace(chat_template=None if self.model == "base" else "{{ messages }}")
 
     def chat_prompt(self, messages):
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
@@ -318,6 +323,53 @@ def test_chat_goes_on_after_a_refused_turn(run):
     assert (code, out) == (0, "Once upon a time. \n")
     assert "at most 8 fit" in err and "/nonsense" in err
     assert FakeLLM.made[0].prompts[-1] == "<user>short"
+
+
+def test_chat_says_at_once_that_a_model_has_no_chat_template(run):
+    code, out, err = run("chat", "base", stdin=b"Hi")
+    assert (code, out) == (2, "") and FakeLLM.made[0].prompts == []
+    assert err.startswith("error: base has no chat template") and "`quire generate`" in err
+
+
+def test_a_message_of_several_lines_stands_between_fences(run):
+    said = (
+        b'one\n"""two\nlines\n"""\n/reset\n  """three"""\n/reset\n"""\n  indented\n\n/exit\n""" \n/reset\n"""no end\n'
+    )
+    assert run("chat", stdin=said)[0] == 0
+    assert [prompt.rsplit("<user>")[-1] for prompt in FakeLLM.made[0].prompts] == [
+        "one", "two\nlines", "three", "  indented\n\n/exit", "no end",
+    ]  # fmt: skip
+
+
+def test_a_terminal_sees_the_model_the_speed_and_colour():
+    """As a user: in a pseudo-terminal, with a real model."""
+    leader, follower = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "quire", "chat", "--temperature", "0", "--max-tokens", "32"],
+        stdin=follower, stdout=follower, stderr=follower, env=os.environ | {"TERM": "xterm"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(follower)
+    heard = b""
+
+    def until(words: bytes) -> None:
+        nonlocal heard
+        while words not in heard:
+            heard += os.read(leader, 4096)
+
+    try:
+        until(b"> ")
+        os.write(leader, b"Sort: 52 31 90\n")
+        until(b"prompt tokens")
+        os.write(leader, b"/exit\n")
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+        os.close(leader)
+    seen = heard.decode()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "")
+    assert "\nquill\n/reset forgets" in plain
+    assert re.search(r"\n31 52 90\n\[\d+ tokens, [\d.]+ tokens/s; first after [\d.]+ s; \d+ prompt tokens\]", plain)
+    assert "\x1b[1mquill" in seen and "\x1b[2m[" in seen
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat():

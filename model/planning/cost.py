@@ -29,15 +29,26 @@ class Device:
     flops: float
     link: float
     network: float
+    about: str = "a device of your own"
 
 
-DEVICES = {  # GPUs: the makers' figures; NVLink (L4: PCIe), and a network adapter of 400, 200 or 100 Gb/s for each
-    "h200": Device(140.4 * 2**30, 4.8e12, 989e12, 450e9, 50e9),
-    "h100": Device(79.6 * 2**30, 3.35e12, 989e12, 450e9, 50e9),
-    "a100": Device(80.0 * 2**30, 2.04e12, 312e12, 300e9, 25e9),
-    "l4": Device(22.5 * 2**30, 0.3e12, 121e12, 32e9, 12.5e9),
-    # Measured on two x86 cores with AVX-512 and AMX. A copy is read and written; a network of 10 Gb/s.
-    "cpu": Device(16.0 * 2**30, 24e9, 0.78e12, 12e9, 1.25e9),
+# GPUs: memory as the driver shows it, the maker's figures for bandwidth and for dense products in bfloat16 that add up
+# in float32, NVLink or PCIe each way, and a network adapter of 400, 200 or 100 Gb/s for each. TPUs: Google's figures
+# for a chip; `link` is all of its links to others of the slice, one way; `network` is its share of the host's adapter.
+DEVICES = {
+    "b200": Device(179.1 * 2**30, 8.0e12, 2250e12, 900e9, 50e9, "NVIDIA B200 SXM, NVLink 5"),
+    "h200": Device(140.4 * 2**30, 4.8e12, 989e12, 450e9, 50e9, "NVIDIA H200 SXM, NVLink 4"),
+    "h100": Device(79.6 * 2**30, 3.35e12, 989e12, 450e9, 50e9, "NVIDIA H100 SXM, NVLink 4"),
+    "a100": Device(80.0 * 2**30, 2.04e12, 312e12, 300e9, 25e9, "NVIDIA A100 SXM 80 GB, NVLink 3"),
+    "l4": Device(22.5 * 2**30, 0.3e12, 121e12, 32e9, 12.5e9, "NVIDIA L4, PCIe 4"),
+    "rtx-5090": Device(31.8 * 2**30, 1.792e12, 209.5e12, 64e9, 12.5e9, "NVIDIA GeForce RTX 5090, PCIe 5"),
+    "rtx-4090": Device(24.0 * 2**30, 1.008e12, 165.2e12, 32e9, 12.5e9, "NVIDIA GeForce RTX 4090, PCIe 4"),
+    "tpu-v5e": Device(16.0 * 2**30, 0.819e12, 197e12, 200e9, 3.125e9, "a chip of Google's TPU v5e"),
+    "tpu-v5p": Device(95.0 * 2**30, 2.765e12, 459e12, 600e9, 6.25e9, "a chip of Google's TPU v5p"),
+    "tpu-v6e": Device(32.0 * 2**30, 1.638e12, 918e12, 400e9, 12.5e9, "a chip of Google's TPU v6e, Trillium"),
+    "tpu-v7x": Device(192.0 * 2**30, 7.38e12, 2307e12, 600e9, 12.5e9, "a chip of Google's TPU7x, Ironwood"),
+    # Measured. A copy is read and written; a network of 10 Gb/s.
+    "cpu": Device(16.0 * 2**30, 24e9, 0.78e12, 12e9, 1.25e9, "two x86 cores with AVX-512 and AMX, as measured"),
 }
 
 

@@ -21,7 +21,7 @@ def speed(help: str, metavar: str) -> Any:
     return o.option(help, MACHINE, metavar, "the device's", min=0.001)
 
 
-@o.takes_engine(only=("dtype", "quantization", "kv_cache_dtype"))
+@o.takes_engine(only=("dtype", "quantization", "kv_cache_dtype", "gpu_memory_utilization"))
 def main(
     model: o.Model = None,
     length: Annotated[
@@ -35,9 +35,23 @@ def main(
     ] = None,
     *,
     engine: dict[str, Any],
-    device: Annotated[str, o.option("Device to plan for: h200, h100, a100, l4 or cpu.", MACHINE, "NAME")] = "h100",
+    device: Annotated[
+        str,
+        o.option(
+            "Device to plan for: b200, h200, h100, a100, l4, rtx-5090, rtx-4090, tpu-v5e, tpu-v5p, tpu-v6e, tpu-v7x or "
+            "cpu.",
+            MACHINE,
+            "NAME",
+        ),
+    ] = "h100",
     memory: Annotated[
-        int | None, o.sized("Memory for weights and KV cache, as in 80G.", MACHINE, "BYTES", "the device's")
+        int | None,
+        o.sized(
+            "Memory for weights and KV cache together, as in 72G.",
+            MACHINE,
+            "BYTES",
+            "the device's share of --gpu-memory-utilization",
+        ),
     ] = None,
     bandwidth: Annotated[float | None, speed("Memory bandwidth.", "GB/S")] = None,
     flops: Annotated[float | None, speed("Speed of dense products in bfloat16.", "TFLOP/S")] = None,
@@ -61,10 +75,13 @@ def main(
         raise o.UsageError(f"--device is {device!r}; it can be {', '.join(cost.DEVICES)}")
     if length and min(length) < 1:
         raise o.UsageError(f"--length is {min(length)}; it must be at least 1")
-    own = o.given(memory=memory, bandwidth=bandwidth, link=link, network=network, flops=flops)
+    own = o.given(bandwidth=bandwidth, link=link, network=network, flops=flops)
     chosen = replace(cost.DEVICES[device], **{name: value * UNITS.get(name, 1) for name, value in own.items()})
     meshes.check(devices, batch, best)
+    share = engine.pop("gpu_memory_utilization", None)
+    check_share(share, memory)
     config, weights = read(model, **engine)
+    usable, why = usable_memory(device, chosen.memory, cost.weight_bytes(config, weights), share, memory)
     lengths = sorted(set(length or default_lengths(config.max_len)))
     result = {
         "model": model or "quill",
@@ -78,25 +95,50 @@ def main(
             for kind in cost.kinds(config)
         ],
         "device": {"name": device, **vars(chosen)},
+        "usable_memory": usable,
+        "usable_memory_is": why,
         "balance_batch_without_cache": finite(cost.balance_batch(config, 0, chosen, weights)),
         "lengths": [
             {
                 "length": tokens,
                 "kv_bytes": cost.kv_bytes(config, tokens),
-                "sequences_that_fit": cost.sequences_that_fit(config, tokens, chosen.memory, weights),
+                "sequences_that_fit": cost.sequences_that_fit(config, tokens, usable, weights),
                 "balance_batch": finite(cost.balance_batch(config, tokens, chosen, weights)),
             }
             for tokens in lengths
         ],
-        "split": split(config, chosen.memory - cost.weight_bytes(config, weights)),
+        "split": split(config, usable - cost.weight_bytes(config, weights)),
     }
     if devices is not None:
         tokens = length[0] if length else min(4096, config.max_len)
-        result["meshes"] = meshes.propose(config, weights, chosen, devices, batch or 64, tokens, best)
+        room = replace(chosen, memory=usable)
+        result["meshes"] = meshes.propose(config, weights, room, devices, batch or 64, tokens, best)
     if as_json:
         print(json.dumps(result))
     else:
         print(text(result) if devices is None else meshes.text(result))
+
+
+def check_share(share: float | None, memory: int | None) -> None:
+    if share is not None and memory is not None:
+        raise o.UsageError("--memory and --gpu-memory-utilization both say what may be used: leave one out")
+    if share is not None and not 0 < share <= 1:
+        raise o.UsageError(f"--gpu-memory-utilization is {share:g}; it must be above 0 and at most 1")
+
+
+def usable_memory(
+    device: str, whole: float, weights: int, share: float | None, memory: int | None
+) -> tuple[float, str]:
+    """What weights and KV cache may take together, as the engine has it, and in words why."""
+    from ...serving.api.options import CPU_CACHE, SHARE
+
+    if memory is not None:
+        return memory, "as --memory says"
+    if device == "cpu" and share is None:
+        cache = min(whole / 4, CPU_CACHE)
+        return min(whole, weights + cache), f"the weights, and {amount(cache)} for the KV cache"
+    share = SHARE if share is None else share
+    return whole * share, f"{share:.4g} of it, --gpu-memory-utilization"
 
 
 def read(model: str | None, **engine: Any):
@@ -166,13 +208,19 @@ def text(result: dict) -> str:
         (
             f"{result['model']}: {result['layers']} layers, {weights} of weights in {result['dtype']}",
             table(("KV cache", "layers", "bytes a token", "tokens kept"), kinds),
-            f"{device['name']}: {amount(device['memory'])}, {device['bandwidth'] / 1e9:,.0f} GB/s, "
-            f"{device['flops'] / 1e12:,.4g} TFLOP/s; with the cache left out, compute catches up with memory at batch "
-            f"{math.ceil(result['balance_batch_without_cache']):,}",
+            f"{device_line(device)}\nused: {amount(result['usable_memory'])} ({result['usable_memory_is']})",
             table(("length", "KV a sequence", "sequences that fit", "batch where compute catches up"), lengths),
             *([] if len(result["split"]) < 2 else [split_table(result["split"])]),
             notes(result),
         )
+    )
+
+
+def device_line(device: dict) -> str:
+    """Which device was planned for, and its figures."""
+    return (
+        f"{device['name']}, {device['about']}: {amount(device['memory'])}, {device['bandwidth'] / 1e9:,.0f} GB/s, "
+        f"{device['flops'] / 1e12:,.4g} TFLOP/s"
     )
 
 
@@ -187,10 +235,19 @@ def split_table(groups: list[dict]) -> str:
 
 
 def notes(result: dict) -> str:
-    """What the numbers leave out, where it matters."""
-    lines = ["What fits is counted beside the weights; a step's own working memory is not."]
-    if result["weight_bytes"] > result["device"]["memory"]:
-        lines = [f"The weights alone do not fit: they take {amount(result['weight_bytes'])}."]
+    """What the columns mean, and what the numbers leave out."""
+    balance = math.ceil(result["balance_batch_without_cache"])
+    lines = [
+        "bytes a token: what a sequence's KV cache grows by with each token, in these layers together",
+        "tokens kept: the last tokens of a sequence that these layers keep; all, or a window of them",
+        "length: tokens of a prompt and its answer together",
+        "KV a sequence: the KV cache of one sequence of this length",
+        "sequences that fit: at once, beside the weights; a step's own working memory is not counted",
+        "batch where compute catches up: with fewer sequences a step waits for memory, with more for arithmetic",
+        f"  ({balance:,} where the cache is left out)",
+    ]
     if any(row["balance_batch"] is None for row in result["lengths"]):
-        lines.append("never: a sequence's cache takes longer to read than its arithmetic takes, at any batch.")
+        lines.append("never: a sequence's cache takes longer to read than its arithmetic takes, at any batch")
+    if result["weight_bytes"] > result["usable_memory"]:
+        lines.append(f"The weights alone do not fit: they take {amount(result['weight_bytes'])}.")
     return "\n".join(lines)

@@ -60,16 +60,20 @@ def text(result: dict) -> str:
     return "\n\n".join(
         (
             f"{result['model']}: {result['layers']} layers, {amount(result['weight_bytes'])} of weights in "
-            f"{result['dtype']}, over {found['devices']} x {device['name']}\n"
-            f"{amount(device['memory'])}, {device['bandwidth'] / 1e9:,.0f} GB/s, "
-            f"{device['flops'] / 1e12:,.4g} TFLOP/s; "
+            f"{result['dtype']}, over {found['devices']} x {device['name']} ({device['about']})\n"
+            f"{amount(device['memory'])}, of which {amount(result['usable_memory'])} are used; "
+            f"{device['bandwidth'] / 1e9:,.0f} GB/s, {device['flops'] / 1e12:,.4g} TFLOP/s; "
             f"{device['link'] / 1e9:,.4g} GB/s within a machine of 8, {device['network'] / 1e9:,.4g} between",
             f"{work['batch']} sequences of {length_name(work['length'])} tokens; "
             f"milliseconds of a step through all stages:\n{table(head, rows)}",
             "\n".join(notes),
-            "weights: of a device; fit: sequences beside them; prompts: tokens of them that are read in a second, in\n"
-            f"chunks of {work['chunk']}. Estimates from bytes and operations: kernels reach less, and the host's "
-            "time is left out.",
+            "weights: memory that they take of each device\n"
+            "fit: sequences of this length beside them, on all devices\n"
+            "step: milliseconds of a step in which every sequence gets a token; read, compute, send: what each would\n"
+            "  take alone: reading weights and cache, arithmetic, sending between devices\n"
+            "tok/s: tokens that all sequences get in a second\n"
+            f"prompts: tokens of prompts that are read in a second, in chunks of {work['chunk']}\n"
+            "Estimates from bytes and operations: kernels reach less, and the host's time is left out.",
         )
     )
 

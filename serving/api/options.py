@@ -16,6 +16,8 @@ P = ParamSpec("P")
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 HOST = 256 << 20  # bytes of host memory that buffer pages for the disk
 DISK = 8 << 30
+SHARE = 0.9  # of a device's memory, for weights, KV cache and all else
+CPU_CACHE = 8 << 30  # the most that the KV cache takes of a CPU's memory, if nothing else is asked for
 PARALLEL = {  # axes of the mesh
     "tensor": "tensor_parallel_size", "expert": "expert_parallel_size", "context": "context_parallel_size",
     "pipe": "pipeline_parallel_size", "data": "data_parallel_size",
@@ -95,7 +97,7 @@ class EngineOptions:
     gpu_memory_utilization: float | None = flag(
         None, MEMORY,
         "Share of the device's memory for weights, KV cache and all else; the KV cache gets what the others leave.",
-        "SHARE", "0.9; on a CPU the KV cache gets a quarter of what is free, at most 8G",
+        "SHARE", f"{SHARE}; on a CPU the KV cache gets a quarter of what is free, at most {CPU_CACHE >> 30}G",
     )  # fmt: skip
     enable_prefix_caching: bool = flag(True, PREFIXES, "Keep computed pages for prompts that begin alike.")
     kv_cache_host_bytes: int | None = flag(

@@ -13,7 +13,7 @@ from ...model.config import ModelConfig, ModelError
 from ...model.expert_copies import spare_of
 from ...model.partition import local_config, whole_model
 from ...sharding.mesh import device_axes
-from ..api.options import EngineOptions
+from ..api.options import CPU_CACHE, SHARE, EngineOptions
 from ..cache.page_pool import PagePool, largest
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
@@ -33,7 +33,7 @@ def cache_budget(options: EngineOptions) -> int | None:
     if options.gpu_memory_utilization is not None or device_memory() is not None:
         return None
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(free // 4, 8 << 30)
+    return min(free // 4, CPU_CACHE)
 
 
 def device_memory() -> int | None:
@@ -44,7 +44,7 @@ def device_memory() -> int | None:
 def usable_memory(options: EngineOptions) -> int:
     """Bytes that weights, cache and steps may use together."""
     whole = device_memory() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(whole * (0.9 if options.gpu_memory_utilization is None else options.gpu_memory_utilization))
+    return int(whole * (SHARE if options.gpu_memory_utilization is None else options.gpu_memory_utilization))
 
 
 def held_bytes(tree) -> int:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -128,7 +129,50 @@ def test_command_prints_the_figures(tmp_path):
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["full", "32", "512", "KiB", "all"] in lines
-    assert ["4K", "2", "GiB", "33", "never"] in lines
+    assert ["4K", "2", "GiB", "29", "never"] in lines  # (0.9 * 79.6 - 12.55) / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usable"),
+    [
+        (["--device", "h100"], 0.9 * 79.6),  # the engine's default
+        (["--device", "h100", "--gpu-memory-utilization", "0.5"], 0.5 * 79.6),
+        (["--memory", "20G"], 20.0),
+        (["--device", "cpu"], 16.0),  # 12.55 for the weights, and the 4 that are left for the cache, a quarter of 16
+        (["--device", "cpu", "--quantization", "int8"], None),
+        (["--device", "cpu", "--gpu-memory-utilization", "1"], 16.0),
+    ],
+)
+def test_command_counts_with_the_memory_that_the_engine_uses(tmp_path, arguments, usable):
+    data = json.loads(run(tmp_path, "--length", "4K", "--json", *arguments).stdout)
+    usable = data["weight_bytes"] / 2**30 + 4 if usable is None else usable
+    assert data["usable_memory"] == pytest.approx(usable * 2**30)
+    fit = int((usable * 2**30 - data["weight_bytes"]) // 2**31)
+    assert data["lengths"][0]["sequences_that_fit"] == fit
+
+
+def test_help_and_text_name_every_device_and_column(tmp_path):
+    told = " ".join(CliRunner().invoke(app, ["plan", "--help"]).stdout.split())
+    assert all(re.search(rf"[ :]{name}[,. ]", told) for name in cost.DEVICES)
+    text = run(tmp_path, "--device", "tpu-v7x").stdout
+    assert "tpu-v7x, a chip of Google's TPU7x, Ironwood: 192 GiB, 7,380 GB/s, 2,307 TFLOP/s" in text
+    assert "used: 172.8 GiB (0.9 of it, --gpu-memory-utilization)" in text
+    heads = ("bytes a token", "tokens kept", "length", "KV a sequence", "sequences that fit", "batch where compute")
+    for head in heads:
+        assert re.search(rf"^{head}.*: ", text, re.M), head
+    meshes = run(tmp_path, "--devices", "2").stdout
+    for head in ("weights", "fit", "step", "tok/s", "prompts"):
+        assert re.search(rf"^{head}: ", meshes, re.M), head
+    assert max(map(len, text.splitlines()[1:])) <= 105  # the first names the folder
+
+
+def test_published_speeds_of_devices_are_what_their_makers_say():
+    """Bytes and operations a second: peak operations of a GPU by its clock, its cores and what each does in a cycle."""
+    ada, blackwell = 128 * 4 * 128 * 2 * 2.52e9, 170 * 4 * 128 * 2 * 2.407e9
+    assert cost.DEVICES["rtx-4090"].flops == pytest.approx(ada / 2, rel=0.01)  # half where it adds up in float32
+    assert cost.DEVICES["rtx-5090"].flops == pytest.approx(blackwell / 2, rel=0.01)
+    assert cost.DEVICES["rtx-4090"].bandwidth == 384 / 8 * 21e9 and cost.DEVICES["rtx-5090"].bandwidth == 512 / 8 * 28e9
+    assert cost.DEVICES["tpu-v5e"].flops == pytest.approx(4 * 128 * 128 * 2 * 1.5e9, rel=0.01)
 
 
 def test_command_shows_how_the_cache_is_split():
@@ -151,8 +195,8 @@ def test_command_takes_device_and_lengths(tmp_path):
         "--length", "2K", "--length", "100", "--dtype", "float32",
     )  # fmt: skip
     data = json.loads(result.stdout)
-    wanted = {"name": "l4", "memory": 40 * 2**30, "bandwidth": 1e12, "flops": 200e12, "link": 32e9, "network": 12.5e9}
-    assert data["device"] == wanted
+    wanted = {"name": "l4", "memory": 22.5 * 2**30, "bandwidth": 1e12, "flops": 200e12, "link": 32e9, "network": 12.5e9}
+    assert data["device"] == wanted | {"about": "NVIDIA L4, PCIe 4"} and data["usable_memory"] == 40 * 2**30
     assert [row["length"] for row in data["lengths"]] == [100, 2048]
     assert data["kv_bytes_a_token"] == 2**20
     room = 40 * 2**30 - data["weight_bytes"]
@@ -166,6 +210,8 @@ def test_command_takes_device_and_lengths(tmp_path):
         (["--length", "0"], "at least 1"),
         (["--length", "many"], "32K"),
         (["--bandwidth", "0"], "0.001"),
+        (["--gpu-memory-utilization", "1.5"], "above 0 and at most 1"),
+        (["--gpu-memory-utilization", "0.5", "--memory", "8G"], "leave one out"),
     ],
 )
 def test_command_refuses(tmp_path, monkeypatch, capsys, arguments, says):

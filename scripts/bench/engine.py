@@ -83,9 +83,7 @@ def serve(
                     advance(1, seq.num_output)
         return LoadRun([done[index] for index in range(len(samples))], steps, clock() - begin)
     finally:  # also after Ctrl-C: the engine is left as it was found
-        for request in live:
-            engine.abort(request.request_id)
-        llm.drain()
+        llm.abort([*live])
         engine.observers.remove(watcher)
 
 

@@ -8,6 +8,9 @@ from typing import Any
 from .worker import WorkerProcess
 
 SCRIPT = Path(__file__).with_name("template_worker.py")
+# Processor time. The model's own template is bounded by its steps, which are the same on a busy machine; the time only
+# ends one that hangs in a step. A template that a request brings is a stranger's program.
+OWN_SECONDS, REQUEST_SECONDS = 60, 1
 
 
 class PromptError(ValueError):
@@ -20,8 +23,14 @@ class ChatTemplate:
     It is rendered in a process of its own: template_worker.py says why.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None, worker: WorkerProcess | None = None):
-        self.source = source
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any] | None = None,
+        worker: WorkerProcess | None = None,
+        seconds: int = OWN_SECONDS,
+    ):
+        self.source, self.seconds = source, seconds
         self.variables = dict(variables or {})
         self.worker = worker or WorkerProcess(SCRIPT)
 
@@ -36,7 +45,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            request = json.dumps([self.source, context], ensure_ascii=False).encode()
+            request = json.dumps([self.source, context, self.seconds], ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise PromptError(f"chat template: the conversation must be plain JSON: {error}") from None
         answer = self.worker.ask(request)

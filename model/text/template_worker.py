@@ -2,8 +2,9 @@
 
 A template is an untrusted program. Fuel bounds its steps, but doubling a string two dozen times needs few steps and
 all memory, and a structure that contains itself overflows minijinja's stack. So the template runs here, where the
-operating system bounds memory and time and a crash ends nothing else. The file imports nothing of Quire, so that it
-starts in a few hundredths of a second.
+operating system bounds memory and time and a crash ends nothing else. Each request says its bound of processor time,
+rounded up to the next second; an idle worker uses none. The file imports nothing of Quire, so that it starts in a few
+hundredths of a second.
 """
 
 import contextlib
@@ -18,7 +19,6 @@ import minijinja
 
 FUEL = 30_000_000  # template instructions: about a second
 MEMORY = 512 << 20  # bytes of address space
-SECONDS = 1  # of processor time for each template, rounded up to the next; an idle worker uses none
 LARGEST_TEXT = 32 << 20  # characters
 
 # {% generation %} marks what training masks and has no effect here. `if true` keeps its whitespace control.
@@ -112,9 +112,10 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for line in sys.stdin.buffer:
+        source, context, seconds = json.loads(line)
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + SECONDS, most))
-        answer = render(*json.loads(line))
+        resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + seconds, most))
+        answer = render(source, context)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 

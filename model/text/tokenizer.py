@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from ..config import ModelError
-from .chat_template import SCRIPT, ChatTemplate, PromptError
+from .chat_template import REQUEST_SECONDS, SCRIPT, ChatTemplate, PromptError
 from .worker import WorkerProcess
 
 MAX_TEMPLATE = 65_536  # characters of a chat template in a request
@@ -201,7 +201,7 @@ class Tokenizer:
                 raise PromptError(
                     f"chat template: must be a Jinja source of 1 to {MAX_TEMPLATE} characters, got {got:.60}"
                 )
-            given = ChatTemplate(chat_template, self.special_tokens, self._request_worker)
+            given = ChatTemplate(chat_template, self.special_tokens, self._request_worker, REQUEST_SECONDS)
             return given.render(messages, add_generation_prompt, **kwargs)
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:

@@ -76,13 +76,18 @@ def forced_call(params: SamplingParams, tools: Sequence[dict[str, Any]], name: s
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": function["parameters"]},
+            "properties": {"name": {"const": function["name"]}, "arguments": own_root(function["parameters"], i)},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for function in functions
+        for i, function in enumerate(functions)
     ]
     return {"json": json.dumps({"anyOf": calls})}
+
+
+def own_root(parameters: dict[str, Any], index: int) -> dict[str, Any]:
+    """A tool's schema as a document of its own inside of a larger one: `#/$defs/...` means its own definitions."""
+    return parameters | {"$id": f"urn:tool:{index}"}
 
 
 def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> Prepared:

@@ -18,6 +18,7 @@ from .fields import (
     TEMPLATE,
     TERMS,
     common_fields,
+    form_of_text,
     known_fields,
     sampling_fields,
     structure,
@@ -54,7 +55,9 @@ MAX_MESSAGES = 4096
 def parse(body: Any) -> ChatRequest:
     """The request in a body."""
     given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
-    own = {name: given[name] for name in OWN_SAMPLING if name in given} | structure(given)
+    tools = parse_tools(given.get("tools", []))
+    choice = parse_choice(given.get("tool_choice"), tools)
+    own = {name: given[name] for name in OWN_SAMPLING if name in given} | form_of_text(structure(given), choice)
     own["max_tokens"] = given.get("max_tokens")  # not given: up to the model's length
     if "max_completion_tokens" in given:
         if "max_tokens" in given:
@@ -67,13 +70,12 @@ def parse(body: Any) -> ChatRequest:
     common = common_fields(given)
     if common["delivery"].stream and own.get("prompt_logprobs") is not None:
         raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")
-    tools = parse_tools(given.get("tools", []))
     return ChatRequest(
         messages=parse_messages(given.get("messages")),
         params=SamplingParams.from_dict(own),
         template_options=template_options(given),
         tools=tools,
-        tool_choice=parse_choice(given.get("tool_choice"), tools),
+        tool_choice=choice,
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
         echo=boolean("echo", given.get("echo", False)),
         **common,

@@ -156,6 +156,11 @@ def structured(where: str, kind: str, given: Mapping[str, Any], place: str, name
     return {"structured_outputs": {"json_object": True} if kind == "json_object" else {"json": schema_of(place, named)}}
 
 
+def form_of_text(form: dict[str, Any], tool_choice: str) -> dict[str, Any]:
+    """The form that the text of an answer has to have; an answer that must be a call has no text."""
+    return form if tool_choice in ("auto", "none") else {}
+
+
 def schema_of(where: str, given: Any) -> Mapping[str, Any]:
     """The schema in a named one: {"name", "description", "schema", "strict"}."""
     if not isinstance(given, Mapping):

@@ -9,7 +9,16 @@ from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicod
 from .answers.answer import ChatRequest
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
 from .conversation import Conversation, choice_of
-from .fields import ABSENT, TERMS, common_fields, known_fields, sampling_fields, structured, template_options
+from .fields import (
+    ABSENT,
+    TERMS,
+    common_fields,
+    form_of_text,
+    known_fields,
+    sampling_fields,
+    structured,
+    template_options,
+)
 from .objects import listed, plain, texts, typed
 
 OWN_SAMPLING = sampling_fields("messages")
@@ -74,7 +83,7 @@ def request_of(given: dict[str, Any], own: dict[str, Any]) -> ChatRequest:
         given.setdefault("continue_final_message", True)  # what is said so far goes on
     return ChatRequest(
         messages=messages,
-        params=SamplingParams.from_dict(own | parse_format(config.get("format"), given)),
+        params=SamplingParams.from_dict(own | form_of_text(parse_format(config.get("format"), given), choice)),
         template_options=parse_thinking(given.get("thinking"))
         | parse_effort(config.get("effort"))
         | template_options(given),

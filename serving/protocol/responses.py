@@ -9,7 +9,17 @@ from ..api.validation import boolean, integer, shown, unicode_text
 from .answers.answer import ChatRequest
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
 from .conversation import Conversation, choice_of
-from .fields import ABSENT, LABELS, TERMS, common_fields, known_fields, sampling_fields, structured, template_options
+from .fields import (
+    ABSENT,
+    LABELS,
+    TERMS,
+    common_fields,
+    form_of_text,
+    known_fields,
+    sampling_fields,
+    structured,
+    template_options,
+)
 from .objects import listed, plain, texts, typed
 
 OWN_SAMPLING = sampling_fields("responses")
@@ -62,19 +72,20 @@ FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "description",
 def parse(body: Any) -> ChatRequest:
     """The request in a body."""
     given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
-    own = {name: given[name] for name in OWN_SAMPLING if name in given} | parse_format(given)
+    tools = parse_tools(given.get("tools", []))
+    choice = parse_tool_choice(given.get("tool_choice"), tools)
+    own = {name: given[name] for name in OWN_SAMPLING if name in given} | form_of_text(parse_format(given), choice)
     own["max_tokens"] = given.get("max_output_tokens")  # not given: up to the model's length
     if own["max_tokens"] is not None:
         SAMPLING["max_tokens"].rule.check("max_output_tokens", own["max_tokens"])
     own["logprobs"] = parse_logprobs(given)
     effort = parse_effort(given.get("reasoning", {}))
-    tools = parse_tools(given.get("tools", []))
     return ChatRequest(
         messages=parse_input(given.get("instructions"), given.get("input")),
         params=SamplingParams.from_dict(own),
         template_options=effort | template_options(given),
         tools=tools,
-        tool_choice=parse_tool_choice(given.get("tool_choice"), tools),
+        tool_choice=choice,
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
         **common_fields(given),
     )

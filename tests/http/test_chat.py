@@ -214,6 +214,18 @@ def test_tool_choice():
     assert refused(tool_choice="required") == "tool_choice: is 'required' and tools are missing"
 
 
+def test_a_form_of_the_text_says_nothing_of_a_call():
+    form = {"response_format": {"type": "json_object"}, "tools": [TOOL]}
+    assert chat(**form).params.structured_outputs == {"json_object": True}
+    for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+        assert chat(**form, tool_choice=choice).params.structured_outputs is None
+        assert refused(response_format={"type": "x"}, tools=[TOOL], tool_choice=choice).startswith(
+            "response_format.type"
+        )
+        asked = chat(structured_outputs={"regex": "a"}, tools=[TOOL], tool_choice=choice)
+        assert asked.params.structured_outputs == {"regex": "a"}  # of the whole answer; prompting.py refuses it
+
+
 def test_template_options():
     given = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False}
     assert chat(**given).template_options == {"enable_thinking": False, "add_generation_prompt": False}

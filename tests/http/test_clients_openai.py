@@ -725,6 +725,37 @@ def test_calls_that_are_wanted(ask_bundled, streams):
     assert (item.name, json.loads(item.arguments)) == ("keep", FOUND)
 
 
+class Household(BaseModel):
+    head: Person
+
+
+@shows("openai", "tool_choice required, with tools whose parameters have $defs, beside response_format")
+def test_references_of_a_tool(ask_bundled):
+    """References resolve against their own tool's schema; the form of the text says nothing of a call."""
+    household = openai.pydantic_function_tool(Household, name="keep")
+    assert "$defs" in household["function"]["parameters"]
+    clash = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/Person"}},
+        "$defs": {"Person": {"type": "integer"}},
+    }
+    other: Any = {"type": "function", "function": {"name": "count", "parameters": clash}}
+    asked = {
+        "tools": [other, household],
+        "tool_choice": "required",
+        "max_tokens": 120,
+        "response_format": {"type": "json_object"},
+    }
+    found = ask_bundled.chat.completions.create(**PERSONAL, **asked).choices[0]
+    (call,) = found.message.tool_calls
+    assert found.finish_reason == "tool_calls" and not found.message.content
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "keep":
+        assert Household(**arguments).model_dump() == arguments
+    else:
+        assert isinstance(arguments.get("a", 0), int)
+
+
 @shows("openai", "embeddings.create")
 def test_embeddings(ask_bundled):
     """Vectors of length 1, of texts or of token ids, as numbers or base64 (the client's own choice)."""

@@ -3,6 +3,7 @@
 # ruff: noqa: E501 - templates read better on one line
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from datetime import datetime
 import pytest
 from chat_templates import CASES
 
-from quire.model.text.chat_template import ChatTemplate, PromptError
+from quire.model.text.chat_template import OWN_SECONDS, REQUEST_SECONDS, ChatTemplate, PromptError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -21,7 +22,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 @pytest.fixture(scope="module")
 def render():
     """Render a source with some variables; one worker for all of them."""
-    template = ChatTemplate("", SPECIAL)
+    template = ChatTemplate("", SPECIAL, seconds=REQUEST_SECONDS)
 
     def run(source: str, messages=(), **variables) -> str:
         template.source = source
@@ -172,6 +173,21 @@ def test_hostile_templates_end(render, source):
         render(source, r=list(range(10_000)))
     assert len(str(caught.value)) < 300
     assert render("{{ messages[0] }}", ["alive"]) == "alive"
+
+
+def test_the_model_s_own_template_is_bounded_by_its_steps_and_a_request_s_by_time_too():
+    """A busy machine needs more processor time for the same steps."""
+    loops = "{% for a in r %}{% for b in r %}{% for c in r %}x{% endfor %}{% endfor %}{% endfor %}"
+    for seconds in (OWN_SECONDS, REQUEST_SECONDS):
+        template = ChatTemplate("{{ 1 }}", seconds=seconds)
+        template.render([])
+        process = template.worker.process
+        assert process is not None
+        assert seconds < resource.prlimit(process.pid, resource.RLIMIT_CPU)[0] <= seconds + 2
+    own = ChatTemplate(loops)
+    with pytest.raises(PromptError, match="ran for more than 30000000 steps"):
+        own.render([], r=list(range(10_000)))
+    assert OWN_SECONDS > 10 * REQUEST_SECONDS
 
 
 def test_a_long_conversation_is_no_attack(render):

@@ -54,6 +54,8 @@ class Guard:
                 out = MutableHeaders(raw=message.setdefault("headers", []))
                 out["X-Request-Id"] = name
                 out["X-Content-Type-Options"] = "nosniff"
+                if "ignored" in state:
+                    out["X-Ignored-Fields"] = state["ignored"]
             await send(message)
 
         try:

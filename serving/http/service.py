@@ -36,6 +36,7 @@ log = logging.getLogger("quire")
 DRAINING = "draining"
 SMALL_BODY = 4096  # bytes that are read in less time than handing them to another thread takes
 BEAT = 0.05  # seconds between two looks at the engines
+MOST_IGNORED, MOST_NAMES = 16, 256  # in one header, and in the log
 PROBES = ("/health", "/ping", "/metrics", "/live")  # polled: they are logged only when they fail
 
 BeforeAsking = Callable[[AsyncLLM, Ask], Awaitable[None]]
@@ -68,6 +69,7 @@ class Service:
         self.stop: Callable[[], None] = lambda: None  # what a signal does; set by the server
         self.address = ""
         self.before_asking = before_asking
+        self.ignored: set[str] = set()  # fields of messages that the log has named
 
     def note(self, scope: Any, status: int, seconds: float) -> None:
         """Count, log and trace a request that is over: numbers and names, nothing of its text."""
@@ -135,7 +137,18 @@ class Service:
     async def read(self, request: Request, parse: Callable[[Any], Any]) -> tuple[Any, Any]:
         """What is asked, and the JSON that it was read from."""
         raw = await self.body(request)
-        return read(parse, raw) if len(raw) <= SMALL_BODY else await self.beside(read, parse, raw)
+        found = read(parse, raw) if len(raw) <= SMALL_BODY else await self.beside(read, parse, raw)
+        if ignored := getattr(found[0], "ignored", ()):  # only conversations have messages
+            self.tell_ignored(request, ignored)
+        return found
+
+    def tell_ignored(self, request: Request, names: Sequence[str]) -> None:
+        """Say which fields of messages have no effect: to the client in a header, and once in the log."""
+        request.scope["state"]["ignored"] = ", ".join(names[:MOST_IGNORED])
+        for name in names[:MOST_IGNORED]:
+            if name not in self.ignored and len(self.ignored) < MOST_NAMES:
+                self.ignored.add(name)
+                log.warning("%s is no field that this server knows; it is ignored (said once)", name)
 
     def key(self, request: Request) -> str | None:
         """The tenant of a request: a digest, so that no cache and no trace holds a key."""

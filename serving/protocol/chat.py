@@ -25,6 +25,7 @@ from .fields import (
     template_options,
     text,
 )
+from .objects import known_of
 
 OWN_SAMPLING = sampling_fields("chat")
 FIELDS = (
@@ -55,6 +56,8 @@ MAX_MESSAGES = 4096
 def parse(body: Any) -> ChatRequest:
     """The request in a body."""
     given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
+    ignored: set[str] = set()
+    messages = parse_messages(given.get("messages"), ignored)
     tools = parse_tools(given.get("tools", []))
     choice = parse_choice(given.get("tool_choice"), tools)
     own = {name: given[name] for name in OWN_SAMPLING if name in given} | form_of_text(structure(given), choice)
@@ -71,7 +74,8 @@ def parse(body: Any) -> ChatRequest:
     if common["delivery"].stream and own.get("prompt_logprobs") is not None:
         raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")
     return ChatRequest(
-        messages=parse_messages(given.get("messages")),
+        messages=messages,
+        ignored=tuple(sorted(ignored)),
         params=SamplingParams.from_dict(own),
         template_options=template_options(given),
         tools=tools,
@@ -82,21 +86,21 @@ def parse(body: Any) -> ChatRequest:
     )
 
 
-def parse_messages(value: Any) -> list[dict[str, Any]]:
+def parse_messages(value: Any, ignored: set[str]) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_MESSAGES:
         got = f"{len(value)} of them" if isinstance(value, list) else shown(value)
         raise RequestError("messages", f"must be a list of 1 to {MAX_MESSAGES} messages, got {got}")
-    return [parse_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+    return [parse_message(f"messages[{i}]", message, ignored) for i, message in enumerate(value)]
 
 
-def parse_message(where: str, message: Any) -> dict[str, Any]:
+def parse_message(where: str, message: Any, ignored: set[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(where, f"must be an object with role and content, got {shown(message)}")
     given = {name: value for name, value in message.items() if value is not None and value != []}
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
-    refuse_unknown(given, ("role", "content", "name", *OWN_FIELDS.get(role, ())), f"{where}.")
+    given = known_of(where, given, ("role", "content", "name", *OWN_FIELDS.get(role, ())), ignored)
     found: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = given.get("tool_calls")
     if "refusal" in given and "content" in given:
@@ -104,7 +108,7 @@ def parse_message(where: str, message: Any) -> dict[str, Any]:
     if "refusal" in given:
         found["content"] = unicode(f"{where}.refusal", given["refusal"])
     elif "content" in given or calls is None:
-        found["content"] = content_text(f"{where}.content", given.get("content"))
+        found["content"] = content_text(f"{where}.content", given.get("content"), ignored)
     else:
         found["content"] = ""
     for name in ("name", "tool_call_id"):
@@ -116,17 +120,17 @@ def parse_message(where: str, message: Any) -> dict[str, Any]:
     if calls is not None:
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls", f"must be a list, got {shown(calls)}")
-        found["tool_calls"] = [parse_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+        found["tool_calls"] = [parse_call(f"{where}.tool_calls[{i}]", call, ignored) for i, call in enumerate(calls)]
     return found
 
 
-def parse_call(where: str, call: Any) -> dict[str, Any]:
+def parse_call(where: str, call: Any, ignored: set[str]) -> dict[str, Any]:
     """A call that an earlier answer made; chat templates take its arguments as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":
         raise RequestError(where, f"must be an object with id, type 'function' and function, got {shown(call)}")
-    refuse_unknown(call, ("id", "type", "function", "index"), f"{where}.")
-    refuse_unknown(function, ("name", "arguments", "parsed_arguments"), f"{where}.function.")  # the last by clients
+    call = known_of(where, call, ("id", "type", "function", "index"), ignored)
+    function = known_of(f"{where}.function", function, ("name", "arguments", "parsed_arguments"), ignored)
     name = unicode(f"{where}.function.name", function.get("name"))
     arguments = read_arguments(f"{where}.function.arguments", function.get("arguments", "{}"))
     found = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -146,7 +150,7 @@ def read_arguments(where: str, arguments: Any) -> dict[str, Any]:
     return found
 
 
-def content_text(where: str, content: Any) -> str:
+def content_text(where: str, content: Any, ignored: set[str]) -> str:
     """A message's text: a string, or the lines of its text parts."""
     if not isinstance(content, list):
         return unicode(where, content)
@@ -155,7 +159,7 @@ def content_text(where: str, content: Any) -> str:
         if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text", "refusal"):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise RequestError(f"{where}[{i}].type", f"must be 'text', got {shown(kind)}")
-        refuse_unknown(part, ("type", "text", "refusal", "annotations"), f"{where}[{i}].")
+        part = known_of(f"{where}[{i}]", part, ("type", "text", "refusal", "annotations"), ignored)
         lines.append(unicode(f"{where}[{i}].text", part.get("text", part.get("refusal"))))
     return "\n".join(lines)
 

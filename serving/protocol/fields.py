@@ -10,7 +10,7 @@ from ..api.validation import INT32_MAX, boolean, integer, refuse_unknown, shown,
 from .answers.answer import Delivery
 
 LABELS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # have no effect
-DELIVERY = ("stream", "stream_options", "return_token_ids", "request_id")
+DELIVERY = ("stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "request_id")
 TERMS = tuple(name for name, declaration in declarations(Terms).items() if declaration.endpoints)
 TEMPLATE = (
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "reasoning_effort",
@@ -63,7 +63,8 @@ def delivery_of(given: Mapping[str, Any]) -> Delivery:
         boolean(f"stream_options.{name}", options.get(name) or False)
         for name in ("include_usage", "continuous_usage_stats")
     ]
-    return Delivery(stream, *flags, boolean("return_token_ids", given.get("return_token_ids", False)), name_of(given))
+    flags += [boolean(name, given.get(name, False)) for name in ("return_token_ids", "return_tokens_as_token_ids")]
+    return Delivery(stream, *flags, name_of(given))
 
 
 def name_of(given: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,7 @@ from .fields import (
     structured,
     template_options,
 )
-from .objects import listed, plain, texts, typed
+from .objects import listed, message_of, plain, texts, typed
 
 OWN_SAMPLING = sampling_fields("messages")
 # What is computed for a prompt is found again without being asked for, so cache_control labels like the others.
@@ -77,12 +77,14 @@ def request_of(given: dict[str, Any], own: dict[str, Any]) -> ChatRequest:
     config = plain("output_config", given.get("output_config", {}), ("effort", "format"))
     tools = parse_tools(given.get("tools", []))
     choice, parallel = parse_choice(given.get("tool_choice", {"type": "auto"}), tools)
-    messages = parse_messages(given.get("system"), given.get("messages"))
+    ignored: set[str] = set()
+    messages = parse_messages(given.get("system"), given.get("messages"), ignored)
     last = messages[-1]
     if last["role"] == "assistant" and last["content"].strip() and "add_generation_prompt" not in given:
         given.setdefault("continue_final_message", True)  # what is said so far goes on
     return ChatRequest(
         messages=messages,
+        ignored=tuple(sorted(ignored)),
         params=SamplingParams.from_dict(own | form_of_text(parse_format(config.get("format"), given), choice)),
         template_options=parse_thinking(given.get("thinking"))
         | parse_effort(config.get("effort"))
@@ -94,14 +96,14 @@ def request_of(given: dict[str, Any], own: dict[str, Any]) -> ChatRequest:
     )
 
 
-def parse_messages(system: Any, value: Any) -> list[dict[str, Any]]:
+def parse_messages(system: Any, value: Any, ignored: set[str]) -> list[dict[str, Any]]:
     """The messages that the turns stand for; turns of one side without a break are one."""
     talk = Conversation()
     if system is not None:
         talk.say("system", texts("system", system, TEXT, MAX_MESSAGES))
     for i, message in enumerate(listed("messages", value, MAX_MESSAGES, least=1)):
         where = f"messages[{i}]"
-        given = plain(where, message, ("role", "content"))
+        given = message_of(where, message, ("role", "content"), ignored)
         role = given.get("role")
         if not isinstance(role, str) or role not in BLOCKS:
             raise RequestError(f"{where}.role", f"must be one of {', '.join(BLOCKS)}, got {shown(role)}")

@@ -1,5 +1,6 @@
 """JSON objects inside the body of a request: their fields are known, and their `type` says which those are."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,8 @@ from ..api.errors import RequestError
 from ..api.validation import refuse_unknown, shown, unicode_text
 
 Kinds = Mapping[str, Sequence[str]]  # the fields of each type of object, beside `type`
+INDEX = re.compile(r"\[\d+\]")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def plain(where: str, value: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -16,6 +19,20 @@ def plain(where: str, value: Any, names: Sequence[str]) -> dict[str, Any]:
     given = {name: field for name, field in value.items() if field is not None}
     refuse_unknown(given, names, f"{where}.")
     return given
+
+
+def known_of(where: str, given: Mapping[str, Any], names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
+    """The fields of a message that are known here; the names of others, which other servers know, go into `ignored`."""
+    place = INDEX.sub("[]", where)
+    ignored |= {f"{place}.{name if PLAIN_NAME.fullmatch(str(name)) else '?'}" for name in given if name not in names}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def message_of(where: str, value: Any, names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
+    """The known fields of a message that are not null."""
+    if not isinstance(value, Mapping):
+        raise RequestError(where, f"must be a JSON object, got {shown(value)}")
+    return known_of(where, {name: field for name, field in value.items() if field is not None}, names, ignored)
 
 
 def typed(where: str, value: Any, kinds: Kinds) -> dict[str, Any]:

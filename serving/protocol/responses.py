@@ -20,7 +20,7 @@ from .fields import (
     structured,
     template_options,
 )
-from .objects import listed, plain, texts, typed
+from .objects import listed, message_of, plain, texts, typed
 
 OWN_SAMPLING = sampling_fields("responses")
 FIELDS = (
@@ -80,8 +80,10 @@ def parse(body: Any) -> ChatRequest:
         SAMPLING["max_tokens"].rule.check("max_output_tokens", own["max_tokens"])
     own["logprobs"] = parse_logprobs(given)
     effort = parse_effort(given.get("reasoning", {}))
+    ignored: set[str] = set()
     return ChatRequest(
-        messages=parse_input(given.get("instructions"), given.get("input")),
+        messages=parse_input(given.get("instructions"), given.get("input"), ignored),
+        ignored=tuple(sorted(ignored)),
         params=SamplingParams.from_dict(own),
         template_options=effort | template_options(given),
         tools=tools,
@@ -91,7 +93,7 @@ def parse(body: Any) -> ChatRequest:
     )
 
 
-def parse_input(instructions: Any, value: Any) -> list[dict[str, Any]]:
+def parse_input(instructions: Any, value: Any, ignored: set[str]) -> list[dict[str, Any]]:
     """The messages that instructions and items stand for."""
     talk = Conversation()
     if instructions is not None:
@@ -104,6 +106,8 @@ def parse_input(instructions: Any, value: Any) -> list[dict[str, Any]]:
         where = f"input[{i}]"
         if isinstance(item, Mapping) and "role" in item and item.get("type") is None:
             item = {**item, "type": "message"}
+        if isinstance(item, Mapping) and item.get("type") == "message":
+            item = message_of(where, item, ("type", *ITEMS["message"]), ignored)
         given = typed(where, item, ITEMS)
         ADD[given["type"]](talk, where, given, before)
         before = given["type"]

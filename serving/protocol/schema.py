@@ -19,6 +19,7 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "stream_options": {
         "type": "object", "properties": {"include_usage": FLAG.schema, "continuous_usage_stats": FLAG.schema},
     },
+    "return_tokens_as_token_ids": FLAG.schema,
     "return_token_ids": FLAG.schema, "request_id": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
     "add_generation_prompt": FLAG.schema, "continue_final_message": FLAG.schema, "chat_template": TEXT,
     "chat_template_kwargs": OBJECT, "reasoning_effort": TEXT, "echo": FLAG.schema,

@@ -1,5 +1,6 @@
 """/tokenize and /detokenize, as vLLM has them: text or a conversation to token ids, and back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class TokenizeRequest:
     options: dict[str, Any]
     add_special_tokens: bool
     return_token_strs: bool
+    ignored: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,17 @@ def parse_tokenize(body: Any) -> TokenizeRequest:
     if ("prompt" in given) == ("messages" in given):
         raise RequestError("prompt", "or messages must be given, and not both")
     chat = "messages" in given
+    ignored: set[str] = set()
+    messages = parse_messages(given["messages"], ignored) if chat else []
     return TokenizeRequest(
         given.get("model"),
         None if chat else unicode("prompt", given["prompt"]),
-        parse_messages(given["messages"]) if chat else [],
+        messages,
         parse_tools(given.get("tools", [])) if chat else [],
         template_options(given),
         boolean("add_special_tokens", given.get("add_special_tokens", not chat)),
         boolean("return_token_strs", given.get("return_token_strs", False)),
+        tuple(sorted(ignored)),
     )
 
 

@@ -156,8 +156,6 @@ def calling(**function) -> list[Any]:
         ([{"role": "assistant", "content": "x", "refusal": "y"}], "messages[0].refusal: and content are both given"),
         ([{"role": "user", "content": 5}], "messages[0].content: must be a string, got 5"),
         ([{"role": "user", "content": "\ud83d"}], "messages[0].content: must be valid Unicode"),
-        ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages[0].tool_calls: unknown field"),
-        ([{"role": "user", "content": "x", "tool_call_id": "a"}], "messages[0].tool_call_id: unknown field"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type: must be 'text'"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0].type: must be 'text', got 'x'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text: must be a string"),
@@ -168,11 +166,27 @@ def calling(**function) -> list[Any]:
         (calling(arguments="{"), "messages[0].tool_calls[0].function.arguments: must be a JSON object, as text"),
         (calling(arguments="[1]"), "messages[0].tool_calls[0].function.arguments: must be a JSON object"),
         (calling(arguments="[" * 100_000), "messages[0].tool_calls[0].function.arguments: must be a JSON object"),
-        (calling(parsed=1), "messages[0].tool_calls[0].function.parsed: unknown field"),
     ],
 )
 def test_wrong_messages(messages, message):
     assert refused(messages=messages).startswith(message)
+
+
+def test_fields_of_messages_that_other_servers_know_are_ignored_and_named():
+    parts = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
+    told = [
+        {"role": "user", "content": parts, "tool_calls": [1], "tool_call_id": "a", "audio": None},
+        *calling(parsed=1),
+        {"role": "assistant", "content": "y", "annotations": [{}], "a\r\nb": 1, "x" * 65: 1},
+    ]
+    found = chat(messages=told)
+    assert found.ignored == (
+        "messages[].?", "messages[].annotations", "messages[].content[].cache_control", "messages[].tool_call_id",
+        "messages[].tool_calls", "messages[].tool_calls[].function.parsed",
+    )  # fmt: skip
+    assert found.messages[0] == {"role": "user", "content": "x"}
+    assert found.messages[2] == {"role": "assistant", "content": "y"}
+    assert chat(messages=ASK).ignored == ()
 
 
 def test_tools():
@@ -297,7 +311,13 @@ def test_an_answer_in_full():
     assert you["logprob"] == -7.0
     assert [best["token"] for best in you["top_logprobs"]] == [" me", " us"]
     assert (part["bytes"], part["logprob"]) == (None, -9999.0)
-    assert not {"prompt_logprobs", "prompt_token_ids"} & set(body) and "token_ids" not in first
+    assert body["prompt_logprobs"] is body["prompt_token_ids"] is first["token_ids"] is None
+    named = respond(chat(logprobs=True, top_logprobs=2, return_tokens_as_token_ids=True), answer())["choices"][0][
+        "logprobs"
+    ]
+    assert [entry["token"] for entry in named["content"]] == ["token_id:1", "token_id:9", "token_id:5"]
+    assert named["content"][0]["top_logprobs"][1]["token"].startswith("token_id:")
+    assert named["content"][0]["bytes"] == [72, 105]
 
 
 def test_logprobs_that_were_not_asked_for():

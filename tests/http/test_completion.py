@@ -163,6 +163,9 @@ def test_answers_in_full():
         },
         "finish_reason": "length",
         "stop_reason": None,
+        "prompt_logprobs": None,
+        "token_ids": None,
+        "prompt_token_ids": None,
     }
     assert third["logprobs"] is None
     assert third["prompt_logprobs"] == [None, {"4": {"logprob": -1.0, "rank": 3, "decoded_token": "as"}}]
@@ -193,7 +196,11 @@ def test_echo(text, first, offsets):
     assert choice["logprobs"]["top_logprobs"][0] is None
     assert choice["logprobs"]["text_offset"] == offsets
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([9], [1, 2])
-    assert "prompt_logprobs" not in choice  # they stand in logprobs already
+    assert choice["prompt_logprobs"] is None  # they stand in logprobs already
+    ids = completion(echo=True, logprobs=1, return_tokens_as_token_ids=True)
+    named = respond(ids, one, head=head)["choices"][0]["logprobs"]
+    assert named["tokens"] == ["token_id:1", "token_id:2", "token_id:9"] and named["text_offset"] == offsets
+    assert named["top_logprobs"] == [None, {"token_id:2": -1.0}, {"token_id:9": -0.5}]
     silent = completion(echo=True, logprobs=1, max_tokens=0, return_token_ids=True)
     (choice,) = respond(silent, one, head=head)["choices"]
     assert (choice["text"], choice["logprobs"]["tokens"]) == ("It is", [first, "It" if first == "<s>" else " is"])

@@ -144,6 +144,19 @@ def test_request_ids_come_back(server):
     assert ask(server, "GET", "/ping", headers={"X-Request-Id": "a b\tc"})[1]["X-Request-Id"] != "a b\tc"
 
 
+def test_fields_of_messages_that_are_ignored_are_named(server, caplog):
+    messages = [{"role": "user", "content": "hello", "audio": 1, "mood\r\nX-Evil": "glad"}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        for streams in (False, True) if "chat" in path else (False,):
+            body = {"messages": messages} | ({"stream": True} if streams else {})
+            status, headers, _ = ask(server, "POST", path, body)
+            assert (status, headers["X-Ignored-Fields"]) == (200, "messages[].?, messages[].audio")
+            assert headers["X-Evil"] is None
+    said = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert len(said) == 2 and said[1].startswith("messages[].audio is no field that this server knows")
+    assert chat(server)[1]["X-Ignored-Fields"] is None
+
+
 def test_a_client_that_leaves_frees_its_pages(server):
     server.script.step_seconds = 0.01
     try:

@@ -42,7 +42,9 @@ BEYOND = {  # what the OpenAPI document leaves out
 INTRODUCTION = """\
 The base URL is `http://127.0.0.1:8000/v1` for OpenAI's clients and `http://127.0.0.1:8000` for Anthropic's.
 Fields that a client has no argument for go into `extra_body`. A field is applied, is a label without effect, or is
-refused with a 400 that names it. null means that a field is not given. A field that is in no table is refused too."""
+refused with a 400 that names it. null means that a field is not given. A field that is in no table is refused too.
+Of messages other servers know more fields: those that are unknown here are ignored, and `X-Ignored-Fields` in the
+answer names them, as does the log, once."""
 FAILURES = """\
 An error is `{"error": {"message", "type", "param", "code"}}`; at `/v1/messages` it is `{"type": "error", "error":
 {"type", "message"}}`. In a stream that has begun it is an event, at `/v1/responses` `response.failed`."""
@@ -70,6 +72,7 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "structured_outputs": {"regex": "a+"}, "best_of": 5, "max_completion_tokens": 9, "max_output_tokens": 9,
     "stop_sequences": ["END"], "top_logprobs": 3, "response_format": {"type": "json_object"}, "stream": True,
     "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "mine", "priority": 3,
+    "return_tokens_as_token_ids": True,
     "cache_salt": "s", "timeout": 2.5, "truncate_prompt_tokens": 5, "echo": True, "add_special_tokens": False,
     "add_generation_prompt": False, "continue_final_message": True, "chat_template": "{{ x }}",
     "chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "model": "other", "prompt": "Twice",

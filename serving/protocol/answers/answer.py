@@ -19,6 +19,7 @@ class Delivery:
     include_usage: bool = False  # a last chunk has the usage
     continuous_usage: bool = False  # every chunk has the usage so far
     return_token_ids: bool = False
+    tokens_as_ids: bool = False  # log-probabilities name tokens by their ids
     request_id: str | None = None
 
 
@@ -37,6 +38,7 @@ class ChatRequest:
     parallel_tool_calls: bool = True
     truncate_prompt_tokens: int | None = None
     echo: bool = False
+    ignored: Sequence[str] = ()  # names of fields of messages that say nothing here
 
 
 @dataclass(frozen=True)

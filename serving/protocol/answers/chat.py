@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
-from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Usage
+from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
 from .shapes import ChunkStream, chat_logprobs, head_fields, prompt_logprobs, usage_body
 
 
@@ -15,6 +15,7 @@ def response(
     """The body that answers a request."""
     found = head_fields(head, "chat.completion")
     found |= {"choices": [choice(request, answer) for answer in answers], "usage": usage_body(usage)}
+    found |= {"prompt_logprobs": None, "prompt_token_ids": None}  # clients look for them unasked
     for prompt in head.prompts:
         if prompt.logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
@@ -42,11 +43,14 @@ def choice(request: ChatRequest, answer: FinishedChoice) -> dict[str, Any]:
         "stop_reason": answer.stop_reason,
     }
     if answer.logprobs is not None:
-        count = request.params.logprobs or 0
-        found["logprobs"] = {"content": list(chat_logprobs(answer.token_ids, answer.logprobs, count))}
-    if request.delivery.return_token_ids:
-        found["token_ids"] = list(answer.token_ids)
+        found["logprobs"] = {"content": described(request, answer.token_ids, answer.logprobs)}
+    found["token_ids"] = list(answer.token_ids) if request.delivery.return_token_ids else None
     return found
+
+
+def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any]]:
+    count, as_ids = request.params.logprobs or 0, request.delivery.tokens_as_ids
+    return list(chat_logprobs(token_ids, logprobs, count, as_ids))
 
 
 def echo_text(request: ChatRequest) -> str:
@@ -73,8 +77,7 @@ class ChatStream(ChunkStream):
         add(delta, part.pieces)
         more: dict[str, Any] = {}
         if part.logprobs is not None:
-            count = self.request.params.logprobs or 0
-            more["logprobs"] = {"content": list(chat_logprobs(part.token_ids, part.logprobs, count))}
+            more["logprobs"] = {"content": described(self.request, part.token_ids, part.logprobs)}
         if self.delivery.return_token_ids:
             more["token_ids"] = list(part.token_ids)
         if part.finish_reason is None:

@@ -33,8 +33,9 @@ def choice(request: CompletionRequest, prompt: Prompted, answer: FinishedChoice)
             tokens, logprobs = [*prompt.token_ids, *own], [*(prompt.logprobs or ()), *logprobs]
         # The text of a prompt begins with its first token, unless the tokenizer added that.
         at = 0 if (prompt.text or "").startswith(prompt.first) else -len(prompt.first)
-        found["logprobs"], _ = completion_logprobs(tokens, logprobs, at, prompt.first)
+        found["logprobs"], _ = completion_logprobs(tokens, logprobs, at, prompt.first, request.delivery.tokens_as_ids)
         found["logprobs"]["text_offset"] = [max(offset, 0) for offset in found["logprobs"]["text_offset"]]
+    found |= {"prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}  # clients look for them unasked
     if request.wants_prompt_logprobs and prompt.logprobs is not None:
         found["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
     if request.delivery.return_token_ids:
@@ -65,7 +66,9 @@ class CompletionStream(ChunkStream):
         at = self.offsets.setdefault(part.index, 0)
         found: dict[str, Any] = {"index": part.index, "text": text, "logprobs": None, "finish_reason": None}
         if part.logprobs is not None:
-            found["logprobs"], self.offsets[part.index] = completion_logprobs(tokens, part.logprobs, at)
+            found["logprobs"], self.offsets[part.index] = completion_logprobs(
+                tokens, part.logprobs, at, as_ids=self.delivery.tokens_as_ids
+            )
         if part.finish_reason is not None:
             found |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         if self.delivery.return_token_ids:

@@ -83,21 +83,31 @@ class ChunkStream:
 
 
 def token_text(token: int, entry: Logprob) -> str:
-    return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
+    return token_name(token) if entry.decoded_token is None else entry.decoded_token
+
+
+def token_name(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def finite(entry: Logprob) -> float:
     return max(entry.logprob, LEAST_LOGPROB)
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Logprobs, count: int) -> Iterator[dict[str, Any]]:
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Logprobs, count: int, as_ids: bool = False
+) -> Iterator[dict[str, Any]]:
     """For each token of an answer itself and the likeliest in its place."""
 
     def described(token: int, entry: Logprob) -> dict[str, Any]:
         text = token_text(token, entry)
         # A part of a character has bytes that its text no longer shows.
         known = entry.decoded_token is not None and "\ufffd" not in text
-        return {"token": text, "logprob": finite(entry), "bytes": list(text.encode()) if known else None}
+        return {
+            "token": token_name(token) if as_ids else text,
+            "logprob": finite(entry),
+            "bytes": list(text.encode()) if known else None,
+        }
 
     for token, entries in zip(token_ids, logprobs, strict=True):
         best = sorted(entries.items(), key=lambda item: -item[1].logprob)[:count]
@@ -105,20 +115,28 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Logprobs, count: int) -> I
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None], at: int = 0, first: str = ""
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, Logprob] | None],
+    at: int = 0,
+    first: str = "",
+    as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
     """The same as parallel lists, and where the text after them begins.
 
     Here the token itself is among the likeliest, beyond their number if it must. A prompt's first token has none.
     """
     tokens, own, top, offsets = [], [], [], []
+
+    def name(token: int, entry: Logprob) -> str:
+        return token_name(token) if as_ids else token_text(token, entry)
+
     for token, entries in zip(token_ids, logprobs, strict=True):
         text = first if entries is None else token_text(token, entries[token])
-        tokens.append(text)
+        tokens.append(token_name(token) if as_ids else text)
         own.append(None if entries is None else finite(entries[token]))
         # Of several of one text the likeliest stays.
         ranked = sorted((entries or {}).items(), key=lambda item: item[1].logprob)
-        top.append(None if entries is None else {token_text(*item): finite(item[1]) for item in ranked})
+        top.append(None if entries is None else {name(*item): finite(item[1]) for item in ranked})
         offsets.append(at)
         at += len(text)
     return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}, at

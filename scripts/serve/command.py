@@ -9,14 +9,13 @@ import typer
 
 from ... import __version__
 from ...serving.api.options import EngineOptions
-from ...serving.http.settings import ACCESS, LIMITS, LISTEN, Formats, ServerSettings
+from ...serving.http.settings import ACCESS, ANSWERS, LIMITS, LISTEN, Formats, ServerSettings
 from .. import options as o
 from .checks import check_limits, read_keys
 from .config import read_config
 from .replicas import PANEL, SCALE_OPTIONS, plan_of
 from .replicas import run as run_replicas
 
-ANSWERS = "Answers"
 WATCH = "Logs and traces"
 SETTINGS = [field for field in fields(ServerSettings) if field.metadata]
 SERVER_FLAGS = {field.name: o.field_flag(field, field.metadata["default_text"] or True) for field in SETTINGS}

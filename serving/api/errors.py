@@ -13,6 +13,10 @@ class RequestError(ValueError):
         return f"{self.param}: {self.message}"
 
 
+class TooLong(RequestError):
+    """A prompt that is longer than the model reads."""
+
+
 class QueueFull(RequestError):
     """As many requests wait as may: the same one can be served later."""
 

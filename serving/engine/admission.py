@@ -6,7 +6,7 @@ import numpy as np
 
 from ...model.text.tokenizer import Tokenizer
 from ...ops.sampling import MAX_BANS
-from ..api.errors import RequestError
+from ..api.errors import RequestError, TooLong
 from ..api.params import SamplingParams
 from ..api.validation import shown
 from ..cache.page_pool import largest
@@ -31,9 +31,9 @@ def check(
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
             raise RequestError("prompt", f"has the token id {shown(token)}; ids are integers from 0 to {vocab - 1}")
     if len(tokens) >= max_len:
-        raise RequestError(
+        raise TooLong(
             "prompt",
-            f"has {len(tokens)} tokens; at most {max_len - 1} fit into max_model_len {max_len}, "
+            f"has {len(tokens)} tokens; this model's maximum context length is {max_len} (max_model_len), "
             "with one token to generate",
         )
     for name in ("logprobs", "prompt_logprobs"):

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from ..api.errors import EngineError, NotServing, QueueFull, RequestError
+from ..api.errors import EngineError, NotServing, QueueFull, RequestError, TooLong
 from ..engine.thread import EngineFailed
 from ..protocol.answers import messages, shapes
 
@@ -36,6 +36,8 @@ def as_http(error: Exception) -> HttpError:
         return HttpError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
     if isinstance(error, EngineError):
         return HttpError(500, str(error), code="engine_error")
+    if isinstance(error, TooLong):
+        return HttpError(400, str(error), error.param, "context_length_exceeded")  # by which agents know to shorten it
     if isinstance(error, RequestError):
         return HttpError(400, str(error), error.param)
     if isinstance(error, RecursionError):

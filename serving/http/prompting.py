@@ -8,7 +8,7 @@ from typing import Any
 from ...model.text.chat_template import PromptError
 from ...model.text.tokenizer import Tokenizer
 from .. import parsing
-from ..api.errors import RequestError
+from ..api.errors import RequestError, TooLong
 from ..api.params import SamplingParams
 from ..async_llm import Ask
 from ..chat_prompt import render, template_source
@@ -139,7 +139,8 @@ def encode(engine: Engine, where: str, text: str, special: bool, most: int | Non
 def check_length(engine: Engine, where: str, text: str) -> None:
     """A text that cannot fit is not cut into tokens first: that would take its time from others."""
     if len(text) > longest_text(engine):
-        raise RequestError(where, f"has {len(text)} characters; this model takes {engine.max_len} tokens")
+        told = f"has {len(text)} characters; this model's maximum context length is {engine.max_len} tokens"
+        raise TooLong(where, told)
 
 
 def longest_text(engine: Engine) -> int:

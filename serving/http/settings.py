@@ -8,7 +8,7 @@ from ..api.options import flag
 from ..api.params import MAX_CHOICES
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-LISTEN, ACCESS, LIMITS = "Listening", "Access", "Limits"  # panels of `--help`
+LISTEN, ACCESS, LIMITS, ANSWERS = "Listening", "Access", "Limits", "Answers"  # panels of `--help`
 
 
 def seconds(default: float | None, help: str) -> float:
@@ -71,6 +71,9 @@ class ServerSettings:
     shutdown_grace: float = seconds(30.0, "Time for running requests to end after SIGTERM.")
     max_loaded: int | None = flag(
         None, LIMITS, "Most models awake at once; the least recently used sleeps.", "N", "all of them"
+    )
+    enable_prompt_tokens_details: bool = flag(
+        False, ANSWERS, "Say in the usage of /v1/embeddings, /score and /rerank too how many tokens were cached."
     )
     formats: Formats = Formats()
     otlp_traces_endpoint: str | None = None

@@ -39,7 +39,10 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {  # None: as many
     "request_max_num_generation_tokens": ("Tokens of the longest answer, by request", None),
     "request_params_max_tokens": ("max_tokens, by request", None),
     "request_params_n": ("n, by request", CHOICES),
-    "iteration_tokens_total": ("Tokens computed in a step, of prompts and of answers", ROWS),
+    "iteration_tokens_total": (
+        "Tokens that a step brought: all of the prompts that were read to their ends, and those generated",
+        ROWS,
+    ),
 }
 
 

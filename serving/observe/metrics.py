@@ -49,11 +49,19 @@ class Metrics(Observer):
             self.phases["launch"].observe(step.launched - step.scheduled)
             for item in filter(BEGINS, step.plan.items):
                 self.begins(item.seq)
+        before = self.tokens
         if (taken := record.taken) is not None:
             self.phases["collect"].observe(taken.collected - taken.began)
             self.phases["update"].observe(record.ended - taken.collected)
             self.take_in(taken, record.changed)
         self.look(record)
+        if taken is not None:
+            self.histograms["iteration_tokens_total"].observe(self.tokens - before)
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompts that are read and of the answers to them, so far."""
+        return self.counts["prompt_tokens_total"] + self.counts["generation_tokens_total"]
 
     def begins(self, seq: Sequence) -> None:
         """It computes from its beginning; if it was preempted before, that is known for certain now."""
@@ -87,7 +95,6 @@ class Metrics(Observer):
             self.histograms["inter_token_latency_seconds"].observe(value, times)
             self.recent_gaps.observe(now, value, times)
         tokens = list(map(TOKENS, step.plan.items))
-        self.histograms["iteration_tokens_total"].observe(sum(tokens))
         for request in changed if new else ():
             if request.first_token is not None and not self.open.get(request):
                 self.first(request, request.first_token - request.arrival)

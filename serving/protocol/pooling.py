@@ -17,9 +17,12 @@ from .fields import LABELS, TERMS, known_fields, terms_of, truncation
 EMBEDDINGS = (
     "model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens", "add_special_tokens", *TERMS, *LABELS,
 )  # fmt: skip
-SCORE = ("model", "text_1", "text_2", *TERMS, *LABELS)
+# Names of the two sides of /score. A document is scored as /rerank does it: how likely the query is after it.
+SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("documents", "queries"), ("items", "queries"))
+SCORE = ("model", *dict.fromkeys(name for pair in SIDES for name in pair), *TERMS, *LABELS)
 RERANK = ("model", "query", "documents", "top_n", "return_documents", *TERMS, *LABELS)
 MAX_DIMENSIONS = 65_536
+RANKED_BY = "mean log-probability of the query's tokens after each document"  # as /rerank says of a model that writes
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,21 @@ def parse_embeddings(body: Any) -> EmbeddingRequest:
 def parse_score(body: Any) -> ScoreRequest:
     """One text against one or many, or as many against as many."""
     given = known_fields(body, SCORE, {})
-    first, second = (texts(name, given.get(name)) for name in ("text_1", "text_2"))
-    if len(first) == 1:
-        first = first * len(second)
-    if len(first) != len(second):
-        raise RequestError(
-            "text_2",
-            f"must be as many texts as text_1, which is one or {len(second)}; got {len(first)} and {len(second)}",
-        )
+    known = {name for pair in SIDES for name in pair if name in given}
+    names = next((pair for pair in SIDES if known == set(pair)), None)
+    if names is None:
+        pairs = ", ".join(f"{one} and {other}" for one, other in SIDES)
+        got = " and ".join(sorted(known)) or "none"
+        raise RequestError("text_1", f"and text_2 must be given, or another of the pairs {pairs}; got {got}")
+    first, second = (texts(name, given[name]) for name in names)
+    single, others = (second, first) if names[1] == "queries" else (first, second)
+    if len(single) == 1:
+        single *= len(others)
+    if len(single) != len(others):
+        one, other = reversed(names) if names[1] == "queries" else names
+        told = f"must be as many texts as {one}, or {one} a single one; got {len(others)} and {len(single)}"
+        raise RequestError(other, told)
+    first, second = (others, single) if names[1] == "queries" else (single, others)
     return ScoreRequest(list(zip(first, second, strict=True)), given.get("model"), terms_of(given))
 
 
@@ -112,12 +122,13 @@ def document(where: str, value: Any) -> str:
     return unicode(where, value)
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+def usage_body(usage: Usage, detailed: bool) -> dict[str, Any]:
+    found = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+    return found | ({"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}} if detailed else {})
 
 
 def embeddings_response(
-    head: Head, request: EmbeddingRequest, vectors: Sequence[Sequence[float]], usage: Usage
+    head: Head, request: EmbeddingRequest, vectors: Sequence[Sequence[float]], usage: dict[str, Any]
 ) -> dict[str, Any]:
     def coded(vector: Sequence[float]) -> Any:
         if request.encoding_format == "float":
@@ -125,16 +136,18 @@ def embeddings_response(
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
     data = [{"object": "embedding", "index": i, "embedding": coded(vector)} for i, vector in enumerate(vectors)]
-    return {"object": "list", "model": head.model, "data": data, "usage": usage_body(usage)}
+    return {"object": "list", "model": head.model, "data": data, "usage": usage}
 
 
-def score_response(head: Head, scores: Sequence[float], usage: Usage) -> dict[str, Any]:
+def score_response(head: Head, scores: Sequence[float], usage: dict[str, Any]) -> dict[str, Any]:
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
     common = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
-    return common | {"data": data, "usage": usage_body(usage)}
+    return common | {"data": data, "usage": usage}
 
 
-def rerank_response(head: Head, request: RerankRequest, scores: Sequence[float], usage: Usage) -> dict[str, Any]:
+def rerank_response(
+    head: Head, request: RerankRequest, scores: Sequence[float], usage: dict[str, Any]
+) -> dict[str, Any]:
     """The best first; those that are equal stay in their order."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n or None]
     results = [
@@ -142,4 +155,4 @@ def rerank_response(head: Head, request: RerankRequest, scores: Sequence[float],
         | ({"document": {"text": request.pairs[i][0]}} if request.return_documents else {})
         for i in order
     ]
-    return {"id": head.id, "model": head.model, "usage": usage_body(usage), "results": results}
+    return {"id": head.id, "model": head.model, "usage": usage, "results": results, "ranked_by": RANKED_BY}

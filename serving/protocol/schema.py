@@ -1,8 +1,8 @@
 """The JSON schemas of what requests may hold, for the server's OpenAPI document."""
 
-from ..api.params import SAMPLING, Terms, declarations
+from ..api.params import MAX_CHOICES, SAMPLING, Terms, declarations
 from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, whole
-from . import chat, completion, messages, pooling, responses
+from . import chat, cohere, completion, label_scores, messages, pooling, responses
 from .completion import MAX_PROMPTS
 from .tokens import DETOKENIZE, TOKENIZE
 
@@ -31,13 +31,22 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "suffix": {"const": ""}, "modalities": {"const": ["text"]}, "tokens": many(TOKEN, 1 << 20),
     "return_token_strs": FLAG.schema, "system": CONTENT, "input": {"anyOf": [TEXT, many(OBJECT, 4096, 1)]},
     "instructions": TEXT, "encoding_format": {"enum": ["float", "base64"]},
-    "dimensions": whole(1, pooling.MAX_DIMENSIONS).schema, "query": TEXT, "documents": many(TEXT, 2048, 1),
+    "dimensions": whole(1, pooling.MAX_DIMENSIONS).schema, "query": TEXT, "documents": many(TEXT, MAX_PROMPTS, 1),
+    "apply_softmax": FLAG.schema, "item_first": FLAG.schema, "label_token_ids": many(TOKEN, MAX_CHOICES, 1),
+    "texts": many(TEXT, MAX_PROMPTS, 1), "inputs": many(OBJECT, MAX_PROMPTS, 1),
+    "input_type": {"enum": list(cohere.INPUT_TYPES)}, "truncate": {"enum": list(cohere.TRUNCATE)},
+    "embedding_types": many({"enum": list(cohere.EMBEDDING_TYPES)}, 4, 1),
+    "output_dimension": whole(1, pooling.MAX_DIMENSIONS).schema,
     "top_n": whole(0, MAX_PROMPTS).schema, "return_documents": FLAG.schema,
 }  # fmt: skip
 TEXTS: Schema = {"anyOf": [TEXT, many(TEXT, 64, 1)]}
 OWN: dict[str, dict[str, Schema]] = {  # where a name means something else
     "/v1/embeddings": {"input": FIELDS["prompt"]},
-    "/score": {"text_1": TEXTS, "text_2": TEXTS},
+    "/score": dict.fromkeys((name for pair in pooling.SIDES for name in pair), TEXTS),
+    "/generative_scoring": {
+        "query": {"anyOf": [TEXT, many(TOKEN, 1 << 20)]},
+        "items": {"anyOf": [many(TEXT, MAX_PROMPTS, 1), many(many(TOKEN, 1 << 20), MAX_PROMPTS, 1)]},
+    },
     "/v1/chat/completions": {"logprobs": FLAG.schema},
 }
 BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields, those that must be given)
@@ -47,7 +56,9 @@ BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields,
     "/v1/messages": (messages.FIELDS, ("messages", "max_tokens")),
     "/v1/messages/count_tokens": (messages.COUNTED, ("messages",)),
     "/v1/embeddings": (pooling.EMBEDDINGS, ("input",)),
-    "/score": (pooling.SCORE, ("text_1", "text_2")),
+    "/v2/embed": (cohere.FIELDS, ()),
+    "/score": (pooling.SCORE, ()),
+    "/generative_scoring": (label_scores.FIELDS, ("query", "items", "label_token_ids")),
     "/rerank": (pooling.RERANK, ("query", "documents")),
     "/tokenize": (TOKENIZE, ()),
     "/detokenize": (DETOKENIZE, ("tokens",)),

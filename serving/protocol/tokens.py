@@ -64,7 +64,7 @@ def parse_detokenize(body: Any) -> DetokenizeRequest:
     )
 
 
-def checked(tokens: list[int], vocabulary: int) -> list[int]:
+def checked(tokens: list[int], vocabulary: int, name: str = "tokens") -> list[int]:
     for index, token in enumerate(tokens):
-        integer(f"tokens[{index}]", token, 0, min(vocabulary - 1, INT32_MAX), " (a token id)")
+        integer(f"{name}[{index}]", token, 0, min(vocabulary - 1, INT32_MAX), " (a token id)")
     return tokens

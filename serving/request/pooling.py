@@ -34,10 +34,10 @@ class Pool:
         return (self.sum / self.count).astype(np.float32)
 
 
-def check_dimensions(dimensions: int | None, dim: int) -> None:
+def check_dimensions(dimensions: int | None, dim: int, name: str = "dimensions") -> None:
     """Refuse what the model's width `dim` cannot give."""
     if dimensions is not None:
-        integer("dimensions", dimensions, 1, dim, " (the model's width) or null")
+        integer(name, dimensions, 1, dim, " (the model's width) or null")
 
 
 def embedding(output: RequestOutput, dimensions: int | None = None) -> EmbeddingRequestOutput:

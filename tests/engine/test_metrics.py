@@ -150,7 +150,6 @@ class Count:
             if self.trouble == "collect":
                 raise RuntimeError("the device is gone")
             drawn = collect(engine.runner, launched)
-            self.values["vllm:iteration_tokens_total"].append(sum(item.num_rows for item in launched.plan.items))
             self.laps["collect"] += 1
             return drawn
 
@@ -164,13 +163,16 @@ class Count:
         for request in self.engine.requests.values():
             self.seen.setdefault(request, [0] * len(request.sequences))
         self.ended(self.clock.now)
-        before = self.laps["collect"]
+        before, tokens = self.laps["collect"], self.counts["prompt"] + self.counts["generation"]
         act()
         at = self.clock.now if self.laps["collect"] > before else None
         self.laps["update"] += self.laps["collect"] - before
         for request, counts in self.seen.items():
             self.tokens(request, counts, at)
         self.ended(self.clock.now)
+        if at is not None:
+            brought = self.counts["prompt"] + self.counts["generation"] - tokens
+            self.values["vllm:iteration_tokens_total"].append(brought)
 
     def tokens(self, request, counts, at) -> None:
         if not any(counts) and any(seq.num_output for seq in request.sequences):

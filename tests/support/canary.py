@@ -17,6 +17,8 @@ BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
     "/v1/messages": {"messages": TURN, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": TURN},
     "/v1/embeddings": {"input": "hello"},
+    "/v2/embed": {"texts": ["hello"]},
+    "/generative_scoring": {"query": "a", "items": ["b"], "label_token_ids": [5]},
     "/score": {"text_1": "a", "text_2": "b"},
     "/rerank": {"query": "a", "documents": ["b"]},
     "/tokenize": {"prompt": "hello"},

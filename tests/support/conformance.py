@@ -19,7 +19,17 @@ from quire.serving.api.structured import SHAPES, SPACING
 from quire.serving.api.validation import INT32_MAX
 from quire.serving.http import app
 from quire.serving.http.endpoints import admin, openapi, pooled, status, tokens
-from quire.serving.protocol import chat, completion, fields, messages, pooling, responses, schema
+from quire.serving.protocol import (
+    chat,
+    cohere,
+    completion,
+    fields,
+    label_scores,
+    messages,
+    pooling,
+    responses,
+    schema,
+)
 from quire.serving.protocol import tokens as tokenizing
 from quire.serving.protocol.answers import messages as message_answers
 from quire.serving.protocol.answers import shapes
@@ -81,7 +91,8 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "include": [responses.LOGPROBS], "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"},
     "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}, "encoding_format": "base64", "dimensions": 5,
     "text_1": "c", "text_2": "d", "query": "e", "documents": ["f", "g"], "top_n": 1, "return_documents": False,
-    "return_token_strs": True, "tokens": [3], "detokenize": False,
+    "return_token_strs": True, "tokens": [3], "detokenize": False, "input_type": "clustering", "truncate": "START",
+    "output_dimension": 5, "label_token_ids": [3], "apply_softmax": False, "item_first": True,
 }  # fmt: skip
 
 
@@ -165,7 +176,20 @@ ENDPOINTS = [
         values={"tools": [INPUT], "tool_choice": {"type": "none"}},
     ),
     Endpoint("/v1/embeddings", pooling.parse_embeddings, {"input": "Hi"}, fields.LABELS),
-    Endpoint("/score", pooling.parse_score, {"text_1": "a", "text_2": "b"}, fields.LABELS),
+    Endpoint(
+        "/v2/embed", cohere.parse, {"texts": ["Hi"]}, refused=cohere.REFUSED,
+        values={"texts": {"texts": ["Ho"]}, "inputs": {"inputs": [{"content": [{"type": "text", "text": "a"}]}]},
+                "embedding_types": ["binary"], "max_tokens": 9},
+    ),
+    Endpoint(
+        "/score", pooling.parse_score, {"text_1": "a", "text_2": "b"}, fields.LABELS,
+        values={name: {one: "c", other: "d"} for one, other in pooling.SIDES for name in (one, other)},
+        inside={"one of the pairs": [f"{one}, {other}" for one, other in pooling.SIDES]},
+    ),
+    Endpoint(
+        "/generative_scoring", label_scores.parse, {"query": "a", "items": ["b"], "label_token_ids": [1, 2]},
+        fields.LABELS, values={"items": ["c"]},
+    ),
     Endpoint("/rerank", pooling.parse_rerank, {"query": "a", "documents": ["b", "c"]}, fields.LABELS),
     Endpoint(
         "/tokenize", tokenizing.parse_tokenize, ASK,

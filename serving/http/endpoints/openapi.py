@@ -12,8 +12,11 @@ ABOUT = {
     "/v1/messages": "Answer a conversation, in Anthropic's form.",
     "/v1/messages/count_tokens": "How many tokens a conversation has.",
     "/v1/embeddings": "Texts as vectors.",
-    "/score": "How likely a text is after another.",
-    "/rerank": "Documents in the order of how likely they make a query.",
+    "/v2/embed": "Texts as vectors, in Cohere's form.",
+    "/score": "How likely a text is after another: the mean log-probability of its tokens.",
+    "/generative_scoring": "How likely one of some tokens is to come next, for each of several items.",
+    "/rerank": "Documents in the order of how likely the model finds the query after each: the mean log-probability of "
+    "the query's tokens, so relevance_score is at most 0.",
     "/tokenize": "A text or a conversation as token ids.",
     "/detokenize": "Token ids as text.",
     "/v1/models": "The models of this server.",

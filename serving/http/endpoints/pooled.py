@@ -1,24 +1,32 @@
-"""/v1/embeddings, /score and /rerank: prompts are computed, and no token is generated."""
+"""Vectors and scores: prompts are computed, and no text is written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 from starlette.requests import Request
 
-from ...api.errors import EngineError
+from ...api.errors import EngineError, RequestError, TooLong
 from ...api.outputs import RequestOutput
+from ...api.params import SamplingParams
 from ...async_llm import Ask
 from ...engine.engine import Engine
 from ...engine.thread import EngineFailed
+from ...protocol import cohere, label_scores
 from ...protocol import pooling as shapes
 from ...protocol.answers.answer import Head, Usage
+from ...protocol.tokens import checked
 from ...request import pooling, scoring
 from .. import prompting
 from ..answering import watched
 from ..errors import HttpError, JsonResponse
 from ..guard import new_id
 from ..service import Service
+from ..settings import ServerSettings
+
+LABEL = SamplingParams(temperature=0, max_tokens=1, logprobs=0, detokenize=False)
 
 
 async def outputs_of(
@@ -53,8 +61,38 @@ def check_ends(outputs: list[RequestOutput]) -> None:
 async def embeddings(service: Service, request: Request) -> JsonResponse:
     found = await outputs_of(service, request, "embd-", shapes.parse_embeddings, ask_for_vectors)
     head, asked, outputs, usage = found
-    vectors = [pooling.embedding(output, asked.dimensions).outputs.embedding for output in outputs]
-    return JsonResponse(shapes.embeddings_response(head, asked, vectors, usage))
+    return JsonResponse(shapes.embeddings_response(head, asked, vectors_of(asked, outputs), counts(service, usage)))
+
+
+def counts(service: Service, usage: Usage) -> dict[str, Any]:
+    return shapes.usage_body(usage, service.settings.enable_prompt_tokens_details)
+
+
+def vectors_of(asked: Any, outputs: list[RequestOutput]) -> list[Sequence[float]]:
+    return [pooling.embedding(output, asked.dimensions).outputs.embedding for output in outputs]
+
+
+async def embed(service: Service, request: Request) -> JsonResponse:
+    """Cohere's form of the same."""
+    head, asked, outputs, usage = await outputs_of(service, request, "embd-", cohere.parse, ask_for_texts)
+    return JsonResponse(cohere.response(head, asked, vectors_of(asked, outputs), usage))
+
+
+def ask_for_texts(engine: Engine, asked: cohere.EmbedRequest) -> list[Ask]:
+    pooling.check_dimensions(asked.dimensions, engine.config.dim, "output_dimension")
+    most = engine.max_len - 1 if asked.max_tokens is None else min(asked.max_tokens, engine.max_len - 1)
+    longest = most * prompting.needs_tokenizer(engine).longest_token * 4  # characters of which so many tokens are made
+    asks = []
+    for i, text in enumerate(asked.texts):
+        if asked.truncate != "NONE":  # what no token of the rest comes from is not cut into tokens
+            text = text[:longest] if asked.truncate == "END" else text[-longest:]
+        tokens = prompting.encode(engine, f"texts[{i}]", text, True)
+        if len(tokens) > most:
+            if asked.truncate == "NONE":
+                raise TooLong(f"texts[{i}]", f"has {len(tokens)} tokens; at most {most} are read")
+            tokens = tokens[:most] if asked.truncate == "END" else tokens[-most:]
+        asks.append(Ask(tokens, pooling.PARAMS, text, asked.terms, engine.pooling))
+    return asks
 
 
 def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
@@ -65,12 +103,12 @@ def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]
 
 async def score(service: Service, request: Request) -> JsonResponse:
     head, _, scores, usage = await scores_of(service, request, "score-", shapes.parse_score)
-    return JsonResponse(shapes.score_response(head, scores, usage))
+    return JsonResponse(shapes.score_response(head, scores, counts(service, usage)))
 
 
 async def rerank(service: Service, request: Request) -> JsonResponse:
     head, asked, scores, usage = await scores_of(service, request, "rerank-", shapes.parse_rerank)
-    return JsonResponse(shapes.rerank_response(head, asked, scores, usage))
+    return JsonResponse(shapes.rerank_response(head, asked, scores, counts(service, usage)))
 
 
 async def scores_of(service: Service, request: Request, prefix: str, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
@@ -93,8 +131,49 @@ def value(output: RequestOutput, first: int) -> float:
     return scoring.scored(output, first).outputs.score
 
 
+async def generative_scoring(service: Service, request: Request) -> JsonResponse:
+    head, asked, outputs, usage = await outputs_of(
+        service, request, "generative-scoring-", label_scores.parse, partial(ask_for_labels, service.settings)
+    )
+    each = len(asked.labels)
+    first = outputs[::each]  # the same prompt is asked for each label
+    usage = Usage(
+        sum(len(output.prompt_token_ids) for output in first), 0, sum(output.num_cached_tokens for output in first)
+    )
+    found = [answer.logprobs[0][label].logprob for output, label in zip(outputs, cycle(asked.labels), strict=False)
+             for answer in output.outputs if answer.logprobs]  # fmt: skip
+    scores = [label_scores.score(found[at : at + each], asked.apply_softmax) for at in range(0, len(found), each)]
+    return JsonResponse(shapes.score_response(head, scores, counts(service, usage)))
+
+
+def ask_for_labels(settings: ServerSettings, engine: Engine, asked: label_scores.LabelRequest) -> list[Ask]:
+    """A request for each label of each item: only that token may come, and its log-probability is told."""
+    if (number := len(asked.items) * len(asked.labels)) > settings.max_choices:
+        most = settings.max_choices
+        raise RequestError("items", f"times label_token_ids must be at most {most} (--max-choices), got {number}")
+    checked(list(asked.labels), engine.config.vocab_size, "label_token_ids")
+
+    def tokens_of(where: str, given: str | list[int], special: bool) -> list[int]:
+        if isinstance(given, list):
+            return checked(given, engine.config.vocab_size, where)
+        return prompting.encode(engine, where, given, special)
+
+    asks = []
+    query = tokens_of("query", asked.query, asked.add_special_tokens)
+    for i, given in enumerate(asked.items):
+        item = tokens_of(f"items[{i}]", given, False)
+        tokens = item + query if asked.item_first else query + item
+        for label in asked.labels:
+            params = replace(LABEL, allowed_token_ids=(label,))
+            engine.check(tokens, params)
+            asks.append(Ask(tokens, params, None, asked.terms))
+    return asks
+
+
 ROUTES: dict[tuple[str, str], Callable] = {
     ("POST", "/v1/embeddings"): embeddings,
+    ("POST", "/v2/embed"): embed,
     ("POST", "/score"): score,
+    ("POST", "/generative_scoring"): generative_scoring,
     ("POST", "/rerank"): rerank,
 }

@@ -9,13 +9,14 @@ from .errors import RequestError
 from .validation import boolean, items, refuse_unknown, shown, unicode_text
 
 FIELD = "structured_outputs"
-SHAPES = ("json", "regex", "choice", "grammar", "json_object")  # exactly one of them
+SHAPES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # exactly one of them
 SPACING = ("whitespace_pattern", "disable_any_whitespace")  # between the parts of JSON
 MAX_SCHEMA = 65_536  # bytes
 MAX_GRAMMAR = 16_384  # bytes, of a regex too
 MAX_WANTED = 1024  # choices
 MAX_CHOICE = 1024  # bytes
 MAX_PATTERN = 1024
+MAX_TAGS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class StructuredOutputsParams:
     choice: texts, one of which is the answer.
     grammar: a grammar in Lark's notation.
     json_object: any JSON object.
+    structural_tag: tags around JSON in a free text: {"structures": [{"begin", "schema", "end"}], "triggers"}.
     whitespace_pattern: a regular expression for what stands between the parts of JSON.
     disable_any_whitespace: nothing stands between them.
     """
@@ -36,6 +38,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
 
@@ -67,6 +70,8 @@ def checked_structure(given: object) -> dict[str, Any]:
         found["json"] = schema(asked["json"])
     elif shape == "choice":
         found["choice"] = choices(asked["choice"])
+    elif shape == "structural_tag":
+        found["structural_tag"] = tags(asked["structural_tag"])
     elif shape in ("regex", "grammar"):
         text(f"{FIELD}.{shape}", asked[shape], MAX_GRAMMAR)
     if "whitespace_pattern" in found:
@@ -89,9 +94,74 @@ def choices(value: object) -> tuple[str, ...]:
     return tuple(text(f"{FIELD}.choice[{i}]", item, MAX_CHOICE) for i, item in enumerate(found))
 
 
-def schema(value: object) -> str:
+def tags(value: object) -> str:
+    """Text in which each trigger begins a tag around JSON: [(trigger, begin, schema, end)] as text.
+
+    Given as {"structures": [{"begin", "schema", "end"}], "triggers"}, or as {"format": {"type": "triggered_tags",
+    "tags": [{"begin", "content": {"type": "json_schema", "json_schema"}, "end"}], "triggers"}}.
+    """
+    param = f"{FIELD}.structural_tag"
+    if isinstance(value, str):
+        try:
+            value = json.loads(text(param, value, MAX_SCHEMA))
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                param, f"must be a JSON object, or its text: {' '.join(str(error).split()):.100}"
+            ) from None
+    given = fields_of(param, value, ("type", "structures", "triggers", "format"))
+    form, where, name = given, param, "structures"
+    if "format" in given:
+        where, name = f"{param}.format", "tags"
+        form = fields_of(where, given["format"], ("type", "triggers", "tags", "at_least_one", "stop_after_first"))
+        if form.get("type") != "triggered_tags":
+            raise RequestError(f"{where}.type", f"must be 'triggered_tags', got {shown(form.get('type'))}")
+        for flag in ("at_least_one", "stop_after_first"):
+            if form.get(flag, False) is not False:
+                raise RequestError(f"{where}.{flag}", f"is not implemented, leave it out; got {shown(form[flag])}")
+    triggers = [
+        text(f"{where}.triggers[{i}]", trigger, MAX_CHOICE)
+        for i, trigger in enumerate(items(f"{where}.triggers", form.get("triggers"), MAX_TAGS))
+    ]
+    found = []
+    for i, each in enumerate(items(f"{where}.{name}", form.get(name), MAX_TAGS)):
+        place = f"{where}.{name}[{i}]"
+        begin, wanted, end = tag_of(place, each, name)
+        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+        if trigger is None:
+            raise RequestError(f"{place}.begin", f"must begin with one of the triggers, got {shown(begin)}")
+        found.append((trigger, begin, wanted, end))
+    if not found:
+        raise RequestError(f"{where}.{name}", "must hold at least one tag")
+    return text(param, json.dumps(found), MAX_SCHEMA)
+
+
+def tag_of(place: str, value: object, name: str) -> tuple[str, Any, str]:
+    """(begin, schema, end) of a tag."""
+    tag = fields_of(
+        place, value, ("begin", "end", "schema") if name == "structures" else ("type", "begin", "end", "content")
+    )
+    wanted = tag.get("schema", {})
+    if name == "tags":
+        content = fields_of(f"{place}.content", tag.get("content"), ("type", "json_schema"))
+        if content.get("type") != "json_schema":
+            raise RequestError(f"{place}.content.type", f"must be 'json_schema', got {shown(content.get('type'))}")
+        wanted = content.get("json_schema")
+    end = tag.get("end", "")
+    if end != "":
+        text(f"{place}.end", end, MAX_CHOICE)
+    return text(f"{place}.begin", tag.get("begin"), MAX_CHOICE), json.loads(schema(wanted, place)), end
+
+
+def fields_of(where: str, value: object, known: Sequence[str]) -> dict[str, Any]:
+    """The fields of an object that are not null."""
+    if not isinstance(value, Mapping):
+        raise RequestError(where, f"must be a JSON object, got {shown(value)}")
+    refuse_unknown(value, known, f"{where}.")
+    return {name: field for name, field in value.items() if field is not None}
+
+
+def schema(value: object, param: str = f"{FIELD}.json") -> str:
     """A JSON schema, given as an object or as its text, as text."""
-    param = f"{FIELD}.json"
     try:
         if isinstance(value, str):
             value = json.loads(text(param, value, MAX_SCHEMA))

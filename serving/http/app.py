@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,6 +23,7 @@ from ..protocol.answers import responses as response_answer
 from . import prompting
 from .answering import ClientLeft
 from .endpoints import admin, pooled, status, tokens
+from .endpoints.invocations import invocations
 from .endpoints.static import page_routes
 from .errors import HttpError, as_http, error_response
 from .guard import Guard
@@ -35,6 +37,9 @@ PROTOCOLS = {
     ),
     "/v1/chat/completions": Protocol(
         "chatcmpl-", chat.parse, prompting.chat, chat_answer.response, chat_answer.ChatStream
+    ),
+    "/v1/chat/completions/batch": Protocol(
+        "chatcmpl-", chat.parse_batch, prompting.chat_batch, chat_answer.batch_response, chat_answer.ChatStream
     ),
     "/v1/responses": Protocol(
         "resp_", responses.parse, prompting.chat, response_answer.response, response_answer.ResponsesStream
@@ -60,7 +65,10 @@ def make_app(service: Service) -> Any:
 
         return endpoint
 
-    routes = [Route(path, guarded(writes(protocol)), methods=["POST"]) for path, protocol in PROTOCOLS.items()]
+    handlers = {path: writes(protocol) for path, protocol in PROTOCOLS.items()}
+    handlers |= {path: bound(handler) for (_, path), handler in pooled.ROUTES.items()}
+    routes = [Route(path, guarded(handlers[path]), methods=["POST"]) for path in PROTOCOLS]
+    routes.append(Route("/invocations", guarded(bound(partial(invocations, handlers))), methods=["POST"]))
     tables = [tokens.ROUTES, pooled.ROUTES, status.ROUTES, *([admin.ROUTES] if service.settings.admin else [])]
     for table in tables:
         for (method, path), handler in table.items():

@@ -14,7 +14,7 @@ from ..async_llm import Ask
 from ..chat_prompt import render, template_source
 from ..engine.engine import Engine
 from ..parsing.forced import Forced
-from ..protocol.answers.answer import ChatRequest, CompletionRequest, Prompted
+from ..protocol.answers.answer import ChatBatch, ChatRequest, CompletionRequest, Prompted
 from ..protocol.pooling import EmbeddingRequest
 from .settings import Formats
 
@@ -64,6 +64,13 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
     tokens = truncated(tokens, request.truncate_prompt_tokens, params, engine)
     ask = Ask(tokens, params, text, request.terms)
     return Prepared([ask], [Prompted(text, tokens)], parser, None if request.parallel_tool_calls else 1)
+
+
+def chat_batch(engine: Engine, request: ChatBatch, formats: Formats) -> Prepared:
+    """The prompts of several conversations; they have one template, so their answers are read alike."""
+    found = [chat(engine, one, formats) for one in request.each()]
+    asks, prompts = ([given for each in found for given in getattr(each, name)] for name in ("asks", "prompts"))
+    return replace(found[0], asks=asks, prompts=prompts)
 
 
 def forced_call(params: SamplingParams, tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ..api.errors import RequestError
 from ..api.params import MAX_LOGPROBS, SAMPLING, SamplingParams
 from ..api.validation import boolean, integer, refuse_unknown, shown
 from ..api.validation import unicode_text as unicode
-from .answers.answer import ChatRequest
+from .answers.answer import ChatBatch, ChatRequest
 from .fields import (
     ABSENT,
     DELIVERY,
@@ -25,7 +26,7 @@ from .fields import (
     template_options,
     text,
 )
-from .objects import known_of
+from .objects import known_of, listed
 
 OWN_SAMPLING = sampling_fields("chat")
 FIELDS = (
@@ -33,6 +34,7 @@ FIELDS = (
     "tool_choice", "parallel_tool_calls", "truncate_prompt_tokens", "echo",
     *TEMPLATE, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
+BATCH_FIELDS = tuple(name for name in FIELDS if name not in ("stream", "stream_options"))
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
     "modalities": ["text"],
     "functions": [],
@@ -51,6 +53,7 @@ MAX_TOOLS = 128
 MAX_NAME = 128
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 MAX_MESSAGES = 4096
+MAX_CONVERSATIONS = 2048  # in a batch
 
 
 def parse(body: Any) -> ChatRequest:
@@ -86,11 +89,26 @@ def parse(body: Any) -> ChatRequest:
     )
 
 
-def parse_messages(value: Any, ignored: set[str]) -> list[dict[str, Any]]:
+def parse_batch(body: Any) -> ChatBatch:
+    """The requests in a body whose messages are a list of conversations."""
+    if not isinstance(body, Mapping):
+        raise RequestError("body", f"must be a JSON object, got {shown(body)}")
+    for name in ("stream", "stream_options"):
+        if body.get(name):
+            raise RequestError(name, "has no place in a batch; leave it out")
+    conversations = listed("messages", body.get("messages"), MAX_CONVERSATIONS, least=1)
+    ignored: set[str] = set()
+    found = [parse_messages(conversation, ignored, f"messages[{i}]") for i, conversation in enumerate(conversations)]
+    first = parse({**body, "messages": conversations[0]})
+    given = {each.name: getattr(first, each.name) for each in fields(first)}
+    return ChatBatch(**given | {"ignored": tuple(sorted(ignored)), "conversations": found})
+
+
+def parse_messages(value: Any, ignored: set[str], where: str = "messages") -> list[dict[str, Any]]:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_MESSAGES:
         got = f"{len(value)} of them" if isinstance(value, list) else shown(value)
-        raise RequestError("messages", f"must be a list of 1 to {MAX_MESSAGES} messages, got {got}")
-    return [parse_message(f"messages[{i}]", message, ignored) for i, message in enumerate(value)]
+        raise RequestError(where, f"must be a list of 1 to {MAX_MESSAGES} messages, got {got}")
+    return [parse_message(f"{where}[{i}]", message, ignored) for i, message in enumerate(value)]
 
 
 def parse_message(where: str, message: Any, ignored: set[str]) -> dict[str, Any]:

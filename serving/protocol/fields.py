@@ -18,7 +18,12 @@ TEMPLATE = (
 MAX_REQUEST_ID = 128
 MAX_TEMPLATE = 65_536  # characters
 MAX_SCHEMA = 65_536
-FORMATS = {"text": (), "json_object": (), "json_schema": ("json_schema",)}  # of a text, with their own fields
+FORMATS = {  # of a text, with their own fields
+    "text": (),
+    "json_object": (),
+    "json_schema": ("json_schema",),
+    "structural_tag": ("structures", "triggers", "format"),
+}
 ABSENT = "is not implemented for this endpoint, leave it out"
 
 
@@ -143,17 +148,20 @@ def structure(given: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError("response_format", f"must be a JSON object, got {shown(form)}")
     kind = form.get("type")
     if not isinstance(kind, str) or kind not in FORMATS:
-        raise RequestError("response_format.type", f"must be text, json_object or json_schema, got {shown(kind)}")
+        raise RequestError("response_format.type", f"must be one of {', '.join(FORMATS)}, got {shown(kind)}")
     refuse_unknown(form, ("type", *FORMATS[kind]), "response_format.")
-    return structured("response_format", kind, given, "response_format.json_schema", form.get("json_schema"))
+    named = form if kind == "structural_tag" else form.get("json_schema")
+    return structured("response_format", kind, given, "response_format.json_schema", named)
 
 
 def structured(where: str, kind: str, given: Mapping[str, Any], place: str, named: Any) -> dict[str, Any]:
-    """The form of the text as the sampling parameter; a `json_schema` is `named`, at this place."""
+    """The form of the text as the sampling parameter; what it says beside its kind is `named`, at this place."""
     if kind == "text":
         return {}
     if "structured_outputs" in given:
         raise RequestError(where, "and structured_outputs say the same; leave one of them out")
+    if kind == "structural_tag":
+        return {"structured_outputs": {"structural_tag": dict(named)}}
     return {"structured_outputs": {"json_object": True} if kind == "json_object" else {"json": schema_of(place, named)}}
 
 

@@ -48,9 +48,14 @@ OWN: dict[str, dict[str, Schema]] = {  # where a name means something else
         "items": {"anyOf": [many(TEXT, MAX_PROMPTS, 1), many(many(TOKEN, 1 << 20), MAX_PROMPTS, 1)]},
     },
     "/v1/chat/completions": {"logprobs": FLAG.schema},
+    "/v1/chat/completions/batch": {
+        "logprobs": FLAG.schema,
+        "messages": many(many(MESSAGE, 4096, 1), chat.MAX_CONVERSATIONS, 1),
+    },
 }
 BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields, those that must be given)
     "/v1/chat/completions": (chat.FIELDS, ("messages",)),
+    "/v1/chat/completions/batch": (chat.BATCH_FIELDS, ("messages",)),
     "/v1/completions": (completion.FIELDS, ("prompt",)),
     "/v1/responses": (responses.FIELDS, ("input",)),
     "/v1/messages": (messages.FIELDS, ("messages", "max_tokens")),

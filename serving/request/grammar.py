@@ -37,6 +37,7 @@ LIMITS = {  # what a matcher may cost: to make, a step, and in all
     "max_lexer_states": 20_000,  # up to two kilobytes each
     "verbose_errors": False,
 }
+STRICT = {"lenient": False}  # what is not understood is refused
 MAX_KEPT = 128  # compiled grammars
 MAX_KEPT_TEXT = 1 << 20  # characters of them
 
@@ -171,10 +172,18 @@ def body_of(structure: Mapping[str, Any]) -> dict[str, Any]:
             return {"lark_grammar": to_lark(text) if is_gbnf(text) else text}
         except GrammarError as error:
             raise RequestError(f"{FIELD}.grammar", one_line(f"{error}")) from None
+    if "structural_tag" in structure:
+        from llguidance import StructTag
+
+        tags = [
+            StructTag(trigger=trigger, begin=begin, grammar=schema | {"x-guidance": STRICT}, end=end)
+            for trigger, begin, schema, end in json.loads(structure["structural_tag"])
+        ]
+        return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}
     if "choice" in structure:  # a terminal: one automaton for all
         return {"lark_grammar": "start: ANY\nANY: " + " | ".join(map(json.dumps, structure["choice"]))}
     schema = json.loads(structure["json"]) if "json" in structure else {"type": "object"}
-    options: dict[str, Any] = {"lenient": False}  # what is not understood is refused
+    options: dict[str, Any] = dict(STRICT)
     if "whitespace_pattern" in structure:
         options["whitespace_pattern"] = structure["whitespace_pattern"]
     if "disable_any_whitespace" in structure:

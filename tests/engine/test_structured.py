@@ -172,6 +172,50 @@ def test_a_grammar_is_followed(llm):
         assert reason == "length" or (text.count("(") == text.count(")") and re.fullmatch(r"[^a-zA-Z]|\(.*\)", text))
 
 
+def test_tags_in_a_text(llm):
+    """Text is free up to a trigger; from there a tag is written, whose references are to its own definitions."""
+    number = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"],
+              "additionalProperties": False, "$defs": {"A": {"type": "integer"}}}  # fmt: skip
+    words = number | {"$defs": {"A": {"enum": ["x", "y"]}}}
+    ends = {"f": number, "g": words}
+    tags = [{"begin": f"<call={name}>", "schema": schema, "end": "</call>"} for name, schema in ends.items()]
+    triggered = [
+        {"begin": tag["begin"], "content": {"type": "json_schema", "json_schema": tag["schema"]}, "end": tag["end"]}
+        for tag in tags
+    ]
+    old: dict = {"structures": tags, "triggers": ["<call="]}
+    new = {"format": {"type": "triggered_tags", "tags": triggered, "triggers": ["<call="]}}
+    tokenizer, grammars = llm.engine.tokenizer, llm.engine.grammars
+    ends_with = tokenizer.eos_token_ids
+
+    def follows(structure, text: str) -> bool:
+        (constraint,) = grammars.constraints(structure, 1)
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            if not constraint.allowed(ends_with)[token]:
+                return False
+            constraint.advance(token)
+        return bool(constraint.allowed(ends_with)[list(ends_with)].all())
+
+    kept = [shaped("structural_tag", given).structured_outputs for given in (old, new, json.dumps(old))]
+    assert kept[0] == kept[1] == kept[2]
+    good = 'I call <call=f>{"a": 1}</call> and <call=g>{"a": "x"}</call>.'
+    assert all(follows(kept[0], text) for text in ("Just text.", good))
+    for bad in ('<call=f>{"a": "x"}</call>', '<call=g>{"a": 1}</call>', "<call=h>", '<call=f>{"a": 1}'):
+        assert not follows(kept[0], bad)
+    for change, words in (
+        ({"triggers": ["<tool"]}, r"structures\[0\].begin: must begin with one of the triggers"),
+        ({"structures": []}, "structures: must hold at least one tag"),
+        ({"structures": [{"begin": "<call="}], "format": {}}, "format.type: must be 'triggered_tags'"),
+        ({"structures": [{"begin": "<call=", "schema": 5}]}, r"structures\[0\]: must be a JSON schema"),
+        ({"structures": [{"begin": "<call=", "shema": {}}]}, "did you mean 'schema'"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            shaped("structural_tag", old | change)
+    stops = {"format": {**new["format"], "stop_after_first": True}}
+    with pytest.raises(RequestError, match="stop_after_first: is not implemented"):
+        shaped("structural_tag", stops)
+
+
 def test_spaces_of_json(llm):
     schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "required": ["a", "b"]}
     schema["additionalProperties"] = False

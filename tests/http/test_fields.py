@@ -145,6 +145,9 @@ def test_response_format(parse):
 
     assert structure() is None and structure(response_format={"type": "text"}) is None
     assert structure(response_format={"type": "json_object"}) == {"json_object": True}
+    tag = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+    found = structure(response_format={"type": "structural_tag", **tag})
+    assert found == SamplingParams(structured_outputs={"structural_tag": tag}).structured_outputs
     named = {"name": "place", "description": "Where?", "schema": SCHEMA, "strict": True}
     found = structure(response_format={"type": "json_schema", "json_schema": named})
     assert json.loads(found["json"]) == SCHEMA
@@ -157,8 +160,8 @@ def test_response_format(parse):
     ("form", "message"),
     [
         ("json_object", "response_format: must be a JSON object, got 'json_object'"),
-        ({}, "response_format.type: must be text, json_object or json_schema, got None"),
-        ({"type": "grammar"}, "response_format.type: must be text"),
+        ({}, "response_format.type: must be one of text, json_object, json_schema, structural_tag, got None"),
+        ({"type": "grammar"}, "response_format.type: must be one of text"),
         ({"type": "text", "schema": {}}, "response_format.schema: unknown field"),
         ({"type": "json_object", "schema": {}}, "response_format.schema: unknown field"),
         ({"type": "json_schema"}, "response_format.json_schema: must be a JSON object, got None"),

@@ -144,6 +144,60 @@ def test_request_ids_come_back(server):
     assert ask(server, "GET", "/ping", headers={"X-Request-Id": "a b\tc"})[1]["X-Request-Id"] != "a b\tc"
 
 
+def test_several_conversations(server):
+    """Each is answered as alone; choices are numbered through."""
+    turns = [{"role": "user", "content": text} for text in ("hello", "long")]
+    alone = [chat(server, turn["content"], n=2)[2] for turn in turns]
+    path, body = (
+        "/v1/chat/completions/batch",
+        {"messages": [[turn] for turn in turns], "n": 2, "return_token_ids": True},
+    )
+    status, _, found = ask(server, "POST", path, body)
+    assert status == 200 and found["object"] == "chat.completion"
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+    said = [choice["message"] for one in alone for choice in one["choices"]]
+    assert [choice["message"] for choice in found["choices"]] == said
+    assert found["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
+    assert found["choices"][0]["prompt_token_ids"] == found["choices"][1]["prompt_token_ids"]
+    assert found["choices"][0]["prompt_token_ids"] != found["choices"][2]["prompt_token_ids"]
+    prefix = [turns[0], {"role": "assistant", "content": "So "}]
+    goes_on = {"echo": True, "add_generation_prompt": False, "continue_final_message": True}
+    _, _, found = ask(server, "POST", path, {"messages": [prefix, prefix], **goes_on})
+    assert all(choice["message"]["content"].startswith("So ") for choice in found["choices"])
+    for fields, param in (
+        ({"stream": True}, "stream"), ({"messages": turns}, "messages[0]"), ({"messages": []}, "messages"),
+        ({"messages": [turns, [{"role": "x"}]]}, "messages[1][0].role"), ({"n": 65}, "n"),
+    ):  # fmt: skip
+        status, _, found = ask(server, "POST", path, body | fields)
+        assert (status, found["error"]["param"]) == (400, param), found
+
+
+def test_invocations_are_told_by_their_fields(server):
+    turn = [{"role": "user", "content": "hello"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": turn}),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 2}),
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/v2/embed", {"texts": ["hello"]}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/score", {"queries": "a", "documents": ["b"]}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        answers = [ask(server, "POST", where, body) for where in (path, "/invocations")]
+        assert [status for status, _, _ in answers] == [200, 200], answers
+        (own, meant) = (
+            {k: v for k, v in body.items() if k not in ("id", "created", "usage")} for _, _, body in answers
+        )
+        assert own == meant
+    status, _, raw = ask(server, "POST", "/invocations", {"messages": turn, "stream": True})
+    assert status == 200 and "".join(e["choices"][0]["delta"].get("content", "") for e in events(raw)) == say("hello")
+    for body, told in (([], "body: must be a JSON object"), ({"model": "quill"}, "body: must have a field that says")):
+        status, _, found = ask(server, "POST", "/invocations", body)
+        assert status == 400 and found["error"]["message"].startswith(told)
+    status, _, found = ask(server, "POST", "/invocations", {"prompt": "a", "temprature": 1})
+    assert (status, found["error"]["param"]) == (400, "temprature")
+
+
 def test_fields_of_messages_that_are_ignored_are_named(server, caplog):
     messages = [{"role": "user", "content": "hello", "audio": 1, "mood\r\nX-Evil": "glad"}]
     for path in ("/v1/chat/completions", "/tokenize"):

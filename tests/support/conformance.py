@@ -118,7 +118,7 @@ class Endpoint:
 OBJECTS = {
     "structured_outputs": (*SHAPES, *SPACING),
     "stream_options": ("include_usage", "continuous_usage_stats"),
-    "response_format.type": ("text", "json_object", "json_schema"),
+    "response_format.type": ("text", "json_object", "json_schema", "structural_tag"),
 }
 CHAT = {
     "messages[].role": chat.ROLES,
@@ -134,6 +134,11 @@ ENDPOINTS = [
     Endpoint(
         "/v1/chat/completions", chat.parse, ASK, fields.LABELS, chat.NEUTRAL, chat.REFUSED,
         needs={"top_logprobs": {"logprobs": True}, **STREAMS}, inside=CHAT | OBJECTS,
+    ),
+    Endpoint(
+        "/v1/chat/completions/batch", chat.parse_batch, {"messages": [ASK["messages"]] * 2}, fields.LABELS,
+        chat.NEUTRAL, chat.REFUSED, values={"messages": [ASK["messages"]] * 3},
+        needs={"top_logprobs": {"logprobs": True}},
     ),
     Endpoint(
         "/v1/completions", completion.parse, {"prompt": "Once"}, fields.LABELS, completion.NEUTRAL,
@@ -295,6 +300,8 @@ def routes() -> Iterator[tuple[str, str, str]]:
     for routes in (tokens.ROUTES, pooled.ROUTES, status.ROUTES):
         for method, path in routes:
             yield f"`{path.replace(':path', '')}`", method, about[path.replace(":path", "")]
+    for (method, path), what in openapi.ELSEWHERE.items():
+        yield f"`{path}`", method, what
     for method, path in admin.ROUTES:
         yield f"`{path}`", method, f"{about[path]} With `--admin`."
 

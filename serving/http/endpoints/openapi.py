@@ -7,6 +7,7 @@ from ..settings import ServerSettings
 
 ABOUT = {
     "/v1/chat/completions": "Answer a conversation.",
+    "/v1/chat/completions/batch": "Answer several conversations alike, without streaming; `messages` is their list.",
     "/v1/completions": "Write on from a prompt.",
     "/v1/responses": "Answer a conversation, in the form of OpenAI's newer interface.",
     "/v1/messages": "Answer a conversation, in Anthropic's form.",
@@ -26,6 +27,9 @@ ABOUT = {
     "/version": "The version of the server.",
     "/load": "How many requests are being answered.",
     "/metrics": "Metrics in Prometheus' form.",
+}
+ELSEWHERE = {  # (method, path) of what is no question with fields of its own
+    ("POST", "/invocations"): "Any of the questions above, told by its fields, for Amazon SageMaker.",
 }
 ERROR = {
     "type": "object",
@@ -52,9 +56,10 @@ def document(settings: ServerSettings) -> dict[str, Any]:
         if path in BODIES:
             schema = {"$ref": f"#/components/schemas/{name_of(path)}"}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        if "{name}" in path:
-            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        operation |= parameters(path)
         paths[path] = {"post" if path in BODIES else "get": operation}
+    for (method, path), about in ELSEWHERE.items():
+        paths.setdefault(path, {})[method.lower()] = {"summary": about, "responses": answers} | parameters(path)
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": settings.version, "description": "LLM inference in JAX."},
@@ -65,6 +70,13 @@ def document(settings: ServerSettings) -> dict[str, Any]:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]
     return found
+
+
+def parameters(path: str) -> dict[str, Any]:
+    """What stands in a path in braces."""
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    found = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    return {"parameters": found} if found else {}
 
 
 def name_of(path: str) -> str:

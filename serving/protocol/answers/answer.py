@@ -1,7 +1,7 @@
 """Requests and answers before a protocol gives them its shape."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...api.outputs import Logprob
@@ -39,6 +39,17 @@ class ChatRequest:
     truncate_prompt_tokens: int | None = None
     echo: bool = False
     ignored: Sequence[str] = ()  # names of fields of messages that say nothing here
+
+
+@dataclass(frozen=True)
+class ChatBatch(ChatRequest):
+    """Several conversations that are answered alike; `messages` are those of the first."""
+
+    conversations: Sequence[list[dict[str, Any]]] = ()
+
+    def each(self) -> list[ChatRequest]:
+        """One request a conversation."""
+        return [replace(self, messages=messages) for messages in self.conversations]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
-from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
+from .answer import ChatBatch, ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
 from .shapes import ChunkStream, chat_logprobs, head_fields, prompt_logprobs, usage_body
 
 
@@ -22,6 +22,20 @@ def response(
         if request.delivery.return_token_ids:
             found["prompt_token_ids"] = list(prompt.token_ids)
     return found
+
+
+def batch_response(
+    head: Head, request: ChatBatch, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+) -> dict[str, Any]:
+    """The body that answers several conversations: the choices of the first, of the second, ..."""
+    each, choices = request.each(), []
+    for answer in answers:
+        place = answer.index // request.params.n
+        prompt, found = head.prompts[place], choice(each[place], answer)
+        found["prompt_logprobs"] = None if prompt.logprobs is None else prompt_logprobs(prompt.logprobs)
+        found["prompt_token_ids"] = list(prompt.token_ids) if request.delivery.return_token_ids else None
+        choices.append(found)
+    return head_fields(head, "chat.completion") | {"choices": choices, "usage": usage_body(usage)}
 
 
 def choice(request: ChatRequest, answer: FinishedChoice) -> dict[str, Any]:

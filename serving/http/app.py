@@ -15,14 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..protocol import chat, completion, messages, responses
+from ..protocol import chat, completion, messages
 from ..protocol.answers import chat as chat_answer
 from ..protocol.answers import completion as completion_answer
 from ..protocol.answers import messages as message_answer
-from ..protocol.answers import responses as response_answer
 from . import prompting
 from .answering import ClientLeft
-from .endpoints import admin, pooled, status, tokens
+from .endpoints import admin, pooled, responses, status, tokens
 from .endpoints.invocations import invocations
 from .endpoints.static import page_routes
 from .errors import HttpError, as_http, error_response
@@ -41,9 +40,7 @@ PROTOCOLS = {
     "/v1/chat/completions/batch": Protocol(
         "chatcmpl-", chat.parse_batch, prompting.chat_batch, chat_answer.batch_response, chat_answer.ChatStream
     ),
-    "/v1/responses": Protocol(
-        "resp_", responses.parse, prompting.chat, response_answer.response, response_answer.ResponsesStream
-    ),
+    "/v1/responses": responses.RESPONSES,
     "/v1/messages": Protocol(
         "msg_", messages.parse, prompting.chat, message_answer.response, message_answer.MessagesStream
     ),
@@ -66,10 +63,17 @@ def make_app(service: Service) -> Any:
         return endpoint
 
     handlers = {path: writes(protocol) for path, protocol in PROTOCOLS.items()}
+    handlers["/v1/responses"] = bound(responses.create)
     handlers |= {path: bound(handler) for (_, path), handler in pooled.ROUTES.items()}
     routes = [Route(path, guarded(handlers[path]), methods=["POST"]) for path in PROTOCOLS]
     routes.append(Route("/invocations", guarded(bound(partial(invocations, handlers))), methods=["POST"]))
-    tables = [tokens.ROUTES, pooled.ROUTES, status.ROUTES, *([admin.ROUTES] if service.settings.admin else [])]
+    tables = [
+        responses.ROUTES,
+        tokens.ROUTES,
+        pooled.ROUTES,
+        status.ROUTES,
+        *([admin.ROUTES] if service.settings.admin else []),
+    ]
     for table in tables:
         for (method, path), handler in table.items():
             routes.append(Route(path, guarded(bound(handler)), methods=[method]))

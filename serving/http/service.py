@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -29,6 +29,7 @@ from .logs import access
 from .models import Models
 from .prompting import Prepared
 from .settings import Formats, ServerSettings
+from .stored import StoredResponses
 from .telemetry import make_tracer, span_facts
 
 log = logging.getLogger("quire")
@@ -58,6 +59,7 @@ class Service:
     def __init__(self, models: Models, settings: ServerSettings, before_asking: BeforeAsking | None = None):
         """`before_asking` is awaited with each prompt before the engine is asked for its answer."""
         self.models, self.settings = models, settings
+        self.stored = StoredResponses(settings.max_stored_responses, settings.max_stored_bytes)
         self.pool = ThreadPoolExecutor(32, "quire-parse")  # most of them wait: for a template, or for a grammar
         self.draining = False
         self.started = False  # the first model was loaded
@@ -81,10 +83,13 @@ class Service:
         facts = state["facts"]
         if path not in PROBES or status >= 400:
             access(scope["method"], shown, status, seconds, state["request_id"], **facts)
+        self.trace(state, seconds, f"HTTP {status}" if status >= 400 else facts.get("ended"))
+
+    def trace(self, state: Mapping[str, Any], seconds: float, failed: str | None) -> None:
+        """End the span of a request, if it has one."""
         if (span := state.get("span")) is not None:
-            failed = f"HTTP {status}" if status >= 400 else facts.get("ended")
             own = {"request_id": state["request_id"], "e2e": seconds, "error": failed}
-            span.finish(own | span_facts(facts, state["asked"]))
+            span.finish(own | span_facts(state["facts"], state["asked"]))
 
     async def load_first(self) -> None:
         """Load the first model; without it the server does not start."""
@@ -171,6 +176,10 @@ class Service:
     async def answer(self, request: Request, protocol: Protocol) -> Any:
         """Text, in any of the protocols."""
         parsed, body = await self.read(request, protocol.parse)
+        return await self.serve(request, protocol, parsed, body)
+
+    async def serve(self, request: Request, protocol: Protocol, parsed: Any, body: Any) -> Any:
+        """The answer to a request that was read."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.counted())
             model = await stack.enter_async_context(self.models.use(parsed.model))

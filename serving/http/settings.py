@@ -62,6 +62,10 @@ class ServerSettings:
     )  # fmt: skip
     max_body_bytes: int = flag(16 << 20, LIMITS, "Largest body of a request.", "BYTES", "16M")
     max_choices: int = flag(MAX_CHOICES, LIMITS, "Most answers to one request.", "N")  # n times its prompts
+    max_stored_responses: int = flag(
+        1024, LIMITS, "Most answers of /v1/responses that are kept, for previous_response_id too; 0: none.", "N"
+    )
+    max_stored_bytes: int = flag(64 << 20, LIMITS, "Memory for them.", "BYTES", "64M")
     max_connections: int = flag(4096, LIMITS, "Most open connections.", "N")
     receive_seconds: float = seconds(30.0, "Time for a request's head to arrive, and again for its body.")
     idle_seconds: float = seconds(60.0, "Time after which an unused connection is closed.")

@@ -1,17 +1,17 @@
 """OpenAI's /v1/responses: a body to a request."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..api.errors import RequestError
 from ..api.params import MAX_LOGPROBS, SAMPLING, SamplingParams
 from ..api.validation import boolean, integer, shown, unicode_text
-from .answers.answer import ChatRequest
+from . import fields
+from .answers.answer import ResponsesRequest
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
 from .conversation import Conversation, choice_of
 from .fields import (
     ABSENT,
-    LABELS,
     TERMS,
     common_fields,
     form_of_text,
@@ -23,13 +23,14 @@ from .fields import (
 from .objects import listed, message_of, plain, texts, typed
 
 OWN_SAMPLING = sampling_fields("responses")
+LABELS = tuple(name for name in fields.LABELS if name != "store")  # here it is more than a label
 FIELDS = (
     "model", "input", "instructions", "max_output_tokens", "top_logprobs", "include", "stream", "request_id", "tools",
     "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncate_prompt_tokens", "add_generation_prompt",
-    "continue_final_message", "chat_template", "chat_template_kwargs", *OWN_SAMPLING, *TERMS, *LABELS,
+    "continue_final_message", "chat_template", "chat_template_kwargs", "store", "background", "previous_response_id",
+    *OWN_SAMPLING, *TERMS, *LABELS,
 )  # fmt: skip
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
-    "background": False,
     "context_management": [],
     "echo": False,
     "n": 1,
@@ -38,10 +39,8 @@ NEUTRAL = {  # fields that are not implemented, with the value that asks for not
     "stream_options": {"include_obfuscation": False},
     "truncation": "disabled",
 }
-STORED = "is not implemented: responses are not stored; send the whole conversation as input"
 REFUSED = {
-    "previous_response_id": STORED,
-    "conversation": STORED,
+    "conversation": "is not implemented; previous_response_id goes on from a response",
     "prompt": "is not implemented: prompts are not stored; send instructions and input",
     "max_tool_calls": "counts calls of built-in tools, and there are none; leave it out",
     **dict.fromkeys(("access_programs", "background_options", "image", "moderation"), ABSENT),
@@ -69,8 +68,8 @@ PARTS = {"input_text": ("text",), "output_text": ("text", "annotations", "logpro
 FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "description", "schema", "strict")}
 
 
-def parse(body: Any) -> ChatRequest:
-    """The request in a body."""
+def parse(body: Any, history: Callable[[str], list[dict[str, Any]]] | None = None) -> ResponsesRequest:
+    """The request in a body; `history` gives the items that led to a stored response, and its own."""
     given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
     tools = parse_tools(given.get("tools", []))
     choice = parse_tool_choice(given.get("tool_choice"), tools)
@@ -81,29 +80,66 @@ def parse(body: Any) -> ChatRequest:
     own["logprobs"] = parse_logprobs(given)
     effort = parse_effort(given.get("reasoning", {}))
     ignored: set[str] = set()
-    return ChatRequest(
-        messages=parse_input(given.get("instructions"), given.get("input"), ignored),
+    before, previous = [], given.get("previous_response_id")
+    if previous is not None:
+        unicode_text("previous_response_id", previous)
+        if history is None:
+            raise RequestError("previous_response_id", "goes on from a stored response, and there is none here")
+        before = history(previous)
+    store, background, common = keeping(given, common_fields(given))
+    return ResponsesRequest(
+        messages=parse_input(given.get("instructions"), given.get("input"), ignored, before),
+        store=store,
+        background=background,
+        previous_response_id=previous,
         ignored=tuple(sorted(ignored)),
         params=SamplingParams.from_dict(own),
         template_options=effort | template_options(given),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
-        **common_fields(given),
+        **common,
     )
 
 
-def parse_input(instructions: Any, value: Any, ignored: set[str]) -> list[dict[str, Any]]:
-    """The messages that instructions and items stand for."""
+def keeping(given: Mapping[str, Any], common: dict[str, Any]) -> tuple[bool, bool, dict[str, Any]]:
+    """Whether the answer is kept, and whether the client waits for it."""
+    store, background = (boolean(name, given.get(name, default)) for name, default in
+                         (("store", True), ("background", False)))  # fmt: skip
+    if background and not store:
+        raise RequestError("background", "can only be used when store is true: the answer is asked for later")
+    if background and common["delivery"].stream:
+        raise RequestError("background", "cannot be streamed; leave one of them out")
+    return store, background, common
+
+
+def items_of(value: Any) -> list[dict[str, Any]]:
+    """The input as items, as they are kept."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}]
+    return [{"type": "message", **item} if item.get("type") is None else dict(item) for item in value]
+
+
+def parse_input(
+    instructions: Any, value: Any, ignored: set[str], before: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """The messages that instructions and items stand for; `before` are those of the responses before."""
     talk = Conversation()
     if instructions is not None:
         talk.say("system", unicode_text("instructions", instructions))
+    add_items(talk, "previous_response_id", before, set())
     if isinstance(value, str):
         talk.say("user", unicode_text("input", value))
-        return talk.messages
+    else:
+        add_items(talk, "input", listed("input", value, MAX_MESSAGES, least=1), ignored)
+    return talk.messages
+
+
+def add_items(talk: Conversation, name: str, items: Sequence[Any], ignored: set[str]) -> None:
+    """What items add to a conversation."""
     before = None  # the type of the item before
-    for i, item in enumerate(listed("input", value, MAX_MESSAGES, least=1)):
-        where = f"input[{i}]"
+    for i, item in enumerate(items):
+        where = f"{name}[{i}]"
         if isinstance(item, Mapping) and "role" in item and item.get("type") is None:
             item = {**item, "type": "message"}
         if isinstance(item, Mapping) and item.get("type") == "message":
@@ -111,7 +147,6 @@ def parse_input(instructions: Any, value: Any, ignored: set[str]) -> list[dict[s
         given = typed(where, item, ITEMS)
         ADD[given["type"]](talk, where, given, before)
         before = given["type"]
-    return talk.messages
 
 
 def add_message(talk: Conversation, where: str, given: dict[str, Any], before: str | None) -> None:

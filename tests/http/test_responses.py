@@ -20,11 +20,11 @@ from quire.serving.parsing.pieces import Arguments, CallStart, Said
 from quire.serving.protocol import responses
 from quire.serving.protocol.answers import responses as response_answers
 from quire.serving.protocol.answers.answer import (
-    ChatRequest,
     ChoicePart,
     Delivery,
     FinishedChoice,
     Head,
+    ResponsesRequest,
     ToolCall,
     Usage,
 )
@@ -82,13 +82,16 @@ OTHERS: dict[str, tuple[Any, Any]] = {  # each other field: a value, and what te
     "priority": (3, lambda found: found.terms == Terms(priority=3)),
     "cache_salt": ("s", lambda found: found.terms == Terms(cache_salt="s")),
     "timeout": (2.5, lambda found: found.terms == Terms(timeout=2.5)),
+    "store": (False, lambda found: not found.store),
+    "background": (True, lambda found: found.background),
+    "previous_response_id": ("resp_1", lambda found: found.messages[0] == {"role": "user", "content": "resp_1"}),
 }
 FAILURES = [(500, "server_error"), (400, "invalid_prompt"), (429, "rate_limit_exceeded"), (503, "server_error")]
-LABELS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+LABELS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 
 
-def parse(**given) -> ChatRequest:
-    return responses.parse(ASK | given)
+def parse(**given) -> ResponsesRequest:
+    return responses.parse(ASK | given, history=responses.items_of)  # what was asked before is the name
 
 
 def refused(**given) -> str:
@@ -128,7 +131,7 @@ def text(kind: str, value: str) -> list[dict[str, Any]]:
 
 
 def test_plain_request():
-    expected = ChatRequest(
+    expected = ResponsesRequest(
         [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=None), "quill", {"add_generation_prompt": True}
     )
     assert parse() == expected
@@ -166,8 +169,11 @@ def test_what_is_not_implemented_is_refused_by_name():
         assert refused(**{name: "x"}) == f"{name}: {REFUSED[name]}"
     assert refused(temprature=1) == "temprature: unknown field; did you mean 'temperature'?"
     assert refused(truncation="auto").startswith("truncation: ")
-    assert refused(background=True).startswith("background: ")
-    assert "send the whole conversation" in refused(previous_response_id="resp_0")
+    assert refused(background=True, store=False).startswith("background: can only be used when store is true")
+    assert refused(background=True, stream=True).startswith("background: cannot be streamed")
+    assert refused(background=1).startswith("background: must be true or false")
+    with pytest.raises(RequestError, match="previous_response_id: goes on from a stored response"):
+        responses.parse(ASK | {"previous_response_id": "resp_0"})
 
 
 def test_every_field_of_the_client_is_known():
@@ -356,7 +362,7 @@ def test_no_body_raises_anything_else(data):
     body = json.loads(json.dumps(FULL | {"input": items}))
     spoil(data, body)
     try:
-        assert isinstance(responses.parse(body), ChatRequest)
+        assert isinstance(responses.parse(body), ResponsesRequest)
     except RequestError as error:
         assert "\n" not in error.message
 
@@ -519,7 +525,7 @@ def test_a_response_says_again_what_was_asked():
     ):
         assert found[name] == FULL[name], name
     assert found["text"] == {"format": {"type": "text"}} and found["reasoning"] == {"effort": "high", "summary": None}
-    assert not found["parallel_tool_calls"] and not found["store"] and found["id"] == "resp_1"
+    assert not found["parallel_tool_calls"] and found["store"] and found["id"] == "resp_1"
     plain = whole(
         FinishedChoice(0, "Hi", "stop"), ASK | {"text": None, "reasoning": None, "tools": None, "tool_choice": None}
     )

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from quire.serving.protocol.answers import messages as message_answers
 from quire.serving.protocol.answers import shapes
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-CLIENTS = ("test_clients_openai", "test_clients_anthropic")
+CLIENTS = ("test_clients_openai", "test_stored", "test_clients_anthropic")
 sys.path.append(str(Path(__file__).parents[1] / "http"))  # where these are
 BEYOND = {  # what the OpenAPI document leaves out
     "/live": "The page's data, as server-sent events.",
@@ -145,8 +146,9 @@ ENDPOINTS = [
         values={"logprobs": 3}, needs=STREAMS, inside=OBJECTS,
     ),
     Endpoint(
-        "/v1/responses", responses.parse, {"input": "Hi"}, fields.LABELS, responses.NEUTRAL, responses.REFUSED,
-        values={"tools": [FLAT]},
+        "/v1/responses", partial(responses.parse, history=lambda name: responses.items_of(name)), {"input": "Hi"},
+        responses.LABELS, responses.NEUTRAL, responses.REFUSED,
+        values={"tools": [FLAT], "store": False, "background": True, "previous_response_id": "resp_1"},
         needs={"top_logprobs": {"include": [responses.LOGPROBS]}},
         inside={
             "input[].type": tuple(responses.ITEMS),

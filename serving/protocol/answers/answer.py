@@ -42,6 +42,15 @@ class ChatRequest:
 
 
 @dataclass(frozen=True)
+class ResponsesRequest(ChatRequest):
+    """A conversation whose answer is kept, unless the client does not want that."""
+
+    store: bool = True
+    background: bool = False  # the client does not wait for it
+    previous_response_id: str | None = None  # the stored one that it goes on from
+
+
+@dataclass(frozen=True)
 class ChatBatch(ChatRequest):
     """Several conversations that are answered alike; `messages` are those of the first."""
 

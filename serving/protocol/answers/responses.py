@@ -1,11 +1,11 @@
 """OpenAI's /v1/responses: an answer to a body, or to a stream of events."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
-from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
+from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, ResponsesRequest, Usage
 from .shapes import chat_logprobs, typed_event
 
 KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), CallStart: ("function_call", "fc")}
@@ -14,6 +14,7 @@ EVENTS = {  # what the events of an item's text are called, and the field of the
     "reasoning": ("response.reasoning_text", "text"),
     "function_call": ("response.function_call_arguments", "arguments"),
 }
+OPEN = ("queued", "in_progress")  # of a response that is not over
 ECHOED = ("instructions", "max_output_tokens", "metadata", "user", "safety_identifier", "prompt_cache_key")
 
 
@@ -46,7 +47,12 @@ class OutputItem:
 
 
 def response(
-    head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: Head,
+    request: ResponsesRequest,
+    body: Any,
+    answers: Sequence[FinishedChoice],
+    usage: Usage,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
     """The body that answers a request: what a stream of one part comes to."""
     [answer] = answers
@@ -54,7 +60,9 @@ def response(
     stream.part(whole(answer))
     status = status_of(answer.finish_reason)
     stream.close(status)
-    return stream.frame(status, usage)
+    found = stream.frame(status, usage)
+    keep(found)
+    return found
 
 
 def whole(answer: FinishedChoice) -> ChoicePart:
@@ -92,8 +100,15 @@ class ResponsesStream:
     A message has the log-probabilities of all tokens since the message before it, also of those that are not its text.
     """
 
-    def __init__(self, head: Head, request: ChatRequest, body: Any):
-        self.head, self.request, self.asked = head, request, body
+    def __init__(
+        self,
+        head: Head,
+        request: ResponsesRequest,
+        body: Any,
+        keep: Callable[[dict[str, Any]], None] = lambda found: None,
+    ):
+        """`keep` gets the response when it is over."""
+        self.head, self.request, self.asked, self.keep = head, request, body, keep
         self.number = 0  # of the next event
         self.output: list[dict[str, Any]] = []  # the items that are closed
         self.item: OutputItem | None = None  # the one that is open
@@ -176,7 +191,10 @@ class ResponsesStream:
         return found
 
     def state(self, name: str, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> bytes:
-        return self.numbered({"type": name, "response": self.frame(status, usage, error)})
+        found = self.frame(status, usage, error)
+        if status not in OPEN:
+            self.keep(found)
+        return self.numbered({"type": name, "response": found})
 
     def event(self, name: str, /, **fields: Any) -> bytes:
         """An event of the item that is open."""
@@ -207,12 +225,12 @@ class ResponsesStream:
             "output": self.output,
             "usage": None if usage is None else usage_body(usage),
             **{name: asked.get(name) for name in ECHOED},
-            "background": False,
+            "background": self.request.background,
             "parallel_tool_calls": self.request.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": self.request.previous_response_id,
             "reasoning": {"effort": (asked.get("reasoning") or {}).get("effort"), "summary": None},
             "service_tier": "default",
-            "store": False,
+            "store": self.request.store,
             "temperature": params.temperature,
             "text": {"format": (asked.get("text") or {}).get("format") or {"type": "text"}},
             "tool_choice": asked.get("tool_choice") or "auto",

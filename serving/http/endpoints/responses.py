@@ -1,0 +1,162 @@
+"""/v1/responses: answers that are kept, in the background too, and what is asked of them later."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+
+from ...api.errors import RequestError
+from ...api.validation import integer
+from ...protocol import responses
+from ...protocol.answers import responses as answers
+from ...protocol.answers.answer import ResponsesRequest
+from .. import prompting
+from ..errors import HttpError, JsonResponse, as_http
+from ..service import Protocol, Service
+from ..stored import StoredResponse
+
+log = logging.getLogger("quire")
+
+RESPONSES = Protocol("resp_", responses.parse, prompting.chat, answers.response, answers.ResponsesStream)
+MAX_LISTED = 100  # items in one answer
+
+
+async def create(service: Service, request: Request) -> Any:
+    """An answer, or with `background` the promise of one."""
+    key = service.key(request)
+    parsed, body = await service.read(request, partial(responses.parse, history=partial(service.stored.history, key)))
+    if not service.stored.most:
+        if parsed.background:
+            raise RequestError("background", "needs stored responses, and --max-stored-responses is 0 here")
+        parsed = replace(parsed, store=False)
+    if not parsed.store:
+        return await service.serve(request, RESPONSES, parsed, body)
+    # Whoever knows the name may ask for the response, so it cannot be guessed.
+    delivery = replace(parsed.delivery, request_id=parsed.delivery.request_id or secrets.token_hex(16))
+    parsed = replace(parsed, delivery=delivery)
+    if parsed.background:
+        return begin(service, request, key, parsed, body)
+
+    def keep(found: dict[str, Any]) -> None:
+        stored = StoredResponse(found, responses.items_of(body["input"]), parsed.previous_response_id)
+        found["store"] = service.stored.put(key, found["id"], stored)
+
+    return await service.serve(request, keeping(keep), parsed, body)
+
+
+def keeping(keep: Callable[[dict[str, Any]], None]) -> Protocol:
+    """The protocol whose answers are given to `keep` when they are over."""
+    return RESPONSES._replace(
+        response=partial(answers.response, keep=keep), stream=partial(answers.ResponsesStream, keep=keep)
+    )
+
+
+def begin(
+    service: Service, request: Request, key: str | None, parsed: ResponsesRequest, body: dict[str, Any]
+) -> JsonResponse:
+    """Answer without a client that waits."""
+    name = f"{RESPONSES.prefix}{parsed.delivery.request_id}"
+    model = service.models.find(parsed.model)
+    head = service.head(name, parsed.model or model.name)
+    queued = answers.ResponsesStream(head, parsed, body).frame("queued")
+    stored = StoredResponse(queued, responses.items_of(body["input"]), parsed.previous_response_id)
+
+    def keep(found: dict[str, Any]) -> None:
+        stored.body, stored.task = found, None
+        found["store"] = service.stored.put(key, name, stored)
+
+    state = {"facts": {}, "key": request.state.key, "request_id": request.state.request_id}
+    alone = Request({**request.scope, "state": state}, asyncio.Event().wait)  # nobody leaves
+    stream = answers.ResponsesStream(head, parsed, body, keep)
+    stored.task = asyncio.create_task(work(service, alone, stream, stored, parsed))
+    if not service.stored.put(key, name, stored):
+        stored.task.cancel()
+        why = "as many responses are kept as may be (--max-stored-responses, --max-stored-bytes)"
+        raise HttpError(429, f"background: {why}", "background", "store_full", {"Retry-After": "1"})
+    return JsonResponse(queued)
+
+
+async def work(
+    service: Service, request: Request, stream: answers.ResponsesStream, stored: StoredResponse, parsed: Any
+) -> None:
+    """Answer in the background; what goes wrong is kept as a response that failed."""
+    began, failed = time.monotonic(), None
+    stored.body = stored.body | {"status": "in_progress"}
+    try:
+        await service.serve(request, keeping(stream.keep), parsed, stream.asked)
+    except Exception as error:
+        found = as_http(error)
+        failed = f"HTTP {found.status}"
+        if found.status == 500:
+            log.exception("a response in the background failed")
+        stream.fail(found.status, found.message, found.param)
+    finally:
+        service.trace(request.scope["state"], time.monotonic() - began, failed)
+
+
+def asked_for(service: Service, request: Request) -> StoredResponse:
+    return service.stored.get(service.key(request), request.path_params["id"])
+
+
+async def retrieve(service: Service, request: Request) -> JsonResponse:
+    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+        raise RequestError("stream", "is not implemented for a response that is stored; leave it out")
+    return JsonResponse(asked_for(service, request).body)
+
+
+async def delete(service: Service, request: Request) -> JsonResponse:
+    name = request.path_params["id"]
+    service.stored.delete(service.key(request), name)
+    return JsonResponse({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel(service: Service, request: Request) -> JsonResponse:
+    """End what is computed in the background; what is over stays as it is."""
+    stored = asked_for(service, request)
+    if not stored.body["background"]:
+        raise RequestError("id", "Cannot cancel a synchronous response. Only one with background can be cancelled")
+    if stored.task is not None:
+        stored.task.cancel()
+        stored.task, stored.body = None, stored.body | {"status": "cancelled"}
+    return JsonResponse(stored.body)
+
+
+async def input_items(service: Service, request: Request) -> JsonResponse:
+    """What was asked, the last item first unless `order` is asc."""
+    stored, given = asked_for(service, request), request.query_params
+    text, order, after = given.get("limit", "20"), given.get("order", "desc"), given.get("after")
+    most = integer("limit", int(text) if text.isdigit() and len(text) < 5 else text, 1, MAX_LISTED)
+    if order not in ("asc", "desc"):
+        raise RequestError("order", f"must be asc or desc, got {order[:60]!a}")
+    name = stored.body["id"]
+    items = [{"id": f"{item.get('type')}_{i}_{name}"} | item for i, item in enumerate(stored.items)]
+    if order == "desc":
+        items.reverse()
+    names = [item["id"] for item in items]
+    if after is not None and after not in names:
+        raise RequestError("after", f"must be the id of an item, got {after[:60]!a}")
+    start = 0 if after is None else names.index(after) + 1
+    found = items[start : start + most]
+    return JsonResponse(
+        {
+            "object": "list",
+            "data": found,
+            "first_id": found[0]["id"] if found else None,
+            "last_id": found[-1]["id"] if found else None,
+            "has_more": start + most < len(items),
+        }
+    )
+
+
+ROUTES: dict[tuple[str, str], Callable] = {
+    ("GET", "/v1/responses/{id}"): retrieve,
+    ("DELETE", "/v1/responses/{id}"): delete,
+    ("POST", "/v1/responses/{id}/cancel"): cancel,
+    ("GET", "/v1/responses/{id}/input_items"): input_items,
+}

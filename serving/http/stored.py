@@ -1,0 +1,90 @@
+"""Responses that are kept in memory, so that clients can ask for them again and go on from them."""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..api.validation import shown
+from .errors import HttpError
+
+
+@dataclass(eq=False)
+class StoredResponse:
+    """A response and what was asked; while `task` is there, it is being answered."""
+
+    body: dict[str, Any]
+    items: list[dict[str, Any]]
+    previous: str | None
+    task: asyncio.Task | None = None
+    size: int = 0
+
+
+class StoredResponses:
+    """At most so many, and so many bytes of JSON: what was used longest ago goes first. Any thread may use it."""
+
+    def __init__(self, most: int, most_bytes: int):
+        self.most, self.most_bytes = most, most_bytes
+        self.kept: OrderedDict[tuple[str | None, str], StoredResponse] = OrderedDict()  # by tenant and id
+        self.bytes = 0
+        self.lock = threading.Lock()
+
+    def put(self, key: str | None, name: str, stored: StoredResponse) -> bool:
+        """Keep a response of a tenant, if there is a place: one that is being answered is not given up for it."""
+        size = len(msgspec.json.encode([stored.body, stored.items]))
+        if size > self.most_bytes:
+            return False
+        with self.lock:
+            self.remove((key, name))
+            goes = [place for place, one in self.kept.items() if one.task is None]
+            while goes and (len(self.kept) >= self.most or self.bytes + size > self.most_bytes):
+                self.remove(goes.pop(0))
+            if len(self.kept) >= self.most or self.bytes + size > self.most_bytes:
+                return False
+            stored.size = size
+            self.bytes += size
+            self.kept[key, name] = stored
+            return True
+
+    def remove(self, place: tuple[str | None, str]) -> None:
+        if (found := self.kept.pop(place, None)) is not None:
+            self.bytes -= found.size
+
+    def get(self, key: str | None, name: str, param: str = "id") -> StoredResponse:
+        """The response that this tenant keeps under a name."""
+        with self.lock:
+            found = self.kept.get((key, name))
+            if found is None:
+                why = f"Response with id {shown(name)} not found: it was not stored, or others have taken its place"
+                raise HttpError(404, f"{param}: {why}", param, "response_not_found")
+            self.kept.move_to_end((key, name))
+            return found
+
+    def delete(self, key: str | None, name: str) -> None:
+        found = self.get(key, name)
+        if found.task is not None:
+            found.task.cancel()
+        with self.lock:
+            self.remove((key, name))
+
+    def history(self, key: str | None, name: str) -> list[dict[str, Any]]:
+        """The items of a response and of all before it, in their order."""
+        return [item for stored in reversed(list(self.chain(key, name))) for item in turn(stored)]
+
+    def chain(self, key: str | None, name: str | None) -> Iterator[StoredResponse]:
+        while name is not None:
+            found = self.get(key, name, "previous_response_id")
+            if found.task is not None:
+                raise HttpError(400, f"previous_response_id: {shown(name)} is not answered yet", "previous_response_id")
+            yield found
+            name = found.previous
+
+
+def turn(stored: StoredResponse) -> list[dict[str, Any]]:
+    """What was asked and answered; a call that was cut off is none."""
+    said = [item for item in stored.body["output"] if (item["type"], item["status"]) != ("function_call", "incomplete")]
+    return stored.items + said

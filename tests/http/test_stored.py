@@ -1,0 +1,175 @@
+"""Responses that are kept: who may ask for them, how many there are, and that a conversation goes on from them."""
+
+import msgspec
+import openai
+import pytest
+from conformance import shows
+from openai import OpenAI
+from served import FORMATS
+from talk import frees_all, said, scripted_server, until
+
+from quire.serving.http.errors import HttpError
+from quire.serving.http.stored import StoredResponse, StoredResponses
+
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with scripted_server(FORMATS, api_keys=("one", "two"), max_stored_responses=8) as state:
+        yield state
+
+
+def client_of(server, key: str = "one") -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture
+def ask(server):
+    with client_of(server) as client:
+        yield client
+    server.script.hold.set()
+    frees_all(server)
+
+
+def response(ask, text: str = "hello", **fields):
+    return ask.responses.create(model="quill", input=text, **fields)
+
+
+@shows("openai", "responses.retrieve, responses.delete, responses.input_items.list")
+def test_a_response_is_kept(ask, server):
+    """What was answered, and what was asked, until it is deleted; only with the key that asked."""
+    found = response(ask, "hello", instructions="Be kind.")
+    assert found.output_text == said("hello") and found.store
+    assert ask.responses.retrieve(found.id) == found
+    (item,) = ask.responses.input_items.list(found.id).data
+    assert (item.type, item.role, item.content[0].text) == ("message", "user", "hello")
+    with client_of(server, "two") as other, pytest.raises(openai.NotFoundError, match="Response with id .* not found"):
+        other.responses.retrieve(found.id)
+    ask.responses.delete(found.id)
+    for call in (ask.responses.retrieve, ask.responses.delete, ask.responses.cancel):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call(found.id)
+        assert (caught.value.param, caught.value.code) == ("id", "response_not_found")
+    unkept = response(ask, store=False)
+    assert not unkept.store
+    with pytest.raises(openai.NotFoundError):
+        ask.responses.retrieve(unkept.id)
+    with pytest.raises(openai.BadRequestError, match="stream: is not implemented"):
+        list(ask.responses.retrieve(response(ask).id, stream=True))
+
+
+@shows("openai", "responses.create(previous_response_id=...)")
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_conversation_goes_on(ask, streams):
+    """All that was said before is in the prompt, calls and their results too; instructions are not."""
+
+    def turn(given, previous=None, **fields):
+        asked = {"model": "quill", "input": given, "tools": [TOOL], "previous_response_id": previous, **fields}
+        if not streams:
+            return ask.responses.create(**asked)
+        with ask.responses.stream(**{name: value for name, value in asked.items() if value is not None}) as stream:
+            return stream.get_final_response()
+
+    first = turn("weather in Rome", instructions="Be kind.")
+    call = next(item for item in first.output if item.type == "function_call")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    second = turn([result], first.id)
+    assert second.previous_response_id == first.id and second.output_text == "It is sunny."
+    third, other = turn("hello", second.id), turn("hello", first.id)
+    whole = [{"role": "user", "content": "weather in Rome"}, *first.output, result, *second.output]
+    told = turn([*(item if isinstance(item, dict) else item.model_dump(exclude_none=True) for item in whole),
+                 {"role": "user", "content": "hello"}])  # fmt: skip
+    assert third.usage.input_tokens == told.usage.input_tokens > other.usage.input_tokens
+    assert third.output_text == told.output_text
+    assert [item.type for item in ask.responses.input_items.list(second.id).data] == ["function_call_output"]
+    with pytest.raises(openai.NotFoundError) as caught:
+        turn("hello", "resp_none")
+    assert caught.value.param == "previous_response_id"
+
+
+@shows("openai", "responses.create(background=True), responses.cancel")
+def test_in_the_background(ask, server):
+    """It is queued at once and answered later; one that is cancelled computes no more, and stays so."""
+    found = response(ask, background=True)
+    assert (found.status, found.background, found.output) == ("queued", True, [])
+    until(lambda: ask.responses.retrieve(found.id).status == "completed")
+    done = ask.responses.retrieve(found.id)
+    assert done.output_text == said("hello") and done.usage is not None and done.id == found.id
+    assert ask.responses.cancel(found.id).status == "completed"  # it is over
+    server.script.hold.clear()
+    long = response(ask, "count", background=True)
+    until(lambda: ask.responses.retrieve(long.id).status == "in_progress")
+    with pytest.raises(openai.BadRequestError, match="is not answered yet"):
+        response(ask, previous_response_id=long.id)
+    assert ask.responses.cancel(long.id).status == "cancelled"
+    server.script.hold.set()
+    frees_all(server)
+    assert ask.responses.retrieve(long.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        ask.responses.cancel(response(ask).id)
+    with pytest.raises(openai.BadRequestError, match="background: can only be used when store is true"):
+        response(ask, background=True, store=False)
+    with pytest.raises(openai.NotFoundError):
+        ask.responses.create(model="nothing", input="x", background=True)
+
+
+def test_a_failure_in_the_background(ask, server):
+    server.script.fail_next = 1
+    found = response(ask, background=True)
+    until(lambda: ask.responses.retrieve(found.id).status == "failed")
+    error = ask.responses.retrieve(found.id).error
+    assert error.code == "server_error" and "engine failed" in error.message
+
+
+def test_so_many_are_kept(ask, server):
+    names = [response(ask).id for _ in range(10)]
+    assert len(server.service.stored.kept) == 8
+    assert ask.responses.retrieve(names[-1]) and ask.responses.retrieve(names[2])
+    with pytest.raises(openai.NotFoundError):
+        ask.responses.retrieve(names[1])
+    response(ask)  # the one that was used longest ago goes
+    assert ask.responses.retrieve(names[2])
+    server.script.hold.clear()
+    running = [response(ask, background=True) for _ in range(8)]
+    with pytest.raises(openai.RateLimitError, match="as many responses are kept as may be"):
+        response(ask, background=True)
+    server.script.hold.set()
+    until(lambda: all(ask.responses.retrieve(one.id).status == "completed" for one in running))
+
+
+def test_items_of_what_was_asked(ask):
+    found = response(ask, [{"role": "user", "content": str(i)} for i in range(5)])
+    page = ask.responses.input_items.list(found.id, limit=2, order="asc")
+    assert [item.content for item in page.data] == ["0", "1"] and page.has_more
+    assert [item.content for item in ask.responses.input_items.list(found.id, limit=2)] == ["4", "3", "2", "1", "0"]
+    for asked, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "x"}, "after")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask.responses.input_items.list(found.id, **asked)
+        assert caught.value.param == param
+
+
+def stored(size: int = 10) -> StoredResponse:
+    return StoredResponse({"id": "a", "output": [], "text": "x" * size}, [], None)
+
+
+def test_the_bytes_are_bounded():
+    one = len(msgspec.json.encode([stored(100).body, []]))
+    kept = StoredResponses(100, 3 * one)
+    for i in range(5):
+        assert kept.put(None, str(i), stored(100))
+        assert kept.bytes == sum(found.size for found in kept.kept.values()) <= 3 * one
+    assert [name for _, name in kept.kept] == ["2", "3", "4"]
+    assert not kept.put(None, "large", stored(1000)) and len(kept.kept) == 3
+    assert kept.put(None, "4", stored(10))  # in its own place
+    kept.delete(None, "2")
+    kept.delete(None, "3")
+    kept.delete(None, "4")
+    assert kept.bytes == 0
+    with pytest.raises(HttpError, match="not found"):
+        kept.get("tenant", "4")
+    assert not StoredResponses(0, 1 << 20).put(None, "a", stored())

@@ -2,6 +2,7 @@
 
 import atexit
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -184,7 +185,10 @@ class LLM:
         self.engine.check_process()
         tokenizer = self.get_tokenizer()
         given = {name: value for name, value in options.items() if value is not None}
-        asked = parse_messages(list(messages) if isinstance(messages, tuple) else messages)
+        ignored: set[str] = set()
+        asked = parse_messages(list(messages) if isinstance(messages, tuple) else messages, ignored)
+        if ignored:
+            warnings.warn(f"{', '.join(sorted(ignored))}: unknown here, and ignored", stacklevel=3)
         text = render(tokenizer, asked, parse_tools(list(tools or ())), template_options(given))
         try:
             return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}

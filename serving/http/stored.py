@@ -12,6 +12,9 @@ import msgspec
 from ..api.validation import shown
 from .errors import HttpError
 
+MISSING = 404, "id", "response_not_found"
+NO_PREVIOUS = 400, "previous_response_id", "previous_response_not_found"
+
 
 @dataclass(eq=False)
 class StoredResponse:
@@ -54,13 +57,14 @@ class StoredResponses:
         if (found := self.kept.pop(place, None)) is not None:
             self.bytes -= found.size
 
-    def get(self, key: str | None, name: str, param: str = "id") -> StoredResponse:
-        """The response that this tenant keeps under a name."""
+    def get(self, key: str | None, name: str, missing: tuple[int, str, str] = MISSING) -> StoredResponse:
+        """The response that this tenant keeps under a name; `missing`: status, field and code where there is none."""
         with self.lock:
             found = self.kept.get((key, name))
             if found is None:
+                status, param, code = missing
                 why = f"Response with id {shown(name)} not found: it was not stored, or others have taken its place"
-                raise HttpError(404, f"{param}: {why}", param, "response_not_found")
+                raise HttpError(status, f"{param}: {why}", param, code)
             self.kept.move_to_end((key, name))
             return found
 
@@ -77,7 +81,7 @@ class StoredResponses:
 
     def chain(self, key: str | None, name: str | None) -> Iterator[StoredResponse]:
         while name is not None:
-            found = self.get(key, name, "previous_response_id")
+            found = self.get(key, name, NO_PREVIOUS)
             if found.task is not None:
                 raise HttpError(400, f"previous_response_id: {shown(name)} is not answered yet", "previous_response_id")
             yield found

@@ -70,6 +70,12 @@ BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields,
     "/detokenize": (DETOKENIZE, ("tokens",)),
 }
 
+ALTERNATIVES = {  # fields of which one group must be given
+    "/tokenize": (("prompt",), ("messages",)),
+    "/v2/embed": (("texts",), ("inputs",)),
+    "/score": pooling.SIDES,
+}
+
 
 def body_schema(path: str) -> Schema:
     """The schema of a request to one of these paths. Every field may be null: as if it were not given."""
@@ -81,4 +87,6 @@ def body_schema(path: str) -> Schema:
         for name, schema in properties.items()
     }
     found: Schema = {"type": "object", "properties": optional, "additionalProperties": False}
+    if path in ALTERNATIVES:
+        found["anyOf"] = [{"required": list(names)} for names in ALTERNATIVES[path]]
     return found | ({"required": list(required)} if required else {})

@@ -28,6 +28,7 @@ WRITES = {  # endpoints that write, and the field that says how much
     "/v1/completions": "max_tokens",
     "/v1/responses": "max_output_tokens",
     "/v1/messages": "max_tokens",
+    "/v1/chat/completions/batch": "max_tokens",
 }
 ROLES = ("user", "system", "assistant", "user")
 ENDS = {"/v1/responses": ("response.completed", "response.incomplete"), "/v1/messages": ("message_stop",)}
@@ -53,17 +54,23 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
     body = dict(body)
     if body.get("model") is not None:
         body["model"] = "quill"
-    for name in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids"):
+    for name in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids", "label_token_ids"):
         body |= {name: known(body[name], vocab)} if name in body else {}
     if isinstance(body.get("logit_bias"), dict):
         body["logit_bias"] = {str(int(token) % vocab): bias for token, bias in body["logit_bias"].items()}
     if isinstance(body.get("messages"), list):
-        body["messages"] = [
-            {"role": ROLES[i % 4], "content": one.get("content") or "x"} for i, one in enumerate(body["messages"])
-        ]
-    if path in WRITES and len(body) % 2:
+        batch = path.endswith("/batch")
+        found = [turns(one) for one in (body["messages"] if batch else [body["messages"]])]
+        body["messages"] = found if batch else found[0]
+    if body.get("previous_response_id") is not None:
+        del body["previous_response_id"]  # nothing is stored by that name
+    if path in WRITES and len(body) % 2 and not path.endswith("/batch"):
         body["stream"] = True
     return body
+
+
+def turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": ROLES[i % 4], "content": one.get("content") or "x"} for i, one in enumerate(messages)]
 
 
 def known(value: Any, vocab: int) -> Any:

@@ -31,7 +31,13 @@ ROOT = Path(guard.__file__).parents[2]
 NO_JSON = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 5000)
 EVERYWHERE = (-1, 0, INT32_MAX, INT32_MAX + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 1e308, 0.5, True, "5", [], {})
 # Within the bounds of the schema, and refused for what else is asked or for what the model is.
-BOUND_TO_OTHERS = {("min_tokens", INT32_MAX), ("dimensions", 65_536), ("top_logprobs", 20)}
+BOUND_TO_OTHERS = {
+    ("min_tokens", INT32_MAX),
+    ("dimensions", 65_536),
+    ("output_dimension", 65_536),
+    ("top_logprobs", 20),
+}
+ONE_OF_SEVERAL = ("/tokenize", "/v2/embed", "/score")  # fields, so that none of them must be given
 NESTED = [  # where a number stands deeper, as %s
     ("/v1/completions", "logit_bias", '{"prompt": "hello", "max_tokens": 1, "logit_bias": {"5": %s}}'),
     ("/v1/completions", "stop_token_ids", '{"prompt": "hello", "max_tokens": 1, "stop_token_ids": [%s]}'),
@@ -121,7 +127,7 @@ def test_numbers_at_the_edge(server, client, path):
             if value in NO_JSON:
                 refused(status, raw, path, "body")
             elif value == "null":
-                needed = field in required or (path, field) == ("/tokenize", "prompt")  # or messages
+                needed = field in required or (field in BODIES[path] and path in ONE_OF_SEVERAL)
                 assert status == (400 if needed else 200), (field, raw)
             elif value in map(json.dumps, beyond):
                 refused(status, raw, path, field)
@@ -372,7 +378,7 @@ def test_without_a_key_only_health_and_the_page_answer(keyed):
         for method, path in asks:
             if path not in ("/live", "/sleep", "/wake_up", "/pause", "/resume"):
                 body = BODIES.get(path, b"") if method == "POST" else None
-                none = path in ("/expert_loads", "/rebalance_experts")  # quill has no experts
+                none = path in ("/expert_loads", "/rebalance_experts", "/invocations")  # no experts, no question
                 assert client.ask(method, path, body)[0] == (400 if none else 200), path
 
 
@@ -515,8 +521,14 @@ FAULTS: list[tuple[str, str, Any]] = [  # of clients
     ("POST", "/sleep?level=9", b""),
 ]
 LABELLED = {"/v1/messages": {"metadata": {"user_id": MARKER}}, "/v1/messages/count_tokens": {}, "/tokenize": {},
-            "/detokenize": {}}  # fmt: skip
-LOST = [(path, body | ({"messages": TOLD} if "messages" in body else {})) for path, body in BODIES.items()]
+            "/detokenize": {}, "/v2/embed": {}}  # fmt: skip
+
+
+def talk_of(path: str) -> list:
+    return [TOLD] if path.endswith("/batch") else TOLD
+
+
+LOST = [(path, body | ({"messages": talk_of(path)} if "messages" in body else {})) for path, body in BODIES.items()]
 
 
 def shows_nothing(status: int, headers: Any, raw: bytes) -> None:
@@ -569,11 +581,11 @@ def test_a_model_that_cannot_be_loaded_shows_nothing(caplog, kind):
 def test_answers_that_were_accepted_are_not_logged_either(server, client, caplog, stream):
     caplog.set_level(logging.DEBUG)
     for path, body in BODIES.items():
-        told = {"messages": TOLD} if "messages" in body else {
-            name: [MARKER] if name == "documents" else MARKER for name in body if name not in ("tokens",
-            "max_tokens", "max_output_tokens")
+        told = {"messages": talk_of(path)} if "messages" in body else {
+            name: [MARKER] if name in ("documents", "texts", "items") else MARKER for name in body if name not in
+            ("tokens", "max_tokens", "max_output_tokens", "label_token_ids")
         }  # fmt: skip
-        fields = {"stream": True} if stream and "max_tokens" in str(body) else {}
+        fields = {"stream": True} if stream and "max_tokens" in str(body) and not path.endswith("/batch") else {}
         assert client.ask("POST", path, body | told | fields)[0] == 200
     assert MARKER not in "\n".join(record.getMessage() for record in caplog.records)
 

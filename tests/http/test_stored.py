@@ -87,9 +87,9 @@ def test_a_conversation_goes_on(ask, streams):
     assert third.usage.input_tokens == told.usage.input_tokens > other.usage.input_tokens
     assert third.output_text == told.output_text
     assert [item.type for item in ask.responses.input_items.list(second.id).data] == ["function_call_output"]
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         turn("hello", "resp_none")
-    assert caught.value.param == "previous_response_id"
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
 @shows("openai", "responses.create(background=True), responses.cancel")

@@ -13,7 +13,7 @@ TURN = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
     "/v1/completions": {"prompt": "hello", "max_tokens": 2},
     "/v1/chat/completions": {"messages": TURN, "max_tokens": 2},
-    "/v1/chat/completions/batch": {"messages": [TURN, TURN], "max_tokens": 2},
+    "/v1/chat/completions/batch": {"messages": [TURN], "max_tokens": 2},
     "/v1/responses": {"input": "hello", "max_output_tokens": 2},
     "/v1/messages": {"messages": TURN, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": TURN},

@@ -58,7 +58,10 @@ Of messages other servers know more fields: those that are unknown here are igno
 answer names them, as does the log, once."""
 FAILURES = """\
 An error is `{"error": {"message", "type", "param", "code"}}`; at `/v1/messages` it is `{"type": "error", "error":
-{"type", "message"}}`. In a stream that has begun it is an event, at `/v1/responses` `response.failed`."""
+{"type", "message"}}`. In a stream that has begun it is an event, at `/v1/responses` `response.failed`.
+`type` has OpenAI's names, where vLLM has those of classes (BadRequestError, NotFoundError). `code` is what clients look
+for: context_length_exceeded where a prompt is longer than the model reads, model_not_found, response_not_found,
+invalid_api_key, queue_full."""
 STATUSES = {
     400: "A field is wrong; `param` names it.",
     401: "No valid key was given.",

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 from starlette.requests import Request
@@ -140,8 +139,8 @@ async def generative_scoring(service: Service, request: Request) -> JsonResponse
     usage = Usage(
         sum(len(output.prompt_token_ids) for output in first), 0, sum(output.num_cached_tokens for output in first)
     )
-    found = [answer.logprobs[0][label].logprob for output, label in zip(outputs, cycle(asked.labels), strict=False)
-             for answer in output.outputs if answer.logprobs]  # fmt: skip
+    first_steps = [step for output in outputs for answer in output.outputs for step in answer.logprobs or ()]
+    found = [entry.logprob for step in first_steps for entry in step.values()]
     scores = [label_scores.score(found[at : at + each], asked.apply_softmax) for at in range(0, len(found), each)]
     return JsonResponse(shapes.score_response(head, scores, counts(service, usage)))
 

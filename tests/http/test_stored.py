@@ -142,6 +142,19 @@ def test_so_many_are_kept(ask, server):
     until(lambda: all(ask.responses.retrieve(one.id).status == "completed" for one in running))
 
 
+def test_a_server_that_keeps_none():
+    chosen = {"max_stored_responses": 0, "enable_prompt_tokens_details": True}
+    with scripted_server(FORMATS, **chosen) as server, client_of(server) as ask:
+        found = response(ask)
+        assert not found.store and found.output_text == said("hello")
+        with pytest.raises(openai.NotFoundError):
+            ask.responses.retrieve(found.id)
+        with pytest.raises(openai.BadRequestError, match="background: needs stored responses"):
+            response(ask, background=True)
+        usage = ask.embeddings.create(model="quill", input="<user>hello").usage
+        assert usage.prompt_tokens_details["cached_tokens"] == 0
+
+
 def test_items_of_what_was_asked(ask):
     found = response(ask, [{"role": "user", "content": str(i)} for i in range(5)])
     page = ask.responses.input_items.list(found.id, limit=2, order="asc")

@@ -33,8 +33,8 @@ def check(
     if len(tokens) >= max_len:
         raise TooLong(
             "prompt",
-            f"has {len(tokens)} tokens; this model's maximum context length is {max_len} (max_model_len), "
-            "with one token to generate",
+            f"has {len(tokens)} tokens; at most {max_len - 1} fit, with one to generate: this model's maximum context "
+            f"length is {max_len} (max_model_len)",
         )
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)

@@ -167,6 +167,12 @@ def test_what_a_conversation_cannot_have_is_refused(llm, fields, words):
         llm.chat_prompt(ASKED, enable_thinking=True)
 
 
+def test_fields_of_messages_that_are_ignored_are_named(llm):
+    plain = llm.chat_prompt([{"role": "user", "content": "hello"}])
+    with pytest.warns(UserWarning, match=r"messages\[\].audio: unknown here, and ignored"):
+        assert llm.chat_prompt([{"role": "user", "content": "hello", "audio": 1}]) == plain
+
+
 def test_priorities_are_of_all_prompts_or_one_each(llm, texts, monkeypatch):
     given, add = [], llm.engine.add
     monkeypatch.setattr(llm.engine, "add", lambda *args: given.append(args[4].priority) or add(*args))

@@ -4,35 +4,63 @@ import re
 from pathlib import Path
 
 from ..config import ModelError
+from .folder import GGUF_REMEDY, refuse_other_weights
 
 BUNDLED = {"quill": "quill", "quill-draft": "quill_draft"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code, and one format of weights
+WITHOUT_WEIGHTS = ["*.json", "*.jinja"]
 SECOND_COPIES = ["*/*", "consolidated*"]  # the same weights again, under their makers' own names
 
 
-def resolve(model: str | None, files: list[str] = FILES) -> Path:
-    """The folder of a model; one from the Hub is fetched, with progress bars, unless it is there already."""
+def resolve(
+    model: str | None, files: list[str] = FILES, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """The folder of a model; one from the Hub is fetched, with progress bars, unless it is there already.
+
+    `revision` is a branch, tag or commit of the Hub's; downloads are kept in `download_dir`, or the Hub's own cache.
+    """
+    folder = Path(model or "").expanduser()
     if model is None or model in BUNDLED:
-        return Path(__file__).parents[1] / BUNDLED[model or "quill"]
-    folder = Path(model).expanduser()
-    if model and folder.is_dir():
+        folder = Path(__file__).parents[1] / BUNDLED[model or "quill"]
+    if model != "" and folder.is_dir():
+        if revision is not None:
+            raise ModelError(f"revision is {revision!r}, and {folder} is a folder here: only the Hub has revisions")
         return folder
-    if not HUB_ID.fullmatch(model) or folder.exists():
+    if folder.is_file():
+        raise ModelError(f"model {model!r} is a file and not a folder: {file_remedy(folder)}")
+    if model is None or not HUB_ID.fullmatch(model) or folder.exists():
         raise ModelError(
             f"model {model!r} is not a folder; give a folder with config.json, an owner/name on the Hugging Face Hub, "
             f"or one of {', '.join(BUNDLED)}"
         )
-    return fetch(model, files)
+    return fetch(model, files, revision, None if download_dir is None else str(Path(download_dir).expanduser()))
 
 
-def fetch(model: str, files: list[str]) -> Path:
+def file_remedy(file: Path) -> str:
+    """What to give in place of a file."""
+    return GGUF_REMEDY if file.suffix == ".gguf" else f"give the folder that holds it and config.json, {file.parent}"
+
+
+def fetch(model: str, files: list[str], revision: str | None = None, cache: str | None = None) -> Path:
     """Download a snapshot, or find the one in the cache."""
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub import constants, list_repo_files, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
-        return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=SECOND_COPIES))
+        found = snapshot_download(
+            model, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=SECOND_COPIES
+        )
+        if files == FILES and not constants.HF_HUB_OFFLINE and not any(Path(found).glob("*.safetensors")):
+            refuse_other_weights(f"model {model!r} on the Hub", list_repo_files(model, revision=revision))
+        return Path(found)
+    except ModelError:
+        raise
     except GatedRepoError:
         remedy = "accept its licence on its page, then run `hf auth login`"
         raise ModelError(f"model {model!r} is gated: {remedy}") from None
@@ -41,6 +69,8 @@ def fetch(model: str, files: list[str]) -> Path:
             f"model {model!r} is neither a folder here nor a public model on the Hub; for a private one run "
             "`hf auth login`"
         ) from None
+    except RevisionNotFoundError:
+        raise ModelError(f"model {model!r} has no revision {revision!r}; it is a branch, a tag or a commit") from None
     except LocalEntryNotFoundError:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub does not answer"
         raise ModelError(f"model {model!r} is neither a folder here nor in the Hub's cache, and {reason}") from None

@@ -1,10 +1,12 @@
 """From a model folder to a `ModelConfig` and its weights: safetensors, one tensor at a time, or a converted folder."""
 
 import importlib
+import itertools
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -18,7 +20,7 @@ from ...ops.quant import Rounded
 from ...ops.quant.stack import Stack
 from ...sharding import local_shards
 from ...sharding.mesh import shardings
-from ...sharding.spec import ArraySpec, nbytes
+from ...sharding.spec import ArraySpec, nbytes, random_arrays
 from .. import families
 from ..config import CACHES, ModelConfig, ModelError, StoredFormat
 from ..families import FAMILIES
@@ -26,9 +28,10 @@ from ..weights import ModelWeights, abstract, dense_specs
 from . import compressed_tensors, orbax
 from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
+from .folder import read_config_json
 from .placement import Location, Placement, with_head
 from .quantization_config import stored_format
-from .safetensors import Tensor, find_tensors, read_json
+from .safetensors import Tensor, find_tensors
 
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
 
@@ -47,9 +50,10 @@ def read_config(
     max_len: int | None = None,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
-    """The `ModelConfig` of a folder; `dtype` and `quantization` override what the checkpoint says."""
-    hf = read_json(folder / "config.json")
+    """The `ModelConfig` of a folder; `dtype`, `quantization` and `hf_overrides` override what the checkpoint says."""
+    hf = read_config_json(folder, hf_overrides)
     check_numbers(hf)
     if stored := stored_format(hf):
         hf = {name: value for name, value in hf.items() if name != "quantization_config"}
@@ -60,15 +64,30 @@ def read_config(
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} holds a value of the wrong kind: {error}") from error
     check_fields(config)
-    if dtype == "auto":
-        # float16 would overflow; bfloat16 rounds its weights, and `dtype="float32"` keeps every bit at twice the memory
-        dtype = "bfloat16" if config.dtype == "float16" else config.dtype
-    if dtype not in ("float32", "bfloat16"):
-        raise ModelError(f"dtype is {dtype!r}; it can be auto, float32 or bfloat16")
+    dtype = compute_dtype(dtype, config.dtype)
     if kv_cache_dtype not in CACHES:
         raise ModelError(f"kv_cache_dtype is {kv_cache_dtype!r}; it can be {', '.join(CACHES)}")
     quant = choose_format(config, quantization, stored)
     return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype, stored=stored)
+
+
+def compute_dtype(asked: str, stored: str) -> str:
+    """The dtype to compute in. float16 would overflow: bfloat16 takes its place, which rounds its weights."""
+    wish = {"auto": stored, "half": "float16", "float": "float32"}.get(asked, asked)
+    if wish not in ("float32", "bfloat16", "float16"):
+        raise ModelError(f"dtype is {asked!r}; it can be auto, float32, bfloat16 or float16")
+    if wish != "float16":
+        return wish
+    if asked != "auto":
+        warn_of_float16(asked)
+    return "bfloat16"
+
+
+@cache
+def warn_of_float16(asked: str) -> None:
+    logging.getLogger("quire").warning(
+        "dtype is %s: computed in bfloat16, since float16 overflows; float32 keeps every bit of float16 weights", asked
+    )
 
 
 def choose_format(config: ModelConfig, asked: str | None, stored: StoredFormat | None) -> str | None:
@@ -135,10 +154,11 @@ def load(
     placement: Placement = Placement(),  # noqa: B008 - it is frozen
     progress: Callable[[int], None] = lambda count: None,
     plain: bool = False,
+    load_format: str = "auto",
 ) -> ModelWeights:
     """The weights of a folder, from whichever of the two forms it holds; over a mesh, each array as its rules say.
 
-    `plain`: not laid out for the kernels, to be written again.
+    `plain`: not laid out for the kernels, to be written again. With the format `dummy` they are random.
     """
     specs = specs_of(config)
     if placement.mesh is not None:
@@ -148,12 +168,16 @@ def load(
             raise ModelError(f"{folder} does not fit the mesh: {error}") from None
     for_kernels = placement.mesh is None and not plain and native.serves()
     put = partial(put_packed, narrow=config.dtype == "bfloat16") if for_kernels else put_as_it_is
-    if not orbax.holds_weights(folder):
+    dummy, converted = load_format == "dummy", orbax.holds_weights(folder)
+    if converted and load_format == "safetensors":
+        raise ModelError(f"load_format is 'safetensors', and {folder} is a converted checkpoint; leave it out")
+    if not converted and not dummy:
         return load_weights(folder, config, put, progress, placement)
     if placement.mesh is not None:
-        weights = orbax.load_weights(folder, specs, progress, array_locations(placement, config, specs))
+        locations = array_locations(placement, config, specs)
+        weights = draw(specs, locations) if dummy else orbax.load_weights(folder, specs, progress, locations)
         return with_head(weights, config, placement)
-    weights = orbax.load_weights(folder, specs, progress)
+    weights = draw(specs) if dummy else orbax.load_weights(folder, specs, progress)
     if not for_kernels and not placement.on_host:
         return weights
 
@@ -162,6 +186,17 @@ def load(
 
     dense = dense_specs(config)
     return jax.tree.map(move, placement.by_leaf(config, dense), dense, weights)
+
+
+def draw(specs: ModelWeights, locations: ModelWeights | None = None) -> ModelWeights:
+    """Random weights, an array at a time; over a mesh each as its location says."""
+    seeds, on_device = itertools.count(), jax.default_backend() != "cpu"
+
+    def one(spec: ArraySpec, location: Location | None = None):
+        leaf = random_arrays(spec, next(seeds), on_device)
+        return leaf if location is None else location.split(spec, np.asarray(leaf))
+
+    return jax.tree.map(one, specs, *([] if locations is None else [locations]))
 
 
 def put_as_it_is(dense: ArraySpec, leaf):

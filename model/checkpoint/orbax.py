@@ -5,7 +5,7 @@ Each device reads its own part of each array, so that a model larger than the me
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from ...sharding import local_shards
 from ...sharding.spec import ArraySpec, nbytes
 from ..config import ModelError
-from .safetensors import read_json
+from .folder import merged, read_json
 
 WEIGHTS = "weights"
 COPIED = ("*.json", "*.jinja")
@@ -46,7 +46,7 @@ def make_empty(out: Path) -> None:
         raise ModelError(f"{out} cannot be made: {error.strerror}") from None
 
 
-def save(folder: Path, out: Path, weights, dtype: str) -> None:
+def save(folder: Path, out: Path, weights, dtype: str, hf_overrides: Mapping[str, Any] | None = None) -> None:
     """Write weights and the rest of `folder` to `out`, which then is a model folder of its own."""
     import orbax.checkpoint as ocp  # a second of imports
 
@@ -56,7 +56,7 @@ def save(folder: Path, out: Path, weights, dtype: str) -> None:
         checkpointer.save(
             out.absolute() / WEIGHTS, arrays, save_args=dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK))
         )
-    hf = read_json(folder / "config.json")
+    hf = merged(read_json(folder / "config.json"), hf_overrides or {})
     for part in (hf, hf.get("text_config")):
         if isinstance(part, dict):
             part.pop("torch_dtype", None)

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,22 @@ from ...sharding.spec import ArraySpec
 from ..config import ModelConfig, ModelError, StoredFormat
 from ..weights import abstract, dense_specs
 from .compressed_tensors import layout, round_matrix
+from .folder import merged, read_json
 from .loader import find_parts
 from .orbax import holds_weights, write_rest
 from .quantization_config import quantization_config, stored_format
-from .safetensors import INDEX, SINGLE, Tensor, read_json, write_tensors
+from .safetensors import INDEX, SINGLE, Tensor, write_tensors
 
 EXPERTS = r"re:.*\.experts\..*"
 
 
-def save(folder: Path, out: Path, config: ModelConfig, progress: Callable[[int], None] = lambda count: None) -> int:
+def save(
+    folder: Path,
+    out: Path,
+    config: ModelConfig,
+    progress: Callable[[int], None] = lambda count: None,
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> int:
     """Write `folder` to `out` with its matrices in the format `config.quant`; returns how many were rounded.
 
     `out` appears once it is complete. Embeddings, norms, routers and the head stay as they are, and so do experts that
@@ -31,7 +38,7 @@ def save(folder: Path, out: Path, config: ModelConfig, progress: Callable[[int],
     """
     if holds_weights(folder):
         raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
-    source = read_json(folder / "config.json")
+    source = merged(read_json(folder / "config.json"), hf_overrides or {})
     if source.get("quantization_config") is not None:
         raise ModelError(f"{folder} is quantised already: its config.json has a quantization_config")
     if os.path.lexists(out):

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...sharding.spec import empty
 from ..config import ModelError
+from .folder import POINTER, read_json, refuse_other_weights, refuse_pointer
 
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,
@@ -76,34 +77,14 @@ def fill(out: np.ndarray, value: np.ndarray) -> None:
             out[index][at : at + STRIP] = value[index][at : at + STRIP].astype(out.dtype, copy=False)
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file."""
-    try:
-        value = json.loads(path.read_bytes(), parse_constant=not_a_number)
-    except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors") from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return value
-
-
-def not_a_number(name: str):
-    raise ValueError(f"{name} is no JSON number")
-
-
 def find_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, from the headers alone: those of its index, its one file, or all its files."""
     if (folder / INDEX).exists():
         return indexed_tensors(folder)
     names = [SINGLE] if (folder / SINGLE).exists() else sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
-        others = sorted(path.name for kind in ("bin", "pt", "pth", "pkl", "gguf") for path in folder.glob(f"*.{kind}"))
-        found = f"holds {others[0]} but no *.safetensors; " if others else "holds no *.safetensors; "
-        raise ModelError(f"{folder} {found}weights are read from safetensors alone: the older formats can run code")
+        refuse_other_weights(folder, [path.name for path in folder.iterdir()])
+        raise ModelError(f"{folder} holds no *.safetensors; weights are read from safetensors alone")
     tensors: dict[str, Tensor] = {}
     for name in names:
         header = read_header(folder / name)
@@ -134,6 +115,8 @@ def read_header(path: Path) -> dict[str, Tensor]:
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
+            refuse_pointer(path, file.read(POINTER))
+            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise ModelError(f"{path} is truncated or not a safetensors file: its header would need {length} bytes")

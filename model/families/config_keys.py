@@ -1,21 +1,25 @@
 """Strict reading of config.json: a key that the family has not read is an error."""
 
+import json
 from typing import Any
 
 from ..config import ModelError, Rope
 from . import rope
 
-# Keys that do not change the arithmetic of a forward pass.
+# Keys that do not change the arithmetic of a forward pass: of training, of the code that wrote the file, of generation.
 HARMLESS = {
-    "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
-    "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout",
-    "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id", "cache_implementation", "auto_map",
-    "id2label", "label2id", "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict",
-    "is_encoder_decoder", "chunk_size_feed_forward", "problem_type", "tokenizer_class", "task_specific_params",
-    "_attn_implementation", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "aux_loss_alpha",
-    "seq_aux", "ep_size", "unsloth_version", "unsloth_fixed", "num_nextn_predict_layers", "attn_implementation",
-    "max_length", "min_length",
+    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "pretraining_tp",
+    "cache_implementation", "auto_map", "id2label", "label2id", "gradient_checkpointing", "output_attentions",
+    "output_hidden_states", "return_dict", "is_encoder_decoder", "chunk_size_feed_forward", "problem_type",
+    "tokenizer_class", "task_specific_params", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
+    "aux_loss_alpha", "seq_aux", "ep_size", "unsloth_version", "unsloth_fixed", "num_nextn_predict_layers",
+    "attn_implementation", "is_llama_config", "transformers.js_config", "neftune_noise_alpha", "model_max_length",
+    "max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "typical_p",
+    "repetition_penalty", "length_penalty", "num_beams", "num_beam_groups", "num_return_sequences", "early_stopping",
 }  # fmt: skip
+TRAINING = ("dropout", "pdrop", "initializer")  # names with these in them
+SPECIAL = ("_token_id", "_token_ids")  # endings of the names of token ids
+HARMLESS_VALUES = {"activation": "swiglu"}  # what `hidden_act` says too
 
 ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -24,10 +28,10 @@ ACTIVATION_NAMES = {
 
 
 class Keys:
-    """A config.json that is read key by key; `done` refuses keys that were not read."""
+    """A config.json, or its part `inside`, that is read key by key; `done` refuses keys that were not read."""
 
-    def __init__(self, hf: dict[str, Any]):
-        self.hf, self.read = hf, set(HARMLESS)
+    def __init__(self, hf: dict[str, Any], inside: str | None = None):
+        self.hf, self.inside, self.read = hf, inside, set(HARMLESS)
 
     def __call__(self, name: str, default: Any = ...):
         """The value of a key; a missing or null one gives the default, or an error if there is none."""
@@ -85,7 +89,8 @@ class Keys:
 
     def quantization(self, *methods: str) -> str | None:
         """The format of a quantised checkpoint's weights: one of `methods`, or None."""
-        if (params := self("quantization_config", None)) is None:
+        params = same_kind("config.json: quantization_config", self("quantization_config", None) or {}, {})
+        if not params:
             return None
         method = params.get("quant_method")
         if method not in methods:
@@ -132,13 +137,42 @@ class Keys:
             params["factor"] = declared / params["original_max_position_embeddings"]
         return rope.build(params, head_dim, max_len)
 
+    def harmless(self, name: str, value: Any) -> bool:
+        """Whether a key that nobody reads cannot change the result: it is of no forward pass, or its value is off."""
+        if not value or name.startswith("_") or name.endswith(SPECIAL) or any(word in name for word in TRAINING):
+            return True
+        if name == "layer_types":
+            return isinstance(value, list) and set(map(str, value)) == {"full_attention"}
+        if name in ("sliding_window", "max_window_layers") and self.hf.get("use_sliding_window") is False:
+            return True
+        return HARMLESS_VALUES.get(name) == value
+
     def done(self) -> None:
-        """Refuse a config.json with keys that were not read."""
-        if unknown := sorted(key for key, value in self.hf.items() if key not in self.read and value is not None):
+        """Refuse a config.json with keys that were not read and may change the result."""
+        unread = [name for name in self.hf if name not in self.read]
+        unknown = sorted(name for name in unread if not self.harmless(name, self.hf[name]))
+        if not unknown:
+            return
+        kind, first = self.hf.get("model_type"), unknown[0]
+        if "quantization_config" in unknown:
+            method = dict(self.hf["quantization_config"]).get("quant_method")
             raise ModelError(
-                f"config.json: {unknown[0]} = {self.hf[unknown[0]]!r} is not understood for model type "
-                f"{self.hf.get('model_type')!r}; it may change the result, so the model is not loaded"
+                f"config.json: quantization_config.quant_method = {method!r} is not supported for model type {kind!r}; "
+                "give the checkpoint that it was made from, or one in the form of compressed-tensors"
             )
+        overrides = dict.fromkeys(unknown)
+        if self.inside is not None:
+            overrides = {self.inside: overrides}
+        raise ModelError(
+            f"config.json: {first} = {shown(self.hf[first])} is not understood for model type {kind!r}; it may change "
+            f"the result, so the model is not loaded. If you know better: --hf-overrides '{json.dumps(overrides)}'"
+        )
+
+
+def shown(value: Any) -> str:
+    """A value as an error quotes it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def same_kind(name: str, value: Any, default: Any) -> Any:

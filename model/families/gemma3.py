@@ -28,9 +28,10 @@ def text_config(hf: dict, *other_keys: str) -> dict:
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    inside = None
     if hf["model_type"] == "gemma3":
-        hf = text_config(hf, *IMAGE_KEYS) | {"model_type": "gemma3_text"}
-    keys = Keys(MISSING | hf)
+        hf, inside = text_config(hf, *IMAGE_KEYS) | {"model_type": "gemma3_text"}, "text_config"
+    keys = Keys(MISSING | hf, inside)
     keys.refuse("use_bidirectional_attention", False)
     keys.refuse("attn_logit_softcapping")
     longest, heads = keys.count("max_position_embeddings", 131072), keys.heads(256)
@@ -42,7 +43,6 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     )
     sliding = replace(full, rope=keys.rope(H, served, "sliding_attention", local, plain=True))
     L, every = keys.count("num_hidden_layers"), keys.count("sliding_window_pattern", 6)
-    keys.ignore("_sliding_window_pattern")  # `layer_types`, which are there too, follow from it
     kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(L)])
     return windowed(keys, "gemma3", kinds, full, sliding, longest)
 

@@ -40,11 +40,12 @@ OTHER_TENSORS = ("vision_tower.", "audio_tower.", "vision_embedder.", "embed_vis
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     missing = MISSING_UNIFIED if hf["model_type"].startswith("gemma4_unified") else MISSING
-    if "text_config" in hf:
+    inside = "text_config" if "text_config" in hf else None
+    if inside:
         hf = text_config(hf, *OTHER_KEYS) | {"model_type": f"{hf['model_type']}_text"}
-    keys = Keys(missing | hf)
-    if not keys("rope_parameters", None):
-        keys = Keys(keys.hf | {"rope_parameters": ROPES})
+    if not hf.get("rope_parameters"):
+        hf = hf | {"rope_parameters": ROPES}
+    keys = Keys(missing | hf, inside)
     keys.refuse("use_bidirectional_attention", "vision")  # it concerns the tokens of images alone
     longest, L = keys.count("max_position_embeddings"), keys.count("num_hidden_layers")
     local = ["sliding_attention" if (i + 1) % 6 and i + 1 < L else "full_attention" for i in range(L)]

@@ -6,7 +6,6 @@ from .common import Keys, model_config, model_sources
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    keys.refuse("pretraining_tp", 1)
     keys.refuse("mlp_bias", False)
     longest, heads, bias = keys.count("max_position_embeddings", 2048), keys.heads(), keys("attention_bias", False)
     attention = Attention(**heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=bias, out_bias=bias)

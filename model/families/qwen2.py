@@ -15,13 +15,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 def windowed_layers(keys: Keys, attention: Attention, longest: int) -> tuple[Layer, ...]:
     """Qwen's layers: with `use_sliding_window`, those from `max_window_layers` on have a window."""
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
-    L, window, first = (
-        keys.count("num_hidden_layers"),
-        keys.count("sliding_window", 4096),
-        keys("max_window_layers", 28),
-    )
-    if not keys("use_sliding_window", False):
-        window = None
+    L, window, first = keys.count("num_hidden_layers"), None, keys("max_window_layers", 28)
+    if keys("use_sliding_window", False):
+        window = keys.count("sliding_window", 4096)
     slides = [window is not None and i >= first for i in range(L)]
     kinds = layer_types(keys, L, ["sliding_attention" if slide else "full_attention" for slide in slides])
     return layers_by_type(kinds, mlp, attention, attention, window, longest)

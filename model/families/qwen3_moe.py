@@ -9,12 +9,12 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
     longest, heads = keys.count("max_position_embeddings", 32768), keys.heads()
     bias = keys("attention_bias", False)
-    window = keys.count("sliding_window", 4096)
+    window = keys.count("sliding_window", 4096) if keys("use_sliding_window", False) else None
     keys.ignore("max_window_layers")  # all layers have the same window here
     attention = Attention(
         **heads,
         rope=keys.rope(heads["head_dim"], max_len or longest),
-        window=narrower(window, longest) if keys("use_sliding_window", False) else None,
+        window=narrower(window, longest),
         bias=bias,
         out_bias=bias,
         qk_norm="head",

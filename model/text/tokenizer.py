@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from ..checkpoint.folder import POINTER, refuse_pointer
 from ..config import ModelError
 from .chat_template import REQUEST_SECONDS, SCRIPT, ChatTemplate, PromptError
 from .worker import WorkerProcess
@@ -234,6 +235,8 @@ _BYTE_OF = _byte_characters()
 def _read_core(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if path.is_file():
+        with path.open("rb") as file:
+            refuse_pointer(path, file.read(POINTER))
         try:
             return tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
@@ -247,6 +250,7 @@ def _read_core(folder: Path) -> tokenizers.Tokenizer:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
+    refuse_pointer(path, path.read_bytes())
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

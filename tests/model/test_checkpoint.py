@@ -13,6 +13,7 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
+from quire.model.checkpoint import loader
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.checkpoint.safetensors import fill, find_tensors
 from quire.model.config import ModelError
@@ -59,7 +60,8 @@ def test_load(tmp_path, shards, stored, wanted):
     ("stored", "asked", "made"),
     [
         ("float16", "auto", "bfloat16"), ("float32", "auto", "float32"), ("bfloat16", "auto", "bfloat16"),
-        ("torch.bfloat16", "auto", "bfloat16"), ("bfloat16", "float32", "float32"),
+        ("torch.bfloat16", "auto", "bfloat16"), ("bfloat16", "float32", "float32"), ("bfloat16", "float", "float32"),
+        ("float32", "float16", "bfloat16"), ("float16", "half", "bfloat16"),
     ],
 )  # fmt: skip
 def test_dtype(tmp_path, stored, asked, made):
@@ -67,9 +69,19 @@ def test_dtype(tmp_path, stored, asked, made):
     assert read_config(tmp_path, asked).dtype == made
 
 
+def test_float16_says_what_is_computed(tmp_path, caplog):
+    (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
+    loader.warn_of_float16.cache_clear()
+    for _ in range(2):
+        read_config(tmp_path, "half")
+    assert [record.getMessage() for record in caplog.records] == [
+        "dtype is half: computed in bfloat16, since float16 overflows; float32 keeps every bit of float16 weights"
+    ]
+
+
 def test_dtype_that_is_not_known(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
-    for dtype in ("float64", "int8", "", "float16"):
+    for dtype in ("float64", "int8", ""):
         with pytest.raises(ModelError, match="bfloat16"):
             read_config(tmp_path, dtype)
 
@@ -132,6 +144,7 @@ PEAK = """
 import re, sys
 from pathlib import Path
 import jax
+from quire.model.checkpoint import loader
 from quire.model.checkpoint.loader import load_weights, read_config
 
 jax.devices()

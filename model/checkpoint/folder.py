@@ -1,0 +1,117 @@
+"""A model folder before it is read: its config.json, and what the folder is where it is none that can be served."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import ModelError
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+POINTER = 64  # bytes of a git-lfs pointer that tell it from any other file
+OLDER = ("bin", "pt", "pth", "pkl")
+HEADS = {  # endings of architectures, and what such a model does in place of generating
+    "ForSequenceClassification": "classifies texts",
+    "RewardModel": "scores texts",
+    "ForTokenClassification": "labels tokens",
+    "ForQuestionAnswering": "finds answers in a text",
+    "ForMultipleChoice": "chooses among texts",
+    "ForMaskedLM": "fills gaps",
+    "Model": "makes hidden states",
+}
+GENERATES = ("LMHeadModel",)  # endings in "Model" that have a head for text
+
+
+def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """config.json with the keys of `overrides` in place of its own; a model that cannot generate is refused."""
+    check_folder(folder)
+    hf = merged(read_json(folder / CONFIG), overrides or {})
+    names = hf.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        ending = next((ending for ending in HEADS if str(name).endswith(ending)), None)
+        if ending and not str(name).endswith(GENERATES):
+            remedy = json.dumps({"architectures": [f"{str(name).removesuffix(ending)}ForCausalLM"]})
+            raise ModelError(
+                f"{folder / CONFIG}: architectures = {names!r:.200}: this model {HEADS[ending]} and has no head that "
+                "generates text; such models are not read yet. If the checkpoint does have one: "
+                f"--hf-overrides '{remedy}'"
+            )
+    return hf
+
+
+def merged(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`hf` with other values; of an object in both, the keys are merged."""
+    found = dict(hf)
+    for name, value in overrides.items():
+        own = found.get(name)
+        both = isinstance(own, Mapping) and isinstance(value, Mapping)
+        found[name] = merged(own, value) if both else value
+    return found
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds something else than a model that can be read, with what it is and the remedy."""
+    weights = [path.name for path in folder.glob("*.safetensors")]
+    if (folder / ADAPTER).exists() and not [name for name in weights if not name.startswith("adapter_model")]:
+        about = read_json(folder / ADAPTER)
+        raise ModelError(
+            f"{folder} holds an adapter ({ADAPTER}: {about.get('peft_type')!r:.20}) of "
+            f"{about.get('base_model_name_or_path')!r:.200}, and adapters are not read yet; merge it into that model "
+            "(peft: merge_and_unload, then save_pretrained) and give the folder of the result"
+        )
+    if (folder / CONFIG).exists() or not folder.is_dir():
+        return
+    refuse_other_weights(folder, [path.name for path in folder.iterdir()])
+    if not any(folder.iterdir()):
+        raise ModelError(f"{folder} is empty: {CONFIG} does not exist; was the model downloaded to another place?")
+
+
+def refuse_other_weights(place: object, names: Iterable[str]) -> None:
+    """Refuse weights in another format, in a place without *.safetensors, with what to do about it."""
+    for ending in ("gguf", *OLDER):
+        if not (found := sorted(name for name in names if name.endswith(f".{ending}"))):
+            continue
+        if ending == "gguf":
+            raise ModelError(f"{place} holds {found[0]}: {GGUF_REMEDY}")
+        raise ModelError(
+            f"{place} holds {found[0]} but no *.safetensors; weights are read from safetensors alone: the older "
+            "formats can run code. transformers' from_pretrained and then save_pretrained writes them anew"
+        )
+
+
+GGUF_REMEDY = (
+    "GGUF files are not read yet; give the folder or Hub id of the *.safetensors that it was made from, and "
+    "--quantization int4 to keep it as small"
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        data = path.read_bytes()
+        refuse_pointer(path, data)
+        value = json.loads(data, parse_constant=not_a_number)
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except ModelError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def not_a_number(name: str):
+    raise ValueError(f"{name} is no JSON number")
+
+
+def refuse_pointer(path: Path, data: bytes) -> None:
+    """Refuse what git leaves in place of a large file."""
+    if data.startswith(b"version ") and b"git-lfs" in data[:POINTER]:
+        raise ModelError(
+            f"{path} is a git-lfs pointer and not the file itself: run `git lfs pull` in {path.parent}, or give the "
+            "model's Hub id in place of the folder"
+        )

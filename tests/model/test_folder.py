@@ -1,0 +1,98 @@
+"""Folders and files that are no model: each is named for what it is, with what to do about it."""
+
+import json
+
+import pytest
+import tiny
+from tokenizer_zoo import ZOO, save
+
+from quire.model.checkpoint import hub
+from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.config import ModelError
+from quire.model.text.tokenizer import Tokenizer
+
+POINTER = f"version https:{'//'}git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 12345\n"
+BASE = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+
+
+def load(folder):
+    return load_weights(folder, read_config(folder), put=lambda spec, leaf: leaf)
+
+
+def refused(work, *words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        work()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pointer_in_place_of_a_file(tmp_path, name):
+    tiny.write(tmp_path, shards=2 if "index" in name else 1)
+    (tmp_path / name).write_text(POINTER)
+    refused(lambda: load(tmp_path), name, "git-lfs pointer", "git lfs pull")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_pointer_in_place_of_a_tokenizer(tmp_path, name):
+    save(tmp_path, ZOO["byte_level"]())
+    (tmp_path / name).write_text(POINTER)
+    refused(lambda: Tokenizer(tmp_path), name, "git-lfs pointer", "git lfs pull")
+
+
+def test_gguf(tmp_path):
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for given in (file, tmp_path):
+        refused(lambda given=given: load(hub.resolve(str(given))), "GGUF files are not read yet", "--quantization int4")
+    (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
+    refused(lambda: load(tmp_path), file.name, "GGUF files are not read yet")
+
+
+def test_a_file_in_place_of_its_folder(tmp_path):
+    tiny.write(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        refused(lambda name=name: hub.resolve(str(tmp_path / name)), "is a file and not a folder", str(tmp_path))
+
+
+@pytest.mark.parametrize("config", [False, True])
+def test_an_adapter(tmp_path, config):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(BASE))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
+    refused(lambda: load(tmp_path), "adapter", "'LORA'", "'owner/base'", "merge_and_unload")
+
+
+def test_an_adapter_beside_a_whole_model(tmp_path):
+    tiny.write(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(BASE))
+    load(tmp_path)
+
+
+def test_an_empty_folder(tmp_path):
+    refused(lambda: load(tmp_path), "is empty", "config.json does not exist")
+
+
+@pytest.mark.parametrize("config", [False, True])
+def test_weights_of_older_formats_alone(tmp_path, config):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
+    refused(lambda: load(tmp_path), "pytorch_model.bin", "safetensors alone", "save_pretrained")
+
+
+@pytest.mark.parametrize(
+    ("name", "does"),
+    [
+        ("LlamaForSequenceClassification", "classifies texts"), ("LlamaForTokenClassification", "labels tokens"),
+        ("Qwen2ForRewardModel", "scores texts"), ("Qwen2ForProcessRewardModel", "scores texts"),
+        ("LlamaForQuestionAnswering", "finds answers"), ("MistralModel", "makes hidden states"),
+    ],
+)  # fmt: skip
+def test_heads_that_do_not_generate(tmp_path, name, does):
+    tiny.write(tmp_path, tiny.LLAMA | {"architectures": [name]})
+    refused(lambda: load(tmp_path), name, does, "not read yet")
+    read_config(tmp_path, hf_overrides={"architectures": ["LlamaForCausalLM"]})

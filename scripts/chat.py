@@ -14,6 +14,7 @@ from .command import paint
 from .generate import Timing
 from .loading import load
 
+MAX_TOKENS = 512
 HELP = """\
 /reset forgets the conversation, /exit leaves (so does Ctrl-D)
 Ctrl-C stops an answer, twice leaves
@@ -22,7 +23,7 @@ FENCE = '"""'
 
 
 @o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
-@o.takes_sampling(without=("presence_penalty", "frequency_penalty"), max_tokens=512)
+@o.takes_sampling(MAX_TOKENS, without=("presence_penalty", "frequency_penalty"))
 def main(
     model: o.Model = None,
     system: Annotated[str | None, o.option("System message: how to answer.", o.OUTPUT)] = None,
@@ -35,14 +36,16 @@ def main(
     A message of several lines stands between two \"\"\".
     """
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
+    from ..serving.defaults import with_defaults
 
-    params, name = SamplingParams(**sampling), model or "quill"
+    params, name = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling), model or "quill"
     with load(model, max_num_seqs=1, **engine) as llm:
         if llm.get_tokenizer().chat_template is None:
             raise o.UsageError(
                 f"{name} has no chat template, so it was not made for conversations: `quire generate` continues a text "
                 "(a template of your own goes into its folder, as chat_template.jinja)"
             )
+        params = with_defaults(params, sampling, llm.engine.defaults)
         if sys.stdin.isatty():
             print(f"{paint(name, sys.stdout, bold=True)}\n{paint(HELP, sys.stdout, dim=True)}")
         opening = () if system is None else ({"role": "system", "content": system},)

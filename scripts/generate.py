@@ -13,6 +13,8 @@ from ..serving.api.options import EngineOptions
 from . import options as o
 from .loading import load
 
+MAX_TOKENS = 128
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -42,7 +44,7 @@ class Timing:
 
 
 @o.takes_engine()
-@o.takes_sampling(max_tokens=128)
+@o.takes_sampling(MAX_TOKENS)
 def main(
     model: o.Model = None,
     prompt: Annotated[str | None, o.option("Text to continue.", o.OUTPUT)] = None,
@@ -66,8 +68,9 @@ def main(
     text = read_prompt(prompt, prompt_file)
 
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
+    from ..serving.defaults import with_defaults
 
-    params = SamplingParams(n=n, **sampling)
+    params = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling, n=n)
     live = n == 1 and not as_json and stream is not False
     head = text if echo else ""
     first, first_tokens, shown, last = 0.0, 0, 0, None
@@ -76,7 +79,7 @@ def main(
         if live:
             sys.stdout.write(head)
             sys.stdout.flush()
-        loaded = perf_counter() - started
+        loaded, params = perf_counter() - started, with_defaults(params, sampling, llm.engine.defaults)
         for last in llm.stream(text, params):
             if not first_tokens and (first_tokens := count_tokens(last)):
                 first = perf_counter() - started

@@ -1,4 +1,4 @@
-"""The engine of a command, with its progress shown while it loads."""
+"""The engine of a command, which Ctrl-C ends while it loads."""
 
 import os
 import signal
@@ -12,16 +12,11 @@ SHOW_CURSOR = "\x1b[?25h\n"
 
 
 def load(model: str | None, **options):
-    """An `LLM`. A terminal shows each stage on stderr: the first compilation takes a while."""
+    """An `LLM`, which shows each stage of its loading at a terminal."""
     from .. import LLM  # not at the top: `--help` must not wait for JAX
 
     with ending_at_once():
-        if not sys.stderr.isatty():
-            return LLM(model, **options)
-        from rich.console import Console
-
-        with Console(stderr=True).status("loading") as status:
-            return LLM(model, progress=status.update, **options)
+        return LLM(model, **options)
 
 
 @contextmanager

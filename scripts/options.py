@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
@@ -14,9 +15,11 @@ from ..serving.api.options import MODEL as MODEL
 from ..serving.api.options import OUTPUT as OUTPUT
 from ..serving.api.options import SAMPLING as SAMPLING
 from ..serving.api.options import EngineOptions
-from ..serving.api.params import SamplingParams
+from ..serving.api.params import OF_MODEL, SamplingParams
 from .command import UsageError as UsageError
 from .sizes import size
+
+SOURCE = ("revision", "download_dir", "hf_overrides")  # flags of the engine that say what model is read
 
 
 def given(**values) -> dict:
@@ -47,11 +50,24 @@ def sized(help: str, panel: str, metavar: str, shown: str | bool = True) -> Any:
 def field_flag(field: Field, shown: str | bool) -> Any:
     """The flag of a field that `flag` declares; it may be left out."""
     about, name = field.metadata, f"--{field.name.replace('_', '-')}"
-    kind = list[str] if field.type == Sequence[str] else field.type  # Typer knows no other sequence
+    kind: Any = list[str] if field.type == Sequence[str] else field.type  # Typer knows no other sequence
     parser = size if about["metavar"] and kind in (int, int | None) else None
+    if about["metavar"] == "JSON":
+        kind, parser = Any, json_object
     name = f"{name}/--no-{name[2:]}" if field.default is True else name
     name = f"{name} -{about['short']}" if about.get("short") else name
     return Annotated[kind | None, option(about["help"], about["panel"], about["metavar"], shown, name, parser=parser)]
+
+
+def json_object(text: str | dict[str, Any]) -> dict[str, Any]:
+    """An object as JSON, or as a file of options has it."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r:.80} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{text!r:.80} must be a JSON object, as in '{{\"name\": 1}}'")
+    return found
 
 
 def engine_flag(field: Field) -> Any:
@@ -63,7 +79,7 @@ def engine_flag(field: Field) -> Any:
 
 
 ENGINE_FLAGS = {field.name: engine_flag(field) for field in fields(EngineOptions) if "panel" in field.metadata}
-SAMPLING_FLAGS = {field.name: field_flag(field, True) for field in fields(SamplingParams) if "panel" in field.metadata}
+SAMPLING_FIELDS = {field.name: field for field in fields(SamplingParams) if "panel" in field.metadata}
 
 
 def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] = ()):
@@ -71,9 +87,15 @@ def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] 
     return takes("engine", {name: flag for name, flag in ENGINE_FLAGS.items() if name in only and name not in without})
 
 
-def takes_sampling(without: Collection[str] = (), **defaults: Any):
-    """The same for the sampling parameters, in place of `sampling`. `defaults` are those of the command."""
-    return takes("sampling", {name: SAMPLING_FLAGS[name] for name in SAMPLING_FLAGS if name not in without}, defaults)
+def takes_sampling(max_tokens: int, without: Collection[str] = ()):
+    """The same for the sampling parameters, in place of `sampling`; where the model has none, `max_tokens` is this."""
+
+    def shown(field: Field) -> str | bool:
+        neutral = max_tokens if field.name == "max_tokens" else field.default
+        return f"the model's own, or {neutral:g}" if field.name in OF_MODEL else True
+
+    chosen = [field for name, field in SAMPLING_FIELDS.items() if name not in without]
+    return takes("sampling", {field.name: field_flag(field, shown(field)) for field in chosen})
 
 
 def takes(place: str, added: Mapping[str, Any], defaults: Mapping[str, Any] = {}, make: Callable[..., Any] = dict):

@@ -118,7 +118,8 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
     asked = line.request
     if isinstance(asked, RequestError):
         return LineJob(line, error=asked)
-    from ..serving.http import prompting  # not at the top: `--help` must not wait for JAX
+    from ..serving.defaults import with_defaults  # not at the top: `--help` must not wait for JAX
+    from ..serving.http import prompting
 
     requests: list[Any] = []
     try:
@@ -127,7 +128,8 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
                 "body.model", f"must be {names[0]!r}, which --served-model-name can change, got {shown(asked.model)}"
             )
         prepare = prompting.chat if isinstance(asked, ChatRequest) else prompting.completion
-        prepared = prepare(llm.engine, asked, Formats())
+        params = with_defaults(asked.params, asked.given, llm.engine.defaults)
+        prepared = prepare(llm.engine, replace(asked, params=params), Formats())
         for ask in prepared.asks:
             name = str(next(llm.ids))
             requests.append(llm.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms))

@@ -12,6 +12,7 @@ from .api.outputs import Delta, Fresh, RequestOutput
 from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms
 from .api.prompts import Prompt
 from .build import make_engine
+from .defaults import default_params
 from .engine.delivery import Inbox, Listener
 from .engine.engine import Engine
 from .engine.thread import EngineFailed, EngineThread
@@ -111,7 +112,7 @@ class AsyncLLM:
         self.engine.check_process()
         text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer, priority)
         name = f"request-{next(self.ids)}" if request_id is None else request_id
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         kind = getattr(params, "output_kind", None)  # what is no SamplingParams is refused by the engine
         read = Request.delta if kind is RequestOutputKind.DELTA else Request.output
         asks = [Ask(tokens, params, text, terms)]
@@ -125,6 +126,10 @@ class AsyncLLM:
                         return
         finally:
             answers.close()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See `LLM.get_default_sampling_params`."""
+        return default_params(self.engine)
 
     async def ask(
         self,

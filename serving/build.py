@@ -26,6 +26,7 @@ from .api.params import MAX_LOGPROBS
 from .cache.disk_cache import DiskCache
 from .cache.host_cache import HostCache
 from .cache.page_table import PageTable
+from .defaults import generation_folder, model_defaults
 from .device.batch import Size
 from .device.mesh import mesh_of, placement_of
 from .engine.cache_size import cache_budget, held_bytes, size_cache, usable_memory, whole_page_bytes, working_bytes
@@ -47,12 +48,11 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
             "follow it: `quire serve`, or quire.follow(), with the same options"
         )
     use_compile_cache()
-    folder, trace = hub.resolve(options.model), make_trace(options.trace)
+    folder, trace = folder_of(options), make_trace(options.trace)
     progress("reading config")
     config = config_of(folder, options)
-    tokenizer = None
-    if not options.skip_tokenizer_init:
-        tokenizer = Tokenizer(hub.resolve(options.tokenizer) if options.tokenizer else folder)
+    defaults = model_defaults(folder, options, config.max_len)
+    tokenizer = None if options.skip_tokenizer_init else make_tokenizer(folder, options)
     with joined(options, folder, progress) as hosts:
         made = make_runner(options, folder, config, hosts, progress)
     runner = made.runner
@@ -65,17 +65,33 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         for replica, host_cache in enumerate(made.host_caches)
     ]
     seed, queued = options.seed, options.max_queued_requests
-    engine = Engine(runner, tokenizer, tables, made.max_len, seed, queued, pooling=options.pooling)
+    engine = Engine(runner, tokenizer, tables, made.max_len, seed, queued, pooling=options.pooling, defaults=defaults)
     if trace is not None:
         engine.observers.append(trace)
     return engine
+
+
+def folder_of(options: EngineOptions) -> Path:
+    """The model's folder, fetched if it must be."""
+    files = hub.WITHOUT_WEIGHTS if options.load_format == "dummy" else hub.FILES
+    return hub.resolve(options.model, files, options.revision, options.download_dir)
+
+
+def make_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:
+    """The model's tokenizer, or the one of another folder; `generation_config` names its end tokens too."""
+    if options.tokenizer:
+        folder = hub.resolve(options.tokenizer, hub.WITHOUT_WEIGHTS, download_dir=options.download_dir)
+    chosen = options.generation_config not in ("auto", "vllm")
+    return Tokenizer(folder, generation_folder(folder, options) if chosen else None, options.hf_overrides)
 
 
 def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) -> ModelConfig:
     """The model as it is to be."""
     wish = options.max_model_len
     length = max_len if max_len is not None else None if wish in (None, -1) else wish
-    config = loader.read_config(folder, options.dtype, length, options.quantization, options.kv_cache_dtype)
+    config = loader.read_config(
+        folder, options.dtype, length, options.quantization, options.kv_cache_dtype, options.hf_overrides
+    )
     sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
     expert_copies.check(config, options.expert_redundancy, sharing, options.pipeline_parallel_size)
     return expert_copies.with_spare(config, options.expert_redundancy)
@@ -110,12 +126,12 @@ def make_runner(
 ) -> Made:
     """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
     experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
-    native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, experts))
+    kernels = native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, experts))
     listed = config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS)
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16), listed)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
-    load_weights, weights = partial(load, folder, config, placement), None
+    load_weights, weights = partial(load, folder, config, placement, options.load_format), None
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
         progress("loading weights")
@@ -139,15 +155,17 @@ def make_runner(
     )  # fmt: skip
 
     def note(size: Size) -> None:
-        progress(f"compiling the step for {size.rows} rows")
+        step = f"the step for {size.rows} rows"
+        progress(f"first start: compiling kernels and {step}" if kernels.result() else f"compiling {step}")
 
     runner.warm_up(note)
     return Made(runner, max_len, host_caches)
 
 
-def load(folder: Path, config: ModelConfig, placement: Placement) -> ModelWeights:
+def load(folder: Path, config: ModelConfig, placement: Placement, load_format: str) -> ModelWeights:
     """The weights, and where the copies of experts lie."""
-    return expert_copies.as_loaded(loader.load(folder, config, placement), config, placement.mesh)
+    weights = loader.load(folder, config, placement, load_format=load_format)
+    return expert_copies.as_loaded(weights, config, placement.mesh)
 
 
 def make_trace(file: str | None) -> Trace | None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-from ..model.checkpoint import hub
 from ..model.config import ModelError
 from ..ops.sampling import SlotState
 from .api.options import EngineOptions, options_of
-from .build import config_of, joined, make_runner, use_compile_cache
+from .build import config_of, folder_of, joined, make_runner, use_compile_cache
 from .cache.page_moves import PageMoves
 from .device.batch import Size
 from .engine.runner import Runner
@@ -43,7 +42,7 @@ def follow_options(options: EngineOptions, progress: Callable[[str], None]) -> N
     if not options.process_id:
         raise ModelError("process_id is 0, and process 0 leads; the others follow, from 1 to num_processes - 1")
     use_compile_cache()
-    folder = hub.resolve(options.model)
+    folder = folder_of(options)
     progress("reading config")
     config = config_of(folder, options)
     with joined(options, folder, progress) as hosts:

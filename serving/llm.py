@@ -19,12 +19,13 @@ from .api.prompts import Prompt, TokensPrompt
 from .api.validation import refuse_unknown, shown
 from .build import make_engine
 from .chat_prompt import render
+from .defaults import default_params
 from .engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from .engine.engine import Engine
 from .engine.step_record import Observer, StepRecord
 from .engine.turns import Turns
 from .observe.metrics import Metrics
-from .progress import bar
+from .progress import bar, stages
 from .protocol.chat import parse_messages, parse_tools
 from .protocol.fields import TEMPLATE, template_options
 from .request import pooling, scoring
@@ -39,7 +40,9 @@ class Arguments(EngineOptions):
     """What `LLM` and `AsyncLLM` take."""
 
     _: KW_ONLY
-    progress: Callable[[str], Any] | None = no_flag(None, "Is told each stage of loading, in a few words.")
+    progress: Callable[[str], Any] | None = no_flag(
+        None, "Is told each stage of loading, in place of a terminal that shows it."
+    )
     engine: Engine | None = no_flag(None, "An engine that exists: nothing is loaded.")
 
 
@@ -58,7 +61,11 @@ class LLM:
         engine: Engine | None = None,
         **options: Any,
     ):
-        self.engine = engine or make_engine(options_of(model, **options), progress or (lambda note: None))
+        made = engine
+        if made is None:
+            with stages(progress) as note:
+                made = make_engine(options_of(model, **options), note)
+        self.engine = made
         self.ids, self.metrics, self.turns = itertools.count(), Metrics(self.engine), Turns()
         self.engine.observers.append(self.metrics)
         if engine is None:
@@ -91,7 +98,15 @@ class LLM:
         priorities = list(priority) if isinstance(priority, Iterable) else [priority] * len(batch)
         if len(priorities) != len(batch):
             raise RequestError("priority", f"has {len(priorities)} entries for {len(batch)} prompts")
-        return self.run(batch, params_list(sampling_params, len(batch)), use_tqdm, priorities=priorities)
+        params = params_list(self.or_default(sampling_params), len(batch))
+        return self.run(batch, params, use_tqdm, priorities=priorities)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling parameters get: the model's defaults, from its generation_config.json."""
+        return default_params(self.engine)
+
+    def or_default(self, params: SamplingParams | Seq[SamplingParams] | None) -> SamplingParams | Seq[SamplingParams]:
+        return self.get_default_sampling_params() if params is None else params
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; requests that run go on."""
@@ -175,7 +190,7 @@ class LLM:
             "continue_final_message": continue_final_message,
         }
         prompts = [self.chat_prompt(one, tools, **options) for one in (messages if several else [messages])]
-        return self.run(prompts, params_list(sampling_params, len(prompts)), use_tqdm)
+        return self.run(prompts, params_list(self.or_default(sampling_params), len(prompts)), use_tqdm)
 
     def chat_prompt(
         self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] | None = None, **options: Any
@@ -234,7 +249,7 @@ class LLM:
 
         What each result holds is `sampling_params.output_kind`.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         if params.num_sequences > params.n:
             raise RequestError("best_of", "cannot be streamed: which answers are the likeliest shows at the end")
         read = Request.delta if params.output_kind is RequestOutputKind.DELTA else Request.output
@@ -348,10 +363,10 @@ def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
-def params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def params_list(params: SamplingParams | Seq[SamplingParams], count: int) -> list[SamplingParams]:
     """Sampling parameters for each prompt: one for all, or one each."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise RequestError("sampling_params", f"has {len(params)} entries for {count} prompts")
     return list(params)

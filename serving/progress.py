@@ -1,8 +1,20 @@
-"""A progress bar for long batches."""
+"""What a terminal shows of long work: the stages of loading, and a bar for batches."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def stages(progress: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
+    """Who hears each stage of loading: `progress`, or else the terminal if there is one."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress or (lambda note: None)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("loading") as status:
+        yield status.update
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 class Tokenizer:
     """The tokenizer of a Hugging Face folder, with its special tokens, end tokens and chat templates."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, generation: Path | None = None, overrides: Mapping[str, Any] | None = None):
+        """`generation` is another folder with generation_config.json; `overrides` hold in place of config.json."""
         folder = Path(folder)
         self._core = _read_core(folder)
         self._core.no_truncation()  # some folders have the settings of a training run
@@ -32,8 +33,9 @@ class Tokenizer:
             name: token for name in _NAMED if (token := _content(config.get(name)) or _content(token_map.get(name)))
         }
         _mark_special(self._core, [*self.special_tokens.values(), *_extra_tokens(config), *_extra_tokens(token_map)])
-        generation = _read_json(folder / "generation_config.json")
-        model = _read_json(folder / "config.json") | {k: v for k, v in generation.items() if v is not None}
+        own = _read_json((generation or folder) / "generation_config.json")
+        model = _read_json(folder / "config.json") | {k: v for k, v in own.items() if v is not None}
+        model |= overrides or {}
         self.bos_token_id: int | None = next(iter(self._ids(folder, "bos", model)), None)
         self.eos_token_ids = frozenset(self._ids(folder, "eos", model))
         self._templates = {

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -55,17 +54,27 @@ def has(*names: str) -> bool:
     return True
 
 
-def prepare(names: Iterable[str]) -> None:
-    """Begin to build kernels that will be called, while the start goes on; returns at once."""
+def prepare(names: Iterable[str]) -> Future[bool]:
+    """Begin to build kernels that will be called, while the start goes on; returns at once.
+
+    The result, which is there once all have begun, says whether the compiler has to work for them: it takes a while.
+    """
     if jax.default_backend() == "cpu":
-        builders.submit(begin_all, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
+        return builders.submit(begin_all, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
+    none: Future[bool] = Future()
+    none.set_result(False)
+    return none
 
 
-def begin_all(wish: str, names: tuple[str, ...]) -> None:
-    with suppress(NotImplementedError):  # whoever calls a kernel that is missing logs it
+def begin_all(wish: str, names: tuple[str, ...]) -> bool:
+    try:
         isa = chosen(wish)
+        ready = all(build.is_built(isa, name) for name in names)
         for name in names:
             begin(isa, name)
+    except NotImplementedError:  # whoever calls a kernel that is missing logs it
+        return False
+    return not ready
 
 
 def begin(isa: str, name: str) -> Future[ctypes.CDLL]:

@@ -122,6 +122,14 @@ def library(isa: str, variant: str) -> Path:
     return built(command, isa, variant, private(cache_folder()) / key(command, isa))
 
 
+def is_built(isa: str, variant: str) -> bool:
+    """Whether `library` would find it and compile nothing."""
+    ready = os.environ.get("QUIRE_KERNELS")
+    if ready and (prebuilt(Path(ready), isa) / f"{variant}.so").exists():
+        return True
+    return (cache_folder() / key(compiler(), isa) / f"{variant}.so").exists()
+
+
 def prebuilt(folder: Path, isa: str) -> Path:
     """Where libraries that were built ahead lie; not by compiler, since this machine may have another one, or none."""
     return folder / "-".join(part for part in (isa, source_hash(), processor(isa)) if part)

@@ -37,7 +37,8 @@ def main(
     load.above_zero(num_iters=num_iters)
     from ...model.checkpoint import hub
 
-    options = {"model": str(hub.resolve(model).resolve()), **engine}  # a download is no part of a start
+    source = {name: engine.pop(name, None) for name in ("revision", "download_dir")}
+    options = {"model": str(hub.resolve(model, **source).resolve()), **engine}  # a download is no part of a start
     starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(num_iters):
         with tempfile.TemporaryDirectory(prefix="quire-startup-") as folder:

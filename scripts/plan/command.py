@@ -21,7 +21,7 @@ def speed(help: str, metavar: str) -> Any:
     return o.option(help, MACHINE, metavar, "the device's", min=0.001)
 
 
-@o.takes_engine(only=("dtype", "quantization", "kv_cache_dtype", "gpu_memory_utilization"))
+@o.takes_engine(only=("dtype", "quantization", "kv_cache_dtype", "gpu_memory_utilization", *o.SOURCE))
 def main(
     model: o.Model = None,
     length: Annotated[
@@ -146,7 +146,8 @@ def read(model: str | None, **engine: Any):
     from ...model.checkpoint import hub
     from ...model.checkpoint.loader import read_config, specs_of
 
-    folder = hub.resolve(model, ["config.json"])
+    source = {name: engine.pop(name) for name in ("revision", "download_dir") if name in engine}
+    folder = hub.resolve(model, ["config.json"], **source)
     config = read_config(folder, **engine)
     return config, specs_of(config)
 

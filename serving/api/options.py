@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
@@ -14,6 +14,7 @@ from .vllm_names import ENGINE, only_known
 Pooling = Literal["last", "mean"]
 P = ParamSpec("P")
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 HOST = 256 << 20  # bytes of host memory that buffer pages for the disk
 DISK = 8 << 30
 SHARE = 0.9  # of a device's memory, for weights, KV cache and all else
@@ -51,7 +52,23 @@ class EngineOptions:
     _: KW_ONLY
     tokenizer: str | None = flag(None, MODEL, "A folder or Hugging Face id.", default_text="the model's own")
     skip_tokenizer_init: bool = no_flag(False, "Take and give token ids only.")
-    dtype: str = flag("auto", MODEL, "float32, bfloat16 or auto.", default_text="auto: the model's")
+    revision: str | None = flag(None, MODEL, "Branch, tag or commit of a model on the Hub.", "NAME", "main")
+    download_dir: str | None = flag(None, MODEL, "Folder for what is downloaded.", "DIR", "the Hub's own cache")
+    load_format: str = flag("auto", MODEL, "auto, safetensors, or dummy: random weights, for measuring.", "FORMAT")
+    hf_overrides: dict[str, Any] | None = flag(
+        None, MODEL, "Values for keys of config.json in place of its own; null is as if a key were not there.", "JSON"
+    )
+    generation_config: str = flag(
+        "auto", MODEL,
+        "Where the defaults of sampling parameters are: in generation_config.json of the model (auto), or of a folder; "
+        "vllm: without it.", "auto|vllm|DIR",
+    )  # fmt: skip
+    override_generation_config: dict[str, Any] | None = flag(
+        None, MODEL, "Defaults of sampling parameters in place of the model's, as in '{\"temperature\": 0.5}'.", "JSON"
+    )
+    dtype: str = flag(
+        "auto", MODEL, "float32, bfloat16, float16 (computed in bfloat16) or auto.", default_text="auto: the model's"
+    )
     quantization: str | None = flag(
         None, MODEL, "Round the weights to int8, int8-weights, int4, int4-128, int4-64-zero and so on.",
         default_text="as they are", short="q",
@@ -165,6 +182,7 @@ class EngineOptions:
             raise ModelError(f"{name} keeps pages for prompts that begin alike: it needs enable_prefix_caching")
         if self.kv_cache_disk_bytes is not None and self.kv_cache_disk is None:
             raise ModelError("kv_cache_disk_bytes is given and no folder: kv_cache_disk names it")
+        self.check_sources()
         self.check_processes()
         share = self.gpu_memory_utilization
         if share is not None and self.kv_cache_memory_bytes is not None:
@@ -173,6 +191,17 @@ class EngineOptions:
             raise ModelError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ModelError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive")
+
+    def check_sources(self) -> None:
+        """What the model and its defaults are read from."""
+        if self.load_format not in LOAD_FORMATS:
+            raise ModelError(f"load_format is {self.load_format!r}; it can be {', '.join(LOAD_FORMATS)}")
+        for name in ("hf_overrides", "override_generation_config"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+                raise ModelError(f"{name} is {value!r:.80}; it must map names to values")
+        if not isinstance(self.generation_config, str):
+            raise ModelError(f"generation_config is {self.generation_config!r}; it can be auto, vllm or a folder")
 
     def check_processes(self) -> None:
         """What must be given so that several processes find each other, and what they cannot do."""

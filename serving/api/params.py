@@ -45,6 +45,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
 MAX_ALLOWED = 1 << 20  # token ids
+# What a model may bring defaults of, in its generation_config.json.
+OF_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 OPENAI = ("chat", "completions", "responses")
 EVERYWHERE = (*OPENAI, "messages")
 

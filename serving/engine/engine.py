@@ -4,8 +4,9 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,14 @@ class Engine:
         max_queued: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         pooling: Pooling = "last",
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.runner, self.tokenizer, self.tables, self.max_len = runner, tokenizer, tables, max_len
         self.config = runner.config
         self.max_queued, self.clock = max_queued, clock
         self.observers: list[Observer] = []
         self.pooling = pooling  # of a request for an embedding that does not say
+        self.defaults = defaults  # of sampling parameters that a request leaves out: the model's own
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
         self.stages = len(runner.pipeline)
         self.scheduler = Scheduler(tables, runner.limits, self.stages)

@@ -73,6 +73,7 @@ class Models:
     def __init__(self, models: Sequence[Model], most: int | None = None):
         self.models, self.most = list(models), most or len(models)
         self.changed = asyncio.Condition()
+        self.started = False  # a model has been ready
 
     def find(self, name: str | None) -> Model:
         """By any of its names; without one, the first."""
@@ -153,9 +154,12 @@ class Models:
             try:
                 await job()
                 model.state, model.woken, model.fresh = to, time.monotonic(), True
+                self.started = True
             except Exception as error:
                 model.state, model.why = FAILED, str(error) if isinstance(error, ModelError) else "it cannot be loaded"
-                log.error("model %s: %s", model.name, error, exc_info=not isinstance(error, ModelError))
+                of_user = isinstance(error, ModelError)
+                if not (of_user and model is self.models[0] and not self.started):  # else `load_first` raises it
+                    log.error("model %s: %s", model.name, error, exc_info=not of_user)
             finally:
                 async with self.changed:
                     self.changed.notify_all()

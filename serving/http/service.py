@@ -17,6 +17,7 @@ from ...model.config import ModelError
 from ..api.errors import RequestError
 from ..api.params import Terms
 from ..async_llm import Ask, AsyncLLM
+from ..defaults import with_defaults
 from ..engine.engine import Engine
 from ..observe.metrics import HttpMetrics
 from ..protocol.answers.answer import Head, Prompted
@@ -183,7 +184,8 @@ class Service:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.counted())
             model = await stack.enter_async_context(self.models.use(parsed.model))
-            parsed = replace(parsed, terms=self.terms(parsed.terms, self.key(request)))
+            params = with_defaults(parsed.params, parsed.given, model.llm.engine.defaults)
+            parsed = replace(parsed, params=params, terms=self.terms(parsed.terms, self.key(request)))
             prepared = await self.beside(prepare, protocol.prepare, model.llm.engine, parsed, self.settings.formats)
             choices = parsed.params.n
             if len(prepared.asks) * choices > self.settings.max_choices:

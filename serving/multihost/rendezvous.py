@@ -22,7 +22,8 @@ JOIN = 300.0  # seconds for all processes to connect
 HELLO = 5.0  # seconds for a process that connected to say who it is
 OWN = {  # what every process may choose for itself
     "model", "tokenizer", "skip_tokenizer_init", "coordinator_address", "process_id", "max_queued_requests",
-    "pooling", "trace", "seed", "enable_prefix_caching",
+    "pooling", "trace", "seed", "enable_prefix_caching", "revision", "download_dir", "generation_config",
+    "override_generation_config",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import MAX_LOGPROBS, SAMPLING, SamplingParams
+from ..api.params import MAX_LOGPROBS, SAMPLING
 from ..api.validation import boolean, integer, refuse_unknown, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import ChatBatch, ChatRequest
@@ -22,6 +22,7 @@ from .fields import (
     form_of_text,
     known_fields,
     sampling_fields,
+    sampling_of,
     structure,
     template_options,
     text,
@@ -79,7 +80,7 @@ def parse(body: Any) -> ChatRequest:
     return ChatRequest(
         messages=messages,
         ignored=tuple(sorted(ignored)),
-        params=SamplingParams.from_dict(own),
+        **sampling_of(own),
         template_options=template_options(given),
         tools=tools,
         tool_choice=choice,

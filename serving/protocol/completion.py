@@ -8,7 +8,7 @@ from ..api.params import SamplingParams
 from ..api.validation import INT32_MAX, boolean, items, shown, token_ids
 from ..api.validation import unicode_text as unicode
 from .answers.answer import CompletionRequest
-from .fields import DELIVERY, LABELS, TERMS, common_fields, known_fields, sampling_fields, structure
+from .fields import DELIVERY, LABELS, TERMS, common_fields, known_fields, sampling_fields, sampling_of, structure
 
 OWN_SAMPLING = sampling_fields("completions")
 FIELDS = (
@@ -27,7 +27,8 @@ def parse(body: Any) -> CompletionRequest:
     silent = echo and own.get("max_tokens") == 0 and own["max_tokens"] is not False
     if silent:
         own["max_tokens"] = 1  # the token that is drawn is not sent
-    params = SamplingParams.from_dict(own)
+    sampling = sampling_of(own)
+    params: SamplingParams = sampling["params"]
     if common["delivery"].stream:
         if params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")
@@ -40,6 +41,7 @@ def parse(body: Any) -> CompletionRequest:
     return CompletionRequest(
         prompts=parse_prompts(given.get("prompt")),
         params=params,
+        given=sampling["given"],
         add_special_tokens=boolean("add_special_tokens", given.get("add_special_tokens", True)),
         echo=echo,
         silent=silent,

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import SAMPLING, Terms, declarations
+from ..api.params import SAMPLING, SamplingParams, Terms, declarations
 from ..api.validation import INT32_MAX, boolean, integer, refuse_unknown, shown, unicode_text
 from .answers.answer import Delivery
 
@@ -110,6 +110,12 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if goes_on and adds:
         raise RequestError("continue_final_message", "needs add_generation_prompt to be false")
     return found | {"add_generation_prompt": adds, **({"continue_final_message": True} if goes_on else {})}
+
+
+def sampling_of(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request about sampling: all parameters, and the names of those that it gives."""
+    given = frozenset(name for name, value in own.items() if value is not None)
+    return {"params": SamplingParams.from_dict(own), "given": given}
 
 
 def truncation(given: Mapping[str, Any]) -> int | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import SAMPLING, SamplingParams
+from ..api.params import SAMPLING
 from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicode_text
 from .answers.answer import ChatRequest
 from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
@@ -16,6 +16,7 @@ from .fields import (
     form_of_text,
     known_fields,
     sampling_fields,
+    sampling_of,
     structured,
     template_options,
 )
@@ -85,7 +86,7 @@ def request_of(given: dict[str, Any], own: dict[str, Any]) -> ChatRequest:
     return ChatRequest(
         messages=messages,
         ignored=tuple(sorted(ignored)),
-        params=SamplingParams.from_dict(own | form_of_text(parse_format(config.get("format"), given), choice)),
+        **sampling_of(own | form_of_text(parse_format(config.get("format"), given), choice)),
         template_options=parse_thinking(given.get("thinking"))
         | parse_effort(config.get("effort"))
         | template_options(given),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import MAX_LOGPROBS, SAMPLING, SamplingParams
+from ..api.params import MAX_LOGPROBS, SAMPLING
 from ..api.validation import boolean, integer, shown, unicode_text
 from . import fields
 from .answers.answer import ResponsesRequest
@@ -17,6 +17,7 @@ from .fields import (
     form_of_text,
     known_fields,
     sampling_fields,
+    sampling_of,
     structured,
     template_options,
 )
@@ -93,7 +94,7 @@ def parse(body: Any, history: Callable[[str], list[dict[str, Any]]] | None = Non
         background=background,
         previous_response_id=previous,
         ignored=tuple(sorted(ignored)),
-        params=SamplingParams.from_dict(own),
+        **sampling_of(own),
         template_options=effort | template_options(given),
         tools=tools,
         tool_choice=choice,

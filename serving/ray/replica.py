@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...model.checkpoint import hub
 from ..api.options import options_of
 from ..api.params import SamplingParams, Terms
 from ..async_llm import Ask, AsyncLLM
-from ..build import identity, make_engine
+from ..build import folder_of, identity, make_engine
 from ..engine.engine import Engine
 from ..http.app import make_app
 from ..http.endpoints.status import state_of
@@ -58,7 +57,7 @@ class Replica:
     def digest(self) -> bytes:
         """A digest of all that an answer depends on beside the request."""
         options, settings = options_of(self.plan.models[0][0], **self.plan.options), self.plan.settings
-        own = identity(hub.resolve(options.model), self.engine.config, options)
+        own = identity(folder_of(options), self.engine.config, options)
         what = (own, self.plan.models, settings.version, settings.formats, self.engine.max_len)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 

@@ -58,6 +58,10 @@ def test_logits(name, golden):
             continue
         mesh = make_mesh(tensor=tensor, expert=expert)
         weights = loader.load(made.folder, config, Placement(mesh))
+        dummy = loader.load(made.folder, config, Placement(mesh), load_format="dummy")
+        assert [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(dummy)] == [
+            (leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(weights)
+        ]
         places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
         run = partial(uncached.forward, config=local_config(config, mesh), axes=device_axes(mesh))
         run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(None, None, "tensor"), check_vma=False)

@@ -20,8 +20,8 @@ from quire.serving.observe.live_view import LiveView
 from quire.serving.observe.metrics import Metrics
 
 KEYS = {
-    "t", "page_size", "limits", "groups", "used", "running", "waiting", "num_running", "num_waiting", "steps",
-    "cursor",
+    "t", "page_size", "limits", "defaults", "groups", "used", "running", "waiting", "num_running", "num_waiting",
+    "steps", "cursor",
 }  # fmt: skip
 
 

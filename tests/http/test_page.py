@@ -25,7 +25,7 @@ def frame(cells: list[int], running: tuple[dict[str, Any], ...] = (), **changes:
     """An event of /live."""
     return {
         "model": "quill", "state": "ready", "page_size": 16,
-        "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024},
+        "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024}, "defaults": {},
         "groups": [{"name": "full", "pages": len(cells), "each": 1, "cells": cells}], "used": 0.34,
         "running": list(running), "waiting": [], "num_running": len(running), "num_waiting": 0, "steps": [],
         "totals": {"requests": 12, "prompt_tokens": 4000, "generation_tokens": 7, "cached_tokens": 1000,
@@ -193,6 +193,27 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
     body = stand_in.bodies[-1]
     assert body["top_p"] == 0.5 and not set(wanted) - {"top_p"} & set(body)
     assert body["messages"][0]["role"] == "user"
+
+
+def test_settings_show_what_holds_where_nothing_is_chosen(tab: Tab, stand_in: StandIn):
+    def shown(name: str) -> tuple[str | None, str]:
+        box = tab.page.locator(f"#set-{name}")
+        return box.get_attribute("placeholder"), tab.page.locator(f"#set-{name} ~ input[type=range]").input_value()
+
+    expect(tab.state).to_have_attribute("data-state", "ready")
+    tab.page.click("#settings")
+    assert [shown(name) for name in ("temperature", "top_k", "max_tokens")] == [
+        ("1", "1"), ("0", "0"), ("default", "1024")
+    ]  # fmt: skip
+    stand_in.frame = frame([0] * 60, defaults={"temperature": 0.7, "top_k": 20, "max_tokens": 512})
+    expect(tab.page.locator("#set-temperature")).to_have_attribute("placeholder", "0.7")
+    assert [shown(name) for name in ("temperature", "top_k", "max_tokens")] == [
+        ("0.7", "0.7"), ("20", "20"), ("512", "512")
+    ]  # fmt: skip
+    tab.page.keyboard.press("Escape")
+    tab.ask("Hello")
+    tab.ended()
+    assert not {"temperature", "top_k", "max_tokens"} & set(stand_in.bodies[-1])
 
 
 def test_a_model_is_chosen(context: BrowserContext, url: str, stand_in: StandIn):

@@ -16,6 +16,7 @@ from quire.model.checkpoint import hub
 from quire.model.config import ModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OLDER = "89abcdef0123456789abcdef0123456789abcdef"  # the revision v1
 
 
 def test_bundled():
@@ -56,7 +57,10 @@ def test_a_file_is_no_folder(tmp_path):
 
 @pytest.fixture
 def server(tmp_path):
-    """(its address, the paths that were asked for); `good/model` is there, the others are not to be had."""
+    """(its address, the paths that were asked for).
+
+    `good/model` is there, in two revisions, and `good/gguf` has nothing that can be read; the others are not to be had.
+    """
     folder, asked = tmp_path / "there", []
     tiny.write(folder)
     extra = ["modeling.py", "pytorch_model.bin", "README.md", "original/consolidated.safetensors", "onnx/config.json"]
@@ -68,16 +72,25 @@ def server(tmp_path):
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
+            if self.path.startswith("/api/models/good/model/revision/nowhere"):
+                return self.answer(404, b'{"error": "no"}', **{"X-Error-Code": "RevisionNotFound"})
+            if self.path.startswith("/api/models/good/gguf"):
+                names = ("README.md", "good-Q4_K_M.gguf")
+                named = [{"rfilename": n, "path": n, "type": "file", "size": 9, "oid": "0" * 40} for n in names]
+                body = named if "/tree/" in self.path else {"id": "good/gguf", "sha": COMMIT, "siblings": named}
+                return self.answer(200, json.dumps(body).encode())
             if self.path.startswith("/api/models/good/model"):
                 listing = [
                     {"rfilename": name, "path": name, "type": "file", "size": len(files[name])} for name in files
                 ]
                 listing = [entry | {"oid": "0" * 40} for entry in listing]
-                body = listing if "/tree/" in self.path else {"id": "good/model", "sha": COMMIT, "siblings": listing}
+                sha = OLDER if "/revision/v1" in self.path else COMMIT
+                body = listing if "/tree/" in self.path else {"id": "good/model", "sha": sha, "siblings": listing}
                 return self.answer(200, json.dumps(body).encode())
-            name = self.path.split(f"/resolve/{COMMIT}/")[-1]
+            sha = OLDER if OLDER in self.path else COMMIT
+            name = self.path.split(f"/resolve/{sha}/")[-1]
             if self.path.startswith("/good/model/resolve/") and name in files:
-                return self.answer(200, files[name], ETag=f'"{hash(name)}"', **{"X-Repo-Commit": COMMIT})
+                return self.answer(200, files[name], ETag=f'"{hash(name)}"', **{"X-Repo-Commit": sha})
             code = {"gated": "GatedRepo", "broken": "Other"}.get(self.path.split("/")[3], "RepoNotFound")
             status = {"GatedRepo": 403, "Other": 500}.get(code, 404)
             return self.answer(status, b'{"error": "no"}', **{"X-Error-Code": code, "X-Error-Message": "no"})
@@ -104,12 +117,13 @@ def server(tmp_path):
 
 
 CHILD = """
+import json
 import sys
 from quire.model.checkpoint import hub
 from quire.model.config import ModelError
 
 try:
-    folder = hub.resolve(sys.argv[1])
+    folder = hub.resolve(sys.argv[1], **json.loads(sys.argv[2]))
     from quire.model.checkpoint.loader import load_weights, read_config
 
     load_weights(folder, read_config(folder))
@@ -123,11 +137,11 @@ except ModelError as error:
 def child(tmp_path):
     """Runs `resolve` and loads, in a process of its own: huggingface_hub reads its settings when it is imported."""
 
-    def run(name: str, address: str, **environment: str) -> str:
+    def run(name: str, address: str, options: dict | None = None, **environment: str) -> str:
         settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
         settings |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, name], capture_output=True, text=True, timeout=240,
+            [sys.executable, "-c", CHILD, name, json.dumps(options or {})], capture_output=True, text=True, timeout=240,
             env=os.environ | settings | environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -150,6 +164,37 @@ def test_fetch(server, child):
     assert child("good/model", address, HF_HUB_OFFLINE="1") == found
     assert not asked
     assert child("good/model", "http://127.0.0.1:9") == found
+
+
+def test_a_revision_in_a_folder_of_the_users(server, child, tmp_path):
+    address, asked = server
+    chosen = {"revision": "v1", "download_dir": str(tmp_path / "mine")}
+    found = child("good/model", address, chosen).split(maxsplit=1)[1].strip()
+    assert Path(found).is_relative_to(tmp_path / "mine") and Path(found).name == OLDER
+    assert not (tmp_path / "cache").exists() or not [*(tmp_path / "cache").rglob("model.safetensors")]
+    asked.clear()
+    assert found in child("good/model", address, chosen, HF_HUB_OFFLINE="1")
+    assert not asked
+    assert "no revision 'nowhere'" in child("good/model", address, {"revision": "nowhere"})
+
+
+def test_without_weights(server, child):
+    """Random weights need none."""
+    address, asked = server
+    found = child("good/model", address, {"files": hub.WITHOUT_WEIGHTS})
+    assert "holds no *.safetensors" in found
+    assert not [path for path in asked if path.endswith(".safetensors")]
+
+
+def test_a_revision_of_a_folder(tmp_path):
+    for name in ("quill", str(tmp_path)):
+        with pytest.raises(ModelError, match="revision is 'v1', and .* only the Hub has revisions"):
+            hub.resolve(name, revision="v1")
+
+
+def test_what_the_hub_has_in_another_format(server, child):
+    address, _ = server
+    assert "good-Q4_K_M.gguf: GGUF files are not read yet" in child("good/gguf", address)
 
 
 def test_models_that_are_not_to_be_had(server, child):

@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ from golden.folder import HERE, write_folder
 from typer import Typer
 from typer.testing import CliRunner
 
-from quire.model.checkpoint import hub, orbax
-from quire.model.checkpoint.loader import load, read_config
+from quire.model.checkpoint import hub, orbax, quantized
+from quire.model.checkpoint.loader import load, read_config, specs_of
 from quire.model.config import ModelError
 from quire.scripts import convert
 
@@ -70,6 +71,39 @@ def test_other_dtypes(made, tmp_path):
     assert read_config(half).dtype == "bfloat16"
     assert bits(load(half, config)) == bits(load(plain, config)) == bits(load(out, config))
     assert load(half, config).final_norm_D.dtype == jnp.float32
+
+
+def test_overrides_are_written(tmp_path):
+    """What the folder says that was converted with overrides is what was converted."""
+    tiny.write(tmp_path / "plain", tiny.LLAMA | {"mup_scale": 3.0})
+    overrides = {"mup_scale": None, "rope_theta": 5e5}
+    config = read_config(tmp_path / "plain", hf_overrides=overrides)
+    weights = load(tmp_path / "plain", config, plain=True)
+    orbax.save(tmp_path / "plain", tmp_path / "out", weights, config.dtype, overrides)
+    assert read_config(tmp_path / "out") == config
+    quantized.save(tmp_path / "plain", tmp_path / "small", replace(config, quant="int8"), hf_overrides=overrides)
+    assert replace(read_config(tmp_path / "small"), quant=None, stored=None) == config
+
+
+def test_one_format_is_asked_for(made):
+    plain, out = made
+    config = read_config(plain)
+    load(plain, config, load_format="safetensors")
+    with pytest.raises(ModelError, match="load_format is 'safetensors', and .* is a converted checkpoint"):
+        load(out, config, load_format="safetensors")
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", "gemma4-moe"])
+def test_random_weights_of_every_kind(tmp_path, name):
+    """Arrays and nodes have the shapes that the checkpoint's have, and the same values each time."""
+    variant = next(variant for variant in MOE_VARIANTS if variant.name == name)
+    (tmp_path / "config.json").write_text(json.dumps(variant.config))
+    config = read_config(tmp_path)
+    made = load(tmp_path, config, plain=True, load_format="dummy")
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), made)
+    assert shapes == jax.tree.map(lambda spec: (spec.shape, str(jnp.dtype(spec.dtype))), specs_of(config))
+    assert bits(load(tmp_path, config, plain=True, load_format="dummy")) == bits(made)
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(made))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", "gemma4-moe"])

@@ -186,7 +186,7 @@ def test_no_compiler_is_one_clear_line(monkeypatch, caplog):
 
 def test_off_is_no_warning(monkeypatch, caplog):
     monkeypatch.setenv("QUIRE_NATIVE", "off")
-    native.prepare(["pack"])
+    assert native.prepare(["pack"]).result() is False
     assert not native.serves() and not native.has("pack") and not caplog.records
 
 
@@ -198,7 +198,7 @@ def test_an_instruction_set_that_is_not_there(monkeypatch):
 
 def test_what_is_prepared_is_built_meanwhile_and_once(small, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", slow_compiler(tmp_path, "test -e {folder}/go"))
-    native.prepare(["attention_f32"])
+    begun = native.prepare(["attention_f32"])
     with ThreadPoolExecutor() as threads:
         waiting = [threads.submit(native.target, "attention_f32") for _ in range(4)]
         while not lines(tmp_path / "compiled"):
@@ -209,6 +209,8 @@ def test_what_is_prepared_is_built_meanwhile_and_once(small, monkeypatch, tmp_pa
     assert ISA in name and build.source_hash() in name
     assert native.library("attention_f32").value() == 1
     assert len(lines(tmp_path / "compiled")) == 1
+    assert begun.result() is True
+    assert native.prepare(["attention_f32"]).result() is False  # nothing is left to compile
 
 
 def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):

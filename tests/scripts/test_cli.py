@@ -34,11 +34,13 @@ class FakeLLM:
     """Streams WORDS whatever is asked; a token a word."""
 
     made: list["FakeLLM"] = []
+    defaults: dict[str, Any] = {}
 
     def __init__(self, model=None, **options):
         if model == "broken":
             raise ModelError("config.json lacks 'hidden_size'; it must be an integer")
         self.model, self.options = model, options
+        self.engine = SimpleNamespace(defaults=self.defaults)
         self.prompts: list[str] = []
         self.params: Any = None
         self.closed = 0
@@ -139,6 +141,26 @@ def test_echo_prints_the_prompt_first(run):
     assert run("generate", "--prompt", "Hi: ", "--echo", "--n", "2")[1].count("Hi: Once") == 2
     code, _, err = run("generate", "--prompt", "Hi", "--echo", "--json")
     assert (code, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(("command", "most"), [("generate", 128), ("chat", 512)])
+def test_what_is_not_given_is_the_models_own(run, monkeypatch, command, most):
+    def params(*arguments: str):
+        assert run(command, *arguments, stdin=b"Hi\n")[0] == 0
+        return FakeLLM.made[-1].params
+
+    assert params() == SamplingParams(max_tokens=most)
+    monkeypatch.setattr(FakeLLM, "defaults", {"temperature": 0.5, "top_k": 9, "max_tokens": 2048})
+    assert params() == SamplingParams(temperature=0.5, top_k=9, max_tokens=2048)
+    assert params("--temperature", "1", "--max-tokens", "4") == SamplingParams(top_k=9, max_tokens=4)
+
+
+def test_overrides_are_json(run):
+    assert run("generate", "--prompt", "x", "--hf-overrides", '{"a": {"b": null}}')[0] == 0
+    assert FakeLLM.made[-1].options["hf_overrides"] == {"a": {"b": None}}
+    for wrong, why in (("{", "is not JSON"), ("[1]", "must be a JSON object")):
+        code, _, err = run("generate", "--prompt", "x", "--override-generation-config", wrong)
+        assert code == 2 and "--override-generation-config" in err and why in err
 
 
 def test_generate_passes_every_option_on(run, tmp_path):

@@ -62,6 +62,7 @@ class FakeLLM:
     """An engine that echoes; a prompt may ask it to refuse, to fail or to interrupt."""
 
     made: list["FakeLLM"] = []
+    defaults: dict[str, float] = {}
 
     def __init__(self, model=None, **options):
         self.model, self.options, self.engine = model, options, self  # it is its own engine
@@ -227,6 +228,14 @@ def test_ctrl_c_keeps_what_is_done(run):
     assert code == 130
     assert [result["custom_id"] for result in results] == ["quick"]
     assert err.startswith("1 answered, 0 refused, 2 left: ")
+
+
+def test_a_line_that_leaves_sampling_out(run, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "defaults", {"temperature": 0.25, "max_tokens": 3})
+    run(line("a", prompt="x"), line("b", prompt="x", temperature=1, max_tokens=9))
+    first, second = (request.params for request in FakeLLM.made[-1].requests)
+    assert (first.temperature, first.max_tokens) == (0.25, 3)
+    assert (second.temperature, second.max_tokens) == (1, 9)
 
 
 def test_names_of_the_model(run):

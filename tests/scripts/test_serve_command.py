@@ -179,6 +179,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
     command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2 and "error: " in run.stderr and "Traceback" not in run.stderr, run.stderr
+    assert run.stderr.count("model type None is not supported") == 1  # said once
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,8 @@ class Busy:
         ]  # fmt: skip
         return {
             "t": now, "model": "quill", "state": "ready", "page_size": PAGE_SIZE,
-            "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024}, "groups": groups, "used": full,
-            "running": running, "waiting": [{"id": run.id, "prompt": run.prompt} for run in self.waiting],
+            "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024}, "defaults": {}, "groups": groups,
+            "used": full, "running": running, "waiting": [{"id": run.id, "prompt": run.prompt} for run in self.waiting],
             "num_running": len(running), "num_waiting": len(self.waiting), "steps": steps, "totals": self.totals,
             "rates": {"generation": 55 * writing * jitter, "prompt": 1500.0 * len(reading) * jitter},
             "latency": {"ttft": [84.2 * jitter, 190.5, 341.9], "itl": [8.21 * jitter, 11.9, 18.3]} if self.runs else

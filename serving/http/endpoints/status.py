@@ -69,7 +69,7 @@ def named(service: Service) -> list[tuple[Model, str]]:
 
 
 def card(service: Service, model: Model, name: str) -> dict[str, Any]:
-    length = None if model.loaded is None else model.llm.engine.max_len
+    engine = None if model.loaded is None else model.llm.engine
     return {
         "id": name,
         "object": "model",
@@ -77,7 +77,8 @@ def card(service: Service, model: Model, name: str) -> dict[str, Any]:
         "owned_by": "quire",
         "root": model.name,
         "parent": None,
-        "max_model_len": length,
+        "max_model_len": None if engine is None else engine.max_len,
+        "default_sampling_params": None if engine is None else dict(engine.defaults),
         "state": state_of(service, model),
     }
 

@@ -88,7 +88,7 @@ function take(event) {
   engine.update(event);
   if (!event.groups) return;
   chat.update(event);
-  settings.limit(event.limits.max_len);
+  settings.suit(event.limits.max_len, event.defaults);
 }
 
 function showState(state) {

@@ -17,6 +17,7 @@ export class Settings extends EventTarget {
   #values = {};
   #inputs = new Map(); // name -> what shows its value
   #most = 1024; // tokens
+  #own = {}; // the model's defaults, by name
 
   constructor() {
     super();
@@ -55,17 +56,18 @@ export class Settings extends EventTarget {
     return words.join(", ") || "Settings";
   }
 
-  /** The most tokens that an answer of this model can have. */
-  limit(most) {
+  /** Show what holds for this model where nothing is chosen: the most tokens of an answer, and its own defaults. */
+  suit(most, own) {
     const { range } = this.#inputs.get("max_tokens");
-    if (range.max === String(most)) return;
+    if (range.max === String(most) && JSON.stringify(own) === JSON.stringify(this.#own)) return;
     this.#most = range.max = most;
+    this.#own = own;
     this.#show();
   }
 
   #number({ name, label, low, high, step, hint }) {
     const id = `set-${name}`;
-    const box = make("input", { type: "number", id, step: "any", placeholder: "default", inputMode: "decimal" });
+    const box = make("input", { type: "number", id, step: "any", inputMode: "decimal" });
     box.setAttribute("aria-describedby", `${id}-hint`);
     const range = make("input", { type: "range", min: low, max: high, step, ariaLabel: `${label}, slider` });
     box.oninput = () => this.#change(name, box.value === "" ? undefined : box.valueAsNumber, box);
@@ -107,8 +109,10 @@ export class Settings extends EventTarget {
       if (box !== from) box.value = value ?? "";
       if (!range) continue;
       range.classList.toggle("unset", value === undefined);
-      const { neutral = this.#most } = NUMBERS.find((field) => field.name === name);
-      if (range !== from) range.value = value ?? neutral;
+      const { neutral } = NUMBERS.find((field) => field.name === name);
+      const unset = this.#own[name] ?? neutral;
+      box.placeholder = unset ?? "default";
+      if (range !== from) range.value = value ?? unset ?? this.#most;
     }
   }
 }

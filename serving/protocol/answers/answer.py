@@ -39,6 +39,7 @@ class ChatRequest:
     truncate_prompt_tokens: int | None = None
     echo: bool = False
     ignored: Sequence[str] = ()  # names of fields of messages that say nothing here
+    given: frozenset[str] = field(default=frozenset(), compare=False)  # parameters that the model's own do not replace
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class CompletionRequest:
     echo: bool = False
     silent: bool = False  # no text is wanted: with echo, max_tokens may be 0
     wants_prompt_logprobs: bool = False  # by themselves, and not for echo only
+    given: frozenset[str] = field(default=frozenset(), compare=False)  # parameters that the model's own do not replace
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""A model's own sampling parameters hold where a request says nothing, in every protocol; /v1/models shows them."""
+
+import json
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
+import pytest
+from served import model_of, scripted, served
+
+DEFAULTS = {"temperature": 0.25, "top_p": 0.5, "top_k": 9, "min_p": 0.125, "repetition_penalty": 1.5, "max_tokens": 5}
+TALK = [{"role": "user", "content": "Hi"}]
+BODIES = {
+    "/v1/completions": {"prompt": "Once"},
+    "/v1/chat/completions": {"messages": TALK},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": TALK, "max_tokens": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    engine, _ = scripted(lambda prompt: "word " * 40)
+    engine.defaults = DEFAULTS
+    with served(model_of(engine)) as state:
+        state.params, add = [], engine.add
+
+        def note(name, tokens, params, *rest, **more):
+            state.params.append(params)
+            return add(name, tokens, params, *rest, **more)
+
+        engine.add = note
+        yield state
+
+
+def ask(server, method: str, path: str, body=None):
+    connection = HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    found = json.loads(response.read())
+    connection.close()
+    assert response.status == 200, found
+    return found
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_a_request_leaves_out(server, path):
+    body = BODIES[path]
+    given = {name: body[name] for name in DEFAULTS if name in body}
+    answer = ask(server, "POST", path, body | {"top_k": None})
+    assert {name: getattr(server.params[-1], name) for name in DEFAULTS} == DEFAULTS | given
+    if path == "/v1/responses":
+        assert (answer["temperature"], answer["top_p"]) == (0.25, 0.5)
+    ask(server, "POST", path, body | {"temperature": 0.75, "top_k": 0, "min_p": 0})
+    own = {"temperature": 0.75, "top_k": 0, "min_p": 0}
+    assert {name: getattr(server.params[-1], name) for name in DEFAULTS} == DEFAULTS | given | own
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", "max_tokens"), ("/v1/chat/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_completion_tokens"), ("/v1/responses", "max_output_tokens"),
+        ("/v1/messages", "max_tokens"),
+    ],
+)  # fmt: skip
+def test_more_tokens_than_the_default(server, path, field):
+    ask(server, "POST", path, BODIES[path] | {field: 8})
+    assert server.params[-1].max_tokens == 8
+
+
+def test_the_card_shows_them(server):
+    (card,) = ask(server, "GET", "/v1/models")["data"]
+    assert card["default_sampling_params"] == DEFAULTS

@@ -60,11 +60,12 @@ def model_defaults(folder: Path, options: EngineOptions, longest: int) -> dict[s
     found |= chosen
     if not sampled(file, own):
         found["temperature"] = 0.0
-    note_what_is_not_applied(file, longest)
+    name = options.model or "quill"
+    note_what_is_not_applied(name, file, longest)
     found = {name: value for name, value in found.items() if value != getattr(NEUTRAL, name)}
     if found:
-        named = ", ".join(f"{name}={value:g}" for name, value in found.items())
-        log.info("defaults of sampling parameters, from the model (--generation-config vllm for none): %s", named)
+        named = ", ".join(f"{parameter}={value:g}" for parameter, value in found.items())
+        log.info("%s: defaults of sampling parameters (--generation-config vllm for none of its own): %s", name, named)
     return found
 
 
@@ -86,22 +87,22 @@ def sampled(file: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     return own.get("temperature") is not None or file.get("do_sample") is not False
 
 
-def note_what_is_not_applied(file: Mapping[str, Any], longest: int) -> None:
+def note_what_is_not_applied(name: str, file: Mapping[str, Any], longest: int) -> None:
     """Name what the file asks for in vain."""
     missed = {
-        name: file[name]
-        for name, nothing in NOT_APPLIED.items()
-        if file.get(name) is not None and file[name] != nothing and file[name] != []
+        theirs: file[theirs]
+        for theirs, nothing in NOT_APPLIED.items()
+        if file.get(theirs) not in (None, nothing, [], {}, False)
     }
     if missed:
-        named = ", ".join(f"{name} = {shown(value)}" for name, value in missed.items())
-        log.warning("%s: not applied here, and answers differ for it: %s", FILE, named)
+        named = ", ".join(f"{theirs} = {shown(value)}" for theirs, value in missed.items())
+        log.warning("%s: %s asks for what is not applied here: %s", name, FILE, named)
     length = file.get("max_length")
     if type(length) is int and length < longest and length != 20 and file.get("max_new_tokens") is None:
         log.warning(
-            "%s: max_length = %d counts the prompt too and is not applied; --max-model-len %d is the same for all "
+            "%s: %s: max_length = %d counts the prompt too and is not applied; --max-model-len %d is the same for all "
             "requests, --override-generation-config '{\"max_new_tokens\": N}' limits answers",
-            FILE, length, length,
+            name, FILE, length, length,
         )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """The bundled model's corpus, tokenizer, training and export."""
 
 import json
+import re
+from pathlib import Path
 from random import Random
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 import uncached
 from cases import thinned
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.model import decoder
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.families.quill import small_cache_config
@@ -24,6 +26,8 @@ from quire.scripts.quill.export import export
 from quire.scripts.quill.model import Narrow, attention, logits_of, loss_of
 from quire.scripts.quill.recogniser import recognise
 from quire.sharding.spec import random_arrays
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +171,34 @@ def test_export_reads_back(small, tokenizer, tmp_path):
         np.testing.assert_allclose(a, np.asarray(b, np.float32), rtol=0.005)
 
 
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(max_num_seqs=16, max_num_batched_tokens=256)
+
+
+def test_the_bundled_model_answers_what_the_readme_and_the_page_suggest(llm):
+    """Every request that they show is of a kind that it was taught, and gets the answer that stands beside it."""
+    table = ROOT.joinpath("README.md").read_text().split("| ask it |")[1].split("\n\n")[0]
+    asked: list[tuple[str, str]] = []
+    for row in table.splitlines()[2:]:
+        left, right = (re.findall(r"`([^`]+)`", cell) for cell in row.strip("| ").split(" | "))
+        asked += zip(left, right, strict=True) if right else ((text, "") for text in left)
+    page = ROOT.joinpath("serving/http/page/chat.js").read_text()
+    starters = json.loads(re.search(r"STARTERS = (\[.*\]);", page)[1])  # type: ignore[index]
+    asked += [(starters[1], "17 31 52 68 90"), (starters[2], "56"), (starters[0], "")]
+    params = SamplingParams(temperature=0, max_tokens=300)
+    for text, answer in asked:
+        plain = text == "Once upon a time"
+        found = (llm.generate(text, params, False) if plain else llm.chat([message(text)], params))[0].outputs[0].text
+        assert found == answer or (not answer and len(found.split()) > 60), (text, found)
+    assert len(asked) > 12
+
+
+def message(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
 @pytest.mark.slow
-def test_the_bundled_model_knows_its_tasks():
-    llm = LLM(max_num_seqs=16, max_num_batched_tokens=256)
+def test_the_bundled_model_knows_its_tasks(llm):
     result = evaluate(llm, 12, only=[task for task in tasks.TASKS if not task.startswith("story")])
     assert sum(row["right"] for row in result.values()) >= 0.97 * 12 * len(result), result

@@ -79,6 +79,7 @@ async function loadModels() {
 function choose(model) {
   chat.model = model;
   find("greeting").textContent = model ? `Ask ${model}` : "Ask for something";
+  find("taught").hidden = model !== "quill";
   document.title = model ? `${model} on Quire` : "Quire";
   live.watch(model);
 }

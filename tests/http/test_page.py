@@ -220,7 +220,9 @@ def test_a_model_is_chosen(context: BrowserContext, url: str, stand_in: StandIn)
     stand_in.models = ["quill", "quill-draft"]
     tab = Tab(context.new_page(), url)
     expect(tab.page.locator("#model option")).to_have_count(2)
+    expect(tab.page.locator("#taught")).to_contain_text("It knows nothing else")  # what the bundled model can do
     tab.page.select_option("#model", "quill-draft")
+    expect(tab.page.locator("#taught")).to_be_hidden()
     tab.ask("Hello")
     tab.ended()
     assert stand_in.bodies[-1]["model"] == "quill-draft"

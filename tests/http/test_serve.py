@@ -351,4 +351,4 @@ def test_a_prompt_is_cut_before_its_length_is_judged(server):
     assert status == 200 and body["usage"]["prompt_tokens"] == 5
     for path, fields in [("/v1/completions", {"prompt": text}), ("/v1/chat/completions", {"messages": messages})]:
         status, _, body = ask(server, "POST", path, fields)
-        assert status == 400 and "characters; this model takes" in body["error"]["message"]
+        assert status == 400 and "characters; this model's maximum context length" in body["error"]["message"]

@@ -11,12 +11,13 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..serving.api.other_engines import MEANING, NO_EFFECT, SHORT, VALUES
+from ..serving.api.other_engines import MEANING, NO_EFFECT, SHORT, VALUES, is_switch
+from ..serving.api.vllm_names import ENGINE, Refused
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT"}  # what stands for a value that has no name
 NAMES = 30  # columns for names in a list; a longer one has a line of its own
-ENGINE = {"max_model_len", "num_prompts"}  # a command with one of these has what vLLM's commands have
+LIKE_VLLM = {"max_model_len", "num_prompts"}  # a command with one of these has what vLLM's commands have
 ALIKE = 0.6  # of two words, one of which is mistyped
 
 
@@ -55,8 +56,8 @@ class Command(TyperCommand):
                 kept.append(name + given + value)
                 if name in names and not given and not option.is_flag and not option.count:
                     kept += take(words)
-            elif (key := no_effect(name)) and ENGINE & {own.name for own in self.params}:
-                if key in VALUES and not name.startswith("--no-"):
+            elif (key := no_effect(name)) and LIKE_VLLM & {own.name for own in self.params}:
+                if not is_switch(key) and not name.startswith("--no-"):
                     check_value(name, value if given else "".join(take(words)))
                 without.append(name)
             else:
@@ -93,7 +94,9 @@ def note_without_effect(names: list[str]) -> None:
 
 def advice(name: str, names: Iterable[str]) -> str:
     """What means the same as an option that there is not, if anything does."""
-    meaning = MEANING.get(name.lstrip("-").replace("-", "_"))
+    key = name.lstrip("-").replace("-", "_")
+    entry = ENGINE.get(key)
+    meaning = MEANING.get(key, entry.why if isinstance(entry, Refused) else None)
     if meaning is not None and not meaning.startswith("--"):
         return f" ({meaning})"
     if meaning is not None:

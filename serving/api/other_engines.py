@@ -1,80 +1,41 @@
 """Flags of other engines: which have no effect here and are accepted, and what others are called.
 
-The names are those of `vllm serve`, `vllm bench serve`, llama-server, llama-cli and ollama, with underscores.
+The names are those of `vllm serve`, `vllm bench serve`, llama-server, llama-cli and ollama, with underscores. Those
+that are arguments of vLLM's `LLM` too are in `vllm_names.py`.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
-TEXT_ONLY = "models take text only"
-COMPILED = "every step is compiled before the first request"
-EXPERTS = "XLA sends tokens to their experts"
-LOADING = "safetensors are mapped into memory, and every tensor is read once"
-NO_TEXT = "a line is logged for each request, and never its text"
+from .vllm_names import COMPILED, ENGINE, NO_MEDIA, ORDER
 
-# Name -> why it changes nothing. The commands accept these with one warning, and `--no-` before them too.
-NO_EFFECT: Final = {
-    "trust_remote_code": "no code of a checkpoint is ever run",
-    "code_revision": "no code of a checkpoint is ever run",
-    "model_impl": "a model is always Quire's own code",
-    "task": "every model generates, embeds and scores",
-    "runner": "every model generates, embeds and scores",
-    "convert": "every model generates, embeds and scores",
-    "tokenizer_mode": "the tokenizer is that of tokenizer.json",
-    "config_format": "the configuration is that of config.json",
-    "max_logprobs": "a request may ask for 20 log-probabilities a token",
-    "logprobs_mode": "log-probabilities are the model's own",
-    "enforce_eager": COMPILED,
-    "compilation_config": COMPILED,
-    "optimization_level": COMPILED,
+TYPES = "every model generates, embeds and scores"
+NO_TEXT = "a line is logged for each request, and never its text"
+STEPS = "the host is always one step ahead of the device"
+
+# Name -> why it changes nothing.
+FLAGS: Final = {
+    "task": TYPES,
     "O0": COMPILED,
     "O1": COMPILED,
     "O2": COMPILED,
     "O3": COMPILED,
     "cuda_graph_sizes": COMPILED,
-    "cudagraph_capture_sizes": COMPILED,
-    "max_cudagraph_capture_size": COMPILED,
     "max_seq_len_to_capture": COMPILED,
     "enable_flashinfer_autotune": COMPILED,
-    "attention_backend": "the attention kernel is chosen by what the device can do",
-    "moe_backend": "the kernels of experts are chosen by what the device can do",
-    "disable_cascade_attn": "attention to a shared prefix has one form",
-    "enable_chunked_prefill": "prompts are always computed in chunks of --max-num-batched-tokens at most",
-    "async_scheduling": "the host is always one step ahead of the device",
-    "disable_async_output_proc": "the host is always one step ahead of the device",
-    "num_scheduler_steps": "the host is always one step ahead of the device",
+    "moe_backend": COMPILED,
+    "disable_async_output_proc": STEPS,
+    "num_scheduler_steps": STEPS,
+    "num_lookahead_slots": STEPS,
     "multi_step_stream_outputs": "every token is sent when it is there",
-    "num_lookahead_slots": "pages are given out when a step needs them",
-    "scheduling_policy": "requests are served by their priority, and by arrival where it is the same",
     "preemption_mode": "a preempted sequence is computed again",
-    "swap_space": "a preempted sequence is computed again; --kv-cache-host-bytes keeps pages in host memory",
+    "scheduler_delay_factor": ORDER,
     "use_v2_block_manager": "there is one page table",
-    "prefix_caching_hash_algo": "prefixes are compared by their tokens",
-    "disable_hybrid_kv_cache_manager": "layers with a window always have pages of their own",
-    "calculate_kv_scales": "scales are computed with the keys and values",
-    "kv_sharing_fast_prefill": "layers that share a cache compute no keys and values",
-    "distributed_executor_backend": "one process drives all devices of a machine",
-    "data_parallel_backend": "one process drives all devices of a machine",
-    "disable_custom_all_reduce": "XLA adds up what the devices send",
-    "disable_nccl_for_dp_synchronization": "XLA adds up what the devices send",
-    "all2all_backend": EXPERTS,
-    "enable_dbo": EXPERTS,
-    "dbo_decode_token_threshold": EXPERTS,
-    "dbo_prefill_token_threshold": EXPERTS,
-    "expert_placement_strategy": EXPERTS,
-    "max_parallel_loading_workers": LOADING,
-    "safetensors_load_strategy": LOADING,
-    "pt_load_map_location": LOADING,
-    "use_tqdm_on_load": "a terminal shows what is being done",
-    "disable_log_stats": "statistics are at /metrics and on the page, not in the log",
-    "aggregate_engine_logging": "statistics are at /metrics and on the page, not in the log",
-    "show_hidden_metrics_for_version": "no metric is hidden",
-    "enable_log_requests": NO_TEXT,
     "disable_log_requests": NO_TEXT,
     "max_log_len": NO_TEXT,
     "disable_uvicorn_access_log": "--log-level warning leaves out the line of each request",
-    "enable_sleep_mode": "every model can sleep; over HTTP, --admin opens /sleep and /wake_up",
-    "guided_decoding_backend": "structured outputs are always llguidance's",
-    "guided_decoding_disable_fallback": "structured outputs are always llguidance's",
+    "guided_decoding_backend": "llguidance reads every form of an answer",
+    "guided_decoding_disable_fallback": "llguidance reads every form of an answer",
     "chat_template_content_format": "the chat template shows it",
     "response_role": "answers are those of the assistant",
     "allowed_methods": "pages of --allowed-origin may use every method",
@@ -83,67 +44,27 @@ NO_EFFECT: Final = {
     "enable_server_load_tracking": "/load always counts the requests under way",
     "disable_frontend_multiprocessing": "the server and its engines are one process",
     "api_server_count": "the server and its engines are one process",
-    "allowed_local_media_path": TEXT_ONLY,
-    "allowed_media_domains": TEXT_ONLY,
-    "limit_mm_per_prompt": TEXT_ONLY,
-    "mm_processor_kwargs": TEXT_ONLY,
-    "mm_processor_cache_gb": TEXT_ONLY,
-    "mm_processor_cache_type": TEXT_ONLY,
-    "mm_shm_cache_max_object_size_mb": TEXT_ONLY,
-    "mm_encoder_tp_mode": TEXT_ONLY,
-    "mm_encoder_attn_backend": TEXT_ONLY,
-    "media_io_kwargs": TEXT_ONLY,
-    "video_pruning_rate": TEXT_ONLY,
-    "disable_mm_preprocessor_cache": TEXT_ONLY,
-    "disable_chunked_mm_input": TEXT_ONLY,
-    "interleave_mm_strings": TEXT_ONLY,
-    "skip_mm_profiling": TEXT_ONLY,
-    "language_model_only": TEXT_ONLY,
+    "disable_mm_preprocessor_cache": NO_MEDIA,
+    "language_model_only": NO_MEDIA,
     "percentile_metrics": "all of TTFT, TPOT, ITL and E2E are printed",
     "metric_percentiles": "the median, P90 and P99 are printed",
     "save_detailed": "a file of results always has every request",
     "disable_tqdm": "only a terminal shows progress",
 }
-
-# Those that take a value -> the values that ask for nothing else, or () for all of them. The others are switches.
-VALUES: Final[dict[str, tuple[str, ...]]] = {
-    "model_impl": ("auto", "vllm"),
-    "task": ("auto", "generate", "embed", "embedding", "score"),
-    "runner": ("auto", "generate", "pooling"),
-    "convert": ("auto", "none", "embed"),
-    "tokenizer_mode": ("auto", "hf", "slow"),
-    "config_format": ("auto", "hf"),
-    "max_logprobs": ("20",),
-    "logprobs_mode": ("raw_logprobs",),
-    "scheduling_policy": ("fcfs", "priority"),
-    "chat_template_content_format": ("auto",),
-    "response_role": ("assistant",),
-    "percentile_metrics": (),
-    "metric_percentiles": ("50", "90", "99", "50,90", "50,99", "90,99", "50,90,99"),
-    **dict.fromkeys(
-        (
-            "code_revision", "compilation_config", "optimization_level", "cuda_graph_sizes", "cudagraph_capture_sizes",
-            "max_cudagraph_capture_size", "max_seq_len_to_capture", "attention_backend", "moe_backend",
-            "num_scheduler_steps", "num_lookahead_slots", "preemption_mode", "swap_space", "prefix_caching_hash_algo",
-            "distributed_executor_backend", "data_parallel_backend", "all2all_backend", "dbo_decode_token_threshold",
-            "dbo_prefill_token_threshold", "expert_placement_strategy", "max_parallel_loading_workers",
-            "safetensors_load_strategy", "pt_load_map_location", "show_hidden_metrics_for_version", "max_log_len",
-            "guided_decoding_backend", "allowed_methods", "allowed_headers", "api_server_count",
-            "allowed_local_media_path", "allowed_media_domains", "limit_mm_per_prompt", "mm_processor_kwargs",
-            "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb",
-            "mm_encoder_tp_mode", "mm_encoder_attn_backend", "media_io_kwargs", "video_pruning_rate",
-        ),
-        (),
-    ),
-}  # fmt: skip
-
 SHORT: Final = {"O": "optimization_level", "asc": "api_server_count"}  # short names of some of these
+SWITCHES: Final = {  # those that take no value, beside all that begin with `enable_` and the like
+    "O0", "O1", "O2", "O3", "aggregate_engine_logging", "allow_deprecated_quantization", "async_scheduling",
+    "calculate_kv_scales", "cudagraph_metrics", "enforce_eager", "fail_on_environ_validation", "fully_sharded_loras",
+    "interleave_mm_strings", "kv_cache_metrics", "kv_sharing_fast_prefill", "language_model_only",
+    "multi_step_stream_outputs", "ray_workers_use_nsight", "save_detailed", "specialize_active_lora",
+    "trust_remote_code",
+}  # fmt: skip
 
 LORA = "there is no LoRA: merge the adapter into the model's weights"
 SPECULATIVE = "there is no speculative decoding"
 TLS = "the server speaks HTTP: put a proxy with TLS before it"
 FORM = "a request brings it: structured_outputs, response_format"
-HOSTS = "several hosts need --num-processes, --process-id and --coordinator-address"
+HOSTS = "other hosts lend their devices with --num-processes, --process-id and --coordinator-address"
 
 # Name -> what it is here: an option of the same meaning, or a sentence. Short names stand without their dash.
 MEANING: Final = {
@@ -164,14 +85,11 @@ MEANING: Final = {
     "allowed_origins": "--allowed-origin",
     "shutdown_timeout": "--shutdown-grace",
     "collect_detailed_traces": "--trace",
-    "hf_token": "the variable HF_TOKEN of the environment holds it",
+    "headless": HOSTS,
     "device": "the variable JAX_PLATFORMS of the environment chooses it: cpu, cuda or tpu",
-    "nnodes": HOSTS, "node_rank": HOSTS, "master_addr": HOSTS, "master_port": HOSTS, "headless": HOSTS,
-    "data_parallel_address": HOSTS, "data_parallel_rpc_port": HOSTS, "data_parallel_size_local": HOSTS,
-    "data_parallel_start_rank": HOSTS, "data_parallel_rank": HOSTS,
-    "enable_lora": LORA, "lora_modules": LORA, "max_loras": LORA, "max_lora_rank": LORA, "max_cpu_loras": LORA,
-    "lora_dtype": LORA, "fully_sharded_loras": LORA, "lora": LORA, "lora_scaled": LORA,
-    "speculative_config": SPECULATIVE, "speculative_model": SPECULATIVE, "num_speculative_tokens": SPECULATIVE,
+    "lora_modules": LORA,
+    "lora": LORA, "lora_scaled": LORA,
+    "speculative_model": SPECULATIVE, "num_speculative_tokens": SPECULATIVE,
     "model_draft": SPECULATIVE, "md": SPECULATIVE, "draft_max": SPECULATIVE,
     "ssl_keyfile": TLS, "ssl_certfile": TLS, "ssl_ca_certs": TLS, "ssl_key_file": TLS, "ssl_cert_file": TLS,
     # vllm bench serve
@@ -229,6 +147,28 @@ MEANING: Final = {
     # Ollama
     "keepalive": "a model stays awake until --max-loaded others are asked for",
 }  # fmt: skip
+
+# What is accepted with one warning, and `--no-` before it: name -> why. Of some only these values ask for nothing.
+NO_EFFECT: Final[Mapping[str, str]] = FLAGS | {
+    name: entry if isinstance(entry, str) else entry.why
+    for name, entry in ENGINE.items()
+    if name not in MEANING and (isinstance(entry, str) or entry.harmless)
+}
+VALUES: Final[Mapping[str, tuple[str, ...]]] = {
+    "task": ("auto", "generate", "embed", "embedding", "score"),
+    "chat_template_content_format": ("auto",),
+    "response_role": ("assistant",),
+    "metric_percentiles": ("50", "90", "99", "50,90", "50,99", "90,99", "50,90,99"),
+} | {
+    name: tuple(map(str, entry.harmless))
+    for name, entry in ENGINE.items()
+    if name in NO_EFFECT and not isinstance(entry, str)
+}
+
+
+def is_switch(name: str) -> bool:
+    return name in SWITCHES or name.startswith(("enable_", "disable_", "skip_", "use_", "guided_decoding_disable_"))
+
 
 # Commands of others -> what does the same here.
 COMMANDS: Final = {

@@ -25,6 +25,7 @@ from quire.serving.api.errors import RequestError
 from quire.serving.api.options import EngineOptions
 from quire.serving.api.outputs import CompletionOutput, RequestOutput
 from quire.serving.api.params import SamplingParams
+from quire.serving.api.vllm_names import ENGINE
 
 TOO_LONG = RequestError("prompt", "has 9 tokens; at most 8 fit")
 WORDS = ("Once ", "upon ", "a ", "time. ")
@@ -478,9 +479,7 @@ def test_flags_of_other_engines_that_change_nothing_are_one_warning(run):
     assert llm.model == "a/model" and llm.prompts == ["--enforce-eager"]
     assert llm.options == {"tensor_parallel_size": 2, "max_num_seqs": 1}
     (note, _) = err.splitlines()
-    assert note.startswith(
-        "note: without effect here: --trust-remote-code (no code of a checkpoint is ever run), --swap-"
-    )
+    assert note.startswith("note: without effect here: --trust-remote-code (no code of a checkpoint is run), --swap-")
     names = re.findall(r"(--?[\w-]+) \(", note)
     assert names == [
         "--trust-remote-code", "--swap-space", "--enable-chunked-prefill", "--no-async-scheduling", "-O3", "--task",
@@ -491,8 +490,10 @@ def test_no_flag_is_both_an_option_and_without_effect():
     own = {
         param.name for command in COMMANDS for param in typer.main.get_command(app).get_command(None, command).params
     }
-    assert not own & set(other_engines.NO_EFFECT)
+    assert not own & set(other_engines.FLAGS)
     assert set(other_engines.VALUES) <= set(other_engines.NO_EFFECT) >= set(other_engines.SHORT.values())
+    assert set(other_engines.SWITCHES) <= set(other_engines.NO_EFFECT) - set(other_engines.VALUES)
+    assert not set(other_engines.FLAGS) & set(ENGINE)  # one place for each name
     meant = {meaning for meaning in other_engines.MEANING.values() if meaning.startswith("--")}
     benches = typer.main.get_command(app).get_command(None, "bench").commands
     own |= {param.name for bench in benches.values() for param in bench.params}
@@ -505,7 +506,8 @@ def test_no_flag_is_both_an_option_and_without_effect():
         ("serve --ctx-size 4096", "No such option: --ctx-size. Here it is --max-model-len."),
         ("serve -c 4096", "No such option: -c. Here it is --max-model-len."),
         ("serve -ngl 99", "No such option: -ngl (every layer is on the device: leave it out)"),
-        ("serve --enable-lora", "No such option: --enable-lora (there is no LoRA: merge the adapter into the model's "),
+        ("serve --enable-lora", "No such option: --enable-lora (there are no adapters)"),
+        ("serve --nnodes 2", "--nnodes is '2'; here it can only be 1: several hosts are named by "),
         ("serve --model x", "No such option: --model (the model is an argument: `quire serve MODEL`)"),
         ("generate --n-predict 3", "No such option: --n-predict. Here it is --max-tokens."),
         ("plan --ctx-size 4", "No such option: --ctx-size"),
@@ -516,7 +518,7 @@ def test_no_flag_is_both_an_option_and_without_effect():
         ("generate --top-n 3", "No such option: --top-n"),
         ("bench serve --random-inptu-len 4", "No such option: --random-inptu-len. Did you mean --random-input-len?"),
         ("serve --log x", "No such option: --log"),
-        ("serve --tokenizer-mode mistral", "--tokenizer-mode is 'mistral'; here it can only be auto, hf, slow: the "),
+        ("serve --tokenizer-mode mistral", "--tokenizer-mode is 'mistral'; here it can only be auto, hf: the "),
         ("plan --enforce-eager", "No such option: --enforce-eager"),
         ("run llama3", "No such command 'run': here it is 'chat'"),
         ("pull llama3", "No such command 'pull': a model is downloaded when it is first used: `quire serve MODEL`"),

@@ -1,6 +1,7 @@
 """What an answer has to look like, checked in form and size; request/grammar.py compiles it."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ MAX_WANTED = 1024  # choices
 MAX_CHOICE = 1024  # bytes
 MAX_PATTERN = 1024
 MAX_TAGS = 128
+OWN_SPACING = ("whitespace_pattern", "whitespace_flexible")  # the same within a schema, in its `x-guidance`
+OLD_DRAFT = re.compile(r"json-schema\.org/draft-0[0-3]\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,9 @@ def checked_structure(given: object) -> dict[str, Any]:
     found = {name: asked[name] for name in (shape, *spacing)}
     if shape == "json":
         found["json"] = schema(asked["json"])
+        if spacing and "x-guidance" in json.loads(found["json"]):
+            why = "and the schema's x-guidance say the same; leave one of them out"
+            raise RequestError(f"{FIELD}.{spacing[0]}", why)
     elif shape == "choice":
         found["choice"] = choices(asked["choice"])
     elif shape == "structural_tag":
@@ -172,4 +178,17 @@ def schema(value: object, param: str = f"{FIELD}.json") -> str:
         raise
     except (TypeError, ValueError, RecursionError) as error:  # no JSON, a number without end, nested without end
         raise RequestError(param, f"must be a JSON schema: {' '.join(str(error).split()):.100}") from None
+    draft = value.get("$schema")
+    if isinstance(draft, str) and OLD_DRAFT.search(draft):  # its own words would be passed over
+        raise RequestError(f"{param}.$schema", f"must be draft 4 or later, got {shown(draft)}; rewrite the schema")
+    check_spacing(f"{param}.x-guidance", value.get("x-guidance", {}))
     return text(param, written, MAX_SCHEMA)
+
+
+def check_spacing(param: str, given: Any) -> None:
+    """What a schema says of its spaces, and nothing else that the grammars' library would read there."""
+    found = fields_of(param, given, OWN_SPACING)
+    if "whitespace_pattern" in found:
+        text(f"{param}.whitespace_pattern", found["whitespace_pattern"], MAX_PATTERN)
+    if "whitespace_flexible" in found:
+        boolean(f"{param}.whitespace_flexible", found["whitespace_flexible"])

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,8 @@ LIMITS = {  # what a matcher may cost: to make, a step, and in all
     "verbose_errors": False,
 }
 STRICT = {"lenient": False}  # what is not understood is refused
+# Between the parts of JSON, unless a request says otherwise: a weak model would fill its answer with what has no end.
+SPACES = r" |\n[ \t]{0,32}"
 MAX_KEPT = 128  # compiled grammars
 MAX_KEPT_TEXT = 1 << 20  # characters of them
 
@@ -176,19 +179,23 @@ def body_of(structure: Mapping[str, Any]) -> dict[str, Any]:
         from llguidance import StructTag
 
         tags = [
-            StructTag(trigger=trigger, begin=begin, grammar=schema | {"x-guidance": STRICT}, end=end)
+            StructTag(trigger=trigger, begin=begin, grammar=strict(schema), end=end)
             for trigger, begin, schema, end in json.loads(structure["structural_tag"])
         ]
         return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}
     if "choice" in structure:  # a terminal: one automaton for all
         return {"lark_grammar": "start: ANY\nANY: " + " | ".join(map(json.dumps, structure["choice"]))}
     schema = json.loads(structure["json"]) if "json" in structure else {"type": "object"}
-    options: dict[str, Any] = dict(STRICT)
-    if "whitespace_pattern" in structure:
-        options["whitespace_pattern"] = structure["whitespace_pattern"]
+    spacing = {"whitespace_pattern": structure["whitespace_pattern"]} if "whitespace_pattern" in structure else {}
     if "disable_any_whitespace" in structure:
-        options["whitespace_flexible"] = False
-    return {"json_schema": {**schema, "x-guidance": options}}
+        spacing = {"whitespace_flexible": False}
+    return {"json_schema": strict(schema, spacing)}
+
+
+def strict(schema: dict[str, Any], spacing: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """A schema with the spaces that were asked for, here or in the schema itself."""
+    spacing = spacing or schema.get("x-guidance") or {"whitespace_pattern": SPACES}
+    return schema | {"x-guidance": STRICT | spacing}
 
 
 def whole(body: str, before: str) -> str:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from decimal import Decimal
 
 import company
 import numpy as np
@@ -227,15 +228,56 @@ def test_spaces_of_json(llm):
     assert {text for text, _ in tight} == {'{"a":1,"b":2}'}
     assert all(isinstance(json.loads(text), dict) for text, reason in free if reason == "stop")
     for spacing, wanted in (
-        ({}, b" \n\r\t"),
+        ({}, b" \n"),
         ({"whitespace_pattern": "~"}, b"~"),
         ({"whitespace_pattern": "[ ]{2}"}, b" "),
+        ({"whitespace_pattern": "[ \t\r\n]+"}, b" \n\r\t"),
+        ({"json": {**schema, "x-guidance": {"whitespace_flexible": True}}}, b" \n\r\t"),
+        ({"json": {**schema, "x-guidance": {"whitespace_flexible": False}}}, b""),
+        ({"json": {**schema, "x-guidance": {"whitespace_pattern": "~"}}}, b"~"),
     ):
-        (constraint,) = llm.engine.grammars.constraints({"json": json.dumps(schema), **spacing}, 1)
+        structure = SamplingParams(structured_outputs={"json": schema, **spacing}).structured_outputs
+        (constraint,) = llm.engine.grammars.constraints(structure, 1)
         (opening,) = llm.get_tokenizer().encode("{", add_special_tokens=False)
         constraint.advance(opening)
         spaces = {llm.get_tokenizer().token_bytes(token) for token in np.flatnonzero(constraint.allowed(()))}
         assert {text for text in spaces if len(text) == 1} == {b'"'} | {bytes([byte]) for byte in wanted}
+
+
+def test_spaces_of_json_have_an_end(llm):
+    """A model that would rather write spaces than anything is done all the same."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"type": "array", "items": {"const": 2}, "maxItems": 2}},
+    }
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    tokenizer = llm.get_tokenizer()
+    spaces = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token).isspace()]
+    loves = {"logit_bias": dict.fromkeys(spaces, 100), "temperature": 0, "max_tokens": 500}
+    free = {"json": schema, "whitespace_pattern": "[ \t\r\n]+"}
+    ((bound, reason),), ((endless, length),) = answers(
+        llm, ["x"] * 2, [form(structured_outputs=shape, **loves) for shape in ({"json": schema}, free)]
+    )
+    assert reason == "stop" and valid(json.loads(bound), schema) and json.loads(bound)["a"] == 1
+    assert length == "length" and endless.strip() == '{"a":'
+    for style in (None, 2, "\t"):  # as people and programs write it
+        text = json.dumps({"a": 1, "b": [2, 2]}, indent=style)
+        assert follows(llm, {"json": json.dumps(schema)}, text), text
+
+
+def follows(llm: LLM, structure: dict, text: str) -> bool:
+    """Whether a text, token by token, has a form and is complete."""
+    (constraint,) = llm.engine.grammars.constraints(structure, 1)
+    tokens = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    return "error" not in [constraint.advance(token) for token in tokens] and constraint.matcher.is_accepting()
+
+
+def test_multiples_are_exact_in_decimals(llm):
+    """76.6 is 7660 times 0.01, though a division in binary leaves something over."""
+    params = shaped("json", {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 1000}, n=16)
+    (found,) = answers(llm, ["The price is"], [params])
+    assert all(Decimal(text) % Decimal("0.01") == 0 for text, reason in found if reason == "stop")
+    assert follows(llm, {"json": '{"type": "number", "multipleOf": 0.01}'}, "76.6")
 
 
 # What it meets
@@ -445,6 +487,10 @@ def test_hostile_grammars_are_refused_or_served_in_time(llm):
         ({"choice": ["a", ""]}, r"choice\[1\]"),
         ({"choice": ["a"] * 1025}, "at most 1024"),
         ("json", "must be an object"),
+        ({"json": {"$schema": "http://json-schema.org/draft-03/schema#"}}, r"json.\$schema: must be draft 4 or later"),
+        ({"json": {"x-guidance": {"lenient": True}}}, "json.x-guidance.lenient: unknown field"),
+        ({"json": {"x-guidance": {"whitespace_flexible": 1}}}, "x-guidance.whitespace_flexible: must be true or false"),
+        ({"json": {"x-guidance": {"whitespace_flexible": True}}, "disable_any_whitespace": True}, "say the same"),
     ],
 )
 def test_what_has_no_form_is_refused_when_it_is_made(shape, words):

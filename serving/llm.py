@@ -26,8 +26,9 @@ from .engine.step_record import Observer, StepRecord
 from .engine.turns import Turns
 from .observe.metrics import Metrics
 from .progress import bar, stages
-from .protocol.chat import parse_messages, parse_tools
+from .protocol.chat import parse_messages
 from .protocol.fields import TEMPLATE, template_options
+from .protocol.tools import parse_tools
 from .request import pooling, scoring
 from .request.request import Request
 
@@ -204,7 +205,8 @@ class LLM:
         asked = parse_messages(list(messages) if isinstance(messages, tuple) else messages, ignored)
         if ignored:
             warnings.warn(f"{', '.join(sorted(ignored))}: unknown here, and ignored", stacklevel=3)
-        text = render(tokenizer, asked, parse_tools(list(tools or ())), template_options(given))
+        told, _ = parse_tools(list(tools or ()), nested=True)
+        text = render(tokenizer, asked, told, template_options(given))
         try:
             return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
         except PromptError as error:

@@ -15,6 +15,12 @@ from .chat_template import REQUEST_SECONDS, SCRIPT, ChatTemplate, PromptError
 from .worker import WorkerProcess
 
 MAX_TEMPLATE = 65_536  # characters of a chat template in a request
+INFILL = (  # tokens before what stands before a gap, what stands after it, and what belongs into it
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -121,6 +127,15 @@ class Tokenizer:
         if '"BPEDecoder"' in self._decoder:
             return token.replace("</w>", " ").encode()
         return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    @cached_property
+    def infill(self) -> tuple[int, int, int] | None:
+        """The ids of the tokens of one of the forms in INFILL, of a model that was taught to fill a gap."""
+        for names in INFILL:
+            before, after, middle = map(self._core.token_to_id, names)
+            if before is not None and after is not None and middle is not None:
+                return before, after, middle
+        return None
 
     @cached_property
     def shows_bytes(self) -> bool:

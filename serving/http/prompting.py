@@ -1,7 +1,7 @@
 """From a parsed request to prompts of token ids. It may take a while, so it runs beside the event loop."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,12 @@ from ..api.params import SamplingParams
 from ..async_llm import Ask
 from ..chat_prompt import render, template_source
 from ..engine.engine import Engine
+from ..parsing.custom import CustomCalls
 from ..parsing.forced import Forced
 from ..protocol.answers.answer import ChatBatch, ChatRequest, CompletionRequest, Prompted
+from ..protocol.context import Messages, edited, newest
 from ..protocol.pooling import EmbeddingRequest
+from ..protocol.tools import INPUT
 from .settings import Formats
 
 
@@ -35,17 +38,28 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
     tools = request.tools if request.tool_choice != "none" else []
     template = template_source(tokenizer, tools, request.template_options)
     tool_parser, reasoning_parser = formats.parsers(template)
-    text = render(tokenizer, request.messages, tools, request.template_options)
-    read = fitting(engine, "messages", text, request.truncate_prompt_tokens)
-    try:
-        tokens = tokenizer.encode(read, add_special_tokens=False)
-    except PromptError as error:
-        raise RequestError("messages", str(error)) from None
+
+    def encoded(messages: Messages) -> tuple[str, list[int]]:
+        text = render(tokenizer, messages, tools, request.template_options)
+        read = fitting(engine, "messages", text, request.truncate_prompt_tokens)
+        try:
+            return text, tokenizer.encode(read, add_special_tokens=False)
+        except PromptError as error:
+            raise RequestError("messages", str(error)) from None
+
+    messages, applied = edited(request.messages, request.edits, lambda messages: len(encoded(messages)[1]))
+    if request.drops_oldest:
+        room = room_of(engine, request.params)
+        messages = newest(messages, lambda messages: fits(encoded, messages, room))
+    text, tokens = encoded(messages)
     params, parser = request.params, None
     forced = request.tool_choice.removeprefix("function:") if request.tool_choice.startswith("function:") else None
+    bare = False  # whether the answer is the text that a custom tool takes
     if tools and (forced or request.tool_choice == "required"):
-        params = replace(params, structured_outputs=forced_call(params, tools, forced))
-        name = forced
+        if forced is None and len(tools) == 1:
+            forced = tools[0]["function"]["name"]
+        form, name = forced_call(request, tools, forced), forced
+        params, bare = replace(params, structured_outputs=form), name is not None and form == request.custom.get(name)
 
         def parser() -> Any:
             return Forced(name) if name else parsing.make_parser("llama3_json", None, True)
@@ -61,9 +75,24 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
         if parser().keeps_special and params.skip_special_tokens:
             params = replace(params, skip_special_tokens=False)
     compile_form(engine, params)
+    if tools and request.custom:
+        inner, checks = parser, checks_of(engine, request)
+
+        def parser() -> Any:
+            return CustomCalls(inner(), INPUT, checks, bare)
+
     tokens = truncated(tokens, request.truncate_prompt_tokens, params, engine)
     ask = Ask(tokens, params, text, request.terms)
-    return Prepared([ask], [Prompted(text, tokens)], parser, None if request.parallel_tool_calls else 1)
+    return Prepared(
+        [ask], [Prompted(text, tokens, applied=applied)], parser, None if request.parallel_tool_calls else 1
+    )
+
+
+def fits(encoded: Callable[[Messages], tuple[str, list[int]]], messages: Messages, room: int) -> bool:
+    try:
+        return len(encoded(messages)[1]) <= room
+    except TooLong:
+        return False
 
 
 def chat_batch(engine: Engine, request: ChatBatch, formats: Formats) -> Prepared:
@@ -73,23 +102,48 @@ def chat_batch(engine: Engine, request: ChatBatch, formats: Formats) -> Prepared
     return replace(found[0], asks=asks, prompts=prompts)
 
 
-def forced_call(params: SamplingParams, tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
+def forced_call(request: ChatRequest, tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
     """The form of an answer that is a call: the arguments of the one function, or a name and its arguments."""
-    if params.structured_outputs is not None:
+    if request.params.structured_outputs is not None:
         raise RequestError("tool_choice", "and a form of the answer cannot both be kept; leave one of them out")
     functions = [tool["function"] for tool in tools]
     if name is not None:
-        return {"json": next(function["parameters"] for function in functions if function["name"] == name)}
+        own = next(function["parameters"] for function in functions if function["name"] == name)
+        return dict(request.custom.get(name) or {"json": own})
+    if any("grammar" in (request.custom.get(function["name"]) or ()) for function in functions):
+        raise RequestError("tool_choice", "must name a tool that has a grammar, where others may be called too")
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": own_root(function["parameters"], i)},
+            "properties": {"name": {"const": function["name"]}, "arguments": arguments_of(request, function, i)},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
         for i, function in enumerate(functions)
     ]
     return {"json": json.dumps({"anyOf": calls})}
+
+
+def arguments_of(request: ChatRequest, function: dict[str, Any], index: int) -> dict[str, Any]:
+    """The schema of a function's arguments, of a custom tool with the form of its text."""
+    form = request.custom.get(function["name"])
+    if form is None:
+        return own_root(function["parameters"], index)
+    text = {"type": "string", "pattern": f"^(?:{form['regex']})$"}
+    return function["parameters"] | {"properties": {INPUT: text}}
+
+
+def checks_of(engine: Engine, request: ChatRequest) -> dict[str, Callable[[str], bool]]:
+    """For each custom tool whether a text has the form that it takes."""
+
+    def check(form: Mapping[str, Any] | None) -> Callable[[str], bool]:
+        if form is None:
+            return lambda text: True
+        if engine.grammars is None:
+            raise RequestError("tools", "cannot have a grammar: this server has no tokenizer for the model")
+        return engine.grammars.checker(form)
+
+    return {name: check(form) for name, form in request.custom.items()}
 
 
 def own_root(parameters: dict[str, Any], index: int) -> dict[str, Any]:
@@ -101,7 +155,10 @@ def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> 
     """The prompts of a completion request."""
     asks, prompts = [], []
     compile_form(engine, request.params)
-    for text, tokens in prompts_of(engine, "prompt", request, request.params):
+    given = replace(request, add_special_tokens=False) if request.suffix else request
+    for text, tokens in prompts_of(engine, "prompt", given, request.params):
+        if request.suffix:
+            text, tokens = None, round_gap(engine, request, tokens)
         asks.append(Ask(tokens, request.params, text, request.terms))
         if request.echo and (text is None or request.truncate_prompt_tokens is not None):
             tokenizer, vocabulary = needs_tokenizer(engine), engine.config.vocab_size
@@ -109,6 +166,16 @@ def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> 
         first = engine.tokenizer.token_text(tokens[0]) if request.echo and tokens else ""
         prompts.append(Prompted(text, tokens, first=first))
     return Prepared(asks, prompts, plain)
+
+
+def round_gap(engine: Engine, request: CompletionRequest, before: list[int]) -> list[int]:
+    """The prompt of a model that is to fill the gap between a text and its suffix."""
+    tokenizer = needs_tokenizer(engine)
+    if tokenizer.infill is None:
+        raise RequestError("suffix", "is not understood by this model: its tokenizer has no fill-in-the-middle tokens")
+    after = encode(engine, "suffix", request.suffix, False)
+    first = tokenizer.encode("") if request.add_special_tokens else []
+    return [*first, tokenizer.infill[0], *before, tokenizer.infill[1], *after, tokenizer.infill[2]]
 
 
 def prompts_of(
@@ -181,6 +248,9 @@ def truncated(tokens: list[int], most: int | None, params: SamplingParams, engin
     """The last tokens of a prompt, where no more are wanted."""
     if most is None:
         return tokens
-    if most == -1:
-        most = max(engine.max_len - (params.max_tokens or 1), 1)
-    return tokens[-most:]
+    return tokens[-(room_of(engine, params) if most == -1 else most) :]
+
+
+def room_of(engine: Engine, params: SamplingParams) -> int:
+    """The most tokens of a prompt that leave room for the answer."""
+    return max(engine.max_len - (params.max_tokens or 1), 1)

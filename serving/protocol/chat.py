@@ -1,21 +1,18 @@
 """OpenAI's /v1/chat/completions: a body to a request."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from ..api.errors import RequestError
 from ..api.params import MAX_LOGPROBS, SAMPLING
-from ..api.validation import boolean, integer, refuse_unknown, shown
+from ..api.validation import boolean, integer, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import ChatBatch, ChatRequest
 from .fields import (
     ABSENT,
     DELIVERY,
-    LABELS,
-    MAX_SCHEMA,
     TEMPLATE,
     TERMS,
     common_fields,
@@ -25,34 +22,31 @@ from .fields import (
     sampling_of,
     structure,
     template_options,
-    text,
 )
-from .objects import known_of, listed
+from .fields import LABELS as COMMON_LABELS
+from .objects import known_of, listed, plain
+from .tools import INPUT, MAX_TOOLS, Custom, choice_of, parse_choice, parse_function, parse_tools
 
 OWN_SAMPLING = sampling_fields("chat")
+LABELS = (*COMMON_LABELS, "prediction")  # which elsewhere makes the same answer come sooner
 FIELDS = (
     "model", "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",
-    "tool_choice", "parallel_tool_calls", "truncate_prompt_tokens", "echo",
+    "tool_choice", "parallel_tool_calls", "functions", "function_call", "truncate_prompt_tokens", "echo",
     *TEMPLATE, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 BATCH_FIELDS = tuple(name for name in FIELDS if name not in ("stream", "stream_options"))
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
     "modalities": ["text"],
-    "functions": [],
-    "function_call": "none",
     "documents": [],
     "prompt_cache_retention": "in_memory",
-    "verbosity": "medium",
 }
-REFUSED = dict.fromkeys(("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"), ABSENT)
-ROLES = ("system", "developer", "user", "assistant", "tool")
+REFUSED = dict.fromkeys(("audio", "moderation", "prompt_cache_options", "web_search_options"), ABSENT)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OWN_FIELDS = {  # of messages; clients send back `parsed` as they got it from content, and it says the same
-    "assistant": ("tool_calls", "reasoning", "reasoning_content", "refusal", "parsed"),
+    "assistant": ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal", "parsed"),
     "tool": ("tool_call_id",),
 }
-MAX_TOOLS = 128
-MAX_NAME = 128
-TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+FUNCTION = ("name", "description", "parameters")
 MAX_MESSAGES = 4096
 MAX_CONVERSATIONS = 2048  # in a batch
 
@@ -62,8 +56,8 @@ def parse(body: Any) -> ChatRequest:
     given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
     ignored: set[str] = set()
     messages = parse_messages(given.get("messages"), ignored)
-    tools = parse_tools(given.get("tools", []))
-    choice = parse_choice(given.get("tool_choice"), tools)
+    old = "functions" in given or "function_call" in given
+    tools, custom, choice = old_tools(given) if old else new_tools(given)
     own = {name: given[name] for name in OWN_SAMPLING if name in given} | form_of_text(structure(given), choice)
     own["max_tokens"] = given.get("max_tokens")  # not given: up to the model's length
     if "max_completion_tokens" in given:
@@ -83,8 +77,10 @@ def parse(body: Any) -> ChatRequest:
         **sampling_of(own),
         template_options=template_options(given),
         tools=tools,
+        custom=custom,
+        old_calls=old,
         tool_choice=choice,
-        parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
+        parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)) and not old,
         echo=boolean("echo", given.get("echo", False)),
         **common,
     )
@@ -105,11 +101,45 @@ def parse_batch(body: Any) -> ChatBatch:
     return ChatBatch(**given | {"ignored": tuple(sorted(ignored)), "conversations": found})
 
 
+def new_tools(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Custom, str]:
+    """The tools that may be called, which of them are custom, and the tool choice."""
+    tools, custom = parse_tools(given.get("tools", []), nested=True)
+    tools, choice = parse_choice(given.get("tool_choice"), tools, nested=True)
+    return tools, custom, choice
+
+
+def old_tools(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Custom, str]:
+    """The same under their old names, `functions` and `function_call`."""
+    for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+        if new in given:
+            raise RequestError(new, f"and {old if old in given else 'functions'} are its new and its old name; use one")
+    tools = [
+        {"type": "function", "function": parse_function(f"functions[{i}]", plain(f"functions[{i}]", one, FUNCTION))}
+        for i, one in enumerate(listed("functions", given.get("functions", []), MAX_TOOLS))
+    ]
+    choice = given.get("function_call", "auto")
+    if isinstance(choice, Mapping):
+        name = plain("function_call", choice, ("name",)).get("name")
+        return tools, {}, choice_of(name, "function_call.name", tools)
+    if choice not in ("auto", "none"):
+        raise RequestError("function_call", f"must be auto, none or {{'name': ...}}, got {shown(choice)}")
+    return tools, {}, choice
+
+
 def parse_messages(value: Any, ignored: set[str], where: str = "messages") -> list[dict[str, Any]]:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_MESSAGES:
         got = f"{len(value)} of them" if isinstance(value, list) else shown(value)
         raise RequestError(where, f"must be a list of 1 to {MAX_MESSAGES} messages, got {got}")
-    return [parse_message(f"{where}[{i}]", message, ignored) for i, message in enumerate(value)]
+    found = [parse_message(f"{where}[{i}]", message, ignored) for i, message in enumerate(value)]
+    calls: dict[str, str] = {}  # the ids of calls by the names of functions: results under the old name have no other
+    for i, message in enumerate(found):
+        for call in message.get("tool_calls", ()):
+            if "tool_calls" not in value[i]:
+                call["id"] = f"call{i:05d}"
+            calls[call["function"]["name"]] = call.get("id", "")
+        if message["role"] == "function":
+            message |= {"role": "tool", "tool_call_id": calls.get(message.get("name", ""), f"call{i:05d}")}
+    return found
 
 
 def parse_message(where: str, message: Any, ignored: set[str]) -> dict[str, Any]:
@@ -122,6 +152,8 @@ def parse_message(where: str, message: Any, ignored: set[str]) -> dict[str, Any]
     given = known_of(where, given, ("role", "content", "name", *OWN_FIELDS.get(role, ())), ignored)
     found: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = given.get("tool_calls")
+    if calls is None and "function_call" in given:
+        calls = [{"function": given["function_call"]}]
     if "refusal" in given and "content" in given:
         raise RequestError(f"{where}.refusal", "and content are both given; leave one of them out")
     if "refusal" in given:
@@ -145,13 +177,18 @@ def parse_message(where: str, message: Any, ignored: set[str]) -> dict[str, Any]
 
 def parse_call(where: str, call: Any, ignored: set[str]) -> dict[str, Any]:
     """A call that an earlier answer made; chat templates take its arguments as an object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+    kind = call.get("type", "function") if isinstance(call, Mapping) else None
+    given = call.get(kind) if kind in ("function", "custom") else None
+    if not isinstance(given, Mapping):
         raise RequestError(where, f"must be an object with id, type 'function' and function, got {shown(call)}")
-    call = known_of(where, call, ("id", "type", "function", "index"), ignored)
-    function = known_of(f"{where}.function", function, ("name", "arguments", "parsed_arguments"), ignored)
-    name = unicode(f"{where}.function.name", function.get("name"))
-    arguments = read_arguments(f"{where}.function.arguments", function.get("arguments", "{}"))
+    call = known_of(where, call, ("id", "type", kind, "index"), ignored)
+    names = ("name", "input") if kind == "custom" else ("name", "arguments", "parsed_arguments")  # the last by clients
+    given = known_of(f"{where}.{kind}", given, names, ignored)
+    name = unicode(f"{where}.{kind}.name", given.get("name"))
+    if kind == "custom":
+        arguments = {INPUT: unicode(f"{where}.custom.input", given.get("input"))}
+    else:
+        arguments = read_arguments(f"{where}.function.arguments", given.get("arguments", "{}"))
     found = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return found | ({"id": unicode(f"{where}.id", call["id"])} if call.get("id") is not None else {})
 
@@ -181,58 +218,3 @@ def content_text(where: str, content: Any, ignored: set[str]) -> str:
         part = known_of(f"{where}[{i}]", part, ("type", "text", "refusal", "annotations"), ignored)
         lines.append(unicode(f"{where}[{i}].text", part.get("text", part.get("refusal"))))
     return "\n".join(lines)
-
-
-def parse_tools(value: Any) -> list[dict[str, Any]]:
-    """Functions that the model may call, as chat templates take them."""
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        got = f"{len(value)} of them" if isinstance(value, list) else shown(value)
-        raise RequestError("tools", f"must be a list of at most {MAX_TOOLS} tools, got {got}")
-    found = []
-    for i, tool in enumerate(value):
-        where = f"tools[{i}]"
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or tool.get("type") != "function":
-            raise RequestError(where, f"must be {{'type': 'function', 'function': {{...}}}}, got {shown(tool)}")
-        refuse_unknown(tool, ("type", "function"), f"{where}.")
-        found.append({"type": "function", "function": parse_function(f"{where}.function", function)})
-    return found
-
-
-def parse_function(where: str, function: Mapping[str, Any]) -> dict[str, Any]:
-    """A function's name, what it does, and the schema of its arguments."""
-    refuse_unknown(function, ("name", "description", "parameters", "strict"), f"{where}.")
-    name = function.get("name")
-    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not TOOL_NAME.fullmatch(name):
-        raise RequestError(f"{where}.name", f"must be 1 to {MAX_NAME} letters, digits, _, - and ., got {shown(name)}")
-    parameters = function.get("parameters")
-    if parameters is None:
-        parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping) or len(json.dumps(parameters)) > MAX_SCHEMA:
-        raise RequestError(
-            f"{where}.parameters", f"must be a JSON schema of at most {MAX_SCHEMA} bytes, got {shown(parameters)}"
-        )
-    found = {"name": name, "parameters": dict(parameters)}
-    if function.get("description") is not None:
-        found["description"] = text(f"{where}.description", function["description"], MAX_SCHEMA)
-    return found
-
-
-def parse_choice(value: Any, tools: list[dict[str, Any]]) -> str:
-    """`auto`, `none`, `required`, or `function:NAME`."""
-    if value is None:
-        return "auto"
-    names = [tool["function"]["name"] for tool in tools]
-    if isinstance(value, str) and value in ("auto", "none", "required"):
-        if value == "required" and not tools:
-            raise RequestError("tool_choice", "is 'required' and tools are missing")
-        return value
-    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise RequestError(
-            "tool_choice", f"must be auto, none, required or {{'type': 'function', ...}}, got {shown(value)}"
-        )
-    if name not in names:
-        raise RequestError("tool_choice.function.name", f"must be one of the tools, got {shown(name)}")
-    return f"function:{name}"

@@ -12,16 +12,15 @@ from .fields import DELIVERY, LABELS, TERMS, common_fields, known_fields, sampli
 
 OWN_SAMPLING = sampling_fields("completions")
 FIELDS = (
-    "model", "prompt", "echo", "response_format", "truncate_prompt_tokens",
+    "model", "prompt", "suffix", "echo", "response_format", "truncate_prompt_tokens",
     "add_special_tokens", *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
-NEUTRAL = {"suffix": ""}
 MAX_PROMPTS = 2048  # in one request
 
 
 def parse(body: Any) -> CompletionRequest:
     """The request in a body."""
-    given = known_fields(body, FIELDS, NEUTRAL)
+    given = known_fields(body, FIELDS, {})
     own = {name: given[name] for name in OWN_SAMPLING if name in given} | structure(given)
     common, echo = common_fields(given), boolean("echo", given.get("echo", False))
     silent = echo and own.get("max_tokens") == 0 and own["max_tokens"] is not False
@@ -38,7 +37,11 @@ def parse(body: Any) -> CompletionRequest:
             raise RequestError("echo", "with logprobs cannot be streamed; leave one of them out")
     if echo and params.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=params.logprobs)
+    suffix = unicode("suffix", given.get("suffix", ""))
+    if suffix and echo:
+        raise RequestError("echo", "has no place for a suffix; leave one of them out")
     return CompletionRequest(
+        suffix=suffix,
         prompts=parse_prompts(given.get("prompt")),
         params=params,
         given=sampling["given"],

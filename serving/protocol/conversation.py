@@ -48,10 +48,3 @@ class Conversation:
         if name is None:
             raise RequestError(where, f"must be the id of a call that stands before it, got {shown(call_id)}")
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text, "name": name})
-
-
-def choice_of(name: Any, where: str, tools: list[dict[str, Any]]) -> str:
-    """The tool choice that means one function."""
-    if not isinstance(name, str) or name not in [tool["function"]["name"] for tool in tools]:
-        raise RequestError(where, f"must be the name of one of the tools, got {shown(name)}")
-    return f"function:{name}"

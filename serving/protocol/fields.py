@@ -14,7 +14,9 @@ DELIVERY = ("stream", "stream_options", "return_token_ids", "return_tokens_as_to
 TERMS = tuple(name for name, declaration in declarations(Terms).items() if declaration.endpoints)
 TEMPLATE = (
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "reasoning_effort",
+    "verbosity",
 )  # fmt: skip
+VERBOSITIES = ("low", "medium", "high")
 MAX_REQUEST_ID = 128
 MAX_TEMPLATE = 65_536  # characters
 MAX_SCHEMA = 65_536
@@ -103,6 +105,8 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(options)
     if "reasoning_effort" in given:
         found["reasoning_effort"] = unicode_text("reasoning_effort", given["reasoning_effort"])
+    if "verbosity" in given:
+        found |= verbosity_of("verbosity", given["verbosity"])
     if "chat_template" in given:
         found["chat_template"] = text("chat_template", given["chat_template"], MAX_TEMPLATE)
     goes_on = boolean("continue_final_message", given.get("continue_final_message", False))
@@ -116,6 +120,13 @@ def sampling_of(own: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request about sampling: all parameters, and the names of those that it gives."""
     given = frozenset(name for name, value in own.items() if value is not None)
     return {"params": SamplingParams.from_dict(own), "given": given}
+
+
+def verbosity_of(where: str, value: Any) -> dict[str, Any]:
+    """How much is to be said, as a variable of the chat template."""
+    if value not in VERBOSITIES:
+        raise RequestError(where, f"must be one of {', '.join(VERBOSITIES)}, got {shown(value)}")
+    return {"verbosity": value}
 
 
 def truncation(given: Mapping[str, Any]) -> int | None:

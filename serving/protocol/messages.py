@@ -7,8 +7,9 @@ from ..api.errors import RequestError
 from ..api.params import SAMPLING
 from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicode_text
 from .answers.answer import ChatRequest
-from .chat import MAX_MESSAGES, MAX_TOOLS, parse_function
-from .conversation import Conversation, choice_of
+from .chat import MAX_MESSAGES
+from .context import parse_edits
+from .conversation import Conversation
 from .fields import (
     ABSENT,
     TERMS,
@@ -21,18 +22,20 @@ from .fields import (
     template_options,
 )
 from .objects import listed, message_of, plain, texts, typed
+from .tools import MAX_TOOLS, choice_of, parse_function
 
 OWN_SAMPLING = sampling_fields("messages")
 # What is computed for a prompt is found again without being asked for, so cache_control labels like the others.
 LABELS = ("metadata", "service_tier", "user_profile_id", "workspace_id", "cache_control")
 COUNTED = (  # fields that say something of the prompt
     "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "add_generation_prompt",
-    "continue_final_message", "chat_template", "chat_template_kwargs", "truncate_prompt_tokens", *LABELS,
+    "continue_final_message", "chat_template", "chat_template_kwargs", "truncate_prompt_tokens",
+    "context_management", *LABELS,
 )  # fmt: skip
 FIELDS = (*COUNTED, "stop_sequences", "stream", "request_id", *OWN_SAMPLING, *TERMS)
 NEUTRAL = {"mcp_servers": [], "n": 1, "echo": False, "return_token_ids": False, "speed": "standard"}
 REFUSED = {
-    **dict.fromkeys(("container", "context_management", "diagnostics", "inference_geo"), ABSENT),
+    **dict.fromkeys(("container", "diagnostics", "inference_geo"), ABSENT),
     **dict.fromkeys(("logprobs", "prompt_logprobs", "top_logprobs"), ABSENT),
     "max_completion_tokens": "is max_tokens here",
     "reasoning_effort": "is output_config.effort here",
@@ -93,6 +96,7 @@ def request_of(given: dict[str, Any], own: dict[str, Any]) -> ChatRequest:
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
+        edits=parse_edits(given.get("context_management")),
         **common_fields(given),
     )
 

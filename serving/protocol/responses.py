@@ -8,8 +8,8 @@ from ..api.params import MAX_LOGPROBS, SAMPLING
 from ..api.validation import boolean, integer, shown, unicode_text
 from . import fields
 from .answers.answer import ResponsesRequest
-from .chat import MAX_MESSAGES, MAX_TOOLS, parse_choice, parse_function, read_arguments
-from .conversation import Conversation, choice_of
+from .chat import MAX_MESSAGES, read_arguments
+from .conversation import Conversation
 from .fields import (
     ABSENT,
     TERMS,
@@ -20,15 +20,18 @@ from .fields import (
     sampling_of,
     structured,
     template_options,
+    verbosity_of,
 )
 from .objects import listed, message_of, plain, texts, typed
+from .tools import INPUT, parse_choice, parse_tools
 
 OWN_SAMPLING = sampling_fields("responses")
 LABELS = tuple(name for name in fields.LABELS if name != "store")  # here it is more than a label
 FIELDS = (
     "model", "input", "instructions", "max_output_tokens", "top_logprobs", "include", "stream", "request_id", "tools",
-    "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncate_prompt_tokens", "add_generation_prompt",
-    "continue_final_message", "chat_template", "chat_template_kwargs", "store", "background", "previous_response_id",
+    "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "truncate_prompt_tokens",
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
+    "store", "background", "previous_response_id",
     *OWN_SAMPLING, *TERMS, *LABELS,
 )  # fmt: skip
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
@@ -38,7 +41,6 @@ NEUTRAL = {  # fields that are not implemented, with the value that asks for not
     "prompt_cache_retention": "in_memory",
     "return_token_ids": False,
     "stream_options": {"include_obfuscation": False},
-    "truncation": "disabled",
 }
 REFUSED = {
     "conversation": "is not implemented; previous_response_id goes on from a response",
@@ -63,6 +65,8 @@ ITEMS = {
     "message": ("role", "content", "id", "status", "phase"),
     "function_call": ("call_id", "name", "arguments", "id", "status"),
     "function_call_output": ("call_id", "output", "name", "id", "status"),
+    "custom_tool_call": ("call_id", "name", "input", "id", "status"),
+    "custom_tool_call_output": ("call_id", "output", "name", "id", "status"),
     "reasoning": ("summary", "content", "encrypted_content", "id", "status"),
 }
 PARTS = {"input_text": ("text",), "output_text": ("text", "annotations", "logprobs"), "refusal": ("refusal",)}
@@ -72,14 +76,19 @@ FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "description",
 def parse(body: Any, history: Callable[[str], list[dict[str, Any]]] | None = None) -> ResponsesRequest:
     """The request in a body; `history` gives the items that led to a stored response, and its own."""
     given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
-    tools = parse_tools(given.get("tools", []))
-    choice = parse_tool_choice(given.get("tool_choice"), tools)
-    own = {name: given[name] for name in OWN_SAMPLING if name in given} | form_of_text(parse_format(given), choice)
+    text = plain("text", given.get("text", {}), ("format", "verbosity"))
+    tools, custom = parse_tools(given.get("tools", []), nested=False)
+    tools, choice = parse_choice(given.get("tool_choice"), tools, nested=False)
+    own = {name: given[name] for name in OWN_SAMPLING if name in given} | form_of_text(
+        parse_format(text, given), choice
+    )
     own["max_tokens"] = given.get("max_output_tokens")  # not given: up to the model's length
     if own["max_tokens"] is not None:
         SAMPLING["max_tokens"].rule.check("max_output_tokens", own["max_tokens"])
     own["logprobs"] = parse_logprobs(given)
-    effort = parse_effort(given.get("reasoning", {}))
+    told = parse_effort(given.get("reasoning", {}))
+    if "verbosity" in text:
+        told |= verbosity_of("text.verbosity", text["verbosity"])
     ignored: set[str] = set()
     before, previous = [], given.get("previous_response_id")
     if previous is not None:
@@ -95,9 +104,11 @@ def parse(body: Any, history: Callable[[str], list[dict[str, Any]]] | None = Non
         previous_response_id=previous,
         ignored=tuple(sorted(ignored)),
         **sampling_of(own),
-        template_options=effort | template_options(given),
+        template_options=told | template_options(given),
         tools=tools,
+        custom=custom,
         tool_choice=choice,
+        drops_oldest=drops_oldest(given),
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
         **common,
     )
@@ -178,6 +189,11 @@ def add_call(talk: Conversation, where: str, given: dict[str, Any], _: str | Non
     talk.call(name, call_id, read_arguments(f"{where}.arguments", given.get("arguments")))
 
 
+def add_custom_call(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
+    name, call_id, text = (unicode_text(f"{where}.{name}", given.get(name)) for name in ("name", "call_id", "input"))
+    talk.call(name, call_id, {INPUT: text})
+
+
 def add_output(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
     text = texts(f"{where}.output", given.get("output"), PARTS, MAX_MESSAGES)
     talk.result(f"{where}.call_id", given.get("call_id"), text)
@@ -188,14 +204,21 @@ ADD = {
     "reasoning": add_reasoning,
     "function_call": add_call,
     "function_call_output": add_output,
+    "custom_tool_call": add_custom_call,
+    "custom_tool_call_output": add_output,
 }
 
 
-def parse_format(given: Mapping[str, Any]) -> dict[str, Any]:
+def drops_oldest(given: Mapping[str, Any]) -> bool:
+    """Whether the oldest turns may be left out where not all fit."""
+    value = given.get("truncation", "disabled")
+    if value not in ("auto", "disabled"):
+        raise RequestError("truncation", f"must be auto or disabled, got {shown(value)}")
+    return value == "auto"
+
+
+def parse_format(text: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The form of the text as the sampling parameter that it stands for."""
-    text = plain("text", given.get("text", {}), ("format", "verbosity"))
-    if text.get("verbosity", "medium") != "medium":
-        raise RequestError("text.verbosity", f"must be 'medium', there is no other, got {shown(text['verbosity'])}")
     form = typed("text.format", text.get("format", {"type": "text"}), FORMATS)
     return structured("text.format", form["type"], given, "text.format", form)
 
@@ -226,19 +249,3 @@ def parse_effort(value: Any) -> dict[str, Any]:
     if effort not in EFFORTS:
         raise RequestError("reasoning.effort", f"must be one of {', '.join(EFFORTS)}, got {shown(effort)}")
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
-
-
-def parse_tools(value: Any) -> list[dict[str, Any]]:
-    found = []
-    for i, tool in enumerate(listed("tools", value, MAX_TOOLS)):
-        given = typed(f"tools[{i}]", tool, {"function": ("name", "description", "parameters", "strict")})
-        del given["type"]
-        found.append({"type": "function", "function": parse_function(f"tools[{i}]", given)})
-    return found
-
-
-def parse_tool_choice(value: Any, tools: list[dict[str, Any]]) -> str:
-    """`auto`, `none`, `required`, or `function:NAME`."""
-    if not isinstance(value, Mapping):
-        return parse_choice(value, tools)
-    return choice_of(typed("tool_choice", value, {"function": ("name",)}).get("name"), "tool_choice.name", tools)

@@ -4,6 +4,7 @@ from ..api.params import MAX_CHOICES, SAMPLING, Terms, declarations
 from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, whole
 from . import chat, cohere, completion, label_scores, messages, pooling, responses
 from .completion import MAX_PROMPTS
+from .fields import VERBOSITIES
 from .tokens import DETOKENIZE, TOKENIZE
 
 TEXT: Schema = {"type": "string"}
@@ -21,6 +22,8 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     },
     "return_tokens_as_token_ids": FLAG.schema,
     "return_token_ids": FLAG.schema, "request_id": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
+    "verbosity": {"enum": list(VERBOSITIES)}, "functions": many(OBJECT, 128), "function_call": ANYTHING,
+    "truncation": {"enum": ["auto", "disabled"]}, "context_management": OBJECT,
     "add_generation_prompt": FLAG.schema, "continue_final_message": FLAG.schema, "chat_template": TEXT,
     "chat_template_kwargs": OBJECT, "reasoning_effort": TEXT, "echo": FLAG.schema,
     "truncate_prompt_tokens": whole(-1).schema, "add_special_tokens": FLAG.schema,
@@ -28,7 +31,7 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "messages": many(MESSAGE, 4096, 1), "tools": many(OBJECT, 128), "tool_choice": ANYTHING,
     "parallel_tool_calls": FLAG.schema, "response_format": OBJECT, "user": TEXT, "metadata": OBJECT,
     "store": FLAG.schema, "service_tier": TEXT, "safety_identifier": TEXT, "prompt_cache_key": TEXT,
-    "suffix": {"const": ""}, "modalities": {"const": ["text"]}, "tokens": many(TOKEN, 1 << 20),
+    "suffix": TEXT, "modalities": {"const": ["text"]}, "tokens": many(TOKEN, 1 << 20),
     "return_token_strs": FLAG.schema, "system": CONTENT, "input": {"anyOf": [TEXT, many(OBJECT, 4096, 1)]},
     "instructions": TEXT, "encoding_format": {"enum": ["float", "base64"]},
     "dimensions": whole(1, pooling.MAX_DIMENSIONS).schema, "query": TEXT, "documents": many(TEXT, MAX_PROMPTS, 1),

@@ -7,8 +7,9 @@ from typing import Any
 from ..api.errors import RequestError
 from ..api.validation import INT32_MAX, boolean, integer, token_ids
 from ..api.validation import unicode_text as unicode
-from .chat import parse_messages, parse_tools
+from .chat import parse_messages
 from .fields import TEMPLATE, known_fields, template_options
+from .tools import parse_tools
 
 TOKENIZE = ("model", "prompt", "messages", "tools", "add_special_tokens", "return_token_strs", *TEMPLATE)
 DETOKENIZE = ("model", "tokens", "skip_special_tokens")
@@ -47,7 +48,7 @@ def parse_tokenize(body: Any) -> TokenizeRequest:
         given.get("model"),
         None if chat else unicode("prompt", given["prompt"]),
         messages,
-        parse_tools(given.get("tools", [])) if chat else [],
+        parse_tools(given.get("tools", []), nested=True)[0] if chat else [],
         template_options(given),
         boolean("add_special_tokens", given.get("add_special_tokens", not chat)),
         boolean("return_token_strs", given.get("return_token_strs", False)),

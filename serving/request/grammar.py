@@ -10,7 +10,7 @@ cut the text as they do any other. Log-probabilities are the model's own, from b
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -118,6 +118,21 @@ class Grammars:
                 self.kept_text -= self.kept.popitem(last=False)[1][1]
         return matcher
 
+    def checker(self, structure: Mapping[str, Any]) -> Callable[[str], bool]:
+        """Whether a text has the form of a checked `structured_outputs`, whatever its tokens."""
+        import llguidance
+
+        self.compile(structure)  # refuses what cannot be served
+        limits = llguidance.LLParserLimits(**LIMITS)
+        grammar = whole(json.dumps(body_of(structure), ensure_ascii=False), "")
+        matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0, limits=limits)
+
+        def holds(text: str) -> bool:
+            trial = matcher.deep_copy()
+            return trial.consume_tokens(list(text.encode())) and trial.is_accepting()
+
+        return holds
+
     def made(self, body: str) -> "LLMatcher":
         """A new matcher, or why there is none."""
         if not self.tokenizer.shows_bytes:
@@ -195,7 +210,7 @@ def body_of(structure: Mapping[str, Any]) -> dict[str, Any]:
 def strict(schema: dict[str, Any], spacing: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """A schema with the spaces that were asked for, here or in the schema itself."""
     spacing = spacing or schema.get("x-guidance") or {"whitespace_pattern": SPACES}
-    return schema | {"x-guidance": STRICT | spacing}
+    return schema | {"x-guidance": {**STRICT, **spacing}}
 
 
 def whole(body: str, before: str) -> str:

@@ -149,7 +149,7 @@ def test_a_conversation_is_the_same_prompt_as_over_http(llm, fields):
     ("fields", "words"),
     [
         ({"tools": [TOOL]}, "tools: cannot be told to this model"),
-        ({"tools": [{"name": "f"}]}, r"tools\[0\]: must be"),
+        ({"tools": [{"name": "f"}]}, r"tools\[0\].type: must be"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs: must be a JSON object"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message: needs"),

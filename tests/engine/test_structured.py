@@ -487,7 +487,7 @@ def test_hostile_grammars_are_refused_or_served_in_time(llm):
         ({"choice": ["a", ""]}, r"choice\[1\]"),
         ({"choice": ["a"] * 1025}, "at most 1024"),
         ("json", "must be an object"),
-        ({"json": {"$schema": "http://json-schema.org/draft-03/schema#"}}, r"json.\$schema: must be draft 4 or later"),
+        ({"json": {"$schema": "json-schema.org/draft-03/schema#"}}, r"json.\$schema: must be draft 4 or later"),
         ({"json": {"x-guidance": {"lenient": True}}}, "json.x-guidance.lenient: unknown field"),
         ({"json": {"x-guidance": {"whitespace_flexible": 1}}}, "x-guidance.whitespace_flexible: must be true or false"),
         ({"json": {"x-guidance": {"whitespace_flexible": True}}, "disable_any_whitespace": True}, "say the same"),

@@ -44,6 +44,8 @@ USED = {
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "look_up", "description": "Weather", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
+DIGITS = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
+CUSTOM = {"type": "custom", "custom": {"name": "sums", "description": "Adds", "format": DIGITS}}
 OURS = {"stop_reason", "reasoning", "reasoning_content", "token_ids", "prompt_token_ids", "prompt_logprobs"}
 
 
@@ -148,8 +150,7 @@ def calling(**function) -> list[Any]:
         ("Hi", "messages: must be a list"),
         (ASK * 4097, "messages: must be a list of 1 to 4096 messages, got 4097 of them"),
         ([5], "messages[0]: must be an object"),
-        ([*ASK, {"content": "x"}], "messages[1].role: must be one of system, developer, user, assistant, tool, got No"),
-        ([{"role": "function", "content": "x"}], "messages[0].role: must be one of"),
+        ([*ASK, {"content": "x"}], "messages[1].role: must be one of system, developer, user, assistant, tool, fun"),
         ([{"role": ["user"], "content": "x"}], "messages[0].role: must be one of"),
         ([{"role": "user"}], "messages[0].content: must be a string, got None"),
         ([{"role": "assistant"}], "messages[0].content: must be a string, got None"),
@@ -196,9 +197,9 @@ def test_tools():
     assert chat(tools=[bare]).tools == [expected]
     assert chat(tools=[]) == chat()
     for value, message in (
-        ("x", "tools: must be a list of at most 128 tools, got 'x'"),
-        ([TOOL] * 129, "tools: must be a list of at most 128 tools, got 129 of them"),
-        ([{"type": "web_search"}], "tools[0]: must be {'type': 'function', 'function': {...}}"),
+        ("x", "tools: must be a list of 0 to 128, got 'x'"),
+        ([TOOL] * 129, "tools: must be a list of 0 to 128, got 129 of them"),
+        ([{"type": "web_search"}], "tools[0].type: must be function or custom, got 'web_search'"),
         ([{**TOOL, "strict": True}], "tools[0].strict: unknown field"),
         ([{"type": "function", "function": {**FUNCTION, "name": "a b"}}], "tools[0].function.name: must be 1 to"),
         ([{"type": "function", "function": {**FUNCTION, "parameters": 5}}], "tools[0].function.parameters: must be a"),
@@ -220,12 +221,79 @@ def test_tool_choice():
     assert not chat(tools=[TOOL], parallel_tool_calls=False).parallel_tool_calls
     for value, message in (
         ("any", "tool_choice: must be auto, none, required or"),
-        ({"type": "function"}, "tool_choice: must be"),
-        ({"type": "allowed_tools"}, "tool_choice: must be"),
-        ({"type": "function", "function": {"name": "x"}}, "tool_choice.function.name: must be one of the tools"),
+        ({"type": "function"}, "tool_choice.function: must be a JSON object"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools: must be a JSON object"),
+        ({"type": "function", "function": {"name": "x"}}, "tool_choice.function.name: must be the name of one of"),
     ):
         assert refused(tools=[TOOL], tool_choice=value).startswith(message)
     assert refused(tool_choice="required") == "tool_choice: is 'required' and tools are missing"
+
+
+def test_allowed_tools():
+    """Only these are told to the model; the names are those of tools, in either spelling."""
+    now = {"type": "function", "function": {"name": "now"}}
+    chosen = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [now]}}
+    found = chat(tools=[TOOL, now, CUSTOM], tool_choice=chosen)
+    assert [tool["function"]["name"] for tool in found.tools] == ["now"] and found.tool_choice == "required"
+    chosen["allowed_tools"] |= {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "sums"}}]}
+    assert [tool["function"]["name"] for tool in chat(tools=[TOOL, CUSTOM], tool_choice=chosen).tools] == ["sums"]
+    for wrong, message in (
+        ({"mode": "any", "tools": [now]}, "tool_choice.allowed_tools.mode: must be auto or required, got 'any'"),
+        ({"mode": "auto", "tools": []}, "tool_choice.allowed_tools.tools: must be a list of 1 to 128"),
+        ({"mode": "auto", "tools": [now]}, "tool_choice.allowed_tools.tools[0].function.name: must be the name"),
+    ):
+        assert refused(tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": wrong}).startswith(message)
+
+
+def test_custom_tools():
+    """They are told as functions with one text, and their grammars are kept beside."""
+    found = chat(tools=[TOOL, CUSTOM, {"type": "custom", "custom": {"name": "free"}}])
+    assert found.custom == {"sums": {"regex": "[0-9]+"}, "free": None}
+    told = found.tools[1]["function"]
+    assert told["parameters"]["required"] == ["input"] and "[0-9]+" in str(told["parameters"])
+    named = {"type": "custom", "custom": {"name": "sums"}}
+    assert chat(tools=[CUSTOM], tool_choice=named).tool_choice == "function:sums"
+    call = {"id": "a", "type": "custom", "custom": {"name": "sums", "input": "12"}}
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    assert message["tool_calls"] == [
+        {"id": "a", "type": "function", "function": {"name": "sums", "arguments": {"input": "12"}}}
+    ]
+    for form, message in (
+        ({"type": "json"}, "tools[0].custom.format.type: must be text or grammar"),
+        ({"type": "grammar"}, "tools[0].custom.format.grammar: must be a JSON object"),
+        (
+            {"type": "grammar", "grammar": {"syntax": "ebnf", "definition": "x"}},
+            "tools[0].custom.format.grammar.syntax",
+        ),
+        ({"type": "grammar", "grammar": {"syntax": "lark"}}, "tools[0].custom.format.grammar.definition: must be a s"),
+    ):
+        assert refused(tools=[{"type": "custom", "custom": {"name": "x", "format": form}}]).startswith(message)
+
+
+def test_the_old_names_of_tools():
+    found = chat(functions=[FUNCTION], function_call={"name": "look_up"})
+    assert found.old_calls and found.tools == [TOOL] and found.tool_choice == "function:look_up"
+    assert not found.parallel_tool_calls and chat(functions=[FUNCTION], function_call="none").tool_choice == "none"
+    given = [
+        *ASK,
+        {"role": "assistant", "content": None, "function_call": {"name": "look_up", "arguments": '{"city": "Rome"}'}},
+        {"role": "function", "name": "look_up", "content": "sun"},
+    ]
+    called, result = chat(messages=given).messages[1:]
+    assert called["tool_calls"][0]["function"] == {"name": "look_up", "arguments": {"city": "Rome"}}
+    assert result == {
+        "role": "tool", "name": "look_up", "content": "sun", "tool_call_id": called["tool_calls"][0]["id"],
+    }  # fmt: skip
+    assert refused(functions=[FUNCTION], tools=[TOOL]).startswith("tools: and functions are its new and its old name")
+    assert refused(functions=[FUNCTION], tool_choice="auto").startswith("tool_choice: and functions")
+    assert refused(functions=[FUNCTION], function_call="any").startswith("function_call: must be auto, none or")
+    assert refused(functions=[FUNCTION], function_call={"name": "x"}).startswith("function_call.name: must be the name")
+    body = chat_answer.response(
+        HEAD, found, None, [FinishedChoice(0, None, "tool_calls", calls=[ToolCall("a", "look_up", "{}")])], USAGE
+    )
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+    assert choice["message"]["function_call"] == {"name": "look_up", "arguments": "{}"}
 
 
 def test_a_form_of_the_text_says_nothing_of_a_call():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from typing import Any, Literal
 
@@ -780,3 +781,110 @@ def test_embeddings(ask_bundled):
     with pytest.raises(openai.BadRequestError) as caught:
         ask_bundled.embeddings.create(**asked, dimensions=193)
     assert caught.value.param == "dimensions"
+
+
+SUMS = {
+    "name": "sums",
+    "description": "Adds.",
+    "format": {"type": "grammar", "syntax": "regex", "definition": "[1-9]\\+[1-9]"},
+}
+NESTED = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[1-9]\\+[1-9]"}}
+CUSTOM: Any = {"type": "custom", "custom": SUMS | {"format": NESTED}}
+
+
+@shows("openai", "tools of type custom, with a text or a grammar; of chat and of responses")
+def test_custom_tools(ask):
+    """A call has the text; one that breaks its grammar is told as text. The results are sent back."""
+    for streams in (False, True):
+        asked: dict[str, Any] = {"model": "quill", "tools": [CUSTOM]}
+        found = ask.chat.completions.create(messages=user("sum of 1+2"), stream=streams, **asked)
+        if streams:
+            calls = [call for chunk in found for call in chunk.choices[0].delta.tool_calls or ()]
+            assert [(call.type, call.custom) for call in calls] == [("custom", {"name": "sums", "input": "1+2"})]
+            continue
+        (choice,) = found.choices
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.custom.name, call.custom.input) == ("custom", "sums", "1+2")
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "I add."
+        back = [*user("sum of 1+2"), choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        assert ask.chat.completions.create(messages=back, **asked).choices[0].message.content == "It is 3."
+        (choice,) = ask.chat.completions.create(messages=user("sum of one"), **asked).choices
+        assert choice.message.tool_calls is None and choice.message.content == "I add.one"
+    asked = {"model": "quill", "tools": [{"type": "custom", **SUMS}]}
+    found = ask.responses.create(input="sum of 1+2", **asked)
+    (call,) = [item for item in found.output if item.type == "custom_tool_call"]
+    assert (call.name, call.input) == ("sums", "1+2")
+    with ask.responses.stream(input="sum of 1+2", **asked) as stream:
+        events = [event for event in stream if "custom_tool_call" in event.type]
+    assert events[-1].type == "response.custom_tool_call_input.done" and events[-1].input == "1+2"
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "3"}
+    back = [*user("sum of 1+2"), *found.output, result]
+    assert ask.responses.create(input=back, **asked).output_text == "It is 3."
+
+
+@shows("openai", "tool_choice of type custom and allowed_tools")
+def test_tools_that_are_chosen(ask_bundled):
+    """The text keeps its grammar; of several tools only the allowed ones are called."""
+    asked: dict[str, Any] = {"model": "quill", "max_tokens": 60, "temperature": 1, "seed": 1}
+    named = {"type": "custom", "custom": {"name": "sums"}}
+    (call,) = (
+        ask_bundled.chat.completions.create(messages=user("Add"), tools=[TOOL, CUSTOM], tool_choice=named, **asked)
+        .choices[0].message.tool_calls
+    )  # fmt: skip
+    assert re.fullmatch("[1-9][+][1-9]", call.custom.input)
+    lark = {"syntax": "lark", "definition": 'start: "yes" | "no"'}
+    tool = {"type": "custom", "custom": {"name": "say", "format": {"type": "grammar", "grammar": lark}}}
+    found = ask_bundled.chat.completions.create(messages=user("?"), tools=[tool], tool_choice="required", **asked)
+    assert found.choices[0].message.tool_calls[0].custom.input in ("yes", "no")
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "sums"}]}
+    asked = {"model": "quill", "temperature": 1}
+    found = ask_bundled.responses.create(
+        input="Add", tools=[FLAT, {"type": "custom", **SUMS}], tool_choice=choice, max_output_tokens=60, **asked
+    )
+    assert [(item.type, item.name) for item in found.output] == [("custom_tool_call", "sums")]
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask_bundled.responses.create(input="?", tools=[{"type": "web_search"}], **asked)
+    assert caught.value.param == "tools[0].type"
+
+
+@shows("openai", "chat.completions.create(functions=..., function_call=...)")
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_old_names_of_tools(ask, streams):
+    """A call is told as `function_call`; the result comes back as a message of the role function."""
+    asked: dict[str, Any] = {"model": "quill", "functions": [TOOL["function"]], "stream": streams}
+    asked["functions"][0].pop("strict", None)
+    found = ask.chat.completions.create(messages=user("weather in Rome"), **asked)
+    if streams:
+        chunks = list(found)
+        deltas = [chunk.choices[0].delta.function_call for chunk in chunks if chunk.choices[0].delta.function_call]
+        assert "".join(delta.name or "" for delta in deltas) == "weather"
+        assert json.loads("".join(delta.arguments or "" for delta in deltas)) == {"city": "Rome"}
+        assert chunks[-1].choices[0].finish_reason == "function_call"
+        return
+    (choice,) = found.choices
+    assert choice.finish_reason == "function_call" and choice.message.function_call.name == "weather"
+    assert json.loads(choice.message.function_call.arguments) == {"city": "Rome"}
+    back = [*user("weather in Rome"), choice.message, {"role": "function", "name": "weather", "content": "sun"}]
+    assert ask.chat.completions.create(messages=back, **asked).choices[0].message.content == "It is sun."
+
+
+@shows("openai", "verbosity, text.verbosity; prediction; responses.create(truncation='auto')")
+def test_fields_for_other_models(ask):
+    """Verbosity is a variable of the chat template; a prediction is a label; the oldest turns go where not all fit."""
+    template = {"extra_body": {"chat_template": "<user>{{ verbosity }}<assistant>"}}
+    found = hello(ask, verbosity="low", prediction={"type": "content", "content": "x"}, **template)
+    assert found.choices[0].message.content == said("low")
+    asked: dict[str, Any] = {"model": "quill", "text": {"verbosity": "low"}, "max_output_tokens": 9}
+    long = [*user("word " * 400), {"role": "assistant", "content": "ok"}, *user("word " * 400), *user("hello")]
+    found = ask.responses.create(input=long, truncation="auto", **asked)
+    assert found.truncation == "auto" and found.output_text.startswith("You said: hello")
+    with pytest.raises(openai.BadRequestError):
+        ask.responses.create(input=long, **asked)
+
+
+@shows("openai", "completions.create(suffix=...)")
+def test_suffix(ask_bundled):
+    """Refused by name where the tokenizer has no fill-in-the-middle tokens, as the bundled model's."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask_bundled.completions.create(model="quill", prompt="a", suffix="b")
+    assert caught.value.param == "suffix" and "fill-in-the-middle" in caught.value.message

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import openai
@@ -12,15 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.completion_create_params import CompletionCreateParamsStreaming
+from tokenizer_zoo import BOS, ZOO, save
 
+from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob
 from quire.serving.api.params import SamplingParams
+from quire.serving.http import prompting
+from quire.serving.http.settings import Formats
 from quire.serving.parsing.pieces import Said
 from quire.serving.protocol.answers import completion as completion_answer
 from quire.serving.protocol.answers.answer import ChoicePart, CompletionRequest, FinishedChoice, Head, Prompted, Usage
 from quire.serving.protocol.answers.shapes import DONE
-from quire.serving.protocol.completion import FIELDS, NEUTRAL, parse
+from quire.serving.protocol.completion import FIELDS, parse
 
 HEAD = Head("cmpl-1", "quill", 1700000000, "quire-0", [Prompted("ask", [1, 2])])
 USAGE = Usage(8, 9, 4)
@@ -53,7 +58,7 @@ def test_plain_request():
 
 
 def test_every_field_of_the_client_is_known():
-    assert set(get_type_hints(CompletionCreateParamsStreaming)) <= {*FIELDS, *NEUTRAL}
+    assert set(get_type_hints(CompletionCreateParamsStreaming)) <= {*FIELDS}
 
 
 def test_logprobs_and_best_of():
@@ -308,3 +313,21 @@ def test_a_stream_that_fails_says_so_and_ends():
     client = openai.OpenAI(api_key="k", base_url="http://127.0.0.1/v1", http_client=Server(data).http)
     with pytest.raises(openai.APIError, match="it broke"):
         list(client.completions.create(model="quill", prompt="x", stream=True))
+
+
+def test_a_gap_is_filled_in_the_models_own_form(tmp_path):
+    """What stands before and after is between the model's markers, and neither can bring markers of its own."""
+    core = ZOO["byte_level"]()
+    names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    core.add_special_tokens(names)
+    tokenizer = Tokenizer(save(tmp_path, core))
+    engine: Any = SimpleNamespace(tokenizer=tokenizer, max_len=100)
+    asked = parse({"prompt": ["def f(", "a"], "suffix": "): pass"})
+    prepared = prompting.completion(engine, asked, Formats())
+    texts = [tokenizer.decode(ask.tokens, skip_special_tokens=False) for ask in prepared.asks]
+    assert [text.removeprefix(BOS) for text in texts] == [
+        f"<|fim_prefix|>{before}<|fim_suffix|>): pass<|fim_middle|>" for before in ("def f(", "a")
+    ]
+    assert prompting.completion(engine, parse({"prompt": "a", "suffix": ""}), Formats()).asks[0].text == "a"
+    with pytest.raises(RequestError, match="echo: has no place for a suffix"):
+        parse({"prompt": "a", "suffix": "b", "echo": True})

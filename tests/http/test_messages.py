@@ -30,6 +30,7 @@ from quire.serving.protocol.answers.answer import (
     ToolCall,
     Usage,
 )
+from quire.serving.protocol.context import THOUGHTS, TOOLS, ClearThoughts, edited, newest
 from quire.serving.protocol.messages import COUNTED, FIELDS, LABELS, NEUTRAL, OWN_SAMPLING, REFUSED
 
 HEAD = Head("msg_1", "quill", 1700000000, "quire-0")
@@ -65,6 +66,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {  # each other field: a value, and what te
     "request_id": ("mine", lambda found: found.delivery.request_id == "mine"),
     "truncate_prompt_tokens": (5, lambda found: found.truncate_prompt_tokens == 5),
     "add_generation_prompt": (False, lambda found: not found.template_options["add_generation_prompt"]),
+    "context_management": ({"edits": [{"type": THOUGHTS}]}, lambda found: found.edits == (ClearThoughts(),)),
     "continue_final_message": (True, lambda found: "continue_final_message" in found.template_options),
     "chat_template": ("{{ x }}", lambda found: "chat_template" in found.template_options),
     "chat_template_kwargs": ({"x": 1}, lambda found: found.template_options.get("x") == 1),
@@ -544,3 +546,84 @@ def test_a_stream_that_fails_says_so(answer: Written, when: int):
     assert events_of(data)[-1] == {"type": "error", "error": {"type": "api_error", "message": "it broke"}}
     with pytest.raises(anthropic.APIStatusError, match="it broke"):
         put_together(data)
+
+
+TALK = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "", "reasoning_content": "hm" * 9, "tool_calls": [
+        {"id": f"t{i}", "type": "function", "function": {"name": "fg"[i % 2], "arguments": {"n": i}}} for i in range(4)
+    ]},
+    *({"role": "tool", "tool_call_id": f"t{i}", "name": "fg"[i % 2], "content": "x" * 100} for i in range(4)),
+    {"role": "assistant", "content": "a", "reasoning_content": "oh"},
+    {"role": "user", "content": "two"},
+]  # fmt: skip
+
+
+def size(talk: Any) -> int:
+    return len(json.dumps(talk))
+
+
+def managed(*edits: dict[str, Any]) -> tuple[Any, Any]:
+    return edited(TALK, parse(context_management={"edits": list(edits)}).edits, size)
+
+
+def test_old_tool_results_are_cleared():
+    few = {"type": "tool_uses", "value": 4}
+    talk, (told,) = managed({"type": TOOLS, "trigger": few, "keep": {"type": "tool_uses", "value": 1}})
+    results = [message["content"] for message in talk if message["role"] == "tool"]
+    assert ["cleared" in text for text in results] == [True] * 3 + [False] and results[3] == "x" * 100
+    assert told == {"type": TOOLS, "cleared_tool_uses": 3, "cleared_input_tokens": size(TALK) - size(talk)}
+    assert [call["function"]["arguments"] for call in talk[2]["tool_calls"]] == [{"n": i} for i in range(4)]
+    keep = {"type": "tool_uses", "value": 0}
+    talk, (told,) = managed(
+        {"type": TOOLS, "trigger": few, "keep": keep, "exclude_tools": ["f"], "clear_tool_inputs": ["g"]}
+    )
+    assert told["cleared_tool_uses"] == 2
+    assert [call["function"]["arguments"] for call in talk[2]["tool_calls"]] == [{"n": 0}, {}, {"n": 2}, {}]
+    for edit in (
+        {"type": TOOLS},  # it has few tokens
+        {"type": TOOLS, "trigger": {"type": "tool_uses", "value": 5}},
+        {"type": TOOLS, "trigger": few, "clear_at_least": {"type": "input_tokens", "value": 1000}},
+    ):
+        assert managed(edit) == (TALK, [])
+
+
+def test_old_thoughts_are_cleared():
+    talk, (told,) = managed({"type": THOUGHTS})
+    assert [message.get("reasoning_content") for message in talk if message["role"] == "assistant"] == [None, "oh"]
+    assert told["cleared_thinking_turns"] == 1
+    assert managed({"type": THOUGHTS, "keep": "all"}) == (TALK, [])
+    assert managed({"type": THOUGHTS, "keep": {"type": "thinking_turns", "value": 2}}) == (TALK, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"edit": []}, "context_management.edit: unknown field"),
+        (
+            {"edits": [{"type": "compact_20260112"}]},
+            "context_management.edits[0].type: must be clear_tool_uses_20250919",
+        ),
+        ({"edits": [{"type": TOOLS, "keep": 3}]}, "context_management.edits[0].keep.type: must be tool_uses"),
+        (
+            {"edits": [{"type": TOOLS, "trigger": {"type": "input_tokens", "value": 0}}]},
+            "context_management.edits[0].tr",
+        ),
+        (
+            {"edits": [{"type": THOUGHTS, "keep": "some"}]},
+            "context_management.edits[0].keep.type: must be thinking_turns",
+        ),
+    ],
+)
+def test_wrong_context_management(value, message):
+    assert refused(context_management=value).startswith(message)
+
+
+def test_what_is_dropped_where_not_all_fits():
+    """As few of the oldest turns as must be; the system and the last turn stay."""
+    for room in (10_000, size(TALK) - 1, 100, 1):
+        found = newest(TALK, lambda talk, room=room: size(talk) <= room)
+        assert found == (TALK if room == 10_000 else [TALK[0], TALK[-1]])
+    turns = [{"role": "user", "content": str(i)} for i in range(10)]
+    assert newest(turns, lambda talk: len(talk) <= 4) == turns[-4:]

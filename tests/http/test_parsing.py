@@ -11,6 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.serving import parsing
+from quire.serving.parsing.custom import CustomCalls
+from quire.serving.parsing.forced import Forced
 from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
 from quire.serving.protocol.answers.answer import ToolCall
 from quire.serving.protocol.answers.choices import collect
@@ -598,3 +600,24 @@ def test_unknown_names_are_refused():
     for pair in [("hermes", "openai_gptoss"), ("openai", "qwen3")]:
         with pytest.raises(ValueError, match="do not go together"):
             parsing.make_parser(*pair, True)
+
+
+@pytest.mark.parametrize("each", [1, 3, 1000])
+def test_calls_of_tools_that_take_a_text(each):
+    """It comes whole, as its text; one that breaks its form is text, and the calls after it have its number."""
+
+    def read(answer: str, bare: bool = False) -> list:
+        inner = Forced("sums") if bare else parsing.make_parser("hermes", None, True)
+        parser = CustomCalls(inner, "input", {"sums": str.isdigit}, bare)
+        pieces = [piece for at in range(0, len(answer), each) for piece in parser.push(answer[at : at + each])]
+        content, _, calls = collect([*pieces, *parser.finish()])
+        return [content, *((call.name, call.arguments) for call in calls)]
+
+    def call(name: str, **arguments: object) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    assert read("So " + call("sums", input="12")) == ["So", ("sums", "12")]
+    mixed = call("sums", input="x") + call("f", a=1) + call("sums", input="7") + call("sums", text="7")
+    assert read(mixed) == ['x{"text": "7"}', ("f", '{"a": 1}'), ("sums", "7")]
+    assert read("12", bare=True) == [None, ("sums", "12")]
+    assert read("1b", bare=True) == ["1b"]

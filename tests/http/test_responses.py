@@ -72,6 +72,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {  # each other field: a value, and what te
     "request_id": ("mine", lambda found: found.delivery.request_id == "mine"),
     "tools": ([TOOL], lambda found: bool(found.tools)),
     "tool_choice": ("none", lambda found: found.tool_choice == "none"),
+    "truncation": ("auto", lambda found: found.drops_oldest),
     "parallel_tool_calls": (False, lambda found: not found.parallel_tool_calls),
     "reasoning": ({"effort": "low"}, lambda found: found.template_options.get("reasoning_effort") == "low"),
     "truncate_prompt_tokens": (5, lambda found: found.truncate_prompt_tokens == 5),
@@ -168,7 +169,7 @@ def test_what_is_not_implemented_is_refused_by_name():
     for name in REFUSED:
         assert refused(**{name: "x"}) == f"{name}: {REFUSED[name]}"
     assert refused(temprature=1) == "temprature: unknown field; did you mean 'temperature'?"
-    assert refused(truncation="auto").startswith("truncation: ")
+    assert refused(truncation="middle").startswith("truncation: must be auto or disabled")
     assert refused(background=True, store=False).startswith("background: can only be used when store is true")
     assert refused(background=True, stream=True).startswith("background: cannot be streamed")
     assert refused(background=1).startswith("background: must be true or false")
@@ -203,7 +204,8 @@ def test_forms_that_are_refused():
     assert refused(text={"format": {"type": "xml"}}).startswith("text.format.type: must be text or json_object or")
     assert refused(text={"format": {"type": "json_schema", "name": "n"}}).startswith("text.format.schema: must be")
     assert refused(text={"format": {"type": "text", "schema": {}}}).startswith("text.format.schema: unknown")
-    assert refused(text={"verbosity": "high"}).startswith("text.verbosity: must be 'medium'")
+    assert refused(text={"verbosity": "loud"}).startswith("text.verbosity: must be one of low, medium, high")
+    assert parse(text={"verbosity": "low"}).template_options["verbosity"] == "low"
     assert refused(text="x").startswith("text: must be a JSON object")
 
 
@@ -233,8 +235,8 @@ def test_tools():
     assert parse(tools=[TOOL]).tools == [{"type": "function", "function": function}]
     bare = parse(tools=[{"type": "function", "name": "f", "parameters": None}]).tools[0]["function"]
     assert bare == {"name": "f", "parameters": {"type": "object", "properties": {}}}
-    for kind in ("web_search", "file_search", "mcp", "code_interpreter", "custom", "local_shell"):
-        assert refused(tools=[{"type": kind}]) == f"tools[0].type: must be function, got '{kind}'"
+    for kind in ("web_search", "file_search", "mcp", "code_interpreter", "local_shell"):
+        assert refused(tools=[{"type": kind}]) == f"tools[0].type: must be function or custom, got '{kind}'"
     assert refused(tools=[TOOL, TOOL | {"name": "a b"}]).startswith("tools[1].name: must be")
     assert refused(tools=[TOOL | {"defer_loading": True}]).startswith("tools[0].defer_loading: unknown field")
     assert refused(tools=[TOOL] * 129).startswith("tools: must be a list of 0 to 128, got 129")
@@ -248,7 +250,10 @@ def test_tool_choice():
     assert refused(tool_choice="any", tools=[TOOL]).startswith("tool_choice: must be auto, none")
     other = {"type": "function", "name": "other"}
     assert refused(tool_choice=other, tools=[TOOL]).startswith("tool_choice.name: must be the name of one")
-    assert refused(tool_choice={"type": "allowed_tools"}).startswith("tool_choice.type: must be function")
+    assert refused(tool_choice={"type": "allowed_tools"}).startswith("tool_choice.mode: must be auto or required")
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look_up"}]}
+    found = parse(tool_choice=allowed, tools=[{"type": "custom", "name": "x"}, TOOL])
+    assert found.tool_choice == "required" and [tool["function"]["name"] for tool in found.tools] == ["look_up"]
 
 
 def test_null_is_as_if_not_given_within_items():
@@ -524,7 +529,8 @@ def test_a_response_says_again_what_was_asked():
         "top_logprobs",
     ):
         assert found[name] == FULL[name], name
-    assert found["text"] == {"format": {"type": "text"}} and found["reasoning"] == {"effort": "high", "summary": None}
+    assert found["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    assert found["reasoning"] == {"effort": "high", "summary": None}
     assert not found["parallel_tool_calls"] and found["store"] and found["id"] == "resp_1"
     plain = whole(
         FinishedChoice(0, "Hi", "stop"), ASK | {"text": None, "reasoning": None, "tools": None, "tool_choice": None}

@@ -19,17 +19,20 @@ from typing import Any
 from quire.serving.api.structured import SHAPES, SPACING
 from quire.serving.api.validation import INT32_MAX
 from quire.serving.http import app
-from quire.serving.http.endpoints import admin, openapi, pooled, status, tokens
+from quire.serving.http.endpoints import admin, openapi, pooled, status
+from quire.serving.http.endpoints import tokens as tokens_paths
 from quire.serving.protocol import (
     chat,
     cohere,
     completion,
+    context,
     fields,
     label_scores,
     messages,
     pooling,
     responses,
     schema,
+    tools,
 )
 from quire.serving.protocol import tokens as tokenizing
 from quire.serving.protocol.answers import messages as message_answers
@@ -97,6 +100,8 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "text_1": "c", "text_2": "d", "query": "e", "documents": ["f", "g"], "top_n": 1, "return_documents": False,
     "return_token_strs": True, "tokens": [3], "detokenize": False, "input_type": "clustering", "truncate": "START",
     "output_dimension": 5, "label_token_ids": [3], "apply_softmax": False, "item_first": True,
+    "suffix": "end", "verbosity": "low", "functions": [{"name": "f"}], "function_call": "none", "truncation": "auto",
+    "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
 }  # fmt: skip
 
 
@@ -128,24 +133,28 @@ CHAT = {
     "messages[].role": chat.ROLES,
     **{f"messages[] of {role}": ("content", "name", *own) for role, own in chat.OWN_FIELDS.items()},
     "messages[].content[].type": ("text",),
-    "tools[].type": ("function",),
-    "tool_choice": ("auto", "none", "required", '{"type": "function", "function": {"name": ...}}'),
+    "tools[].type": tuple(tools.KINDS),
+    "tools[].custom.format.type": tuple(tools.FORMATS),
+    "tools[].custom.format.grammar.syntax": tuple(tools.SYNTAXES),
+    "tool_choice": ("auto", "none", "required"),
+    "tool_choice.type": (*tools.KINDS, "allowed_tools"),
+    "verbosity": fields.VERBOSITIES,
 }
 FLAT = {"type": "function", "name": "f", "parameters": {}}
 INPUT = {"name": "f", "input_schema": {}}
 STREAMS = {"stream_options": {"stream": True}}
 ENDPOINTS = [
     Endpoint(
-        "/v1/chat/completions", chat.parse, ASK, fields.LABELS, chat.NEUTRAL, chat.REFUSED,
+        "/v1/chat/completions", chat.parse, ASK, chat.LABELS, chat.NEUTRAL, chat.REFUSED,
         needs={"top_logprobs": {"logprobs": True}, **STREAMS}, inside=CHAT | OBJECTS,
     ),
     Endpoint(
-        "/v1/chat/completions/batch", chat.parse_batch, {"messages": [ASK["messages"]] * 2}, fields.LABELS,
+        "/v1/chat/completions/batch", chat.parse_batch, {"messages": [ASK["messages"]] * 2}, chat.LABELS,
         chat.NEUTRAL, chat.REFUSED, values={"messages": [ASK["messages"]] * 3},
         needs={"top_logprobs": {"logprobs": True}},
     ),
     Endpoint(
-        "/v1/completions", completion.parse, {"prompt": "Once"}, fields.LABELS, completion.NEUTRAL,
+        "/v1/completions", completion.parse, {"prompt": "Once"}, fields.LABELS,
         values={"logprobs": 3}, needs=STREAMS, inside=OBJECTS,
     ),
     Endpoint(
@@ -157,9 +166,12 @@ ENDPOINTS = [
             "input[].type": tuple(responses.ITEMS),
             **{f"input[] of {kind}": own for kind, own in responses.ITEMS.items()},
             "input[].content[].type": tuple(responses.PARTS),
-            "tools[].type": ("function",),
+            "tools[].type": tuple(tools.KINDS),
+            "tools[].format.type": tuple(tools.FORMATS),
+            "tool_choice": ("auto", "none", "required"),
+            "tool_choice.type": (*tools.KINDS, "allowed_tools"),
             "include": responses.INCLUDED,
-            "text": ("format", "verbosity: medium"),
+            "text": ("format", "verbosity"),
             "text.format.type": tuple(responses.FORMATS),
             "reasoning": ("effort", *(f"{name}: {value}" for name, value in responses.REASONING.items())),
             "reasoning.effort": responses.EFFORTS,
@@ -175,6 +187,7 @@ ENDPOINTS = [
             "tools[]": messages.TOOL,
             "tool_choice.type": tuple(messages.CHOICES),
             "thinking.type": tuple(messages.THINKING),
+            "context_management.edits[].type": tuple(context.EDITS),
             "output_config": ("effort", "format"),
             "output_config.effort": messages.EFFORTS,
             "output_config.format.type": ("json_schema",),
@@ -302,7 +315,7 @@ def routes() -> Iterator[tuple[str, str, str]]:
     about = openapi.ABOUT | BEYOND
     for path in app.PROTOCOLS:
         yield f"`{path}`", "POST", about[path]
-    for routes in (tokens.ROUTES, pooled.ROUTES, status.ROUTES):
+    for routes in (tokens_paths.ROUTES, pooled.ROUTES, status.ROUTES):
         for method, path in routes:
             yield f"`{path.replace(':path', '')}`", method, about[path.replace(":path", "")]
     for (method, path), what in openapi.ELSEWHERE.items():

@@ -54,7 +54,12 @@ async def count(service: Service, request: Request) -> JsonResponse:
     asked, _ = await service.read(request, messages.parse_count)
     async with service.models.use(asked.model) as model:
         prepared = await service.beside(prompting.chat, model.llm.engine, asked, service.settings.formats)
-        return JsonResponse({"input_tokens": sum(len(ask.tokens) for ask in prepared.asks)})
+        [ask], [prompt] = prepared.asks, prepared.prompts
+        found: dict[str, Any] = {"input_tokens": len(ask.tokens)}
+        if asked.edits:
+            cleared = sum(edit["cleared_input_tokens"] for edit in prompt.applied)
+            found["context_management"] = {"original_input_tokens": len(ask.tokens) + cleared}
+        return JsonResponse(found)
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

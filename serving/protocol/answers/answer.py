@@ -34,9 +34,14 @@ class ChatRequest:
     terms: Terms = PLAIN
     delivery: Delivery = Delivery()
     tools: list[dict[str, Any]] = field(default_factory=list)  # {"type": "function", "function": {...}}
+    # Which of the tools take a text, and its form: they are told as functions with one argument.
+    custom: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    old_calls: bool = False  # a call is told under its old name, `function_call`
     tool_choice: str = "auto"  # or "none", "required", or the name of a function behind "function:"
     parallel_tool_calls: bool = True
     truncate_prompt_tokens: int | None = None
+    drops_oldest: bool = False  # turns, where not all fit
+    edits: Sequence[Any] = ()  # of the conversation, each as `context.Edit`
     echo: bool = False
     ignored: Sequence[str] = ()  # names of fields of messages that say nothing here
     given: frozenset[str] = field(default=frozenset(), compare=False)  # parameters that the model's own do not replace
@@ -73,6 +78,7 @@ class CompletionRequest:
     delivery: Delivery = Delivery()
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool = True
+    suffix: str = ""  # what comes after the answer, for models that were taught to fill a gap
     echo: bool = False
     silent: bool = False  # no text is wanted: with echo, max_tokens may be 0
     wants_prompt_logprobs: bool = False  # by themselves, and not for echo only
@@ -87,6 +93,7 @@ class Prompted:
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
     first: str = ""  # the text of its first token, which has no probability
+    applied: Sequence[Mapping[str, Any]] = ()  # edits of the conversation, and what they changed
 
 
 @dataclass(frozen=True)

@@ -44,22 +44,32 @@ def choice(request: ChatRequest, answer: FinishedChoice) -> dict[str, Any]:
         message["content"] = echoed + (answer.content or "")
     if answer.reasoning is not None:
         message["reasoning"] = message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in answer.calls
-        ]
+    if answer.calls and request.old_calls:
+        (call,) = answer.calls
+        message["function_call"] = {"name": call.name, "arguments": call.arguments}
+    elif answer.calls:
+        message["tool_calls"] = [{"id": call.id, **called(request, call.name, call.arguments)} for call in answer.calls]
     found: dict[str, Any] = {
         "index": answer.index,
         "message": message,
         "logprobs": None,
-        "finish_reason": answer.finish_reason,
+        "finish_reason": ended(request, answer.finish_reason),
         "stop_reason": answer.stop_reason,
     }
     if answer.logprobs is not None:
         found["logprobs"] = {"content": described(request, answer.token_ids, answer.logprobs)}
     found["token_ids"] = list(answer.token_ids) if request.delivery.return_token_ids else None
     return found
+
+
+def called(request: ChatRequest, name: str, text: str) -> dict[str, Any]:
+    """A call of a function, or of a tool that takes a text."""
+    kind, said = ("custom", "input") if name in request.custom else ("function", "arguments")
+    return {"type": kind, kind: {"name": name, said: text}}
+
+
+def ended(request: ChatRequest, reason: str | None) -> str | None:
+    return "function_call" if reason == "tool_calls" and request.old_calls else reason
 
 
 def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any]]:
@@ -88,7 +98,7 @@ class ChatStream(ChunkStream):
 
     def part(self, part: ChoicePart) -> bytes:
         delta: dict[str, Any] = {}
-        add(delta, part.pieces)
+        self.add(delta, part.pieces)
         more: dict[str, Any] = {}
         if part.logprobs is not None:
             more["logprobs"] = {"content": described(self.request, part.token_ids, part.logprobs)}
@@ -97,7 +107,7 @@ class ChatStream(ChunkStream):
         if part.finish_reason is None:
             news = delta or (part.token_ids and (more or self.delivery.continuous_usage))
             return self.choice(part.index, delta, more) if news else b""
-        ends = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        ends = {"finish_reason": ended(self.request, part.finish_reason), "stop_reason": part.stop_reason}
         if "tool_calls" not in delta:
             return self.choice(part.index, delta, more | ends)
         # Clients do not end a call with the chunk that brings it, so the end comes by itself.
@@ -111,23 +121,30 @@ class ChatStream(ChunkStream):
             found["prompt_token_ids"], self.prompts = list(self.prompts[0].token_ids), ()
         return self.chunk(found)
 
+    def add(self, delta: dict[str, Any], pieces: Sequence[Piece]) -> None:
+        """Pieces as the fields of a chunk: neighbours of a kind become one."""
+        for piece in pieces:
+            if isinstance(piece, Said):
+                delta["content"] = delta.get("content", "") + piece.text
+            elif isinstance(piece, Thought):
+                delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + piece.text
+            elif self.request.old_calls:
+                add_old_call(delta.setdefault("function_call", {"arguments": ""}), piece)
+            else:
+                self.add_call(delta.setdefault("tool_calls", []), piece)
 
-def add(delta: dict[str, Any], pieces: Sequence[Piece]) -> None:
-    """Pieces as the fields of a chunk: neighbours of a kind become one."""
-    for piece in pieces:
-        if isinstance(piece, Said):
-            delta["content"] = delta.get("content", "") + piece.text
-        elif isinstance(piece, Thought):
-            delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + piece.text
-        else:
-            add_call(delta.setdefault("tool_calls", []), piece)
+    def add_call(self, calls: list[dict[str, Any]], piece: CallStart | Arguments) -> None:
+        if isinstance(piece, CallStart):
+            calls.append({"index": piece.index, "id": piece.id, **called(self.request, piece.name, "")})
+            return
+        if not calls:  # it goes on from the chunk before
+            calls.append({"index": piece.index, "function": {"arguments": ""}})
+        call = calls[-1].get("function") or calls[-1]["custom"]  # which comes whole, in one chunk
+        call["arguments" if "arguments" in call else "input"] += piece.text
 
 
-def add_call(calls: list[dict[str, Any]], piece: CallStart | Arguments) -> None:
+def add_old_call(call: dict[str, Any], piece: CallStart | Arguments) -> None:
     if isinstance(piece, CallStart):
-        function = {"name": piece.name, "arguments": ""}
-        calls.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
-        return
-    if not calls:  # it goes on from the chunk before
-        calls.append({"index": piece.index, "function": {"arguments": ""}})
-    calls[-1]["function"]["arguments"] += piece.text
+        call["name"] = piece.name
+    else:
+        call["arguments"] += piece.text

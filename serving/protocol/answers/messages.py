@@ -40,7 +40,14 @@ def response(
     content += [block(Said(answer.content))] if answer.content else []
     for i, call in enumerate(answer.calls):
         content.append(block(CallStart(i, call.id, call.name), arguments_of(call.arguments)))
-    return message(head, content, usage) | stopped(answer.finish_reason, answer.stop_reason)
+    return message(head, content, usage) | stopped(answer.finish_reason, answer.stop_reason) | managed(head, request)
+
+
+def managed(head: Head, request: ChatRequest) -> dict[str, Any]:
+    """What was left out of the conversation, where that was asked for."""
+    if not request.edits:
+        return {}
+    return {"context_management": {"applied_edits": [edit for prompt in head.prompts for edit in prompt.applied]}}
 
 
 def message(head: Head, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
@@ -96,6 +103,7 @@ class MessagesStream:
     """One answer as events. A block is open from its first piece to the first that is another's."""
 
     def __init__(self, head: Head, request: ChatRequest, body: Any):
+        self.managed = managed(head, request)
         self.head = head
         self.index = 0  # of the block that is open, or of the next one
         self.piece: Piece | None = None  # the one that began the block that is open
@@ -112,7 +120,7 @@ class MessagesStream:
         return b"".join(self.add(piece) for piece in part.pieces)
 
     def end(self, usage: Usage) -> bytes:
-        delta = {"type": "message_delta", "delta": self.stop, "usage": usage_body(usage)}
+        delta = {"type": "message_delta", "delta": self.stop, "usage": usage_body(usage), **self.managed}
         return self.close() + typed_event(delta) + typed_event({"type": "message_stop"})
 
     def fail(self, status: int, message: str, param: str | None = None) -> bytes:

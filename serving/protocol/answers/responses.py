@@ -13,8 +13,10 @@ EVENTS = {  # what the events of an item's text are called, and the field of the
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),
     "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
 OPEN = ("queued", "in_progress")  # of a response that is not over
+CUSTOM = ("custom_tool_call", "ctc")
 ECHOED = ("instructions", "max_output_tokens", "metadata", "user", "safety_identifier", "prompt_cache_key")
 
 
@@ -35,7 +37,7 @@ class OutputItem:
     def body(self, status: str) -> dict[str, Any]:
         found: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
         if self.call is not None:
-            return found | {"call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+            return found | {"call_id": self.call.id, "name": self.call.name, EVENTS[self.kind][1]: self.text}
         content = [] if status == "in_progress" else [self.part()]
         return found | ({"role": "assistant"} if self.kind == "message" else {"summary": []}) | {"content": content}
 
@@ -151,7 +153,8 @@ class ResponsesStream:
         return self.close("completed") + self.open(piece) + self.more(piece.text)
 
     def open(self, piece: Piece) -> bytes:
-        kind, short = KINDS[type(piece)]
+        custom = isinstance(piece, CallStart) and piece.name in self.request.custom
+        kind, short = CUSTOM if custom else KINDS[type(piece)]
         call = piece if isinstance(piece, CallStart) else None
         self.item = OutputItem(kind, f"{short}_{len(self.output)}_{self.head.id}", call)
         found = self.event("response.output_item.added", item=self.item.body("in_progress"))
@@ -176,8 +179,8 @@ class ResponsesStream:
             return b""
         name, whole = EVENTS[item.kind]
         rest: dict[str, Any] = {whole: item.text}
-        if item.call is not None:
-            rest["name"] = item.call.name
+        if item.kind == "function_call":
+            rest["name"] = item.body(status)["name"]
         elif item.kind == "message":
             self.take_logprobs(item)
             rest["logprobs"] = item.logprobs
@@ -212,7 +215,7 @@ class ResponsesStream:
 
     def frame(self, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """The response as it stands; what the request asked for is said again."""
-        asked, params = self.asked, self.request.params
+        asked, params, told = self.asked, self.request.params, self.asked.get("text") or {}
         cut = status == "incomplete" and self.finish_reason == "length"
         return {
             "id": self.head.id,
@@ -232,10 +235,10 @@ class ResponsesStream:
             "service_tier": "default",
             "store": self.request.store,
             "temperature": params.temperature,
-            "text": {"format": (asked.get("text") or {}).get("format") or {"type": "text"}},
+            "text": {"format": {"type": "text"}, **{name: value for name, value in told.items() if value is not None}},
             "tool_choice": asked.get("tool_choice") or "auto",
             "tools": asked.get("tools") or [],
             "top_logprobs": params.logprobs or 0,
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": "auto" if self.request.drops_oldest else "disabled",
         }

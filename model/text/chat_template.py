@@ -11,6 +11,7 @@ SCRIPT = Path(__file__).with_name("template_worker.py")
 # Processor time. The model's own template is bounded by its steps, which are the same on a busy machine; the time only
 # ends one that hangs in a step. A template that a request brings is a stranger's program.
 OWN_SECONDS, REQUEST_SECONDS = 60, 1
+REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's fields for it; templates read the first two
 
 
 class PromptError(ValueError):
@@ -41,7 +42,7 @@ class ChatTemplate:
             "documents": None,
             **self.variables,
             **variables,
-            "messages": messages,
+            "messages": [_as_templates_read(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -54,3 +55,14 @@ class ChatTemplate:
         if "error" in answer:
             raise PromptError(f"chat template: {answer['error']}")
         return answer["text"]
+
+
+def _as_templates_read(message: Any) -> Any:
+    """A message without fields that are None, and with what was thought under each name that templates have for it."""
+    if not isinstance(message, Mapping):
+        return message
+    given = {name: value for name, value in message.items() if value is not None}
+    if given.get("role") == "assistant":
+        given.setdefault("content", "")  # beside tool calls there is none, and many a template adds to it
+    thought = next((given[name] for name in REASONING if name in given), None)
+    return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}

@@ -24,11 +24,33 @@ LARGEST_TEXT = 32 << 20  # characters
 # {% generation %} marks what training masks and has no effect here. `if true` keeps its whitespace control.
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
+_RAW = re.compile(r"(\{%[-+]?\s*raw)\s*%\}")  # Jinja keeps a line break after it; minijinja does so for `+%}`
+
+# In Jinja, an undefined value is iterable and None is not; minijinja gives tests None for both.
+_STRING = r""" "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' """
+_TAG = re.compile(rf"""\{{\#.*?\#\}} | \{{[{{%] (?:{_STRING}|[^"'])*? [%}}]\}}""", re.DOTALL | re.VERBOSE)
+_ITERABLE = re.compile(rf"{_STRING} | (?P<test>\bis\s+(?:not\s+)?iterable\b)", re.DOTALL | re.VERBOSE)
+
 _IN_NAMELESS = re.compile(r" \(in <string>(:\d+)?\)")  # minijinja adds it for templates without a name
 
 
 class Refused(Exception):
     """The template refused the conversation, by `raise_exception`."""
+
+
+class Exponential:
+    """A number with an exponent, as in 1e-06: of a float, minijinja writes all zeros."""
+
+    def __init__(self, written: str):
+        self.value = float(written)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def number(written: str) -> float | Exponential:
+    """A float of the conversation, which prints as in Python."""
+    return Exponential(written) if "e" in written else float(written)
 
 
 def raise_exception(message: object) -> None:
@@ -47,7 +69,15 @@ def tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as chat models were trained on: Python's spacing and order, and nothing escaped for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_plain
+    )
+
+
+def _plain(value: object) -> float:
+    if isinstance(value, Exponential):
+        return value.value
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 def indent(text: object, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
@@ -70,6 +100,14 @@ def is_sequence(value: Any) -> bool:
     return hasattr(value, "__getitem__")  # of Python's types: a string and a mapping too
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Exponential)
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, float | Exponential)
+
+
 def environment() -> minijinja.Environment:
     return minijinja.Environment(
         fuel=FUEL,
@@ -78,14 +116,28 @@ def environment() -> minijinja.Environment:
         lstrip_blocks=True,
         auto_escape_callback=lambda name: False,
         filters={"tojson": tojson, "indent": indent, "length": length, "count": length},
-        tests={"iterable": is_iterable, "sequence": is_sequence},
+        tests={"iterable": is_iterable, "sequence": is_sequence, "number": is_number, "float": is_float},
         globals={"raise_exception": raise_exception, "strftime_now": strftime_now},
     )
 
 
+def as_minijinja(source: str) -> str:
+    """A template such that minijinja writes what Jinja writes."""
+    source = source.replace("\r\n", "\n").replace("\r", "\n")
+    source = _RAW.sub(r"\1 +%}", source)
+    source = _GENERATION.sub(lambda m: f"{m[1]}{'endif' if m[2] else 'if true'}{m[3]}", source)
+    if "iterable" in source:
+        source = _TAG.sub(lambda tag: _ITERABLE.sub(_with_default, tag[0]), source)
+    return source
+
+
+def _with_default(match: re.Match[str]) -> str:
+    return f"|default([]) {match[0]}" if match["test"] else match[0]
+
+
 def render(source: str, context: dict[str, Any]) -> dict[str, str]:
     """{"text": ...} or {"error": ...}, which is one line."""
-    source = _GENERATION.sub(lambda m: f"{m[1]}{'endif' if m[2] else 'if true'}{m[3]}", source)
+    source = as_minijinja(source)
     try:
         text = environment().render_str(source, **context)
     except Refused as error:
@@ -112,7 +164,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for line in sys.stdin.buffer:
-        source, context, seconds = json.loads(line)
+        source, context, seconds = json.loads(line, parse_float=number)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + seconds, most))
         answer = render(source, context)

@@ -13,10 +13,12 @@ from datetime import datetime
 
 import pytest
 from chat_templates import CASES
+from template_features import FEATURES
 
 from quire.model.text.chat_template import OWN_SECONDS, REQUEST_SECONDS, ChatTemplate, PromptError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+ALL = CASES | FEATURES
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +33,38 @@ def render():
     return run
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
 def test_families(render, case):
     text = render(case.template, case.messages, add_generation_prompt=case.add_generation_prompt, **case.variables)
     assert text == case.expected
+
+
+@pytest.mark.parametrize("ends", ["\r\n", "\r"])
+def test_line_ends_of_the_template_do_not_matter(render, ends):
+    for case in ALL.values():
+        template = case.template.replace("\n", ends)
+        assert (
+            render(template, case.messages, add_generation_prompt=case.add_generation_prompt, **case.variables)
+            == case.expected
+        )
+    assert render(f"a{ends}{{{{ messages[0] }}}}{ends}", ["b\r\nc"]) == "a\nb\r\nc"
+
+
+@pytest.mark.parametrize("nothing", [{}, {"content": None}])
+def test_what_an_assistant_did_not_say_is_empty(render, nothing):
+    """Beside calls there may be no content, and many a template adds to it."""
+    messages = [{"role": "assistant", "tool_calls": [1]} | nothing]
+    assert (
+        render("{% for m in messages %}{{ '<' + m.content + '>' + m.content|tojson }}{% endfor %}", messages) == '<>""'
+    )
+
+
+def test_nothing_is_escaped_for_html(render):
+    """transformers escapes what is added to a text that is marked safe; no model was trained on that."""
+    assert (
+        render("""{{ "'"|safe + messages[0] + '"' }}{{ messages|tojson|safe }}""", ["<a & b>"])
+        == """'<a & b>\"["<a & b>"]"""
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,6 +112,8 @@ def test_a_template_refuses_a_conversation(render, source, message):
         ("{{ 'a\\n\\nb' | indent('> ', first=true, blank=true) }}", "> a\n> \n> b"),
         ("{{ none is iterable }} {{ l is iterable }} {{ 'a' is iterable }} {{ 1 is iterable }}", "False True True False"),
         ("{{ 'a' is sequence }} {{ d is sequence }} {{ none is sequence }} {{ d is mapping }}", "True True False True"),
+        ("{{ nothing is iterable }} {{ d.nothing is not iterable }} {{ nothing is sequence }} {{ 'is iterable' }}", "True False False is iterable"),
+        ("{#- it's -#}{% if nothing is not iterable %}a{% else %}is iterable{% endif %} {{ '\\'}}' is iterable }}", "is iterable True"),
         ("{{ 1 is number }} {{ 'a' is string }} {{ none is none }} {{ true is boolean }} {{ 'b' in d }}", "True True True True True"),
         # Statements
         ("{% set ns = namespace(n=0) %}{% for i in l %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}", "6"),
@@ -91,6 +123,7 @@ def test_a_template_refuses_a_conversation(render, source, message):
         ("{% macro f() %}<{{ caller() }}>{% endmacro %}{% call f() %}in{% endcall %}", "<in>"),
         ("{% set x %}a{{ 1 }}{% endset %}{{ x | upper }}{% filter upper %}b{% endfilter %}", "A1B"),
         ("a\n  {% if true %}\nb\n  {% endif %}\nc {# no #}\n{{- 'd' -}}  \ne", "a\nb\nc de"),
+        ("a {% raw %}\n{{ b }}\n  {% endraw %}\nc{%- raw -%}\n d{% endraw %}", "a \n{{ b }}\ncd"),
         ("{%- generation -%} a {%- endgeneration -%} b{% generation %}c{% endgeneration %}", "abc"),
     ],
 )  # fmt: skip

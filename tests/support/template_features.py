@@ -1,0 +1,142 @@
+"""Chat templates with what few families have, and the conversations that show it; the prompts are those of transformers."""
+
+# ruff: noqa: E501 - a prompt is one line, however long
+
+from typing import Any
+
+from chat_templates import AGAIN, ASK, CALL, SUNNY, SYSTEM, WARM, WEATHER, Case
+
+# What was thought is read as `thinking`, and stands beside calls alone.
+CHANNELS = """\
+{%- for message in messages -%}
+    {%- if message.role == "assistant" -%}
+        {%- if "tool_calls" in message -%}
+            {%- if message.content and message.thinking %}
+                {{- raise_exception("Say it in content or in thinking, not in both!") }}
+            {%- elif message.content or message.thinking %}
+                {{- "<a>analysis<m>" ~ (message.content or message.thinking) ~ "<e>" }}
+            {%- endif -%}
+            {%- for call in message.tool_calls -%}
+                {{- "<a>to=" ~ call.function.name ~ "<m>" ~ call.function.arguments | tojson ~ "<e>" }}
+            {%- endfor -%}
+        {%- else -%}
+            {%- if message.thinking and loop.last and not add_generation_prompt %}
+                {{- "<a>analysis<m>" ~ message.thinking ~ "<e>" }}
+            {%- endif -%}
+            {{- "<a>final<m>" ~ message.content ~ "<e>" }}
+        {%- endif -%}
+    {%- else -%}
+        {{- "<" ~ message.role[0] ~ "><m>" ~ message.content ~ "<e>" }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "<a>" }}{% endif -%}
+"""
+
+# A field that is there but None is not what the template looks for.
+FIELDS = """\
+{%- for message in messages %}
+    {{- "<" + message.role + (":" + message.name if message.name is defined else "") + ">" }}
+    {%- if "reasoning_content" in message %}{{ "<think>" + message.reasoning_content | trim + "</think>" }}{% endif %}
+    {{- (message.content or "-") + ("|" ~ message.tool_calls | length if "tool_calls" in message else "") + "</>" }}
+{%- endfor %}
+"""
+
+# Parts are looked for by a name that is not defined, which in Jinja is an iterable without items.
+PARTS = """\
+{%- macro typed(value) -%}
+    {%- if value is iterable and value is not string -%}
+        {%- set found = namespace(all=true) -%}
+        {%- for item in value if 'type' not in item -%}{%- set found.all = false -%}{%- endfor -%}
+        {{ found.all }}
+    {%- else -%}
+        {{ false }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+    {{- '<' ~ message.role ~ '>' -}}
+    {%- if message.content is string -%}
+        {{- message.content | trim -}}
+    {%- elif typed(parts) == 'True' -%}
+        {%- for part in message.content -%}
+            {{- part.text | trim if part.type == 'text' else '<' ~ part.type ~ '/>' -}}
+        {%- endfor -%}
+    {%- else -%}
+        {{- message.content | tojson -}}
+    {%- endif -%}
+    {{- "'is iterable'" if tools is not iterable else '' -}}
+{%- endfor -%}
+"""
+
+# Arguments are written as Python prints them.
+PRINTED = """\
+{%- for message in messages if message.tool_calls -%}
+    {%- for call in message.tool_calls -%}
+        {%- for name, value in call.function.arguments | items -%}
+            {%- set shown = value | tojson | safe if value is mapping or (value is sequence and value is not string) else value | string -%}
+            {{- '<' ~ name ~ '>' ~ shown ~ (' #' if value is number) ~ (' .' if value is float) }}
+{% endfor -%}
+        {{- call.function.arguments }}
+    {%- endfor -%}
+{%- endfor -%}
+"""
+
+# Line breaks stand as raw text.
+RAW = """\
+{% for message in messages %}{% if loop.first and message.role != 'system' %}{% raw %}<s>system
+You help. {{ so }}</s>
+{% endraw %}{% endif %}<s>{{ message.role }}{% raw %}
+{% endraw %}{{ message.content }}</s>{% raw %}
+{% endraw %}{% endfor %}
+  {% raw -%}
+  <s>assistant
+  {%- endraw %}
+"""
+
+THOUGHT = CALL | {"content": None, "reasoning_content": "Where? In Paris."}
+NUMBERS: dict[str, Any] = {
+    "large": 1e22, "small": -2.5e-7, "plain": 0.25, "whole": 3, "on": True, "none": None,
+    "list": [1e16, "a", None], "object": {"é": 1e-5}, "text": "1e5",
+}  # fmt: skip
+NUMBERED = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": NUMBERS}}]}
+PARTED = {
+    "role": "user",
+    "content": [{"type": "image"}, {"type": "text", "text": " one "}, {"type": "text", "text": "two"}],
+}
+
+FEATURES = {
+    "a thought beside a call": Case(
+        CHANNELS,
+        [AGAIN, THOUGHT, SUNNY],
+        '<u><m>More?<e><a>analysis<m>Where? In Paris.<e><a>to=weather<m>{"city": "Paris", "days": 2}<e><t><m>sunny<e><a>',
+    ),
+    "a thought by its other name": Case(
+        CHANNELS,
+        [AGAIN, {"role": "assistant", "content": "Yes", "reasoning": "Hm."}],
+        "<u><m>More?<e><a>analysis<m>Hm.<e><a>final<m>Yes<e>",
+        add_generation_prompt=False,
+    ),
+    "fields that are None": Case(
+        FIELDS,
+        [AGAIN | {"name": None}, THOUGHT, SUNNY | {"tool_calls": None}, {"role": "assistant", "content": "So", "thinking": " Hm"}],
+        "<user>More?</><assistant><think>Where? In Paris.</think>-|1</><tool>sunny</><assistant><think>Hm</think>So</>",
+    ),
+    "parts and what is not defined": Case(
+        PARTS,
+        [SYSTEM, PARTED, SUNNY | {"content": [{"type": "text", "text": "20 °C"}]}],
+        "<system>Be brief.'is iterable'<user><image/>onetwo'is iterable'<tool>20 °C'is iterable'",
+    ),
+    "parts and tools": Case(PARTS, [PARTED], "<user><image/>onetwo", {"tools": [WEATHER]}),
+    "numbers": Case(
+        PRINTED,
+        [ASK, NUMBERED],
+        "<large>1e+22 # .\n<small>-2.5e-07 # .\n<plain>0.25 # .\n<whole>3 #\n<on>True #\n<none>None\n"
+        '<list>[1e+16, "a", null]\n<object>{"é": 1e-05}\n<text>1e5\n'
+        "{'large': 1e+22, 'small': -2.5e-07, 'plain': 0.25, 'whole': 3, 'on': True, 'none': None, "
+        "'list': [1e+16, 'a', None], 'object': {'é': 1e-05}, 'text': '1e5'}",
+    ),
+    "raw line breaks": Case(
+        RAW,
+        [AGAIN, WARM],
+        "<s>system\nYou help. {{ so }}</s>\n<s>user\nMore?</s>\n<s>tool\n20 °C</s>\n<s>assistant",
+    ),
+}  # fmt: skip

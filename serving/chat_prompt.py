@@ -7,6 +7,9 @@ from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
 from .api.errors import RequestError
 
+# Where the last message ends: characters of no text, and a space that is gone where the template trims messages.
+MARK, SPACE = "\ue000\ue001", " "
+
 
 def template_source(tokenizer: Tokenizer, tools: Sequence[Any], options: Mapping[str, Any]) -> str:
     """The template of a conversation: the request's own, or the model's."""
@@ -23,18 +26,19 @@ def render(
         if "tools" not in template_source(tokenizer, tools, options):
             raise RequestError("tools", "cannot be told to this model: its chat template has no place for them")
         variables["tools"] = tools
+    last = messages[-1]
+    if goes_on:
+        messages = [*messages[:-1], {**last, "content": last["content"] + MARK + SPACE}]
     try:
         text = tokenizer.apply_chat_template(messages, **variables)
     except PromptError as error:
         raise RequestError("messages", str(error)) from None
-    return cut_after(text, messages[-1]["content"]) if goes_on else text
+    return up_to_mark(text, last["content"].strip()) if goes_on else text
 
 
-def cut_after(text: str, last: str) -> str:
+def up_to_mark(text: str, last: str) -> str:
     """The prompt up to the end of what its last message says, so that the answer goes on from there."""
-    end = text.rfind(last.strip())
-    if end < 0 or not last.strip():
+    prompt, mark, rest = text.rpartition(MARK)
+    if not mark or not last or last not in prompt:
         raise RequestError("continue_final_message", "cannot be done: the chat template does not show the last message")
-    end += len(last.strip())
-    spaces = last[len(last.rstrip()) :]
-    return text[: end + len(spaces)] if text.startswith(spaces, end) else text[:end]
+    return prompt if rest.startswith(SPACE) else prompt.rstrip()

@@ -36,7 +36,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
             without.append(name)
             continue
         if option is None or option.name == "config":
-            hint = advice(f"--{name}", [f"--{known}" for known in names])
+            hint = advice(f"--{name}", [f"--{known}" for known in names]).replace(" --", " ")  # a file has no dashes
             raise o.UsageError(f"--config {path} has {key!r}, which is no option{hint}")
         many = option.multiple or option.nargs == -1
         defaults[option.name] = [str(each) for each in value] if isinstance(value, list) else [value] if many else value

@@ -201,7 +201,19 @@ def test_wrong_flags(flags, message):
 def test_wrong_config(tmp_path):
     (tmp_path / "c.yaml").write_text("max-model-length: 5")
     result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False)
-    assert "did you mean 'max-model-len'" in str(result.exception)
+    assert str(result.exception).endswith("has 'max-model-length', which is no option. Did you mean max-model-len?")
+
+
+def test_a_file_of_options_may_have_those_of_vllm(tmp_path):
+    (tmp_path / "c.yaml").write_text("trust-remote-code: true\nenforce_eager: true\ntokenizer-mode: auto\nctx-size: 5")
+    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False)
+    assert str(result.exception).endswith("has 'ctx-size', which is no option. Here it is max-model-len.")
+    (tmp_path / "c.yaml").write_text("trust-remote-code: true\nenforce_eager: true\ntokenizer-mode: mistral")
+    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False)
+    assert str(result.exception).startswith("tokenizer-mode is 'mistral'; here it can only be auto, hf")
+    (tmp_path / "c.yaml").write_text("trust-remote-code: true\nenforce_eager: true\nport: 1x")
+    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False)
+    assert "note: without effect here: trust-remote-code (" in result.stderr and "integer" in str(result.exception)
 
 
 def test_names_and_keys(monkeypatch, tmp_path):

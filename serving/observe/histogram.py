@@ -86,17 +86,19 @@ class Rate:
     def __init__(self):
         self.total = 0
         self.totals = deque([(-1.0, 0)], maxlen=16)  # (time, the total then), ten a second
+        self.last = -1.0  # when the latest came
 
     def add(self, began: float, now: float, count: int) -> None:
         """So many have come, and the work on them began then."""
         if began - self.totals[-1][0] >= 0.1:  # it was idle
             self.totals.append((began, self.total))
-        self.total += count
+        self.total, self.last = self.total + count, now
         if now - self.totals[-1][0] >= 0.1:
             self.totals.append((now, self.total))
 
     def last_second(self, now: float) -> float:
-        return self.total - float(np.interp(now - 1, *zip(*self.totals, strict=True)))
+        points = [*self.totals, (self.last, self.total)]
+        return self.total - float(np.interp(now - 1, *zip(*points, strict=True)))
 
 
 def one_two_five(low: float, high: float) -> tuple[float, ...]:

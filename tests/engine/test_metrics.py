@@ -28,7 +28,7 @@ from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.step_record import Observer
 from quire.serving.llm import LLM
-from quire.serving.observe.histogram import Histogram, Recent, one_two_five
+from quire.serving.observe.histogram import Histogram, Rate, Recent, one_two_five
 from quire.serving.observe.live_view import LiveView
 from quire.serving.observe.metrics import HttpMetrics, Metrics, render
 from quire.serving.observe.trace import Trace
@@ -686,6 +686,19 @@ def test_quantiles_of_the_last_minute(observed):
         return
     for share, got in zip((0.5, 0.9, 1.0), found, strict=True):
         assert got == pytest.approx(values[math.ceil(share * len(values)) - 1], rel=0.0102)
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 3), st.integers(0, 9)), min_size=1))
+def test_a_rate_counts_the_last_second(steps):
+    """What began within it counts whole, to within a tenth of a second; a second after the last, nothing does."""
+    rate, now, came = Rate(), 100.0, []
+    for gap, count in steps:
+        rate.add(now + gap / 2, now + gap, count)
+        came.append((now + gap / 2, count))
+        now += gap
+    since = sum(count for began, count in came if began > now - 0.9)
+    assert since <= rate.last_second(now) + 1e-6 <= rate.total + 2e-6
+    assert rate.last_second(now + 1) == rate.last_second(now + 100) == 0
 
 
 def test_bounds_by_one_two_and_five():

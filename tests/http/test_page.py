@@ -167,6 +167,87 @@ def test_stop(tab: Tab, stand_in: StandIn, how: str):
     assert tab.answer() == STORY
 
 
+def looks(tab: Tab) -> list[str]:
+    """What is seen of the chat, with and without probabilities."""
+    found = []
+    for _ in range(2):
+        found += [tab.page.locator("#turns").inner_html(), tab.page.locator("#context").inner_text()]
+        tab.page.click("#probabilities")
+    return found
+
+
+def test_a_reload_keeps_the_chat(tab: Tab, stand_in: StandIn, context: BrowserContext):
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    stand_in.answers["a"] = [
+        said("", token("Hm"), reasoning="Hm"), said(EVIL, token(EVIL, 0.3)), said("", token("<call>"), tool_calls=[call]),
+        0.2, said("!", token("!")), "length",
+    ]  # fmt: skip
+    stand_in.answers["b"] = [said("So", token("So"))] * 3 + [{"error": {"message": "Lost.", "type": "server_error"}}]
+    for text in "ab":
+        tab.ask(text)
+        tab.ended()
+    before = looks(tab)
+    assert "tokens/s" in before[0] and "Lost." in before[0]
+    tab.page.reload()
+    expect(tab.page.locator("#context")).to_have_text(before[1])
+    assert looks(tab) == before
+    tab.page.get_by_role("button", name="Retry").click()
+    tab.ended()
+    first = [("user", "a"), ("assistant", EVIL + "!"), ("user", "b")]
+    assert [(message["role"], message["content"]) for message in stand_in.bodies[-1]["messages"]] == first
+    other = Tab(context.new_page(), tab.url)  # another tab has a chat of its own
+    expect(other.page.locator("#welcome")).to_be_visible()
+    tab.page.click("#new")
+    tab.page.reload()
+    expect(tab.page.locator("#welcome")).to_be_visible()
+    assert tab.page.evaluate("window.hacked ?? null") is None
+
+
+def test_a_reload_keeps_what_was_being_written(tab: Tab, stand_in: StandIn):
+    stand_in.answers["Hello"] = [*words("one two three"), said("", token("\ufffd")), 60.0, "stop"]
+    tab.ask("Hello")
+    expect(tab.page.locator(".answer .text")).to_contain_text("one two three")
+    tab.page.reload()
+    expect(tab.page.locator(".answer .stats")).to_contain_text("stopped")
+    assert tab.answer() == "one two three"
+    tab.ended()
+
+
+def test_a_chat_that_is_too_long_is_kept_without_its_probabilities(tab: Tab, stand_in: StandIn):
+    others = {"x" * 4000 + str(i): 0.1 for i in range(4)}
+    stand_in.answers["Hello"] = [*[said("ab", token("ab", 0.5, others))] * 400, "stop"]
+    tab.ask("Hello")
+    tab.ended()
+    tab.page.reload()
+    assert tab.answer() == "ab" * 400
+    tab.page.click("#probabilities")
+    assert tab.page.locator(".token").all_text_contents() == ["ab" * 400]
+
+
+@pytest.mark.parametrize("kept", ["{", "3", "[1]", '[{"answer": {}}]', '[{"answer": {"pieces": 1}}, {"text": "a"}]'])
+def test_what_another_version_kept_is_forgotten(tab: Tab, kept: str):
+    tab.page.evaluate("kept => addEventListener('pagehide', () => sessionStorage.setItem('quire.chat', kept))", kept)
+    tab.page.reload()
+    expect(tab.state).to_have_attribute("data-state", "ready")
+    tab.ask("Hello")
+    tab.ended()
+    assert tab.answer() == STORY
+
+
+def test_a_rate_is_of_a_time_that_can_be_measured(bench: Page):
+    """Tokens that come out of one read are no twenty thousand a second."""
+    script = """async times => { const { Answer } = await import("/page/answer.js");
+        const [answer, clock] = [new Answer(), performance.now];
+        for (const at of times) {
+            performance.now = () => at;
+            answer.take({choices: [{delta: {content: "a"}, logprobs: null}]});
+        }
+        performance.now = clock;
+        return answer.stats.filter(([, name]) => name === "tokens/s").map(([figure]) => figure) }"""
+    assert bench.evaluate(script, [100, 100.1, 100.1]) == []
+    assert bench.evaluate(script, [100, 150, 150, 300]) == ["15"]
+
+
 def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
     page = tab.page
     page.click("#settings")
@@ -530,7 +611,9 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(context: BrowserContext, url: s
     page.reload()
     expect(tab.state).to_have_attribute("data-state", "ready")
     expect(lock).to_be_hidden()
-    assert page.evaluate("Object.values(sessionStorage)") == ["secret"]
+    assert page.evaluate("Object.keys(sessionStorage).sort()") == ["quire.chat", "quire.key"]
+    assert page.evaluate("sessionStorage['quire.key']") == "secret"
+    assert "secret" not in page.evaluate("sessionStorage['quire.chat']")
     kept = page.evaluate(
         "[...Object.values(localStorage), document.cookie, location.href, document.body.innerHTML].join()"
     )

@@ -14,6 +14,8 @@ const ENDS = {
   stopped: "stopped",
 };
 
+const BRIEF = 100; // milliseconds in which too little comes to tell how fast
+
 const token = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
 /** What the chunks of a stream amount to. */
@@ -28,10 +30,27 @@ export class Answer {
   failure = null;
   usage = null;
   counted = 0; // tokens
-  #begun = performance.now();
-  #first = null; // when it came, and how many tokens at once
-  #last = 0;
-  #thought = null;
+  // When it was asked for, when the first came and how many tokens at once, the last, and the end of thinking.
+  #times = { begun: performance.now(), first: null, last: 0, thought: null };
+
+  /** An answer as `kept` told it. */
+  static from({ pieces, times, failure, ...fields }) {
+    const answer = Object.assign(new Answer(), fields);
+    const dealt = pieces.reduce((length, { text }) => length + text.length, 0);
+    answer.aligner.pieces = [...pieces, { text: answer.content.slice(dealt), tokens: [] }].filter(({ text }) => text);
+    answer.#times = times;
+    answer.failure = failure && new Failure(failure.message, failure);
+    return answer;
+  }
+
+  /** What is to be remembered of it, with or without what is known of each token. */
+  kept(tokens) {
+    const { content, reasoning, calls, usage, counted, failure } = this;
+    const finish = this.finish ?? (failure ? null : "stopped");
+    const pieces = tokens ? this.aligner.pieces : [];
+    const why = failure && { ...failure, message: failure.message };
+    return { content, reasoning, calls, usage, counted, finish, pieces, times: this.#times, failure: why };
+  }
 
   /** Takes a chunk in. */
   take(chunk) {
@@ -47,7 +66,7 @@ export class Answer {
     this.#time(tokens.length || (something ? 1 : 0));
     this.content += said;
     this.reasoning += thought;
-    if (said || delta.tool_calls) this.#thought ??= performance.now();
+    if (said || delta.tool_calls) this.#times.thought ??= performance.now();
     for (const call of delta.tool_calls ?? []) {
       const known = (this.calls[call.index] ??= { name: "", arguments: "" });
       known.name += call.function?.name ?? "";
@@ -60,13 +79,13 @@ export class Answer {
   end(failure = null) {
     this.failure = failure;
     this.aligner.end();
-    this.#thought ??= performance.now();
+    this.#times.thought ??= performance.now();
   }
 
   #time(tokens) {
     if (!tokens) return;
-    this.#last = performance.now();
-    this.#first ??= { at: this.#last, tokens };
+    this.#times.last = performance.now();
+    this.#times.first ??= { at: this.#times.last, tokens };
     this.counted += tokens;
   }
 
@@ -77,19 +96,19 @@ export class Answer {
 
   /** Seconds spent thinking, once that is over. */
   get thinking() {
-    return this.reasoning && this.#thought ? this.#thought - (this.#first?.at ?? this.#begun) : null;
+    const { begun, first, thought } = this.#times;
+    return this.reasoning && thought ? thought - (first?.at ?? begun) : null;
   }
 
   /** What is worth knowing of it: [figure, what it is]. */
   get stats() {
     const found = [];
+    const { begun, first, last } = this.#times;
     const tokens = this.usage?.completion_tokens ?? this.counted;
     if (tokens) found.push([count(tokens), tokens === 1 ? "token" : "tokens"]);
-    const later = this.counted - (this.#first?.tokens ?? 0);
-    if (later > 0 && this.#last > this.#first.at) {
-      found.push([measured((later * 1000) / (this.#last - this.#first.at)), "tokens/s"]);
-    }
-    if (this.#first) found.push([duration(this.#first.at - this.#begun), "to the first token"]);
+    const later = this.counted - (first?.tokens ?? 0);
+    if (later > 0 && last - first.at >= BRIEF) found.push([measured((later * 1000) / (last - first.at)), "tokens/s"]);
+    if (first) found.push([duration(first.at - begun), "to the first token"]);
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
       found.push([count(cached), `of ${plural(this.usage.prompt_tokens, "prompt token")} from the cache`]);

@@ -20,6 +20,7 @@ export class Chat {
   #pinned = true;
   #due = false;
   #probabilities = recall("probabilities") === true;
+  #leaving = false; // the browser may end a stream before the page is gone
   #limit = null;
   #used = 0;
   model = null;
@@ -45,7 +46,10 @@ export class Chat {
     const starter = (text) => make("button", { type: "button", onclick: () => this.send(text) }, text);
     find("starters").append(...STARTERS.map((text) => make("li", {}, starter(text))));
     this.#showSwitch();
+    this.#restore();
     this.#refresh();
+    addEventListener("beforeunload", () => (this.#leaving = true));
+    addEventListener("pagehide", () => this.#keep());
   }
 
   get busy() {
@@ -63,6 +67,7 @@ export class Chat {
     this.#used = 0;
     find("turns").replaceChildren();
     this.#card.hide();
+    this.#keep();
     this.#showContext();
     this.#refresh();
     this.prompt.focus();
@@ -186,14 +191,19 @@ export class Chat {
     };
   }
 
+  #reply(answer) {
+    const view = new AnswerView(answer, this.#card, () => this.regenerate(), this.#light);
+    this.#turns.push({ role: "assistant", answer, view, element: view.element });
+    find("turns").append(view.element);
+    return view;
+  }
+
   async #answer() {
     const stopper = (this.#stopper = new AbortController());
     const answer = new Answer();
+    this.#leaving = false;
     const body = this.#body(answer.name);
-    const view = new AnswerView(answer, this.#card, () => this.regenerate(), this.#light);
-    const turn = { role: "assistant", answer, view, element: view.element };
-    this.#turns.push(turn);
-    find("turns").append(turn.element);
+    const view = this.#reply(answer);
     view.render(this.#probabilities);
     this.#refresh();
     this.#toEnd();
@@ -201,18 +211,46 @@ export class Chat {
     try {
       await this.#stream(body, answer, view, stopper.signal);
     } catch (error) {
-      if (stopper.signal.aborted) answer.finish = "stopped";
+      if (stopper.signal.aborted || this.#leaving) answer.finish = "stopped";
       else failure = error instanceof Failure ? error : new Failure(String(error.message ?? error));
     }
     answer.end(failure);
     view.close(this.#probabilities, () => this.regenerate());
     if (this.#stopper !== stopper) return; // the chat was cleared
     this.#stopper = null;
-    this.#used = answer.usage ? answer.usage.prompt_tokens + answer.usage.completion_tokens : this.#used;
+    this.#count(answer);
+    this.#keep();
     this.#showContext();
     this.#refresh();
     this.#keepEnd();
     find("said").textContent = failure ? failure.message : `The answer has ended, ${plural(answer.counted, "token")}.`;
+  }
+
+  #count({ usage }) {
+    if (usage) this.#used = usage.prompt_tokens + usage.completion_tokens;
+  }
+
+  /** Keeps the chat for a reload; where it is too long, without what is known of its tokens. */
+  #keep() {
+    const turns = (tokens) => this.#turns.map(({ role, text, answer }) => (role === "user" ? { text } : { answer: answer.kept(tokens) }));
+    if (!keep("chat", turns(true))) keep("chat", turns(false));
+  }
+
+  #restore() {
+    try {
+      for (const { text, answer } of recall("chat") ?? []) {
+        if (answer) this.#remember(Answer.from(answer));
+        else this.#ask(text);
+      }
+    } catch {
+      this.clear(); // it was kept by another version of the page
+    }
+    this.#toEnd();
+  }
+
+  #remember(answer) {
+    this.#reply(answer).close(this.#probabilities, () => this.regenerate());
+    this.#count(answer);
   }
 
   async #stream(body, answer, view, signal) {

@@ -1,19 +1,22 @@
-/* Settings that outlive the page, in the browser. A key is none of them. */
+/* What outlives the page, in the browser: settings stay with it, the chat with its tab. A key is none of them. */
+
+const store = (name) => (name === "chat" ? sessionStorage : localStorage);
 
 /** What was kept from an earlier visit, or null. */
 export function recall(name) {
   try {
-    return JSON.parse(localStorage.getItem(`quire.${name}`));
+    return JSON.parse(store(name).getItem(`quire.${name}`));
   } catch {
     return null;
   }
 }
 
-/** Keeps a setting for the next visit, where the browser lets the page. */
+/** Keeps something for the next visit; whether the browser lets the page. */
 export function keep(name, value) {
   try {
-    localStorage.setItem(`quire.${name}`, typeof value === "string" ? value : JSON.stringify(value));
+    store(name).setItem(`quire.${name}`, typeof value === "string" ? value : JSON.stringify(value));
+    return true;
   } catch {
-    // It then lasts as long as the page.
+    return false; // It then lasts as long as the page.
   }
 }

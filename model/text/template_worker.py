@@ -26,9 +26,12 @@ _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
 _RAW = re.compile(r"(\{%[-+]?\s*raw)\s*%\}")  # Jinja keeps a line break after it; minijinja does so for `+%}`
 
-# In Jinja, an undefined value is iterable and None is not; minijinja gives tests None for both.
-_STRING = r""" "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' """
-_TAG = re.compile(rf"""\{{\#.*?\#\}} | \{{[{{%] (?:{_STRING}|[^"'])*? [%}}]\}}""", re.DOTALL | re.VERBOSE)
+# In Jinja, an undefined value is iterable and None is not; minijinja gives tests None for both. Each pattern also ends
+# where the source ends: what cannot fail is not tried again from every place.
+_STRING = r""" "(?:[^"\\]|\\.)*(?:"|\\?\Z) | '(?:[^'\\]|\\.)*(?:'|\\?\Z) """
+_TAG = re.compile(
+    rf"""\{{\# .*? (?:\#\}}|\Z) | \{{[{{%] (?:{_STRING}|[^"'])*? (?:[%}}]\}}|\Z)""", re.DOTALL | re.VERBOSE
+)
 _ITERABLE = re.compile(rf"{_STRING} | (?P<test>\bis\s+(?:not\s+)?iterable\b)", re.DOTALL | re.VERBOSE)
 
 _IN_NAMELESS = re.compile(r" \(in <string>(:\d+)?\)")  # minijinja adds it for templates without a name

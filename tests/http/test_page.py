@@ -179,8 +179,8 @@ def looks(tab: Tab) -> list[str]:
 def test_a_reload_keeps_the_chat(tab: Tab, stand_in: StandIn, context: BrowserContext):
     call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     stand_in.answers["a"] = [
-        said("", token("Hm"), reasoning="Hm"), said(EVIL, token(EVIL, 0.3)), said("", token("<call>"), tool_calls=[call]),
-        0.2, said("!", token("!")), "length",
+        said("", token("Hm"), reasoning="Hm"), said(EVIL, token(EVIL, 0.3)),
+        said("", token("<call>"), tool_calls=[call]), 0.2, said("!", token("!")), "length",
     ]  # fmt: skip
     stand_in.answers["b"] = [said("So", token("So"))] * 3 + [{"error": {"message": "Lost.", "type": "server_error"}}]
     for text in "ab":

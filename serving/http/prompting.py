@@ -201,7 +201,7 @@ def plain() -> Any:
     return parsing.make_parser(None, None, False)
 
 
-def encode(engine: Engine, where: str, text: str, special: bool, most: int | None) -> list[int]:
+def encode(engine: Engine, where: str, text: str, special: bool, most: int | None = None) -> list[int]:
     if not text:
         raise RequestError(where, "is empty; it must have at least one character")
     try:

@@ -759,6 +759,7 @@ LISTENS = {"listen", "bind", "create_server", "start_server", "start_unix_server
            "serve_forever", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "UnixStreamServer",
            "add_insecure_port"}  # fmt: skip
 ELSE = {  # processes of one engine meet; Ray's replicas are bound to what they are given, and a free port is looked for
+    "serving/http/server.py": "create_server",
     "serving/multihost/rendezvous.py": "create_server", "scripts/bench/host.py": "create_server",
     "serving/ray/deploy.py": "bind", "scripts/serve/replicas.py": "bind", "scripts/bench/ray.py": "bind",
 }  # fmt: skip

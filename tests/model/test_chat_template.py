@@ -208,7 +208,6 @@ def test_hostile_templates_end(render, source):
     assert render("{{ messages[0] }}", ["alive"]) == "alive"
 
 
-<<<<<<< ours
 def test_the_model_s_own_template_is_bounded_by_its_steps_and_a_request_s_by_time_too():
     """A busy machine needs more processor time for the same steps."""
     loops = "{% for a in r %}{% for b in r %}{% for c in r %}x{% endfor %}{% endfor %}{% endfor %}"
@@ -222,13 +221,13 @@ def test_the_model_s_own_template_is_bounded_by_its_steps_and_a_request_s_by_tim
     with pytest.raises(PromptError, match="ran for more than 30000000 steps"):
         own.render([], r=list(range(10_000)))
     assert OWN_SECONDS > 10 * REQUEST_SECONDS
-=======
+
+
 @pytest.mark.parametrize("opening", ["{{", '{{"', "{{ '\"\\", "{#", "{{ x is ", "{% '\\\\"])
 def test_openings_without_ends_are_read_once(render, opening):
     with pytest.raises(PromptError) as caught:
         render("{{ 1 is iterable }}" + opening * 9000)
     assert "stopped" not in str(caught.value)  # which is what ends a slow one
->>>>>>> theirs
 
 
 def test_a_long_conversation_is_no_attack(render):

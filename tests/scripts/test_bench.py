@@ -826,7 +826,7 @@ def test_throughput_of_prompts_alone_has_no_roof(run, monkeypatch):
     code, out, _ = run(*options, "--random-output-len", "1")
     assert code == 0 and "No step only decoded" in out
     code, out, err = run(*options, "--random-output-len", "1", "--random-input-len", "200")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "max_model_len 128" in err
+    assert (code, out, err.count("\n")) == (2, "", 1) and "length is 128 (max_model_len)" in err
 
 
 def test_latency_counts_what_it_says(run, tmp_path):

@@ -15,6 +15,7 @@ from .errors import HttpError, error_response
 from .settings import LOOPBACK, ServerSettings
 
 OPEN = ("/health", "/ping")  # say nothing that must not be public
+FORM = "multipart/form-data", "/v1/files"  # where a body is a form
 HOST = re.compile(r"\[([^\[\]]*)\](?::\d*)?|([^:\[\]]*)(?::\d*)?")
 
 
@@ -95,7 +96,8 @@ class Guard:
             # Other sites' pages can send forms and plain text unasked, but no JSON.
             kind = headers.get("content-type", "").split(";")[0].strip().lower()
             empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-            if kind != "application/json" and not (empty and "origin" not in headers):
+            own = "origin" not in headers or headers["origin"] in self.settings.allowed_origins
+            if kind != "application/json" and not (own and (empty or (kind, path) == FORM)):
                 raise HttpError(415, "the body must be JSON: Content-Type: application/json")
             length = headers.get("content-length", "0")
             if not length.isdigit() or int(length[:12]) > self.settings.max_body_bytes or len(length) > 12:

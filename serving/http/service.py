@@ -24,7 +24,9 @@ from ..protocol.answers.answer import Head, Prompted
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
 from .answering import Answering, ClientLeft, EventStream, watched
+from .batches import Batches
 from .errors import HttpError, JsonResponse
+from .files import StoredFiles
 from .guard import digest, new_id, too_large
 from .logs import access
 from .models import Models
@@ -61,6 +63,8 @@ class Service:
         """`before_asking` is awaited with each prompt before the engine is asked for its answer."""
         self.models, self.settings = models, settings
         self.stored = StoredResponses(settings.max_stored_responses, settings.max_stored_bytes)
+        self.files = StoredFiles(settings.max_file_bytes)
+        self.batches = Batches(settings.max_batches, self.serve, self.trace, self.width)
         self.pool = ThreadPoolExecutor(32, "quire-parse")  # most of them wait: for a template, or for a grammar
         self.draining = False
         self.started = False  # the first model was loaded
@@ -217,6 +221,12 @@ class Service:
             keep = stack.pop_all()  # the model stays awake until the last event
             return EventStream(events, answering, keep, self.http_metrics)
 
+    async def width(self) -> int:
+        """How many sequences the first model computes together."""
+        async with self.models.use(None) as model:
+            scheduler = model.llm.engine.scheduler
+            return scheduler.limits.max_seqs * len(scheduler.replicas)
+
     async def whole(
         self, request: Request, protocol: Protocol, head: Head, parsed: Any, body: Any, answering: Answering
     ) -> JsonResponse:
@@ -245,6 +255,7 @@ class Service:
     async def drain(self, grace: float) -> None:
         """Take no new work; requests have `grace` seconds to end, and then they end with what they have."""
         self.draining = True
+        self.batches.close()
         try:
             async with asyncio.timeout(grace):
                 await self.idle.wait()

@@ -66,6 +66,10 @@ class ServerSettings:
         1024, LIMITS, "Most answers of /v1/responses that are kept, for previous_response_id too; 0: none.", "N"
     )
     max_stored_bytes: int = flag(64 << 20, LIMITS, "Memory for them.", "BYTES", "64M")
+    max_file_bytes: int = flag(
+        256 << 20, LIMITS, "Memory for files of /v1/files and the results of batches.", "BYTES", "256M"
+    )
+    max_batches: int = flag(256, LIMITS, "Most batches that are kept, also of those that are over.", "N")
     max_connections: int = flag(4096, LIMITS, "Most open connections.", "N")
     receive_seconds: float = seconds(30.0, "Time for a request's head to arrive, and again for its body.")
     idle_seconds: float = seconds(60.0, "Time after which an unused connection is closed.")

@@ -1,7 +1,7 @@
 """OpenAI's batch files: one request a line in, one result a line out, and a bad line affects no other."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from ..api.validation import refuse_unknown, shown
 from . import chat, completion
 from .answers.answer import ChatRequest, CompletionRequest
 
+MAX_LINES = 50_000
 ENDPOINTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completion.parse}
 
 
@@ -22,8 +23,8 @@ class BatchLine:
     request: ChatRequest | CompletionRequest | RequestError
 
 
-def parse_lines(lines: Iterable[bytes]) -> Iterator[BatchLine]:
-    """The lines of a batch file that are not blank."""
+def parse_lines(lines: Iterable[bytes], endpoints: Collection[str] = tuple(ENDPOINTS)) -> Iterator[BatchLine]:
+    """The lines of a batch file that are not blank; `endpoints` is where their requests may go."""
     seen: dict[str, int] = {}
     for number, raw in enumerate(lines, start=1):
         if not raw.strip():
@@ -35,7 +36,7 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[BatchLine]:
             if custom_id in seen:
                 raise RequestError("custom_id", f"must differ, got {shown(custom_id)} as in line {seen[custom_id]}")
             seen[custom_id] = number
-            yield BatchLine(number, custom_id, _request(line))
+            yield BatchLine(number, custom_id, _request(line, endpoints))
         except RequestError as error:
             yield BatchLine(number, custom_id, error)
 
@@ -80,13 +81,13 @@ def _custom_id(line: dict[str, Any]) -> str:
     return custom_id
 
 
-def _request(line: dict[str, Any]) -> ChatRequest | CompletionRequest:
+def _request(line: dict[str, Any], endpoints: Collection[str]) -> ChatRequest | CompletionRequest:
     refuse_unknown(line, ("custom_id", "method", "url", "body"))
     if line.get("method") != "POST":
         raise RequestError("method", f"must be 'POST', got {shown(line.get('method'))}")
     url = line.get("url")
-    if not isinstance(url, str) or url not in ENDPOINTS:
-        raise RequestError("url", f"must be {' or '.join(ENDPOINTS)}, got {shown(url)}")
+    if not isinstance(url, str) or url not in endpoints:
+        raise RequestError("url", f"must be {' or '.join(endpoints)}, got {shown(url)}")
     try:
         request = ENDPOINTS[url](line.get("body"))
         if request.delivery.stream:

@@ -2,7 +2,7 @@
 
 from ..api.params import MAX_CHOICES, SAMPLING, Terms, declarations
 from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, whole
-from . import chat, cohere, completion, label_scores, messages, pooling, responses
+from . import batch_file, batches, chat, cohere, completion, label_scores, messages, pooling, responses
 from .completion import MAX_PROMPTS
 from .fields import VERBOSITIES
 from .tokens import DETOKENIZE, TOKENIZE
@@ -12,6 +12,12 @@ OBJECT: Schema = {"type": "object"}
 ANYTHING: Schema = {}
 CONTENT: Schema = {"anyOf": [TEXT, many({"type": "object", "properties": {"type": TEXT, "text": TEXT}}, 64)]}
 MESSAGE: Schema = {"type": "object", "properties": {"role": TEXT, "content": CONTENT}, "required": ["role"]}
+
+LINE: Schema = {
+    "type": "object",
+    "properties": {"custom_id": {"type": "string", "minLength": 1, "maxLength": 64}, "params": OBJECT},
+    "required": ["custom_id", "params"], "additionalProperties": False,
+}  # fmt: skip
 
 PARAMS = {name: declaration.rule.schema for name, declaration in (declarations(Terms) | SAMPLING).items()}
 FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this name
@@ -41,6 +47,8 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "input_type": {"enum": list(cohere.INPUT_TYPES)}, "truncate": {"enum": list(cohere.TRUNCATE)},
     "embedding_types": many({"enum": list(cohere.EMBEDDING_TYPES)}, 4, 1),
     "output_dimension": whole(1, pooling.MAX_DIMENSIONS).schema,
+    "input_file_id": TEXT, "endpoint": {"enum": list(batch_file.ENDPOINTS)}, "output_expires_after": OBJECT,
+    "requests": many(LINE, batch_file.MAX_LINES, 1),
     "top_n": whole(0, MAX_PROMPTS).schema, "return_documents": FLAG.schema,
 }  # fmt: skip
 TEXTS: Schema = {"anyOf": [TEXT, many(TEXT, 64, 1)]}
@@ -64,6 +72,8 @@ BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields,
     "/v1/responses": (responses.FIELDS, ("input",)),
     "/v1/messages": (messages.FIELDS, ("messages", "max_tokens")),
     "/v1/messages/count_tokens": (messages.COUNTED, ("messages",)),
+    "/v1/messages/batches": (batches.MESSAGE_FIELDS, batches.MESSAGE_FIELDS),
+    "/v1/batches": (batches.FIELDS, ("input_file_id", "endpoint")),
     "/v1/embeddings": (pooling.EMBEDDINGS, ("input",)),
     "/v2/embed": (cohere.FIELDS, ()),
     "/score": (pooling.SCORE, ()),

@@ -37,6 +37,7 @@ MESSAGES_ERROR = {
     "properties": {"type": {"const": "error"}, "error": {"type": "object", "required": ["type", "message"]}},
     "required": ["type", "error"],
 }
+FILE = "file-0"  # of a request, for batches
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,9 @@ def server():
     engine = make_engine(options_of(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512))
     with served(model_of(engine)) as state:
         state.engine, state.canary, state.counts = engine, Canary(state.url), Counter()
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 1}}
+        file = state.service.files.put(None, "a", "batch", json.dumps(line).encode())
+        state.service.files.kept[None, FILE] = file
         state.schema = schemathesis.openapi.from_url(f"{state.url}/openapi.json")
         yield state
         print(f"\n{state.counts.total()} requests: {dict(state.counts)}")
@@ -64,6 +68,8 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
         body["messages"] = found if batch else found[0]
     if body.get("previous_response_id") is not None:
         del body["previous_response_id"]  # nothing is stored by that name
+    if "input_file_id" in body:
+        body |= {"input_file_id": FILE, "endpoint": "/v1/completions", "output_expires_after": None}
     if path in WRITES and len(body) % 2 and not path.endswith("/batch"):
         body["stream"] = True
     return body

@@ -22,6 +22,7 @@ from quire.serving.http import app
 from quire.serving.http.endpoints import admin, openapi, pooled, status
 from quire.serving.http.endpoints import tokens as tokens_paths
 from quire.serving.protocol import (
+    batches,
     chat,
     cohere,
     completion,
@@ -39,7 +40,7 @@ from quire.serving.protocol.answers import messages as message_answers
 from quire.serving.protocol.answers import shapes
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-CLIENTS = ("test_clients_openai", "test_stored", "test_clients_anthropic")
+CLIENTS = ("test_clients_openai", "test_stored", "test_batches", "test_clients_anthropic")
 sys.path.append(str(Path(__file__).parents[1] / "http"))  # where these are
 BEYOND = {  # what the OpenAPI document leaves out
     "/live": "The page's data, as server-sent events.",
@@ -58,7 +59,8 @@ The base URL is `http://127.0.0.1:8000/v1` for OpenAI's clients and `http://127.
 Fields that a client has no argument for go into `extra_body`. A field is applied, is a label without effect, or is
 refused with a 400 that names it. null means that a field is not given. A field that is in no table is refused too.
 Of messages other servers know more fields: those that are unknown here are ignored, and `X-Ignored-Fields` in the
-answer names them, as does the log, once."""
+answer names them, as does the log, once. Stored responses, files and batches are in the memory of one server: they end
+with it, and one of several replicas does not know what another keeps."""
 FAILURES = """\
 An error is `{"error": {"message", "type", "param", "code"}}`; at `/v1/messages` it is `{"type": "error", "error":
 {"type", "message"}}`. In a stream that has begun it is an event, at `/v1/responses` `response.failed`.
@@ -101,6 +103,8 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "return_token_strs": True, "tokens": [3], "detokenize": False, "input_type": "clustering", "truncate": "START",
     "output_dimension": 5, "label_token_ids": [3], "apply_softmax": False, "item_first": True,
     "suffix": "end", "verbosity": "low", "functions": [{"name": "f"}], "function_call": "none", "truncation": "auto",
+    "input_file_id": "file-1", "endpoint": "/v1/chat/completions", "requests": [{"custom_id": "b", "params": {}}],
+    "output_expires_after": {"anchor": "created_at", "seconds": 3600},
     "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
 }  # fmt: skip
 
@@ -197,6 +201,14 @@ ENDPOINTS = [
     Endpoint(
         "/v1/messages/count_tokens", messages.parse_count, ASK, messages.LABELS, messages.NEUTRAL, messages.REFUSED,
         values={"tools": [INPUT], "tool_choice": {"type": "none"}},
+    ),
+    Endpoint(
+        "/v1/messages/batches", batches.parse_messages, {"requests": [{"custom_id": "a", "params": {}}]},
+        inside={"requests[]": ("custom_id", "params")},
+    ),
+    Endpoint(
+        "/v1/batches", batches.parse, {"input_file_id": "file-0", "endpoint": "/v1/completions"}, batches.LABELS,
+        batches.NEUTRAL,
     ),
     Endpoint("/v1/embeddings", pooling.parse_embeddings, {"input": "Hi"}, fields.LABELS),
     Endpoint(

@@ -12,12 +12,12 @@ from typing import Any
 from starlette.requests import Request
 
 from ...api.errors import RequestError
-from ...api.validation import integer
 from ...protocol import responses
 from ...protocol.answers import responses as answers
 from ...protocol.answers.answer import ResponsesRequest
 from .. import prompting
 from ..errors import HttpError, JsonResponse, as_http
+from ..pages import count_of, order_of, page_of
 from ..service import Protocol, Service
 from ..stored import StoredResponse
 
@@ -130,28 +130,11 @@ async def cancel(service: Service, request: Request) -> JsonResponse:
 async def input_items(service: Service, request: Request) -> JsonResponse:
     """What was asked, the last item first unless `order` is asc."""
     stored, given = asked_for(service, request), request.query_params
-    text, order, after = given.get("limit", "20"), given.get("order", "desc"), given.get("after")
-    most = integer("limit", int(text) if text.isdigit() and len(text) < 5 else text, 1, MAX_LISTED)
-    if order not in ("asc", "desc"):
-        raise RequestError("order", f"must be asc or desc, got {order[:60]!a}")
     name = stored.body["id"]
     items = [{"id": f"{item.get('type')}_{i}_{name}"} | item for i, item in enumerate(stored.items)]
-    if order == "desc":
+    if order_of(given, "desc") == "desc":
         items.reverse()
-    names = [item["id"] for item in items]
-    if after is not None and after not in names:
-        raise RequestError("after", f"must be the id of an item, got {after[:60]!a}")
-    start = 0 if after is None else names.index(after) + 1
-    found = items[start : start + most]
-    return JsonResponse(
-        {
-            "object": "list",
-            "data": found,
-            "first_id": found[0]["id"] if found else None,
-            "last_id": found[-1]["id"] if found else None,
-            "has_more": start + most < len(items),
-        }
-    )
+    return JsonResponse(page_of(items, given, count_of(given, 20, MAX_LISTED)))
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

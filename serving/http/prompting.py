@@ -15,7 +15,8 @@ from ..chat_prompt import render, template_source
 from ..engine.engine import Engine
 from ..parsing.custom import CustomCalls
 from ..parsing.forced import Forced
-from ..protocol.answers.answer import ChatBatch, ChatRequest, CompletionRequest, Prompted
+from ..protocol import responses
+from ..protocol.answers.answer import ChatBatch, ChatRequest, CompletionRequest, Prompted, ResponsesRequest
 from ..protocol.context import Messages, edited, newest
 from ..protocol.pooling import EmbeddingRequest
 from ..protocol.tools import INPUT
@@ -93,6 +94,11 @@ def fits(encoded: Callable[[Messages], tuple[str, list[int]]], messages: Message
         return len(encoded(messages)[1]) <= room
     except TooLong:
         return False
+
+
+def compact(engine: Engine, request: ResponsesRequest, formats: Formats) -> Prepared:
+    """The prompt that asks for a conversation in short."""
+    return chat(engine, replace(request, messages=responses.in_short(request.messages)), formats)
 
 
 def chat_batch(engine: Engine, request: ChatBatch, formats: Formats) -> Prepared:

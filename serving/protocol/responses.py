@@ -1,5 +1,7 @@
 """OpenAI's /v1/responses: a body to a request."""
 
+import base64
+import binascii
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +36,12 @@ FIELDS = (
     "store", "background", "previous_response_id",
     *OWN_SAMPLING, *TERMS, *LABELS,
 )  # fmt: skip
+COUNTED = (  # fields that say something of the prompt
+    "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation",
+    "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message", "chat_template",
+    "chat_template_kwargs", "previous_response_id",
+)  # fmt: skip
+COMPACTED = ("model", "input", "instructions", "previous_response_id", "prompt_cache_key", "service_tier")
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
     "context_management": [],
     "echo": False,
@@ -55,6 +63,12 @@ REFUSED = {
     "reasoning_effort": "is reasoning.effort here",
     "response_format": "is text.format here",
 }
+History = Callable[[str], list[dict[str, Any]]]  # the items that led to a stored response, and its own
+SHORTLY = (
+    "Write a summary of this conversation for somebody who has to go on with it and has not seen it: what is wanted, "
+    "what was found and decided, what is open. Write the summary and nothing else."
+)
+BEFORE = "(What was said before, in short:)"
 LOGPROBS = "message.output_text.logprobs"
 # Thoughts are part of the answer as they are, and can be sent back so: there is nothing to encrypt.
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
@@ -68,12 +82,31 @@ ITEMS = {
     "custom_tool_call": ("call_id", "name", "input", "id", "status"),
     "custom_tool_call_output": ("call_id", "output", "name", "id", "status"),
     "reasoning": ("summary", "content", "encrypted_content", "id", "status"),
+    "compaction": ("encrypted_content", "id"),
 }
 PARTS = {"input_text": ("text",), "output_text": ("text", "annotations", "logprobs"), "refusal": ("refusal",)}
 FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "description", "schema", "strict")}
 
 
-def parse(body: Any, history: Callable[[str], list[dict[str, Any]]] | None = None) -> ResponsesRequest:
+def parse_count(body: Any, history: History | None = None) -> ResponsesRequest:
+    """The request in a body of /v1/responses/input_tokens, of which only the prompt is wanted."""
+    return parse(known_fields(body, COUNTED, NEUTRAL, REFUSED), history)
+
+
+def parse_compact(body: Any, history: History | None = None) -> ResponsesRequest:
+    """The request in a body of /v1/responses/compact: what was said, which the model is to say in short."""
+    return parse(known_fields(body, COMPACTED, NEUTRAL, REFUSED), history)
+
+
+def in_short(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation whose last turn asks for its summary."""
+    *before, last = messages
+    if last["role"] != "user":
+        return [*messages, {"role": "user", "content": SHORTLY}]
+    return [*before, last | {"content": f"{last['content']}\n\n({SHORTLY})"}]
+
+
+def parse(body: Any, history: History | None = None) -> ResponsesRequest:
     """The request in a body; `history` gives the items that led to a stored response, and its own."""
     given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
     text = plain("text", given.get("text", {}), ("format", "verbosity"))
@@ -142,7 +175,7 @@ def parse_input(
     add_items(talk, "previous_response_id", before, set())
     if isinstance(value, str):
         talk.say("user", unicode_text("input", value))
-    else:
+    elif value is not None or not before:
         add_items(talk, "input", listed("input", value, MAX_MESSAGES, least=1), ignored)
     return talk.messages
 
@@ -194,6 +227,24 @@ def add_custom_call(talk: Conversation, where: str, given: dict[str, Any], _: st
     talk.call(name, call_id, {INPUT: text})
 
 
+def add_compaction(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
+    """What was said before in short, with what users said before it: one message, for templates want turns."""
+    text = f"{BEFORE}\n{summary_of(f'{where}.encrypted_content', given.get('encrypted_content'))}"
+    while talk.role == "user":
+        text = f"{talk.messages.pop()['content']}\n\n{text}"
+    talk.say("user", text)
+
+
+def summary_of(where: str, value: Any) -> str:
+    """What /v1/responses/compact wrote; it is packed, and no secret."""
+    try:
+        return base64.b64decode(unicode_text(where, value), validate=True).decode()
+    except (binascii.Error, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(where, f"must be what /v1/responses/compact gave, got {shown(value)}") from None
+
+
 def add_output(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
     text = texts(f"{where}.output", given.get("output"), PARTS, MAX_MESSAGES)
     talk.result(f"{where}.call_id", given.get("call_id"), text)
@@ -206,6 +257,7 @@ ADD = {
     "function_call_output": add_output,
     "custom_tool_call": add_custom_call,
     "custom_tool_call_output": add_output,
+    "compaction": add_compaction,
 }
 
 

@@ -1,6 +1,7 @@
 """OpenAI's own Python client, as it is, against a server over a socket."""
 
 import asyncio
+import base64
 import json
 import re
 import threading
@@ -888,3 +889,33 @@ def test_suffix(ask_bundled):
     with pytest.raises(openai.BadRequestError) as caught:
         ask_bundled.completions.create(model="quill", prompt="a", suffix="b")
     assert caught.value.param == "suffix" and "fill-in-the-middle" in caught.value.message
+
+
+@shows("openai", "responses.input_tokens.count")
+def test_counting(ask):
+    """As many as the usage of an answer says, with tools, instructions and the responses before."""
+    first = ask.responses.create(model="quill", input="hello")
+    for fields in ({}, {"instructions": "Be kind."}, {"tools": [FLAT]}, {"previous_response_id": first.id}):
+        asked: Any = {"model": "quill", "input": "hello", **fields}
+        found = ask.responses.create(**asked)
+        assert ask.responses.input_tokens.count(**asked).input_tokens == found.usage.input_tokens
+
+
+@shows("openai", "responses.compact, and what it gives sent back")
+def test_compacting(ask):
+    """What users said, and a summary by the model, from which the conversation goes on."""
+    said_so_far: Any = [*user("hello"), {"role": "assistant", "content": "Hi."}, *user("think")]
+    found = ask.responses.compact(model="quill", input=said_so_far)
+    assert found.object == "response.compaction" and found.usage.output_tokens
+    *before, last = found.output
+    assert [item.content[0].text for item in before] == ["hello", "think"]
+    assert (last.type, base64.b64decode(last.encrypted_content)) == ("compaction", b"They greeted.")
+    items = [item.to_dict(warnings=False) for item in found.output]
+    template = {"chat_template": "<user>{{ messages | tojson }}<assistant>"}
+    told = ask.responses.create(model="quill", input=[*items, *user("bye")], extra_body=template).output_text
+    assert "hello" in told and "They greeted." in told and "bye" in told
+    kept = ask.responses.create(model="quill", input="hello")
+    again = ask.responses.compact(model="quill", previous_response_id=kept.id)
+    assert [item.type for item in again.output] == ["message", "compaction"]
+    with pytest.raises(openai.BadRequestError, match="must be what /v1/responses/compact gave"):
+        ask.responses.create(model="quill", input=[{"type": "compaction", "encrypted_content": "?"}])

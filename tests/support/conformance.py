@@ -162,7 +162,7 @@ ENDPOINTS = [
         values={"logprobs": 3}, needs=STREAMS, inside=OBJECTS,
     ),
     Endpoint(
-        "/v1/responses", partial(responses.parse, history=lambda name: responses.items_of(name)), {"input": "Hi"},
+        "/v1/responses", partial(responses.parse, history=responses.items_of), {"input": "Hi"},
         responses.LABELS, responses.NEUTRAL, responses.REFUSED,
         values={"tools": [FLAT], "store": False, "background": True, "previous_response_id": "resp_1"},
         needs={"top_logprobs": {"include": [responses.LOGPROBS]}},
@@ -181,6 +181,15 @@ ENDPOINTS = [
             "reasoning.effort": responses.EFFORTS,
             "structured_outputs": (*SHAPES, *SPACING),
         },
+    ),
+    Endpoint(
+        "/v1/responses/input_tokens", partial(responses.parse_count, history=responses.items_of), {"input": "Hi"},
+        (), responses.NEUTRAL, responses.REFUSED, values={"tools": [FLAT], "previous_response_id": "resp_0"},
+    ),
+    Endpoint(
+        "/v1/responses/compact", partial(responses.parse_compact, history=responses.items_of), {"input": "Hi"},
+        ("prompt_cache_key", "service_tier"), responses.NEUTRAL, responses.REFUSED,
+        values={"previous_response_id": "resp_0"},
     ),
     Endpoint(
         "/v1/messages", messages.parse, {**ASK, "max_tokens": 5}, messages.LABELS, messages.NEUTRAL, messages.REFUSED,

@@ -40,6 +40,8 @@ def say(prompt: str) -> str:
         return f"{thought}I look. " + "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in calls)
     if "<tools>" in prompt and (asked_for := re.search(r"sum of (.+)", asked)):
         return f"I add. <tool_call>\n{json.dumps({'name': 'sums', 'arguments': {'input': asked_for[1]}})}\n</tool_call>"
+    if "Write a summary" in asked:
+        return "They greeted."
     if "count" in asked:
         return " ".join(map(str, range(1, 301)))
     return f"{thought}You said: {asked} – 世界 👩‍🚀"

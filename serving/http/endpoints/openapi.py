@@ -10,6 +10,8 @@ ABOUT = {
     "/v1/chat/completions/batch": "Answer several conversations alike, without streaming; `messages` is their list.",
     "/v1/completions": "Write on from a prompt.",
     "/v1/responses": "Answer a conversation, in the form of OpenAI's newer interface.",
+    "/v1/responses/input_tokens": "How many tokens a request to /v1/responses would have.",
+    "/v1/responses/compact": "A conversation in short, written by the model: items to go on from.",
     "/v1/messages": "Answer a conversation, in Anthropic's form.",
     "/v1/messages/count_tokens": "How many tokens a conversation has.",
     "/v1/messages/batches": "Answer conversations that nobody waits for, behind those of clients that wait.",

@@ -24,6 +24,7 @@ from ..stored import StoredResponse
 log = logging.getLogger("quire")
 
 RESPONSES = Protocol("resp_", responses.parse, prompting.chat, answers.response, answers.ResponsesStream)
+COMPACT = Protocol("resp_", responses.parse_compact, prompting.compact, answers.compacted, answers.ResponsesStream)
 MAX_LISTED = 100  # items in one answer
 
 
@@ -48,6 +49,23 @@ async def create(service: Service, request: Request) -> Any:
         found["store"] = service.stored.put(key, found["id"], stored)
 
     return await service.serve(request, keeping(keep), parsed, body)
+
+
+async def compact(service: Service, request: Request) -> Any:
+    """A conversation in short, written by the model."""
+    history = partial(service.stored.history, service.key(request))
+    parsed, body = await service.read(request, partial(responses.parse_compact, history=history))
+    return await service.serve(request, COMPACT, parsed, body)
+
+
+async def input_tokens(service: Service, request: Request) -> JsonResponse:
+    """How many tokens a request would have."""
+    history = partial(service.stored.history, service.key(request))
+    asked, _ = await service.read(request, partial(responses.parse_count, history=history))
+    async with service.models.use(asked.model) as model:
+        prepared = await service.beside(prompting.chat, model.llm.engine, asked, service.settings.formats)
+        count = sum(len(ask.tokens) for ask in prepared.asks)
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 def keeping(keep: Callable[[dict[str, Any]], None]) -> Protocol:
@@ -138,6 +156,8 @@ async def input_items(service: Service, request: Request) -> JsonResponse:
 
 
 ROUTES: dict[tuple[str, str], Callable] = {
+    ("POST", "/v1/responses/compact"): compact,
+    ("POST", "/v1/responses/input_tokens"): input_tokens,
     ("GET", "/v1/responses/{id}"): retrieve,
     ("DELETE", "/v1/responses/{id}"): delete,
     ("POST", "/v1/responses/{id}/cancel"): cancel,

@@ -1,5 +1,6 @@
 """OpenAI's /v1/responses: an answer to a body, or to a stream of events."""
 
+import base64
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,27 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def compacted(
+    head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+) -> dict[str, Any]:
+    """What stands for a conversation: what users said, and all of it in short, packed as the client sends it back."""
+    [answer] = answers
+    said = [message["content"] for message in request.messages if message["role"] == "user"]
+    output: list[dict[str, Any]] = [
+        {"id": f"msg_{i}_{head.id}", "type": "message", "role": "user", "status": "completed",
+         "content": [{"type": "input_text", "text": text}]} for i, text in enumerate(said)
+    ]  # fmt: skip
+    packed = base64.b64encode((answer.content or "").encode()).decode()
+    output.append({"id": f"cmp_{head.id}", "type": "compaction", "encrypted_content": packed})
+    return {
+        "id": head.id,
+        "object": "response.compaction",
+        "created_at": head.created,
+        "output": output,
+        "usage": usage_body(usage),
     }
 
 

@@ -21,7 +21,7 @@ from ..protocol.answers import completion as completion_answer
 from ..protocol.answers import messages as message_answer
 from . import prompting
 from .answering import ClientLeft
-from .endpoints import admin, batches, files, message_batches, pooled, responses, status, tokens
+from .endpoints import admin, batches, conversations, files, message_batches, pooled, responses, status, tokens
 from .endpoints.invocations import invocations
 from .endpoints.static import page_routes
 from .errors import HttpError, as_http, error_response
@@ -69,6 +69,7 @@ def make_app(service: Service) -> Any:
     routes.append(Route("/invocations", guarded(bound(partial(invocations, handlers))), methods=["POST"]))
     tables = [
         responses.ROUTES,
+        conversations.ROUTES,
         files.ROUTES,
         batches.routes(PROTOCOLS),
         message_batches.routes(PROTOCOLS["/v1/messages"]),

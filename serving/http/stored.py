@@ -13,6 +13,7 @@ from ..api.validation import shown
 from .errors import HttpError
 
 MISSING = 404, "id", "response_not_found"
+NO_CONVERSATION = 404, "conversation", "conversation_not_found"
 NO_PREVIOUS = 400, "previous_response_id", "previous_response_not_found"
 
 
@@ -63,7 +64,8 @@ class StoredResponses:
             found = self.kept.get((key, name))
             if found is None:
                 status, param, code = missing
-                why = f"Response with id {shown(name)} not found: it was not stored, or others have taken its place"
+                kind = "Conversation" if missing is NO_CONVERSATION else "Response"
+                why = f"{kind} with id {shown(name)} not found: it was not stored, or others have taken its place"
                 raise HttpError(status, f"{param}: {why}", param, code)
             self.kept.move_to_end((key, name))
             return found
@@ -75,8 +77,10 @@ class StoredResponses:
         with self.lock:
             self.remove((key, name))
 
-    def history(self, key: str | None, name: str) -> list[dict[str, Any]]:
-        """The items of a response and of all before it, in their order."""
+    def history(self, key: str | None, name: str, field: str) -> list[dict[str, Any]]:
+        """The items of a response and of all before it, in their order; or those of a conversation."""
+        if field == "conversation":
+            return self.get(key, name, NO_CONVERSATION).items
         return [item for stored in reversed(list(self.chain(key, name))) for item in turn(stored)]
 
     def chain(self, key: str | None, name: str | None) -> Iterator[StoredResponse]:
@@ -89,6 +93,10 @@ class StoredResponses:
 
 
 def turn(stored: StoredResponse) -> list[dict[str, Any]]:
-    """What was asked and answered; a call that was cut off is none."""
-    said = [item for item in stored.body["output"] if (item["type"], item["status"]) != ("function_call", "incomplete")]
-    return stored.items + said
+    """What was asked and answered."""
+    return stored.items + finished(stored.body)
+
+
+def finished(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The items of a response; a call that was cut off is none."""
+    return [item for item in body["output"] if (item["type"], item["status"]) != ("function_call", "incomplete")]

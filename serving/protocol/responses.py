@@ -33,13 +33,13 @@ FIELDS = (
     "model", "input", "instructions", "max_output_tokens", "top_logprobs", "include", "stream", "request_id", "tools",
     "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "truncate_prompt_tokens",
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
-    "store", "background", "previous_response_id",
+    "store", "background", "previous_response_id", "conversation",
     *OWN_SAMPLING, *TERMS, *LABELS,
 )  # fmt: skip
 COUNTED = (  # fields that say something of the prompt
     "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation",
     "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message", "chat_template",
-    "chat_template_kwargs", "previous_response_id",
+    "chat_template_kwargs", "previous_response_id", "conversation",
 )  # fmt: skip
 COMPACTED = ("model", "input", "instructions", "previous_response_id", "prompt_cache_key", "service_tier")
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
@@ -51,7 +51,6 @@ NEUTRAL = {  # fields that are not implemented, with the value that asks for not
     "stream_options": {"include_obfuscation": False},
 }
 REFUSED = {
-    "conversation": "is not implemented; previous_response_id goes on from a response",
     "prompt": "is not implemented: prompts are not stored; send instructions and input",
     "max_tool_calls": "counts calls of built-in tools, and there are none; leave it out",
     **dict.fromkeys(("access_programs", "background_options", "image", "moderation"), ABSENT),
@@ -63,7 +62,8 @@ REFUSED = {
     "reasoning_effort": "is reasoning.effort here",
     "response_format": "is text.format here",
 }
-History = Callable[[str], list[dict[str, Any]]]  # the items that led to a stored response, and its own
+# By a name and the field that has it: the items of a conversation, or those that led to a response, and its own.
+History = Callable[[str, str], list[dict[str, Any]]]
 SHORTLY = (
     "Write a summary of this conversation for somebody who has to go on with it and has not seen it: what is wanted, "
     "what was found and decided, what is open. Write the summary and nothing else."
@@ -123,18 +123,23 @@ def parse(body: Any, history: History | None = None) -> ResponsesRequest:
     if "verbosity" in text:
         told |= verbosity_of("text.verbosity", text["verbosity"])
     ignored: set[str] = set()
-    before, previous = [], given.get("previous_response_id")
-    if previous is not None:
-        unicode_text("previous_response_id", previous)
-        if history is None:
-            raise RequestError("previous_response_id", "goes on from a stored response, and there is none here")
-        before = history(previous)
+    previous, talk = given.get("previous_response_id"), conversation_of(given.get("conversation"))
+    if previous is not None and talk is not None:
+        raise RequestError("conversation", "and previous_response_id both say what was before; leave one of them out")
+    before: list[dict[str, Any]] = []
+    for name, value in (("previous_response_id", previous), ("conversation", talk)):
+        if value is not None:
+            unicode_text(name, value)
+            if history is None:
+                raise RequestError(name, "goes on from what is stored, and there is nothing here")
+            before = history(value, name)
     store, background, common = keeping(given, common_fields(given))
     return ResponsesRequest(
         messages=parse_input(given.get("instructions"), given.get("input"), ignored, before),
         store=store,
         background=background,
         previous_response_id=previous,
+        conversation=talk,
         ignored=tuple(sorted(ignored)),
         **sampling_of(own),
         template_options=told | template_options(given),
@@ -145,6 +150,11 @@ def parse(body: Any, history: History | None = None) -> ResponsesRequest:
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
         **common,
     )
+
+
+def conversation_of(value: Any) -> Any:
+    """The name of a conversation, given as it is or in an object."""
+    return plain("conversation", value, ("id",)).get("id") if isinstance(value, Mapping) else value
 
 
 def keeping(given: Mapping[str, Any], common: dict[str, Any]) -> tuple[bool, bool, dict[str, Any]]:

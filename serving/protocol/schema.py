@@ -2,7 +2,7 @@
 
 from ..api.params import MAX_CHOICES, SAMPLING, Terms, declarations
 from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, whole
-from . import batch_file, batches, chat, cohere, completion, label_scores, messages, pooling, responses
+from . import batch_file, batches, chat, cohere, completion, conversations, label_scores, messages, pooling, responses
 from .completion import MAX_PROMPTS
 from .fields import VERBOSITIES
 from .tokens import DETOKENIZE, TOKENIZE
@@ -59,6 +59,7 @@ OWN: dict[str, dict[str, Schema]] = {  # where a name means something else
         "query": {"anyOf": [TEXT, many(TOKEN, 1 << 20)]},
         "items": {"anyOf": [many(TEXT, MAX_PROMPTS, 1), many(many(TOKEN, 1 << 20), MAX_PROMPTS, 1)]},
     },
+    "/v1/conversations": {"items": many(OBJECT, conversations.MAX_ITEMS)},
     "/v1/chat/completions": {"logprobs": FLAG.schema},
     "/v1/chat/completions/batch": {
         "logprobs": FLAG.schema,
@@ -72,6 +73,7 @@ BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields,
     "/v1/responses": (responses.FIELDS, ("input",)),
     "/v1/responses/input_tokens": (responses.COUNTED, ()),
     "/v1/responses/compact": (responses.COMPACTED, ()),
+    "/v1/conversations": (conversations.FIELDS, ()),
     "/v1/messages": (messages.FIELDS, ("messages", "max_tokens")),
     "/v1/messages/count_tokens": (messages.COUNTED, ("messages",)),
     "/v1/messages/batches": (batches.MESSAGE_FIELDS, batches.MESSAGE_FIELDS),

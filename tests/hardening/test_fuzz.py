@@ -66,8 +66,9 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
         batch = path.endswith("/batch")
         found = [turns(one) for one in (body["messages"] if batch else [body["messages"]])]
         body["messages"] = found if batch else found[0]
-    if body.get("previous_response_id") is not None:
-        del body["previous_response_id"]  # nothing is stored by that name
+    for name in ("previous_response_id", "conversation"):  # nothing is stored by that name
+        if body.get(name) is not None:
+            del body[name]
     if "input_file_id" in body:
         body |= {"input_file_id": FILE, "endpoint": "/v1/completions", "output_expires_after": None}
     if path in WRITES and len(body) % 2 and not path.endswith("/batch"):

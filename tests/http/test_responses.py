@@ -85,6 +85,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {  # each other field: a value, and what te
     "timeout": (2.5, lambda found: found.terms == Terms(timeout=2.5)),
     "store": (False, lambda found: not found.store),
     "background": (True, lambda found: found.background),
+    "conversation": ({"id": "conv_1"}, lambda found: found.messages[0] == {"role": "user", "content": "conv_1"}),
     "previous_response_id": ("resp_1", lambda found: found.messages[0] == {"role": "user", "content": "resp_1"}),
 }
 FAILURES = [(500, "server_error"), (400, "invalid_prompt"), (429, "rate_limit_exceeded"), (503, "server_error")]
@@ -92,7 +93,9 @@ LABELS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache
 
 
 def parse(**given) -> ResponsesRequest:
-    return responses.parse(ASK | given, history=responses.items_of)  # what was asked before is the name
+    return responses.parse(
+        ASK | given, history=lambda name, field: responses.items_of(name)
+    )  # what was asked before is the name
 
 
 def refused(**given) -> str:
@@ -173,7 +176,7 @@ def test_what_is_not_implemented_is_refused_by_name():
     assert refused(background=True, store=False).startswith("background: can only be used when store is true")
     assert refused(background=True, stream=True).startswith("background: cannot be streamed")
     assert refused(background=1).startswith("background: must be true or false")
-    with pytest.raises(RequestError, match="previous_response_id: goes on from a stored response"):
+    with pytest.raises(RequestError, match="previous_response_id: goes on from what is stored"):
         responses.parse(ASK | {"previous_response_id": "resp_0"})
 
 

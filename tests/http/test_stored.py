@@ -186,3 +186,57 @@ def test_the_bytes_are_bounded():
     with pytest.raises(HttpError, match="not found"):
         kept.get("tenant", "4")
     assert not StoredResponses(0, 1 << 20).put(None, "a", stored())
+
+
+@shows("openai", "conversations.create, retrieve, update, delete, items.create, list, retrieve, delete")
+def test_conversations(ask, server):
+    """What is in one, in its order, for the key that made it."""
+    asked = {"role": "user", "content": "hello"}
+    found = ask.conversations.create(items=[asked], metadata={"who": "me"})
+    assert found.object == "conversation" and found.metadata == {"who": "me"}
+    assert ask.conversations.retrieve(found.id) == found
+    assert ask.conversations.update(found.id, metadata={}).metadata == {}
+    more = ask.conversations.items.create(found.id, items=[{**asked, "content": "bye"}])
+    items = ask.conversations.items.list(found.id, order="asc").data
+    assert [item.content for item in items] == ["hello", "bye"] and items[1].id == more.data[0].id
+    assert ask.conversations.items.retrieve(items[0].id, conversation_id=found.id).content == "hello"
+    ask.conversations.items.delete(items[0].id, conversation_id=found.id)
+    assert [item.id for item in ask.conversations.items.list(found.id)] == [items[1].id]
+    with client_of(server, "two") as other, pytest.raises(openai.NotFoundError, match="Conversation with id"):
+        other.conversations.retrieve(found.id)
+    assert ask.conversations.delete(found.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        ask.conversations.items.list(found.id)
+    for fields, words in (
+        ({"items": [{"type": "web_search_call"}]}, r"items\[0\]"),
+        ({"metadata": {"a": 5}}, "metadata: must be at most 16 names"),
+        ({"items": [asked] * 21}, "items: must be a list of 0 to 20"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            ask.conversations.create(**fields)
+    with pytest.raises(openai.NotFoundError):
+        ask.conversations.retrieve(response(ask).id)
+
+
+@shows("openai", "responses.create(conversation=...)")
+def test_a_response_of_a_conversation(ask):
+    """It goes on from what is there, and what was asked and answered is there after it."""
+    begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi"}]
+    talk = ask.conversations.create(items=begun)
+    asked = {"conversation": talk.id, "extra_body": {"chat_template": "<user>{{ messages | length }}<assistant>"}}
+    first = response(ask, "weather in Rome", conversation=talk.id, tools=[TOOL])
+    assert first.conversation.id == talk.id
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    kinds = [item.type for item in ask.conversations.items.list(talk.id, order="asc")]
+    assert kinds == ["message"] * 4 + ["function_call"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    with ask.responses.stream(model="quill", input=[result], tools=[TOOL], conversation=talk.id, store=False) as stream:
+        last = stream.get_final_response()
+    assert last.output_text == "It is sun."
+    assert response(ask, "again", **asked).output_text == said("7")
+    assert len(ask.conversations.items.list(talk.id, order="asc").data) == 9
+    with pytest.raises(openai.NotFoundError) as caught:
+        response(ask, conversation="conv_0")
+    assert (caught.value.param, caught.value.code) == ("conversation", "conversation_not_found")
+    with pytest.raises(openai.BadRequestError, match="both say what was before"):
+        response(ask, conversation=talk.id, previous_response_id=first.id)

@@ -27,6 +27,7 @@ from quire.serving.protocol import (
     cohere,
     completion,
     context,
+    conversations,
     fields,
     label_scores,
     messages,
@@ -146,7 +147,15 @@ CHAT = {
 }
 FLAT = {"type": "function", "name": "f", "parameters": {}}
 INPUT = {"name": "f", "input_schema": {}}
+KEPT = {"previous_response_id": "resp_1", "conversation": "conv_1"}
 STREAMS = {"stream_options": {"stream": True}}
+
+
+def kept(name: str, field: str) -> list[dict[str, Any]]:
+    """What is stored under a name."""
+    return responses.items_of(name)
+
+
 ENDPOINTS = [
     Endpoint(
         "/v1/chat/completions", chat.parse, ASK, chat.LABELS, chat.NEUTRAL, chat.REFUSED,
@@ -162,9 +171,9 @@ ENDPOINTS = [
         values={"logprobs": 3}, needs=STREAMS, inside=OBJECTS,
     ),
     Endpoint(
-        "/v1/responses", partial(responses.parse, history=responses.items_of), {"input": "Hi"},
+        "/v1/responses", partial(responses.parse, history=kept), {"input": "Hi"},
         responses.LABELS, responses.NEUTRAL, responses.REFUSED,
-        values={"tools": [FLAT], "store": False, "background": True, "previous_response_id": "resp_1"},
+        values={"tools": [FLAT], "store": False, "background": True, **KEPT},
         needs={"top_logprobs": {"include": [responses.LOGPROBS]}},
         inside={
             "input[].type": tuple(responses.ITEMS),
@@ -183,13 +192,17 @@ ENDPOINTS = [
         },
     ),
     Endpoint(
-        "/v1/responses/input_tokens", partial(responses.parse_count, history=responses.items_of), {"input": "Hi"},
-        (), responses.NEUTRAL, responses.REFUSED, values={"tools": [FLAT], "previous_response_id": "resp_0"},
+        "/v1/responses/input_tokens", partial(responses.parse_count, history=kept), {"input": "Hi"},
+        (), responses.NEUTRAL, responses.REFUSED, values={"tools": [FLAT], **KEPT},
     ),
     Endpoint(
-        "/v1/responses/compact", partial(responses.parse_compact, history=responses.items_of), {"input": "Hi"},
+        "/v1/responses/compact", partial(responses.parse_compact, history=kept), {"input": "Hi"},
         ("prompt_cache_key", "service_tier"), responses.NEUTRAL, responses.REFUSED,
-        values={"previous_response_id": "resp_0"},
+        values={**KEPT},
+    ),
+    Endpoint(
+        "/v1/conversations", conversations.parse, {},
+        values={"items": [{"role": "user", "content": "Hi"}], "metadata": {"a": "b"}},
     ),
     Endpoint(
         "/v1/messages", messages.parse, {**ASK, "max_tokens": 5}, messages.LABELS, messages.NEUTRAL, messages.REFUSED,

@@ -19,7 +19,8 @@ from .. import prompting
 from ..errors import HttpError, JsonResponse, as_http
 from ..pages import count_of, order_of, page_of
 from ..service import Protocol, Service
-from ..stored import StoredResponse
+from ..stored import StoredResponse, finished
+from . import conversations
 
 log = logging.getLogger("quire")
 
@@ -36,7 +37,7 @@ async def create(service: Service, request: Request) -> Any:
         if parsed.background:
             raise RequestError("background", "needs stored responses, and --max-stored-responses is 0 here")
         parsed = replace(parsed, store=False)
-    if not parsed.store:
+    if not parsed.store and parsed.conversation is None:
         return await service.serve(request, RESPONSES, parsed, body)
     # Whoever knows the name may ask for the response, so it cannot be guessed.
     delivery = replace(parsed.delivery, request_id=parsed.delivery.request_id or secrets.token_hex(16))
@@ -45,10 +46,22 @@ async def create(service: Service, request: Request) -> Any:
         return begin(service, request, key, parsed, body)
 
     def keep(found: dict[str, Any]) -> None:
-        stored = StoredResponse(found, responses.items_of(body["input"]), parsed.previous_response_id)
-        found["store"] = service.stored.put(key, found["id"], stored)
+        asked = responses.items_of(body["input"])
+        remember(service, key, parsed, asked, found)
+        if parsed.store:
+            found["store"] = service.stored.put(
+                key, found["id"], StoredResponse(found, asked, parsed.previous_response_id)
+            )
 
     return await service.serve(request, keeping(keep), parsed, body)
+
+
+def remember(
+    service: Service, key: str | None, parsed: ResponsesRequest, asked: list[dict[str, Any]], found: dict[str, Any]
+) -> None:
+    """Add what was asked and answered to the conversation that the request names."""
+    if parsed.conversation is not None and found["status"] in ("completed", "incomplete"):
+        conversations.add_turn(service, key, parsed.conversation, [*asked, *finished(found)])
 
 
 async def compact(service: Service, request: Request) -> Any:
@@ -87,6 +100,7 @@ def begin(
 
     def keep(found: dict[str, Any]) -> None:
         stored.body, stored.task = found, None
+        remember(service, key, parsed, stored.items, found)
         found["store"] = service.stored.put(key, name, stored)
 
     state = {"facts": {}, "key": request.state.key, "request_id": request.state.request_id}

@@ -54,6 +54,7 @@ class ResponsesRequest(ChatRequest):
     store: bool = True
     background: bool = False  # the client does not wait for it
     previous_response_id: str | None = None  # the stored one that it goes on from
+    conversation: str | None = None  # the stored one that it goes on from and adds to
 
 
 @dataclass(frozen=True)

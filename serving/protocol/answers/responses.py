@@ -253,6 +253,7 @@ class ResponsesStream:
             "background": self.request.background,
             "parallel_tool_calls": self.request.parallel_tool_calls,
             "previous_response_id": self.request.previous_response_id,
+            "conversation": {"id": self.request.conversation} if self.request.conversation else None,
             "reasoning": {"effort": (asked.get("reasoning") or {}).get("effort"), "summary": None},
             "service_tier": "default",
             "store": self.request.store,

@@ -393,3 +393,27 @@ def test_calls_that_are_wanted(ask_bundled, streams):
             Person(**call.input)
         else:
             assert tools == [keep, now] and (call.name, call.input) == ("now", {})
+
+
+@shows("anthropic", "beta.messages.create, stream and count_tokens with context_management")
+def test_context_management(ask):
+    """What old tools gave is left out of a long conversation, and the answer says how much."""
+    calls = [{"type": "tool_use", "id": f"t{i}", "name": "weather", "input": {"city": "Rome"}} for i in range(5)]
+    talk: list[Any] = [{"role": "user", "content": "hello"}]
+    for call in calls:
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "sun " * 20}
+        talk += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    edit = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 4}}
+    asked: dict[str, Any] = {"model": "quill", "messages": talk, "context_management": {"edits": [edit]}}
+    found = ask.beta.messages.create(max_tokens=9, **asked)
+    (applied,) = found.context_management.applied_edits
+    assert (applied.type, applied.cleared_tool_uses) == (edit["type"], 2)
+    with ask.beta.messages.stream(max_tokens=9, **asked) as stream:
+        assert stream.get_final_message().context_management == found.context_management
+    count = ask.beta.messages.count_tokens(**asked)
+    whole = ask.messages.count_tokens(model="quill", messages=talk)
+    assert count.context_management.original_input_tokens == whole.input_tokens
+    assert count.input_tokens == whole.input_tokens - applied.cleared_input_tokens
+    asked["context_management"] = {"edits": [{"type": "compact_20260112"}]}
+    with pytest.raises(anthropic.BadRequestError, match=r"context_management.edits\[0\].type"):
+        ask.beta.messages.create(max_tokens=9, **asked)

@@ -186,6 +186,8 @@ def parse_input(
     if isinstance(value, str):
         talk.say("user", unicode_text("input", value))
     elif value is not None or not before:
+        if not isinstance(value, list):
+            raise RequestError("input", f"must be text or a list of items, got {shown(value)}")
         add_items(talk, "input", listed("input", value, MAX_MESSAGES, least=1), ignored)
     return talk.messages
 

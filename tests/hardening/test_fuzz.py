@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import requests
 import schemathesis
-from canary import Canary, settled
+from canary import FILE, Canary, settled, with_file
 from cases import cases
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
@@ -37,7 +37,6 @@ MESSAGES_ERROR = {
     "properties": {"type": {"const": "error"}, "error": {"type": "object", "required": ["type", "message"]}},
     "required": ["type", "error"],
 }
-FILE = "file-0"  # of a request, for batches
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +44,7 @@ def server():
     engine = make_engine(options_of(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512))
     with served(model_of(engine)) as state:
         state.engine, state.canary, state.counts = engine, Canary(state.url), Counter()
-        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 1}}
-        file = state.service.files.put(None, "a", "batch", json.dumps(line).encode())
-        state.service.files.kept[None, FILE] = file
+        with_file(state.service)
         state.schema = schemathesis.openapi.from_url(f"{state.url}/openapi.json")
         yield state
         print(f"\n{state.counts.total()} requests: {dict(state.counts)}")

@@ -349,8 +349,9 @@ def test_items_that_are_refused(item, error):
 
 
 def test_input_that_is_refused():
-    for value in (None, [], 3, {"role": "user"}):
-        assert refused(input=value).startswith("input: must be a list of 1 to 4096, got")
+    for value in (None, 3, {"role": "user"}):
+        assert refused(input=value).startswith("input: must be text or a list of items, got")
+    assert refused(input=[]).startswith("input: must be a list of 1 to 4096, got")
     assert parse(input=[{"role": "user", "content": "x", "nam": "y"}]).ignored == ("input[].nam",)
     assert refused(instructions=["x"]).startswith("instructions: must be a string")
     assert refused(max_output_tokens=0).startswith("max_output_tokens: must be an integer of 1 or more, got 0")

@@ -10,21 +10,40 @@ import psutil
 
 JSON = {"Content-Type": "application/json"}
 TURN = [{"role": "user", "content": "hello"}]
+FILE = "file-0"  # of one request, where `with_file` put it
 BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
     "/v1/completions": {"prompt": "hello", "max_tokens": 2},
     "/v1/chat/completions": {"messages": TURN, "max_tokens": 2},
     "/v1/chat/completions/batch": {"messages": [TURN], "max_tokens": 2},
     "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "hello"},
+    "/v1/responses/compact": {"input": "hello"},
+    "/v1/conversations": {"items": TURN},
     "/v1/messages": {"messages": TURN, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": TURN},
+    "/v1/messages/batches": {"requests": [{"custom_id": "a", "params": {"messages": TURN, "max_tokens": 2}}]},
+    "/v1/batches": {"input_file_id": FILE, "endpoint": "/v1/completions"},
     "/v1/embeddings": {"input": "hello"},
     "/v2/embed": {"texts": ["hello"]},
-    "/generative_scoring": {"query": "a", "items": ["b"], "label_token_ids": [5]},
-    "/score": {"text_1": "a", "text_2": "b"},
-    "/rerank": {"query": "a", "documents": ["b"]},
+    "/generative_scoring": {"query": "hello", "items": ["hello"], "label_token_ids": [5]},
+    "/score": {"text_1": "hello", "text_2": "hello"},
+    "/rerank": {"query": "hello", "documents": ["hello"]},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5]},
 }
+
+
+def told(path: str, text: str) -> dict[str, Any]:
+    """The least that an endpoint takes, with a text of one's own."""
+    return json.loads(json.dumps(BODIES[path]).replace('"hello"', json.dumps(text)))
+
+
+def with_file(service: Any, *keys: str | None) -> None:
+    """Keep a file of one request for batches, for each of the tenants."""
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 1}}
+    for key in keys or (None,):
+        file = service.files.put(key, "a", "batch", json.dumps(line).encode())
+        service.files.kept[key, FILE] = file
 
 
 class Client:

@@ -62,6 +62,7 @@ class Answering:
 
     async def stream(self, stream: Any, counted: bool) -> AsyncIterator[bytes]:
         """The events of a protocol, one write a delivery; an error on the way is the last of them."""
+        out: list[bytes] = []  # not yet written
         try:
             with self.answers.inbox.reminded(QUIET):
                 left = len(self.answers.names)
@@ -75,7 +76,6 @@ class Answering:
                     if not news:
                         yield ALIVE
                         continue
-                    out = []
                     if not began:
                         began = True
                         out.append(stream.begin(self.usage))
@@ -85,7 +85,9 @@ class Answering:
                             out.append(self.event(stream, prompt, fresh, counted))
                             if self.journal is not None:
                                 self.journal.add(prompt, fresh)
-                    if data := b"".join(out):
+                    data = b"".join(out)
+                    out.clear()
+                    if data:
                         yield data
             yield stream.end(self.usage)
         except ClientLeft:
@@ -96,7 +98,7 @@ class Answering:
             found = as_http(error)
             if not isinstance(error, HttpError | EngineFailed | EngineError):
                 log.exception("a stream failed")
-            yield stream.fail(found.status, found.message, found.param)
+            yield b"".join(out) + stream.fail(found.status, found.message, found.param)
         finally:
             self.answers.close()
 
@@ -153,3 +155,9 @@ class EventStream:
         finally:
             self.metrics.streams -= 1
             state["facts"] |= self.answering.facts()
+
+    async def copy(self, take: Callable[[bytes], None]) -> None:
+        """The events for one who takes them all."""
+        async with self.keep:
+            async for data in self.events:
+                take(data)

@@ -11,6 +11,7 @@ import msgspec
 
 from ..api.validation import shown
 from .errors import HttpError
+from .recording import Recording
 
 MISSING = 404, "id", "response_not_found"
 NO_CONVERSATION = 404, "conversation", "conversation_not_found"
@@ -25,6 +26,7 @@ class StoredResponse:
     items: list[dict[str, Any]]
     previous: str | None
     task: asyncio.Task | None = None
+    recording: Recording | None = None  # of its events, if it may be read as a stream
     size: int = 0
 
 
@@ -40,6 +42,8 @@ class StoredResponses:
     def put(self, key: str | None, name: str, stored: StoredResponse) -> bool:
         """Keep a response of a tenant, if there is a place: one that is being answered is not given up for it."""
         size = len(msgspec.json.encode([stored.body, stored.items]))
+        if stored.recording is not None:
+            size += size + stored.recording.size  # its last event has the body once more
         if size > self.most_bytes:
             return False
         with self.lock:

@@ -163,8 +163,6 @@ def keeping(given: Mapping[str, Any], common: dict[str, Any]) -> tuple[bool, boo
                          (("store", True), ("background", False)))  # fmt: skip
     if background and not store:
         raise RequestError("background", "can only be used when store is true: the answer is asked for later")
-    if background and common["delivery"].stream:
-        raise RequestError("background", "cannot be streamed; leave one of them out")
     return store, background, common
 
 

@@ -174,7 +174,6 @@ def test_what_is_not_implemented_is_refused_by_name():
     assert refused(temprature=1) == "temprature: unknown field; did you mean 'temperature'?"
     assert refused(truncation="middle").startswith("truncation: must be auto or disabled")
     assert refused(background=True, store=False).startswith("background: can only be used when store is true")
-    assert refused(background=True, stream=True).startswith("background: cannot be streamed")
     assert refused(background=1).startswith("background: must be true or false")
     with pytest.raises(RequestError, match="previous_response_id: goes on from what is stored"):
         responses.parse(ASK | {"previous_response_id": "resp_0"})

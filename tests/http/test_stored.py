@@ -59,7 +59,7 @@ def test_a_response_is_kept(ask, server):
     assert not unkept.store
     with pytest.raises(openai.NotFoundError):
         ask.responses.retrieve(unkept.id)
-    with pytest.raises(openai.BadRequestError, match="stream: is not implemented"):
+    with pytest.raises(openai.BadRequestError, match="stream: was not asked for together with background"):
         list(ask.responses.retrieve(response(ask).id, stream=True))
 
 
@@ -118,12 +118,58 @@ def test_in_the_background(ask, server):
         ask.responses.create(model="nothing", input="x", background=True)
 
 
-def test_a_failure_in_the_background(ask, server):
+@shows("openai", "responses.create(background=True, stream=True), responses.retrieve(stream=True, starting_after=...)")
+def test_in_the_background_and_read_along(ask, server):
+    """A reader may leave and come back; what it missed is there, whether the answer is over or not."""
+    server.script.hold.clear()
+    with response(ask, "count", background=True, stream=True) as reader:
+        first = next(iter(reader))
+    assert (first.type, first.response.status, first.response.background) == ("response.created", "queued", True)
+    name = first.response.id
+    with ask.responses.retrieve(name, stream=True) as again:
+        assert next(iter(again)) == first
+        assert ask.responses.retrieve(name).status == "in_progress"
+        server.script.hold.set()
+        rest = [first, *again]
+    whole = list(ask.responses.retrieve(name, stream=True))
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+    assert rest == whole
+    assert list(ask.responses.retrieve(name, stream=True, starting_after=3)) == whole[4:]
+    done = ask.responses.retrieve(name)
+    assert whole[-1].type == f"response.{done.status}" and whole[-1].response.output == done.output
+    assert "".join(event.delta for event in whole if event.type == "response.output_text.delta") == done.output_text
+    with pytest.raises(openai.BadRequestError, match="starting_after: must be an integer"):
+        ask.responses.retrieve(name, stream=True, starting_after="x")
+    server.script.hold.clear()
+    with response(ask, "count", background=True, stream=True) as reader:
+        left = next(iter(reader)).response.id
+        assert ask.responses.cancel(left).status == "cancelled"
+        assert {event.type for event in reader} <= {"response.queued", "response.in_progress"}  # and it ends
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_failure_in_the_background(ask, server, streams):
     server.script.fail_next = 1
-    found = response(ask, background=True)
+    found = response(ask, background=True, stream=streams)
+    if streams:
+        events = list(found)
+        assert [event.type.removeprefix("response.") for event in events] == [
+            "created",
+            "queued",
+            "in_progress",
+            "failed",
+        ]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        found = events[0].response
     until(lambda: ask.responses.retrieve(found.id).status == "failed")
     error = ask.responses.retrieve(found.id).error
     assert error.code == "server_error" and "engine failed" in error.message
+
+
+def test_a_stream_that_fails_has_begun(ask, server):
+    server.script.fail_next = 1
+    events = list(response(ask, stream=True))
+    assert [event.type for event in events] == ["response.created", "response.in_progress", "response.failed"]
 
 
 def test_so_many_are_kept(ask, server):

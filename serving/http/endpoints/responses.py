@@ -12,12 +12,15 @@ from typing import Any
 from starlette.requests import Request
 
 from ...api.errors import RequestError
+from ...api.validation import INT32_MAX, integer
 from ...protocol import responses
 from ...protocol.answers import responses as answers
 from ...protocol.answers.answer import ResponsesRequest
 from .. import prompting
+from ..answering import EventStream
 from ..errors import HttpError, JsonResponse, as_http
 from ..pages import count_of, order_of, page_of
+from ..recording import Recording, Replay
 from ..service import Protocol, Service
 from ..stored import StoredResponse, finished
 from . import conversations
@@ -88,30 +91,31 @@ def keeping(keep: Callable[[dict[str, Any]], None]) -> Protocol:
     )
 
 
-def begin(
-    service: Service, request: Request, key: str | None, parsed: ResponsesRequest, body: dict[str, Any]
-) -> JsonResponse:
-    """Answer without a client that waits."""
+def begin(service: Service, request: Request, key: str | None, parsed: ResponsesRequest, body: dict[str, Any]) -> Any:
+    """Answer without a client that has to wait; it may read along, and again later, if it asks for a stream now."""
     name = f"{RESPONSES.prefix}{parsed.delivery.request_id}"
     model = service.models.find(parsed.model)
     head = service.head(name, parsed.model or model.name)
-    queued = answers.ResponsesStream(head, parsed, body).frame("queued")
-    stored = StoredResponse(queued, responses.items_of(body["input"]), parsed.previous_response_id)
 
     def keep(found: dict[str, Any]) -> None:
         stored.body, stored.task = found, None
         remember(service, key, parsed, stored.items, found)
         found["store"] = service.stored.put(key, name, stored)
 
+    stream = answers.ResponsesStream(head, parsed, body, keep)
+    recording = Recording() if parsed.delivery.stream else None
+    if recording is not None:
+        recording.add(stream.queue())
+    queued = stream.frame("queued")
+    stored = StoredResponse(queued, responses.items_of(body["input"]), parsed.previous_response_id, recording=recording)
     state = {"facts": {}, "key": request.state.key, "request_id": request.state.request_id}
     alone = Request({**request.scope, "state": state}, asyncio.Event().wait)  # nobody leaves
-    stream = answers.ResponsesStream(head, parsed, body, keep)
     stored.task = asyncio.create_task(work(service, alone, stream, stored, parsed))
     if not service.stored.put(key, name, stored):
         stored.task.cancel()
         why = "as many responses are kept as may be (--max-stored-responses, --max-stored-bytes)"
         raise HttpError(429, f"background: {why}", "background", "store_full", {"Retry-After": "1"})
-    return JsonResponse(queued)
+    return JsonResponse(queued) if recording is None else Replay(recording, 0, service.http_metrics)
 
 
 async def work(
@@ -120,15 +124,20 @@ async def work(
     """Answer in the background; what goes wrong is kept as a response that failed."""
     began, failed = time.monotonic(), None
     stored.body = stored.body | {"status": "in_progress"}
+    recording = stored.recording or Recording()
+    protocol = keeping(stream.keep)._replace(stream=lambda *_: stream)
     try:
-        await service.serve(request, keeping(stream.keep), parsed, stream.asked)
+        found = await service.serve(request, protocol, parsed, stream.asked)
+        if isinstance(found, EventStream):
+            await found.copy(recording.add)
     except Exception as error:
         found = as_http(error)
         failed = f"HTTP {found.status}"
         if found.status == 500:
             log.exception("a response in the background failed")
-        stream.fail(found.status, found.message, found.param)
+        recording.add(stream.fail(found.status, found.message, found.param))
     finally:
+        recording.end()
         service.trace(request.scope["state"], time.monotonic() - began, failed)
 
 
@@ -136,10 +145,16 @@ def asked_for(service: Service, request: Request) -> StoredResponse:
     return service.stored.get(service.key(request), request.path_params["id"])
 
 
-async def retrieve(service: Service, request: Request) -> JsonResponse:
-    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-        raise RequestError("stream", "is not implemented for a response that is stored; leave it out")
-    return JsonResponse(asked_for(service, request).body)
+async def retrieve(service: Service, request: Request) -> Any:
+    """The response; with `stream` its events, those after `starting_after`."""
+    stored, given = asked_for(service, request), request.query_params
+    if given.get("stream", "false").lower() in ("false", "0"):
+        return JsonResponse(stored.body)
+    if stored.recording is None:
+        raise RequestError("stream", "was not asked for together with background when the response was made")
+    last = given.get("starting_after", "-1")
+    number = int(last) if last.removeprefix("-").isdecimal() and len(last) < 10 else last
+    return Replay(stored.recording, integer("starting_after", number, -1, INT32_MAX) + 1, service.http_metrics)
 
 
 async def delete(service: Service, request: Request) -> JsonResponse:

@@ -139,8 +139,13 @@ class ResponsesStream:
         self.logprobs: list[dict[str, Any]] = []  # those that no message has yet
         self.finish_reason: str | None = None
 
+    def queue(self) -> bytes:
+        """What comes before the beginning of an answer in the background."""
+        return self.state("response.created", "queued") + self.state("response.queued", "queued")
+
     def begin(self, usage: Usage) -> bytes:
-        return self.state("response.created", "in_progress") + self.state("response.in_progress", "in_progress")
+        begun = b"" if self.number else self.state("response.created", "in_progress")
+        return begun + self.state("response.in_progress", "in_progress")
 
     def counted(self, usage: Usage) -> None:
         """Only the last event has the usage."""

@@ -34,10 +34,7 @@ ABOUT = {
     "/metrics": "Metrics in Prometheus' form.",
 }
 ELSEWHERE = {  # (method, path) of what is no question with fields of its own
-    (
-        "GET",
-        "/v1/responses/{id}",
-    ): "A response that is kept; `stream`, `starting_after`: its events, if it was begun so.",
+    ("GET", "/v1/responses/{id}"): "A response that is kept; `stream`, `starting_after`: its events.",
     ("DELETE", "/v1/responses/{id}"): "Keep it no longer; one in the background ends.",
     ("POST", "/v1/responses/{id}/cancel"): "End a response in the background.",
     ("GET", "/v1/responses/{id}/input_items"): "What was asked: `limit` (20, at most 100), `order` (desc), `after`.",

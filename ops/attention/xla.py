@@ -168,12 +168,16 @@ def read(pages_PSKH, scale_PKS, page_CJ):
 
 def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:
     """Write each row's key and value to its slot, in place where the cache is donated."""
+    gpu = jax.default_backend() == "gpu"
+    if gpu:
+        slots_T = distinct(slots_T, *jax.tree.leaves(pages)[0].shape[:2])
+    plain = {"unique_indices": True, "mode": "drop"} if gpu else {}
 
     def write(pages_PSX, new_TX):
         P, S, *rest = pages_PSX.shape
         if pages_PSX.dtype == jnp.uint16:
             new_TX = jax.lax.bitcast_convert_type(new_TX.astype(jnp.bfloat16), jnp.uint16)
-        flat = pages_PSX.reshape(P * S, *rest).at[slots_T].set(new_TX.astype(pages_PSX.dtype))
+        flat = pages_PSX.reshape(P * S, *rest).at[slots_T].set(new_TX.astype(pages_PSX.dtype), **plain)
         return flat.reshape(P, S, *rest)
 
     def write_scaled(pages_PSKH, scale_PKS, new_TKH):
@@ -181,7 +185,7 @@ def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:
             return (None if pages_PSKH is None else write(pages_PSKH, new_TKH)), None
         codes_TKH, scale_TK = quantise(new_TKH, pages_PSKH.dtype)
         page_T, offset_T = slots_T // pages_PSKH.shape[1], slots_T % pages_PSKH.shape[1]
-        return write(pages_PSKH, codes_TKH), scale_PKS.at[page_T, :, offset_T].set(scale_TK)
+        return write(pages_PSKH, codes_TKH), scale_PKS.at[page_T, :, offset_T].set(scale_TK, **plain)
 
     if pages.kv_PSYH is not None:
         kv_TYH = jnp.stack((k_TKH, v_TKH), axis=2).reshape(len(k_TKH), *pages.kv_PSYH.shape[2:])
@@ -189,6 +193,14 @@ def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:
     k_PSKH, k_scale_PKS = write_scaled(pages.k_PSKH, pages.k_scale_PKS, k_TKH)
     v_PSKH, v_scale_PKS = write_scaled(pages.v_PSKH, pages.v_scale_PKS, v_TKH)
     return KVPages(k_PSKH, v_PSKH, k_scale_PKS, v_scale_PKS)
+
+
+def distinct(slots_T, P: int, S: int):
+    """Slots of which no two are equal: padding, which names the dummy page or none, goes to slots past the end.
+
+    Where they could be equal, XLA writes each number of a narrow type by a compare-and-swap loop on a GPU.
+    """
+    return jnp.where((slots_T < S) | (slots_T >= P * S), P * S + jnp.arange(slots_T.shape[0]), slots_T)
 
 
 def quantise(x_TKH, dtype=jnp.int8):

@@ -219,3 +219,26 @@ def test_split_positions_are_left_to_xla():
     for name in ("native", "mosaic_tpu", "mosaic_gpu"):
         with pytest.raises(NoImplementation, match=f"{name}: positions are spread over 2 devices"):
             run(PLAIN, case, partial(paged_attention, implementation=name, context=spread))
+
+
+@pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn"])
+def test_the_append_of_a_gpu_writes_what_others_do_and_no_padding(codes, monkeypatch):
+    """There it names distinct slots, of which those of padding do not exist: the dummy page stays as it is."""
+    rng = np.random.default_rng(3)
+    P, S, K, H, T = 9, 4, 2, 8, 21
+    slots_T = rng.permutation(np.arange(S, P * S))[:T]  # several of one page, in any order
+    padding = slice(15, None)
+    slots_T[padding] = rng.integers(0, S, T - 15)
+    slots_T[17] = P * S  # as where another device has the position
+    page_PSKH = jnp.asarray(rng.integers(-9, 9, (P, S, K, H)), codes or "bfloat16")
+    scales = () if codes is None else (jnp.ones((P, K, S)),) * 2
+    pages = KVPages(page_PSKH, page_PSKH, *scales)
+    k_TKH, v_TKH = (jnp.asarray(rng.standard_normal((T, K, H)), jnp.bfloat16) for _ in range(2))
+    wanted = xla.append(pages, k_TKH[:15], v_TKH[:15], slots_T[:15])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    lowered = jax.jit(xla.append).lower(pages, k_TKH, v_TKH, slots_T)
+    assert lowered.as_text().count("unique_indices = true") == len(jax.tree.leaves(pages))
+    for found, right in zip(
+        jax.tree.leaves(lowered.compile()(pages, k_TKH, v_TKH, slots_T)), jax.tree.leaves(wanted), strict=True
+    ):
+        assert np.asarray(found).tobytes() == np.asarray(right).tobytes()

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
 from ..ops.expert_dispatch import mix_over
+from ..ops.heads import Heads
+from ..ops.heads.xla import turn
 from ..ops.linear import einsum, gated, project, rows
 from ..ops.norm import rms_norm
 from ..ops.rope import angles, rotate
@@ -48,9 +50,13 @@ def embed(weights: ModelWeights, tokens_T, positions_T, config: ModelConfig, axe
     return x_TD, per_layer_inputs(weights, tokens_T, x_TD, config, axes) if config.per_layer_dim else None
 
 
-def run_layers(layers, first: int, x, cache, positions_T, config, attend, axes=ONE_DEVICE, note=None, fetch=None):
+def run_layers(
+    layers, first: int, x, cache, positions_T, config, attend, axes=ONE_DEVICE, note=None, fetch=None, prepare=None
+):
     """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as `embed` gives it.
 
+    `prepare(index, qkv_TGH, heads, cache) -> (q_TNH, k_TKH, v_TKH, cache)` may append the keys and values that it
+    prepares, and gives None for them then; without it they are prepared here and `attend` appends them.
     `note(index, experts_TX, cache) -> cache` is told which experts each row chose; padding rows have one past the last.
     `fetch(number, weights, x) -> (weights, x)` brings a layer's weights to the device, one layer ahead.
     """
@@ -69,7 +75,8 @@ def run_layers(layers, first: int, x, cache, positions_T, config, attend, axes=O
             layer, per_layer_TA = config.layers[index], None if per_layer_TLA is None else per_layer_TLA[:, index]
             with jax.named_scope("attention"):
                 rope = ropes.get(layer.attention.rope)
-                x_TD, cache = attention_block(layer, w, x_TD, rope, cache, partial(attend, index), config, axes)
+                own = partial(attend, index), None if prepare is None else partial(prepare, index)
+                x_TD, cache = attention_block(layer, w, x_TD, rope, cache, *own, config, axes)
             with jax.named_scope("mlp"):
                 x_TD, experts_TX = feed_forward_block(layer, w, x_TD, live_T, config, axes)
                 if experts_TX is not None and note is not None:
@@ -107,9 +114,12 @@ def norm(x, scale, eps: float):
     return x if scale is None else rms_norm(x, scale, eps)
 
 
-def attention_block(layer: Layer, w: LayerWeights, x_TD, rope, cache, attend, config: ModelConfig, axes: DeviceAxes):
-    """(x_TD, cache) after the layer's attention, its norms and the residual; `attend` is that of this layer."""
-    run: Any = latent_attention if isinstance(layer.attention, LatentAttention) else attention
+def attention_block(
+    layer: Layer, w: LayerWeights, x_TD, rope, cache, attend, prepare, config: ModelConfig, axes: DeviceAxes
+):
+    """(x_TD, cache) after the layer's attention, its norms and the residual; `attend`, `prepare` are of this layer."""
+    latent = isinstance(layer.attention, LatentAttention)
+    run: Any = latent_attention if latent else partial(attention, prepare=prepare)
     y_TD, cache = run(
         layer.attention, w.attention, norm(x_TD, w.pre_attention_norm_D, config.norm_eps), rope, cache, attend,
         config.norm_eps, axes,
@@ -131,34 +141,15 @@ def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config
     return x_TD + norm(einsum("TA,AD->TD", gate_TA, w.up_AD), w.norm_D, config.norm_eps)
 
 
-def attention(a: Attention, w: AttentionWeights, x_TD, rope, cache, attend, eps: float, axes: DeviceAxes):
-    N, K = a.heads, a.kv_heads
+def attention(a: Attention, w: AttentionWeights, x_TD, rope, cache, attend, eps: float, axes: DeviceAxes, prepare=None):
     qkv_TGH = project("TD,DGH->TGH", x_TD, w.qkv_DGH, w.qkv_bias_GH)
-    q_TNH, k_TKH, v_TKH = qkv_TGH[:, :N], None, None
-    q_TNH = head_norm(a, q_TNH, w.q_norm, eps, axes)
-    if rope is not None:
-        q_TNH = rotate(q_TNH, rope)
-    if a.kv_source is None:
-        k_TKH = qkv_TGH[:, N : N + K]
-        v_TKH = k_TKH if a.tied_kv else qkv_TGH[:, N + K :]
-        k_TKH = head_norm(a, k_TKH, w.k_norm, eps, axes)
-        if rope is not None:
-            k_TKH = rotate(k_TKH, rope)
-        if a.v_norm:
-            v_TKH = rms_norm(v_TKH, None, eps)
-    out_TNH, cache = attend(
-        q_TNH, k_TKH, v_TKH, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N
-    )
+    heads = Heads(
+        a.heads, a.kv_heads if a.kv_source is None else 0, rope, a.qk_norm, w.q_norm, w.k_norm, eps, a.v_norm,
+        a.tied_kv, axes.tensor,
+    )  # fmt: skip
+    *qkv, cache = (*turn(qkv_TGH, heads), cache) if prepare is None else prepare(qkv_TGH, heads, cache)
+    out_TNH, cache = attend(*qkv, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N)
     return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache
-
-
-def head_norm(a: Attention, x_TNH, scale, eps: float, axes: DeviceAxes):
-    """RMS norm of queries or keys, over each head or over all heads."""
-    if a.qk_norm is None:
-        return x_TNH
-    if a.qk_norm == "head":
-        return rms_norm(x_TNH, scale, eps)
-    return rms_norm(x_TNH.reshape(x_TNH.shape[0], -1), scale, eps, axes.tensor).reshape(x_TNH.shape)
 
 
 def latent_attention(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, attend, eps: float, axes: DeviceAxes):

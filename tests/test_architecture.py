@@ -21,7 +21,7 @@ ROOMS = """
     sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
     ops/ordered_sum ops/activation ops/norm ops/rope ops/implementations ops/weight ops/native ops/quant
-    ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/attention ops/sampling
+    ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/attention ops/heads ops/sampling
 
     model/config model/weights model/partition model/decoder model/expert_copies model/families
     model/checkpoint model/planning model/text
@@ -176,6 +176,7 @@ def test_tables_are_complete_and_import():
         ("__main__.py", "COMMANDS"),
         ("model/families/__init__.py", "FAMILIES"),
         ("ops/attention/__init__.py", "IMPLEMENTATIONS"),
+        ("ops/heads/__init__.py", "IMPLEMENTATIONS"),
     } <= set(found)
     for (_, name), (path, table) in found.items():
         for key, module in table.items():

@@ -14,6 +14,7 @@ from ...model import decoder
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig
 from ...model.partition import Stage, local_config, whole_model
+from ...ops import heads as head_ops
 from ...ops import sampling
 from ...ops.attention import KVPages, QueryRows, paged_attention
 from ...sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
@@ -173,10 +174,18 @@ def step_of_one(
     spare = -layout.size.rows % axes.rows.size
     positions_T = jnp.pad(batch.positions_T, (0, spare), constant_values=-1)
 
-    def attend(index, q_TNH, k_TKH, v_TKH, state: State, **options):
-        owner, group = config.kv_owner[index], config.group(index)
+    def rows_of(index) -> QueryRows:
+        group = config.group(index)
         slots_T = jnp.pad(batch.slots_GT[group], (0, spare))
-        rows = QueryRows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
+        return QueryRows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
+
+    def prepare(index, qkv_TGH, heads, state: State):
+        owner = config.kv_owner[index]
+        *qkv, filled = head_ops.prepare(qkv_TGH, heads, state.pages[owner], rows_of(index))
+        return *qkv, state.replace(pages={**state.pages, owner: filled})
+
+    def attend(index, q_TNH, k_TKH, v_TKH, state: State, **options):
+        owner, rows = config.kv_owner[index], rows_of(index)
         q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
         spread = {"context": axes.context, "split_rows": axes.rows.size > 1}
         out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, state.pages[owner], rows, **options, **spread)
@@ -192,7 +201,10 @@ def step_of_one(
     if stage.begins:
         x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes)
     hear = None if state.loads_nLE is None else note
-    x, state = decoder.run_layers(weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch)
+    whole = axes.context.size == 1  # each device has all rows, and all positions of every page
+    x, state = decoder.run_layers(
+        weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare if whole else None
+    )
     if not stage.ends:
         return x, None, state
     hidden_RD = take_rows(decoder.final_norm(weights, x[0], config), batch.sample_rows_R, axes.rows)

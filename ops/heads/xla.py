@@ -1,0 +1,37 @@
+"""Heads normalised and rotated by XLA; attention appends them."""
+
+from ..norm import rms_norm
+from ..rope import rotate
+from . import Heads
+
+
+def prepare(qkv_TGH, heads: Heads, pages, rows):
+    """See `quire.ops.heads.prepare`."""
+    return *turn(qkv_TGH, heads), pages
+
+
+def turn(qkv_TGH, heads: Heads):
+    """(q_TNH, k_TKH, v_TKH), the last two None where the layer has none of its own."""
+    N, K = heads.queries, heads.keys
+    q_TNH = head_norm(qkv_TGH[:, :N], heads.q_scale, heads)
+    if heads.cos_sin is not None:
+        q_TNH = rotate(q_TNH, heads.cos_sin)
+    if not K:
+        return q_TNH, None, None
+    k_TKH = qkv_TGH[:, N : N + K]
+    v_TKH = k_TKH if heads.tied else qkv_TGH[:, N + K :]
+    k_TKH = head_norm(k_TKH, heads.k_scale, heads)
+    if heads.cos_sin is not None:
+        k_TKH = rotate(k_TKH, heads.cos_sin)
+    if heads.v_norm:
+        v_TKH = rms_norm(v_TKH, None, heads.eps)
+    return q_TNH, k_TKH, v_TKH
+
+
+def head_norm(x_TNH, scale, heads: Heads):
+    """RMS norm of queries or keys, over each head or over all heads."""
+    if heads.norm is None:
+        return x_TNH
+    if heads.norm == "head":
+        return rms_norm(x_TNH, scale, heads.eps)
+    return rms_norm(x_TNH.reshape(x_TNH.shape[0], -1), scale, heads.eps, heads.axis).reshape(x_TNH.shape)

@@ -1,0 +1,162 @@
+"""The kernel that normalises, rotates and appends, where there is no card: in Pallas' interpreter, and lowered."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import thinned
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from quire.ops import attention, heads
+from quire.ops.attention import KVPages, QueryRows
+from quire.ops.attention.xla import append
+from quire.ops.heads import Heads, mosaic_gpu
+from quire.ops.heads.xla import turn
+
+pytestmark = pytest.mark.usefixtures("interpreted_once")
+S, P, ROWS = 32, 5, 5
+SLOTS = [2 * S - 1, 3 * S, 3 * S + 1, S + 7]  # one sequence goes on in another page; then one more, then padding
+
+
+@dataclass(frozen=True)
+class Case:
+    N: int = 4
+    K: int = 2
+    H: int = 64
+    pairs: int = 32
+    norm: bool = False
+    codes: str | None = None
+
+    def inputs(self, seed: int = 0):
+        """(qkv_TGH, heads, pages); the last row is padding, and NaN."""
+        rng = np.random.default_rng(seed)
+        qkv_TGH = rng.standard_normal((ROWS, self.N + 2 * self.K, self.H)) * rng.choice([0.01, 1, 50], (ROWS, 1, 1))
+        qkv_TGH[len(SLOTS) :] = np.nan
+        phase_TC = rng.random((ROWS, self.pairs)) * 9
+        cos_sin = tuple(jnp.asarray(x, jnp.float32) for x in (np.cos(phase_TC), np.sin(phase_TC)))
+        scales = [jnp.asarray(1 + 0.3 * rng.standard_normal(self.H), jnp.float32) for _ in range(2)]
+        work = Heads(self.N, self.K, cos_sin if self.pairs else None, eps=1e-5)
+        if self.norm:
+            work = Heads(self.N, self.K, work.cos_sin, "head", *scales, 1e-5)
+        held = [jnp.asarray(rng.integers(-9, 9, (P, S, self.K, self.H)), self.codes or "bfloat16") for _ in range(2)]
+        scale = [jnp.asarray(rng.random((P, self.K, S)), jnp.float32) for _ in range(2)] if self.codes else []
+        return jnp.asarray(qkv_TGH, jnp.bfloat16), work, KVPages(*held, *scale)
+
+
+CASES = {
+    "plain": Case(),
+    "a norm, a part rotated": Case(norm=True, pairs=16),
+    "int8": Case(norm=True, codes="int8"),
+    "float8": Case(N=60, K=6, H=128, pairs=64, norm=True, codes="float8_e4m3fn"),  # two tiles
+    "without rotation": Case(N=6, pairs=0, codes="int8"),
+    "one KV head, wide": Case(N=8, K=1, H=256, pairs=128, norm=True),
+    "Llama-3-8B": Case(N=32, K=8, H=128, pairs=64),
+}
+
+
+def rows_of(slots) -> QueryRows:
+    slots_T = np.zeros(ROWS, np.int32)
+    slots_T[: len(slots)] = slots
+    return QueryRows(None, jnp.asarray([0, len(slots)], jnp.int32), None, jnp.asarray(slots_T))
+
+
+def run(qkv_TGH, work, pages, rows):
+    def step(qkv_TGH, pages, rows):
+        return mosaic_gpu.prepare(qkv_TGH, work, pages, rows, interpret=InterpretGPUParams(detect_races=True))
+
+    q_TNH, k, v, pages = jax.jit(step)(qkv_TGH, pages, rows)
+    assert k is None and v is None
+    assert not gpu_callbacks.get_races().races_found
+    return q_TNH, pages
+
+
+def numbers(x) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def in_float64(qkv_TGH, work: Heads):
+    """(queries, keys, values)."""
+    x_TGH, turned = numbers(qkv_TGH), work.queries + work.keys
+    own_TGH = x_TGH[:, :turned]
+    if work.norm:
+        scale_GH = np.repeat([numbers(work.q_scale), numbers(work.k_scale)], [work.queries, work.keys], axis=0)
+        own_TGH = own_TGH / np.sqrt(np.mean(own_TGH**2, -1, keepdims=True) + work.eps) * scale_GH
+    if work.cos_sin is not None:
+        cos, sin = (numbers(x)[:, None] for x in work.cos_sin)
+        a, b, rest = np.split(own_TGH, [cos.shape[-1], 2 * cos.shape[-1]], axis=-1)
+        own_TGH = np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+    return own_TGH[:, : work.queries], own_TGH[:, work.queries :], x_TGH[:, turned:]
+
+
+@pytest.mark.parametrize("name", thinned(CASES, ["a norm, a part rotated", "float8"]))
+def test_against_float64_and_xla(name):
+    """Every row is right, its keys, values and scales are in its slots, nothing else is written, and nothing races."""
+    case = CASES[name]
+    qkv_TGH, work, pages = case.inputs()
+    live = len(SLOTS)
+    q_TNH, after = run(qkv_TGH, work, pages, rows_of(SLOTS))
+    q, k, v = (x[:live] for x in in_float64(qkv_TGH, work))
+    size = np.abs(q).max((1, 2), keepdims=True)
+    assert np.all(np.abs(numbers(q_TNH)[:live] - q) < 1e-2 * size)
+    page_T, at_T = np.array(SLOTS) // S, np.array(SLOTS) % S
+    step = {None: 1e-2, "int8": 1e-2, "float8_e4m3fn": 5e-2}[case.codes]
+    for held, scale, right in ((after.k_PSKH, after.k_scale_PKS, k), (after.v_PSKH, after.v_scale_PKS, v)):
+        found = numbers(held)[page_T, at_T]
+        if scale is not None:
+            found = found * np.asarray(scale)[page_T, :, at_T][..., None]
+        assert np.all(np.abs(found - right) < step * np.abs(right).max((1, 2), keepdims=True))
+    _, k_TKH, v_TKH = turn(qkv_TGH[:live], Heads(**{**vars(work), "cos_sin": work.cos_sin and tuple(
+        x[:live] for x in work.cos_sin)}))  # fmt: skip
+    wanted = append(pages, k_TKH, v_TKH, jnp.asarray(SLOTS))
+    for found, right in zip(jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True):
+        own = np.ones(right.shape[:1] + ((right.shape[1],) if right.dtype != jnp.float32 else (case.K, S)), bool)
+        if right.dtype == jnp.float32:
+            own[page_T, :, at_T] = False
+        else:
+            own[page_T, at_T] = False
+        assert np.array_equal(numbers(found)[own], numbers(right)[own])  # what no row owns is as it was
+
+
+def test_a_row_has_the_same_bits_in_any_company():
+    qkv_TGH, work, pages = CASES["int8"].inputs()
+    q_TNH, after = run(qkv_TGH, work, pages, rows_of(SLOTS))
+    order = np.array([3, 1, 4, 0, 2])  # the padding row comes between, so it counts as one and writes page 4
+    turned = Heads(**{**vars(work), "cos_sin": tuple(x[order] for x in work.cos_sin)})
+    slots = [*np.array(SLOTS)[order[:2]], 4 * S, *np.array(SLOTS)[order[3:]]]
+    q_other, other = run(qkv_TGH[order], turned, pages, rows_of(slots))
+    for n, row in enumerate(order):
+        assert np.asarray(q_other[n]).tobytes() == np.asarray(q_TNH[row]).tobytes()
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(other), strict=True):
+        assert np.asarray(a[:4]).tobytes() == np.asarray(b[:4]).tobytes()
+
+
+def test_all_reasons_are_said(monkeypatch):
+    qkv_TGH, _, pages = CASES["plain"].inputs()
+    work = Heads(4, 2, norm="all", v_norm=True)
+    with pytest.raises(NotImplementedError, match=r"not float32, and .* without a norm, and .* over each head"):
+        mosaic_gpu.prepare(qkv_TGH.astype(jnp.float32), work, pages, rows_of(SLOTS), interpret=True)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
+        heads.prepare(qkv_TGH, work, pages, rows_of(SLOTS), "mosaic_gpu")
+    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
+    with pytest.raises(NotImplementedError, match="no trial"):
+        mosaic_gpu.prepare(qkv_TGH, Heads(4, 2), pages, rows_of(SLOTS))
+
+
+def test_lowers_for_cuda_in_place(monkeypatch):
+    """One kernel, whose pages are those that it was given."""
+    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
+    qkv_TGH, work, pages = CASES["int8"].inputs()
+
+    def step(qkv_TGH, pages, rows):
+        return heads.prepare(qkv_TGH, work, pages, rows)
+
+    traced = jax.jit(step, donate_argnums=1).trace(qkv_TGH, pages, rows_of(SLOTS))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert text.count("output_operand_alias<") == 4
+    assert "scatter" not in text

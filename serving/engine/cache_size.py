@@ -17,6 +17,7 @@ from ..api.options import CPU_CACHE, SHARE, EngineOptions
 from ..cache.page_pool import PagePool, largest
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
+from ..device.graphs import compile_step
 from ..device.pipeline import Pipeline
 from ..device.state import owners, page_bytes, stored_page_bytes
 from .batch_builder import BatchBuilder
@@ -82,7 +83,7 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, 
     batch_builder = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
     _, layout = max(batch_builder.layouts.items())
     state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs)
-    steps = [memory_of(lowered.compile()) for lowered in stages.lower(weights, state, layout)]
+    steps = [memory_of(compile_step(lowered)) for lowered in stages.lower(weights, state, layout)]
     found = [used.temporaries + used.code + 2 * used.results for used in steps]  # the results of two steps at a time
     moving = [0]
     if mesh is not None and spare_of(config):

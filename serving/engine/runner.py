@@ -18,6 +18,7 @@ from ..device.batch import Size
 from ..device.compile_counter import CompileCounter
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
+from ..device.graphs import compile_step
 from ..device.host_snapshot import to_device, to_host
 from ..device.page_copier import Offload, PageCopier
 from ..device.pipeline import Pipeline
@@ -134,10 +135,10 @@ class Runner:
         try:
             for size, layout in self.batch_builder.layouts.items():
                 lowered = self.pipeline.lower(self.weights, self.state, layout)
-                futures[size] = [threads.submit(stage.compile) for stage in lowered]
+                futures[size] = [threads.submit(compile_step, stage) for stage in lowered]
                 if self.remote and size.rows == size.seqs:
                     lowered = self.pipeline.lower(self.weights, self.state, layout, plain=True)
-                    plain[size] = [threads.submit(stage.compile) for stage in lowered]
+                    plain[size] = [threads.submit(compile_step, stage) for stage in lowered]
             for name, lowered in self.page_copier.lower(self.state.pages):
                 copies[name] = threads.submit(lowered.compile)
             if self.expert_loads is not None:

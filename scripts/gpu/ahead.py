@@ -1,0 +1,295 @@
+"""Compiles whole steps for NVIDIA GPUs on a machine without one: `python -m quire.scripts.gpu.ahead [llama-3-8b ...]`.
+
+It is the engine's own step with the engine's own options, for a card that is described (`target.py`). The table
+says what the compiled program launches, keeps, copies and moves. Its times are those of a model (`step_time.py`) and
+not measured. Needs JAX's CUDA plugin, whose compiler needs neither a card nor a driver; it cannot try, on a card,
+which of XLA's kernels are faster, and takes the default ones.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: the model's shape, how its weights and pages are kept, and who asks for what."""
+
+    model: str  # of SHAPES
+    quant: str | None = None  # as in --quantization
+    kv: str = "auto"  # as in --kv-cache-dtype
+    batch: int = 64  # sequences that decode
+    plain: bool = True  # nothing but a temperature and min-p; otherwise top-k, top-p and all others
+    tensor: int = 1
+    rows: int | None = None  # of a step that carries prompts
+
+    @property
+    def name(self) -> str:
+        found = [self.model, self.quant or stored(self.model), f"batch {self.batch}"]
+        found += [f"{self.rows} rows"] * (self.rows is not None)
+        found += ["top-k, top-p"] * (not self.plain) + [f"KV {self.kv}"] * (self.kv != "auto")
+        return ", ".join([*found, *[f"tensor {self.tensor}"] * (self.tensor > 1)])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the compiled program of a case is like, for the whole model; bytes are those of one card."""
+
+    name: str
+    graphs: int
+    launches_a_layer: float
+    launches: float  # outside of layers
+    executed: float  # launches of a step, those within loops at every turn
+    outside: dict[str, int]  # of graphs
+    temporaries: int  # of the layers that were compiled
+    copied: dict[str, float]  # bytes a layer: of pages, of experts, of other weights
+    moved: float  # bytes
+    needed: float  # bytes of weights and pages that any program must read
+    seconds: float  # by the model
+    share: float  # of the time of the bytes that are needed, at the speed of a copy
+    spilled: int | None
+
+
+CASES = (
+    Case("llama-3-8b", batch=1),
+    Case("llama-3-8b"),
+    Case("llama-3-8b", batch=256),
+    Case("llama-3-8b", "int8"),
+    Case("llama-3-8b", "int8-weights"),
+    Case("llama-3-8b", "int4"),
+    Case("llama-3-8b", kv="fp8"),
+    Case("llama-3-8b", plain=False),
+    Case("llama-3-8b", rows=2048),
+    Case("llama-3-8b", tensor=8),
+    Case("gemma-3-12b"),
+    Case("qwen3-30b-a3b"),
+    Case("qwen3-30b-a3b", "int8"),
+    Case("qwen3-30b-a3b", "int4"),
+    Case("gpt-oss-20b"),
+    Case("deepseek-v3"),
+)
+LENGTH = 1024  # of each sequence, of which the pages are read
+MAX_LEN = 4096
+ROWS = 2048  # the most of a step
+WAITS = ("kWhile", "kConditional")
+
+
+def stored(model: str) -> str:
+    """The format of a shape's weights as they are published, where it is not bfloat16."""
+    from .shapes import SHAPES
+
+    return "mxfp4" if "quantization_config" in SHAPES[model] else "bf16"
+
+
+def depths(model: str) -> tuple[int, int]:
+    """Two numbers of layers whose programs differ by whole patterns of layers."""
+    return {"gpt-oss-20b": (2, 4), "gemma-3-12b": (6, 7), "deepseek-v3": (1, 2)}.get(model, (2, 3))
+
+
+def measure(case: Case, target: str, spills: bool = False) -> Result:
+    """Compile a case at two depths for a described card. What they differ by is a layer."""
+    from ...model.planning.cost import DEVICES
+    from .shapes import SHAPES
+    from .step_time import copy_seconds, step_seconds
+    from .target import described
+
+    hf = SHAPES[case.model]
+    layers, (few, more) = hf["num_hidden_layers"], depths(case.model)
+    with described(target, case.tensor):
+        programs = [compiled(case, count, spills) for count in (few, more)]
+        needed, operations = least(case, layers, DEVICES[target])
+    low, high = programs
+
+    def whole(value) -> float:
+        """What a program of all layers has."""
+        return value(low) + (layers - few) * a_layer(value)
+
+    def a_layer(value) -> float:
+        return (value(high) - value(low)) / (more - few)
+
+    moved = whole(lambda program: program.work.bytes)
+    executed = whole(lambda program: program.work.launches)
+    waits = sum(low.outside.get(kind, 0) for kind in WAITS)
+    seconds = step_seconds(DEVICES[target], moved, operations, executed, waits)
+    launches = a_layer(lambda program: program.launches)
+    return Result(
+        case.name, high.graphs, launches, low.launches - few * launches, executed, high.outside, high.temporaries,
+        {kind: a_layer(lambda program, kind=kind: copied(program, kind)) for kind in ("pages", "experts", "weights")},
+        moved, needed, seconds, copy_seconds(DEVICES[target], needed) / seconds, high.spilled,
+    )  # fmt: skip
+
+
+def compiled(case: Case, layers: int, spills: bool):
+    """The program of so many layers, for the card that is described."""
+    from ...model.checkpoint.placement import abstract_over
+    from ...model.weights import abstract
+    from ...serving.device.batch import choose
+    from ...serving.device.pipeline import Pipeline
+    from ...serving.engine.batch_builder import BatchBuilder
+    from ...serving.engine.scheduler import Limits
+    from ...sharding.mesh import make_mesh
+    from .program import compile_program
+
+    config, page = config_of(case, layers), page_size(case)
+    groups, width, most = len(config.windows), -(-MAX_LEN // page), max(case.batch, 16)
+    mesh = make_mesh(tensor=case.tensor) if case.tensor > 1 else None
+    pipeline, specs = Pipeline(config, mesh), abstract(config)
+    pages = case.batch * width + 1
+    state = pipeline.abstract_state((pages,) * groups, page, most)
+    weights = here(specs) if mesh is None else abstract_over(config, mesh, specs)
+    layouts = BatchBuilder(Limits(most, ROWS, most), groups, page, width).layouts
+    decodes = case.rows is None
+    size = choose(layouts, case.rows or case.batch, case.batch, case.batch, decodes)
+    state = here(state) if mesh is None else state
+    (lowered,) = pipeline.lower(weights, state, layouts[size], plain=case.plain and decodes)
+    shares = Shares(config, case, pages * page)
+    return compile_program(lowered, shares.of, shares.turns, spills)
+
+
+def here(tree):
+    """Shapes or specs of arrays on the first device."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    from ...sharding.spec import ArraySpec
+
+    where = SingleDeviceSharding(jax.devices()[0])
+
+    def placed(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=where)
+
+    return jax.tree.map(placed, tree, is_leaf=lambda leaf: isinstance(leaf, ArraySpec))
+
+
+def page_size(case: Case) -> int:
+    """Positions of a page; the kernel takes pages of eight bits from 32 on."""
+    return 16 if case.kv == "auto" else 32
+
+
+def config_of(case: Case, layers: int):
+    """The model's configuration, cut to so many layers, all of which are alike."""
+    from ...model.checkpoint.loader import family_of
+    from .shapes import SHAPES
+
+    hf = SHAPES[case.model] | {"num_hidden_layers": layers}
+    hf |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in hf else {}
+    config = family_of(hf).config(hf, MAX_LEN)
+    return replace(config, quant=case.quant or config.quant, kv_cache_dtype=case.kv)
+
+
+class Shares:
+    """Which part of its arguments a step reads, if each token chooses its experts by chance."""
+
+    def __init__(self, config, case: Case, positions: int):
+        from ...model.planning.meshes import chosen
+
+        self.config, self.case, self.positions = config, case, positions
+        layer = next((layer for layer in config.layers if layer.moe), None)
+        self.experts = 1.0 if layer is None else chosen(layer, case.rows or case.batch)
+        self.blocks = 0.0 if layer is None else expert_blocks(layer.moe, case.rows or case.batch)
+
+    def of(self, argument: str) -> float:
+        """Of an argument that a kernel gets as a whole."""
+        from ...model.planning.cost import seen
+
+        kind = kind_of(argument)
+        if kind == "pages":
+            layer = self.config.layers[int(re.findall(r"pages\[(\d+)\]", argument)[0])]
+            return self.case.batch * seen(layer.attention, LENGTH) / self.positions
+        return self.experts if kind == "experts" else 1.0
+
+    def turns(self, arguments: set[str]) -> float:
+        """Of a loop over blocks of experts' rows, or over blocks of 64 positions."""
+        kinds = {kind_of(argument) for argument in arguments}
+        return self.blocks if "experts" in kinds else LENGTH / 64 if "pages" in kinds else 1.0
+
+
+def expert_blocks(moe, rows: int) -> float:
+    """The expected number of blocks of sixteen rows of one expert."""
+    share = moe.top_k / moe.experts
+    each = range(1, rows + 1)
+    chances = (math.comb(rows, n) * share**n * (1 - share) ** (rows - n) for n in each)
+    return moe.experts * sum(chance * -(-n // 16) for n, chance in zip(each, chances, strict=True))
+
+
+def kind_of(argument: str) -> str:
+    """Pages, experts, weights, or something else of a step's arguments."""
+    if argument.startswith("state.pages"):
+        return "pages"
+    if re.search(r"\.moe\.(up|down)_", argument):
+        return "experts"
+    return "weights" if argument.startswith("weights") else "other"
+
+
+def copied(program, kind: str) -> float:
+    return sum(count for argument, count in program.work.copied.items() if kind_of(argument) == kind)
+
+
+def least(case: Case, layers: int, device) -> tuple[float, float]:
+    """(bytes of weights and pages, operations) of one device's part of a step of all layers."""
+    from ...model.planning.meshes import Planner, Workload
+
+    config = config_of(case, layers)
+    sizes = {"data": 1, "pipe": 1, "context": 1, "expert": 1, "tensor": case.tensor}
+    planner = Planner(config, device, Workload(case.batch, LENGTH, ROWS))
+    rows = case.rows or case.batch
+    time = planner.time(sizes, rows, case.batch, LENGTH, case.rows is not None)
+    return time.read * device.bandwidth, time.compute * device.flops
+
+
+HEADINGS = ("step", "graphs", "outside of them", "launches a layer", "other launches", "temporaries", "copied a layer",
+            "moved / needed", "predicted", "of the roof")  # fmt: skip
+
+
+def row(result: Result) -> list[str]:
+    outside = ", ".join(f"{count} {kind}" for kind, count in result.outside.items()) or "nothing"
+    copies = ", ".join(f"{count / 1e6:,.0f} MB of {kind}" for kind, count in result.copied.items() if count >= 5e5)
+    found = [
+        result.name, str(result.graphs), outside, f"{result.launches_a_layer:.0f}", f"{result.launches:.0f}",
+        f"{result.temporaries / 1e6:,.0f} MB", copies or "nothing",
+        f"{result.moved / 1e9:.1f} / {result.needed / 1e9:.1f} GB, {result.moved / result.needed:.2f}",
+        f"{result.seconds * 1e3:,.2f} ms", f"{result.share:.0%}",
+    ]  # fmt: skip
+    return found if result.spilled is None else [*found, f"{result.spilled:,}"]
+
+
+def lines(results: Iterator[Result], spills: bool) -> Iterator[str]:
+    """A table in Markdown, line by line as the results come."""
+    headings = [*HEADINGS, *["bytes spilled"] * spills]
+    yield f"| {' | '.join(headings)} |"
+    yield f"|{'---|' * len(headings)}"
+    for result in results:
+        yield f"| {' | '.join(row(result))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("models", nargs="*", help="of the cases of these models only; part of a case's name is enough")
+    parser.add_argument("--target", default="h200", help="h200, b200 or a100 (h200)")
+    parser.add_argument("--spills", action="store_true", help="count the bytes that kernels spill, too")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each case, not a table")
+    asked = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the process itself computes nothing
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of a program that is not compiled XLA tells nothing
+    from .target import CARDS, missing
+
+    if lacking := missing():
+        parser.exit(2, f"{lacking}\n")
+    if asked.target not in CARDS:
+        parser.error(f"--target is {asked.target!r}; it can be {', '.join(CARDS)}")
+    cases = [case for case in CASES if not asked.models or any(model in case.name for model in asked.models)]
+    if not cases:
+        known = "; ".join(case.name for case in CASES)
+        parser.error(f"no case is named {' or '.join(asked.models)}; there are {known}")
+    results = (measure(case, asked.target, asked.spills) for case in cases)
+    for line in (json.dumps(asdict(result)) for result in results) if asked.json else lines(results, asked.spills):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

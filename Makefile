@@ -10,7 +10,7 @@ WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); ec
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
 CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 python
 
-.PHONY: help demo serve test test-all lint parity dist clean
+.PHONY: help demo serve test test-all lint parity gpu-compiler dist clean
 
 help:
 	@echo "make demo     watch the bundled model write a story"
@@ -18,6 +18,7 @@ help:
 	@echo "make test     linters, types, and every behaviour once: for each change"
 	@echo "make test-all the same and the rest: chaos, browser, Ray, hosts, devices, sanitizers, all random cases, parity"
 	@echo "make parity   the same tokens as transformers? (installs torch)"
+	@echo "make gpu-compiler  what compiles for NVIDIA GPUs without one (about 230 MB to fetch): test-all then covers it"
 	@echo "make dist     a wheel and an sdist in dist/"
 	@echo "make clean    remove what the others made"
 	@echo "PYTHON=/path/to/python chooses the Python for .venv (3.11 or newer)"
@@ -43,6 +44,8 @@ lint: $(VENV)/.test
 parity: $(VENV)/.parity
 	$(PYTEST) --dist worksteal tests/parity
 
+gpu-compiler: $(VENV)/.gpu-compiler
+
 dist: $(VENV)/.test
 	rm -rf build dist  # a stale build/ would ship old files
 	$(VENV)/bin/python -m build
@@ -65,6 +68,13 @@ $(VENV)/.parity: $(VENV)/.test
 	@echo "Installing torch and transformers into $(VENV), once."
 	@$(PIP) torch==2.13.0
 	@$(PIP) -e '.[test,parity]'
+	@touch $@
+
+# The plugin works with jax of its own version alone.
+$(VENV)/.gpu-compiler: $(VENV)/.test
+	@echo "Installing the compiler for NVIDIA GPUs into $(VENV), once."
+	@version=$$($(VENV)/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))') && \
+	  $(PIP) -e '.[test,gpu-compiler]' "jax==$$version" "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version"
 	@touch $@
 
 $(VENV)/.made:

@@ -54,6 +54,14 @@ class Result:
     spilled: int | None
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A step that does not compile for this card."""
+
+    name: str
+    failed: str
+
+
 CASES = (
     Case("llama-3-8b", batch=1),
     Case("llama-3-8b"),
@@ -171,6 +179,16 @@ def page_size(case: Case) -> int:
     return 16 if case.kv == "auto" else 32
 
 
+def attempt(case: Case, target: str, spills: bool) -> "Result | Failure":
+    """The result of a case, or why there is none: the others do not depend on it."""
+    import jax
+
+    try:
+        return measure(case, target, spills)
+    except jax.errors.JaxRuntimeError as error:
+        return Failure(case.name, str(error).splitlines()[0])
+
+
 def config_of(case: Case, layers: int):
     """The model's configuration, cut to so many layers, all of which are alike."""
     from ...model.checkpoint.loader import family_of
@@ -246,7 +264,9 @@ HEADINGS = ("step", "graphs", "outside of them", "launches a layer", "other laun
             "moved / needed", "predicted", "of the roof")  # fmt: skip
 
 
-def row(result: Result) -> list[str]:
+def row(result: Result | Failure) -> list[str]:
+    if isinstance(result, Failure):
+        return [result.name, f"does not compile: {result.failed}"]
     outside = ", ".join(f"{count} {kind}" for kind, count in result.outside.items()) or "nothing"
     copies = ", ".join(f"{count / 1e6:,.0f} MB of {kind}" for kind, count in result.copied.items() if count >= 5e5)
     found = [
@@ -258,7 +278,7 @@ def row(result: Result) -> list[str]:
     return found if result.spilled is None else [*found, f"{result.spilled:,}"]
 
 
-def lines(results: Iterator[Result], spills: bool) -> Iterator[str]:
+def lines(results: Iterator[Result | Failure], spills: bool) -> Iterator[str]:
     """A table in Markdown, line by line as the results come."""
     headings = [*HEADINGS, *["bytes spilled"] * spills]
     yield f"| {' | '.join(headings)} |"
@@ -267,9 +287,19 @@ def lines(results: Iterator[Result], spills: bool) -> Iterator[str]:
         yield f"| {' | '.join(row(result))} |"
 
 
+def wanted(names: list[str]) -> list[Case]:
+    """The cases of these names, or whose names contain them; all without names."""
+    if not names:
+        return [*CASES]
+    exact = {case.name for case in CASES}.intersection(names)
+    return [
+        case for case in CASES if any(case.name == name or name not in exact and name in case.name for name in names)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("models", nargs="*", help="of the cases of these models only; part of a case's name is enough")
+    parser.add_argument("models", nargs="*", help="these cases only, each by its name or a part of it")
     parser.add_argument("--target", default="h200", help="h200, b200 or a100 (h200)")
     parser.add_argument("--spills", action="store_true", help="count the bytes that kernels spill, too")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each case, not a table")
@@ -282,11 +312,11 @@ def main() -> None:
         parser.exit(2, f"{lacking}\n")
     if asked.target not in CARDS:
         parser.error(f"--target is {asked.target!r}; it can be {', '.join(CARDS)}")
-    cases = [case for case in CASES if not asked.models or any(model in case.name for model in asked.models)]
+    cases = wanted(asked.models)
     if not cases:
         known = "; ".join(case.name for case in CASES)
         parser.error(f"no case is named {' or '.join(asked.models)}; there are {known}")
-    results = (measure(case, asked.target, asked.spills) for case in cases)
+    results = (attempt(case, asked.target, asked.spills) for case in cases)
     for line in (json.dumps(asdict(result)) for result in results) if asked.json else lines(results, asked.spills):
         print(line, flush=True)
 

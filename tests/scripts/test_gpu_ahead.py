@@ -177,6 +177,22 @@ def test_a_card_is_described_to_the_compiler():
     assert "ACCELERATED" not in target.CARDS["a100"].text(1, 1) and set(target.CARDS) <= set(DEVICES)
 
 
+def test_names_of_cases_and_parts_of_them():
+    assert [case.name for case in ahead.wanted(["llama-3-8b, bf16, batch 64"])] == ["llama-3-8b, bf16, batch 64"]
+    assert {case.model for case in ahead.wanted(["gemma", "qwen3"])} == {"gemma-3-12b", "qwen3-30b-a3b"}
+    assert ahead.wanted([]) == [*CASES] and not ahead.wanted(["nothing"])
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_a_step_that_does_not_compile_is_a_line_of_the_table(monkeypatch):
+    def measure(case, card, spills):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no\nmore")
+
+    monkeypatch.setattr(ahead, "measure", measure)
+    found = ahead.attempt(CASES[0], "h200", False)
+    assert [*ahead.lines(iter([found]), False)][-1] == f"| {CASES[0].name} | does not compile: INTERNAL: no |"
+
+
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)

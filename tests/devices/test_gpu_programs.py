@@ -1,0 +1,78 @@
+"""Whole steps compiled for an H200, without one: their launches, graphs, memory and copies stay within bounds.
+
+Needs what `make gpu-compiler` installs. A change that makes a program better lowers its row of BOUNDS.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from quire.scripts.gpu.ahead import CASES
+from quire.scripts.gpu.target import missing
+
+LACKING = missing()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        LACKING is not None and "QUIRE_NEEDS_GPU_COMPILER" not in os.environ,
+        reason=f"no step is compiled for a GPU: {LACKING} (or make gpu-compiler)",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most that a step's program may have; one graph holds all of it, and no pages are ever copied."""
+
+    case: str
+    launches: int  # a layer
+    temporaries: int  # megabytes
+    moved: float  # times the bytes that a step must read
+    copied: dict[str, int] = field(default_factory=dict)  # megabytes a layer: of experts, of other weights
+
+
+BOUNDS = (
+    Bound("llama-3-8b, bf16, batch 1", 15, 5, 1.03),
+    Bound("llama-3-8b, bf16, batch 64", 14, 35, 1.13),
+    Bound("llama-3-8b, int8, batch 64", 20, 35, 1.21),
+    Bound("llama-3-8b, int4, batch 64", 14, 1010, 3.37, {"weights": 880}),
+    Bound("llama-3-8b, bf16, batch 64, KV fp8", 18, 35, 1.18),
+    Bound("llama-3-8b, bf16, batch 64, top-k, top-p", 14, 133, 1.30),
+    Bound("llama-3-8b, bf16, batch 64, tensor 8", 16, 13, 1.56),
+    Bound("gemma-3-12b, bf16, batch 64", 19, 71, 1.11),
+    Bound("qwen3-30b-a3b, bf16, batch 64", 48, 41, 3.06, {"experts": 1200}),
+    Bound("gpt-oss-20b, mxfp4, batch 64", 52, 55, 8.2, {"experts": 420}),
+    Bound("deepseek-v3, bf16, batch 64", 61, 260, 3.09, {"experts": 19700, "weights": 240}),
+)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What the command says of every step."""
+    assert LACKING is None, LACKING
+    plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "QUIRE_GRAPHS")}
+    command = [sys.executable, "-m", "quire.scripts.gpu.ahead", "--json", *(bound.case for bound in BOUNDS)]
+    done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=1500)
+    assert not done.returncode, done.stderr[-3000:]
+    return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("bound", BOUNDS, ids=lambda bound: bound.case)
+def test_a_step_within_its_bounds(results, bound):
+    found = results[bound.case]
+    assert "failed" not in found, found
+    assert found["graphs"] == 1 and found["outside"] == {}, "the host waits, or launches more than once"
+    assert found["launches_a_layer"] <= bound.launches
+    assert found["temporaries"] <= bound.temporaries * 1e6
+    assert found["moved"] <= bound.moved * found["needed"]
+    assert found["copied"].pop("pages") == 0
+    for kind, count in found["copied"].items():
+        assert count <= bound.copied.get(kind, 0) * 1e6, kind
+
+
+def test_bounds_are_of_cases():
+    assert {bound.case for bound in BOUNDS} <= {case.name for case in CASES}

@@ -18,7 +18,7 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from ..implementations import choose
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with the reason.
-IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
+IMPLEMENTATIONS = {"native": ".native", "branchless": ".branchless", "xla": ".xla"}
 MAX_LOGPROBS = 20
 MAX_BANS = 64
 
@@ -78,7 +78,7 @@ def sample(
     """Choose, or score, one token a row. Each device of `axis` has the logits and the state of its own tokens.
 
     `plain` promises that all rows are drawn or greedy with no parameters but temperature and min-p, and want no
-    log-probabilities. The tokens are the same, computed without a branch: at each branch a GPU waits for its host.
+    log-probabilities. The tokens are the same, without the work and the branches that others need.
     `listed` is the K of what is sampled. `implementation` forces one of IMPLEMENTATIONS.
     """
     arguments = logits_RV, state, inputs, plain, axis, listed

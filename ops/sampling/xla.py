@@ -9,11 +9,12 @@ Where the vocabulary is split over the devices of an axis, no logits are gathere
 row and their best few logits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ...sharding.device_axes import UNSPLIT, Axis
@@ -21,6 +22,7 @@ from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_tokens
 
 CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530
 FAN_OUT = 64
+SIGN = np.uint32(1 << 31)
 
 
 def sample(
@@ -46,12 +48,12 @@ def sample(
             adjusts, lambda: penalise(mask(raw_RV, state, inputs, axis), state, inputs), lambda: raw_RV
         )
         greedy_R, best_R = argmax(logits_RV, axis)
-        drawn_R = lax.cond(draws_R.any(), lambda: draw(logits_RV, best_R, draws_R, inputs, axis), lambda: greedy_R)
+        drawn_R = lax.cond(draws_R.any(), lambda: draw(logits_RV, best_R, draws_R, inputs, cut, axis), lambda: greedy_R)
         return jnp.where(draws_R, drawn_R, greedy_R), best_R
 
     if plain:
         greedy_R, best_R = argmax(raw_RV, axis)
-        tokens_R = jnp.where(draws_R, draw(raw_RV, best_R, draws_R, inputs, axis, cuts=False), greedy_R)
+        tokens_R = jnp.where(draws_R, draw(raw_RV, best_R, draws_R, inputs, None, axis), greedy_R)
     else:
         tokens_R, best_R = lax.cond(adjusts | draws_R.any(), choose, lambda: argmax(raw_RV, axis))
     # Elementwise, the maximum with a NaN is NaN; XLA's reduction on the CPU has been seen to lose it.
@@ -59,11 +61,15 @@ def sample(
     tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
 
     wants_R = ok_R & inputs.wants_logprobs_R
-    best = partial(score, listed=listed, axis=axis)
-    zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(best, raw_RV, tokens_R)]
-    scores = zeros if plain else lax.cond(wants_R.any(), lambda: list(best(raw_RV, tokens_R)), lambda: zeros)
-    scores = [jnp.where(jnp.expand_dims(wants_R, range(1, x.ndim)), x, 0) for x in scores]
-    return Sampled(tokens_R, *scores, ok_R=ok_R)
+    rate = partial(score, best=partial(top, count=listed), axis=axis)
+    zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(rate, raw_RV, tokens_R)]
+    scores = zeros if plain else lax.cond(wants_R.any(), lambda: list(rate(raw_RV, tokens_R)), lambda: zeros)
+    return Sampled(tokens_R, *where_wanted(wants_R, scores), ok_R=ok_R)
+
+
+def where_wanted(wants_R: Array, scores: Iterable[Array]) -> list[Array]:
+    """The scores of the rows that want them, and zeros."""
+    return [jnp.where(jnp.expand_dims(wants_R, range(1, x.ndim)), x, 0) for x in scores]
 
 
 @jax.named_scope("mask")
@@ -106,24 +112,29 @@ def most(values_RV: Array, axis: Axis) -> Array:
     return most_R if axis.size == 1 else fold(axis.gather(most_R).T, jnp.maximum, -jnp.inf)[0]
 
 
-def top(logits_RV: Array, count: int, axis: Axis) -> tuple[Array, Array]:
-    """The best `count` logits of each row, and their tokens."""
+def top(logits_RV: Array, count: int, axis: Axis, best: Callable = lax.top_k) -> tuple[Array, Array]:
+    """The best `count` logits of each row, and their tokens; `best` finds them."""
     V = logits_RV.shape[1]
-    top_RC, tokens_RC = lax.top_k(logits_RV, min(count, V))
+    top_RC, tokens_RC = best(logits_RV, min(count, V))
     if axis.size == 1:
         return top_RC, tokens_RC
     found_RN, token_RN = (
         jnp.moveaxis(axis.gather(x), 0, 1).reshape(x.shape[0], -1) for x in (top_RC, tokens_RC + axis.index() * V)
     )
-    top_RC, at_RC = lax.top_k(found_RN, min(count, axis.size * V))
+    top_RC, at_RC = best(found_RN, min(count, axis.size * V))
     return top_RC, jnp.take_along_axis(token_RN, at_RC, axis=1)
 
 
 @jax.named_scope("draw")
 def draw(
-    logits_RV: Array, best_R: Array, draws_R: Array, inputs: SamplingInputs, axis: Axis = UNSPLIT, cuts: bool = True
+    logits_RV: Array,
+    best_R: Array,
+    draws_R: Array,
+    inputs: SamplingInputs,
+    cut: Callable[..., Array] | None,
+    axis: Axis = UNSPLIT,
 ) -> Array:
-    """A token a row, by the inverse distribution function of what min-p and, with `cuts`, top-k and top-p keep.
+    """A token a row, by the inverse distribution function of what min-p and, with a `cut`, top-k and top-p keep.
 
     The function runs over the tokens in the order of `fold`'s tree, not of their ids: any fixed order draws alike.
     """
@@ -136,18 +147,9 @@ def draw(
         weights_RN = jnp.exp((logits_RN - best_R[:, None]) / temperature_R[:, None])  # of the best token: 1
         return jnp.where(logits_RN >= floor_R[:, None], weights_RN, 0)
 
-    def cut(floor_R: Array) -> Array:
-        top_RC = top(logits_RV, CANDIDATES, axis)[0]
-        floor_R = jnp.maximum(floor_R, top_k_floor(logits_RV, top_RC, top_k_R, axis))
-
-        def nucleus() -> Array:
-            return top_p_floor(logits_RV, top_RC, top_p_R, lambda logits_RN: weigh(logits_RN, floor_R), axis)
-
-        return lax.cond((top_p_R < 1).any(), lambda: jnp.maximum(floor_R, nucleus()), lambda: floor_R)
-
     floor_R = best_R + temperature_R * jnp.log(inputs.min_p_R)  # min-p 0 is a floor of -inf
-    if cuts:
-        floor_R = lax.cond(((top_k_R > 0) | (top_p_R < 1)).any(), cut, lambda floor_R: floor_R, floor_R)
+    if cut is not None:
+        floor_R = cut(logits_RV, floor_R, top_k_R, top_p_R, weigh, axis)
     floor_R = jnp.minimum(floor_R, best_R)
 
     def weigh_tokens(tokens_RW: Array) -> Array:
@@ -167,6 +169,23 @@ def draw(
     begin_R = jnp.where(open_RA, begins_RA, 0).max(axis=1)
     token_R = descend(levels, weigh_tokens, target_R - begin_R) + axis.index() * logits_RV.shape[1]
     return axis.sum(jnp.where(at_R == axis.index(), token_R, 0))
+
+
+def cut(
+    logits_RV: Array, floor_R: Array, top_k_R: Array, top_p_R: Array, weigh: Callable[..., Array], axis: Axis
+) -> Array:
+    """The floor raised to what top-k and then top-p keep; `weigh(logits, floor)` are the tokens' shares."""
+
+    def raised(floor_R: Array) -> Array:
+        top_RC = top(logits_RV, CANDIDATES, axis)[0]
+        floor_R = jnp.maximum(floor_R, top_k_floor(logits_RV, top_RC, top_k_R, axis))
+
+        def nucleus() -> Array:
+            return top_p_floor(logits_RV, top_RC, top_p_R, lambda logits_RN: weigh(logits_RN, floor_R), axis)
+
+        return lax.cond((top_p_R < 1).any(), lambda: jnp.maximum(floor_R, nucleus()), lambda: floor_R)
+
+    return lax.cond(((top_k_R > 0) | (top_p_R < 1)).any(), raised, lambda floor_R: floor_R, floor_R)
 
 
 def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array, axis: Axis = UNSPLIT) -> Array:
@@ -192,20 +211,29 @@ def top_p_floor(
 def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array, axis: Axis = UNSPLIT) -> Array:
     """The highest logit of each row such that the weights of the tokens at or above it add up to the need.
 
-    Read as an unsigned integer, with the sign flipped if positive and all bits if negative, float32 keeps its order:
-    32 passes settle the 32 bits of the threshold.
+    32 passes settle the 32 bits of the threshold's key.
     """
-    bits_RV = lax.bitcast_convert_type(logits_RV, jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    keys_RV = jnp.where(bits_RV < sign, bits_RV | sign, ~bits_RV)
+    keys_RV = ordered(logits_RV)
 
     def settle(i, key_R):
-        trial_R = key_R | (sign >> i)
+        trial_R = key_R | (SIGN >> i)
         enough_R = total(jnp.where(keys_RV >= trial_R[:, None], weights_RV, 0), axis) >= need_R
         return jnp.where(enough_R, trial_R, key_R)
 
     key_R = lax.fori_loop(jnp.uint32(0), jnp.uint32(32), settle, jnp.zeros(need_R.shape, jnp.uint32))
-    return lax.bitcast_convert_type(jnp.where(key_R < sign, ~key_R, key_R ^ sign), jnp.float32)
+    return unordered(key_R)
+
+
+def ordered(values: Array) -> Array:
+    """Keys in the order of the values: read as an unsigned integer, with the sign flipped if positive and all bits if
+    negative, float32 keeps its order."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits < SIGN, bits | SIGN, ~bits)
+
+
+def unordered(keys: Array) -> Array:
+    """The values that have these keys."""
+    return lax.bitcast_convert_type(jnp.where(keys < SIGN, ~keys, keys ^ SIGN), jnp.float32)
 
 
 def fold(values_RN: Array, combine: Callable, neutral: float) -> tuple[Array, list[Array]]:
@@ -269,8 +297,10 @@ def uniform(seeds_R2: Array, positions_R: Array) -> Array:
 
 
 @jax.named_scope("score")
-def score(raw_RV: Array, tokens_R: Array, listed: int, axis: Axis = UNSPLIT) -> tuple[Array, ...]:
-    """Log-probability and rank of each row's token, and the best `listed` tokens with theirs."""
+def score(
+    raw_RV: Array, tokens_R: Array, best: Callable[..., tuple[Array, Array]], axis: Axis = UNSPLIT
+) -> tuple[Array, ...]:
+    """Log-probability and rank of each row's token, and the tokens that `best` finds with theirs."""
     V = raw_RV.shape[1]
     if axis.size == 1:
         token_logits_R = jnp.take_along_axis(raw_RV, tokens_R[:, None], axis=1)[:, 0]
@@ -279,7 +309,7 @@ def score(raw_RV: Array, tokens_R: Array, listed: int, axis: Axis = UNSPLIT) -> 
         found_R = jnp.take_along_axis(raw_RV, jnp.minimum(at_R, V - 1)[:, None], axis=1)[:, 0]
         token_logits_R = axis.sum(jnp.where(at_R < V, found_R, 0))
     ranks_R = 1 + total((raw_RV > token_logits_R[:, None]).astype(jnp.int32), axis)
-    top_logits_RK, top_ids_RK = top(raw_RV, listed, axis)
+    top_logits_RK, top_ids_RK = best(raw_RV, axis=axis)
     best_R = raw_RV.max(axis=1)  # a slice of top_k would keep XLA from seeing that it need not sort
     best_R = axis.gather(best_R).max(axis=0)
     log_total_R = jnp.log(total(jnp.exp(raw_RV - best_R[:, None]), axis))

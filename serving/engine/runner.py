@@ -88,7 +88,7 @@ class Runner:
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
-        self.plain: dict[Size, Any] = {}  # the same for steps that only decode, without the branches of sampling
+        self.plain: dict[Size, Any] = {}  # the same for steps that only decode, and draw plainly
         self.compiles = CompileCounter()
         self.leader: Leader | None = None  # to the other processes, which make the same calls
         counted = config.experts and len(self.pipeline) == 1 and jax.process_count() == 1

@@ -23,7 +23,7 @@ from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError
 from quire.model.partition import local_config, splits
 from quire.ops import sampling
-from quire.ops.sampling import xla
+from quire.ops.sampling import branchless, xla
 from quire.serving.device.batch import choose
 from quire.serving.engine.cache_size import held_bytes
 from quire.sharding.mesh import device_axes, make_mesh
@@ -136,8 +136,10 @@ def test_every_parameter(many, golden):
                 assert value.logprob == pytest.approx(other[token].logprob, abs=2e-5)
 
 
-def test_draws_follow_the_distribution():
+@pytest.mark.parametrize("sampler", [xla, branchless], ids=["xla", "branchless"])
+def test_draws_follow_the_distribution(sampler, monkeypatch):
     """Over a vocabulary that does not divide: chances of the words, cut by top-k and top-p, and of no others."""
+    monkeypatch.setattr(branchless, "on_gpu", lambda: True)
     V, R = 61, 6000
     mesh = make_mesh(tensor=4)
     logits_V = np.random.default_rng(0).normal(0, 1.5, V).astype(np.float32)
@@ -146,7 +148,7 @@ def test_draws_follow_the_distribution():
         inputs = inputs_of(R, top_k, top_p)
         state = sampling.empty_state(1, len(padded_V))
         run = jax.shard_map(
-            partial(xla.sample, axis=device_axes(mesh).tensor), mesh=mesh,
+            partial(sampler.sample, axis=device_axes(mesh).tensor), mesh=mesh,
             in_specs=(P(None, "tensor"), P(None, "tensor"), P()), out_specs=P(), check_vma=False,
         )  # fmt: skip
         drawn = jax.jit(run)(jnp.tile(padded_V, (R, 1)), state, inputs)

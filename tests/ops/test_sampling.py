@@ -8,11 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import thinned
+from jax.extend import core
 from scipy import special, stats
 
 from quire.ops import native, sampling
 from quire.ops.native import build, kernel_names
-from quire.ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs, count_tokens, empty_state, replace_row, xla
+from quire.ops.sampling import (
+    MAX_BANS,
+    MAX_LOGPROBS,
+    SamplingInputs,
+    branchless,
+    count_tokens,
+    empty_state,
+    replace_row,
+    xla,
+)
 
 OFF = {
     "slots_R": (np.int32, 0),
@@ -30,7 +40,7 @@ OFF = {
     "wants_logprobs_R": (bool, False),
 }
 
-SAMPLERS = ["xla", *(f"native {isa}" for isa in build.isas() if "emulated" not in isa)]
+SAMPLERS = ["xla", *(f"native {isa}" for isa in build.isas() if "emulated" not in isa), "branchless"]
 SLOTS, V = 8, 700  # and 8 or 32 rows, where a test has no reason for others: each shape is a compilation
 
 
@@ -39,6 +49,8 @@ def implementation(request):
     """An implementation's `sample`: XLA's, and the kernel's on every instruction set that this machine has."""
     name, _, isa = request.param.partition(" ")
     with pytest.MonkeyPatch.context() as patch:
+        if name == "branchless":
+            patch.setattr(branchless, "on_gpu", lambda: True)  # it computes the same anywhere
         if isa:
             patch.setenv("QUIRE_NATIVE", isa)
             if not native.has(kernel_names.SAMPLING):
@@ -350,6 +362,37 @@ def test_without_branches_it_draws_the_same(implementation):
         for plain in (False, True)
     )
     assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("V", [700, 9000])
+def test_without_branches_and_sorts_the_tokens_are_xlas(monkeypatch, V):
+    """The same draws and scores; of 9,000 tokens the best are found by groups, and with 700 of them everything ties."""
+    monkeypatch.setattr(branchless, "on_gpu", lambda: True)
+    logits_RV, state, inputs = mixed_case(V)
+    if V == 700:
+        logits_RV = jnp.round(logits_RV * 2) / 2
+    run = partial(jax.jit(sampling.sample, static_argnames="implementation"), logits_RV, state, inputs)
+    ours = run(implementation="branchless")
+    assert_same_bits(ours, run(implementation="xla"))
+    assert len(np.unique(ours.tokens_R)) > 10
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_nothing_waits_for_the_host_on_a_gpu(monkeypatch, plain):
+    monkeypatch.setattr(branchless, "on_gpu", lambda: True)
+    _, state, inputs = mixed_case()
+    logits_RV = jax.ShapeDtypeStruct((32, V), jnp.float32)
+    run = partial(sampling.sample, plain=plain, implementation="branchless")
+    used = primitives(jax.make_jaxpr(run)(logits_RV, state, inputs).jaxpr)
+    assert not used & {"sort", "top_k", "cond", "while", "scan"} and "exp" in used
+    used = primitives(jax.make_jaxpr(partial(run, implementation="xla"))(logits_RV, state, inputs).jaxpr)
+    assert plain or {"top_k", "cond", "while"} <= used
+
+
+def primitives(jaxpr) -> set[str]:
+    """The names of all operations, those of functions within it too."""
+    found = {equation.primitive.name for equation in jaxpr.eqns}
+    return found.union(*map(primitives, core.subjaxprs(jaxpr)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..serving.api.options import EngineOptions
+from ..serving.api.options import STEPS
 from . import options as o
 from .loading import load
 
@@ -74,7 +74,7 @@ def main(
     live = n == 1 and not as_json and stream is not False
     head = text if echo else ""
     first, first_tokens, shown, last = 0.0, 0, 0, None
-    few = {"max_num_seqs": min(n, EngineOptions.max_num_seqs)}  # fewer sizes to compile
+    few = {"max_num_seqs": min(n, STEPS["cpu"][0])}  # fewer sizes to compile
     with load(model, **few | engine) as llm:
         if live:
             sys.stdout.write(head)

@@ -125,10 +125,11 @@ def make_runner(
     progress: Callable[[str], None] = lambda note: None,
 ) -> Made:
     """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
+    sized = options.on(jax.default_backend())
     experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
     kernels = native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, experts))
     listed = config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS)
-    limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, max(options.max_num_seqs, 16), listed)
+    limits = Limits(sized.max_num_seqs, sized.max_num_batched_tokens, max(sized.max_num_seqs, 16), listed)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
     load_weights, weights = partial(load, folder, config, placement, options.load_format), None
@@ -141,7 +142,7 @@ def make_runner(
         budget = max(0, usable_memory(options) - taken)
     if hosts is not None:
         budget = hosts.least(budget, device_and_kernels())
-    max_len, num_pages = size_cache(config, options, budget, mesh)
+    max_len, num_pages = size_cache(config, sized, budget, mesh)
     if options.max_model_len == -1:
         config = config_of(folder, options, max_len)
     if weights is None:

@@ -31,6 +31,11 @@ class Device:
     network: float
     about: str = "a device of your own"
 
+    @property
+    def platform(self) -> str:
+        """As JAX calls it, where it matters for the engine's defaults."""
+        return "gpu" if "NVIDIA" in self.about else "cpu"
+
 
 # GPUs: memory as the driver shows it, the maker's figures for bandwidth and for dense products in bfloat16 that add up
 # in float32, NVLink or PCIe each way, and a network adapter of 400, 200 or 100 Gb/s for each. TPUs: Google's figures

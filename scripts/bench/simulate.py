@@ -51,7 +51,7 @@ def main(
     load.above_zero(
         num_prompts=num_prompts, request_rate=request_rate, longest=longest, num_pages=num_pages, step_ms=step_ms
     )
-    options = EngineOptions(**engine)
+    options = EngineOptions(**engine).on("cpu")
     max_num_seqs, most_rows, page = options.max_num_seqs, options.max_num_batched_tokens, options.block_size
     if delay_ms is not None and policy is not Policy.dynamic:
         raise o.UsageError(f"--delay-ms is for --policy dynamic; with {policy} batches leave it out")

@@ -107,7 +107,7 @@ def main(
             }
             for tokens in lengths
         ],
-        "split": split(config, usable - cost.weight_bytes(config, weights)),
+        "split": split(config, usable - cost.weight_bytes(config, weights), chosen.platform),
     }
     if devices is not None:
         tokens = length[0] if length else min(4096, config.max_len)
@@ -152,14 +152,14 @@ def read(model: str | None, **engine: Any):
     return config, specs_of(config)
 
 
-def split(config, budget: float) -> list[dict]:
+def split(config, budget: float, platform: str) -> list[dict]:
     """How the engine would divide this memory among its cache groups; nothing where it is too little."""
     from ...model.config import ModelError
     from ...serving.api.options import EngineOptions
     from ...serving.device.state import page_bytes
     from ...serving.engine.cache_size import size_cache
 
-    options = EngineOptions(max_model_len=-1)
+    options = EngineOptions(max_model_len=-1).on(platform)
     try:
         length, pages = size_cache(config, options, max(0, int(budget)))
     except ModelError:

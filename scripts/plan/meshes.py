@@ -27,7 +27,7 @@ def propose(config, weights, device, devices: int, batch: int, length: int, best
 
     if length > config.max_len:
         raise ModelError(f"--length is {length}; the model was made for at most {config.max_len} positions")
-    work = meshes.Workload(batch, length, EngineOptions().max_num_batched_tokens)
+    work = meshes.Workload(batch, length, EngineOptions().on(device.platform).max_num_batched_tokens)
     found = meshes.choices(config, device, work, devices, weights)
     chosen = meshes.ranked(found, work, best or "throughput")
     if not chosen:

@@ -19,6 +19,7 @@ HOST = 256 << 20  # bytes of host memory that buffer pages for the disk
 DISK = 8 << 30
 SHARE = 0.9  # of a device's memory, for weights, KV cache and all else
 CPU_CACHE = 8 << 30  # the most that the KV cache takes of a CPU's memory, if nothing else is asked for
+STEPS = {"cpu": (32, 512), "gpu": (256, 8192)}  # most sequences and tokens of a step, if nothing else is asked for
 PARALLEL = {  # axes of the mesh
     "tensor": "tensor_parallel_size", "expert": "expert_parallel_size", "context": "context_parallel_size",
     "pipe": "pipeline_parallel_size", "data": "data_parallel_size",
@@ -127,8 +128,12 @@ class EngineOptions:
     kv_cache_disk_bytes: int | None = flag(
         None, PREFIXES, "The most that this folder may hold.", "BYTES", f"{DISK >> 30}G"
     )
-    max_num_seqs: int = flag(32, MEMORY, "Most sequences in one step.", "N")
-    max_num_batched_tokens: int = flag(512, MEMORY, "Most tokens in one step.", "TOKENS")
+    max_num_seqs: int | None = flag(
+        None, MEMORY, "Most sequences in one step.", "N", f"{STEPS['cpu'][0]}; on a GPU {STEPS['gpu'][0]}"
+    )
+    max_num_batched_tokens: int | None = flag(
+        None, MEMORY, "Most tokens in one step.", "TOKENS", f"{STEPS['cpu'][1]}; on a GPU {STEPS['gpu'][1]}"
+    )
     max_queued_requests: int | None = no_flag(None, "Most requests that wait; more are refused. None: as many as come.")
     pooling: Pooling = flag(
         "last", MODEL, "Make an embedding of the last hidden state, or of the mean of all.", "last|mean"
@@ -143,22 +148,30 @@ class EngineOptions:
     )
     seed: int = no_flag(0, "Of sampling, for requests without a seed.")
 
-    @property
-    def most_running(self) -> int:
-        """Sequences that can run at a time."""
-        return self.max_num_seqs * self.data_parallel_size
+    def on(self, platform: str) -> "SizedOptions":
+        """With the limits of a step that were left out, as JAX's `platform` is to have them."""
+        given = {field.name: getattr(self, field.name) for field in fields(EngineOptions)}
+        seqs, tokens = STEPS.get(platform, STEPS["cpu"])
+        if self.max_num_seqs is None:
+            given["max_num_seqs"] = seqs
+        if self.max_num_batched_tokens is None:
+            given["max_num_batched_tokens"] = tokens
+        return SizedOptions(**given)
 
     def __post_init__(self):
         sizes = "block_size", "max_num_seqs", "max_num_batched_tokens", "num_processes", *PARALLEL.values()
         counts = "expert_redundancy", "expert_rebalance_steps", "process_id"
         for name, low in (dict.fromkeys(sizes, 1) | dict.fromkeys(counts, 0)).items():
             value = getattr(self, name)
+            if value is None and name in ("max_num_seqs", "max_num_batched_tokens"):
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ModelError(f"{name} is {value!r}; it must be an integer of at least {low}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        rows, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if rows is not None and seqs is not None and rows < seqs:
             raise ModelError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
-                f"({self.max_num_seqs}), so that every running sequence gets a token a step"
+                f"max_num_batched_tokens is {rows}; it must be at least max_num_seqs ({seqs}), so that "
+                "every running sequence gets a token a step"
             )
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):
@@ -234,6 +247,20 @@ class EngineOptions:
                 f"expert_redundancy is {self.expert_redundancy} with num_processes {self.num_processes}: experts move "
                 "between the devices of one process only; leave it out"
             )
+
+
+@dataclass(frozen=True)
+class SizedOptions(EngineOptions):
+    """Options that say how large a step is."""
+
+    _: KW_ONLY
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+
+    @property
+    def most_running(self) -> int:
+        """Sequences that can run at a time."""
+        return self.max_num_seqs * self.data_parallel_size
 
 
 def refuse(name: str, value: Any, why: str) -> NoReturn:

@@ -39,16 +39,23 @@ class Batch:
     sampling: SamplingInputs
 
 
-def sizes(max_seqs: int, max_rows: int) -> tuple[Size, ...]:
-    """Decode sizes by factors of four, and two for steps that carry prompts."""
+def sizes(max_seqs: int, max_rows: int, platform: str = "cpu") -> tuple[Size, ...]:
+    """Decode sizes by factors of four, and two for steps that carry prompts.
+
+    On a GPU decode sizes are by factors of two, and those for prompts by factors of four.
+    """
+    gpu = platform == "gpu"
     decode, seqs = [], 4
     while seqs < max_seqs:
         decode.append(Size(seqs, seqs, seqs))
-        seqs *= 4
+        seqs *= 2 if gpu else 4
     top = max(max_seqs, 4)
     decode.append(Size(top, top, top))
+    rows = {max_rows, min(64, max_rows)}
+    if gpu:
+        rows = {max_rows} | {max_rows >> shift for shift in (2, 4, 6) if max_rows >> shift > top}
     # More rows than sequences: as many would mean one row from each.
-    mixed = {Size(max(rows, top + 1), top, max(top, 16)) for rows in (min(64, max_rows), max_rows)}
+    mixed = {Size(max(count, top + 1), top, max(top, 16)) for count in rows}
     return tuple(sorted({*decode, *mixed}))
 
 

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from ..device.batch import Batch, Layout, Size, choose, param_arrays, sizes
@@ -42,7 +43,7 @@ class BatchBuilder:
     ):
         self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
         self.num_stages = num_stages  # as many steps are under way at once
-        options = sizes(limits.max_seqs, limits.max_rows)  # the smallest first
+        options = sizes(limits.max_seqs, limits.max_rows, jax.default_backend())  # the smallest first
         self.layouts = {
             size: Layout(size, num_groups, table_width, limits.max_seqs, replicas, limits.listed) for size in options
         }

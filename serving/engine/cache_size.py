@@ -13,7 +13,7 @@ from ...model.config import ModelConfig, ModelError
 from ...model.expert_copies import spare_of
 from ...model.partition import local_config, whole_model
 from ...sharding.mesh import device_axes
-from ..api.options import CPU_CACHE, SHARE, EngineOptions
+from ..api.options import CPU_CACHE, SHARE, EngineOptions, SizedOptions
 from ..cache.page_pool import PagePool, largest
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
@@ -99,7 +99,7 @@ def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh
 
 
 def size_cache(
-    config: ModelConfig, options: EngineOptions, budget: int, mesh: Mesh | None = None
+    config: ModelConfig, options: SizedOptions, budget: int, mesh: Mesh | None = None
 ) -> tuple[int, tuple[int, ...]]:
     """(max_model_len, pages a cache group): enough for every sequence at full length, or what a device's budget holds.
 

@@ -20,9 +20,10 @@ THREADS = "PJRT_NPROC"  # XLA's threads; by default each replica would take one 
 
 def application(plan: DeploymentPlan) -> serve.Application:
     """Front, replicas, and prefill replicas if the plan has any."""
-    options = plan.engine
+    actors = actor_options(plan)
+    options = plan.engine.on("gpu" if actors["num_gpus"] else "cpu")
     shared: dict[str, Any] = {
-        "ray_actor_options": actor_options(plan),
+        "ray_actor_options": actors,
         "max_ongoing_requests": 2 * options.most_running,  # so many wait at the replica, which knows priorities
         "max_queued_requests": options.max_queued_requests or -1,  # and the others at the front
         "request_router_config": RequestRouterConfig(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...model.config import ModelError
-from ..api.options import HOST, EngineOptions, options_of
+from ..api.options import HOST, EngineOptions, SizedOptions, options_of
 from ..http.settings import ServerSettings
 from .affinity import ROUTINGS, Routing
 
@@ -39,11 +39,11 @@ class ReplicaOptions:
         if self.target_ongoing_requests is not None and not self.target_ongoing_requests > 0:
             raise ModelError(f"target_ongoing_requests is {self.target_ongoing_requests}; it must be above 0")
 
-    def target(self, options: EngineOptions) -> float:
+    def target(self, options: SizedOptions) -> float:
         """Requests that a replica is to have: three quarters of those that it can compute at once."""
         return self.target_ongoing_requests or max(1.0, 0.75 * options.most_running)
 
-    def number(self, options: EngineOptions) -> dict[str, Any]:
+    def number(self, options: SizedOptions) -> dict[str, Any]:
         """The same as arguments of `serve.deployment`."""
         if self.max_replicas is None:
             return {"num_replicas": self.replicas or 1}

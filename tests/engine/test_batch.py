@@ -3,13 +3,16 @@
 import numpy as np
 import pytest
 
+from quire.model.config import ModelError
+from quire.serving.api.options import EngineOptions
 from quire.serving.device.batch import choose, sizes
 
 
-@pytest.mark.parametrize(("seqs", "rows"), [(1, 1), (1, 512), (2, 2), (3, 7), (4, 4), (32, 32), (32, 512), (256, 2048)])
-def test_every_step_within_the_limits_has_a_size(seqs, rows):
-    options = sizes(seqs, rows)
-    assert len(options) <= 6
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(("seqs", "rows"), [(1, 1), (1, 512), (2, 2), (3, 7), (4, 4), (32, 32), (32, 512), (256, 8192)])
+def test_every_step_within_the_limits_has_a_size(seqs, rows, platform):
+    options = sizes(seqs, rows, platform)
+    assert len(options) <= (6 if platform == "cpu" else 10)
     rng = np.random.default_rng(0)
     for _ in range(300):
         count = int(rng.integers(1, seqs + 1))
@@ -28,6 +31,23 @@ def test_the_smallest_size_is_taken():
     assert choose(options, 5, 5, 5, True).rows == 16
     assert choose(options, 40, 2, 2, False).rows == 64
     assert choose(options, 65, 2, 2, False).rows == 512
+
+
+def test_a_gpu_has_sizes_between():
+    options = sizes(256, 8192, "gpu")
+    decode = [size.rows for size in options if size.rows == size.seqs]
+    assert decode == [4, 8, 16, 32, 64, 128, 256]
+    assert [size.rows for size in options if size.rows != size.seqs] == [512, 2048, 8192]
+
+
+@pytest.mark.parametrize(("platform", "limits"), [("cpu", (32, 512)), ("tpu", (32, 512)), ("gpu", (256, 8192))])
+def test_limits_that_were_left_out_are_the_devices(platform, limits):
+    found = EngineOptions().on(platform)
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == limits
+    found = EngineOptions(max_num_seqs=3, data_parallel_size=2).on(platform)
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.most_running) == (3, limits[1], 6)
+    with pytest.raises(ModelError, match="max_num_batched_tokens is 8; it must be at least max_num_seqs"):
+        EngineOptions(max_num_batched_tokens=8).on(platform)
 
 
 def test_what_does_not_fit_is_an_error():

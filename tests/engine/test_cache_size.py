@@ -34,7 +34,7 @@ def test_pages_for_as_many_as_can_be(config, seqs, share):
         return sum(need * own for need, own in zip(needs(length), costs, strict=True))
 
     budget = math.ceil(share * cost(config.max_len)) + sum(costs)
-    options = EngineOptions(max_num_seqs=seqs, max_num_batched_tokens=512)
+    options = EngineOptions(max_num_seqs=seqs, max_num_batched_tokens=512).on("cpu")
     length, pages = size_cache(config, options, budget)
     assert length == config.max_len
     assert sum(count * own for count, own in zip(pages, costs, strict=True)) <= budget
@@ -50,8 +50,8 @@ def test_pages_for_as_many_as_can_be(config, seqs, share):
 
 def test_too_little_is_an_error_that_says_what_would_do(config):
     with pytest.raises(ModelError, match="--max-model-len .* or less"):
-        size_cache(config, EngineOptions(), 100_000)
-    length, _ = size_cache(config, EngineOptions(max_model_len=-1), 300_000)
+        size_cache(config, EngineOptions().on("cpu"), 100_000)
+    length, _ = size_cache(config, EngineOptions(max_model_len=-1).on("cpu"), 300_000)
     assert 2 <= length < config.max_len
 
 

@@ -151,11 +151,12 @@ def test_scales_that_are_none(chosen, why):
 
 
 def test_how_many():
-    options = EngineOptions(max_num_seqs=32)
+    options = EngineOptions(max_num_seqs=32).on("cpu")
     assert ReplicaOptions().number(options) == {"num_replicas": 1}
     [(_, scaled)] = ReplicaOptions(max_replicas=4).number(options).items()
     assert scaled == {"min_replicas": 1, "max_replicas": 4, "initial_replicas": 1, "target_ongoing_requests": 24}
-    [(_, scaled)] = ReplicaOptions(max_replicas=4).number(EngineOptions(max_num_seqs=32, data_parallel_size=2)).items()
+    options = EngineOptions(max_num_seqs=32, data_parallel_size=2).on("cpu")
+    [(_, scaled)] = ReplicaOptions(max_replicas=4).number(options).items()
     assert scaled["target_ongoing_requests"] == 48
     assert ReplicaOptions(min_replicas=2, max_replicas=4, prefill_replicas=3).least == 5
 

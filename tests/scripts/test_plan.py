@@ -177,7 +177,7 @@ def test_published_speeds_of_devices_are_what_their_makers_say():
 
 def test_command_shows_how_the_cache_is_split():
     """Of the bundled model, which has layers with a window and without: what the engine would make of the memory."""
-    result = CliRunner().invoke(app, ["plan", "--memory", "16M", "--json"])
+    result = CliRunner().invoke(app, ["plan", "--device", "cpu", "--memory", "16M", "--json"])
     data = json.loads(result.stdout)
     assert {group["window"] for group in data["split"]} == {None, 64}
     taken = sum(group["pages"] * group["page_bytes"] for group in data["split"])

@@ -1,4 +1,4 @@
-"""Paged attention on NVIDIA GPUs (Hopper and later). The kernel is in `quire.ops.attention.mosaic`.
+"""Paged attention on NVIDIA GPUs of the Hopper generation. The kernel is in `quire.ops.attention.mosaic`.
 
 A row's bits are the same in any batch and any chunk: blocks and spans lie at fixed positions of its sequence.
 """
@@ -22,7 +22,9 @@ def paged_attention(
     interpret: Any = None,
 ):  # fmt: skip
     """See `quire.ops.attention.paged_attention`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
-    require(q_TNH, pages, value_dim, interpret)
+    if interpret is None and (declined := card_declines()):
+        raise NotImplementedError(declined)
+    require(q_TNH, pages, value_dim)
     from .mosaic.paged import attend  # only now: it imports a compiler
 
     if k_TKH is not None:
@@ -35,10 +37,8 @@ def paged_attention(
     return out_TNH, pages
 
 
-def require(q_TNH, pages, value_dim, interpret: Any = None) -> None:
-    """Declines what the kernel cannot serve."""
-    if interpret is None and not has_gpu():
-        raise NotImplementedError("there is no NVIDIA GPU of compute capability 9.0 or more")
+def require(q_TNH, pages, value_dim) -> None:
+    """Declines what the kernel cannot serve on any card."""
     if pages.kv_PSYH is not None:
         raise NotImplementedError("keys and values must lie in arrays of their own")
     _, N, H = q_TNH.shape
@@ -61,12 +61,27 @@ def require(q_TNH, pages, value_dim, interpret: Any = None) -> None:
 
 
 @functools.cache
+def is_gpu() -> bool:
+    return jax.local_devices()[0].platform == "gpu"
+
+
+@functools.cache
 def has_gpu() -> bool:
-    device = jax.local_devices()[0]
-    if device.platform != "gpu":
-        return False
-    generation = str(device.compute_capability).partition(".")[0]
-    return generation.isdigit() and int(generation) >= 9  # those of other makers have names
+    """Whether this process's card is one that the kernel is for."""
+    return is_gpu() and capability().partition(".")[0] == "9"
+
+
+def capability() -> str:
+    return str(jax.local_devices()[0].compute_capability)  # those of other makers have names
+
+
+def card_declines() -> str | None:
+    """Why this process's card cannot run the kernel; None if it can."""
+    if has_gpu():
+        return None
+    if not is_gpu():
+        return "there is no NVIDIA GPU"
+    return f"the kernel's instructions are those of compute capability 9.x (Hopper), and this GPU's is {capability()}"
 
 
 def num_processors() -> int:

@@ -18,8 +18,8 @@ ALIGNED = 128  # bytes in shared memory at a multiple of which a copy begins
 
 def prepare(qkv_TGH, heads: Heads, pages: KVPages, rows, *, interpret: Any = None):
     """See `quire.ops.heads.prepare`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
-    if interpret is None and not mosaic_gpu.has_gpu():
-        raise NotImplementedError("there is no NVIDIA GPU of compute capability 9.0 or more")
+    if interpret is None and (declined := mosaic_gpu.card_declines()):
+        raise NotImplementedError(declined)
     if interpret is None and os.environ.get("QUIRE_MOSAIC") != "trusted":
         raise NotImplementedError("it has no trial on a card yet: QUIRE_MOSAIC=trusted uses it without one")
     if reasons := refusals(qkv_TGH, heads, pages):

@@ -16,7 +16,7 @@ import jax
 
 from ...ops import attention
 from ...ops.attention import mosaic_gpu
-from ...ops.attention.accuracy_trial import LARGEST_ERROR, Trial, arrays, attend, error
+from ...ops.attention.accuracy_trial import Trial, arrays, attend, measure_attention
 from ..collect_env import first_to
 from .common import CheckSizes, PartReport, card_rates, seconds
 
@@ -90,28 +90,31 @@ def right(report: PartReport, scale: CheckSizes, seed: int) -> None:
     for trial in RIGHT:
         if trial.length > scale.longest:
             continue
-        found = error(trial, implementation(scale.kernel), seed)
-        if not found < LARGEST_ERROR:
-            report.wrong(f"{trial.name}: error {found:.1e}")
+        found = measure_attention(trial, implementation(scale.kernel), seed)
+        if found.wrong:
+            report.wrong(f"{trial.name}: wrong {found.wrong}")
         report(
-            f"{'right' if found < LARGEST_ERROR else 'WRONG'}  {trial.name:34} error {found:.1e}",
-            **{trial.name: found},
+            f"{'WRONG' if found.wrong else 'right'}  {trial.name:34} error {found.error:.1e}, "
+            f"in the worst row {found.worst_row:.1e}",
+            **{trial.name: found.error},
         )
 
 
 def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
     """Whether an engine chooses the kernel by itself, in a process that holds most of the card's memory."""
-    trial, began, errors = Trial("decode", 5, 700), time.perf_counter(), []
+    trial, began, shown = Trial("decode", 5, 700), time.perf_counter(), []
     with tempfile.TemporaryDirectory() as empty:
         os.environ["XDG_CACHE_HOME"] = empty  # no earlier choice is cached there
-        name, declined = first_to(lambda implementation: errors.append(error(trial, implementation, seed)))
-    took, found = time.perf_counter() - began, errors[0]
+        name, declined = first_to(lambda implementation: shown.append(measure_attention(trial, implementation, seed)))
+    took, found = time.perf_counter() - began, shown[0]
     said = "; ".join((name, *declined))
-    report(f"{said}; found out in {took:.0f} s, error {found:.1e}", chosen=name, declined=declined, error=found)
+    report(
+        f"{said}; found out in {took:.0f} s, error {found.error:.1e}", chosen=name, declined=declined, error=found.error
+    )
     if mosaic_gpu.has_gpu() and name != scale.kernel:
         report.wrong(f"{name} was chosen")
-    if not found < LARGEST_ERROR:
-        report.wrong(f"error {found:.1e}")
+    if found.wrong:
+        report.wrong(f"it is wrong {found.wrong}")
 
 
 def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:

@@ -130,8 +130,8 @@ def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool
 
 def machine(report, scale, seed: int) -> None:
     """The card, and XLA's flags."""
-    from ...ops.attention.gated_mosaic_gpu import card
     from ...ops.attention.mosaic_gpu import has_gpu
+    from ...ops.kernel_trial import card
 
     found = {
         "serves": has_gpu(),
@@ -165,7 +165,7 @@ def main() -> None:
         if "failed" in here:
             parser.exit(1, f"JAX does not start: {here['failed']}\n")
         if not here["serves"] and not chosen.tiny:
-            parser.exit(1, f"there is no NVIDIA GPU of compute capability 9.0 or more here: {here['device']}\n")
+            parser.exit(1, f"there is no NVIDIA GPU of compute capability 9.x (Hopper) here: {here['device']}\n")
         for name, value in here.items():
             print(f"{name}: {value}")
 

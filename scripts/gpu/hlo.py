@@ -28,7 +28,7 @@ class Instruction:
     arrays: tuple[tuple[str, int], ...]  # (type, elements) of what it returns
     operands: tuple[str, ...]
     called: tuple[str, ...]
-    number: int | None  # of a parameter, or of a tuple's element
+    number: int  # of a parameter, or of a tuple's element; -1 where it is neither
     turns: int | None  # of a loop, where the compiler knows
     label: str  # of a parameter of the program: the argument's name
     is_root: bool
@@ -205,7 +205,7 @@ def flat(origins) -> set[str]:
 def instruction(found: re.Match) -> Instruction:
     root, name, shape, kind, inputs, rest = found.groups()
     index = re.search(r"index=(\d+)", rest) if kind == "get-tuple-element" else None
-    number = int(inputs) if kind == "parameter" else int(index[1]) if index else None
+    number = int(inputs) if kind == "parameter" else int(index[1]) if index else -1
     turns = TURNS.search(rest) if kind == "while" else None
     branches, label = BRANCHES.search(rest), LABEL.search(rest) if kind == "parameter" else None
     return Instruction(

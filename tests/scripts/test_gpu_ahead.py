@@ -206,4 +206,4 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
     assert ended.value.code == 2 and said.count("\n") == 1
     assert f"pip install --no-deps jax-cuda12-plugin=={jax.__version__}" in said
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
-    assert "of version 0.1" in target.missing()
+    assert "of version 0.1" in str(target.missing())

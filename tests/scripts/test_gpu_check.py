@@ -15,7 +15,8 @@ from quire.model.planning.cost import kv_read_bytes
 from quire.model.weights import abstract
 from quire.ops import attention
 from quire.ops.attention import mosaic_gpu, xla
-from quire.ops.attention.accuracy_trial import arrays, attend, reference
+from quire.ops.attention.accuracy_trial import LARGEST_ERROR, arrays, attend, reference
+from quire.ops.kernel_trial import Found
 from quire.scripts.gpu import attention as gpu_attention
 from quire.scripts.gpu import check as gpu_check
 from quire.scripts.gpu import pieces as gpu_pieces
@@ -209,11 +210,12 @@ def test_the_peer(tmp_path, monkeypatch):
 def test_attention_by_itself(tmp_path, monkeypatch):
     report = PartReport(tmp_path / "right.json")
     gpu_attention.right(report, TINY, 3)
-    assert report.found["decode, MHA"] < gpu_attention.LARGEST_ERROR and "wrong" not in report.found
-    monkeypatch.setattr(gpu_attention, "error", lambda *given: float("nan"))
+    assert report.found["decode, MHA"] < LARGEST_ERROR and "wrong" not in report.found
+    broken = Found(error=float("nan"), worst_row=0.0, other_bits=0, allowed=LARGEST_ERROR)
+    monkeypatch.setattr(gpu_attention, "measure_attention", lambda *given: broken)
     gpu_attention.right(report, TINY, 3)
     short = [work.name for work in RIGHT if work.length <= TINY.longest]
-    assert report.found["wrong"] == [f"{name}: error nan" for name in short]
+    assert report.found["wrong"] == [f"{name}: wrong {broken.wrong}" for name in short]
 
 
 class Clock:
@@ -292,5 +294,5 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     machine = kept["machine"]
     assert machine["jax"] == jax.__version__ and machine["xla_flags"] == "--xla_gpu_enable_command_buffer="
     assert {"device", "driver", "platform", "seed"} <= set(machine)
-    assert kept["parts"]["right"]["decode, MHA"] < gpu_attention.LARGEST_ERROR
+    assert kept["parts"]["right"]["decode, MHA"] < LARGEST_ERROR
     assert "right  decode, MHA" in capfd.readouterr().out

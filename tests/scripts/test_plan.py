@@ -184,7 +184,7 @@ def test_command_shows_how_the_cache_is_split():
     room = (16 << 20) - data["weight_bytes"]
     assert 0.9 * room < taken <= room
     assert sum(group["share"] for group in data["split"]) == pytest.approx(1)
-    text = CliRunner().invoke(app, ["plan", "--memory", "16M"]).stdout
+    text = CliRunner().invoke(app, ["plan", "--device", "cpu", "--memory", "16M"]).stdout
     assert "of the memory" in text and f"{data['split'][0]['pages']:,}" in text
     assert json.loads(CliRunner().invoke(app, ["plan", "--memory", "1M", "--json"]).stdout)["split"] == []
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..ops import moe as experts
-from ..ops.activation import ACTIVATIONS, glu, soft_cap
+from ..ops.activation import ACTIVATIONS, soft_cap
 from ..ops.expert_dispatch import mix_over
 from ..ops.heads import Heads
 from ..ops.heads.xla import turn
@@ -230,22 +230,15 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
     own = moe.slots // axes.experts.size
     experts_TX = jnp.where(live_T[:, None], experts_TX, moe.experts)
 
-    def expert(e, x_QD):
-        up_bias_GF, down_bias_D = (None if bias is None else bias[e] for bias in (w.up_bias_EGF, w.down_bias_ED))
-        up_DGF = experts.pick(w.up_EDGF, e)
-        if up_bias_GF is None and moe.clamp is None:
-            inner_QF = gated("QD,DGF->QGF", x_QD, up_DGF, moe.activation)
-        else:
-            inner_QF = glu(project("QD,DGF->QGF", x_QD, up_DGF, up_bias_GF), moe.activation, moe.clamp, moe.alpha)
-        if down_bias_D is not None and axes.tensor.size > 1:  # one of the devices that split the columns adds it
-            down_bias_D = jnp.where(axes.tensor.index() == 0, down_bias_D, 0)
-        return project("QF,FD->QD", inner_QF, experts.pick(w.down_EFD, e), down_bias_D)
-
+    down_bias_ED = w.down_bias_ED
+    if down_bias_ED is not None and axes.tensor.size > 1:  # one of the devices that split the columns adds it
+        down_bias_ED = jnp.where(axes.tensor.index() == 0, down_bias_ED, 0)
+    expert = experts.Experts(w.up_EDGF, w.down_EFD, moe.activation, w.up_bias_EGF, down_bias_ED, moe.clamp, moe.alpha)
     if axes.same_rows.size < axes.experts.size or moe.spare:
         return mix_over(axes, x_TD, weights_TX, slots_of(moe, w, experts_TX), own, expert), experts_TX
     here_TX = experts_TX - axes.experts.index() * own
     here_TX = jnp.where((here_TX >= 0) & (here_TX < own), here_TX, own)
-    return axes.sum(experts.mix_experts(x_TD, weights_TX, here_TX, own, expert)), experts_TX
+    return axes.sum(experts.mix(x_TD, weights_TX, here_TX, own, expert)), experts_TX
 
 
 def slots_of(moe: Moe, w: MoeWeights, experts_TX):

@@ -15,7 +15,11 @@ ACTIVATIONS = {
 
 def glu(up_TGF, activation: str, clamp: float | None = None, alpha: float = 1.0):
     """activation(gate) * up; with a clamp, gpt-oss's form: gate * sigmoid(alpha * gate) * (up + 1)."""
-    gate, up = up_TGF[..., 0, :], up_TGF[..., 1, :]
+    return combine(up_TGF[..., 0, :], up_TGF[..., 1, :], activation, clamp, alpha)
+
+
+def combine(gate, up, activation: str, clamp: float | None = None, alpha: float = 1.0):
+    """The same of two arrays."""
     if clamp is None:
         return ACTIVATIONS[activation](gate) * up
     gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)

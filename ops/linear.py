@@ -1,15 +1,23 @@
 """Every product with a weight, and every look-up in one, whatever form the weight has."""
 
+from collections.abc import Callable
+from typing import Any
+
 from .implementations import choose
 from .weight import Weight
 
-# Tried in order; one that cannot serve a weight raises NotImplementedError.
-IMPLEMENTATIONS = {"native": ".native.linear", "xla": ".weight"}
+# Tried in order; one that cannot serve a weight, or a product with it, raises NotImplementedError.
+IMPLEMENTATIONS = {"native": ".native.linear", "mosaic": ".product.linear", "xla": ".weight"}
 
 
 def weight_of(w, implementation: str | None = None) -> Weight:
     """An array or a node as the weight that its implementation, or the one that is named, multiplies with."""
-    return choose(IMPLEMENTATIONS, __package__ or "", lambda module: module.weight_of(w), implementation)
+    return of_weight(w, implementation, lambda weight: weight)
+
+
+def of_weight(w, implementation: str | None, do: Callable[[Weight], Any]) -> Any:
+    """`do(weight)` by the first implementation that serves both."""
+    return choose(IMPLEMENTATIONS, __package__ or "", lambda module: do(module.weight_of(w)), implementation)
 
 
 def einsum(subscripts: str, x, w, dtype=None, implementation: str | None = None):
@@ -19,12 +27,12 @@ def einsum(subscripts: str, x, w, dtype=None, implementation: str | None = None)
 
 def project(subscripts: str, x, w, bias=None, dtype=None, implementation: str | None = None):
     """A product plus its bias, if it has one; the bias is added before rounding."""
-    return weight_of(w, implementation).einsum(subscripts, x, bias, dtype)
+    return of_weight(w, implementation, lambda weight: weight.einsum(subscripts, x, bias, dtype))
 
 
 def gated(subscripts: str, x, w, activation: str, implementation: str | None = None):
     """activation(gate) * up of a product whose last axes are [2, F]."""
-    return weight_of(w, implementation).gated(subscripts, x, activation)
+    return of_weight(w, implementation, lambda weight: weight.gated(subscripts, x, activation))
 
 
 def rows(table) -> int:

@@ -1,11 +1,18 @@
 """Mixture of experts: routing, and products that touch only the experts that were chosen."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from .linear import weight_of
+from .activation import glu
+from .implementations import choose
+from .linear import gated, project, weight_of
 from .ordered_sum import softmax, sum_pairs
 
+# How experts are mixed; tried in order, and one that cannot serve a case raises NotImplementedError.
+IMPLEMENTATIONS = {"mosaic": ".product.experts", "xla": ".moe"}
 BLOCK = 16  # rows of one expert computed together: one fixed shape, so that a row's sums never depend on the batch
 
 
@@ -38,6 +45,39 @@ def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
 def pick(stack, e, implementation: str | None = None):
     """One expert's matrix of a stack; `implementation` forces one of `ops.linear.IMPLEMENTATIONS`."""
     return weight_of(stack, implementation).pick(e)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The weights of all experts, and what is between their two products."""
+
+    up_EDGF: Any
+    down_EFD: Any
+    activation: str
+    up_bias_EGF: Any = None
+    down_bias_ED: Any = None
+    clamp: float | None = None
+    alpha: float = 1.0
+
+    def __call__(self, e, x_QD):
+        """One expert over a block of rows."""
+        up_bias_GF, down_bias_D = (None if bias is None else bias[e] for bias in (self.up_bias_EGF, self.down_bias_ED))
+        up_DGF = pick(self.up_EDGF, e)
+        if up_bias_GF is None and self.clamp is None:
+            inner_QF = gated("QD,DGF->QGF", x_QD, up_DGF, self.activation)
+        else:
+            up_QGF = project("QD,DGF->QGF", x_QD, up_DGF, up_bias_GF)
+            inner_QF = glu(up_QGF, self.activation, self.clamp, self.alpha)
+        return project("QF,FD->QD", inner_QF, pick(self.down_EFD, e), down_bias_D)
+
+
+def mix(x_TD, weights_TX, experts_TX, num_experts: int, experts: Experts, implementation: str | None = None):
+    """`mix_experts` by the first of IMPLEMENTATIONS that serves it, or the one that is named."""
+
+    def run(module):
+        return module.mix_experts(x_TD, weights_TX, experts_TX, num_experts, experts)
+
+    return choose(IMPLEMENTATIONS, __package__ or "", run, implementation)
 
 
 def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):

@@ -1,0 +1,50 @@
+"""Experts on NVIDIA GPUs: two products over blocks of rows, each with the weights of one expert of the stack."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..moe import Experts, add_pairs
+from . import prepare
+from .blocks import align, most_blocks
+from .shape import Operands, ProductShape
+
+
+def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpret: Any = None):
+    """See `quire.ops.moe.mix_experts`."""
+    processors = prepare.processors(interpret)
+    if not isinstance(expert, Experts):
+        raise NotImplementedError("experts must be two products, and not a function")
+    up, down = expert.up_EDGF, expert.down_EFD
+    for stack in (up, down):
+        if not hasattr(stack, "dtype"):
+            raise NotImplementedError(f"weights must be arrays, not {type(stack).__name__}")
+    E, D, _, F = up.shape
+    prepare.require(x_TD, up, D, F, None if expert.clamp is not None else expert.activation)
+    prepare.require(x_TD, down, F, D)
+    T, X = experts_TX.shape
+    rows = prepare.block_rows(-(-T * X // num_experts))
+    blocks = align(experts_TX, num_experts, rows)
+    token_P, held_P1 = jnp.minimum(blocks.pair_P // X, T - 1), (blocks.pair_P < T * X)[:, None]
+    x_PD = jnp.where(held_P1, x_TD[token_P], 0)
+    weight_P = weights_TX.reshape(-1).at[blocks.pair_P].get(mode="fill", fill_value=0).astype(jnp.float32)
+
+    def run(x_PK, stack, bias, scale_P, dtype, **more):
+        inputs, outputs = x_PK.shape[1], stack.shape[-1]
+        parts = math.prod(stack.shape[2:-1])
+        bias = None if bias is None else bias.astype(jnp.float32).reshape(E, parts, outputs)
+        shape = ProductShape(
+            blocks=most_blocks(T * X, num_experts, rows), rows=rows, experts=E, inputs=inputs, outputs=outputs,
+            parts=parts, processors=processors, out_dtype=dtype, bias=bias is not None, weighed=scale_P is not None,
+            **more,
+        )  # fmt: skip
+        stack = stack.reshape(E, inputs, parts, outputs)
+        operands = Operands(x_PK, stack, bias, scale_P, blocks.experts_B, blocks.count_1)
+        return prepare.run(shape, operands, interpret)
+
+    activation = {"activation": expert.activation, "clamp": expert.clamp, "alpha": expert.alpha}
+    inner_PF = run(x_PD, up, expert.up_bias_EGF, None, x_TD.dtype.name, **activation)
+    out_PD = run(inner_PF, down, expert.down_bias_ED, weight_P, "float32")
+    out_ZD = out_PD.at[blocks.place_Z].get(mode="fill", fill_value=0)
+    return add_pairs(out_ZD, X).astype(x_TD.dtype)

@@ -1,0 +1,63 @@
+"""Dense products on NVIDIA GPUs."""
+
+import math
+from typing import Any
+
+import jax
+from flax import struct
+
+from .. import weight as xla
+from ..weight import Weight
+from . import prepare
+
+
+@struct.dataclass
+class Multiplied(Weight):
+    """A weight whose products the kernel computes; what else is asked of it, XLA does."""
+
+    weight: Any
+    interpret: Any = struct.field(pytree_node=False, default=None)
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        rows, flat, turned, lead, out = self.read(subscripts, x)
+        y = prepare.dense(rows, flat, bias, dtype=dtype or x.dtype, turned=turned, interpret=self.interpret)
+        return y.reshape(*lead, *out)
+
+    def gated(self, subscripts: str, x, activation: str):
+        rows, flat, turned, lead, out = self.read(subscripts, x)
+        if turned or len(out) != 2 or out[0] != 2:
+            raise NotImplementedError("gate and up must be the last axes but one of a weight whose inputs come first")
+        y = prepare.dense(rows, flat, dtype=x.dtype, parts=2, activation=activation, interpret=self.interpret)
+        return y.reshape(*lead, out[-1])
+
+    def read(self, subscripts: str, x):
+        """(rows, the weight, whether its inputs come last, axes of the rows, axes of the outputs)."""
+        if not isinstance(self.weight, jax.Array):
+            raise NotImplementedError(f"weights must be arrays, not {type(self.weight).__name__}")
+        operands, _, result = subscripts.partition("->")
+        rows, _, letters = operands.partition(",")
+        into = "".join(letter for letter in letters if letter not in result)
+        kept = "".join(letter for letter in letters if letter in result)
+        lead = rows.removesuffix(into)
+        turned = letters == kept + into and not letters.startswith(into)
+        if not into or rows != lead + into or result != lead + kept or letters not in (into + kept, kept + into):
+            raise NotImplementedError(f"{subscripts!r} is not a product of rows with one matrix")
+        sizes = dict(zip(letters, self.weight.shape, strict=True))
+        inputs = math.prod(sizes[letter] for letter in into)
+        return x.reshape(-1, inputs), self.weight, turned, x.shape[: len(lead)], tuple(sizes[n] for n in kept)
+
+    def __getitem__(self, index):
+        return xla.weight_of(self.weight)[index]
+
+    @property
+    def rows(self) -> int:
+        return xla.weight_of(self.weight).rows
+
+    def pick(self, e):
+        return xla.weight_of(self.weight).pick(e)
+
+
+def weight_of(w, interpret: Any = None) -> Weight:
+    """The weight for products by the kernel."""
+    prepare.processors(interpret)
+    return Multiplied(w, interpret)

@@ -1,0 +1,72 @@
+"""From arrays of a model to the kernel's operands: what it takes, and how rows are cut into blocks."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..attention import mosaic_gpu
+from .gate import require_trial
+from .shape import FEATURES, Operands, ProductShape
+
+BLOCKS = 16, 32, 64, 128  # rows of a block
+ACTIVATIONS = "silu", "gelu_tanh", "relu"
+
+
+def block_rows(rows: int) -> int:
+    """The smallest block that holds these rows, or the largest. An output's bits are the same in all."""
+    return next((size for size in BLOCKS if rows <= size), BLOCKS[-1])
+
+
+def processors(interpret: Any) -> int:
+    if interpret is not None:
+        return 3
+    if declined := mosaic_gpu.card_declines():
+        raise NotImplementedError(declined)
+    return mosaic_gpu.num_processors()
+
+
+def require(x, weight, inputs: int, outputs: int, activation: str | None = None) -> None:
+    """Declines what the kernel cannot serve, with all that stands against it."""
+    reasons = []
+    if x.dtype != jnp.bfloat16:
+        reasons.append(f"rows must be bfloat16, not {x.dtype}")
+    if weight.dtype != jnp.bfloat16:
+        reasons.append(f"weights must be bfloat16, not {weight.dtype}")
+    if inputs % FEATURES or outputs % FEATURES:
+        reasons.append(f"inputs and outputs must divide by {FEATURES}, and are {inputs} and {outputs}")
+    if activation is not None and activation not in ACTIVATIONS:
+        reasons.append(f"the activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
+    if reasons:
+        raise NotImplementedError("; ".join(reasons))
+
+
+def run(shape: ProductShape, operands: Operands, interpret: Any):
+    """The product, where the kernel has passed its trial for such products."""
+    if interpret is None:
+        require_trial(shape)
+    from .kernel import multiply  # only now: it imports a compiler
+
+    return multiply(shape, operands, interpret=interpret)
+
+
+def dense(
+    x_RK, weight, bias=None, *, dtype, parts: int = 1, turned: bool = False, activation: str | None = None,
+    interpret: Any = None,
+):  # fmt: skip
+    """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
+    rows, inputs = x_RK.shape
+    outputs = math.prod(weight.shape) // inputs // parts
+    require(x_RK, weight, inputs, outputs, activation)
+    size = block_rows(rows)
+    blocks = -(-rows // size)
+    shape = ProductShape(
+        blocks=blocks, rows=size, experts=1, inputs=inputs, outputs=outputs, parts=parts,
+        processors=processors(interpret), out_dtype=jnp.dtype(dtype).name, activation=activation,
+        bias=bias is not None, turned=turned,
+    )  # fmt: skip
+    x_PK = jnp.pad(x_RK, ((0, blocks * size - rows), (0, 0)))
+    weight = weight.reshape((1, outputs, inputs) if turned else (1, inputs, parts, outputs))
+    bias = None if bias is None else bias.astype(jnp.float32).reshape(1, parts, outputs)
+    experts, count = jnp.zeros(blocks, jnp.int32), jnp.full(1, blocks, jnp.int32)
+    return run(shape, Operands(x_PK, weight, bias, None, experts, count), interpret)[:rows]

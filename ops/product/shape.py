@@ -1,0 +1,94 @@
+"""What the kernel is compiled for, and the tasks that its processors share."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+FEATURES = 64  # outputs that a warpgroup computes at once: the rows of the hardware's tiles
+MEMORY = (227 - 6) << 10  # bytes of shared memory for blocks; the rest is for barriers and gaps
+DEEPEST = 12  # blocks that are on their way at once, at most
+
+
+class ProductShape(NamedTuple):
+    """The sizes and options that the kernel is compiled for."""
+
+    blocks: int  # of rows, at most
+    rows: int  # of a block: all of one expert
+    experts: int
+    inputs: int
+    outputs: int  # of each part
+    parts: int  # 2: gate and up, whose outputs are combined
+    processors: int
+    out_dtype: str
+    activation: str | None = None  # of two parts
+    clamp: float | None = None
+    alpha: float = 1.0
+    bias: bool = False
+    weighed: bool = False  # each row is multiplied by a weight of its own
+    turned: bool = False  # a weight is [outputs, inputs], and not [inputs, parts, outputs]
+
+    @property
+    def warpgroups(self) -> int:
+        """That multiply: two where there are many rows, so that both share what is copied."""
+        return 2 if self.rows > 64 and self.outputs % (2 * FEATURES) == 0 else 1
+
+    @property
+    def features(self) -> int:
+        """Outputs of a task, of each part."""
+        return self.warpgroups * FEATURES
+
+    @property
+    def tiles(self) -> int:
+        return self.outputs // self.features
+
+    @property
+    def step(self) -> int:
+        """Inputs that are copied at once."""
+        return 128 if self.inputs % 128 == 0 and self.rows <= 64 else 64
+
+    @property
+    def steps(self) -> int:
+        return self.inputs // self.step
+
+    @property
+    def stages(self) -> int:
+        """Steps that are in shared memory at once: as many as fit beside the results."""
+        results = self.features * self.rows * jnp.dtype(self.out_dtype).itemsize
+        return min((MEMORY - results) // (2 * self.step * (self.parts * self.features + self.rows)), DEEPEST)
+
+
+class Operands(NamedTuple):
+    x: Any  # [blocks * rows, inputs]
+    weight: Any  # [experts, inputs, parts, outputs], or turned [experts, outputs, inputs]
+    bias: Any  # float32 [experts, parts, outputs]
+    scale: Any  # float32 [blocks * rows]: the weight of each row
+    experts: Any  # int32 [blocks]: whose the rows of each block are
+    count: Any  # int32 [1]: blocks that there are
+
+
+class Task(NamedTuple):
+    """Some outputs of a block of rows."""
+
+    number: Any  # of tasks that this processor had before
+    row: Any  # the first
+    expert: Any
+    feature: Any  # the first
+
+
+def each_task(shape: ProductShape, operands: Operands, do):
+    """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which counts copies."""
+    processors, tiles, count = jnp.int32(shape.processors), jnp.int32(shape.tiles), operands.count[0]
+    mine = lax.axis_index("processor")
+
+    def body(n, step):
+        at = mine + n * processors
+        if shape.experts == 1:  # row after row meets the same part of the weight while that is in the card's cache
+            block, tile = lax.rem(at, count), lax.div(at, count)
+        else:
+            block, tile = lax.div(at, tiles), lax.rem(at, tiles)
+        expert = jnp.int32(0) if shape.experts == 1 else operands.experts[block]
+        return do(Task(n, block * shape.rows, expert, tile * shape.features), step)
+
+    trips = lax.div(count * tiles - mine + processors - 1, processors)
+    return lax.fori_loop(0, jnp.maximum(trips, 0), body, jnp.int32(0))

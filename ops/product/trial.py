@@ -1,0 +1,101 @@
+"""Trials of the kernel for a kind of product: random inputs, and the result in float64."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..attention import mosaic_gpu
+from .prepare import BLOCKS
+from .shape import Operands, ProductShape
+
+LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
+
+
+@dataclass(frozen=True)
+class ProductCase:
+    """A kind of product in blocks of every size, which must all give the same bits."""
+
+    kind: dict
+    inputs: int = 2048
+    outputs: int = 1024
+    experts: int = 24
+    allowed: float = LARGEST_ERROR
+    interpret: Any = None
+    name: str = "blocks of every size"
+
+    def build(self, seed: int):
+        kind, rng, experts = self.kind, np.random.default_rng(seed), self.experts if self.kind["grouped"] else 1
+        pairs = BLOCKS[-1] * (3 if experts == 1 else experts + 2)
+
+        def array(*axes: int, dtype=jnp.bfloat16, scale: float = 1.0):
+            return jnp.asarray(rng.standard_normal(axes, np.float32) * scale, dtype)
+
+        x, each = array(pairs, self.inputs), (self.inputs, kind["parts"], self.outputs)
+        weight = array(experts, *((self.outputs, self.inputs) if kind["turned"] else each), scale=self.inputs**-0.5)
+        bias = array(experts, *each[1:], dtype=jnp.float32) if kind["bias"] else None
+        scale = array(pairs, dtype=jnp.float32) if kind["weighed"] else None
+        whose = np.sort(np.r_[np.arange(experts), rng.integers(0, experts, pairs // BLOCKS[-1] - experts)])
+        given = []
+        for rows in BLOCKS:
+            spare = 3 * rows  # of blocks that there are not
+            given.append(
+                Operands(
+                    jnp.pad(x, ((0, spare), (0, 0)), constant_values=jnp.nan), weight, bias,
+                    None if scale is None else jnp.pad(scale, (0, spare), constant_values=jnp.nan),
+                    jnp.asarray(np.pad(np.repeat(whose, BLOCKS[-1] // rows), (0, 3)), jnp.int32),
+                    jnp.full(1, pairs // rows, jnp.int32),
+                )
+            )  # fmt: skip
+        return (), given, reference(kind, whose, x, weight, bias, scale)
+
+    def run(self, held, given):
+        """NaN where a size has other bits."""
+        processors = 3 if self.interpret is not None else mosaic_gpu.num_processors()
+        outs = []
+        for rows, operands in zip(BLOCKS, given, strict=True):
+            there = len(operands.x) - 3 * rows
+            shape = ProductShape(
+                blocks=there // rows + 3, rows=rows, experts=len(operands.weight), inputs=self.inputs,
+                outputs=self.outputs, processors=processors, **{k: v for k, v in self.kind.items() if k != "grouped"},
+            )  # fmt: skip
+            outs.append(product(shape, operands, self.interpret)[:there])
+        same = jnp.all(jnp.stack([out == outs[0] for out in outs]), 0)
+        return jnp.where(same, outs[0], jnp.nan), held
+
+
+def cases(kind: dict) -> list[ProductCase]:
+    """What the process that tries runs."""
+    return [ProductCase(kind)]
+
+
+def product(shape: ProductShape, operands: Operands, interpret: Any):
+    from .kernel import multiply
+
+    return multiply(shape, operands, interpret=interpret)
+
+
+def reference(kind: dict, whose, x, weight, bias, scale) -> np.ndarray:
+    """The result in float64, on the host, from the same inputs."""
+    x, weight, bias, scale = (None if y is None else np.asarray(y, np.float64) for y in (x, weight, bias, scale))
+    out = []
+    for block, e in enumerate(whose):
+        rows = slice(block * BLOCKS[-1], (block + 1) * BLOCKS[-1])
+        matrix = weight[e].T if kind["turned"] else weight[e].reshape(x.shape[1], -1)
+        y = (x[rows] @ matrix).reshape(BLOCKS[-1], kind["parts"], -1)
+        y = y if bias is None else y + bias[e]
+        y = y[:, 0] if kind["parts"] == 1 else combined(kind, y[:, 0], y[:, 1])
+        out.append(y if scale is None else y * scale[rows, None])
+    return np.concatenate(out)
+
+
+def combined(kind: dict, gate, up) -> np.ndarray:
+    if kind["clamp"] is not None:
+        gate, up = np.minimum(gate, kind["clamp"]), np.clip(up, -kind["clamp"], kind["clamp"])
+        return gate / (1 + np.exp(-kind["alpha"] * gate)) * (up + 1)
+    if kind["activation"] == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    if kind["activation"] == "relu":
+        return np.maximum(gate, 0) * up
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up

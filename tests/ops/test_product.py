@@ -1,0 +1,393 @@
+"""Products of the GPU kernel where there is none: in Pallas' interpreter against float64, and compiled."""
+
+import json
+import logging
+
+import hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import cases, thinned
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jaxlib.mlir import ir
+
+from quire.ops import kernel_trial, moe
+from quire.ops import linear as products
+from quire.ops.attention import mosaic_gpu
+from quire.ops.moe import Experts
+from quire.ops.product import experts, gate, linear, prepare, shape, trial
+from quire.ops.product.blocks import align, most_blocks
+
+pytestmark = pytest.mark.usefixtures("interpreted_once")
+INTERPRETED = InterpretGPUParams(detect_races=True)
+CLOSE = {"rtol": 1e-2, "atol": 2e-2}  # results are rounded to bfloat16
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """There is room for two steps only."""
+    monkeypatch.setattr(shape.ProductShape, "stages", 2)
+    jax.clear_caches()
+
+
+def draw(rng, *axes: int, scale: float = 1.0):
+    return jnp.asarray(rng.standard_normal(axes, np.float32) * scale, jnp.bfloat16)
+
+
+def exact(x) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+DENSE = {  # subscripts, axes of the weight, rows, options
+    "one row": ("TD,DGH->TGH", (128, 3, 64), 1, {}),
+    "a bias": ("TD,DGH->TGH", (192, 2, 64), 16, {"bias": True}),
+    "several inputs": ("TNH,NHD->TD", (2, 64, 128), 17, {}),
+    "a head": ("RD,VD->RV", (192, 128), 5, {"dtype": jnp.float32}),
+    "a head, many rows": ("RD,VD->RV", (128, 128), 130, {"dtype": jnp.float32}),
+    "many rows": ("TD,DA->TA", (64, 64), 130, {"bias": True}),
+    "two warpgroups": ("TD,DA->TA", (192, 256), 100, {"bias": True}),
+}
+
+
+@pytest.mark.parametrize("name", thinned(DENSE, ["a bias", "a head", "two warpgroups"]))
+def test_dense_against_float64(name):
+    subscripts, axes, rows, options = DENSE[name]
+    rng = np.random.default_rng(0)
+    rank = len(subscripts.partition(",")[0]) - 1
+    inputs = axes[-1:] if options.get("dtype") else axes[:rank]
+    out = axes[:1] if options.get("dtype") else axes[rank:]
+    x, weight = draw(rng, rows, *inputs), draw(rng, *axes, scale=np.prod(inputs) ** -0.5)
+    bias = jnp.asarray(rng.standard_normal(out), jnp.float32) if options.get("bias") else None
+    found = linear.weight_of(weight, INTERPRETED).einsum(subscripts, x, bias, options.get("dtype"))
+    wanted = np.einsum(subscripts, exact(x), exact(weight)) + (0 if bias is None else exact(bias))
+    np.testing.assert_allclose(exact(found), wanted, **CLOSE)
+    assert found.dtype == options.get("dtype", jnp.bfloat16)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+def test_gated_against_float64(activation):
+    rng = np.random.default_rng(1)
+    x, weight = draw(rng, 9, 128), draw(rng, 128, 2, 64, scale=0.1)
+    found = linear.weight_of(weight, INTERPRETED).gated("TD,DGF->TGF", x, activation)
+    up = np.einsum("TD,DGF->TGF", exact(x), exact(weight))
+    kind = {"clamp": None, "activation": activation}
+    np.testing.assert_allclose(exact(found), trial.combined(kind, up[:, 0], up[:, 1]), **CLOSE)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def chosen(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
+    """Which experts each row is sent to; E is none."""
+    if kind == "one":
+        return np.where(np.arange(X) == 0, 3, E) + np.zeros((T, 1), int)
+    if kind == "few":  # half of them are never chosen
+        return np.stack([rng.permutation(np.r_[:E:2, E])[:X] for _ in range(T)])
+    return np.stack([rng.permutation(E)[:X] for _ in range(T)])
+
+
+@pytest.mark.parametrize("kind", ["any", "one", "few"])
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 33, 70, 130])
+def test_each_pair_has_its_place(T, kind):
+    """Against a loop: a place of its own, in a block of its expert; the others are empty."""
+    E, X, rows = 12, 4, 16
+    whose = chosen(np.random.default_rng(T), T, X, E, kind)
+    found = jax.tree.map(np.asarray, align(jnp.asarray(whose, jnp.int32), E, rows))
+    counts = np.bincount(whose.reshape(-1), minlength=E + 1)[:E]
+    needed = -(-counts // rows)
+    assert found.count_1 == [needed.sum()] and needed.sum() <= most_blocks(T * X, E, rows) == len(found.experts_B)
+    assert found.experts_B[: needed.sum()].tolist() == np.repeat(np.arange(E), needed).tolist()
+    wanted = np.full(len(found.pair_P), T * X)
+    next_place = (np.cumsum(needed) - needed) * rows
+    for pair, e in enumerate(whose.reshape(-1)):
+        if e < E:
+            wanted[next_place[e]] = pair
+            assert found.place_Z[pair] == next_place[e]
+            next_place[e] += 1
+        else:
+            assert found.place_Z[pair] >= len(wanted)
+    assert found.pair_P.tolist() == wanted.tolist()
+
+
+D, F, E, X = 64, 128, 6, 3
+
+
+def mixture(rng, **more) -> Experts:
+    return Experts(draw(rng, E, D, 2, F, scale=0.2), draw(rng, E, F, D, scale=0.2), **{"activation": "silu", **more})
+
+
+def mixed_slowly(x, weights, whose, mixture: Experts) -> np.ndarray:
+    kind = {"clamp": mixture.clamp, "alpha": mixture.alpha, "activation": mixture.activation}
+    up, down, out = exact(mixture.up_EDGF), exact(mixture.down_EFD), np.zeros(x.shape)
+    up_bias, down_bias = (
+        np.zeros((E, 1)) if bias is None else exact(bias) for bias in (mixture.up_bias_EGF, mixture.down_bias_ED)
+    )
+    for t, row in enumerate(exact(x)):
+        for weight, e in zip(exact(weights)[t], whose[t], strict=True):
+            if e < E:
+                gate, right = np.einsum("d,dgf->gf", row, up[e]) + up_bias[e]
+                inner = trial.combined(kind, gate, right)
+                out[t] += weight * (inner @ down[e] + down_bias[e])
+    return out
+
+
+MIXTURES = {
+    "one row": (1, "any", {}),
+    "a few": (13, "few", {"activation": "gelu_tanh"}),
+    "one expert": (40, "one", {}),
+    "biases and a clamp": (20, "any", {"clamp": 1.0, "alpha": 1.7, "bias": True}),
+    "many": (130, "any", {}),
+}
+
+
+@pytest.mark.parametrize("name", thinned(MIXTURES, ["one expert", "biases and a clamp"]))
+def test_experts_against_float64(name):
+    T, kind, options = MIXTURES[name]
+    rng = np.random.default_rng(T)
+    if options.pop("bias", False):
+        options |= {"up_bias_EGF": draw(rng, E, 2, F), "down_bias_ED": draw(rng, E, D)}
+    mixture_, whose = mixture(rng, **options), chosen(rng, T, X, E, kind)
+    x, weights = draw(rng, T, D), jnp.asarray(rng.random((T, X)), jnp.float32)
+    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, mixture_, INTERPRETED)
+    np.testing.assert_allclose(exact(found), mixed_slowly(x, weights, whose, mixture_), rtol=2e-2, atol=3e-2)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_an_expert_that_nobody_chose_is_never_read():
+    rng = np.random.default_rng(0)
+    whole, whose = mixture(rng), chosen(rng, 9, X, E, "few")
+    x, weights = draw(rng, 9, D), jnp.ones((9, X), jnp.float32)
+    spoilt = mixture(rng)
+    spoilt = Experts(whole.up_EDGF.at[1::2].set(jnp.nan), whole.down_EFD.at[1::2].set(jnp.nan), spoilt.activation)
+    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, spoilt, INTERPRETED)
+    assert np.isfinite(exact(found)).all()
+
+
+COMPANY = (7,), (17, 3, 5, 4), tuple(range(5, 47)), tuple(range(99, 1, -1))
+
+
+@pytest.mark.parametrize("rows", thinned(COMPANY, COMPANY[1:2]), ids=len)
+def test_the_same_bits_in_any_company(rows):
+    """Of a row's dense product and of its experts, among twenty others and among these, in blocks of any size."""
+    rng = np.random.default_rng(5)
+    x, weight, bias = draw(rng, 100, 192), draw(rng, 192, 128, scale=0.1), jnp.asarray(rng.random(128), jnp.float32)
+    whole, y, weights = mixture(rng), draw(rng, 100, D), jnp.asarray(rng.random((100, X)), jnp.float32)
+    whose, interpreted = jnp.asarray(chosen(rng, 100, X, E, "any"), jnp.int32), InterpretGPUParams()
+
+    def run(*rows: int):
+        at = np.array(rows)
+        dense = linear.weight_of(weight, interpreted).einsum("TD,DA->TA", x[at], bias, jnp.float32)
+        return exact(dense), exact(experts.mix_experts(y[at], weights[at], whose[at], E, whole, interpreted))
+
+    for found, wanted in zip(run(*rows), run(*range(20)), strict=True):
+        both = [row for row in rows if row < 20]
+        assert np.array_equal(found[[rows.index(row) for row in both]], wanted[both])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(cases(8, 4)))
+def test_random_experts(seed):
+    rng = np.random.default_rng(seed)
+    T, kind = int(rng.integers(1, 131)), ["any", "one", "few"][seed % 3]
+    whole, whose = mixture(rng, activation=prepare.ACTIVATIONS[seed % 3]), chosen(rng, T, X, E, kind)
+    x, weights = draw(rng, T, D), jnp.asarray(rng.random((T, X)), jnp.float32)
+    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, INTERPRETED)
+    np.testing.assert_allclose(exact(found), mixed_slowly(x, weights, whose, whole), rtol=2e-2, atol=6e-2)
+    assert not gpu_callbacks.get_races().races_found
+
+
+KIND = {
+    "grouped": False, "parts": 1, "turned": False, "activation": None, "clamp": None, "alpha": 1.0, "bias": True,
+    "weighed": False, "out_dtype": "bfloat16",
+}  # fmt: skip
+KINDS = {
+    "dense": KIND,
+    "a head": KIND | {"turned": True, "bias": False, "out_dtype": "float32"},
+    "gate and up": KIND | {"grouped": True, "parts": 2, "activation": "silu"},
+    "weighed": KIND | {"grouped": True, "weighed": True, "out_dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("name", thinned(KINDS, ["a head"]))
+def test_a_trial(name, spoilt, monkeypatch):
+    """What it finds on a card, at small sizes in the interpreter: it tells a kernel that is right from another."""
+    real, last = trial.product, []
+
+    def kernel(*given):
+        out = real(*given)
+        last.append(out.at[5].multiply(1.02) if spoilt else out)
+        return last[-1]
+
+    monkeypatch.setattr(trial, "product", kernel)
+    monkeypatch.setattr(trial, "BLOCKS", (16, 32))
+    case = trial.ProductCase(KINDS[name], 64, 64, 2, interpret=InterpretGPUParams())
+    assert (kernel_trial.measure(case, 0, repeats=2).wrong is None) == (not spoilt)
+
+
+@pytest.mark.parametrize("other", [None, 64])
+def test_a_trial_finds_other_bits(other, monkeypatch):
+    """Of one size of blocks, in one number, by an amount that would be allowed."""
+
+    def product(shape, operands, _):
+        ones = jnp.ones((len(operands.x), 64), jnp.bfloat16)
+        return ones.at[7, 5].add(2**-7) if shape.rows == other else ones
+
+    monkeypatch.setattr(trial, "product", product)
+    case = trial.ProductCase(KIND, 64, 64, interpret=InterpretGPUParams())
+    held, given, _ = case.build(0)
+    out, _ = case.run(held, given)
+    assert bool(jnp.isfinite(out).all()) == (other is None)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card is pretended; what would run on it is noted."""
+    ran = []
+
+    def run(shape, operands, interpret):
+        gate.require_trial(shape)
+        ran.append(shape)
+        return jnp.full((shape.blocks * shape.rows, shape.outputs), 7, shape.out_dtype)
+
+    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
+    monkeypatch.setattr(prepare, "run", run)
+    monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
+    kernel_trial.warn_once.cache_clear()
+    return ran
+
+
+def test_it_serves_where_there_is_a_card(card):
+    rng = np.random.default_rng(0)
+    x, weight, up = draw(rng, 5, 128), draw(rng, 128, 64), draw(rng, 128, 2, 64)
+    assert (products.einsum("TD,DA->TA", x, weight) == 7).all()
+    assert (products.gated("TD,DGF->TGF", x, up, "silu") == 7).all()
+    y, weights, whose = draw(rng, 5, D), jnp.ones((5, X)), jnp.zeros((5, X), jnp.int32)
+    assert (moe.mix(y, weights, whose, E, mixture(rng)) == 7 * X).all()
+    assert [(ran.parts, ran.experts, ran.weighed) for ran in card] == [
+        (1, 1, False), (2, 1, False), (2, E, False), (1, E, True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "subscripts", "says"),
+    [
+        ((5, 128), (128, 64), "TD,DA->TA", None),
+        ((5, 96), (96, 60), "TD,DA->TA", "must divide by 64, and are 96 and 60"),
+        ((5, 2, 64), (2, 64, 64), "TNH,NAH->TNA", "is not a product of rows with one matrix"),
+    ],
+)
+def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):
+    rng = np.random.default_rng(0)
+    x, weight = draw(rng, *x), draw(rng, *weight)
+    found = products.einsum(subscripts, x, weight)
+    if says is None:
+        assert card
+        return
+    assert not card
+    np.testing.assert_allclose(exact(found), np.einsum(subscripts, exact(x), exact(weight)), rtol=2e-2, atol=0.2)
+    with pytest.raises(NotImplementedError, match=says):
+        products.einsum(subscripts, x, weight, implementation="mosaic")
+
+
+def test_it_says_all_that_stands_against_it(card):
+    x, weight = jnp.zeros((5, 60)), jnp.zeros((60, 2, 64))
+    wanted = "rows must be bfloat16, not float32; weights must be bfloat16, not float32; inputs and .* are 60 and 64; "
+    with pytest.raises(NotImplementedError, match=wanted + "the activation must be one of silu, .* not gelu"):
+        products.gated("TD,DGF->TGF", x, weight, "gelu", "mosaic")
+
+
+def test_without_a_card_it_is_not_used():
+    with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+        products.einsum("TD,DA->TA", jnp.ones((1, 64)), jnp.ones((64, 64)), implementation="mosaic")
+
+
+def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, tmp_path):
+    """The trial is attention's, in a process of its own, with this kernel's kind."""
+    tried = []
+
+    def test(module: str, kind: str):
+        tried.append((module, json.loads(kind)))
+        return {"blocks": kernel_trial.Found(0.5, 0.5, 0, 6e-3)}
+
+    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.setenv("QUIRE_MOSAIC", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel_trial.verdict.cache_clear()
+    rng = np.random.default_rng(0)
+    x, weight = draw(rng, 5, 128), draw(rng, 128, 64)
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert not (products.einsum("TD,DA->TA", x, weight) == 7).all()
+    assert not card and "it is wrong on this GPU: blocks by 5.0e-01" in caplog.text
+    assert tried == [("quire.ops.product.trial", KIND | {"bias": False})]
+    kernel_trial.verdict.cache_clear()
+
+
+BASE = shape.ProductShape(1, 16, 1, 4096, 4096, 1, 132, "bfloat16")
+PRODUCTION = {
+    "Llama-3-8B, qkv, 16 rows": BASE._replace(outputs=6144),
+    "Llama-3-8B, qkv, 64 rows": BASE._replace(outputs=6144, rows=64),
+    "Llama-3-8B, out, 16 rows": BASE._replace(),
+    "Llama-3-8B, up, 16 rows": BASE._replace(outputs=14336, parts=2, activation="silu"),
+    "Llama-3-8B, up, 64 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=64),
+    "Llama-3-8B, up, 2048 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=128, blocks=16),
+    "Llama-3-8B, down, 16 rows": BASE._replace(inputs=14336),
+    "Llama-3-8B, down, 2048 rows": BASE._replace(inputs=14336, rows=128, blocks=16),
+    "Llama-3-8B, head, 16 rows": BASE._replace(outputs=128256, turned=True, out_dtype="float32"),
+    "Qwen3-30B-A3B, up": BASE._replace(blocks=152, experts=128, inputs=2048, outputs=768, parts=2, activation="silu"),
+    "Qwen3-30B-A3B, down": BASE._replace(
+        blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32"
+    ),
+    "gpt-oss-20b, up": BASE._replace(
+        blocks=46, experts=32, inputs=2880, outputs=2880, parts=2, activation="silu", clamp=7.0, alpha=1.702, bias=True
+    ),
+    "gpt-oss-20b, down, long": BASE._replace(
+        blocks=542, rows=128, experts=32, inputs=2880, outputs=2880, bias=True, weighed=True, out_dtype="float32"
+    ),
+}
+
+
+def lower(name: str, monkeypatch):
+    from quire.ops.product.kernel import multiply
+
+    monkeypatch.undo()
+    s = PRODUCTION[name]
+    rows = s.blocks * s.rows
+
+    def array(*axes: int, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(axes, dtype)
+
+    axes = (s.outputs, s.inputs) if s.turned else (s.inputs, s.parts, s.outputs)
+    operands = shape.Operands(
+        array(rows, s.inputs), array(s.experts, *axes),
+        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.bias else None,
+        array(rows, dtype=jnp.float32) if s.weighed else None,
+        array(s.blocks, dtype=jnp.int32), array(1, dtype=jnp.int32),
+    )  # fmt: skip
+    return jax.jit(lambda operands: multiply(s, operands)).trace(operands).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("name", thinned(PRODUCTION, ["Llama-3-8B, up, 2048 rows", "gpt-oss-20b, up"]))
+def test_lowers_for_cuda(name, monkeypatch):
+    assert "mosaic_gpu" in lower(name, monkeypatch).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(hopper.missing() is not None, reason=str(hopper.missing()))
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the plugin's compiler needs a card until then")
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_compiles_for_hopper(name, monkeypatch, tmp_path):
+    """To SASS: it fits, products are not made to wait for each other, and nothing is spilled."""
+    modules = []
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and "mosaic_gpu" in str(op.attributes["call_target_name"]):
+            modules.append(op.attributes["mhlo.backend_config"]["module"].value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    lower(name, monkeypatch).compiler_ir("stablehlo").operation.walk(visit)
+    (kernel,) = hopper.compile_all(modules, tmp_path)
+    print("|", name, "|", kernel.registers, "|", kernel.stored, "|", kernel.loaded, "|", kernel.shared, "|")
+    assert "wgmma" not in kernel.log and kernel.stored == 0

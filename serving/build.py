@@ -29,7 +29,15 @@ from .cache.page_table import PageTable
 from .defaults import generation_folder, model_defaults
 from .device.batch import Size
 from .device.mesh import mesh_of, placement_of
-from .engine.cache_size import cache_budget, held_bytes, size_cache, usable_memory, whole_page_bytes, working_bytes
+from .engine.cache_size import (
+    cache_budget,
+    claim_memory,
+    held_bytes,
+    size_cache,
+    usable_memory,
+    whole_page_bytes,
+    working_bytes,
+)
 from .engine.engine import Engine
 from .engine.runner import Runner
 from .engine.scheduler import Limits
@@ -48,6 +56,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
             "follow it: `quire serve`, or quire.follow(), with the same options"
         )
     use_compile_cache()
+    claim_memory(options)
     folder, trace = folder_of(options), make_trace(options.trace)
     progress("reading config")
     config = config_of(folder, options)

@@ -14,6 +14,7 @@ from .api.options import EngineOptions, options_of
 from .build import config_of, folder_of, joined, make_runner, use_compile_cache
 from .cache.page_moves import PageMoves
 from .device.batch import Size
+from .engine.cache_size import claim_memory
 from .engine.runner import Runner
 from .multihost.connection import Changes
 from .multihost.leader import GRACE, Follower
@@ -42,6 +43,7 @@ def follow_options(options: EngineOptions, progress: Callable[[str], None]) -> N
     if not options.process_id:
         raise ModelError("process_id is 0, and process 0 leads; the others follow, from 1 to num_processes - 1")
     use_compile_cache()
+    claim_memory(options)
     folder = folder_of(options)
     progress("reading config")
     config = config_of(folder, options)

@@ -23,6 +23,10 @@ from ..device.state import owners, page_bytes, stored_page_bytes
 from .batch_builder import BatchBuilder
 from .scheduler import Limits
 
+FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # what JAX takes of a GPU; the latter is older
+TAKEN = 0.75  # where neither is set
+GAPS = 1 / 32  # of what JAX has of a GPU: left free, since arrays do not lie without gaps
+
 
 def cache_budget(options: EngineOptions) -> int | None:
     """Bytes for the KV cache where they do not depend on the model: as given, or on a CPU a part of the free memory.
@@ -42,10 +46,26 @@ def device_memory() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
+def claim_memory(options: EngineOptions) -> None:
+    """Let JAX take of each GPU what the engine may use, unless the user has said what it takes.
+
+    It is heard if JAX has not used a GPU yet.
+    """
+    if not any(os.environ.get(name) for name in FRACTIONS):
+        os.environ[FRACTIONS[0]] = str(share_of(options))
+
+
+def share_of(options: EngineOptions) -> float:
+    return SHARE if options.gpu_memory_utilization is None else options.gpu_memory_utilization
+
+
 def usable_memory(options: EngineOptions) -> int:
     """Bytes that weights, cache and steps may use together."""
-    whole = device_memory() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(whole * (SHARE if options.gpu_memory_utilization is None else options.gpu_memory_utilization))
+    pool, share = device_memory(), share_of(options)
+    if pool is None or jax.default_backend() != "gpu":
+        return int((pool or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) * share)
+    taken = float(next(filter(None, map(os.environ.get, FRACTIONS)), TAKEN))
+    return int(min(pool, pool / taken * share) * (1 - GAPS))
 
 
 def held_bytes(tree) -> int:

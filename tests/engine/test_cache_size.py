@@ -1,6 +1,7 @@
 """How memory becomes pages: within the budget, for as many sequences as can be, whatever their length."""
 
 import math
+import os
 
 import jax
 import pytest
@@ -11,7 +12,7 @@ from quire.model.config import ModelError
 from quire.serving.api.options import EngineOptions
 from quire.serving.cache.page_pool import PagePool
 from quire.serving.device.state import page_bytes
-from quire.serving.engine.cache_size import size_cache, working_bytes
+from quire.serving.engine.cache_size import GAPS, claim_memory, size_cache, usable_memory, working_bytes
 from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import nbytes
 
@@ -76,6 +77,40 @@ def test_a_share_of_the_memory_is_kept_to(monkeypatch):
     jax.clear_caches()
     with pytest.raises(ModelError, match="gpu_memory_utilization"):
         EngineOptions(gpu_memory_utilization=1.5)
+
+
+@pytest.mark.parametrize(
+    ("environment", "share", "claimed", "usable"),
+    [
+        ({}, None, 0.9, 90),
+        ({}, 0.5, 0.5, 50),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.6"}, 0.5, 0.6, 50),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.6"}, 0.8, 0.6, 60),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}, None, 0.4, 40),
+    ],
+)
+def test_a_share_is_of_the_card(monkeypatch, environment, share, claimed, usable):
+    """As on a card of 1,000 MiB, of which JAX takes what the environment says when it begins."""
+    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setattr("os.environ", {k: v for k, v in os.environ.items() if k not in names} | environment)
+    options = EngineOptions(gpu_memory_utilization=share)
+    claim_memory(options)
+    found = [float(os.environ[name]) for name in names if name in os.environ]
+    assert found == [claimed] and not environment.keys() - os.environ.keys()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("quire.serving.engine.cache_size.device_memory", lambda: int(found[0] * 1000) << 20)
+    assert usable_memory(options) == pytest.approx(usable * (10 << 20) * (1 - GAPS), rel=1e-3)
+    claim_memory(EngineOptions(gpu_memory_utilization=0.1))  # a second engine, when JAX has begun
+    assert float(os.environ.get(names[0], claimed)) == claimed
+    assert usable_memory(EngineOptions(gpu_memory_utilization=0.1)) == pytest.approx(100 * 2**20 * (1 - GAPS), rel=1e-3)
+
+
+def test_what_jax_took_before_there_was_an_engine_is_not_exceeded(monkeypatch):
+    monkeypatch.setattr("os.environ", {"PATH": ""})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("quire.serving.engine.cache_size.device_memory", lambda: 750)
+    claim_memory(EngineOptions())
+    assert usable_memory(EngineOptions()) == int(750 * (1 - GAPS))
 
 
 @pytest.mark.parametrize(

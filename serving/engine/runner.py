@@ -60,6 +60,10 @@ class Drawn(NamedTuple):  # hundreds are made a step
         return token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row]
 
 
+class DeviceLost(RuntimeError):
+    """Not even an empty state can be made: as after an illegal access on a GPU, where every later call fails too."""
+
+
 class Runner:
     """Owns the weights, the device state and the compiled steps."""
 
@@ -118,7 +122,12 @@ class Runner:
     def reset(self) -> None:
         """Begin with a fresh device state: nothing that was computed is kept."""
         self.tell("reset")
-        self.state = self.make_state()
+        self.state = None  # type: ignore[assignment] - there is no room for two
+        try:
+            self.state = jax.block_until_ready(self.make_state())
+        except Exception as error:
+            why, *_ = str(error).splitlines() or [type(error).__name__]
+            raise DeviceLost(f"the device is lost: {why}") from error
 
     def make_state(self) -> State:
         """A state with no request in it; the host forgets what it knew of the one before."""

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from ..api.params import Terms
 from ..async_llm import Ask, AsyncLLM
 from ..defaults import with_defaults
 from ..engine.engine import Engine
+from ..engine.runner import DeviceLost
+from ..multihost.leader import EXIT
 from ..observe.metrics import HttpMetrics
 from ..protocol.answers.answer import Head, Prompted
 from ..request.request import Request as Served
@@ -39,6 +42,7 @@ log = logging.getLogger("quire")
 
 DRAINING = "draining"
 SMALL_BODY = 4096  # bytes that are read in less time than handing them to another thread takes
+FAREWELL = 2.0  # seconds for the last answers, when the device is lost
 BEAT = 0.05  # seconds between two looks at the engines
 MOST_IGNORED, MOST_NAMES = 16, 256  # in one header, and in the log
 PROBES = ("/health", "/ping", "/metrics", "/live")  # polled: they are logged only when they fail
@@ -251,6 +255,17 @@ class Service:
             self.http_metrics.beat(loop.time() - due)
             for model in self.models.ready():
                 model.check_stall(self.settings.stall_seconds)
+                if isinstance(failure := model.llm.thread.failure, DeviceLost):
+                    return await self.abandon(model.name, failure)
+
+    async def abandon(self, name: str, failure: DeviceLost) -> None:
+        """End the process, for no engine in it can use the device again; those who wait have been told."""
+        log.critical("model %s: %s; this process ends, and its supervisor has to start another", name, failure)
+        self.draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL):
+                await self.idle.wait()
+        os._exit(EXIT)  # what would be done on the way out calls the device
 
     async def drain(self, grace: float) -> None:
         """Take no new work; requests have `grace` seconds to end, and then they end with what they have."""

@@ -12,8 +12,10 @@ from canary import BODIES, Canary, Client, settled, text_of
 from cases import cases
 from served import FORMATS, model_of, scripted, served
 
+from quire import LLM
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
+from quire.serving.engine.runner import DeviceLost
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -224,6 +226,41 @@ def test_an_engine_that_ends(server, monkeypatch):
         assert client.complete("hello")[0] == 503
         assert client.ask("GET", "/metrics")[0] == 200
     print(f"an engine that ends: all five hear of it in {took:.2f} s")
+
+
+def test_a_device_that_is_lost_ends_the_process(server, monkeypatch, caplog):
+    """Every later call fails, as after an illegal access on a GPU: all are told, and then the process ends."""
+    ended = threading.Event()
+    monkeypatch.setattr("os._exit", lambda code: ended.set() if code == 75 else None)
+    going = [later(stream, server.url, {"prompt": "long", "max_tokens": 250}) for _ in range(2)]
+    until(lambda: len(server.engine.scheduler.running) == 2)
+
+    def lost() -> None:
+        raise DeviceLost("the device is lost: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(server.engine.runner, "reset", lost)
+    state = fail_at(server.engine, "collect", 1)
+    for found in going:
+        found.thread.join()
+        (_, last), (_, done) = found.value[-2:]
+        assert done == "[DONE]" and "error" in last
+    assert ended.wait(5) and state.calls == 1
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS; this process ends" in caplog.text
+
+
+def test_a_state_that_cannot_be_made_is_a_lost_device():
+    """A fault of the device that stays: the error says so, and nothing is tried again."""
+    llm = LLM(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
+    runner, tried = llm.engine.runner, []
+
+    def fails(*given: Any) -> Any:
+        tried.append(given)
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered\nmore")
+
+    runner.collect = runner.pipeline.make_state = fails
+    with pytest.raises(DeviceLost, match="the device is lost: .*illegal memory access was encountered$"):
+        llm.generate("hello")
+    assert len(tried) == 2
 
 
 # Steps that hang -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from .activation import glu
+from .precision import precision
 
 
 class Weight:
@@ -57,7 +58,8 @@ class Dense(Weight):
     array: Any
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        out = jnp.einsum(subscripts, x, self.array, preferred_element_type=jnp.float32)
+        exact = precision(x, self.array)
+        out = jnp.einsum(subscripts, x, self.array, precision=exact, preferred_element_type=jnp.float32)
         return (out if bias is None else out + bias).astype(dtype or x.dtype)
 
     def __getitem__(self, index):

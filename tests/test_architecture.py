@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 ROOMS = """
     sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
-    ops/ordered_sum ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight ops/native
-    ops/quant ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/attention ops/heads ops/product
-    ops/sampling
+    ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight
+    ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/attention ops/heads
+    ops/product ops/sampling
 
     model/config model/weights model/partition model/decoder model/expert_copies model/families
     model/checkpoint model/planning model/text

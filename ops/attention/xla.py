@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ...sharding.device_axes import UNSPLIT, Axis
 from ..ordered_sum import sum_pairs
+from ..precision import precision
 from . import KVPages
 
 SPREADS = True  # it serves pages whose positions are split over devices
@@ -35,6 +36,7 @@ def paged_attention(
 ):
     """See `quire.ops.attention.paged_attention`. R: the rows of a tile times the query heads of a KV head."""
     T, N, H = q_TNH.shape
+    exact = precision(q_TNH)
     paired = pages.kv_PSYH is not None
     own, K = (pages.kv_PSYH if paired else pages.k_PSKH).shape[1:3]  # own: positions of a page on this device
     S, first = own * context.size, own * context.index()
@@ -75,7 +77,7 @@ def paged_attention(
             seen_CRJ &= position_CJ[:, None, :] > position_CR[:, :, None] - window
         value_CKJH = jnp.where(owned_CJ[:, None, :, None], value_CKJH, 0)
 
-        score = jnp.einsum("CKRH,CKJH->CKRJ", q_CKRH, key_CKJH, preferred_element_type=jnp.float32)
+        score = jnp.einsum("CKRH,CKJH->CKRJ", q_CKRH, key_CKJH, precision=exact, preferred_element_type=jnp.float32)
         if soft_cap is not None:
             score = soft_cap * jnp.tanh(score / soft_cap)
         score = jnp.where(seen_CRJ[:, None], score, -jnp.inf)
@@ -83,7 +85,7 @@ def paged_attention(
         finite = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
         shrink = jnp.exp(best - finite)
         weight = jnp.exp(score - finite[..., None])
-        mixed = jnp.einsum("CKRJ,CKJH->CKRH", weight, value_CKJH, preferred_element_type=jnp.float32)
+        mixed = jnp.einsum("CKRJ,CKJH->CKRH", weight, value_CKJH, precision=exact, preferred_element_type=jnp.float32)
         return new_best, total * shrink + sum_pairs(weight), out * shrink[..., None] + mixed
 
     shape = (C, K, Q * G)

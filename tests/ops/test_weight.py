@@ -96,3 +96,20 @@ def test_a_format_says_all_that_others_ask(name):
     for full in module.STORED:
         assert quant.stored_name(full) == full == quant.check(full)
         assert quant.head(full) in quant.stored_schemes()
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "asked"),
+    [
+        ("cpu", jnp.float32, None),
+        ("gpu", jnp.float32, (jax.lax.Precision.HIGHEST,) * 2),
+        ("gpu", jnp.bfloat16, None),
+    ],
+)
+def test_products_in_float32_are_float32(monkeypatch, backend, dtype, asked):
+    """A GPU would take TF32 for them: a router's choice among experts, for one, would be another."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    x, w = jnp.ones((4, 64), dtype), jnp.ones((64, 8), dtype)
+    made = jax.make_jaxpr(lambda x, w: einsum("TD,DE->TE", x, w, jnp.float32, implementation="xla"))(x, w)
+    [product] = [equation for equation in made.eqns if equation.primitive.name == "dot_general"]
+    assert product.params["precision"] == asked

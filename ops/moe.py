@@ -136,3 +136,7 @@ def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
     out_ZD = jax.lax.fori_loop(0, last_block_E[-1], run_block, jnp.zeros((pairs, width), dtype))
     place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
     return out_ZD[place]
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

@@ -13,7 +13,8 @@ def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
     Where that axis is split over the devices of `axis`, the norm is over all of it.
     """
     wide = x.astype(jnp.float32)
-    squares = mean(wide * wide)
+    with jax.named_scope(__name__):
+        squares = mean(wide * wide)
     if axis.size > 1:
         squares = axis.sum(squares) / axis.size
     wide = wide * jax.lax.rsqrt(squares[..., None] + eps)
@@ -23,3 +24,10 @@ def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
 def mean(x):
     """The mean over the last axis. On a CPU XLA's own sums give other bits for 4 rows than for 64."""
     return sum_pairs(x) / x.shape[-1] if jax.default_backend() == "cpu" else jnp.mean(x, axis=-1)
+
+
+def varies() -> str | None:
+    """Why a row's bits may depend on its company, as of an op's implementations."""
+    if jax.default_backend() == "cpu":
+        return None
+    return f"norms by XLA on a {jax.default_backend()} may be summed in an order that depends on the number of rows"

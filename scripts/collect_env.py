@@ -29,7 +29,7 @@ VARIABLES = ("JAX_", "XLA_", "QUIRE_", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HU
 
 
 def main() -> None:
-    """Print versions, devices, caches, and which attention implementation serves."""
+    """Print versions, devices, caches, which attention implementation serves, and whether bits depend on a batch."""
     for title, rows in (
         ("versions", versions()),
         ("machine", machine()),
@@ -38,6 +38,7 @@ def main() -> None:
         ("environment", environment()),
         ("kernels", kernels()),
         ("attention", attention()),
+        ("the same bits in any batch", invariance()),
     ):
         print(f"{title}:")
         for name, value in rows:
@@ -125,6 +126,25 @@ def attention():
     for case, trace in cases():
         name, declined = first_to(trace)
         yield case, "; ".join((name, *declined))
+
+
+def invariance():
+    """Whether the rest of a batch changes a request's bits, by what the steps of the bundled model are made of."""
+    from ..model.checkpoint import hub, loader
+    from ..serving.device.pipeline import Pipeline
+    from ..serving.engine.batch_builder import BatchBuilder
+    from ..serving.engine.scheduler import Limits
+
+    folder, page = hub.resolve(None), 16
+    config = loader.read_config(folder, "bfloat16", 256)
+    pipeline, groups = Pipeline(config, None), len(config.windows)
+    builder = BatchBuilder(Limits(4, 16, 16), groups, page, 256 // page)
+    weights, state = loader.load(folder, config), pipeline.abstract_state((2,) * groups, page, 4)
+    for layout in builder.layouts.values():
+        pipeline.lower(weights, state, layout)
+    yield "the bundled model", "no" if pipeline.variance else "yes"
+    for reason in sorted(pipeline.variance):
+        yield "because", reason
 
 
 def first_to(run):

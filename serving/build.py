@@ -2,6 +2,7 @@
 
 import atexit
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ from .engine.scheduler import Limits
 from .multihost.leader import Follower, Leader
 from .multihost.rendezvous import join
 from .observe.trace import Trace
+
+log = logging.getLogger("quire")
 
 SAMPLE = 1 << 16  # bytes at each end of a file that tell it from another
 
@@ -165,10 +168,18 @@ def make_runner(
     )  # fmt: skip
 
     def note(size: Size) -> None:
+        if options.require_invariance and runner.pipeline.variance:
+            raise ModelError(
+                "require_invariance is set, and here a request's bits may depend on the rest of its batch: "
+                + "; ".join(sorted(runner.pipeline.variance))
+            )
         step = f"the step for {size.rows} rows"
         progress(f"first start: compiling kernels and {step}" if kernels.result() else f"compiling {step}")
 
     runner.warm_up(note)
+    if runner.pipeline.variance:
+        why = "; ".join(sorted(runner.pipeline.variance))
+        log.info("a request's last bits may depend on the rest of its batch: %s", why)
     return Made(runner, max_len, host_caches)
 
 

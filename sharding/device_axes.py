@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -22,7 +23,10 @@ class Axis:
 
     def sum(self, x):
         """The sum of all devices' arrays."""
-        return lax.psum(x, self.name) if self.size > 1 else x
+        if self.size == 1:
+            return x
+        with jax.named_scope(__name__):
+            return lax.psum(x, self.name)
 
     def gather(self, x):
         """All devices' arrays, stacked along a new leading axis."""
@@ -84,3 +88,10 @@ class DeviceAxes:
 
 
 ONE_DEVICE = DeviceAxes()
+
+
+def varies() -> str | None:
+    """Why a sum's bits may depend on what is summed beside it."""
+    if jax.default_backend() == "cpu" and jax.process_count() == 1:
+        return None
+    return "devices may add up their sums in an order that depends on the number of rows"

@@ -44,6 +44,10 @@ def cases(kind: dict) -> list[AttentionCase]:
     return [AttentionCase(trial, mosaic_gpu.paged_attention) for trial in trials(kind)]
 
 
+def varies() -> None:
+    """A row's bits are the same in any company."""
+
+
 def trials(kind: dict) -> list[Trial]:
     """Trials of each way in which the kernel is compiled for a kind, and each path through it: single and merged
     spans, more tasks than processors, padding rows, sequences without rows, layers of a step that fill their pages."""

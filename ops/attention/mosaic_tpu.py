@@ -55,6 +55,10 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
     return jnp.where(owned_T[:, None, None], out_TNH, 0), pages
 
 
+def varies() -> str:
+    return "attention by JAX's kernel for TPUs gives a row other last bits where its prompt is cut in other chunks"
+
+
 def has_tpu() -> bool:
     return jax.default_backend() == "tpu"
 

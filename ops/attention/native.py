@@ -49,6 +49,10 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
     return out_TNH, KVPages(*arrays)
 
 
+def varies() -> None:
+    """A row's bits are the same in any company."""
+
+
 def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
     """The kernel does not check shapes, so each array must have the shape that the others imply."""
     T, N, H = q_TNH.shape

@@ -217,6 +217,12 @@ def quantise(x_TKH, dtype=jnp.int8):
     return (jnp.round(codes_TKH) if whole else codes_TKH).astype(dtype), most_TK * jnp.float32(1 / largest)
 
 
+def varies() -> str | None:
+    if jax.default_backend() == "cpu":
+        return None  # sums run in an order that was seen not to depend on the number of rows
+    return f"attention by XLA on a {jax.default_backend()} may sum in an order that depends on the number of rows"
+
+
 def tiles(starts_B1, T: int, Q: int):
     """Cut each sequence's rows into tiles of Q: (row_CQ, seq_C, valid_CQ), with as many tiles as could be needed."""
     B = starts_B1.shape[0] - 1

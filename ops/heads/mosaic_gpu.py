@@ -53,3 +53,7 @@ def refusals(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
     if N + 2 * K > MOST:
         found.append(f"a row must have at most {MOST} heads, not {N + 2 * K}")
     return found
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

@@ -35,3 +35,7 @@ def head_norm(x_TNH, scale, heads: Heads):
     if heads.norm == "head":
         return rms_norm(x_TNH, scale, heads.eps)
     return rms_norm(x_TNH.reshape(x_TNH.shape[0], -1), scale, heads.eps, heads.axis).reshape(x_TNH.shape)
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

@@ -95,3 +95,7 @@ def weight_of(w) -> Weight:
     if not isinstance(w, Weight) or not w.native:
         raise NotImplementedError("the weight is not laid out for the kernels")
     return w
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

@@ -48,3 +48,7 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
     out_PD = run(inner_PF, down, expert.down_bias_ED, weight_P, "float32")
     out_ZD = out_PD.at[blocks.place_Z].get(mode="fill", fill_value=0)
     return add_pairs(out_ZD, X).astype(x_TD.dtype)
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

@@ -61,3 +61,7 @@ def weight_of(w, interpret: Any = None) -> Weight:
     """The weight for products by the kernel."""
     prepare.processors(interpret)
     return Multiplied(w, interpret)
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

@@ -55,6 +55,10 @@ def sample(
     return Sampled(tokens_R, *scores, ok_R=ok_R)
 
 
+def varies() -> None:
+    """A row's bits are the same in any company."""
+
+
 def score_nothing(tokens_R: Array, K: int) -> tuple[Array, ...]:
     """What `score` gives for rows that want nothing."""
     R = tokens_R.shape[0]

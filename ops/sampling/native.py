@@ -41,6 +41,10 @@ def sample(
     )
 
 
+def varies() -> None:
+    """A row's bits are the same in any company."""
+
+
 def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:
     """The kernel does not check shapes, so each array must have the shape that the logits imply."""
     R, V = logits_RV.shape

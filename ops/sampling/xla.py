@@ -67,6 +67,10 @@ def sample(
     return Sampled(tokens_R, *where_wanted(wants_R, scores), ok_R=ok_R)
 
 
+def varies() -> None:
+    """A row's bits are the same in any company."""
+
+
 def where_wanted(wants_R: Array, scores: Iterable[Array]) -> list[Array]:
     """The scores of the rows that want them, and zeros."""
     return [jnp.where(jnp.expand_dims(wants_R, range(1, x.ndim)), x, 0) for x in scores]

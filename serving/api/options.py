@@ -138,6 +138,9 @@ class EngineOptions:
     pooling: Pooling = flag(
         "last", MODEL, "Make an embedding of the last hidden state, or of the mean of all.", "last|mean"
     )
+    require_invariance: bool = flag(
+        False, DEVICES, "Refuse to start where a request's bits may depend on the rest of its batch."
+    )
     trace: str | None = flag(
         None, OUTPUT, "Write a timeline of the steps, for ui.perfetto.dev or chrome://tracing.", "FILE"
     )
@@ -183,7 +186,7 @@ class EngineOptions:
             raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
         if self.pooling not in POOLINGS:
             raise ModelError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
-        for name in ("enable_prefix_caching", "shard_weights"):
+        for name in ("enable_prefix_caching", "shard_weights", "require_invariance"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ModelError(f"{name} is {value!r}; it must be True or False")
         for name in ("kv_cache_host_bytes", "kv_cache_disk_bytes", "weights_host_bytes"):

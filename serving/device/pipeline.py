@@ -7,6 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ...model.config import ModelConfig
 from ...model.partition import Stage, stage_weights, stages
+from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
 from .batch import Layout
 from .state import State
@@ -26,6 +27,7 @@ class Pipeline:
         self.config = config
         self.meshes: list[Mesh | None] = [None] if mesh is None else [*stage_meshes(mesh)]
         self.stages = stages(config, len(self.meshes))
+        self.variance: frozenset[str] = frozenset()  # why bits may depend on the batch, in the programs made so far
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -51,7 +53,9 @@ class Pipeline:
         lowered, x = [], ()  # the first gets none
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
             places = Places.of(own, mesh)
-            lowered.append(step.lower(own, held, layout.nothing, layout, self.config, plain, places, stage, *x))
+            traced = step.trace(own, held, layout.nothing, layout, self.config, plain, places, stage, *x)
+            self.variance |= variance(traced.jaxpr.jaxpr)
+            lowered.append(traced.lower())
             x = (lowered[-1].out_info[0],)
         return lowered
 

@@ -343,6 +343,7 @@ class Engine:
             caches_prefixes=tables[0].keeps_prefixes,
             kv_dtype=self.config.kv_dtype,
             recompiles=max(0, runner.compiles.recompiles),
+            invariant=not runner.pipeline.variance,
             experts=experts
             and ExpertUse(int(experts.rows_LE.sum()), experts.skew(), experts.device_skew(), experts.moved),
         )

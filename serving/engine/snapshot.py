@@ -56,6 +56,7 @@ class Snapshot:
     kv_dtype: str
     recompiles: int
     experts: ExpertUse | None
+    invariant: bool  # a request's bits do not depend on the rest of its batch
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,12 @@ def states(now: Snapshot) -> list[Family]:
         ("vllm:num_requests_running", "gauge", "Sequences with a slot in the batch", now.running),
         ("vllm:num_requests_waiting", "gauge", "Sequences that wait for a slot", now.waiting),
         ("vllm:kv_cache_usage_perc", "gauge", "The share of the pages in use: 1 is all", now.pages_used),
+        (
+            "quire:batch_invariant",
+            "gauge",
+            "1: a request's bits do not depend on the rest of its batch",
+            int(now.invariant),
+        ),
         ("quire:recompiles_total", "counter", "Compilations in service", now.recompiles),
     ]
     pages = {

@@ -11,8 +11,10 @@ import jax
 import pytest
 from cases import cases
 
+from quire import LLM
 from quire.model.checkpoint import hub, loader
-from quire.ops import attention
+from quire.model.config import ModelError
+from quire.ops import attention, native
 from quire.serving.api.params import SamplingParams
 from quire.serving.cache.disk_cache import DiskCache
 from quire.serving.cache.host_cache import HostCache
@@ -121,3 +123,20 @@ def test_company_changes_no_bit(runner, tmp_path):
     tiered.close()
     assert seen["cached"] > 0 and seen["gave way"] > 0 and seen["came back"] > 0
     assert runner.compiles.recompiles == compiled
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_where_invariance_is_required_it_holds_or_nothing_starts(monkeypatch, kernels):
+    if kernels and not native.serves():
+        pytest.skip("no compiler")
+    if not kernels:
+        monkeypatch.setenv("QUIRE_NATIVE", "off")
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "max_model_len": 64, "require_invariance": True}
+    if kernels:
+        with LLM(**options) as llm:
+            assert llm.get_metrics()["quire:batch_invariant"] == 1
+    else:
+        with pytest.raises(ModelError, match="require_invariance is set, and here .*: products by XLA are summed"):
+            LLM(**options)
+    with pytest.raises(ModelError, match="require_invariance is 1; it must be True or False"):
+        LLM(require_invariance=1)

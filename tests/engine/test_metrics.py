@@ -275,6 +275,7 @@ def compare(metrics: Metrics, count: Count) -> None:
         "vllm:kv_cache_usage_perc",
         "vllm:engine_sleep_state",
         "vllm:cache_config_info",
+        "quire:batch_invariant",
         "quire:recompiles_total",
         "quire:pages",
         "quire:step_seconds_bucket",

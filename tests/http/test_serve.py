@@ -212,7 +212,7 @@ def test_fields_of_messages_that_are_ignored_are_named(server, caplog):
 
 
 def test_a_client_that_leaves_frees_its_pages(server):
-    server.script.step_seconds = 0.01
+    server.script.step_seconds = 0.05
     try:
         for stream in (True, False):
             with raw_request(server, {"prompt": "long", "max_tokens": 400, "stream": stream}) as connection:

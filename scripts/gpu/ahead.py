@@ -45,12 +45,13 @@ class Result:
     launches: float  # outside of layers
     executed: float  # launches of a step, those within loops at every turn
     outside: dict[str, int]  # of graphs
+    sorts: float  # of a step
     temporaries: int  # of the layers that were compiled
     copied: dict[str, float]  # bytes a layer: of pages, of experts, of other weights
     moved: float  # bytes
     needed: float  # bytes of weights and pages that any program must read
     seconds: float  # by the model
-    share: float  # of the time of the bytes that are needed, at the speed of a copy
+    share: float  # of that time which the bytes that are needed, or the operations, would take
     spilled: int | None
 
 
@@ -83,7 +84,6 @@ CASES = (
 LENGTH = 1024  # of each sequence, of which the pages are read
 MAX_LEN = 4096
 ROWS = 2048  # the most of a step
-WAITS = ("kWhile", "kConditional")
 
 
 def stored(model: str) -> str:
@@ -102,7 +102,7 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
     """Compile a case at two depths for a described card. What they differ by is a layer."""
     from ...model.planning.cost import DEVICES
     from .shapes import SHAPES
-    from .step_time import copy_seconds, step_seconds
+    from .step_time import roof_seconds, step_seconds
     from .target import described
 
     hf = SHAPES[case.model]
@@ -121,13 +121,13 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
 
     moved = whole(lambda program: program.work.bytes)
     executed = whole(lambda program: program.work.launches)
-    waits = sum(low.outside.get(kind, 0) for kind in WAITS)
-    seconds = step_seconds(DEVICES[target], moved, operations, executed, waits)
+    seconds = step_seconds(DEVICES[target], moved, operations, executed)
     launches = a_layer(lambda program: program.launches)
     return Result(
-        case.name, high.graphs, launches, low.launches - few * launches, executed, high.outside, high.temporaries,
+        case.name, high.graphs, launches, low.launches - few * launches, executed, high.outside,
+        whole(lambda program: program.sorts), high.temporaries,
         {kind: a_layer(lambda program, kind=kind: copied(program, kind)) for kind in ("pages", "experts", "weights")},
-        moved, needed, seconds, copy_seconds(DEVICES[target], needed) / seconds, high.spilled,
+        moved, needed, seconds, roof_seconds(DEVICES[target], needed, operations) / seconds, high.spilled,
     )  # fmt: skip
 
 
@@ -260,8 +260,8 @@ def least(case: Case, layers: int, device) -> tuple[float, float]:
     return time.read * device.bandwidth, time.compute * device.flops
 
 
-HEADINGS = ("step", "graphs", "outside of them", "launches a layer", "other launches", "temporaries", "copied a layer",
-            "moved / needed", "predicted", "of the roof")  # fmt: skip
+HEADINGS = ("step", "graphs", "outside of them", "sorts", "launches a layer", "other launches", "temporaries",
+            "copied a layer", "moved / needed", "predicted", "of the roof")  # fmt: skip
 
 
 def row(result: Result | Failure) -> list[str]:
@@ -270,8 +270,8 @@ def row(result: Result | Failure) -> list[str]:
     outside = ", ".join(f"{count} {kind}" for kind, count in result.outside.items()) or "nothing"
     copies = ", ".join(f"{count / 1e6:,.0f} MB of {kind}" for kind, count in result.copied.items() if count >= 5e5)
     found = [
-        result.name, str(result.graphs), outside, f"{result.launches_a_layer:.0f}", f"{result.launches:.0f}",
-        f"{result.temporaries / 1e6:,.0f} MB", copies or "nothing",
+        result.name, str(result.graphs), outside, f"{result.sorts:.0f}", f"{result.launches_a_layer:.0f}",
+        f"{result.launches:.0f}", f"{result.temporaries / 1e6:,.0f} MB", copies or "nothing",
         f"{result.moved / 1e9:.1f} / {result.needed / 1e9:.1f} GB, {result.moved / result.needed:.2f}",
         f"{result.seconds * 1e3:,.2f} ms", f"{result.share:.0%}",
     ]  # fmt: skip

@@ -13,6 +13,7 @@ NAME = re.compile(r"%([\w.-]+)")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%([\w.-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+IN_PLACE = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
 LABEL = re.compile(r'op_name="([^"]*)"')
 FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "partition-id", "replica-id",
         "optimization-barrier", "async-done", "all-reduce-done", "all-gather-done", "copy-done"}  # fmt: skip
@@ -31,11 +32,17 @@ class Instruction:
     number: int  # of a parameter, or of a tuple's element; -1 where it is neither
     turns: int | None  # of a loop, where the compiler knows
     label: str  # of a parameter of the program: the argument's name
+    aliased: Mapping[int, int]  # outputs of a kernel that are operands, written in place
     is_root: bool
 
     @property
     def bytes(self) -> float:
         return sum(elements * bits(kind) / 8 for kind, elements in self.arrays)
+
+    @property
+    def made(self) -> float:
+        """Bytes of what is not written in place: of that only rows are, of which another operand has the numbers."""
+        return sum(e * bits(kind) / 8 for n, (kind, e) in enumerate(self.arrays) if n not in self.aliased)
 
     @property
     def elements(self) -> int:
@@ -115,15 +122,18 @@ class Walk:
     def origin(self, one: Instruction, given: list, inputs: list):
         """The name of the parameter that an instruction's result is, those of a tuple's elements, or None."""
         if one.kind == "parameter":
-            return inputs[one.number] if one.number < len(inputs) else None
+            return inputs[one.number] if one.number is not None and one.number < len(inputs) else None
         if one.kind == "tuple":
             return tuple(given)
         if one.kind == "get-tuple-element":
-            return given[0][one.number] if isinstance(given[0], tuple) and one.number < len(given[0]) else None
+            return given[0][one.number] if isinstance(given[0], tuple) and one.number is not None else None
         if one.kind in ("bitcast", "while", "optimization-barrier", "copy"):
             return given[0]
         if one.kind == "fusion" and (place := self.written_in_place(one)) is not None:
             return given[place]
+        if one.aliased:
+            written = [given[one.aliased[n]] if n in one.aliased else None for n in range(len(one.arrays))]
+            return written[0] if len(written) == 1 else tuple(written)
         return None
 
     def fused(self, one: Instruction) -> dict[str, Instruction]:
@@ -151,7 +161,7 @@ class Walk:
         for number, (operand, origin) in enumerate(zip(one.operands, given, strict=True)):
             whole = around[operand]
             origin = origin if isinstance(origin, str) else None
-            if number == place:  # only the rows that are written
+            if number == place or number in one.aliased.values():  # only the rows that are written
                 continue
             if not inside:
                 share = self.shares(origin) if one.kind == "custom-call" and origin else 1.0
@@ -164,7 +174,7 @@ class Walk:
                 taken[origin] += elements
         for origin, elements in taken.items():
             done.copied[origin] += one.bytes * elements / taken.total()
-        done.bytes += updated(inside) if place is not None else one.bytes
+        done.bytes += updated(inside) if place is not None else one.made
         return done
 
 
@@ -217,5 +227,6 @@ def instruction(found: re.Match) -> Instruction:
         number,
         int(turns[1]) if turns else None,
         label[1] if label else name,
+        {int(output or 0): int(operand) for output, operand in IN_PLACE.findall(rest)},
         root is not None,
     )

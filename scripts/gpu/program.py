@@ -31,6 +31,7 @@ class Program:
     graphs: int
     launches: int  # kernels, copies and collectives, each once: what is in a loop is launched at every turn
     outside: dict[str, int]  # what no graph holds: kernels, and whatever makes the host wait, by its name
+    sorts: int  # on a card XLA may take CUB's instead, which is in no graph
     temporaries: int
     work: Work
     spilled: int | None = None  # bytes, of all kernels together; None: nobody asked
@@ -65,9 +66,9 @@ def thunks(folder: Path) -> str:
     raise FileNotFoundError("XLA wrote no sequence of launches")
 
 
-def read_thunks(text: str) -> tuple[int, int, dict[str, int]]:
-    """(graphs, launches, what is outside of graphs)."""
-    graphs, launches, outside, graph = 0, 0, Counter(), None
+def read_thunks(text: str) -> tuple[int, int, dict[str, int], int]:
+    """(graphs, launches, what is outside of graphs, sorts wherever they are)."""
+    graphs, launches, outside, sorts, graph = 0, 0, Counter(), 0, None
     for line in text.splitlines():
         found = THUNK.match(line)
         if found is None:
@@ -78,9 +79,10 @@ def read_thunks(text: str) -> tuple[int, int, dict[str, int]]:
         if kind == "kCommandBuffer":
             graphs, graph = graphs + 1, depth
         launches += kind not in CONTROL
+        sorts += name.startswith("sort")
         if graph is None:
             outside["sort" if name.startswith("sort") else kind] += 1
-    return graphs, launches, dict(outside)
+    return graphs, launches, dict(outside), sorts
 
 
 def spilled_bytes(folder: Path, kernels: Path) -> int:

@@ -32,6 +32,7 @@ class Bound:
     launches: int  # a layer
     temporaries: int  # megabytes
     moved: float  # times the bytes that a step must read
+    sorts: int = 0  # of all layers and the sampler; XLA may take one for them that is in no graph
     copied: dict[str, int] = field(default_factory=dict)  # megabytes a layer: of experts, of other weights
 
 
@@ -39,14 +40,14 @@ BOUNDS = (
     Bound("llama-3-8b, bf16, batch 1", 15, 5, 1.03),
     Bound("llama-3-8b, bf16, batch 64", 14, 35, 1.13),
     Bound("llama-3-8b, int8, batch 64", 20, 35, 1.21),
-    Bound("llama-3-8b, int4, batch 64", 14, 1010, 3.37, {"weights": 880}),
+    Bound("llama-3-8b, int4, batch 64", 14, 1010, 3.37, 0, {"weights": 440}),
     Bound("llama-3-8b, bf16, batch 64, KV fp8", 18, 35, 1.18),
-    Bound("llama-3-8b, bf16, batch 64, top-k, top-p", 14, 133, 1.30),
+    Bound("llama-3-8b, bf16, batch 64, top-k, top-p", 14, 133, 1.30, 42),
     Bound("llama-3-8b, bf16, batch 64, tensor 8", 16, 13, 1.56),
     Bound("gemma-3-12b, bf16, batch 64", 19, 71, 1.11),
-    Bound("qwen3-30b-a3b, bf16, batch 64", 48, 41, 3.06, {"experts": 1200}),
-    Bound("gpt-oss-20b, mxfp4, batch 64", 52, 55, 8.2, {"experts": 420}),
-    Bound("deepseek-v3, bf16, batch 64", 61, 260, 3.09, {"experts": 19700, "weights": 240}),
+    Bound("qwen3-30b-a3b, bf16, batch 64", 48, 41, 3.06, 96, {"experts": 1200}),
+    Bound("gpt-oss-20b, mxfp4, batch 64", 52, 55, 8.2, 48, {"experts": 420}),
+    Bound("deepseek-v3, bf16, batch 64", 61, 260, 3.09, 244, {"experts": 19700, "weights": 240}),
 )
 
 
@@ -66,6 +67,7 @@ def test_a_step_within_its_bounds(results, bound):
     found = results[bound.case]
     assert "failed" not in found, found
     assert found["graphs"] == 1 and found["outside"] == {}, "the host waits, or launches more than once"
+    assert found["sorts"] <= bound.sorts
     assert found["launches_a_layer"] <= bound.launches
     assert found["temporaries"] <= bound.temporaries * 1e6
     assert found["moved"] <= bound.moved * found["needed"]

@@ -70,11 +70,13 @@ $(VENV)/.parity: $(VENV)/.test
 	@$(PIP) -e '.[test,parity]'
 	@touch $@
 
-# The plugin works with jax of its own version alone.
+# The plugin works with jax of its own version alone. It lies apart, or JAX would look for a GPU at each start.
 $(VENV)/.gpu-compiler: $(VENV)/.test
-	@echo "Installing the compiler for NVIDIA GPUs into $(VENV), once."
+	@echo "Installing the compiler for NVIDIA GPUs into $(VENV)/gpu-compiler, once."
+	@rm -rf $(VENV)/gpu-compiler
 	@version=$$($(VENV)/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))') && \
-	  $(PIP) -e '.[test,gpu-compiler]' "jax==$$version" "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version"
+	  $(PIP) --quiet --no-deps --target $(VENV)/gpu-compiler \
+	    "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version" 'nvidia-cuda-nvcc-cu12>=12.9,<13'
 	@touch $@
 
 $(VENV)/.made:

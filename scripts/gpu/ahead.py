@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -306,7 +307,7 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the process itself computes nothing
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of a program that is not compiled XLA tells nothing
-    from .target import CARDS, missing
+    from .target import APART, CARDS, missing
 
     if lacking := missing():
         parser.exit(2, f"{lacking}\n")
@@ -316,6 +317,7 @@ def main() -> None:
     if not cases:
         known = "; ".join(case.name for case in CASES)
         parser.error(f"no case is named {' or '.join(asked.models)}; there are {known}")
+    sys.path.append(str(APART))
     results = (attempt(case, asked.target, asked.spills) for case in cases)
     for line in (json.dumps(asdict(result)) for result in results) if asked.json else lines(results, asked.spills):
         print(line, flush=True)

@@ -1,8 +1,8 @@
 """Cards that a text describes: for them JAX's CUDA plugin compiles on a machine without one."""
 
 import importlib.metadata
-import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -77,6 +77,7 @@ CARDS = {
     "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 64, 164 << 10, 40 << 20),
 }
 PLUGINS = "jax-cuda12-plugin", "jax-cuda12-pjrt"  # of jax's own version
+APART = Path(sys.prefix, "gpu-compiler")  # where `make gpu-compiler` puts it: no other program here meets the plugin
 
 
 def missing() -> str | None:
@@ -84,9 +85,8 @@ def missing() -> str | None:
     wanted = f"pip install --no-deps jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__}"
     wanted += " nvidia-cuda-nvcc-cu12"
     for name in PLUGINS:
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        found = next((one.version for one in importlib.metadata.distributions(name=name, path=places())), None)
+        if found is None:
             return f"{name} is not installed, which compiles for a GPU: {wanted}"
         if found != jax.__version__:
             return f"{name} is of version {found} and jax of {jax.__version__}: {wanted}"
@@ -95,9 +95,11 @@ def missing() -> str | None:
 
 def ptxas() -> Path | None:
     """The assembler of nvidia-cuda-nvcc-cu12."""
-    spec = importlib.util.find_spec("nvidia")
-    places = spec.submodule_search_locations if spec is not None and spec.submodule_search_locations else []
-    return next((path for place in places for path in sorted(Path(place).glob("*/bin/ptxas"))), None)
+    return next((path for place in places() for path in sorted(Path(place).glob("nvidia/*/bin/ptxas"))), None)
+
+
+def places() -> list[str]:
+    return [*sys.path, str(APART)]
 
 
 @contextmanager

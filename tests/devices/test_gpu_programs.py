@@ -37,17 +37,17 @@ class Bound:
 
 
 BOUNDS = (
-    Bound("llama-3-8b, bf16, batch 1", 15, 5, 1.03),
-    Bound("llama-3-8b, bf16, batch 64", 14, 35, 1.13),
-    Bound("llama-3-8b, int8, batch 64", 20, 35, 1.21),
-    Bound("llama-3-8b, int4, batch 64", 14, 1010, 3.37, 0, {"weights": 440}),
-    Bound("llama-3-8b, bf16, batch 64, KV fp8", 18, 35, 1.18),
-    Bound("llama-3-8b, bf16, batch 64, top-k, top-p", 14, 133, 1.30, 42),
-    Bound("llama-3-8b, bf16, batch 64, tensor 8", 16, 13, 1.56),
-    Bound("gemma-3-12b, bf16, batch 64", 19, 71, 1.11),
-    Bound("qwen3-30b-a3b, bf16, batch 64", 48, 41, 3.06, 96, {"experts": 1200}),
-    Bound("gpt-oss-20b, mxfp4, batch 64", 52, 55, 8.2, 48, {"experts": 420}),
-    Bound("deepseek-v3, bf16, batch 64", 61, 260, 3.09, 244, {"experts": 19700, "weights": 240}),
+    Bound("llama-3-8b, bf16, batch 1", 14, 10, 1.03),
+    Bound("llama-3-8b, bf16, batch 64", 10, 35, 1.04),
+    Bound("llama-3-8b, int8, batch 64", 18, 35, 1.19),
+    Bound("llama-3-8b, int4, batch 64", 13, 1010, 3.34, 0, {"weights": 440}),
+    Bound("llama-3-8b, bf16, batch 64, KV fp8", 10, 35, 1.05),
+    Bound("llama-3-8b, bf16, batch 64, top-k, top-p", 10, 225, 1.13),
+    Bound("llama-3-8b, bf16, batch 64, tensor 8", 12, 13, 1.18),
+    Bound("gemma-3-12b, bf16, batch 64", 10, 71, 1.04),
+    Bound("qwen3-30b-a3b, bf16, batch 64", 30, 41, 1.06, 48),
+    Bound("gpt-oss-20b, mxfp4, batch 64", 53, 56, 7.85, 48, {"experts": 420}),
+    Bound("deepseek-v3, bf16, batch 64", 45, 146, 1.03, 183),
 )
 
 

@@ -1,6 +1,8 @@
 """What is read of programs that are compiled for GPUs, as far as it goes without the compiler."""
 
 import importlib.metadata
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -196,10 +198,8 @@ def test_a_step_that_does_not_compile_is_a_line_of_the_table(monkeypatch):
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    found: list[Any] = []
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **asked: found)
     monkeypatch.setattr("sys.argv", ["ahead"])
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")  # which it sets, and is as before afterwards
     with pytest.raises(SystemExit) as ended:
@@ -207,5 +207,5 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1
     assert f"pip install --no-deps jax-cuda12-plugin=={jax.__version__}" in said
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
+    found.append(SimpleNamespace(version="0.1"))
     assert "of version 0.1" in str(target.missing())

@@ -16,13 +16,10 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
     processors = prepare.processors(interpret)
     if not isinstance(expert, Experts):
         raise NotImplementedError("experts must be two products, and not a function")
-    up, down = expert.up_EDGF, expert.down_EFD
-    for stack in (up, down):
-        if not hasattr(stack, "dtype"):
-            raise NotImplementedError(f"weights must be arrays, not {type(stack).__name__}")
-    E, D, _, F = up.shape
-    prepare.require(x_TD, up, D, F, None if expert.clamp is not None else expert.activation)
-    prepare.require(x_TD, down, F, D)
+    up, down = prepare.matrix(expert.up_EDGF), prepare.matrix(expert.down_EFD)
+    E, D, _, F = up.array.shape
+    prepare.require(x_TD, up.array, D, F, None if expert.clamp is not None else expert.activation)
+    prepare.require(x_TD, down.array, F, D)
     T, X = experts_TX.shape
     rows = prepare.block_rows(-(-T * X // num_experts))
     blocks = align(experts_TX, num_experts, rows)
@@ -30,17 +27,19 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
     x_PD = jnp.where(held_P1, x_TD[token_P], 0)
     weight_P = weights_TX.reshape(-1).at[blocks.pair_P].get(mode="fill", fill_value=0).astype(jnp.float32)
 
-    def run(x_PK, stack, bias, scale_P, dtype, **more):
-        inputs, outputs = x_PK.shape[1], stack.shape[-1]
+    def run(x_PK, matrix, bias, scale_P, dtype, **more):
+        stack, inputs, outputs = matrix.array, x_PK.shape[1], matrix.array.shape[-1]
         parts = math.prod(stack.shape[2:-1])
+        x_PK, row_scale_P = prepare.round_rows(x_PK, matrix)
+        scale = None if matrix.scale is None else matrix.scale.reshape(E, parts, outputs)
         bias = None if bias is None else bias.astype(jnp.float32).reshape(E, parts, outputs)
         shape = ProductShape(
             blocks=most_blocks(T * X, num_experts, rows), rows=rows, experts=E, inputs=inputs, outputs=outputs,
             parts=parts, processors=processors, out_dtype=dtype, bias=bias is not None, weighed=scale_P is not None,
-            **more,
+            coded=scale is not None, rounded=matrix.rounded, **more,
         )  # fmt: skip
         stack = stack.reshape(E, inputs, parts, outputs)
-        operands = Operands(x_PK, stack, bias, scale_P, blocks.experts_B, blocks.count_1)
+        operands = Operands(x_PK, stack, bias, scale_P, blocks.experts_B, blocks.count_1, scale, row_scale_P)
         return prepare.run(shape, operands, interpret)
 
     activation = {"activation": expert.activation, "clamp": expert.clamp, "alpha": expert.alpha}

@@ -2,6 +2,8 @@
 
 Weights are the left operand of the hardware's products and rows the right one, so few rows waste little. One warpgroup
 sums all inputs of an output, in one order whatever else is computed: a row's bits do not depend on its company.
+Codes become numbers on their way from one place in shared memory to another: they lie [inputs, outputs], and the
+hardware turns bfloat16 alone.
 """
 
 import functools
@@ -15,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..activation import combine
 from ..attention.mosaic.tile import Tiles, along_columns, along_rows
-from .shape import FEATURES, Operands, ProductShape, Task, each_task
+from .shape import DECODED, FEATURES, Operands, ProductShape, Task, each_task
 
 
 def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
@@ -25,17 +27,22 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
     out_line = 128 // jnp.dtype(shape.out_dtype).itemsize
     stages, pieces = shape.stages, shape.warpgroups * shape.parts
     piece = (FEATURES, shape.step) if shape.turned else (shape.step, FEATURES)
+    coded = (plgpu.TilingTransform((8, FEATURES)), plgpu.SwizzleTransform(FEATURES))
+    decoded = {"decoded_ref": plgpu.SMEM((DECODED, pieces, *piece), dtype, transforms=swizzled)} if shape.coded else {}
     kernel = plgpu.kernel(
         functools.partial(run, shape, Tiles(interpret is not None), names),
         out_type=jax.ShapeDtypeStruct((shape.blocks * shape.rows, shape.outputs), shape.out_dtype),
         scratch_types={
-            "w_ref": plgpu.SMEM((stages, pieces, *piece), dtype, transforms=swizzled),
+            "w_ref": plgpu.SMEM(
+                (stages, pieces, *piece), operands.weight.dtype, transforms=coded if shape.coded else swizzled
+            ),
             "x_ref": plgpu.SMEM((stages, shape.rows, shape.step), dtype, transforms=swizzled),
             "out_ref": plgpu.SMEM(
                 (shape.warpgroups, shape.rows, FEATURES),
                 shape.out_dtype,
                 transforms=(plgpu.TilingTransform((8, out_line)), plgpu.SwizzleTransform(128)),
             ),
+            **decoded,
             "here": plgpu.Barrier(num_arrivals=1 + pieces, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=stages),
         },
@@ -107,7 +114,13 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
         """References to a step's weights, of each part, and rows, once they are there."""
         slot = lax.rem(step, stages)
         plgpu.barrier_wait(shared["here"].at[slot])
-        return [shared["w_ref"].at[slot, own * shape.parts + p] for p in range(shape.parts)], shared["x_ref"].at[slot]
+        weights = [shared["w_ref"].at[slot, own * shape.parts + p] for p in range(shape.parts)]
+        if shape.coded:
+            codes, at = weights, lax.rem(step, jnp.int32(DECODED))
+            weights = [shared["decoded_ref"].at[at, own * shape.parts + p] for p in range(shape.parts)]
+            for codes_ref, w_ref in zip(codes, weights, strict=True):
+                decode(tiles, codes_ref, w_ref)
+        return weights, shared["x_ref"].at[slot]
 
     def free(step):
         plgpu.barrier_arrive(shared["free"].at[lax.rem(step, stages)])
@@ -148,6 +161,13 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
     return step + shape.steps
 
 
+def decode(tiles: Tiles, codes_KF_ref, w_KF_ref) -> None:
+    """A step's codes as bfloat16, which holds each exactly."""
+    for k in range(0, codes_KF_ref.shape[0], FEATURES):
+        inputs = pl.ds(k, FEATURES)
+        tiles.decode("int8", codes_KF_ref.at[inputs], w_KF_ref.at[inputs])
+
+
 def sum_in_order(total_FN, w_FK, x_NK):
     """total + w @ x.T for the interpreter, where a product's order could depend on its sizes: the GPU's does not."""
     N, K = x_NK.shape
@@ -162,6 +182,12 @@ def write(shape: ProductShape, tiles: Tiles, operands: Operands, out_ref, out, t
     """What comes after the sums, and their way to the card's memory."""
     parts = []
     for part, y_FN in enumerate(sums):
+        if shape.coded:
+            scale_F = tiles.load_rows(operands.output_scale.at[task.expert, part, pl.ds(feature, FEATURES)])
+            y_FN = y_FN * along_rows(scale_F, y_FN.shape)
+        if shape.rounded:
+            scale_N = tiles.load_columns(operands.row_scale.at[pl.ds(task.row, shape.rows)])
+            y_FN = y_FN * along_columns(scale_N, y_FN.shape)
         if shape.bias:
             bias_F = tiles.load_rows(operands.bias.at[task.expert, part, pl.ds(feature, FEATURES)])
             y_FN = y_FN + along_rows(bias_F, y_FN.shape)

@@ -7,7 +7,8 @@ import jax
 from flax import struct
 
 from .. import weight as xla
-from ..weight import Weight
+from ..quant.int8 import Int8
+from ..weight import Weight, check_subscripts
 from . import prepare
 
 
@@ -32,8 +33,14 @@ class Multiplied(Weight):
 
     def read(self, subscripts: str, x):
         """(rows, the weight, whether its inputs come last, axes of the rows, axes of the outputs)."""
+        matrix = prepare.matrix(self.weight)
+        if isinstance(self.weight, Int8):  # its codes have the inputs first, wherever they stand in the subscripts
+            axes = len(self.weight.into)
+            into, out = matrix.array.shape[:axes], matrix.array.shape[axes:]
+            check_subscripts(subscripts, x, into, out, self.weight.inputs)
+            return x.reshape(-1, math.prod(into)), matrix, False, x.shape[: x.ndim - axes], out
         if not isinstance(self.weight, jax.Array):
-            raise NotImplementedError(f"weights must be arrays, not {type(self.weight).__name__}")
+            raise NotImplementedError("a stack of matrices is no weight of one product")
         operands, _, result = subscripts.partition("->")
         rows, _, letters = operands.partition(",")
         into = "".join(letter for letter in letters if letter not in result)
@@ -44,7 +51,7 @@ class Multiplied(Weight):
             raise NotImplementedError(f"{subscripts!r} is not a product of rows with one matrix")
         sizes = dict(zip(letters, self.weight.shape, strict=True))
         inputs = math.prod(sizes[letter] for letter in into)
-        return x.reshape(-1, inputs), self.weight, turned, x.shape[: len(lead)], tuple(sizes[n] for n in kept)
+        return x.reshape(-1, inputs), matrix, turned, x.shape[: len(lead)], tuple(sizes[n] for n in kept)
 
     def __getitem__(self, index):
         return xla.weight_of(self.weight)[index]

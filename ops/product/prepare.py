@@ -1,11 +1,13 @@
 """From arrays of a model to the kernel's operands: what it takes, and how rows are cut into blocks."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from ..attention import mosaic_gpu
+from ..quant.int8 import Int8, as_bytes
+from ..quant.stack import Stack
 from .gate import require_trial
 from .shape import FEATURES, Operands, ProductShape
 
@@ -31,8 +33,8 @@ def require(x, weight, inputs: int, outputs: int, activation: str | None = None)
     reasons = []
     if x.dtype != jnp.bfloat16:
         reasons.append(f"rows must be bfloat16, not {x.dtype}")
-    if weight.dtype != jnp.bfloat16:
-        reasons.append(f"weights must be bfloat16, not {weight.dtype}")
+    if weight.dtype not in (jnp.bfloat16, jnp.int8):
+        reasons.append(f"weights must be bfloat16 or int8, not {weight.dtype}")
     if inputs % FEATURES or outputs % FEATURES:
         reasons.append(f"inputs and outputs must divide by {FEATURES}, and are {inputs} and {outputs}")
     if activation is not None and activation not in ACTIVATIONS:
@@ -50,12 +52,39 @@ def run(shape: ProductShape, operands: Operands, interpret: Any):
     return multiply(shape, operands, interpret=interpret)
 
 
+class Matrix(NamedTuple):
+    """A weight, or a stack of them, whichever form it is kept in."""
+
+    array: Any  # bfloat16, or codes
+    scale: Any = None  # of the codes, one for each output
+    rounded: bool = False  # the rows that meet it become codes too
+
+
+def matrix(weight) -> Matrix:
+    """What is in an array, or a node, that the kernel can read."""
+    if isinstance(weight, Stack):
+        weight = weight.each
+    if isinstance(weight, Int8):
+        return Matrix(weight.codes, weight.scale, weight.dynamic)
+    if not hasattr(weight, "dtype"):
+        raise NotImplementedError(f"weights must be arrays or int8, not {type(weight).__name__}")
+    return Matrix(weight)
+
+
+def round_rows(x_PK, matrix: Matrix):
+    """The rows that meet a weight, and the scale of each if they are rounded: bfloat16 holds their codes exactly."""
+    if not matrix.rounded:
+        return x_PK, None
+    codes_PK, scale_P1 = as_bytes(x_PK)
+    return codes_PK.astype(jnp.bfloat16), scale_P1[:, 0]
+
+
 def dense(
-    x_RK, weight, bias=None, *, dtype, parts: int = 1, turned: bool = False, activation: str | None = None,
+    x_RK, matrix: Matrix, bias=None, *, dtype, parts: int = 1, turned: bool = False, activation: str | None = None,
     interpret: Any = None,
 ):  # fmt: skip
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
-    rows, inputs = x_RK.shape
+    weight, (rows, inputs) = matrix.array, x_RK.shape
     outputs = math.prod(weight.shape) // inputs // parts
     require(x_RK, weight, inputs, outputs, activation)
     size = block_rows(rows)
@@ -63,10 +92,11 @@ def dense(
     shape = ProductShape(
         blocks=blocks, rows=size, experts=1, inputs=inputs, outputs=outputs, parts=parts,
         processors=processors(interpret), out_dtype=jnp.dtype(dtype).name, activation=activation,
-        bias=bias is not None, turned=turned,
+        bias=bias is not None, turned=turned, coded=matrix.scale is not None, rounded=matrix.rounded,
     )  # fmt: skip
-    x_PK = jnp.pad(x_RK, ((0, blocks * size - rows), (0, 0)))
+    x_PK, row_scale_P = round_rows(jnp.pad(x_RK, ((0, blocks * size - rows), (0, 0))), matrix)
     weight = weight.reshape((1, outputs, inputs) if turned else (1, inputs, parts, outputs))
+    scale = None if matrix.scale is None else matrix.scale.reshape(1, parts, outputs)
     bias = None if bias is None else bias.astype(jnp.float32).reshape(1, parts, outputs)
     experts, count = jnp.zeros(blocks, jnp.int32), jnp.full(1, blocks, jnp.int32)
-    return run(shape, Operands(x_PK, weight, bias, None, experts, count), interpret)[:rows]
+    return run(shape, Operands(x_PK, weight, bias, None, experts, count, scale, row_scale_P), interpret)[:rows]

@@ -7,6 +7,7 @@ from jax import lax
 
 FEATURES = 64  # outputs that a warpgroup computes at once: the rows of the hardware's tiles
 MEMORY = (227 - 6) << 10  # bytes of shared memory for blocks; the rest is for barriers and gaps
+DECODED = 2  # steps whose codes are numbers at once: one is multiplied while the next is decoded
 DEEPEST = 12  # blocks that are on their way at once, at most
 
 
@@ -27,6 +28,8 @@ class ProductShape(NamedTuple):
     bias: bool = False
     weighed: bool = False  # each row is multiplied by a weight of its own
     turned: bool = False  # a weight is [outputs, inputs], and not [inputs, parts, outputs]
+    coded: bool = False  # weights are int8 codes, with a scale an output
+    rounded: bool = False  # rows are codes too, with a scale each
 
     @property
     def warpgroups(self) -> int:
@@ -55,16 +58,21 @@ class ProductShape(NamedTuple):
     def stages(self) -> int:
         """Steps that are in shared memory at once: as many as fit beside the results."""
         results = self.features * self.rows * jnp.dtype(self.out_dtype).itemsize
-        return min((MEMORY - results) // (2 * self.step * (self.parts * self.features + self.rows)), DEEPEST)
+        weights = self.step * self.parts * self.features
+        decoded = DECODED * 2 * weights if self.coded else 0
+        each = (1 if self.coded else 2) * weights + 2 * self.step * self.rows
+        return min((MEMORY - results - decoded) // each, DEEPEST)
 
 
 class Operands(NamedTuple):
     x: Any  # [blocks * rows, inputs]
-    weight: Any  # [experts, inputs, parts, outputs], or turned [experts, outputs, inputs]
+    weight: Any  # [experts, inputs, parts, outputs], or turned [experts, outputs, inputs]; bfloat16, or codes
     bias: Any  # float32 [experts, parts, outputs]
     scale: Any  # float32 [blocks * rows]: the weight of each row
     experts: Any  # int32 [blocks]: whose the rows of each block are
     count: Any  # int32 [1]: blocks that there are
+    output_scale: Any = None  # float32 [experts, parts, outputs], of codes
+    row_scale: Any = None  # float32 [blocks * rows], of rows that are codes
 
 
 class Task(NamedTuple):

@@ -34,6 +34,13 @@ class ProductCase:
 
         x, each = array(pairs, self.inputs), (self.inputs, kind["parts"], self.outputs)
         weight = array(experts, *((self.outputs, self.inputs) if kind["turned"] else each), scale=self.inputs**-0.5)
+        output_scale = row_scale = None
+        if kind["coded"]:
+            weight = jnp.asarray(rng.integers(-127, 128, weight.shape), jnp.int8)
+            output_scale = jnp.asarray(rng.uniform(0.5, 2, (experts, *each[1:])) / 127 / self.inputs**0.5, jnp.float32)
+        if kind["rounded"]:
+            x = jnp.asarray(rng.integers(-127, 128, x.shape), jnp.bfloat16)
+            row_scale = jnp.asarray(rng.uniform(0.5, 2, pairs) / 127, jnp.float32)
         bias = array(experts, *each[1:], dtype=jnp.float32) if kind["bias"] else None
         scale = array(pairs, dtype=jnp.float32) if kind["weighed"] else None
         whose = np.sort(np.r_[np.arange(experts), rng.integers(0, experts, pairs // BLOCKS[-1] - experts)])
@@ -45,10 +52,14 @@ class ProductCase:
                     jnp.pad(x, ((0, spare), (0, 0)), constant_values=jnp.nan), weight, bias,
                     None if scale is None else jnp.pad(scale, (0, spare), constant_values=jnp.nan),
                     jnp.asarray(np.pad(np.repeat(whose, BLOCKS[-1] // rows), (0, 3)), jnp.int32),
-                    jnp.full(1, pairs // rows, jnp.int32),
+                    jnp.full(1, pairs // rows, jnp.int32), output_scale,
+                    None if row_scale is None else jnp.pad(row_scale, (0, spare), constant_values=jnp.nan),
                 )
             )  # fmt: skip
-        return (), given, reference(kind, whose, x, weight, bias, scale)
+        exact = np.asarray(x, np.float64) * (1 if row_scale is None else np.asarray(row_scale, np.float64)[:, None])
+        numbers = np.asarray(weight, np.float64)
+        numbers = numbers if output_scale is None else numbers * np.asarray(output_scale, np.float64)[:, None]
+        return (), given, reference(kind, whose, exact, numbers, bias, scale)
 
     def run(self, held, given):
         """NaN where a size has other bits."""

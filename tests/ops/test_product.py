@@ -19,6 +19,8 @@ from quire.ops.attention import mosaic_gpu
 from quire.ops.moe import Experts
 from quire.ops.product import experts, gate, linear, prepare, shape, trial
 from quire.ops.product.blocks import align, most_blocks
+from quire.ops.quant.int8 import Int8
+from quire.ops.quant.stack import Stack
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 INTERPRETED = InterpretGPUParams(detect_races=True)
@@ -64,6 +66,42 @@ def test_dense_against_float64(name):
     wanted = np.einsum(subscripts, exact(x), exact(weight)) + (0 if bias is None else exact(bias))
     np.testing.assert_allclose(exact(found), wanted, **CLOSE)
     assert found.dtype == options.get("dtype", jnp.bfloat16)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def rounded(weight, dynamic: bool, into: int = 1) -> Int8:
+    """A weight in int8 whose inputs come first."""
+    axes = weight.shape
+    spec = Int8(None, None, dynamic, into=axes[:into], out=axes[into:], inputs=tuple(range(into)))
+    return jax.tree.map(jnp.asarray, spec.quantize(np.asarray(weight, np.float32)))
+
+
+def exact_rows(x, dynamic: bool) -> np.ndarray:
+    """What the products see of rows."""
+    if not dynamic:
+        return exact(x)
+    most = np.abs(exact(x)).max(-1, keepdims=True)
+    return np.rint(exact(x) * (127 / most)) * most / 127
+
+
+INT8S = {  # subscripts, axes of the weight, rows, whether the rows are rounded too
+    "weights": ("TD,DGH->TGH", (192, 2, 64), 5, False),
+    "rows too": ("TNH,NHD->TD", (2, 64, 128), 17, True),
+    "two warpgroups": ("TD,DA->TA", (192, 128), 100, True),
+}
+
+
+@pytest.mark.parametrize("name", thinned(INT8S, ["weights", "rows too"]))
+def test_int8_against_float64(name):
+    subscripts, axes, rows, dynamic = INT8S[name]
+    rng, into = np.random.default_rng(3), len(subscripts.partition(",")[0]) - 1
+    x = draw(rng, rows, *axes[:into])
+    weight = rounded(draw(rng, *axes, scale=0.1), dynamic, into)
+    bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
+    found = linear.weight_of(weight, INTERPRETED).einsum(subscripts, x, bias, jnp.float32)
+    x_RK = exact_rows(x.reshape(rows, -1), dynamic).reshape(x.shape)
+    wanted = np.einsum(subscripts, x_RK, exact(weight.codes) * exact(weight.scale)) + exact(bias)
+    np.testing.assert_allclose(exact(found), wanted, rtol=1e-3, atol=2e-2 if dynamic else 1e-4)
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -154,6 +192,23 @@ def test_experts_against_float64(name):
     assert not gpu_callbacks.get_races().races_found
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_int8_experts_against_float64(dynamic):
+    rng = np.random.default_rng(4)
+    dense, whose, x, weights = mixture(rng), chosen(rng, 9, X, E, "any"), draw(rng, 9, D), np.ones((9, X), np.float32)
+    stacks = []
+    for array in (dense.up_EDGF, dense.down_EFD):
+        nodes = [rounded(array[e], dynamic) for e in range(E)]
+        stacks.append(Stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *nodes)))
+    numbers = [exact(stack.each.codes) * exact(stack.each.scale)[:, None] for stack in stacks]
+    wanted = mixed_slowly(exact_rows(x, dynamic), weights, whose, Experts(*numbers, "silu"))
+    given = jnp.asarray(weights), jnp.asarray(whose, jnp.int32), E, Experts(*stacks, "silu")
+    found = exact(experts.mix_experts(x, *given, INTERPRETED))
+    # Rows of a down product are rounded too, which the reference does not do.
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < (2e-2 if dynamic else 6e-3)
+    assert not gpu_callbacks.get_races().races_found
+
+
 def test_an_expert_that_nobody_chose_is_never_read():
     rng = np.random.default_rng(0)
     whole, whose = mixture(rng), chosen(rng, 9, X, E, "few")
@@ -175,10 +230,17 @@ def test_the_same_bits_in_any_company(rows):
     whole, y, weights = mixture(rng), draw(rng, 100, D), jnp.asarray(rng.random((100, X)), jnp.float32)
     whose, interpreted = jnp.asarray(chosen(rng, 100, X, E, "any"), jnp.int32), InterpretGPUParams()
 
+    in_int8 = rounded(weight, True)
+
     def run(*rows: int):
         at = np.array(rows)
         dense = linear.weight_of(weight, interpreted).einsum("TD,DA->TA", x[at], bias, jnp.float32)
-        return exact(dense), exact(experts.mix_experts(y[at], weights[at], whose[at], E, whole, interpreted))
+        coded = linear.weight_of(in_int8, interpreted).einsum("TD,DA->TA", x[at], bias, jnp.float32)
+        return (
+            exact(dense),
+            exact(coded),
+            exact(experts.mix_experts(y[at], weights[at], whose[at], E, whole, interpreted)),
+        )
 
     for found, wanted in zip(run(*rows), run(*range(20)), strict=True):
         both = [row for row in rows if row < 20]
@@ -199,13 +261,14 @@ def test_random_experts(seed):
 
 KIND = {
     "grouped": False, "parts": 1, "turned": False, "activation": None, "clamp": None, "alpha": 1.0, "bias": True,
-    "weighed": False, "out_dtype": "bfloat16",
+    "weighed": False, "out_dtype": "bfloat16", "coded": False, "rounded": False,
 }  # fmt: skip
 KINDS = {
     "dense": KIND,
     "a head": KIND | {"turned": True, "bias": False, "out_dtype": "float32"},
     "gate and up": KIND | {"grouped": True, "parts": 2, "activation": "silu"},
     "weighed": KIND | {"grouped": True, "weighed": True, "out_dtype": "float32"},
+    "int8": KIND | {"grouped": True, "parts": 2, "activation": "silu", "coded": True, "rounded": True},
 }
 
 
@@ -294,8 +357,8 @@ def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):
 
 def test_it_says_all_that_stands_against_it(card):
     x, weight = jnp.zeros((5, 60)), jnp.zeros((60, 2, 64))
-    wanted = "rows must be bfloat16, not float32; weights must be bfloat16, not float32; inputs and .* are 60 and 64; "
-    with pytest.raises(NotImplementedError, match=wanted + "the activation must be one of silu, .* not gelu"):
+    wanted = "rows must be bfloat16, not float32; weights must be bfloat16 or int8, not float32; inputs and .* are 60 "
+    with pytest.raises(NotImplementedError, match=wanted + "and 64; the activation must be one of silu, .* not gelu"):
         products.gated("TD,DGF->TGF", x, weight, "gelu", "mosaic")
 
 
@@ -325,6 +388,7 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, t
     kernel_trial.verdict.cache_clear()
 
 
+INT8 = {"coded": True, "rounded": True}
 BASE = shape.ProductShape(1, 16, 1, 4096, 4096, 1, 132, "bfloat16")
 PRODUCTION = {
     "Llama-3-8B, qkv, 16 rows": BASE._replace(outputs=6144),
@@ -336,6 +400,15 @@ PRODUCTION = {
     "Llama-3-8B, down, 16 rows": BASE._replace(inputs=14336),
     "Llama-3-8B, down, 2048 rows": BASE._replace(inputs=14336, rows=128, blocks=16),
     "Llama-3-8B, head, 16 rows": BASE._replace(outputs=128256, turned=True, out_dtype="float32"),
+    "Llama-3-8B in int8, up, 16 rows": BASE._replace(outputs=14336, parts=2, activation="silu", **INT8),
+    "Llama-3-8B in int8, up, 64 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=64, **INT8),
+    "Llama-3-8B in int8, up, 2048 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **INT8
+    ),
+    "Llama-3-8B in int8-weights, down, 64 rows": BASE._replace(inputs=14336, rows=64, coded=True),
+    "Qwen3-30B-A3B in int8, down": BASE._replace(
+        blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **INT8
+    ),
     "Qwen3-30B-A3B, up": BASE._replace(blocks=152, experts=128, inputs=2048, outputs=768, parts=2, activation="silu"),
     "Qwen3-30B-A3B, down": BASE._replace(
         blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32"
@@ -361,10 +434,12 @@ def lower(name: str, monkeypatch):
 
     axes = (s.outputs, s.inputs) if s.turned else (s.inputs, s.parts, s.outputs)
     operands = shape.Operands(
-        array(rows, s.inputs), array(s.experts, *axes),
+        array(rows, s.inputs), array(s.experts, *axes, dtype=jnp.int8 if s.coded else jnp.bfloat16),
         array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.bias else None,
         array(rows, dtype=jnp.float32) if s.weighed else None,
         array(s.blocks, dtype=jnp.int32), array(1, dtype=jnp.int32),
+        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.coded else None,
+        array(rows, dtype=jnp.float32) if s.rounded else None,
     )  # fmt: skip
     return jax.jit(lambda operands: multiply(s, operands)).trace(operands).lower(lowering_platforms=("cuda",))
 

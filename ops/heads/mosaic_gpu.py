@@ -1,29 +1,33 @@
 """Heads normalised, rotated and appended by one kernel on NVIDIA GPUs, which is in `quire.ops.heads.mosaic_kernel`.
 
-A row's bits are the same in any batch: each row is computed by itself.
+It serves the kinds of heads in which it passed its trial on this card. A row's bits are the same in any batch: each row
+is computed by itself.
 """
 
-import os
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from ..attention import KVPages, mosaic_gpu
+from ..attention import KVPages, mosaic, mosaic_gpu
+from ..kernel_trial import TriedKernel, require_pass
 from . import Heads
 
 WIDTHS = 64, 128, 256
 MOST = 256  # heads of a row: one copy brings them
 ALIGNED = 128  # bytes in shared memory at a multiple of which a copy begins
+USED = (Path(mosaic.__file__).parent / f"{name}.py" for name in ("paged", "task", "tile"))
+KERNEL = TriedKernel(f"{__package__}.trial", "heads", (*Path(__file__).parent.glob("*.py"), *USED))
 
 
 def prepare(qkv_TGH, heads: Heads, pages: KVPages, rows, *, interpret: Any = None):
     """See `quire.ops.heads.prepare`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     if interpret is None and (declined := mosaic_gpu.card_declines()):
         raise NotImplementedError(declined)
-    if interpret is None and os.environ.get("QUIRE_MOSAIC") != "trusted":
-        raise NotImplementedError("it has no trial on a card yet: QUIRE_MOSAIC=trusted uses it without one")
     if reasons := refusals(qkv_TGH, heads, pages):
         raise NotImplementedError(", and ".join(reasons))
+    if interpret is None:
+        require_pass(KERNEL, kind(qkv_TGH, heads, pages))
     from .mosaic_kernel import turn_and_append  # only now: it imports a compiler
 
     q_TNH, pages = turn_and_append(qkv_TGH, heads, pages, rows, interpret)
@@ -53,6 +57,17 @@ def refusals(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
     if N + 2 * K > MOST:
         found.append(f"a row must have at most {MOST} heads, not {N + 2 * K}")
     return found
+
+
+def kind(qkv_TGH, heads: Heads, pages: KVPages) -> dict:
+    """What the kernel is compiled for."""
+    page = pages.k_PSKH
+    return {
+        "queries": heads.queries, "keys": heads.keys, "width": qkv_TGH.shape[2],
+        "pairs": 0 if heads.cos_sin is None else heads.cos_sin[0].shape[1], "norm": heads.norm is not None,
+        "page": page.shape[1], "codes": None if pages.k_scale_PKS is None else page.dtype.name,
+        "dtype": qkv_TGH.dtype.name,
+    }  # fmt: skip
 
 
 def varies() -> None:

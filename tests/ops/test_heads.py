@@ -10,10 +10,10 @@ from cases import thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops import attention, heads
+from quire.ops import attention, heads, kernel_trial
 from quire.ops.attention import KVPages, QueryRows
 from quire.ops.attention.xla import append
-from quire.ops.heads import Heads, mosaic_gpu
+from quire.ops.heads import Heads, mosaic_gpu, trial
 from quire.ops.heads.xla import turn
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
@@ -77,20 +77,6 @@ def numbers(x) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-def in_float64(qkv_TGH, work: Heads):
-    """(queries, keys, values)."""
-    x_TGH, turned = numbers(qkv_TGH), work.queries + work.keys
-    own_TGH = x_TGH[:, :turned]
-    if work.norm:
-        scale_GH = np.repeat([numbers(work.q_scale), numbers(work.k_scale)], [work.queries, work.keys], axis=0)
-        own_TGH = own_TGH / np.sqrt(np.mean(own_TGH**2, -1, keepdims=True) + work.eps) * scale_GH
-    if work.cos_sin is not None:
-        cos, sin = (numbers(x)[:, None] for x in work.cos_sin)
-        a, b, rest = np.split(own_TGH, [cos.shape[-1], 2 * cos.shape[-1]], axis=-1)
-        own_TGH = np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-    return own_TGH[:, : work.queries], own_TGH[:, work.queries :], x_TGH[:, turned:]
-
-
 @pytest.mark.parametrize("name", thinned(CASES, ["a norm, a part rotated", "float8"]))
 def test_against_float64_and_xla(name):
     """Every row is right, its keys, values and scales are in its slots, nothing else is written, and nothing races."""
@@ -98,7 +84,7 @@ def test_against_float64_and_xla(name):
     qkv_TGH, work, pages = case.inputs()
     live = len(SLOTS)
     q_TNH, after = run(qkv_TGH, work, pages, rows_of(SLOTS))
-    q, k, v = (x[:live] for x in in_float64(qkv_TGH, work))
+    q, k, v = (x[:live] for x in trial.in_float64(qkv_TGH, work))
     size = np.abs(q).max((1, 2), keepdims=True)
     assert np.all(np.abs(numbers(q_TNH)[:live] - q) < 1e-2 * size)
     page_T, at_T = np.array(SLOTS) // S, np.array(SLOTS) % S
@@ -140,10 +126,57 @@ def test_all_reasons_are_said(monkeypatch):
         mosaic_gpu.prepare(qkv_TGH.astype(jnp.float32), work, pages, rows_of(SLOTS), interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         heads.prepare(qkv_TGH, work, pages, rows_of(SLOTS), "mosaic_gpu")
+
+
+def spoil_queries(q_TNH, pages):
+    return q_TNH.at[5].multiply(1.02), pages
+
+
+def spoil_values(q_TNH, pages):
+    return q_TNH, pages.replace(v_PSKH=jnp.roll(pages.v_PSKH, 1, 3))
+
+
+def spoil_other_slots(q_TNH, pages):
+    return q_TNH, pages.replace(k_PSKH=pages.k_PSKH.at[0, 0, 0, 0].set(7))
+
+
+@pytest.mark.parametrize("spoil", [None, spoil_queries, spoil_values, spoil_other_slots])
+@pytest.mark.parametrize("name", thinned(CASES, ["int8"]))
+def test_a_trial(name, spoil, monkeypatch):
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    real = trial.turn_and_append
+
+    def kernel(*given):
+        found = real(*given)
+        return found if spoil is None else spoil(*found)
+
+    monkeypatch.setattr(trial, "turn_and_append", kernel)
+    kind = mosaic_gpu.kind(*CASES[name].inputs())
+    for paged, wrong in ((False, (spoil_queries, spoil_other_slots)), (True, (spoil_values, spoil_other_slots))):
+        found = kernel_trial.measure(trial.HeadsCase(kind, paged, 12, InterpretGPUParams()), 0, repeats=2)
+        assert (found.wrong is not None) == (spoil in wrong)
+
+
+def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_path):
+    asked = []
+
+    def test(module, kind):
+        asked.append((module, kind))
+        return {"queries": kernel_trial.Found(0.5, 0.5, 0, 6e-3)}
+
     monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(kernel_trial, "folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_trial, "test", test)
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
-    with pytest.raises(NotImplementedError, match="no trial"):
-        mosaic_gpu.prepare(qkv_TGH, Heads(4, 2), pages, rows_of(SLOTS))
+    kernel_trial.verdict.cache_clear()
+    kernel_trial.warn_once.cache_clear()
+    qkv_TGH, work, pages = CASES["plain"].inputs()
+    for _ in range(2):
+        q_TNH, k_TKH, _, _ = heads.prepare(qkv_TGH, work, pages, rows_of(SLOTS))
+        assert k_TKH is not None
+    assert [module for module, _ in asked] == ["quire.ops.heads.trial"]
+    assert caplog.text.count("it is wrong on this GPU: queries by 5.0e-01, where 6e-03 is allowed") == 1
+    kernel_trial.verdict.cache_clear()
 
 
 def test_lowers_for_cuda_in_place(monkeypatch):

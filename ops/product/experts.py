@@ -17,7 +17,7 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
     if not isinstance(expert, Experts):
         raise NotImplementedError("experts must be two products, and not a function")
     up, down = prepare.matrix(expert.up_EDGF), prepare.matrix(expert.down_EFD)
-    E, D, _, F = up.array.shape
+    (E, _, _, F), D = up.array.shape, x_TD.shape[1]
     prepare.require(x_TD, up.array, D, F, None if expert.clamp is not None else expert.activation)
     prepare.require(x_TD, down.array, F, D)
     T, X = experts_TX.shape
@@ -30,16 +30,16 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
     def run(x_PK, matrix, bias, scale_P, dtype, **more):
         stack, inputs, outputs = matrix.array, x_PK.shape[1], matrix.array.shape[-1]
         parts = math.prod(stack.shape[2:-1])
-        x_PK, row_scale_P = prepare.round_rows(x_PK, matrix)
-        scale = None if matrix.scale is None else matrix.scale.reshape(E, parts, outputs)
+        x_PK, row_scale_P = prepare.meeting_rows(x_PK, matrix)
         bias = None if bias is None else bias.astype(jnp.float32).reshape(E, parts, outputs)
         shape = ProductShape(
             blocks=most_blocks(T * X, num_experts, rows), rows=rows, experts=E, inputs=inputs, outputs=outputs,
             parts=parts, processors=processors, out_dtype=dtype, bias=bias is not None, weighed=scale_P is not None,
-            coded=scale is not None, rounded=matrix.rounded, **more,
+            coded=matrix.scale is not None, group=matrix.group, rounded=matrix.rounded, **more,
         )  # fmt: skip
-        stack = stack.reshape(E, inputs, parts, outputs)
-        operands = Operands(x_PK, stack, bias, scale_P, blocks.experts_B, blocks.count_1, scale, row_scale_P)
+        stack = stack.reshape(E, -1, parts, outputs)
+        scales = matrix.scales(E, parts, outputs) | {"row_scale": row_scale_P}
+        operands = Operands(x_PK, stack, bias, scale_P, blocks.experts_B, blocks.count_1, **scales)
         return prepare.run(shape, operands, interpret)
 
     activation = {"activation": expert.activation, "clamp": expert.clamp, "alpha": expert.alpha}

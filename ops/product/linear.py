@@ -7,7 +7,7 @@ import jax
 from flax import struct
 
 from .. import weight as xla
-from ..quant.int8 import Int8
+from ..quant.compressed import Rounded
 from ..weight import Weight, check_subscripts
 from . import prepare
 
@@ -34,9 +34,11 @@ class Multiplied(Weight):
     def read(self, subscripts: str, x):
         """(rows, the weight, whether its inputs come last, axes of the rows, axes of the outputs)."""
         matrix = prepare.matrix(self.weight)
-        if isinstance(self.weight, Int8):  # its codes have the inputs first, wherever they stand in the subscripts
+        if isinstance(self.weight, Rounded):  # its codes have the inputs first, wherever they stand in the subscripts
             axes = len(self.weight.into)
-            into, out = matrix.array.shape[:axes], matrix.array.shape[axes:]
+            into, out = self.weight.into, self.weight.out
+            if not matrix.group:  # of this device's part, where it is split
+                into, out = matrix.array.shape[:axes], matrix.array.shape[axes:]
             check_subscripts(subscripts, x, into, out, self.weight.inputs)
             return x.reshape(-1, math.prod(into)), matrix, False, x.shape[: x.ndim - axes], out
         if not isinstance(self.weight, jax.Array):

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ..attention import mosaic_gpu
+from ..quant.int4 import Int4
 from ..quant.int8 import Int8, as_bytes
 from ..quant.stack import Stack
 from .gate import require_trial
-from .shape import FEATURES, Operands, ProductShape
+from .shape import FEATURES, PACKED, Operands, ProductShape
 
 BLOCKS = 16, 32, 64, 128  # rows of a block
 ACTIVATIONS = "silu", "gelu_tanh", "relu"
@@ -33,8 +34,8 @@ def require(x, weight, inputs: int, outputs: int, activation: str | None = None)
     reasons = []
     if x.dtype != jnp.bfloat16:
         reasons.append(f"rows must be bfloat16, not {x.dtype}")
-    if weight.dtype not in (jnp.bfloat16, jnp.int8):
-        reasons.append(f"weights must be bfloat16 or int8, not {weight.dtype}")
+    if weight.dtype not in (jnp.bfloat16, jnp.int8, jnp.uint8):
+        reasons.append(f"weights must be bfloat16, int8 or int4, not {weight.dtype}")
     if inputs % FEATURES or outputs % FEATURES:
         reasons.append(f"inputs and outputs must divide by {FEATURES}, and are {inputs} and {outputs}")
     if activation is not None and activation not in ACTIVATIONS:
@@ -56,8 +57,17 @@ class Matrix(NamedTuple):
     """A weight, or a stack of them, whichever form it is kept in."""
 
     array: Any  # bfloat16, or codes
-    scale: Any = None  # of the codes, one for each output
+    scale: Any = None  # of the codes: one for each output, or for each group and output
     rounded: bool = False  # the rows that meet it become codes too
+    group: int = 0  # inputs that share a scale of codes of four bits, two a byte
+
+    def scales(self, experts: int, parts: int, outputs: int) -> dict[str, Any]:
+        """The operand that its scales are."""
+        if self.scale is None:
+            return {}
+        if self.group:
+            return {"group_scale": self.scale.reshape(experts, -1, parts, outputs)}
+        return {"output_scale": self.scale.reshape(experts, parts, outputs)}
 
 
 def matrix(weight) -> Matrix:
@@ -66,13 +76,28 @@ def matrix(weight) -> Matrix:
         weight = weight.each
     if isinstance(weight, Int8):
         return Matrix(weight.codes, weight.scale, weight.dynamic)
+    if isinstance(weight, Int4):
+        return packed(weight)
     if not hasattr(weight, "dtype"):
-        raise NotImplementedError(f"weights must be arrays or int8, not {type(weight).__name__}")
+        raise NotImplementedError(f"weights must be arrays, int8 or int4, not {type(weight).__name__}")
     return Matrix(weight)
 
 
-def round_rows(x_PK, matrix: Matrix):
-    """The rows that meet a weight, and the scale of each if they are rounded: bfloat16 holds their codes exactly."""
+def packed(weight: Int4) -> Matrix:
+    """Codes of four bits, or a stack of them, with the axes of their outputs."""
+    if weight.zero is not None:
+        raise NotImplementedError("weights of int4 must have no zero points")
+    if math.prod(weight.into) % PACKED:
+        raise NotImplementedError(f"inputs of int4 must divide by {PACKED}, and are {math.prod(weight.into)}")
+    codes, scale = (array.reshape(*array.shape[:-1], *weight.out) for array in (weight.codes, weight.scale))
+    return Matrix(codes, scale, group=weight.group)
+
+
+def meeting_rows(x_PK, matrix: Matrix):
+    """The rows as the kernel takes them, and the scale of each if they are rounded: bfloat16 holds codes exactly."""
+    if matrix.group:  # in the order in which it decodes the inputs
+        P, K = x_PK.shape
+        return x_PK.reshape(P, K // PACKED, PACKED // 2, 2).swapaxes(2, 3).reshape(P, K), None
     if not matrix.rounded:
         return x_PK, None
     codes_PK, scale_P1 = as_bytes(x_PK)
@@ -85,18 +110,21 @@ def dense(
 ):  # fmt: skip
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
     weight, (rows, inputs) = matrix.array, x_RK.shape
-    outputs = math.prod(weight.shape) // inputs // parts
+    stored = inputs // 2 if matrix.group else inputs
+    outputs = math.prod(weight.shape) // stored // parts
     require(x_RK, weight, inputs, outputs, activation)
     size = block_rows(rows)
     blocks = -(-rows // size)
     shape = ProductShape(
         blocks=blocks, rows=size, experts=1, inputs=inputs, outputs=outputs, parts=parts,
         processors=processors(interpret), out_dtype=jnp.dtype(dtype).name, activation=activation,
-        bias=bias is not None, turned=turned, coded=matrix.scale is not None, rounded=matrix.rounded,
+        bias=bias is not None, turned=turned, coded=matrix.scale is not None, group=matrix.group,
+        rounded=matrix.rounded,
     )  # fmt: skip
-    x_PK, row_scale_P = round_rows(jnp.pad(x_RK, ((0, blocks * size - rows), (0, 0))), matrix)
-    weight = weight.reshape((1, outputs, inputs) if turned else (1, inputs, parts, outputs))
-    scale = None if matrix.scale is None else matrix.scale.reshape(1, parts, outputs)
+    x_PK, row_scale_P = meeting_rows(jnp.pad(x_RK, ((0, blocks * size - rows), (0, 0))), matrix)
+    weight = weight.reshape((1, outputs, inputs) if turned else (1, stored, parts, outputs))
+    scales = matrix.scales(1, parts, outputs)
     bias = None if bias is None else bias.astype(jnp.float32).reshape(1, parts, outputs)
     experts, count = jnp.zeros(blocks, jnp.int32), jnp.full(1, blocks, jnp.int32)
-    return run(shape, Operands(x_PK, weight, bias, None, experts, count, scale, row_scale_P), interpret)[:rows]
+    operands = Operands(x_PK, weight, bias, None, experts, count, row_scale=row_scale_P, **scales)
+    return run(shape, operands, interpret)[:rows]

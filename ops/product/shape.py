@@ -7,6 +7,7 @@ from jax import lax
 
 FEATURES = 64  # outputs that a warpgroup computes at once: the rows of the hardware's tiles
 MEMORY = (227 - 6) << 10  # bytes of shared memory for blocks; the rest is for barriers and gaps
+PACKED = 128  # inputs of 64 bytes of codes of four bits: their even ones are multiplied first, then the odd ones
 DECODED = 2  # steps whose codes are numbers at once: one is multiplied while the next is decoded
 DEEPEST = 12  # blocks that are on their way at once, at most
 
@@ -28,13 +29,14 @@ class ProductShape(NamedTuple):
     bias: bool = False
     weighed: bool = False  # each row is multiplied by a weight of its own
     turned: bool = False  # a weight is [outputs, inputs], and not [inputs, parts, outputs]
-    coded: bool = False  # weights are int8 codes, with a scale an output
+    coded: bool = False  # weights are codes: of int8 with a scale an output
+    group: int = 0  # or of four bits, two a byte, with a scale for so many inputs of an output
     rounded: bool = False  # rows are codes too, with a scale each
 
     @property
     def warpgroups(self) -> int:
         """That multiply: two where there are many rows, so that both share what is copied."""
-        return 2 if self.rows > 64 and self.outputs % (2 * FEATURES) == 0 else 1
+        return 2 if self.rows > 64 and self.outputs % (2 * FEATURES) == 0 and not self.group else 1
 
     @property
     def features(self) -> int:
@@ -48,7 +50,12 @@ class ProductShape(NamedTuple):
     @property
     def step(self) -> int:
         """Inputs that are copied at once."""
-        return 128 if self.inputs % 128 == 0 and self.rows <= 64 else 64
+        return PACKED if self.group or (self.inputs % 128 == 0 and self.rows <= 64) else 64
+
+    @property
+    def groups(self) -> int:
+        """That a step's inputs of an output lie in."""
+        return self.step // self.group
 
     @property
     def steps(self) -> int:
@@ -60,19 +67,23 @@ class ProductShape(NamedTuple):
         results = self.features * self.rows * jnp.dtype(self.out_dtype).itemsize
         weights = self.step * self.parts * self.features
         decoded = DECODED * 2 * weights if self.coded else 0
-        each = (1 if self.coded else 2) * weights + 2 * self.step * self.rows
+        bits = 4 if self.group else 8 if self.coded else 16
+        scales = 2 * self.groups * self.parts * self.features if self.group else 0
+        each = bits * weights // 8 + scales + 2 * self.step * self.rows
         return min((MEMORY - results - decoded) // each, DEEPEST)
 
 
 class Operands(NamedTuple):
     x: Any  # [blocks * rows, inputs]
-    weight: Any  # [experts, inputs, parts, outputs], or turned [experts, outputs, inputs]; bfloat16, or codes
+    weight: Any  # [experts, inputs, parts, outputs], or turned [experts, outputs, inputs]; bfloat16, or codes;
+    # of codes of four bits half the inputs, each byte with an even input in its low half and the next in its high one
     bias: Any  # float32 [experts, parts, outputs]
     scale: Any  # float32 [blocks * rows]: the weight of each row
     experts: Any  # int32 [blocks]: whose the rows of each block are
     count: Any  # int32 [1]: blocks that there are
-    output_scale: Any = None  # float32 [experts, parts, outputs], of codes
+    output_scale: Any = None  # float32 [experts, parts, outputs], of codes of int8
     row_scale: Any = None  # float32 [blocks * rows], of rows that are codes
+    group_scale: Any = None  # float16 [experts, groups, parts, outputs], of codes of four bits
 
 
 class Task(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..attention import mosaic_gpu
-from .prepare import BLOCKS
+from .prepare import BLOCKS, Matrix, meeting_rows
 from .shape import Operands, ProductShape
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
@@ -34,31 +34,38 @@ class ProductCase:
 
         x, each = array(pairs, self.inputs), (self.inputs, kind["parts"], self.outputs)
         weight = array(experts, *((self.outputs, self.inputs) if kind["turned"] else each), scale=self.inputs**-0.5)
-        output_scale = row_scale = None
-        if kind["coded"]:
+        output_scale = row_scale = group_scale = None
+        numbers = np.asarray(weight, np.float64)
+        if kind["group"]:
+            weight = jnp.asarray(rng.integers(0, 256, (experts, self.inputs // 2, *each[1:])), jnp.uint8)
+            groups = experts, self.inputs // kind["group"], *each[1:]
+            group_scale = jnp.asarray(rng.uniform(0.5, 2, groups) / 8 / self.inputs**0.5, jnp.float16)
+            numbers = unpacked(np.asarray(weight), np.asarray(group_scale))
+        elif kind["coded"]:
             weight = jnp.asarray(rng.integers(-127, 128, weight.shape), jnp.int8)
             output_scale = jnp.asarray(rng.uniform(0.5, 2, (experts, *each[1:])) / 127 / self.inputs**0.5, jnp.float32)
+            numbers = np.asarray(weight, np.float64) * np.asarray(output_scale, np.float64)[:, None]
         if kind["rounded"]:
             x = jnp.asarray(rng.integers(-127, 128, x.shape), jnp.bfloat16)
             row_scale = jnp.asarray(rng.uniform(0.5, 2, pairs) / 127, jnp.float32)
         bias = array(experts, *each[1:], dtype=jnp.float32) if kind["bias"] else None
         scale = array(pairs, dtype=jnp.float32) if kind["weighed"] else None
         whose = np.sort(np.r_[np.arange(experts), rng.integers(0, experts, pairs // BLOCKS[-1] - experts)])
+        x_PK, _ = meeting_rows(x, Matrix(weight, group=kind["group"]))
         given = []
         for rows in BLOCKS:
             spare = 3 * rows  # of blocks that there are not
             given.append(
                 Operands(
-                    jnp.pad(x, ((0, spare), (0, 0)), constant_values=jnp.nan), weight, bias,
+                    jnp.pad(x_PK, ((0, spare), (0, 0)), constant_values=jnp.nan), weight, bias,
                     None if scale is None else jnp.pad(scale, (0, spare), constant_values=jnp.nan),
                     jnp.asarray(np.pad(np.repeat(whose, BLOCKS[-1] // rows), (0, 3)), jnp.int32),
                     jnp.full(1, pairs // rows, jnp.int32), output_scale,
                     None if row_scale is None else jnp.pad(row_scale, (0, spare), constant_values=jnp.nan),
+                    group_scale,
                 )
             )  # fmt: skip
         exact = np.asarray(x, np.float64) * (1 if row_scale is None else np.asarray(row_scale, np.float64)[:, None])
-        numbers = np.asarray(weight, np.float64)
-        numbers = numbers if output_scale is None else numbers * np.asarray(output_scale, np.float64)[:, None]
         return (), given, reference(kind, whose, exact, numbers, bias, scale)
 
     def run(self, held, given):
@@ -85,6 +92,13 @@ def product(shape: ProductShape, operands: Operands, interpret: Any):
     from .kernel import multiply
 
     return multiply(shape, operands, interpret=interpret)
+
+
+def unpacked(codes, scale) -> np.ndarray:
+    """[experts, inputs, ...] of codes of four bits, rounded to bfloat16 as products see them."""
+    code = np.stack([codes & 15, codes >> 4], 2).reshape(len(codes), -1, *codes.shape[2:]).astype(np.float32)
+    wide = (code - 8) * np.repeat(scale.astype(np.float32), code.shape[1] // scale.shape[1], 1)
+    return np.asarray(jnp.asarray(wide, jnp.bfloat16), np.float64)
 
 
 def reference(kind: dict, whose, x, weight, bias, scale) -> np.ndarray:

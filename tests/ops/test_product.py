@@ -19,6 +19,7 @@ from quire.ops.attention import mosaic_gpu
 from quire.ops.moe import Experts
 from quire.ops.product import experts, gate, linear, prepare, shape, trial
 from quire.ops.product.blocks import align, most_blocks
+from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8
 from quire.ops.quant.stack import Stack
 
@@ -103,6 +104,47 @@ def test_int8_against_float64(name):
     wanted = np.einsum(subscripts, x_RK, exact(weight.codes) * exact(weight.scale)) + exact(bias)
     np.testing.assert_allclose(exact(found), wanted, rtol=1e-3, atol=2e-2 if dynamic else 1e-4)
     assert not gpu_callbacks.get_races().races_found
+
+
+def in_four_bits(weight, group: int, into: int = 1) -> Int4:
+    """A weight in int4 whose inputs come first."""
+    axes = weight.shape
+    spec = Int4(None, None, None, group, into=axes[:into], out=axes[into:], inputs=tuple(range(into)))
+    return jax.tree.map(jnp.asarray, spec.quantize(np.asarray(weight, np.float32)))
+
+
+def unpacked(weight: Int4) -> np.ndarray:
+    """A loop over the inputs, in bfloat16, as products see it."""
+    codes, scale = np.asarray(weight.codes), np.asarray(weight.scale, np.float32)
+    found = [((codes[k // 2] >> 4 * (k % 2) & 15) - 8.0) * scale[k // weight.group] for k in range(2 * len(codes))]
+    return exact(jnp.asarray(np.array(found), jnp.bfloat16)).reshape(weight.into + weight.out)
+
+
+INT4S = {  # subscripts, axes of the weight, rows, inputs that share a scale
+    "groups of 32": ("TD,DGH->TGH", (256, 2, 64), 5, 32),
+    "groups of 64": ("TNH,NHD->TD", (2, 64, 128), 100, 64),
+    "groups of 128": ("TD,DA->TA", (384, 64), 17, 128),
+}
+
+
+@pytest.mark.parametrize("name", thinned(INT4S, ["groups of 32", "groups of 64"]))
+def test_int4_against_float64(name):
+    subscripts, axes, rows, group = INT4S[name]
+    rng, into = np.random.default_rng(6), len(subscripts.partition(",")[0]) - 1
+    x, weight = draw(rng, rows, *axes[:into]), in_four_bits(draw(rng, *axes, scale=0.1), group, into)
+    bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
+    found = linear.weight_of(weight, INTERPRETED).einsum(subscripts, x, bias, jnp.float32)
+    np.testing.assert_allclose(
+        exact(found), np.einsum(subscripts, exact(x), unpacked(weight)) + exact(bias), rtol=1e-4, atol=1e-4
+    )
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_int4_with_zeros_is_declined():
+    spec = Int4(None, None, True, 32, into=(128,), out=(64,), inputs=(0,))
+    weight = jax.tree.map(jnp.asarray, spec.quantize(np.ones((128, 64), np.float32)))
+    with pytest.raises(NotImplementedError, match="weights of int4 must have no zero points"):
+        linear.weight_of(weight, INTERPRETED).einsum("TD,DA->TA", jnp.ones((1, 128), jnp.bfloat16))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
@@ -209,6 +251,21 @@ def test_int8_experts_against_float64(dynamic):
     assert not gpu_callbacks.get_races().races_found
 
 
+def test_int4_experts_against_float64():
+    rng, D = np.random.default_rng(7), 128
+    dense = Experts(draw(rng, E, D, 2, F, scale=0.2), draw(rng, E, F, D, scale=0.2), "silu")
+    whose, x, weights = chosen(rng, 9, X, E, "any"), draw(rng, 9, D), np.ones((9, X), np.float32)
+    nodes = [[in_four_bits(array[e], 32) for e in range(E)] for array in (dense.up_EDGF, dense.down_EFD)]
+    stacks = [Stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)) for each in nodes]
+    wanted = mixed_slowly(
+        x, weights, whose, Experts(*(np.stack([unpacked(n) for n in each]) for each in nodes), "silu")
+    )
+    given = jnp.asarray(weights), jnp.asarray(whose, jnp.int32), E, Experts(*stacks, "silu")
+    found = exact(experts.mix_experts(x, *given, INTERPRETED))
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 6e-3
+    assert not gpu_callbacks.get_races().races_found
+
+
 def test_an_expert_that_nobody_chose_is_never_read():
     rng = np.random.default_rng(0)
     whole, whose = mixture(rng), chosen(rng, 9, X, E, "few")
@@ -230,15 +287,17 @@ def test_the_same_bits_in_any_company(rows):
     whole, y, weights = mixture(rng), draw(rng, 100, D), jnp.asarray(rng.random((100, X)), jnp.float32)
     whose, interpreted = jnp.asarray(chosen(rng, 100, X, E, "any"), jnp.int32), InterpretGPUParams()
 
-    in_int8 = rounded(weight, True)
+    in_int8, in_int4 = rounded(weight, True), in_four_bits(weight[:128], 32)
 
     def run(*rows: int):
         at = np.array(rows)
         dense = linear.weight_of(weight, interpreted).einsum("TD,DA->TA", x[at], bias, jnp.float32)
         coded = linear.weight_of(in_int8, interpreted).einsum("TD,DA->TA", x[at], bias, jnp.float32)
+        packed = linear.weight_of(in_int4, interpreted).einsum("TD,DA->TA", x[at, :128], bias[:128], jnp.float32)
         return (
             exact(dense),
             exact(coded),
+            exact(packed),
             exact(experts.mix_experts(y[at], weights[at], whose[at], E, whole, interpreted)),
         )
 
@@ -261,7 +320,7 @@ def test_random_experts(seed):
 
 KIND = {
     "grouped": False, "parts": 1, "turned": False, "activation": None, "clamp": None, "alpha": 1.0, "bias": True,
-    "weighed": False, "out_dtype": "bfloat16", "coded": False, "rounded": False,
+    "weighed": False, "out_dtype": "bfloat16", "coded": False, "group": 0, "rounded": False,
 }  # fmt: skip
 KINDS = {
     "dense": KIND,
@@ -269,6 +328,7 @@ KINDS = {
     "gate and up": KIND | {"grouped": True, "parts": 2, "activation": "silu"},
     "weighed": KIND | {"grouped": True, "weighed": True, "out_dtype": "float32"},
     "int8": KIND | {"grouped": True, "parts": 2, "activation": "silu", "coded": True, "rounded": True},
+    "int4": KIND | {"grouped": True, "parts": 2, "activation": "silu", "coded": True, "group": 32},
 }
 
 
@@ -285,7 +345,7 @@ def test_a_trial(name, spoilt, monkeypatch):
 
     monkeypatch.setattr(trial, "product", kernel)
     monkeypatch.setattr(trial, "BLOCKS", (16, 32))
-    case = trial.ProductCase(KINDS[name], 64, 64, 2, interpret=InterpretGPUParams())
+    case = trial.ProductCase(KINDS[name], 128, 64, 2, interpret=InterpretGPUParams())
     assert (kernel_trial.measure(case, 0, repeats=2).wrong is None) == (not spoilt)
 
 
@@ -357,8 +417,10 @@ def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):
 
 def test_it_says_all_that_stands_against_it(card):
     x, weight = jnp.zeros((5, 60)), jnp.zeros((60, 2, 64))
-    wanted = "rows must be bfloat16, not float32; weights must be bfloat16 or int8, not float32; inputs and .* are 60 "
-    with pytest.raises(NotImplementedError, match=wanted + "and 64; the activation must be one of silu, .* not gelu"):
+    wanted = "rows must be bfloat16, not float32; weights must be bfloat16, int8 or int4, not float32; inputs "
+    with pytest.raises(
+        NotImplementedError, match=wanted + "and .* are 60 and 64; the activation must be one of silu, .* not gelu"
+    ):
         products.gated("TD,DGF->TGF", x, weight, "gelu", "mosaic")
 
 
@@ -389,6 +451,7 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, t
 
 
 INT8 = {"coded": True, "rounded": True}
+INT4 = {"coded": True, "group": 32}
 BASE = shape.ProductShape(1, 16, 1, 4096, 4096, 1, 132, "bfloat16")
 PRODUCTION = {
     "Llama-3-8B, qkv, 16 rows": BASE._replace(outputs=6144),
@@ -404,6 +467,14 @@ PRODUCTION = {
     "Llama-3-8B in int8, up, 64 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=64, **INT8),
     "Llama-3-8B in int8, up, 2048 rows": BASE._replace(
         outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **INT8
+    ),
+    "Llama-3-8B in int4, up, 16 rows": BASE._replace(outputs=14336, parts=2, activation="silu", **INT4),
+    "Llama-3-8B in int4, up, 64 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=64, **INT4),
+    "Llama-3-8B in int4-128, up, 2048 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **INT4 | {"group": 128}
+    ),
+    "Qwen3-30B-A3B in int4, down": BASE._replace(
+        blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **INT4
     ),
     "Llama-3-8B in int8-weights, down, 64 rows": BASE._replace(inputs=14336, rows=64, coded=True),
     "Qwen3-30B-A3B in int8, down": BASE._replace(
@@ -432,14 +503,16 @@ def lower(name: str, monkeypatch):
     def array(*axes: int, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(axes, dtype)
 
-    axes = (s.outputs, s.inputs) if s.turned else (s.inputs, s.parts, s.outputs)
+    axes = (s.outputs, s.inputs) if s.turned else (s.inputs // (2 if s.group else 1), s.parts, s.outputs)
+    stored = jnp.uint8 if s.group else jnp.int8 if s.coded else jnp.bfloat16
     operands = shape.Operands(
-        array(rows, s.inputs), array(s.experts, *axes, dtype=jnp.int8 if s.coded else jnp.bfloat16),
+        array(rows, s.inputs), array(s.experts, *axes, dtype=stored),
         array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.bias else None,
         array(rows, dtype=jnp.float32) if s.weighed else None,
         array(s.blocks, dtype=jnp.int32), array(1, dtype=jnp.int32),
-        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.coded else None,
+        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.coded and not s.group else None,
         array(rows, dtype=jnp.float32) if s.rounded else None,
+        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=jnp.float16) if s.group else None,
     )  # fmt: skip
     return jax.jit(lambda operands: multiply(s, operands)).trace(operands).lower(lowering_platforms=("cuda",))
 

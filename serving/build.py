@@ -77,7 +77,10 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         for replica, host_cache in enumerate(made.host_caches)
     ]
     seed, queued = options.seed, options.max_queued_requests
-    engine = Engine(runner, tokenizer, tables, made.max_len, seed, queued, pooling=options.pooling, defaults=defaults)
+    engine = Engine(
+        runner, tokenizer, tables, made.max_len, seed, queued,
+        pooling=options.pooling, defaults=defaults, speculation=options.speculation,
+    )  # fmt: skip
     if trace is not None:
         engine.observers.append(trace)
     return engine
@@ -141,7 +144,8 @@ def make_runner(
     experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
     kernels = native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, experts))
     listed = config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS)
-    limits = Limits(sized.max_num_seqs, sized.max_num_batched_tokens, max(sized.max_num_seqs, 16), listed)
+    drafts = 0 if options.speculation is None else options.speculation.num_speculative_tokens
+    limits = Limits(sized.max_num_seqs, sized.max_num_batched_tokens, max(sized.max_num_seqs, 16), listed, drafts)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
     load_weights, weights = partial(load, folder, config, placement, options.load_format), None

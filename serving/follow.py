@@ -23,7 +23,7 @@ log = logging.getLogger("quire")
 
 CALLS: dict[str, Callable[..., Any]] = {
     "reset_slot": lambda runner, slot, *row: runner.reset_slot(slot, SlotState(*row)),
-    "set_bias": lambda runner, slot, bias_V: runner.set_bias(slot, bias_V),
+    "set_bias": lambda runner, slot, row, bias_V: runner.set_bias(slot, row, bias_V),
     "copy": lambda runner, copies: runner.move(PageMoves(copies=[tuple(move) for move in copies])),
     "reset": lambda runner: runner.reset(),
     "sleep": lambda runner, weights, pages: runner.sleep(weights, pages),

@@ -28,7 +28,7 @@ ROOMS = """
     model/checkpoint model/planning model/text
 
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
-    serving/cache serving/device serving/engine serving/observe
+    serving/speculative serving/cache serving/device serving/engine serving/observe
     serving/defaults serving/build serving/follow serving/progress serving/resume serving/chat_prompt serving/llm
     serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
@@ -40,8 +40,15 @@ ROOMS = """
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
 FILES += [ROOT / "__init__.py", ROOT / "__main__.py"]
-NO_JAX = ("serving/api/*", "serving/parsing/*", "serving/request/*", "serving/protocol/*", "serving/cache/*")
-NO_JAX += ("serving/engine/scheduler.py", "serving/engine/waiting_queue.py")
+NO_JAX = (
+    "serving/api/*",
+    "serving/parsing/*",
+    "serving/request/*",
+    "serving/protocol/*",
+    "serving/cache/*",
+    "serving/speculative/*",
+)
+NO_JAX += ("serving/speculative/*", "serving/engine/scheduler.py", "serving/engine/waiting_queue.py")
 BANNED = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch", "transformers"}
 PEERS = ROOT / "scripts" / "peers"
 GUESTS = [*sorted(PEERS.glob("run_*.py")), PEERS / "continuous.py"]  # they run other engines

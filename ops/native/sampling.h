@@ -22,12 +22,12 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // What lives as long as a request, and how each row is sampled: see `SlotState` and `SamplingInputs` in Python.
 struct Call {
-  int64_t R, V, X, K;  // rows, vocabulary, bans a row, listed log-probabilities
+  int64_t R, V, J, X, K;  // rows, vocabulary, rows that a slot may have, bans a row, listed log-probabilities
   const float *logits, *bias;
   const bool* stop;
   const int32_t* counts;
   const bool* prompt;
-  const int32_t *slots, *positions;
+  const int32_t *slots, *bias_rows, *drafted, *positions;
   const uint32_t* seeds;
   const float* temperature;
   const int32_t* top_k;
@@ -234,6 +234,7 @@ inline uint32_t threefry(const uint32_t* key, uint32_t data) {
 struct Scratch {
   std::vector<float> adjusted, most, most_adjusted, weights;
   std::vector<double> sums;
+  std::vector<int32_t> counts;
   std::vector<Candidate> candidates;
 };
 
@@ -251,7 +252,7 @@ struct Row {
   bool penalised() const { return a.repetition[r] != 1 || a.presence[r] != 0 || a.frequency[r] != 0; }
 
   void mask(float* x, int64_t slot) const {
-    const float* bias = a.bias + slot * a.V;
+    const float* bias = a.bias + (slot * a.J + std::clamp<int64_t>(a.bias_rows[r], 0, a.J - 1)) * a.V;
     const bool* stop = a.stop + slot * a.V;
     if (a.biased[r])
       for (int64_t i = 0; i < a.V; ++i) x[i] += bias[i];
@@ -264,6 +265,13 @@ struct Row {
   void penalise(float* x, int64_t slot) const {
     const int32_t* counts = a.counts + slot * a.V;
     const bool* prompt = a.prompt + slot * a.V;
+    const int32_t* drafted = a.drafted + r * a.J;
+    if (std::any_of(drafted, drafted + a.J, [](int32_t token) { return token >= 0; })) {
+      room.counts.assign(counts, counts + a.V);
+      for (int64_t j = 0; j < a.J; ++j)
+        if (drafted[j] >= 0 && drafted[j] < a.V) ++room.counts[drafted[j]];
+      counts = room.counts.data();
+    }
     auto some = [&](int64_t i, auto lanes) {
       f32x16 logit{};
       i32x16 count{};

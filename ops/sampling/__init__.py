@@ -4,7 +4,11 @@ The order is vLLM's: biases and bans, penalties, then argmax, or temperature, mi
 three filters each keep the tokens whose logit reaches a threshold, so together they are one number a row: its floor.
 Tokens that tie with the floor are all kept.
 
-Letters beside the package's: R sampled rows, B slots, X bans, K listed log-probabilities, C candidates, W fan-out.
+A sequence with drafts (tokens that may come next) has a row for each of them and one more. What is drawn at such a row
+is what would be drawn there if the drafts before it were known to be right: `accepted` says which are.
+
+Letters beside the package's: R sampled rows, B slots, J rows that a slot may have, X bans, K listed log-probabilities,
+C candidates, W fan-out.
 """
 
 from dataclasses import replace
@@ -27,7 +31,7 @@ MAX_BANS = 64
 class SlotState:
     """What sampling keeps on the device between steps: one row for each running sequence."""
 
-    bias_BV: Array  # float32, added to the logits; -inf where a token is not allowed
+    bias_BJV: Array  # float32, added to the logits; -inf where a token is not allowed
     stop_BV: Array  # bool, the tokens that would end the request
     output_counts_BV: Array  # int32, times each token was generated
     prompt_BV: Array  # bool, the tokens that occur in the prompt
@@ -38,6 +42,8 @@ class SamplingInputs:
     """How to sample each row."""
 
     slots_R: Array  # int32, the row of SlotState
+    bias_rows_R: Array  # int32, which of the slot's biases
+    drafted_RJ: Array  # int32, the drafts before this row, which the penalties count; -1 = none
     positions_R: Array  # int32, of the token being drawn, counted from 0
     seeds_R2: Array  # uint32
     temperature_R: Array  # float32, 0 = greedy
@@ -85,14 +91,43 @@ def sample(
     return choose(IMPLEMENTATIONS, __name__, lambda module: module.sample(*arguments), implementation)
 
 
-def empty_state(num_slots: int, vocab: int) -> SlotState:
-    """The state where no slot is in use."""
-    return SlotState(*(jnp.zeros((num_slots, vocab), dtype) for dtype in (jnp.float32, bool, jnp.int32, bool)))
+def empty_state(num_slots: int, vocab: int, num_rows: int = 1) -> SlotState:
+    """The state where no slot is in use; `num_rows` are those that a slot may have in a step."""
+    others = [jnp.zeros((num_slots, vocab), dtype) for dtype in (bool, jnp.int32, bool)]
+    return SlotState(jnp.zeros((num_slots, num_rows, vocab), jnp.float32), *others)
 
 
 def replace_row(state: SlotState, slot: Array, row: SlotState) -> SlotState:
-    """The state with one slot's row, which has no B axis, replaced."""
-    return jax.tree.map(lambda all_BV, own_V: all_BV.at[slot].set(own_V), state, row)
+    """The state with one slot's row, which has neither B nor J axis, replaced."""
+    return SlotState(
+        set_bias(state.bias_BJV, slot, 0, row.bias_BJV),
+        *(
+            all_BV.at[slot].set(own_V)
+            for all_BV, own_V in zip(jax.tree.leaves(state)[1:], jax.tree.leaves(row)[1:], strict=True)
+        ),
+    )
+
+
+def set_bias(bias_BJV: Array, slot: Array, bias_row: Array | int, bias_V: Array) -> Array:
+    """The biases with one of a slot's replaced."""
+    return bias_BJV.at[slot, bias_row].set(bias_V)
+
+
+def accepted(sampled: Sampled, drafts_R: Array, depths_R: Array) -> Array:
+    """Which drafts are what was drawn in their place, and so are all those before them.
+
+    drafts_R: what the row's token is compared with, -1 = nothing; depths_R: drafts before the row. A sequence's rows
+    lie together.
+
+        row          0       1       2       3            drafts      a  b  c
+        draft        a       b       c       -
+        drawn        a       b       x                    accepted    a  b       and x is the next token
+    """
+    R = drafts_R.shape[0]
+    wrong_R = (sampled.tokens_R != drafts_R) | ~sampled.ok_R
+    so_far_R = jnp.cumsum(wrong_R)
+    before_R = so_far_R - wrong_R
+    return so_far_R == before_R[jnp.maximum(jnp.arange(R) - depths_R, 0)]
 
 
 def count_tokens(
@@ -109,6 +144,26 @@ def count_tokens(
         prompt_BV=state.prompt_BV.at[prompt_T, tokens_T].set(True, mode="drop"),
         output_counts_BV=state.output_counts_BV.at[output_T, tokens_T].add(1, mode="drop"),
     )
+
+
+def ends(accepted_R: Array, depths_R: Array) -> Array:
+    """The rows that draw a sequence's next token: all drafts before are accepted, and the one after is not."""
+    reached_R = (depths_R == 0) | jnp.pad(accepted_R[:-1], (1, 0))
+    return reached_R & ~accepted_R
+
+
+def count_accepted(
+    state: SlotState, inputs: SamplingInputs, drafts_R: Array, accepted_R: Array, axis: Axis = UNSPLIT
+) -> SlotState:
+    """The state with the accepted drafts counted, of slots that have penalties."""
+    return count_tokens(
+        state, inputs.slots_R, drafts_R, jnp.zeros_like(accepted_R), accepted_R & penalised(inputs), axis
+    )
+
+
+def penalised(inputs: SamplingInputs) -> Array:
+    """The rows whose logits depend on the tokens so far."""
+    return (inputs.presence_penalty_R != 0) | (inputs.frequency_penalty_R != 0) | (inputs.repetition_penalty_R != 1)
 
 
 def own_tokens(tokens, V: int, axis: Axis):

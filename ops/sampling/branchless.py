@@ -41,7 +41,7 @@ def sample(
     scored_R = inputs.targets_R >= 0
     draws_R = ~scored_R & (inputs.temperature_R > 0)
     # A row without masks and penalties does not change.
-    logits_RV = raw_RV if plain else penalise(mask(raw_RV, state, inputs, axis), state, inputs)
+    logits_RV = raw_RV if plain else penalise(mask(raw_RV, state, inputs, axis), state, inputs, axis)
     greedy_R, best_R = argmax(logits_RV, axis)
     drawn_R = draw(logits_RV, best_R, draws_R, inputs, None if plain else cut, axis)
     ok_R = jnp.isfinite(most(raw_RV, axis)) & (scored_R | jnp.isfinite(best_R))

@@ -50,7 +50,8 @@ def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:
     R, V = logits_RV.shape
     if not R or not V:
         raise NotImplementedError(f"there must be logits, not an array of {R} by {V}")
-    sizes = {"R": R, "V": V, "B": state.bias_BV.shape[0], "X": inputs.ban_RX.shape[1], "2": 2}
+    B, J, _ = state.bias_BJV.shape
+    sizes = {"R": R, "V": V, "B": B, "J": J, "X": inputs.ban_RX.shape[1], "2": 2}
     for name, array in {**vars(state), **vars(inputs)}.items():
         expected = tuple(sizes[letter] for letter in name.rsplit("_", 1)[1])
         if array.shape != expected:

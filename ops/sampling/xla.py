@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from ...sharding.device_axes import UNSPLIT, Axis
-from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_tokens
+from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_tokens, penalised
 
 CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530
 FAN_OUT = 64
@@ -37,15 +37,13 @@ def sample(
     raw_RV = logits_RV.astype(jnp.float32)
     scored_R = inputs.targets_R >= 0
     masked_R = inputs.biased_R | inputs.ban_stop_R | (inputs.ban_RX >= 0).any(axis=1)
-    penalised_R = (inputs.presence_penalty_R != 0) | (inputs.frequency_penalty_R != 0)
-    penalised_R |= inputs.repetition_penalty_R != 1
-    adjusts = (~scored_R & (masked_R | penalised_R)).any()
+    adjusts = (~scored_R & (masked_R | penalised(inputs))).any()
     draws_R = ~scored_R & (inputs.temperature_R > 0)
 
     def choose():
         # A row without masks and penalties does not change, so one branch serves all rows.
         logits_RV = lax.cond(
-            adjusts, lambda: penalise(mask(raw_RV, state, inputs, axis), state, inputs), lambda: raw_RV
+            adjusts, lambda: penalise(mask(raw_RV, state, inputs, axis), state, inputs, axis), lambda: raw_RV
         )
         greedy_R, best_R = argmax(logits_RV, axis)
         drawn_R = lax.cond(draws_R.any(), lambda: draw(logits_RV, best_R, draws_R, inputs, cut, axis), lambda: greedy_R)
@@ -80,7 +78,7 @@ def where_wanted(wants_R: Array, scores: Iterable[Array]) -> list[Array]:
 def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = UNSPLIT) -> Array:
     """Logits with the biases added and the bans applied."""
     R, V = logits_RV.shape
-    bias_RV = jnp.where(inputs.biased_R[:, None], state.bias_BV[inputs.slots_R], 0)
+    bias_RV = jnp.where(inputs.biased_R[:, None], state.bias_BJV[inputs.slots_R, inputs.bias_rows_R], 0)
     banned_RV = inputs.ban_stop_R[:, None] & state.stop_BV[inputs.slots_R]
     logits_RV = jnp.where(banned_RV, -jnp.inf, logits_RV + bias_RV)
     ban_RX = own_tokens(inputs.ban_RX, V, axis)  # a negative index would count from the end
@@ -88,9 +86,13 @@ def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis 
 
 
 @jax.named_scope("penalise")
-def penalise(logits_RV: Array, state: SlotState, inputs: SamplingInputs) -> Array:
+def penalise(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = UNSPLIT) -> Array:
     """Logits after the penalties for repetition (prompt and output), frequency and presence (output)."""
     counts_RV = state.output_counts_BV[inputs.slots_R]
+    R, J = inputs.drafted_RJ.shape
+    if J > 1:  # else there are no drafts
+        drafted_RJ = own_tokens(inputs.drafted_RJ, counts_RV.shape[1], axis)
+        counts_RV = counts_RV.at[jnp.arange(R)[:, None], drafted_RJ].add(1, mode="drop")
     seen_RV = state.prompt_BV[inputs.slots_R] | (counts_RV > 0)
     repetition_R1 = inputs.repetition_penalty_R[:, None]
     repeated_RV = jnp.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)

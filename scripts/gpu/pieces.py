@@ -150,7 +150,8 @@ def wishes(R: int, seed: int, temperature: float, top_p: float) -> SamplingInput
         return jnp.full(R, value, dtype)
 
     return SamplingInputs(
-        slots_R=jnp.arange(R), positions_R=each(7, jnp.int32), seeds_R2=jnp.full((R, 2), seed, jnp.uint32),
+        slots_R=jnp.arange(R), bias_rows_R=each(0, jnp.int32), drafted_RJ=jnp.full((R, 1), -1),
+        positions_R=each(7, jnp.int32), seeds_R2=jnp.full((R, 2), seed, jnp.uint32),
         temperature_R=each(temperature), top_k_R=each(0, jnp.int32), top_p_R=each(top_p), min_p_R=each(0.0),
         repetition_penalty_R=each(1.0), presence_penalty_R=each(0.0), frequency_penalty_R=each(0.0),
         ban_stop_R=each(False, bool), ban_RX=jnp.full((R, 1), -1), targets_R=each(-1, jnp.int32),

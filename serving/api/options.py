@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
 
 from ...model.config import ModelError
+from .speculation import SpeculativeConfig, speculation_of
 from .validation import shown
 from .vllm_names import ENGINE, only_known
 
@@ -26,7 +27,7 @@ PARALLEL = {  # axes of the mesh
 }  # fmt: skip
 # Panels of `--help`.
 MODEL, DEVICES, MEMORY = "The model", "Devices and processes", "Memory and batching"
-PREFIXES, OUTPUT, SAMPLING = "Prefix cache", "Input and output", "Sampling"
+PREFIXES, SPECULATION, OUTPUT, SAMPLING = "Prefix cache", "Speculative decoding", "Input and output", "Sampling"
 
 
 def flag(
@@ -134,6 +135,11 @@ class EngineOptions:
     max_num_batched_tokens: int | None = flag(
         None, MEMORY, "Most tokens in one step.", "TOKENS", f"{STEPS['cpu'][1]}; on a GPU {STEPS['gpu'][1]}"
     )
+    speculative_config: dict[str, Any] | None = flag(
+        None, SPECULATION,
+        "Draft tokens and verify several a step: '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'.",
+        "JSON", "one token a step",
+    )  # fmt: skip
     max_queued_requests: int | None = no_flag(None, "Most requests that wait; more are refused. None: as many as come.")
     pooling: Pooling = flag(
         "last", MODEL, "Make an embedding of the last hidden state, or of the mean of all.", "last|mean"
@@ -150,6 +156,10 @@ class EngineOptions:
         "for which every step then has memory.",
     )
     seed: int = no_flag(0, "Of sampling, for requests without a seed.")
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        return speculation_of(self.speculative_config)
 
     def on(self, platform: str) -> "SizedOptions":
         """With the limits of a step that were left out, as JAX's `platform` is to have them."""
@@ -175,6 +185,11 @@ class EngineOptions:
             raise ModelError(
                 f"max_num_batched_tokens is {rows}; it must be at least max_num_seqs ({seqs}), so that "
                 "every running sequence gets a token a step"
+            )
+        if (speculation := self.speculation) is not None and rows is not None and speculation.num_rows > rows:
+            raise ModelError(
+                f"speculative_config.num_speculative_tokens is {speculation.num_speculative_tokens}; with the "
+                f"token before them they must fit into max_num_batched_tokens, {rows}"
             )
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):

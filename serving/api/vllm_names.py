@@ -173,7 +173,6 @@ ENGINE: Mapping[str, str | Refused] = {  # the reason, where the value does not 
     "shutdown_timeout": "`close()` ends what runs",
     "skip_mm_profiling": NO_MEDIA,
     "specialize_active_lora": NO_ADAPTERS,
-    "speculative_config": refused("tokens are drawn one by one"),
     "stream_interval": "results come when they are ready",
     "structured_outputs_config": "llguidance reads every form of an answer",
     "swap_space": "a request that has to wait is computed again; `kv_cache_host_bytes` keeps pages",

@@ -36,11 +36,13 @@ class Batch:
     tracked_T: np.ndarray  # the sequence has penalties, so its tokens are counted
     sample_rows_R: np.ndarray  # one past the last in padding
     store_R: np.ndarray  # the slot that the token drawn here belongs to, or one past the last
+    drafts_R: np.ndarray  # the draft that the token drawn here is compared with; -1 = none
+    depths_R: np.ndarray  # drafts of the sequence before this row
     sampling: SamplingInputs
 
 
-def sizes(max_seqs: int, max_rows: int, platform: str = "cpu") -> tuple[Size, ...]:
-    """Decode sizes by factors of four, and two for steps that carry prompts.
+def sizes(max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int = 0) -> tuple[Size, ...]:
+    """Decode sizes by factors of four, and two for steps that carry prompts; with drafts, more for those that verify.
 
     On a GPU decode sizes are by factors of two, and those for prompts by factors of four.
     """
@@ -54,9 +56,14 @@ def sizes(max_seqs: int, max_rows: int, platform: str = "cpu") -> tuple[Size, ..
     rows = {max_rows, min(64, max_rows)}
     if gpu:
         rows = {max_rows} | {max_rows >> shift for shift in (2, 4, 6) if max_rows >> shift > top}
+    verify = set()
+    if max_drafts:  # a sequence alone is common, and four times its rows would cost much
+        counts = {1: decode[0].seqs, 2: decode[0].seqs} | {size.seqs: size.seqs for size in decode}
+        pairs = [(min(count * (1 + max_drafts), max_rows), seqs) for count, seqs in counts.items() if count <= seqs]
+        verify = {Size(count, seqs, count) for count, seqs in pairs if count != seqs}
     # More rows than sequences: as many would mean one row from each.
     mixed = {Size(max(count, top + 1), top, max(top, 16)) for count in rows}
-    return tuple(sorted({*decode, *mixed}))
+    return tuple(sorted({*decode, *verify, *mixed}))
 
 
 def choose(options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool) -> Size:
@@ -82,11 +89,12 @@ class Layout:
     max_seqs: int
     replicas: int = 1
     listed: int = MAX_LOGPROBS  # log-probabilities of a position
+    max_drafts: int = 0  # of a sequence
 
     @cached_property
     def parts(self):
         """The arrays of a batch of padding, the tree that they make up, and the bounds of each in the buffer."""
-        arrays, tree = jax.tree.flatten(empty(self.size, self.groups, self.table_width, self.max_seqs))
+        arrays, tree = jax.tree.flatten(empty(self.size, self.groups, self.table_width, self.max_seqs, self.max_drafts))
         ends = np.cumsum([array.size for array in arrays]).tolist()
         return arrays, tree, list(zip([0, *ends], ends, strict=False))
 
@@ -136,7 +144,7 @@ def param_arrays(rows: int) -> dict[str, np.ndarray]:
     }
 
 
-def empty(size: Size, num_groups: int, table_width: int, max_seqs: int) -> Batch:
+def empty(size: Size, num_groups: int, table_width: int, max_seqs: int, max_drafts: int = 0) -> Batch:
     """A batch of nothing but padding: rows that write to the dummy page and draw for nobody."""
     T, B, R, i32 = size.rows, size.seqs, size.samples, np.int32
     return Batch(
@@ -150,8 +158,12 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int) -> Batch
         tracked_T=np.zeros(T, bool),
         sample_rows_R=np.full(R, T, i32),
         store_R=np.full(R, max_seqs, i32),
+        drafts_R=np.full(R, -1, i32),
+        depths_R=np.zeros(R, i32),
         sampling=SamplingInputs(
             slots_R=np.zeros(R, i32),
+            bias_rows_R=np.zeros(R, i32),
+            drafted_RJ=np.full((R, 1 + max_drafts), -1, i32),
             positions_R=np.zeros(R, i32),
             seeds_R2=np.zeros((R, 2), np.uint32),
             **param_arrays(R),

@@ -38,13 +38,15 @@ class Pipeline:
             return [(weights, state)]
         return [(stage_weights(weights, stage), stage_state(state, stage)) for stage in self.stages]
 
-    def make_state(self, *sizes) -> State:
+    def make_state(self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0) -> State:
         """A state with no request in it."""
+        sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
         return join(make_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
 
-    def abstract_state(self, *sizes) -> State:
+    def abstract_state(self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0) -> State:
         """The state's shapes and shardings, without memory."""
+        sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
         return join(abstract_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
 

@@ -46,7 +46,7 @@ def state_places(state: State) -> State:
         return KVPages(**{field.name: place(field.name, getattr(pages, field.name)) for field in fields(pages)})
 
     pages = {index: of(held) for index, held in state.pages.items()}
-    slots = jax.tree.map(lambda _: P("data", "tensor"), state.slots)
+    slots = jax.tree.map(lambda leaf: P("data", *[None] * (leaf.ndim - 2), "tensor"), state.slots)
     loads = None if state.loads_nLE is None else P(OF_ROWS)
     return State(pages, slots, None if state.last_tokens_B is None else P("data"), loads)
 
@@ -78,8 +78,9 @@ def stored_page_bytes(layers: Iterable[KVPages]) -> int:
 
 
 def empty_state(
-    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, words: int
-) -> State:
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int,
+    words: int,
+) -> State:  # fmt: skip
     """One device's part of a state with no request in it."""
     dtype = page_dtype(jnp.dtype(config.kv_dtype))
 
@@ -97,4 +98,6 @@ def empty_state(
     loads_nLE = None
     if stage.begins and config.experts:
         loads_nLE = jnp.zeros((1, len(config.expert_layers), config.experts), jnp.uint32)
-    return State(pages, sampling.empty_state(max_seqs, words), jnp.zeros(max_seqs, jnp.int32), loads_nLE)
+    return State(
+        pages, sampling.empty_state(max_seqs, words, 1 + max_drafts), jnp.zeros(max_seqs, jnp.int32), loads_nLE
+    )

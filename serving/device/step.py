@@ -117,33 +117,36 @@ def axes_of(mesh: Mesh, layout: Layout) -> DeviceAxes:
 
 
 def make_state(
-    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh | None
-) -> State:
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int,
+    mesh: Mesh | None,
+) -> State:  # fmt: skip
     """A state with no request in it, where it is to lie."""
     if mesh is None:
-        return empty_state(config, stage, num_pages, page_size, max_seqs, config.vocab_size)
-    return split_state(config, stage, num_pages, page_size, max_seqs, mesh)
+        return empty_state(config, stage, num_pages, page_size, max_seqs, max_drafts, config.vocab_size)
+    return split_state(config, stage, num_pages, page_size, max_seqs, max_drafts, mesh)
 
 
-@partial(jax.jit, static_argnums=range(6))
+@partial(jax.jit, static_argnums=range(7))
 def split_state(
-    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh
-) -> State:
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int,
+    mesh: Mesh,
+) -> State:  # fmt: skip
     """Each device makes its part; compiled once, since an engine that recovers makes another."""
     own, words = local_config(config, mesh), -(-config.vocab_size // mesh.shape["tensor"])
 
     def part() -> State:
-        return empty_state(own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, words)
+        return empty_state(own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, max_drafts, words)
 
     places = state_places(jax.eval_shape(part))
     return jax.shard_map(part, mesh=mesh, in_specs=(), out_specs=places, check_vma=False)()
 
 
 def abstract_state(
-    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, mesh: Mesh | None
-) -> State:
+    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int,
+    mesh: Mesh | None,
+) -> State:  # fmt: skip
     """The same without memory."""
-    state = jax.eval_shape(lambda: make_state(config, stage, num_pages, page_size, max_seqs, mesh))
+    state = jax.eval_shape(lambda: make_state(config, stage, num_pages, page_size, max_seqs, max_drafts, mesh))
     if mesh is None:
         return state
 
@@ -213,7 +216,12 @@ def step_of_one(
         axis = axes.tensor
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
         sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, layout.listed)
-        last_tokens_B = state.last_tokens_B.at[batch.store_R].set(sampled.tokens_R, mode="drop")
+        store_R = batch.store_R
+        if layout.max_drafts:
+            accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
+            slots = sampling.count_accepted(slots, batch.sampling, batch.drafts_R, accepted_R, axis)
+            store_R = jnp.where(sampling.ends(accepted_R, batch.depths_R), store_R, layout.max_seqs)
+        last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         sampled = sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1))
     return sampled, hidden_RD, state.replace(slots=slots, last_tokens_B=last_tokens_B)
 
@@ -287,7 +295,7 @@ def reset_slot(slots: sampling.SlotState, slot, row: sampling.SlotState) -> samp
     return sampling.replace_row(slots, slot, row)
 
 
-@partial(jax.jit, donate_argnames="bias_BV")
-def set_bias(bias_BV, slot, bias_V) -> jax.Array:
-    """What a slot's next token may be."""
-    return bias_BV.at[slot].set(bias_V)
+@partial(jax.jit, donate_argnames="bias_BJV")
+def set_bias(bias_BJV, slot, bias_row, bias_V) -> jax.Array:
+    """What the token may be that one of a slot's rows draws."""
+    return sampling.set_bias(bias_BJV, slot, bias_row, bias_V)

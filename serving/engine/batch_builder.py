@@ -43,10 +43,11 @@ class BatchBuilder:
     ):
         self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
         self.num_stages = num_stages  # as many steps are under way at once
-        options = sizes(limits.max_seqs, limits.max_rows, jax.default_backend())  # the smallest first
-        self.layouts = {
-            size: Layout(size, num_groups, table_width, limits.max_seqs, replicas, limits.listed) for size in options
-        }
+        options = sizes(
+            limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts
+        )  # the smallest first
+        common = num_groups, table_width, limits.max_seqs, replicas, limits.listed, limits.max_drafts
+        self.layouts = {size: Layout(size, *common) for size in options}
         self.tables = [np.zeros((places, table_width), np.int32) for _ in range(num_groups)]
         self.num_synced = [0] * places  # pages of each place's sequence that are in its tables
         self.seeds = np.zeros((places, 2), np.uint32)
@@ -152,6 +153,9 @@ class BatchBuilder:
         b.tokens_T[:T] = [token for item in part for token in tokens_of(item)]
         b.is_prompt_T[:T] = positions < np.repeat([seq.num_prompt for seq in seqs], counts)
         b.tracked_T[:T] = self.tracked[places_T]
+        for item, end in zip(part, ends.tolist(), strict=True):
+            if item.drafts:  # the step counts those that are accepted
+                b.tracked_T[end - len(item.drafts) : end] = False
         for table, batch_table in zip(self.tables, b.tables_GBM, strict=True):
             batch_table[:n] = table[places]
         for batch_slots, kv_slots in zip(b.slots_GT, self.kv_slots(places_T, positions), strict=True):
@@ -186,13 +190,20 @@ class BatchBuilder:
                 s.targets_R[row] = seq.tokens[position + 1]
                 s.wants_logprobs_R[row] = seq.pool is None
                 row += 1
-            if item.draws:
-                b.sample_rows_R[row] = offset + item.num_rows - 1
-                b.store_R[row] = slot
-                s.positions_R[row] = position = item.start + item.num_rows
+            for depth in range(item.draws):
+                position, drafts = item.num_known + depth, item.drafts
+                b.sample_rows_R[row] = offset + position - item.start - 1
+                b.store_R[row], b.depths_R[row] = slot, depth
+                s.positions_R[row] = position
                 s.ban_stop_R[row] = position - seq.num_prompt < seq.params.min_tokens
+                if depth < len(drafts):
+                    b.drafts_R[row] = drafts[depth]
+                if depth and seq.constraint is not None:
+                    s.bias_rows_R[row] = depth
+                if depth:
+                    s.drafted_RJ[row, :depth] = drafts[:depth]
                 if seq.bad_words:
-                    bans = banned(seq)
+                    bans = banned(seq, drafts[:depth])
                     s.ban_RX[row, : len(bans)] = bans
                 row += 1
         places_R = np.repeat(places, counts)
@@ -226,6 +237,8 @@ def needs_of(part: Seq[ScheduledSequence], continued: DecodeStep | None) -> tupl
 
 def tokens_of(item: ScheduledSequence) -> list[int]:
     """The tokens of a sequence's rows; the one that only the device knows is named by its slot."""
+    if item.drafts:
+        return [*item.seq.tokens[item.start :], *item.drafts]
     tokens = item.seq.tokens[item.start : item.start + item.num_rows]
     return tokens if len(tokens) == item.num_rows else [*tokens, -1 - item.seq.slot]
 
@@ -236,10 +249,10 @@ def is_steady(item: ScheduledSequence) -> bool:
     return num_output >= max(1, item.seq.params.min_tokens) and not item.seq.bad_words
 
 
-def banned(seq: Sequence) -> list[int]:
-    """The last tokens of the bad words whose other tokens were just generated."""
+def banned(seq: Sequence, drafts: Seq[int] = ()) -> list[int]:
+    """The last tokens of the bad words whose other tokens were just generated, if the drafts are right."""
     longest = max(len(word) for word in seq.bad_words) - 1
-    output = seq.tokens[max(seq.num_prompt, len(seq.tokens) - longest) :]
+    output = [*seq.tokens[max(seq.num_prompt, len(seq.tokens) - longest) :], *drafts]
     return [
         word[-1]
         for word in seq.bad_words

@@ -102,7 +102,7 @@ def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, 
     replicas = device_axes(mesh).data.size
     batch_builder = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
     _, layout = max(batch_builder.layouts.items())
-    state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs)
+    state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs, limits.max_drafts)
     steps = [memory_of(compile_step(lowered)) for lowered in stages.lower(weights, state, layout)]
     found = [used.temporaries + used.code + 2 * used.results for used in steps]  # the results of two steps at a time
     moving = [0]

@@ -15,12 +15,14 @@ from ...model.text.tokenizer import Tokenizer
 from ..api.errors import NotServing, QueueFull, RequestError
 from ..api.options import Pooling
 from ..api.params import PLAIN, SamplingParams, Terms
+from ..api.speculation import SpeculativeConfig
 from ..api.validation import shown
 from ..cache.page_table import PageTable
 from ..request.grammar import Grammars
 from ..request.pooling import Pool
 from ..request.request import Request
 from ..request.sequence import Sequence, sequences_of
+from ..speculative.speculator import Speculator
 from .admission import check, spelled
 from .deadlines import Deadlines
 from .runner import Drawn, Runner
@@ -50,6 +52,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         pooling: Pooling = "last",
         defaults: Mapping[str, Any] = MappingProxyType({}),
+        speculation: SpeculativeConfig | None = None,
     ):
         self.runner, self.tokenizer, self.tables, self.max_len = runner, tokenizer, tables, max_len
         self.config = runner.config
@@ -60,6 +63,7 @@ class Engine:
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
         self.stages = len(runner.pipeline)
         self.scheduler = Scheduler(tables, runner.limits, self.stages)
+        self.speculator = None if speculation is None else Speculator(speculation, runner.seconds)
         self.requests: dict[str, Request] = {}
         self.deadlines = Deadlines()
         self.rng = np.random.default_rng(seed)
@@ -102,6 +106,9 @@ class Engine:
             sequences[0].prompt_scores = [None] * (len(tokens) - 1)
         request = Request(request_id, prompt, params, sequences, self.tokenizer, now)
         self.requests[request_id] = request
+        if self.speculator is not None:
+            for seq in sequences:
+                self.speculator.begin(seq)
         self.scheduler.add(*sequences)
         if terms.timeout is not None:
             self.deadlines.add(now + terms.timeout, request, len(self.requests))
@@ -142,6 +149,8 @@ class Engine:
             return []
         began = self.clock()
         changed, launched, taken = [*self.expire(began)], None, None
+        if launches and self.speculator is not None:
+            self.speculator.trim(self.scheduler.running)
         plan = self.scheduler.schedule() if launches else None
         try:
             if plan is not None:
@@ -171,7 +180,10 @@ class Engine:
         for item in plan.items:
             item.seq.request.scheduled(began)
         results = self.runner.launch(plan, self.scheduler.take_moves())
-        return UnderWay(plan, results, began, scheduled, self.clock())
+        launched = self.clock()
+        if self.speculator is not None and not self.under_way and plan.waited:
+            self.speculator.waited(launched - self.device_free)
+        return UnderWay(plan, results, began, scheduled, launched)
 
     def collect(self, step: UnderWay) -> TakenIn:
         """Wait for the results of a step."""
@@ -189,18 +201,30 @@ class Engine:
             if seq.finish_reason is not None:
                 continue  # ended while this step was under way
             yield seq.request
+            if item.drafts:
+                self.scheduler.roll_back(seq, len(item.drafts) - (len(drawn.tokens) - 1))
             if not drawn.ok:
-                self.tables[seq.replica].invalidate(seq)
-                self.end(seq, "error")
+                self.fail(seq)
                 continue
             if seq.pool is not None:
                 self.pool(seq, drawn)
                 continue
             for index, position in enumerate(item.scores):
                 seq.prompt_scores[position] = drawn.score(drawn.row + index)
-            if item.draws:
-                score = drawn.score(drawn.row + len(item.scores)) if seq.scored else None
-                self.push(seq, drawn.token, score, step.collected)
+            for row, token in enumerate(drawn.tokens, drawn.row + len(item.scores)):
+                if seq.finish_reason is not None:
+                    break
+                if token < 0:
+                    self.fail(seq)
+                    break
+                self.push(seq, token, drawn.score(row) if seq.scored else None, step.collected)
+            if self.speculator is not None and item.draws and seq.finish_reason is None:
+                self.speculator.take_in(seq, len(item.drafts), len(drawn.tokens) - 1)
+
+    def fail(self, seq: Sequence) -> None:
+        """End a sequence whose results are no numbers; what it has computed is shared with nobody."""
+        self.tables[seq.replica].invalidate(seq)
+        self.end(seq, "error")
 
     def expire(self, now: float) -> Iterator[Request]:
         """End the requests whose time is up, with what they have; yields each."""
@@ -231,6 +255,8 @@ class Engine:
     def end(self, seq: Sequence, reason: str) -> None:
         """End one sequence, and its request with the last of them."""
         self.scheduler.finish(seq, reason)
+        if self.speculator is not None:
+            self.speculator.end(seq)
         request = seq.request
         request.end(seq.index, reason)
         if request.finished:

@@ -1,8 +1,11 @@
 """Runs the scheduler's plans on the device: builds batches, launches steps, reads tokens back."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +17,7 @@ from ...model.expert_copies import spare_of
 from ...ops.sampling import Sampled, SlotState
 from ...sharding.mesh import device_axes
 from ..cache.page_moves import PageMoves
-from ..device.batch import Size
+from ..device.batch import Size, choose
 from ..device.compile_counter import CompileCounter
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
@@ -48,8 +51,8 @@ class Drawn(NamedTuple):  # hundreds are made a step
 
     item: ScheduledSequence
     row: int  # the first
-    ok: bool
-    token: int  # of the last row
+    ok: bool  # the rows that were scored, and the first that draws
+    tokens: list[int]  # the drafts that were accepted, and the next one; -1 where a row is not ok
     sampled: Sampled
     hidden_RD: np.ndarray | None  # where one of the items has a pool
 
@@ -58,6 +61,9 @@ class Drawn(NamedTuple):  # hundreds are made a step
         s = self.sampled
         token, logprob, rank = int(s.tokens_R[row]), float(s.logprobs_R[row]), int(s.ranks_R[row])
         return token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row]
+
+
+MEASURED = 3  # runs of a size
 
 
 class DeviceLost(RuntimeError):
@@ -93,6 +99,7 @@ class Runner:
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
         self.plain: dict[Size, Any] = {}  # the same for steps that only decode, and draw plainly
+        self.step_seconds: dict[Size, float] = {}  # where drafts ask what they cost
         self.compiles = CompileCounter()
         self.leader: Leader | None = None  # to the other processes, which make the same calls
         counted = config.experts and len(self.pipeline) == 1 and jax.process_count() == 1
@@ -135,7 +142,9 @@ class Runner:
         if self.expert_loads is not None:
             self.expert_loads.reset()
         with jax.default_device(self.device):
-            return self.pipeline.make_state(self.num_pages, self.page_size, self.limits.max_seqs)
+            return self.pipeline.make_state(
+                self.num_pages, self.page_size, self.limits.max_seqs, self.limits.max_drafts
+            )
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
@@ -166,12 +175,32 @@ class Runner:
         if self.mesh is not None and self.mesh.is_multi_process:  # the processes find each other now or never
             size, layout = next(iter(self.batch_builder.layouts.items()))
             jax.block_until_ready(self.step(size, False, layout.nothing))
+        if self.limits.max_drafts:
+            self.measure()
         V = self.vocab
         row = SlotState(*(np.zeros(V, leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
         slots = reset_slot(self.state.slots, np.int32(0), row)
-        self.state = self.state.replace(slots=slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(0), row.bias_BV)))
+        slots = slots.replace(bias_BJV=set_bias(slots.bias_BJV, np.int32(0), np.int32(0), row.bias_BJV))
+        self.state = self.state.replace(slots=slots)
         jax.block_until_ready(self.state.slots)
         self.compiles.mark()
+
+    def measure(self) -> None:
+        """How long a step of each size takes in which every row draws; of padding, which is multiplied like others."""
+        for size, layout in self.batch_builder.layouts.items():
+            if size.samples < size.rows:
+                continue
+            times = []
+            for _ in range(1 + MEASURED):
+                began = time.perf_counter()
+                jax.block_until_ready(self.step(size, False, layout.nothing)[0])
+                times.append(time.perf_counter() - began)
+            self.step_seconds[size] = min(times[1:])
+
+    def seconds(self, rows: int, seqs: int) -> float:
+        """What a step takes in which these rows of so many sequences all draw."""
+        sizes = self.step_seconds or {size: size.rows for size in self.batch_builder.layouts}
+        return self.step_seconds.get(choose(sizes, rows, seqs, rows, rows == seqs), 0.0)
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
         """Free the device's memory; what is kept goes to host memory."""
@@ -203,7 +232,7 @@ class Runner:
             if item.begins:
                 self.assign(item.seq, item.start)
             if item.draws and item.seq.constraint is not None:
-                self.constrain(item.seq, item.seq.constraint)
+                self.constrain(item, item.seq.constraint)
         if self.rebalancer is not None:
             self.weights = self.rebalancer.launching(self.weights)
         size, buffer = self.batch_builder.build(plan)
@@ -251,11 +280,14 @@ class Runner:
             if item.seq.replica != replica:
                 replica = item.seq.replica
                 row = replica * launched.size.samples
-            count = len(item.scores) + item.draws
-            if count:
-                end = row + count
-                fine = tokens[row] >= 0 if count == 1 else min(tokens[row:end]) >= 0
-                drawn.append(Drawn(item, row, fine, tokens[end - 1], sampled, hidden_RD))
+            if item.draws == 1 and not item.scores:
+                drawn.append(Drawn(item, row, tokens[row] >= 0, [tokens[row]], sampled, hidden_RD))
+                row += 1
+            elif item.draws or item.scores:
+                first, end = row + len(item.scores), row + len(item.scores) + item.draws
+                count = sum(1 for _ in accepted(item.drafts, tokens[first:end])) + 1
+                fine = min(tokens[row : first + min(item.draws, 1)]) >= 0
+                drawn.append(Drawn(item, row, fine, tokens[first:end][:count], sampled, hidden_RD))
                 row = end
         return drawn
 
@@ -275,16 +307,23 @@ class Runner:
         self.tell("reset_slot", slot, *jax.tree.leaves(row))
         self.state = self.state.replace(slots=reset_slot(self.state.slots, np.int32(slot), row))
 
-    def constrain(self, seq: Sequence, constraint: Constraint) -> None:
-        """Let the next token be one that the sequence's grammar allows."""
-        allowed_V, slot = constraint.allowed(seq.stop_ids), self.batch_builder.place(seq)
-        allowed_V = np.pad(allowed_V, (0, self.vocab - len(allowed_V)), constant_values=True)
+    def constrain(self, item: ScheduledSequence, constraint: Constraint) -> None:
+        """Let the next token, and the one after each draft, be one that the sequence's grammar allows."""
+        slot = self.batch_builder.place(item.seq)
         bias_V = self.biases.get(slot)
-        self.set_bias(slot, np.where(allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf)))
+        for row, allowed_V in enumerate(constraint.allowed_after(item.drafts, item.seq.stop_ids)):
+            allowed_V = np.pad(allowed_V, (0, self.vocab - len(allowed_V)), constant_values=True)
+            closed_V = np.where(allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf))
+            self.set_bias(slot, row, closed_V)
 
-    def set_bias(self, slot: int, bias_V: np.ndarray) -> None:
-        """Write what is added to the logits of a slot's next token into the device state."""
-        self.tell("set_bias", slot, bias_V)
+    def set_bias(self, slot: int, row: int, bias_V: np.ndarray) -> None:
+        """Write what is added to the logits of one of a slot's rows into the device state."""
+        self.tell("set_bias", slot, row, bias_V)
         slots = self.state.slots
-        slots = slots.replace(bias_BV=set_bias(slots.bias_BV, np.int32(slot), bias_V))
+        slots = slots.replace(bias_BJV=set_bias(slots.bias_BJV, np.int32(slot), np.int32(row), bias_V))
         self.state = self.state.replace(slots=slots)
+
+
+def accepted(drafts: Seq[int], drawn: Seq[int]) -> Iterator[int]:
+    """The drafts that are what was drawn in their place, up to the first that is not."""
+    return (draft for draft, _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, drawn, strict=False)))

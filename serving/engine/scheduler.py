@@ -14,14 +14,20 @@ from .waiting_queue import OUTPUT, WaitingQueue
 
 
 class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen dataclass takes four times as long
-    """The rows that one sequence brings to a step: positions start .. start + num_rows."""
+    """The rows that one sequence brings to a step: positions start .. start + num_rows, the last of them its drafts."""
 
     seq: Sequence
     start: int
     num_rows: int
-    draws: bool  # the last row draws the next token
+    draws: int  # so many of the last rows draw a token: the first of them the next one, each other one after a draft
     begins: bool  # the first since the sequence got its slot
     scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the sequence before and in this step, but for drafts."""
+        return self.start + self.num_rows - len(self.drafts)
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,13 @@ class StepPlan:
 
     @property
     def decodes(self) -> bool:
-        """Every sequence brings a single row."""
-        return all(item.num_rows == 1 for item in self.items)
+        """Every sequence brings a single row, or one and its drafts."""
+        return all(item.num_rows <= max(item.draws, 1) for item in self.items)
+
+    @property
+    def waited(self) -> bool:
+        """It was not planned before the tokens of the one before were known."""
+        return all(item.seq.waits for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,7 @@ class Limits:
     max_rows: int
     max_samples: int  # rows of a step whose logits are computed
     listed: int = MAX_LOGPROBS  # log-probabilities of a position
+    max_drafts: int = 0  # of a sequence
 
 
 POINT = 30.0  # seconds of waiting that make up for a point of priority
@@ -101,7 +113,8 @@ class Scheduler:
         """The next step, or None if there is nothing to compute now."""
         if len(self.replicas) > 1:
             self.level()
-        parts = tuple([replica.schedule() for replica in self.replicas])
+        decodes = all(replica.decodes for replica in self.replicas)
+        parts = tuple([replica.schedule(decodes) for replica in self.replicas])
         return StepPlan(parts) if any(parts) else None
 
     def take_moves(self) -> PageMoves:
@@ -127,6 +140,11 @@ class Scheduler:
                 free[target] -= 1
                 if max(free) < 1:
                     return
+
+    def roll_back(self, seq: Sequence, num_drafts: int) -> None:
+        """So many of its drafts were rejected: what was computed for them is overwritten."""
+        if seq.slot >= 0:  # else it was preempted since, and nothing of it counts as computed
+            seq.num_computed -= num_drafts
 
     def preempt(self, seq: Sequence) -> None:
         self.replicas[seq.replica].preempt(seq)
@@ -162,28 +180,37 @@ class ReplicaScheduler:
         self.running: list[Sequence] = []
         self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
         self.refused: tuple[Sequence, int, int] | None = None  # who was not admitted, and the state it waits to change
-        self.rows = self.samples = 0  # left in the step that is being planned
+        self.rows = self.samples = self.drafts = 0  # left in the step that is being planned
 
     @property
     def full(self) -> bool:
         return not self.free_slots or self.refused is not None
 
-    def schedule(self) -> tuple[ScheduledSequence, ...]:
-        """This replica's part of the next step."""
+    @property
+    def decodes(self) -> bool:
+        """Nobody catches up, or could begin to: the next step has room for drafts."""
+        waits = self.free_slots and self.waiting.count_for[self.table.replica]
+        return not waits and all(seq.missing <= 1 for seq in self.running)
+
+    def schedule(self, decodes: bool = False) -> tuple[ScheduledSequence, ...]:
+        """This replica's part of the next step; where all only decode, each row of a step may draw."""
         self.rows, self.samples, page_size = self.limits.max_rows, self.limits.max_samples, self.table.page_size
+        if decodes and self.limits.max_drafts:
+            self.samples = self.rows
         items: dict[Sequence, ScheduledSequence] = {}
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
         decoding = [one for one in behind if one[1] == 1]
         if self.num_stages > 1:
             del decoding[-(-len(self.running) // self.num_stages) :]
+        self.drafts = min(self.samples, self.rows) - len(decoding)
         for seq, missing in decoding + [one for one in behind if one[1] > 1]:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            if missing == 1 and start % page_size and self.samples and seq.prompt_scores is None:
+            if missing == 1 and start % page_size and self.samples and seq.prompt_scores is None and not seq.drafts:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
-                items[seq] = ScheduledSequence(seq, start, 1, True, not seq.begun)
+                items[seq] = ScheduledSequence(seq, start, 1, 1, not seq.begun)
                 self.rows, self.samples = self.rows - 1, self.samples - 1
             elif item := self.take(seq, missing, items):
                 items[seq] = item
@@ -243,9 +270,20 @@ class ReplicaScheduler:
                 return None  # nobody of a higher rank to take from: wait until somebody ends
             self.preempt(victim)
         self.table.insert(seq, start + count)
-        self.rows -= count
         self.samples -= len(scores) + draws
-        return ScheduledSequence(seq, start, count, draws, not seq.begun, scores)
+        drafts = self.drafts_of(seq, start + count) if draws and seq.drafts else ()
+        self.rows -= count + len(drafts)
+        self.samples -= len(drafts)
+        self.drafts -= len(drafts)
+        return ScheduledSequence(seq, start, count + len(drafts), draws + len(drafts), not seq.begun, scores, drafts)
+
+    def drafts_of(self, seq: Sequence, known: int) -> tuple[int, ...]:
+        """The drafts for which there is room, in the step and in pages that nobody else needs to give."""
+        left = seq.max_tokens - (known - seq.num_prompt) - 1  # beyond the one that it draws anyway
+        drafts = seq.drafts[: max(0, min(self.drafts, self.samples, left))]
+        while drafts and not self.table.grow(seq, known + len(drafts)):
+            drafts.pop()
+        return tuple(drafts)
 
     def by_rank(self) -> list[Sequence]:
         return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.rank)

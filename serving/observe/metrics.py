@@ -15,7 +15,6 @@ from ..request.sequence import Sequence
 from .histogram import Histogram, Rate, Recent, one_two_five
 from .metric_families import COUNTERS, HISTOGRAMS, PHASES, SHORT, Family, labelled, plain, states
 
-TOKENS = itemgetter(ScheduledSequence._fields.index("num_rows"))
 BEGINS = itemgetter(ScheduledSequence._fields.index("begins"))
 SHARES = (0.5, 0.9, 0.99)
 
@@ -75,12 +74,15 @@ class Metrics(Observer):
     def take_in(self, step: TakenIn, changed: Collection[Request]) -> None:
         """The tokens of a step have been given to their sequences."""
         now, came = step.collected, self.collected
-        got = {  # a sequence that has ended may have done so before
-            seq
-            for seq, start, count, draws, _, _ in step.plan.items
-            if draws and (seq.finish_reason is None or len(seq.tokens) > start + count)
-        }
-        self.counts["generation_tokens_total"] += len(got)
+        written, read, got = 0, 0, set()
+        for seq, start, num_rows, draws, _, _, drafts in step.plan.items:
+            known = num_rows - len(drafts)
+            read += known if known > 1 else 0
+            # A sequence that has ended may have done so before.
+            if draws and (count := len(seq.tokens) - start - known) > 0:
+                written += count
+                got.add(seq)
+        self.counts["generation_tokens_total"] += written
         gaps, new = [], 0
         if same := len(got & self.latest):
             gaps.append((now - came, same))
@@ -94,13 +96,12 @@ class Metrics(Observer):
         for value, times in gaps:
             self.histograms["inter_token_latency_seconds"].observe(value, times)
             self.recent_gaps.observe(now, value, times)
-        tokens = list(map(TOKENS, step.plan.items))
         for request in changed if new else ():
             if request.first_token is not None and not self.open.get(request):
                 self.first(request, request.first_token - request.arrival)
                 self.recent_firsts.observe(now, request.first_token - request.arrival)
-        self.written.add(step.device_began, now, len(got))
-        self.read.add(step.device_began, now, sum(tokens) - tokens.count(1))
+        self.written.add(step.device_began, now, written)
+        self.read.add(step.device_began, now, read)
 
     def first(self, request: Request, seconds: float) -> None:
         """A request got its first token."""

@@ -10,7 +10,7 @@ cut the text as they do any other. Log-probabilities are the model's own, from b
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -57,6 +57,20 @@ class Constraint:
         if not self.matcher.consume_token(token) or self.matcher.is_error():
             return "error"  # the grammar has grown beyond its limits
         return "stop" if self.matcher.is_stopped() else None
+
+    def allowed_after(self, drafts: Sequence[int], stop_ids: Collection[int]) -> Iterator[np.ndarray]:
+        """Which tokens may come now, and which after each of the drafts."""
+        yield self.allowed(stop_ids)
+        taken = 0
+        for draft in drafts:
+            taken += self.matcher.try_consume_tokens([draft])
+            yield self.allowed(stop_ids)
+        if taken:
+            self.matcher.rollback(taken)
+
+    def open_beginning(self, drafts: list[int]) -> list[int]:
+        """As many of the drafts as may come, one after the other, before the grammar's end."""
+        return drafts[: self.matcher.validate_tokens(drafts)]
 
     def allowed(self, stop_ids: Collection[int]) -> np.ndarray:
         """Which tokens may come now; those that end an answer may where the grammar may end."""

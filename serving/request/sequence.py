@@ -34,7 +34,8 @@ class Sequence:
     num_computed   ----------------------------->         tokens whose keys and values are written or under way
 
     The catch-up rule: each step brings `num_computed` closer to `num_tokens`, and a sequence that reaches `num_tokens`
-    draws its next token.
+    draws its next token. With `drafts`, tokens that may come next, the step draws after each of them too: those that
+    equal what was drawn in their place are right, and are computed already.
     """
 
     index: int
@@ -57,6 +58,8 @@ class Sequence:
     begun: bool = False  # a step has computed some of it since it got its slot
     tenant: Hashable = None  # for whom it is served: tenants get equal shares
     cache: SequenceCache = field(default_factory=SequenceCache)
+    drafts: list[int] = field(default_factory=list)  # for its next step
+    waits: bool = False  # that step is not planned before the last token is known, so that drafts can follow it
     num_preemptions: int = 0
     finish_reason: str | None = None
     prompt_scores: list | None = None  # one entry a prompt token after the first, where they are wanted
@@ -80,7 +83,7 @@ class Sequence:
     def missing(self) -> int:
         """Tokens that the next step should compute; 0 when there is nothing to do but wait."""
         num_tokens = len(self.tokens) + self.pending
-        if num_tokens - self.num_prompt >= self.max_tokens or (self.lockstep and self.pending):
+        if num_tokens - self.num_prompt >= self.max_tokens or (self.pending and (self.lockstep or self.waits)):
             return 0
         return num_tokens - self.num_computed
 

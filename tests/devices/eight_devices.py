@@ -174,7 +174,8 @@ def inputs_of(R: int, top_k: int, top_p: float) -> sampling.SamplingInputs:
 
     seeds = np.random.default_rng(1).integers(0, 1 << 32, (R, 2), np.uint32)
     return sampling.SamplingInputs(
-        slots_R=full(0, jnp.int32), positions_R=full(5, jnp.int32), seeds_R2=jnp.asarray(seeds),
+        slots_R=full(0, jnp.int32), bias_rows_R=full(0, jnp.int32), drafted_RJ=jnp.full((R, 1), -1),
+        positions_R=full(5, jnp.int32), seeds_R2=jnp.asarray(seeds),
         temperature_R=full(1), top_k_R=full(top_k, jnp.int32), top_p_R=full(top_p), min_p_R=full(0),
         repetition_penalty_R=full(1), presence_penalty_R=full(0), frequency_penalty_R=full(0), ban_stop_R=full(0, bool),
         ban_RX=jnp.full((R, 2), -1), targets_R=full(-1, jnp.int32), biased_R=full(0, bool),

@@ -27,7 +27,8 @@ ENDPOINTS = {
 }
 CARRIED = [name for name, declaration in SAMPLING.items() if declaration.padding is not None]
 OF_THE_STEP = {  # what rows carry beside parameters
-    "slots_R", "positions_R", "seeds_R2", "ban_stop_R", "ban_RX", "targets_R", "biased_R", "wants_logprobs_R",
+    "slots_R", "bias_rows_R", "drafted_RJ", "positions_R", "seeds_R2", "ban_stop_R", "ban_RX", "targets_R", "biased_R",
+    "wants_logprobs_R",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     """Within each replica's limits, and never in two of them: what is computed is in the order of its rows."""
     rng = np.random.default_rng(seed)
     pages = tuple(rng.integers(14, 40, 2).tolist())
-    scheduler = make(int(rng.integers(2, 5)), pages)
+    scheduler = make(int(rng.integers(2, 5)), pages, (4, 16, 16, 20, seed % 2 * 3))
     device = Device(scheduler, scheduler.limits)
     sequences = []
     for seq in random_sequences(rng, scheduler, 80):

@@ -18,7 +18,8 @@ def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8)) -> 
 def test_every_sequence_ends_once_whatever_the_load(seed):
     rng = np.random.default_rng(seed)
     pages = tuple(rng.integers(14, 40, 2).tolist())
-    scheduler = make(pages=pages)
+    drafts = seed % 2 * 3
+    scheduler = make(pages=pages, limits=(4, 16, 16, 20, drafts))
     device = Device(scheduler)
     sequences, aborted = [], set()
     for seq in random_sequences(rng, scheduler, 60):
@@ -40,6 +41,7 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
         assert seq.prompt_scores is None or all(seq.prompt_scores)
     assert all(group.free == group.num_pages - 1 for group in scheduler.replicas[0].table.pools)
     assert len(scheduler.replicas[0].free_slots) == 4
+    assert not drafts or (device.accepted and device.rejected)
 
 
 def test_decodes_do_not_wait_for_a_long_prompt():

@@ -26,6 +26,7 @@ from quire.ops.sampling import (
 
 OFF = {
     "slots_R": (np.int32, 0),
+    "bias_rows_R": (np.int32, 0),
     "positions_R": (np.int32, 0),
     "temperature_R": (np.float32, 0),
     "top_k_R": (np.int32, 0),
@@ -41,7 +42,7 @@ OFF = {
 }
 
 SAMPLERS = ["xla", *(f"native {isa}" for isa in build.isas() if "emulated" not in isa), "branchless"]
-SLOTS, V = 8, 700  # and 8 or 32 rows, where a test has no reason for others: each shape is a compilation
+SLOTS, V, DRAFTS = 8, 700, 2  # and 8 or 32 rows, where a test has no reason for others: each shape is a compilation
 
 
 @pytest.fixture(scope="module", params=thinned(SAMPLERS, SAMPLERS[:2]))
@@ -71,7 +72,7 @@ def strict_ranks():
         yield
 
 
-def make_inputs(rows, seeds_R2=None, bans=None, **fields):
+def make_inputs(rows, seeds_R2=None, bans=None, drafted=None, **fields):
     """Inputs of some rows with everything off but the fields given, each a number or one number a row."""
     fields = {f"{name}_R": value for name, value in fields.items()}
     assert fields.keys() <= OFF.keys()
@@ -83,7 +84,15 @@ def make_inputs(rows, seeds_R2=None, bans=None, **fields):
         ban_RX[row, -len(banned) :] = banned
     if seeds_R2 is None:
         seeds_R2 = np.random.default_rng(rows).integers(0, 2**32, (rows, 2), np.uint32)
-    return SamplingInputs(**jax.tree.map(jnp.asarray, arrays | {"ban_RX": ban_RX, "seeds_R2": seeds_R2}))
+    drafted_RJ = np.full((rows, 1 + DRAFTS), -1, np.int32)
+    for row, drafts in (drafted or {}).items():
+        drafted_RJ[row, : len(drafts)] = drafts
+    others = {"ban_RX": ban_RX, "seeds_R2": seeds_R2, "drafted_RJ": drafted_RJ}
+    return SamplingInputs(**jax.tree.map(jnp.asarray, arrays | others))
+
+
+def empty(slots, V):
+    return empty_state(slots, V, 1 + DRAFTS)
 
 
 def take(inputs, rows):
@@ -170,7 +179,7 @@ def test_what_can_be_drawn_is_what_a_sort_keeps(implementation, monkeypatch, can
         temperature = float(rng.uniform(0.8, 2))
         keep_V, _ = kept(logits_V, temperature, **case)
         inputs = make_inputs(draws, temperature=temperature, **case)
-        tokens_R = draw(jnp.broadcast_to(jnp.asarray(logits_V), (draws, V)), empty_state(1, V), inputs).tokens_R
+        tokens_R = draw(jnp.broadcast_to(jnp.asarray(logits_V), (draws, V)), empty(1, V), inputs).tokens_R
         assert np.flatnonzero(keep_V).tolist() == np.unique(tokens_R).tolist(), case
 
 
@@ -178,7 +187,7 @@ def test_a_draw_depends_on_seed_and_position_only(run):
     logits_V = np.random.default_rng(8).normal(size=V).astype(np.float32)
     seeds_R2 = np.array([[1, 2]] * 4 + [[1, 3], [2, 2], [2, 1], [0, 0]], np.uint32)
     inputs = make_inputs(8, seeds_R2, positions=[5, 5, 5, 6, 5, 5, 5, 5], slots=[0, 3, 1, 0, 0, 0, 0, 0], temperature=1)
-    tokens = run(jnp.broadcast_to(logits_V, (8, V)), empty_state(SLOTS, V), inputs).tokens_R.tolist()
+    tokens = run(jnp.broadcast_to(logits_V, (8, V)), empty(SLOTS, V), inputs).tokens_R.tolist()
     assert tokens[0] == tokens[1] == tokens[2]
     assert len(set(tokens)) == 6
 
@@ -190,7 +199,7 @@ def test_the_kernel_draws_by_the_same_generator(run, implementation):
     rng = np.random.default_rng(18)
     seeds_R2, positions_R = rng.integers(0, 2**32, (32, 2), np.uint32), rng.integers(0, 2**31, 32)
     inputs = make_inputs(32, seeds_R2, positions=positions_R, temperature=1)
-    tokens_R = run(jnp.zeros((32, 4096)), empty_state(1, 4096), inputs).tokens_R
+    tokens_R = run(jnp.zeros((32, 4096)), empty(1, 4096), inputs).tokens_R
     expected_R = xla.uniform(inputs.seeds_R2, inputs.positions_R) * 4096
     np.testing.assert_array_equal(tokens_R, np.floor(expected_R))
 
@@ -202,7 +211,7 @@ def mixed_case(V=V, rows=32, slots=SLOTS):
     logits_RV[::5] = rng.normal(0, 0.2, (len(logits_RV[::5]), V))  # flat: top-p has to bisect
     logits_RV[1, 3], logits_RV[9], logits_RV[17, 0] = np.nan, -np.inf, np.inf
     state = sampling.SlotState(
-        bias_BV=jnp.asarray(rng.normal(size=(slots, V)).astype(np.float32)),
+        bias_BJV=jnp.asarray(rng.normal(size=(slots, 1 + DRAFTS, V)).astype(np.float32)),
         stop_BV=jnp.asarray(rng.random((slots, V)) < 0.1),
         output_counts_BV=jnp.asarray(rng.poisson(0.1, (slots, V)).astype(np.int32)),
         prompt_BV=jnp.asarray(rng.random((slots, V)) < 0.1),
@@ -214,7 +223,9 @@ def mixed_case(V=V, rows=32, slots=SLOTS):
     inputs = make_inputs(
         rows,
         bans={4: [1, 2, 3], 7: [int(np.argmax(logits_RV[7]))]},
+        drafted={row: rng.integers(0, V, row % (1 + DRAFTS)).tolist() for row in range(0, rows, 2)},
         slots=rng.integers(0, slots, rows),
+        bias_rows=rng.integers(0, 1 + DRAFTS, rows),
         positions=rng.integers(0, 4000, rows),
         temperature=some(rng.uniform(0.2, 2, rows), 0, 0.8),
         top_k=some(rng.integers(1, 600, rows), 0),
@@ -276,26 +287,28 @@ def test_penalties_and_masks_match_numpy(run):
     R = 8
     logits_RV = rng.normal(0, 3, (R, V)).astype(np.float32)
     _, state, _ = mixed_case()
-    state = state.replace(bias_BV=state.bias_BV.at[:, ::7].set(-jnp.inf))
+    state = state.replace(bias_BJV=state.bias_BJV.at[:, :, ::7].set(-jnp.inf))
     bans = {0: [4], 3: [0, V - 1], 5: list(range(MAX_BANS))}
+    drafted = {1: [5], 2: [5, 5], 6: [0, V - 1], 7: [int(logits_RV[7].argmax())]}
     values = {
         "slots": rng.integers(0, SLOTS, R),
+        "bias_rows": rng.integers(0, 1 + DRAFTS, R),
         "repetition_penalty": rng.uniform(0.5, 2, R),
         "presence_penalty": rng.normal(size=R),
         "frequency_penalty": rng.normal(size=R),
         "biased": np.arange(R) % 2 == 0,
         "ban_stop": np.arange(R) % 3 == 0,
     }
-    inputs = make_inputs(R, bans=bans, **values)
+    inputs = make_inputs(R, bans=bans, drafted=drafted, **values)
     adjusted_RV = xla.penalise(xla.mask(jnp.asarray(logits_RV), state, inputs), state, inputs)
-    bias_BV, stop_BV, counts_BV, prompt_BV = (np.asarray(leaf) for leaf in jax.tree.leaves(state))
+    bias_BJV, stop_BV, counts_BV, prompt_BV = (np.asarray(leaf) for leaf in jax.tree.leaves(state))
     expected_RV = logits_RV.astype(np.float64)
-    for r, slot in enumerate(values["slots"]):
+    for r, (slot, bias_row) in enumerate(zip(values["slots"], values["bias_rows"], strict=True)):
         for token in range(V):
-            x = expected_RV[r, token] + (bias_BV[slot, token] if values["biased"][r] else 0)
+            x = expected_RV[r, token] + (bias_BJV[slot, bias_row, token] if values["biased"][r] else 0)
             if (values["ban_stop"][r] and stop_BV[slot, token]) or token in bans.get(r, []):
                 x = -np.inf
-            count = counts_BV[slot, token]
+            count = counts_BV[slot, token] + drafted.get(r, []).count(token)
             if count or prompt_BV[slot, token]:
                 x = x / values["repetition_penalty"][r] if x > 0 else x * values["repetition_penalty"][r]
             expected_RV[r, token] = (
@@ -309,14 +322,23 @@ def test_penalties_and_masks_match_numpy(run):
 def test_greedy_takes_the_first_of_equals(run):
     logits_RV = np.zeros((8, V), np.float32)
     logits_RV[0, [699, 610, 77]] = logits_RV[1, [64, 75]] = logits_RV[2, [699]] = 1
-    assert run(logits_RV, empty_state(SLOTS, V), make_inputs(8)).tokens_R.tolist() == [77, 64, 699, 0, 0, 0, 0, 0]
+    assert run(logits_RV, empty(SLOTS, V), make_inputs(8)).tokens_R.tolist() == [
+        77,
+        64,
+        699,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-30, 1e-6])
 def test_a_vanishing_temperature_is_greedy(run, temperature):
     logits_RV = np.random.default_rng(11).normal(0, 50, (32, V)).astype(np.float32)
     inputs = make_inputs(32, temperature=temperature, top_p=0.9, min_p=0.1, top_k=10)
-    tokens_R = run(logits_RV, empty_state(SLOTS, V), inputs).tokens_R
+    tokens_R = run(logits_RV, empty(SLOTS, V), inputs).tokens_R
     np.testing.assert_array_equal(tokens_R, logits_RV.argmax(1))
 
 
@@ -329,7 +351,8 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
     logits_RV[1, 1:] = -np.inf
     targets_R = np.where(np.arange(R) < 5, rng.integers(0, V, R), -1)
     wants_R = np.arange(R) != 7
-    state = empty_state(SLOTS, V).replace(bias_BV=jnp.asarray(rng.normal(size=(SLOTS, V)).astype(np.float32)))
+    state = empty(SLOTS, V)
+    state = state.replace(bias_BJV=jnp.asarray(rng.normal(size=state.bias_BJV.shape).astype(np.float32)))
     inputs = make_inputs(
         R, temperature=0.5, top_k=3, biased=True, targets=targets_R, wants_logprobs=wants_R, bans={2: [0, 1, 2]}
     )
@@ -356,7 +379,7 @@ def test_without_branches_it_draws_the_same(implementation):
     inputs = make_inputs(
         32, temperature=np.where(np.arange(32) % 3, rng.uniform(0.3, 2, 32), 0), min_p=rng.choice([0, 0.05], 32)
     )
-    state = empty_state(SLOTS, V)
+    state = empty(SLOTS, V)
     one, other = (
         jax.jit(lambda *args, plain=plain: implementation(*args, plain))(logits_RV, state, inputs)
         for plain in (False, True)
@@ -399,7 +422,7 @@ def primitives(jaxpr) -> set[str]:
 def test_broken_rows_fail_alone(run, temperature):
     logits_RV = np.random.default_rng(13).normal(size=(8, V)).astype(np.float32)
     fields = {"temperature": temperature, "top_p": 0.9, "top_k": 100, "wants_logprobs": True}
-    state = empty_state(SLOTS, V)
+    state = empty(SLOTS, V)
     healthy = run(logits_RV.copy(), state, make_inputs(8, **fields))  # a step reads its arrays when it runs
     logits_RV[1, 150], logits_RV[2], logits_RV[4, 0] = np.nan, -np.inf, np.inf
     broken = run(logits_RV, state, make_inputs(8, **fields, bans={1: [150]}))  # a ban hides no NaN
@@ -415,13 +438,13 @@ def test_no_nan_is_overlooked(run):
         for _ in range(12):
             logits_RV = rng.normal(size=(rows, V)).astype(np.float32)
             logits_RV[np.arange(rows), rng.integers(0, V, rows)] = np.nan
-            assert not run(logits_RV, empty_state(SLOTS, V), make_inputs(rows)).ok_R.any()
+            assert not run(logits_RV, empty(SLOTS, V), make_inputs(rows)).ok_R.any()
 
 
 def test_a_row_with_every_token_banned_is_not_ok(run):
     only_V = np.arange(V) == 3
     row = sampling.SlotState(jnp.where(only_V, 0, -jnp.inf), only_V, np.zeros(V, np.int32), np.zeros(V, bool))
-    state = replace_row(empty_state(SLOTS, V), 1, row)
+    state = replace_row(empty(SLOTS, V), 1, row)
     inputs = make_inputs(
         8, slots=1, biased=True, ban_stop=[False] + [True] * 7, temperature=np.arange(8) % 2, targets=[-1] * 7 + [5]
     )
@@ -459,5 +482,28 @@ def test_a_new_request_finds_its_slot_clean_and_the_others_as_they_were():
     row = sampling.SlotState(jnp.arange(20.0), jnp.arange(20) == 4, jnp.arange(20) % 3, jnp.arange(20) > 7)
     after = jax.jit(replace_row, donate_argnums=0)(state, 1, row)
     for leaf, old, new in zip(*map(jax.tree.leaves, (after, before, row)), strict=True):
+        if leaf is after.bias_BJV:  # those of rows with drafts before them are written before they are read
+            leaf, old = leaf[:, 0], old[:, 0]
         np.testing.assert_array_equal(leaf[1], np.broadcast_to(new, 20))
         np.testing.assert_array_equal(leaf[np.array([0, 2])], old[[0, 2]])
+
+
+def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn():
+    """Random sequences of rows beside a naive loop: which drafts, and which row draws the next token."""
+    rng = np.random.default_rng(17)
+    for _ in range(50):
+        drawn, drafts, depths, ok, expected, last = [], [], [], [], [], []
+        for _ in range(rng.integers(1, 6)):
+            count, going = int(rng.integers(0, 1 + DRAFTS)), True
+            for depth in range(count + 1):
+                draft = int(rng.integers(0, 3)) if depth < count else -1
+                token, fine = int(rng.integers(0, 3)), bool(rng.random() < 0.9)
+                reached, going = going, going and fine and token == draft
+                drawn.append(token if fine else 0), drafts.append(draft), depths.append(depth), ok.append(fine)
+                expected.append(going), last.append(reached and not going)
+        R = len(drawn)
+        nothing = jnp.zeros((R, 1))
+        sampled = sampling.Sampled(jnp.array(drawn), nothing, nothing, nothing, nothing, jnp.array(ok))
+        accepted_R = sampling.accepted(sampled, jnp.array(drafts), jnp.array(depths))
+        assert accepted_R.tolist() == expected
+        assert sampling.ends(accepted_R, jnp.array(depths)).tolist() == last

@@ -1,4 +1,7 @@
-"""A pretended device for tests of the scheduler: a step's tokens come back one step late, as they do in service."""
+"""A pretended device for tests of the scheduler: a step's tokens come back one step late, as they do in service.
+
+Of drafts it accepts as many as chance says.
+"""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -6,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from quire.serving.api.params import SamplingParams
-from quire.serving.engine.scheduler import Limits, Scheduler
+from quire.serving.engine.scheduler import Limits, ScheduledSequence, Scheduler
 from quire.serving.request.sequence import Sequence
 
 
@@ -17,13 +20,14 @@ def sequence(index: int, prompt: int, output: int, token: int | None = None, **s
 
 
 def random_sequences(rng: np.random.Generator, scheduler: Scheduler, count: int) -> Iterator[Sequence]:
-    """Each is added to the scheduler; those that could never be served are left out."""
+    """Each is added to the scheduler, but for those that could never be served; half have drafts, where they may."""
     for index in range(count):
         prompt, output = int(rng.integers(1, 40)), int(rng.integers(1, 12))
         if scheduler.replicas[0].table.fits(prompt + output, 16):
             seq = sequence(index, prompt, output, int(rng.integers(3)), lockstep=bool(rng.random() < 0.1))
             if rng.random() < 0.2:
                 seq.prompt_scores = [None] * (prompt - 1)
+            seq.waits = bool(scheduler.limits.max_drafts and rng.random() < 0.5)
             scheduler.add(seq)
             yield seq
 
@@ -35,6 +39,8 @@ class Device:
         self.scheduler, self.in_flight, self.steps = scheduler, None, 0
         self.limits = limits or scheduler.limits
         self.computed: dict[Sequence, int] = {}
+        self.rng = np.random.default_rng(0)
+        self.accepted = self.rejected = 0
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
@@ -43,7 +49,11 @@ class Device:
             for own in map(list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))):
                 assert sum(item.num_rows for item in own) <= self.limits.max_rows
                 assert len(own) <= self.limits.max_seqs
-                assert sum(len(item.scores) + item.draws for item in own) <= self.limits.max_samples
+                samples = sum(len(item.scores) + item.draws for item in own)
+                decodes = all(item.num_rows == item.draws for item in own)
+                assert samples <= (
+                    self.limits.max_rows if decodes and self.limits.max_drafts else self.limits.max_samples
+                )
             assert len({(item.seq.replica, item.seq.slot) for item in plan.items}) == len(plan.items)
             for item in plan.items:
                 if item.begins:
@@ -51,7 +61,9 @@ class Device:
                     self.computed[item.seq] = item.start
                 assert item.start == self.computed[item.seq], "rows are computed in order, each once"
                 self.computed[item.seq] += item.num_rows
-                assert item.num_rows >= 1
+                assert item.num_rows >= 1 and len(item.drafts) <= self.limits.max_drafts
+                assert item.draws in (0, 1 + len(item.drafts))
+                assert item.num_known + item.draws <= item.seq.num_prompt + item.seq.max_tokens
         if self.in_flight is not None:
             for item in self.in_flight.items:
                 seq = item.seq
@@ -59,13 +71,26 @@ class Device:
                     for position in item.scores:
                         seq.prompt_scores[position] = True
                 if item.draws:
-                    seq.pending -= 1
+                    seq.pending -= item.draws
                     if seq.finish_reason is None:
-                        seq.tokens.append(2)
-                        if seq.num_output >= seq.max_tokens:
-                            self.scheduler.finish(seq, "length")
+                        self.take_in(seq, item)
         self.in_flight = plan
         self.steps += 1
+
+    def take_in(self, seq: Sequence, item: ScheduledSequence) -> None:
+        accepted = int(self.rng.integers(len(item.drafts) + 1))
+        rejected = len(item.drafts) - accepted
+        self.accepted, self.rejected = self.accepted + accepted, self.rejected + rejected
+        if rejected:
+            self.scheduler.roll_back(seq, rejected)
+            self.computed[seq] -= rejected
+        for token in [*item.drafts[:accepted], 2]:
+            seq.tokens.append(token)
+            if seq.num_output >= seq.max_tokens:
+                self.scheduler.finish(seq, "length")
+                return
+        if seq.waits:
+            seq.drafts = self.rng.integers(0, 3, self.rng.integers(self.limits.max_drafts + 1)).tolist()
 
     def run(self) -> None:
         while self.scheduler.busy or self.in_flight:

@@ -62,7 +62,7 @@ class Script:
                 row += 1
             if item.draws:
                 tokens[row] = self.next_token(item.seq)
-                row += 1
+                row += item.draws
         ranks, ok = np.ones(rows, np.int32), np.ones(rows, bool)
         hidden = np.zeros((rows, 8), np.float32)
         logprobs, top = np.full(rows, -0.5, np.float32), np.full((rows, MAX_LOGPROBS), -1.5, np.float32)
@@ -71,7 +71,9 @@ class Script:
         for item in items:
             count = len(item.scores) + item.draws
             if count:
-                found.append(Drawn(item, row, True, int(tokens[row + count - 1]), sampled, hidden))
+                found.append(
+                    Drawn(item, row, True, [int(tokens[row + count - 1])] if item.draws else [], sampled, hidden)
+                )
                 row += count
         return found
 

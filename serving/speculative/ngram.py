@@ -1,0 +1,52 @@
+"""Drafts from the text itself: what followed the last time that the latest tokens occurred."""
+
+from ..api.speculation import SpeculativeConfig
+from ..request.sequence import Sequence
+
+
+class NgramDrafter:
+    """Looks for the longest of the latest runs of tokens that occurred before, the last time that it did.
+
+        ... the quick brown fox ... the quick           "the quick" occurred: draft "brown fox"
+
+    Each sequence has its own index, which grows with its tokens, so that a look-up costs the same in any text.
+    """
+
+    def __init__(self, shortest: int, longest: int):
+        self.lengths = range(longest, shortest - 1, -1)
+        self.indices: dict[Sequence, NgramIndex] = {}
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        index = self.indices.get(seq)
+        if index is None:
+            index = self.indices[seq] = NgramIndex(self.lengths)
+        return index.after(seq.tokens, most)
+
+    def end(self, seq: Sequence) -> None:
+        self.indices.pop(seq, None)
+
+
+class NgramIndex:
+    """Where each run of tokens of one text was followed by another token, the last time."""
+
+    def __init__(self, lengths: range):
+        self.lengths, self.known = lengths, 0
+        self.followed: dict[tuple[int, ...], int] = {}
+
+    def after(self, tokens: list[int], most: int) -> list[int]:
+        """So many tokens as followed the latest ones before; what reaches the end of the text repeats."""
+        for end in range(max(self.known, 1), len(tokens)):
+            for length in self.lengths:
+                if length <= end:
+                    self.followed[tuple(tokens[end - length : end])] = end
+        self.known = len(tokens)
+        for length in self.lengths:
+            at = self.followed.get(tuple(tokens[-length:])) if length <= len(tokens) else None
+            if at is not None:
+                period = len(tokens) - at
+                return [tokens[at + index % period] for index in range(most)]
+        return []
+
+
+def make(config: SpeculativeConfig) -> NgramDrafter:
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)

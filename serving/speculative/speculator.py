@@ -1,0 +1,144 @@
+"""How many tokens are drafted: as many as pay, by what was accepted of late and by what a step costs."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..api.speculation import SpeculativeConfig
+from ..request.sequence import Sequence
+from . import Drafter, make_drafter
+
+PRIOR, WEIGHT = 0.7, 4.0  # the share of drafts that is accepted, before anything is known, and for how many it counts
+MEMORY = 24.0  # drafts after which an old one counts e times less
+PAUSES = 8, 128  # tokens without drafts where these do not pay: at first, and at most
+MISSES = 3  # times in a row that a drafter has no idea, before the sequence goes on without
+
+
+@dataclass
+class Record:
+    """What is known of a sequence."""
+
+    accepted: float = PRIOR * WEIGHT
+    tried: float = WEIGHT
+    misses: int = 0
+    pause: int = PAUSES[0]
+    resumes: int = 0  # output tokens after which it drafts again
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.tried
+
+    def learn(self, accepted: int, drafts: int) -> None:
+        """The drafts after the first rejected one tell nothing."""
+        tried = accepted + (accepted < drafts)
+        kept = max(0.0, 1 - tried / MEMORY)
+        self.accepted, self.tried = self.accepted * kept + accepted, self.tried * kept + tried
+
+
+@dataclass
+class Counts:
+    """What was drafted, and what of it was right."""
+
+    proposals: int
+    drafts: int
+    accepted: list[int]  # by position
+
+
+class Speculator:
+    """Gives sequences their drafts, and lets them go on without where these do not pay.
+
+    One that drafts waits for its last token before its next step is planned (`Sequence.waits`). One that does not stays
+    a step ahead, as in plain decoding, and tries again after a pause.
+
+    `seconds(rows, sequences)` is what a step takes.
+    """
+
+    def __init__(self, config: SpeculativeConfig, seconds: Callable[[int, int], float]):
+        self.config, self.seconds = config, seconds
+        self.drafter: Drafter = make_drafter(config)
+        self.most = config.num_speculative_tokens
+        self.records: dict[Sequence, Record] = {}
+        self.gap = 0.0  # seconds that the device waits for the host where a sequence waits for its token
+        self.counts = Counts(0, 0, [0] * self.most)
+
+    def begin(self, seq: Sequence) -> None:
+        """A sequence comes."""
+        if seq.pool is None and seq.max_tokens > 1:
+            self.records[seq] = Record()
+            seq.waits = True
+
+    def end(self, seq: Sequence) -> None:
+        """A sequence is over."""
+        if self.records.pop(seq, None) is not None:
+            self.drafter.end(seq)
+            seq.drafts = []
+
+    def waited(self, seconds: float) -> None:
+        """The device had nothing to do for so long, since a token was waited for."""
+        self.gap += (min(seconds, 0.1) - self.gap) / 16
+
+    def take_in(self, seq: Sequence, drafts: int, accepted: int) -> None:
+        """A sequence got its tokens: so many of its drafts were right. It gets the next ones, if it waits for them."""
+        record = self.records.get(seq)
+        if record is None:
+            return
+        seq.drafts = []
+        if drafts:
+            record.learn(accepted, drafts)
+            self.counts.proposals += 1
+            self.counts.drafts += drafts
+            for position in range(accepted):
+                self.counts.accepted[position] += 1
+            if accepted == drafts:
+                record.pause = PAUSES[0]
+        if not seq.waits:
+            if seq.num_output >= record.resumes:
+                seq.waits = True
+                record.accepted += PRIOR  # enough for another try, soon forgotten if it fails
+                record.tried += 1
+            return
+        if seq.pending:
+            return
+        most = min(self.most, seq.max_tokens - seq.num_output - 1)
+        drafts_ = self.drafter.propose(seq, most) if most > 0 else []
+        if drafts_ and seq.constraint is not None:
+            drafts_ = seq.constraint.open_beginning(drafts_)
+        seq.drafts = drafts_
+        record.misses = 0 if drafts_ else record.misses + 1
+        if self.config.adapts and record.misses >= MISSES:
+            self.rest(seq, record)
+
+    def rest(self, seq: Sequence, record: Record) -> None:
+        """Let a sequence go on without drafts for a while."""
+        seq.drafts, seq.waits, record.misses = [], False, 0
+        record.resumes = seq.num_output + record.pause
+        record.pause = min(2 * record.pause, PAUSES[1])
+
+    def trim(self, running: Iterable[Sequence]) -> None:
+        """Before a step is planned: leave as many drafts as make the most tokens a second of all who decode."""
+        ready = [seq for seq in running if seq.missing == 1]
+        drafting = [seq for seq in ready if seq.drafts]
+        if not drafting or not self.config.adapts:
+            return
+        n, best, depth = len(ready), n_plain(len(ready), self.seconds, self.gap), 0
+        expected = [0.0] * len(drafting)
+        chances = [1.0] * len(drafting)
+        rows = n
+        for k in range(1, self.most + 1):
+            for index, seq in enumerate(drafting):
+                if k <= len(seq.drafts):
+                    chances[index] *= self.records[seq].rate
+                    expected[index] += chances[index]
+                    rows += 1
+            speed = (n + sum(expected)) / (self.seconds(rows, n) + self.gap)
+            if speed > best:
+                best, depth = speed, k
+        for seq in drafting:
+            if depth == 0:
+                self.rest(seq, self.records[seq])
+            else:
+                del seq.drafts[depth:]
+
+
+def n_plain(n: int, seconds: Callable[[int, int], float], gap: float) -> float:
+    """Tokens a second of so many sequences without drafts: the host works while the device does."""
+    return n / max(seconds(n, n), gap)

@@ -1,0 +1,109 @@
+"""Drafts from this text and from answers given before: what most often followed where the text was longest the same."""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
+
+from ..api.speculation import SpeculativeConfig
+from ..request.sequence import Sequence
+
+KEY = 2  # tokens by which places are found
+COMPARED = 64  # the latest places with the same key
+REACH = 32  # tokens before a place that are compared
+LEAST = 0.1  # chance of a draft by the votes; below it, it costs more than it brings
+
+
+class Places:
+    """Where each pair of tokens occurs in some texts, the latest first."""
+
+    def __init__(self):
+        self.texts: dict[int, list[int]] = {}
+        self.ends: dict[tuple[int, ...], deque[tuple[int, int]]] = {}
+
+    def add(self, number: int, text: list[int], known: int) -> None:
+        """Each place of a text from `known` on that something follows, or will."""
+        self.texts[number] = text
+        for end in range(max(known, KEY), len(text)):
+            places = self.ends.setdefault(tuple(text[end - KEY : end]), deque(maxlen=COMPARED))
+            places.appendleft((number, end))
+
+    def remove(self, number: int) -> None:
+        text = self.texts.pop(number)
+        for end in range(KEY, len(text)):
+            key = tuple(text[end - KEY : end])
+            if (places := self.ends.get(key)) is None:
+                continue
+            if all(other == number for other, _ in places):
+                del self.ends[key]
+            elif any(other == number for other, _ in places):
+                self.ends[key] = deque((place for place in places if place[0] != number), COMPARED)
+
+    def alike(self, tokens: list[int]) -> Iterator[tuple[int, list[int], int]]:
+        """(tokens in common before it, text, place) of the places that may be followed as `tokens` will be."""
+        for number, end in self.ends.get(tuple(tokens[-KEY:]), ()):
+            text, count = self.texts[number], KEY
+            most = min(REACH, end, len(tokens))
+            while count < most and text[end - count - 1] == tokens[-count - 1]:
+                count += 1
+            yield count, text, end
+
+
+class SuffixDrafter:
+    """The places of a salt's texts: those that are being written, and the latest answers that are done.
+
+    Texts with different salts know nothing of each other. Those places vote that have most tokens in common with the
+    text.
+    """
+
+    def __init__(self, max_texts: int):
+        self.max_texts = max_texts
+        self.places: dict[Hashable, Places] = {}
+        self.running: dict[Sequence, tuple[int, int]] = {}  # the text's number, and tokens that are known
+        self.done: OrderedDict[int, Hashable] = OrderedDict()
+        self.count = 0
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        places = self.take(seq)
+        found = list(places.alike(seq.tokens))
+        longest = max((count for count, _, _ in found), default=0)
+        voters = [(text, end) for count, text, end in found if count == longest]
+        drafts, chance = [], 1.0
+        while len(drafts) < most:
+            votes: dict[int, int] = {}
+            for text, end in voters:
+                if end < len(text):
+                    votes[text[end]] = votes.get(text[end], 0) + 1
+            if not votes:
+                break
+            best = max(votes, key=lambda token: votes[token])  # of equals the latest
+            chance *= votes[best] / len(voters)
+            if chance < LEAST:
+                break
+            drafts.append(best)
+            voters = [(text, end + 1) for text, end in voters if end < len(text) and text[end] == best]
+        return drafts
+
+    def take(self, seq: Sequence) -> Places:
+        """The places that a sequence may look at, with what is new of its own text."""
+        places = self.places.setdefault(seq.cache.salt, Places())
+        number, known = self.running.get(seq, (self.count, 0))
+        self.count = max(self.count, number + 1)
+        places.add(number, seq.tokens, known)
+        self.running[seq] = number, len(seq.tokens)
+        return places
+
+    def end(self, seq: Sequence) -> None:
+        """Its answer may be asked for again."""
+        if seq not in self.running:
+            return
+        self.take(seq)
+        number, _ = self.running.pop(seq)
+        self.done[number] = seq.cache.salt
+        while len(self.done) > self.max_texts:
+            oldest, salt = self.done.popitem(last=False)
+            self.places[salt].remove(oldest)
+            if not self.places[salt].texts:
+                del self.places[salt]
+
+
+def make(config: SpeculativeConfig) -> SuffixDrafter:
+    return SuffixDrafter(config.suffix_max_texts)

@@ -1,0 +1,358 @@
+"""Speculative decoding gives the bits of plain decoding, whatever the drafts, and whatever else is asked for."""
+
+import random
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import cases
+from scipy import stats
+
+from quire import LLM
+from quire.model.checkpoint import hub, loader
+from quire.model.config import ModelError
+from quire.model.text.tokenizer import Tokenizer
+from quire.serving.api.params import SamplingParams
+from quire.serving.api.speculation import METHODS, speculation_of
+from quire.serving.cache.disk_cache import DiskCache
+from quire.serving.cache.host_cache import HostCache
+from quire.serving.cache.page_table import PageTable
+from quire.serving.device.state import page_bytes
+from quire.serving.engine.engine import Engine
+from quire.serving.engine.runner import Runner
+from quire.serving.engine.scheduler import Limits
+from quire.serving.engine.step_record import Observer
+from quire.serving.speculative import DRAFTERS
+from quire.serving.speculative.ngram import NgramDrafter
+from quire.serving.speculative.speculator import Record, Speculator
+from quire.serving.speculative.suffix import SuffixDrafter
+
+LENGTH, DRAFTS = 256, 4
+PLAIN, DRAFTED = Limits(8, 48, 16), Limits(8, 48, 16, max_drafts=DRAFTS)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """quill's steps, without drafts and with them."""
+    folder = hub.resolve(None)
+    config = loader.read_config(folder, "float32", LENGTH)
+    weights, runners = loader.load(folder, config), {}
+    for limits in (PLAIN, DRAFTED):
+        runners[limits] = Runner(config, weights, limits, (400,) * len(config.windows), 16, LENGTH, True)
+        runners[limits].warm_up()
+    return runners, Tokenizer(folder)
+
+
+def engine_of(compiled, limits=DRAFTED, num_pages=400, host_cache=None, method="ngram", **config) -> Engine:
+    """With a device state of its own, and the steps that are compiled."""
+    runners, tokenizer = compiled
+    old = runners[limits]
+    runner = Runner(old.config, old.weights, limits, old.num_pages, 16, LENGTH, True)
+    runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
+    table = PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache)
+    chosen = None
+    if limits.max_drafts:
+        chosen = speculation_of({"method": method, "num_speculative_tokens": limits.max_drafts, **config})
+    return Engine(runner, tokenizer, [table], LENGTH, speculation=chosen)
+
+
+class Oracle:
+    """Drafts what plain decoding said, each token wrong with some chance: so drafts are accepted to any depth."""
+
+    def __init__(self, answers, rng: random.Random, vocab: int):
+        self.answers, self.rng, self.vocab = answers, rng, vocab
+
+    def propose(self, seq, most):
+        truth = self.answers[seq.request.request_id][seq.index][0][seq.num_output :]
+        wrong = self.rng.choice((0, 0.1, 0.5))
+        drafts = [self.rng.randrange(self.vocab) if self.rng.random() < wrong else token for token in truth]
+        return (drafts + [self.rng.randrange(self.vocab)])[: self.rng.randint(0, most)]
+
+    def end(self, seq):
+        pass
+
+
+def bits(request) -> list[tuple]:
+    """Tokens, end and scores of each answer, with what stopped it."""
+    output = request.output()
+    scores = [sorted((t, e.logprob) for t, e in entry.items()) for entry in (output.prompt_logprobs or [])[1:] if entry]
+    return [
+        (
+            list(a.token_ids),
+            a.finish_reason,
+            a.stop_reason,
+            a.text,
+            [sorted((t, e.logprob, e.rank) for t, e in entry.items()) for entry in a.logprobs or ()],
+            scores,
+        )
+        for a in output.outputs
+    ]
+
+
+def serve(engine: Engine, requests, arrivals, aborts=()) -> dict[str, list]:
+    """Every answer; at each step the pages and slots add up."""
+    got = {}
+    step = 0
+    while engine.busy or step <= max(arrivals.values()):
+        for name, at in arrivals.items():
+            if at == step:
+                got[name] = engine.add(name, *requests[name])
+        for name, at in aborts:
+            if at == step:
+                engine.abort(name)
+        engine.step()
+        engine.scheduler.check()
+        step += 1
+    return {name: bits(request) for name, request in got.items()}
+
+
+FORMS = [None, None, None, {"regex": "[a-z ]{20,60}"}, {"json_object": True}, {"choice": ["yes", "no"]}]
+
+
+def mix(rng: random.Random, vocab: int) -> tuple[dict, dict]:
+    """Requests that ask for all kinds of things, and the steps at which they arrive."""
+    requests, arrivals, prompts = {}, {}, []
+    for index in range(rng.randint(1, 8)):
+        start = rng.choice(prompts)[: rng.randint(0, 120)] if prompts and rng.random() < 0.6 else []
+        prompts.append(start + [rng.randrange(6, vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))])
+        params = SamplingParams(
+            n=rng.choice((1, 1, 1, 2)),
+            temperature=rng.choice((0, 0, 0.8, 1.2)),
+            seed=index,
+            top_p=rng.choice((1, 0.9)),
+            top_k=rng.choice((0, 0, 20)),
+            repetition_penalty=rng.choice((1, 1, 1.3)),
+            presence_penalty=rng.choice((0, 0, 0.8)),
+            frequency_penalty=rng.choice((0, 0, 0.4)),
+            max_tokens=rng.randint(1, 40),
+            min_tokens=rng.choice((0, 0, 1)),
+            logprobs=rng.choice((None, 2)),
+            prompt_logprobs=rng.choice((None, None, None, 1)),
+            stop=rng.choice(([], [], ["e"], ["the", ". "])),
+            bad_words=rng.choice(([], [], ["a", "Once upon"])),
+            logit_bias=rng.choice((None, None, {100: 3.0, 200: -3.0})),
+            structured_outputs=rng.choice(FORMS),
+            ignore_eos=rng.random() < 0.3,
+        )
+        requests[str(index)], arrivals[str(index)] = (prompts[-1], params), rng.randint(0, 12)
+    return requests, arrivals
+
+
+@pytest.mark.random
+def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
+    """Random requests with drafts that are right to any depth, also where pages are short, and from disk."""
+    rng, runners, plain = random.Random(3), compiled[0], engine_of(compiled, PLAIN)
+    config = runners[DRAFTED].config
+    recompiled = runners[DRAFTED].compiles.recompiles
+    sizes = [page_bytes(config, group, 16) for group in range(len(config.windows))]
+    host_cache = HostCache(sizes, 12 * max(sizes), DiskCache(tmp_path, 1 << 30), b"quill")
+    engines = {
+        "roomy": engine_of(compiled, adapts=False),
+        "tight": engine_of(compiled, num_pages=17, adapts=False),
+        "tiered": engine_of(compiled, num_pages=17, host_cache=host_cache, adapts=False),
+        "adaptive": engine_of(compiled, adapts=True),
+    }
+    gave_way = 0
+    for number in range(cases(300, least=12)):
+        requests, arrivals = mix(rng, config.vocab_size)
+        expected = serve(plain, requests, arrivals)
+        for kind in ("roomy", rng.choice(("tight", "tiered", "adaptive"))):
+            engine = engines[kind]
+            engine.speculator.drafter = Oracle(expected, rng, config.vocab_size)
+            watch = Preemptions(engine)
+            assert serve(engine, requests, arrivals) == expected, f"mix {number}, {kind}"
+            gave_way += watch.count
+        victim = rng.choice(list(requests))
+        left = serve(engines["roomy"], requests, arrivals, [(victim, arrivals[victim] + rng.randint(0, 9))])
+        for name, answers in expected.items():
+            if name != victim:
+                assert left[name] == answers
+            else:
+                assert all(cut[0] == own[0][: len(cut[0])] for cut, own in zip(left[name], answers, strict=True))
+    engines["tiered"].close()
+    for engine in engines.values():
+        accepted = engine.speculator.counts.accepted
+        assert accepted[0] > accepted[-1] > 0, "drafts were accepted to every depth"
+    assert gave_way > 0 and runners[DRAFTED].compiles.recompiles == recompiled
+
+
+class Preemptions(Observer):
+    """Counts them, in one mix."""
+
+    def __init__(self, engine: Engine):
+        self.count = 0
+        engine.observers[:] = [self]
+
+    def observe(self, record):
+        self.count += sum(seq.num_preemptions for request in record.changed for seq in request.sequences)
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_each_drafter_leaves_the_answers_as_they_are(compiled, method):
+    """Its own drafts, always taken and only where they pay; alike when everything is asked a second time."""
+    rng = random.Random(4)
+    config = compiled[0][DRAFTED].config
+    plain, engines = engine_of(compiled, PLAIN), [engine_of(compiled, method=method, adapts=on) for on in (True, False)]
+    for _ in range(cases(20, least=4)):
+        requests, arrivals = mix(rng, config.vocab_size)
+        expected = serve(plain, requests, arrivals)
+        for engine, _ in product(engines, range(2)):
+            assert serve(engine, requests, arrivals) == expected
+    assert engines[1].speculator.counts.accepted[0] > 0
+
+
+def test_draws_follow_the_models_distribution(compiled):
+    """With drafts and without, second tokens are drawn as the model's own probabilities say (chi-square)."""
+    prompt, tokens = compiled[1].encode("Once upon a time"), 4000
+    one = SamplingParams(temperature=1.0, max_tokens=1, logprobs=20)
+    engine = engine_of(compiled, PLAIN)
+    (token,) = serve(engine, {"0": (prompt, SamplingParams(temperature=0, max_tokens=1))}, {"0": 0})["0"][0][0]
+    (answer,) = serve(engine, {"1": ([*prompt, token], one)}, {"1": 0})["1"]
+    listed = {entry[0]: np.exp(entry[1]) for entry in answer[4][0]}
+    drafted = engine_of(compiled, adapts=False)
+    drafted.speculator.drafter = Always([token, answer[0][0], 7, 9])
+    seen: dict[int, int] = {}
+    requests = {
+        str(seed): (prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=3, allowed_token_ids=None))
+        for seed in range(tokens)
+    }
+    for start in range(0, tokens, 400):
+        part = dict(list(requests.items())[start : start + 400])
+        for ((ids, *_),) in serve(drafted, part, dict.fromkeys(part, 0)).values():
+            if ids[0] == token and len(ids) > 1:
+                seen[ids[1]] = seen.get(ids[1], 0) + 1
+    total = sum(seen.values())
+    expected = {t: p * total for t, p in listed.items() if p * total >= 5}
+    observed = [seen.get(t, 0) for t in expected]
+    rest, rest_expected = total - sum(observed), total - sum(expected.values())
+    assert total > 300 and stats.chisquare([*observed, rest], [*expected.values(), rest_expected]).pvalue > 1e-4
+
+
+class Always:
+    """Drafts the same tokens again and again."""
+
+    def __init__(self, drafts):
+        self.drafts = drafts
+
+    def propose(self, seq, most):
+        return self.drafts[seq.num_output :][:most]
+
+    def end(self, seq):
+        pass
+
+
+class Pretended(SimpleNamespace):
+    """What drafters see of a sequence."""
+
+    __hash__ = object.__hash__
+
+
+def test_an_ngram_is_followed_by_what_followed_it_last():
+    """Random texts of few tokens beside a naive search, drafted from as they grow."""
+    rng = random.Random(5)
+    for _ in range(30):
+        drafter, seq = NgramDrafter(2, 4), Pretended(tokens=[])
+        while len(seq.tokens) < 80:
+            seq.tokens.extend(rng.choices(range(4), k=rng.randint(1, 6)))
+            tokens, expected = seq.tokens, []
+            for length in (4, 3, 2):
+                ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
+                if ends and len(tokens) >= length:
+                    following = list(tokens)
+                    for index in range(5):
+                        following.append(following[ends[-1] + index])
+                    expected = following[len(tokens) :]
+                    break
+            assert drafter.propose(seq, 5) == expected
+
+
+def sequence(tokens, salt=None, prompt=0):
+    return Pretended(
+        tokens=list(tokens), num_prompt=prompt, num_output=len(tokens) - prompt, cache=SimpleNamespace(salt=salt)
+    )
+
+
+def test_answers_that_were_given_are_drafted_again():
+    drafter = SuffixDrafter(max_texts=2)
+    first = sequence([1, 2, 3, 4, 5, 6], prompt=2)
+    assert drafter.propose(first, 4) == []
+    drafter.end(first)
+    again = sequence([9, 2, 3])
+    assert drafter.propose(again, 9) == [4, 5, 6]
+    assert drafter.propose(again, 2) == [4, 5]
+    assert drafter.propose(sequence([9, 2, 3], salt="somebody else"), 9) == []
+    for other in ([7, 2, 3, 8], [8, 8, 8]):  # two texts are remembered, and the first goes
+        text = sequence(other)
+        drafter.propose(text, 1)
+        drafter.end(text)
+    assert drafter.propose(again, 9)[:1] == [8]
+    assert not drafter.places["somebody else"].ends.get((5, 6)) and (5, 6) not in drafter.places[None].ends
+
+
+def test_most_votes_win_among_the_longest_matches():
+    drafter = SuffixDrafter(max_texts=10)
+    for tail in ([3, 4], [3, 4], [3, 5]):
+        text = sequence([1, 2, *tail])
+        drafter.propose(text, 1)
+        drafter.end(text)
+    assert drafter.propose(sequence([1, 2]), 2) == [3, 4]
+    longer = sequence([7, 1, 2, 6])
+    drafter.propose(longer, 1)
+    drafter.end(longer)
+    assert drafter.propose(sequence([7, 1, 2]), 1) == [6], "what agrees further back is more like it"
+
+
+def speculator(seconds, **config):
+    return Speculator(speculation_of({"method": "ngram", **config}), seconds)
+
+
+def running(count, drafts, tokens=50):
+    return [
+        Pretended(missing=1, drafts=list(range(drafts)), waits=True, num_output=tokens, index=index)
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("rate", "slope", "expected"), [(0.9, 0.01, 4), (0.7, 0.5, 1), (0.3, 0.01, 3), (0.05, 0.2, 0)])
+def test_as_many_drafts_as_pay(rate, slope, expected):
+    """Beside the best depth by the formula (1 - a^(k+1)) / (1 - a) over the time of a step."""
+    own = speculator(lambda rows, seqs: 1 + slope * (rows - seqs))
+    (seq,) = running(1, 4)
+    own.records = Keyed(Record(accepted=rate * 100, tried=100))
+    own.trim([seq])
+    speeds = [sum(rate**i for i in range(k + 1)) / (1 + slope * k) for k in range(5)]
+    assert speeds.index(max(speeds)) == len(seq.drafts) == expected
+    assert seq.waits == (expected > 0)
+
+
+class Keyed(dict):
+    """The same record for everybody."""
+
+    def __init__(self, record):
+        self.record = record
+
+    def __missing__(self, key):
+        return self.record
+
+
+BAD = [
+    ({}, "method is missing"),
+    ({"method": "oracle"}, "method is 'oracle'; it must be one of ngram"),
+    ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be an integer"),
+    ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens is True"),
+    ({"method": "ngram", "num_speculative_tokens": 8}, "8; with the token before them they must fit into .*, 8"),
+    ({"method": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_max is 5; .* prompt_lookup_min, 6"),
+    ({"method": "ngram", "temperature": 1}, "speculative_config.temperature is not known; the fields are method"),
+    ("ngram", "must be an object such as"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD)
+def test_what_cannot_be_drafted_is_refused(config, message):
+    with pytest.raises(ModelError, match=message):
+        LLM(speculative_config=config, max_num_batched_tokens=8, max_num_seqs=4)
+
+
+def test_every_method_has_its_drafter():
+    assert tuple(DRAFTERS) == METHODS

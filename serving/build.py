@@ -22,14 +22,16 @@ from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.native.model_kernels import of_model
 from ..sharding.mesh import Mesh
-from .api.options import DISK, HOST, PARALLEL, EngineOptions
+from .api.options import DISK, HOST, PARALLEL, EngineOptions, SizedOptions
 from .api.params import MAX_LOGPROBS
 from .cache.disk_cache import DiskCache
 from .cache.host_cache import HostCache
 from .cache.page_table import PageTable
 from .defaults import generation_folder, model_defaults
 from .device.batch import Size
+from .device.drafts import WithDrafter
 from .device.mesh import mesh_of, placement_of
+from .drafter import DraftSource, draft_folder, draft_source
 from .engine.cache_size import (
     cache_budget,
     claim_memory,
@@ -141,34 +143,40 @@ def make_runner(
 ) -> Made:
     """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
     sized = options.on(jax.default_backend())
-    experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
-    kernels = native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, experts))
-    listed = config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS)
-    drafts = 0 if options.speculation is None else options.speculation.num_speculative_tokens
-    limits = Limits(sized.max_num_seqs, sized.max_num_batched_tokens, max(sized.max_num_seqs, 16), listed, drafts)
+    kernels = native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, quants_of_experts(config)))
+    limits = limits_of(sized, config)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
-    load_weights, weights = partial(load, folder, config, placement, options.load_format), None
+    source = draft_source(options, folder, config, min(config.max_len, sized.most_positions(config.max_len)))
+    if source is not None and source.load is not None:
+        own = source.drafter.config
+        native.prepare(of_model(own.dtype, own.quant, own.kv_dtype, quants_of_experts(own))).result()
+    load_weights, weights = partial(load, folder, config, placement, options.load_format, source), None
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
         progress("loading weights")
         weights = load_weights()
         progress("measuring a step")
-        taken = held_bytes(weights) + working_bytes(config, weights, limits, options.block_size, mesh)
+        taken = held_bytes(weights) + working_bytes(
+            config, weights, limits, options.block_size, mesh, drafter=None if source is None else source.drafter
+        )
         budget = max(0, usable_memory(options) - taken)
     if hosts is not None:
         budget = hosts.least(budget, device_and_kernels())
-    max_len, num_pages = size_cache(config, sized, budget, mesh)
+    max_len, num_pages = size_cache(config if source is None else source.drafter.paged, sized, budget, mesh)
     if options.max_model_len == -1:
         config = config_of(folder, options, max_len)
+        source = draft_source(options, folder, config, max_len)
+    drafter = None if source is None else source.drafter
     if weights is None:
         progress("loading weights")
         weights = load_weights()
     replicas = range(options.data_parallel_size)
-    host_caches = [make_host_cache(folder, config, options, mesh, replica) for replica in replicas]
+    paged = config if drafter is None else drafter.paged
+    host_caches = [make_host_cache(folder, paged, options, mesh, replica) for replica in replicas]
     runner = Runner(
         config, weights, limits, num_pages, options.block_size, max_len, host_caches[0] is not None, load_weights, mesh,
-        options.expert_rebalance_steps,
+        options.expert_rebalance_steps, drafter,
     )  # fmt: skip
 
     def note(size: Size) -> None:
@@ -187,10 +195,30 @@ def make_runner(
     return Made(runner, max_len, host_caches)
 
 
-def load(folder: Path, config: ModelConfig, placement: Placement, load_format: str) -> ModelWeights:
-    """The weights, and where the copies of experts lie."""
+def limits_of(options: SizedOptions, config: ModelConfig) -> Limits:
+    """What fits into a step."""
+    chosen = options.speculation
+    return Limits(
+        max_seqs=options.max_num_seqs,
+        max_rows=options.max_num_batched_tokens,
+        max_samples=max(options.max_num_seqs, 16),
+        listed=config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS),
+        max_drafts=0 if chosen is None else chosen.num_speculative_tokens,
+        steps_draft=chosen is not None and chosen.in_step,
+    )
+
+
+def quants_of_experts(config: ModelConfig) -> tuple[str | None, ...]:
+    return tuple({layer.moe.quant for layer in config.layers if layer.moe})
+
+
+def load(
+    folder: Path, config: ModelConfig, placement: Placement, load_format: str, source: DraftSource | None = None
+) -> ModelWeights | WithDrafter:
+    """The weights, and where the copies of experts lie; with those of the drafter, where one drafts in the step."""
     weights = loader.load(folder, config, placement, load_format=load_format)
-    return expert_copies.as_loaded(weights, config, placement.mesh)
+    weights = expert_copies.as_loaded(weights, config, placement.mesh)
+    return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
 
 
 def make_trace(file: str | None) -> Trace | None:
@@ -245,8 +273,10 @@ def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes
     model = replace(config, max_len=0)  # what it changes is in the rotary tables
     sizes = [getattr(options, name) for axis, name in PARALLEL.items() if axis != "data"]
     what = [model, *sizes, options.block_size, jax.__version__, device_and_kernels()]
-    found = hashlib.blake2b(repr(what).encode(), digest_size=32)
-    for path in files_of(folder):
+    found, files = hashlib.blake2b(repr(what).encode(), digest_size=32), files_of(folder)
+    if (chosen := options.speculation) is not None and chosen.model is not None:
+        files += files_of(draft_folder(chosen, options))
+    for path in files:
         found.update(repr((path.name, path.stat().st_size)).encode())
         with path.open("rb") as file:
             found.update(file.read(SAMPLE))

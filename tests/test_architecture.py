@@ -29,8 +29,8 @@ ROOMS = """
 
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
     serving/speculative serving/cache serving/device serving/engine serving/observe
-    serving/defaults serving/build serving/follow serving/progress serving/resume serving/chat_prompt serving/llm
-    serving/async_llm
+    serving/defaults serving/drafter serving/build serving/follow serving/progress serving/resume serving/chat_prompt
+    serving/llm serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 
     scripts/command scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env

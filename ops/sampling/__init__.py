@@ -12,6 +12,7 @@ C candidates, W fan-out.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,7 @@ class Sampled:
     top_ids_RK: Array  # int32, K = min(listed, V)
     top_logprobs_RK: Array  # float32
     ok_R: Array  # bool, False where the raw logits are broken (NaN, +inf, all -inf) or every token is banned
+    drafts_BK: Any = None  # int32, what may come next of each sequence of the step, where something drafts there
 
 
 def sample(

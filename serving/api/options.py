@@ -275,6 +275,10 @@ class SizedOptions(EngineOptions):
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
 
+    def most_positions(self, longest: int) -> int:
+        """Positions that a request may have, of the most that the model allows."""
+        return longest if self.max_model_len in (None, -1) else min(self.max_model_len, longest)
+
     @property
     def most_running(self) -> int:
         """Sequences that can run at a time."""

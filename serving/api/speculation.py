@@ -7,7 +7,8 @@ from typing import Any
 from ...model.config import ModelError
 from .validation import shown
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model", "self")
+IN_STEP = ("draft_model", "self")  # those that draft on the device
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,19 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int = 4
+    model: str | None = None  # draft_model: a folder or Hugging Face id
+    revision: str | None = None
+    quantization: str | None = None  # draft_model, self: what its weights are rounded to
+    num_layers: int | None = None  # self: it is the first layers of the model
     prompt_lookup_min: int = 2  # ngram: tokens that must occur again
     prompt_lookup_max: int = 5
     suffix_max_texts: int = 1000  # suffix: answers that are remembered
     adapts: bool = True  # fewer drafts, or none, where they do not pay
+
+    @property
+    def in_step(self) -> bool:
+        """The step itself drafts."""
+        return self.method in IN_STEP
 
     @property
     def num_rows(self) -> int:
@@ -42,6 +52,24 @@ class SpeculativeConfig:
             raise ModelError(
                 f"speculative_config.prompt_lookup_max is {shown(longest)}; it must be an integer of at least "
                 f"prompt_lookup_min, {self.prompt_lookup_min}"
+            )
+        for name in ("model", "revision", "quantization"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ModelError(f"speculative_config.{name} is {shown(value)}; it must be a string")
+        if (self.model is None) == (self.method == "draft_model"):
+            why = "is missing" if self.model is None else f"is {shown(self.model)}"
+            raise ModelError(f"speculative_config.model {why}; it goes with the method draft_model, and only with it")
+        layers = self.num_layers
+        if layers is not None and (self.method != "self" or type(layers) is not int or layers < 1):
+            raise ModelError(
+                f"speculative_config.num_layers is {shown(layers)}; it must be an integer of at least 1, with the "
+                "method self"
+            )
+        if self.method == "self" and layers is None and self.quantization is None:
+            raise ModelError(
+                "speculative_config.num_layers and quantization are missing; the method self drafts with the model's "
+                "first layers, or with its weights in fewer bits"
             )
         if not isinstance(self.adapts, bool):
             raise ModelError(f"speculative_config.adapts is {shown(self.adapts)}; it must be true or false")

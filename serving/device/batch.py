@@ -38,6 +38,7 @@ class Batch:
     store_R: np.ndarray  # the slot that the token drawn here belongs to, or one past the last
     drafts_R: np.ndarray  # the draft that the token drawn here is compared with; -1 = none
     depths_R: np.ndarray  # drafts of the sequence before this row
+    num_drafts_1: np.ndarray  # how many tokens the step itself is to draft
     sampling: SamplingInputs
 
 
@@ -160,6 +161,7 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int, max_draf
         store_R=np.full(R, max_seqs, i32),
         drafts_R=np.full(R, -1, i32),
         depths_R=np.zeros(R, i32),
+        num_drafts_1=np.zeros(1, i32),
         sampling=SamplingInputs(
             slots_R=np.zeros(R, i32),
             bias_rows_R=np.zeros(R, i32),

@@ -12,7 +12,7 @@ from ...ops.attention import KVPages
 from ..cache.page_moves import PageMoves
 from ..cache.prefix_tree import HostCopy, SentPage
 from .pipeline import Pipeline
-from .state import owners, stored_page_bytes
+from .state import stored_page_bytes
 from .step import copy_pages, read_pages, write_pages
 
 AT_ONCE = 16  # pages a call; the dummy page fills the rest
@@ -36,8 +36,8 @@ class PageCopier:
     """Has a compiled program for each kind of copy, cache group and stage."""
 
     def __init__(self, pipeline: Pipeline, to_host: bool):
-        config, self.to_host = pipeline.config, to_host
-        found = [[owners(config, stage, group) for stage in pipeline.stages] for group in range(len(config.windows))]
+        self.to_host = to_host
+        found = [pipeline.page_owners(group) for group in range(len(pipeline.config.windows))]
         self.owners = [[own for own in layers if own] for layers in found]  # by group, by stage
         self.programs: dict[tuple[str, int, int], Any] = {}
 

@@ -7,11 +7,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from ...model.config import ModelConfig
 from ...model.partition import Stage, stage_weights, stages
+from ...ops.attention import KVPages
 from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
 from .batch import Layout
-from .state import State
-from .step import Places, abstract_state, make_state, step
+from .drafts import DraftModel
+from .state import State, empty_pages, owners
+from .step import Places, abstract_state, make_state, model_of, step
 
 
 class Pipeline:
@@ -23,8 +25,9 @@ class Pipeline:
     A device begins its part of the next step as soon as its part of this one is done.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh | None):
-        self.config = config
+    def __init__(self, config: ModelConfig, mesh: Mesh | None, drafter: DraftModel | None = None):
+        self.config, self.drafter = config, drafter
+        self.paged = config if drafter is None else drafter.paged  # the layers that own pages
         self.meshes: list[Mesh | None] = [None] if mesh is None else [*stage_meshes(mesh)]
         self.stages = stages(config, len(self.meshes))
         self.variance: frozenset[str] = frozenset()  # why bits may depend on the batch, in the programs made so far
@@ -42,20 +45,38 @@ class Pipeline:
         """A state with no request in it."""
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
-        return join(make_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
+        state = join(make_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
+        return state.replace(pages=state.pages | self.draft_pages(num_pages, page_size))
 
     def abstract_state(self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0) -> State:
         """The state's shapes and shardings, without memory."""
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
-        return join(abstract_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
+        state = join(abstract_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
+        return state.replace(pages=state.pages | jax.eval_shape(lambda: self.draft_pages(num_pages, page_size)))
+
+    def draft_pages(self, num_pages: tuple[int, ...], page_size: int) -> dict[int, KVPages]:
+        """Those of the drafter, which is on one device."""
+        own = range(len(self.config.layers), len(self.paged.layers))
+        return empty_pages(self.paged, own, num_pages, page_size)
+
+    def page_owners(self, group: int) -> list[list[int]]:
+        """The layers of each stage that own the pages of a cache group."""
+        found = [owners(self.config, stage, group) for stage in self.stages]
+        own = range(len(self.config.layers), len(self.paged.layers))
+        found[-1] += [
+            index for index in own if self.paged.kv_owner[index] == index and self.paged.group(index) == group
+        ]
+        return found
 
     def lower(self, weights, state: State, layout: Layout, plain: bool = False) -> list[jax.stages.Lowered]:
         """The program of each stage."""
         lowered, x = [], ()  # the first gets none
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
-            places = Places.of(own, mesh)
-            traced = step.trace(own, held, layout.nothing, layout, self.config, plain, places, stage, *x)
+            places = Places.of(model_of(own), mesh)
+            traced = step.trace(
+                own, held, layout.nothing, layout, self.config, plain, places, stage, *x, drafter=self.drafter
+            )
             self.variance |= variance(traced.jaxpr.jaxpr)
             lowered.append(traced.lower())
             x = (lowered[-1].out_info[0],)

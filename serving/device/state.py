@@ -82,6 +82,20 @@ def empty_state(
     words: int,
 ) -> State:  # fmt: skip
     """One device's part of a state with no request in it."""
+    pages = empty_pages(config, stage.layers, num_pages, page_size)
+    if not stage.ends:
+        return State(pages)
+    loads_nLE = None
+    if stage.begins and config.experts:
+        loads_nLE = jnp.zeros((1, len(config.expert_layers), config.experts), jnp.uint32)
+    slots = sampling.empty_state(max_seqs, words, 1 + max_drafts)
+    return State(pages, slots, jnp.zeros(max_seqs, jnp.int32), loads_nLE)
+
+
+def empty_pages(
+    config: ModelConfig, layers: Iterable[int], num_pages: tuple[int, ...], page_size: int
+) -> dict[int, KVPages]:
+    """The pages of those of some layers that own any."""
     dtype = page_dtype(jnp.dtype(config.kv_dtype))
 
     def empty(index: int) -> KVPages:
@@ -92,12 +106,4 @@ def empty_state(
             arrays |= {name: jnp.zeros((count, *shape), jnp.float32) for name, shape in scales.items()}
         return KVPages(**arrays)
 
-    pages = {index: empty(index) for index in stage.layers if config.kv_owner[index] == index}
-    if not stage.ends:
-        return State(pages)
-    loads_nLE = None
-    if stage.begins and config.experts:
-        loads_nLE = jnp.zeros((1, len(config.expert_layers), config.experts), jnp.uint32)
-    return State(
-        pages, sampling.empty_state(max_seqs, words, 1 + max_drafts), jnp.zeros(max_seqs, jnp.int32), loads_nLE
-    )
+    return {index: empty(index) for index in layers if config.kv_owner[index] == index}

@@ -14,12 +14,13 @@ from ...model import decoder
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig
 from ...model.partition import Stage, local_config, whole_model
-from ...ops import heads as head_ops
 from ...ops import sampling
-from ...ops.attention import KVPages, QueryRows, paged_attention
+from ...ops.attention import KVPages, QueryRows
 from ...sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
 from ...sharding.mesh import device_axes
+from .attend import attend_with
 from .batch import Layout
+from .drafts import DraftModel, WithDrafter, draft, follow
 from .state import State, empty_state, state_places
 
 
@@ -68,7 +69,7 @@ class Places:
         return fetch
 
 
-@partial(jax.jit, static_argnames=("layout", "config", "plain", "places", "stage"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("layout", "config", "plain", "places", "stage", "drafter"), donate_argnames="state")
 def step(
     weights,
     state: State,
@@ -79,17 +80,19 @@ def step(
     places: Places | None = None,
     stage: Stage | None = None,
     x: Any = None,
+    drafter: DraftModel | None = None,
 ):
     """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows' hidden states, state).
 
     The token of a row that is not ok is -1 in what is returned, so that the tokens alone tell the host all it needs.
     Over a mesh each device does the same with its own part of weights and state. A `stage` that is not the last gives
-    (rows, None, state), and one that is not the first gets such rows.
+    (rows, None, state), and one that is not the first gets such rows. With a `drafter`, whose weights come with the
+    model's, the step also says what may come next.
     """
     stage = stage or whole_model(config)
     fetch = None if places is None else places.fetcher(weights)
     if places is None or places.mesh is None:
-        return step_of_one(weights, state, buffer, x, layout, config, plain, ONE_DEVICE, stage, fetch)
+        return step_of_one(weights, state, buffer, x, layout, config, plain, ONE_DEVICE, stage, fetch, drafter)
     own, devices = local_config(config, places.mesh), axes_of(places.mesh, layout)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     of_state = state_places(state)
@@ -167,9 +170,11 @@ def step_of_one(
     axes: DeviceAxes,
     stage: Stage,
     fetch,
+    drafter: DraftModel | None = None,
 ):
     """What one device does in a step."""
-    batch = layout.read(buffer)
+    batch, both = layout.read(buffer), weights
+    weights = model_of(weights)
     tokens_T = batch.tokens_T
     if stage.begins and stage.ends:  # with several stages the host knows all tokens
         held_T = jnp.maximum(-1 - tokens_T, 0)
@@ -177,22 +182,11 @@ def step_of_one(
     spare = -layout.size.rows % axes.rows.size
     positions_T = jnp.pad(batch.positions_T, (0, spare), constant_values=-1)
 
-    def rows_of(index) -> QueryRows:
-        group = config.group(index)
+    def rows_of(group: int) -> QueryRows:
         slots_T = jnp.pad(batch.slots_GT[group], (0, spare))
         return QueryRows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
 
-    def prepare(index, qkv_TGH, heads, state: State):
-        owner = config.kv_owner[index]
-        *qkv, filled = head_ops.prepare(qkv_TGH, heads, state.pages[owner], rows_of(index))
-        return *qkv, state.replace(pages={**state.pages, owner: filled})
-
-    def attend(index, q_TNH, k_TKH, v_TKH, state: State, **options):
-        owner, rows = config.kv_owner[index], rows_of(index)
-        q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
-        spread = {"context": axes.context, "split_rows": axes.rows.size > 1}
-        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, state.pages[owner], rows, **options, **spread)
-        return out_TNH, state.replace(pages={**state.pages, owner: filled})
+    prepare, attend = attend_with(config, rows_of, axes=axes)
 
     def note(index, experts_TX, state: State) -> State:
         # Where the devices of `context` have the same rows, the first counts them.
@@ -204,10 +198,7 @@ def step_of_one(
     if stage.begins:
         x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes)
     hear = None if state.loads_nLE is None else note
-    whole = axes.context.size == 1  # each device has all rows, and all positions of every page
-    x, state = decoder.run_layers(
-        weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare if whole else None
-    )
+    x, state = decoder.run_layers(weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare)
     if not stage.ends:
         return x, None, state
     hidden_RD = take_rows(decoder.final_norm(weights, x[0], config), batch.sample_rows_R, axes.rows)
@@ -216,14 +207,23 @@ def step_of_one(
         axis = axes.tensor
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
         sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, layout.listed)
-        store_R = batch.store_R
+        store_R, accepted_R = batch.store_R, None
         if layout.max_drafts:
             accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
             slots = sampling.count_accepted(slots, batch.sampling, batch.drafts_R, accepted_R, axis)
             store_R = jnp.where(sampling.ends(accepted_R, batch.depths_R), store_R, layout.max_seqs)
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
-        sampled = sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1))
-    return sampled, hidden_RD, state.replace(slots=slots, last_tokens_B=last_tokens_B)
+        state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
+    if drafter is not None:
+        state = follow(drafter, both, state, batch, tokens_T)
+        drafts_BK, state = draft(drafter, both, state, batch, sampled, accepted_R, plain)
+        sampled = sampled.replace(drafts_BK=drafts_BK)
+    return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
+
+
+def model_of(weights: Any) -> Any:
+    """The model's own weights, where a drafter's come with them."""
+    return weights.model if isinstance(weights, WithDrafter) else weights
 
 
 @jax.jit

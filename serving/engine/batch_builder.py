@@ -42,6 +42,7 @@ class BatchBuilder:
         replicas: int = 1,
     ):
         self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
+        self.max_drafts = limits.max_drafts
         self.num_stages = num_stages  # as many steps are under way at once
         options = sizes(
             limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts
@@ -116,6 +117,7 @@ class BatchBuilder:
         at, n, width = self.layouts[last.size].offsets, len(part), self.tables[0].shape[1]
         positions = last.positions + 1
         buffer[:] = last.buffer
+        buffer[at.num_drafts_1] = self.num_drafts(part)
         buffer[at.tokens_T :][:n] = -1 - last.slots if self.num_stages == 1 else [tokens_of(item)[0] for item in part]
         buffer[at.positions_T :][:n] = positions
         buffer[at.sampling.positions_R :][:n] = positions + 1
@@ -146,6 +148,7 @@ class BatchBuilder:
         for seq in seqs:
             self.sync_tables(seq)
 
+        b.num_drafts_1[:] = self.num_drafts(part)
         b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = ends, T
         places_T = np.repeat(places, counts)
         positions = np.arange(T) + np.repeat(starts - (ends - counts), counts)
@@ -169,6 +172,21 @@ class BatchBuilder:
             num_pages = [len(seq.cache.pages[0]) for seq in seqs]
             steps.append(DecodeStep(seqs, size, slots, places, num_pages, positions, buffer, plain))
         return plain
+
+    def num_drafts(self, part: Seq[ScheduledSequence]) -> int:
+        """How many tokens the step itself is to draft, where it can: for those that wait for them."""
+        return self.max_drafts if self.max_drafts and any(item.draws and item.seq.waits for item in part) else 0
+
+    def busy(self, layout: Layout, num_drafts: int) -> np.ndarray:
+        """A batch whose rows are all computed and drawn, evenly of all its sequences, at the beginning of page 0."""
+        buffer = layout.nothing.copy()
+        for own in buffer.reshape(layout.replicas, -1):
+            b, size = layout.views(own), layout.size
+            b.starts_B1[:] = np.arange(size.seqs + 1) * size.rows // size.seqs
+            b.positions_T[:] = np.arange(size.rows) - np.repeat(b.starts_B1[:-1], np.diff(b.starts_B1))
+            b.sample_rows_R[:] = np.minimum(np.arange(size.samples), size.rows - 1)
+            b.num_drafts_1[:] = num_drafts
+        return buffer
 
     def kv_slots(self, places, positions) -> list[np.ndarray]:
         """Where each row's key and value go, for each cache group."""

@@ -15,6 +15,7 @@ from ...model.partition import local_config, whole_model
 from ...sharding.mesh import device_axes
 from ..api.options import CPU_CACHE, SHARE, EngineOptions, SizedOptions
 from ..cache.page_pool import PagePool, largest
+from ..device.drafts import DraftModel
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.graphs import compile_step
@@ -96,9 +97,16 @@ def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
     )
 
 
-def working_bytes(config: ModelConfig, weights, limits: Limits, page_size: int, mesh: Mesh | None = None) -> int:
+def working_bytes(
+    config: ModelConfig,
+    weights,
+    limits: Limits,
+    page_size: int,
+    mesh: Mesh | None = None,
+    drafter: DraftModel | None = None,
+) -> int:
     """Bytes that the largest step takes on a device beside weights and state. The compiler says so; nothing is run."""
-    groups, stages = len(config.windows), Pipeline(config, mesh)
+    groups, stages = len(config.windows), Pipeline(config, mesh, drafter)
     replicas = device_axes(mesh).data.size
     batch_builder = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
     _, layout = max(batch_builder.layouts.items())

@@ -219,6 +219,7 @@ class Engine:
                     break
                 self.push(seq, token, drawn.score(row) if seq.scored else None, step.collected)
             if self.speculator is not None and item.draws and seq.finish_reason is None:
+                seq.proposed = drawn.drafts or []
                 self.speculator.take_in(seq, len(item.drafts), len(drawn.tokens) - 1)
 
     def fail(self, seq: Sequence) -> None:

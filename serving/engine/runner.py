@@ -19,6 +19,7 @@ from ...sharding.mesh import device_axes
 from ..cache.page_moves import PageMoves
 from ..device.batch import Size, choose
 from ..device.compile_counter import CompileCounter
+from ..device.drafts import DraftModel
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.graphs import compile_step
@@ -55,6 +56,7 @@ class Drawn(NamedTuple):  # hundreds are made a step
     tokens: list[int]  # the drafts that were accepted, and the next one; -1 where a row is not ok
     sampled: Sampled
     hidden_RD: np.ndarray | None  # where one of the items has a pool
+    drafts: list[int] | None  # what the step says may come next
 
     def score(self, row: int) -> tuple[int, float, int, np.ndarray, np.ndarray]:
         """(token, log-probability, rank, best ids, their log-probabilities) of one of the rows."""
@@ -63,7 +65,7 @@ class Drawn(NamedTuple):  # hundreds are made a step
         return token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row]
 
 
-MEASURED = 3  # runs of a size
+MEASURED = 4  # runs of a size
 
 
 class DeviceLost(RuntimeError):
@@ -85,10 +87,11 @@ class Runner:
         load_weights: Callable[[], Any] | None = None,
         mesh: Mesh | None = None,
         rebalance_steps: int = 0,
+        drafter: DraftModel | None = None,
     ):
         self.config, self.weights, self.limits = config, weights, limits
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
-        self.mesh, self.pipeline = mesh, Pipeline(config, mesh)
+        self.mesh, self.pipeline = mesh, Pipeline(config, mesh, drafter)
         width, stages, devices = -(-max_len // page_size), len(self.pipeline), device_axes(mesh)
         self.batch_builder = BatchBuilder(limits, len(num_pages), page_size, width, stages, devices.data.size)
         # With padding, so that each device of the tensor axis has as many tokens.
@@ -99,7 +102,8 @@ class Runner:
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
         self.plain: dict[Size, Any] = {}  # the same for steps that only decode, and draw plainly
-        self.step_seconds: dict[Size, float] = {}  # where drafts ask what they cost
+        # Where drafts ask what they cost: of a step without drafts of its own, and with them.
+        self.step_seconds: dict[Size, tuple[float, float]] = {}
         self.compiles = CompileCounter()
         self.leader: Leader | None = None  # to the other processes, which make the same calls
         counted = config.experts and len(self.pipeline) == 1 and jax.process_count() == 1
@@ -186,21 +190,25 @@ class Runner:
         self.compiles.mark()
 
     def measure(self) -> None:
-        """How long a step of each size takes in which every row draws; of padding, which is multiplied like others."""
+        """How long a step of each size takes in which every row draws."""
         for size, layout in self.batch_builder.layouts.items():
             if size.samples < size.rows:
                 continue
-            times = []
-            for _ in range(1 + MEASURED):
-                began = time.perf_counter()
-                jax.block_until_ready(self.step(size, False, layout.nothing)[0])
-                times.append(time.perf_counter() - began)
-            self.step_seconds[size] = min(times[1:])
+            self.step_seconds[size] = tuple(
+                min(self.timed(size, self.batch_builder.busy(layout, drafts)) for _ in range(MEASURED))
+                for drafts in (0, self.limits.max_drafts)
+            )
 
-    def seconds(self, rows: int, seqs: int) -> float:
-        """What a step takes in which these rows of so many sequences all draw."""
-        sizes = self.step_seconds or {size: size.rows for size in self.batch_builder.layouts}
-        return self.step_seconds.get(choose(sizes, rows, seqs, rows, rows == seqs), 0.0)
+    def timed(self, size: Size, buffer: np.ndarray) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(self.step(size, False, buffer)[0])
+        return time.perf_counter() - began
+
+    def seconds(self, rows: int, seqs: int, drafts: bool) -> float:
+        """What a step takes in which these rows of so many sequences all draw; with `drafts` it also drafts."""
+        if not self.step_seconds:
+            return 0.0
+        return self.step_seconds[choose(self.step_seconds, rows, seqs, rows, rows == seqs)][drafts]
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
         """Free the device's memory; what is kept goes to host memory."""
@@ -275,19 +283,20 @@ class Runner:
             sampled = jax.device_get(sampled)
         hidden_RD = np.asarray(launched.hidden_RD) if any(item.seq.pool is not None for item in items) else None
         tokens = np.asarray(sampled.tokens_R).tolist()  # -1 where a row is not ok
+        drafts_BK = [None] * len(items) if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
         drawn, row, replica = [], 0, 0
-        for item in items:
+        for item, drafts in zip(items, drafts_BK, strict=False):
             if item.seq.replica != replica:
                 replica = item.seq.replica
                 row = replica * launched.size.samples
             if item.draws == 1 and not item.scores:
-                drawn.append(Drawn(item, row, tokens[row] >= 0, [tokens[row]], sampled, hidden_RD))
+                drawn.append(Drawn(item, row, tokens[row] >= 0, [tokens[row]], sampled, hidden_RD, drafts))
                 row += 1
             elif item.draws or item.scores:
                 first, end = row + len(item.scores), row + len(item.scores) + item.draws
                 count = sum(1 for _ in accepted(item.drafts, tokens[first:end])) + 1
                 fine = min(tokens[row : first + min(item.draws, 1)]) >= 0
-                drawn.append(Drawn(item, row, fine, tokens[first:end][:count], sampled, hidden_RD))
+                drawn.append(Drawn(item, row, fine, tokens[first:end][:count], sampled, hidden_RD, drafts))
                 row = end
         return drawn
 

@@ -64,6 +64,7 @@ class Limits:
     max_samples: int  # rows of a step whose logits are computed
     listed: int = MAX_LOGPROBS  # log-probabilities of a position
     max_drafts: int = 0  # of a sequence
+    steps_draft: bool = False  # by themselves, into pages after the tokens that they draw
 
 
 POINT = 30.0  # seconds of waiting that make up for a point of priority
@@ -208,7 +209,7 @@ class ReplicaScheduler:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            if missing == 1 and start % page_size and self.samples and seq.prompt_scores is None and not seq.drafts:
+            if missing == 1 and start % page_size and self.samples and seq.prompt_scores is None and not seq.waits:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
                 items[seq] = ScheduledSequence(seq, start, 1, 1, not seq.begun)
                 self.rows, self.samples = self.rows - 1, self.samples - 1
@@ -272,6 +273,8 @@ class ReplicaScheduler:
         self.table.insert(seq, start + count)
         self.samples -= len(scores) + draws
         drafts = self.drafts_of(seq, start + count) if draws and seq.drafts else ()
+        if draws and seq.waits and self.limits.steps_draft:
+            self.make_room(seq, start + count + len(drafts))
         self.rows -= count + len(drafts)
         self.samples -= len(drafts)
         self.drafts -= len(drafts)
@@ -284,6 +287,12 @@ class ReplicaScheduler:
         while drafts and not self.table.grow(seq, known + len(drafts)):
             drafts.pop()
         return tuple(drafts)
+
+    def make_room(self, seq: Sequence, known: int) -> None:
+        """Pages for what the step itself drafts after these tokens, if any are free: without, it drafts worse."""
+        most = min(known + self.limits.max_drafts, seq.num_prompt + seq.max_tokens)
+        while most > known and not self.table.grow(seq, most):
+            most -= 1
 
     def by_rank(self) -> list[Sequence]:
         return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.rank)

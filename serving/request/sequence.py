@@ -59,6 +59,7 @@ class Sequence:
     tenant: Hashable = None  # for whom it is served: tenants get equal shares
     cache: SequenceCache = field(default_factory=SequenceCache)
     drafts: list[int] = field(default_factory=list)  # for its next step
+    proposed: list[int] = field(default_factory=list)  # what its last step said may come next, where steps draft
     waits: bool = False  # that step is not planned before the last token is known, so that drafts can follow it
     num_preemptions: int = 0
     finish_reason: str | None = None

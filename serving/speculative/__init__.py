@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from ..api.speculation import SpeculativeConfig
 from ..request.sequence import Sequence
 
-DRAFTERS = {"ngram": ".ngram", "suffix": ".suffix"}
+DRAFTERS = {"ngram": ".ngram", "suffix": ".suffix", "draft_model": ".in_step", "self": ".in_step"}
 
 
 class Drafter(Protocol):
-    """Proposes on the host, from the tokens so far."""
+    """Proposes from the tokens so far, or passes on what the sequence's last step proposed."""
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Tokens that may come next, at most so many; none where it has no idea."""

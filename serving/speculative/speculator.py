@@ -49,10 +49,10 @@ class Speculator:
     One that drafts waits for its last token before its next step is planned (`Sequence.waits`). One that does not stays
     a step ahead, as in plain decoding, and tries again after a pause.
 
-    `seconds(rows, sequences)` is what a step takes.
+    `seconds(rows, sequences, drafts)` is what a step takes, and one that drafts itself.
     """
 
-    def __init__(self, config: SpeculativeConfig, seconds: Callable[[int, int], float]):
+    def __init__(self, config: SpeculativeConfig, seconds: Callable[[int, int, bool], float]):
         self.config, self.seconds = config, seconds
         self.drafter: Drafter = make_drafter(config)
         self.most = config.num_speculative_tokens
@@ -119,7 +119,8 @@ class Speculator:
         drafting = [seq for seq in ready if seq.drafts]
         if not drafting or not self.config.adapts:
             return
-        n, best, depth = len(ready), n_plain(len(ready), self.seconds, self.gap), 0
+        n, depth = len(ready), 0
+        best = n / max(self.seconds(n, n, False), self.gap)  # without drafts the host works while the device does
         expected = [0.0] * len(drafting)
         chances = [1.0] * len(drafting)
         rows = n
@@ -129,7 +130,7 @@ class Speculator:
                     chances[index] *= self.records[seq].rate
                     expected[index] += chances[index]
                     rows += 1
-            speed = (n + sum(expected)) / (self.seconds(rows, n) + self.gap)
+            speed = (n + sum(expected)) / (self.seconds(rows, n, True) + self.gap)
             if speed > best:
                 best, depth = speed, k
         for seq in drafting:
@@ -137,8 +138,3 @@ class Speculator:
                 self.rest(seq, self.records[seq])
             else:
                 del seq.drafts[depth:]
-
-
-def n_plain(n: int, seconds: Callable[[int, int], float], gap: float) -> float:
-    """Tokens a second of so many sequences without drafts: the host works while the device does."""
-    return n / max(seconds(n, n), gap)

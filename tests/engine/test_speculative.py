@@ -2,6 +2,7 @@
 
 import random
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from cases import cases
 from scipy import stats
 
+import quire
 from quire import LLM
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
@@ -188,18 +190,36 @@ class Preemptions(Observer):
         self.count += sum(seq.num_preemptions for request in record.changed for seq in request.sequences)
 
 
-@pytest.mark.parametrize("method", DRAFTERS)
-def test_each_drafter_leaves_the_answers_as_they_are(compiled, method):
-    """Its own drafts, always taken and only where they pay; alike when everything is asked a second time."""
-    rng = random.Random(4)
-    config = compiled[0][DRAFTED].config
-    plain, engines = engine_of(compiled, PLAIN), [engine_of(compiled, method=method, adapts=on) for on in (True, False)]
-    for _ in range(cases(20, least=4)):
-        requests, arrivals = mix(rng, config.vocab_size)
+CONFIGS = [
+    {"method": "ngram"},
+    {"method": "suffix"},
+    {"method": "draft_model", "model": str(Path(quire.__file__).parent / "model" / "quill_draft")},
+    {"method": "self", "num_layers": 4},
+    {"method": "self", "quantization": "int8-weights", "num_layers": 6},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config.values()))[-24:])
+def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path):
+    """Its own drafts, taken always and only where they pay, where pages are short; all is asked a second time."""
+    rng, vocab = random.Random(4), compiled[0][DRAFTED].config.vocab_size
+    plain = engine_of(compiled, PLAIN)
+    common = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8, "max_num_batched_tokens": 48}
+    memory = {"kv_cache_memory_bytes": 2 << 20, "kv_cache_disk": str(tmp_path), "kv_cache_host_bytes": 1 << 20}
+    llms = [
+        LLM(**common, speculative_config=config),
+        LLM(**common, **memory, speculative_config=config | {"adapts": False}),
+    ]
+    compiles = [llm.engine.snapshot().recompiles for llm in llms]  # those of the other
+    for _ in range(cases(20, least=3)):
+        requests, arrivals = mix(rng, vocab)
         expected = serve(plain, requests, arrivals)
-        for engine, _ in product(engines, range(2)):
-            assert serve(engine, requests, arrivals) == expected
-    assert engines[1].speculator.counts.accepted[0] > 0
+        for llm, _ in product(llms, range(2)):
+            assert serve(llm.engine, requests, arrivals) == expected
+    assert llms[1].engine.speculator.counts.accepted[0] > 0
+    assert [llm.engine.snapshot().recompiles for llm in llms] == compiles
+    for llm in llms:
+        llm.close()
 
 
 def test_draws_follow_the_models_distribution(compiled):
@@ -317,7 +337,7 @@ def running(count, drafts, tokens=50):
 @pytest.mark.parametrize(("rate", "slope", "expected"), [(0.9, 0.01, 4), (0.7, 0.5, 1), (0.3, 0.01, 3), (0.05, 0.2, 0)])
 def test_as_many_drafts_as_pay(rate, slope, expected):
     """Beside the best depth by the formula (1 - a^(k+1)) / (1 - a) over the time of a step."""
-    own = speculator(lambda rows, seqs: 1 + slope * (rows - seqs))
+    own = speculator(lambda rows, seqs, drafts: 1 + slope * (rows - seqs))
     (seq,) = running(1, 4)
     own.records = Keyed(Record(accepted=rate * 100, tried=100))
     own.trim([seq])
@@ -343,6 +363,12 @@ BAD = [
     ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens is True"),
     ({"method": "ngram", "num_speculative_tokens": 8}, "8; with the token before them they must fit into .*, 8"),
     ({"method": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_max is 5; .* prompt_lookup_min, 6"),
+    ({"method": "draft_model"}, "model is missing; it goes with the method draft_model"),
+    ({"method": "ngram", "model": "x"}, "model is 'x'; it goes with the method draft_model, and only"),
+    ({"method": "draft_model", "model": "/nowhere"}, "/nowhere"),
+    ({"method": "self"}, "num_layers and quantization are missing"),
+    ({"method": "self", "num_layers": 8}, "num_layers is 8; the model has 8 layers, and fewer"),
+    ({"method": "ngram", "num_layers": 2}, "num_layers is 2; .* with the method self"),
     ({"method": "ngram", "temperature": 1}, "speculative_config.temperature is not known; the fields are method"),
     ("ngram", "must be an object such as"),
 ]

@@ -1,0 +1,33 @@
+"""How the layers of a model reach the pages of a step."""
+
+from collections.abc import Callable
+
+from ...model.config import ModelConfig
+from ...ops import heads as head_ops
+from ...ops.attention import QueryRows, paged_attention
+from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
+from .state import State
+
+
+def attend_with(
+    config: ModelConfig, rows_of: Callable[[int], QueryRows], first: int = 0, axes: DeviceAxes = ONE_DEVICE
+):
+    """`prepare` and `attend` of `decoder.run_layers`, whose layers are those of `config` from `first` on.
+
+    `rows_of(group)` are the rows, with where they write in a cache group.
+    """
+
+    def prepare(index, qkv_TGH, heads, state: State):
+        owner, group = config.kv_owner[first + index], config.group(first + index)
+        *qkv, filled = head_ops.prepare(qkv_TGH, heads, state.pages[owner], rows_of(group))
+        return *qkv, state.replace(pages={**state.pages, owner: filled})
+
+    def attend(index, q_TNH, k_TKH, v_TKH, state: State, **options):
+        owner, rows = config.kv_owner[first + index], rows_of(config.group(first + index))
+        q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
+        spread = {"context": axes.context, "split_rows": axes.rows.size > 1}
+        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, state.pages[owner], rows, **options, **spread)
+        return out_TNH, state.replace(pages={**state.pages, owner: filled})
+
+    # On several devices of `context` each has all rows, and not all positions of a page.
+    return prepare if axes.context.size == 1 else None, attend

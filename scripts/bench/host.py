@@ -109,7 +109,7 @@ def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> di
     return laps
 
 
-def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
+def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048, max_drafts: int = 0) -> Any:
     """The engine of the bundled model with room for so many sequences, on a device that does not exist.
 
     Every sampled token is the same, and there at once.
@@ -129,7 +129,8 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048) -> Any:
     if longest > config.max_len:
         raise o.UsageError(f"sequences grow to {longest} tokens; the bundled model was made for {config.max_len}")
     tokenizer, groups = Tokenizer(folder), len(config.windows)
-    runner = Runner(config, None, Limits(num_seqs, num_rows, max(num_seqs, 16)), (2,) * groups, 16, config.max_len)
+    limits = Limits(num_seqs, num_rows, max(num_seqs, 16), max_drafts=max_drafts)
+    runner = Runner(config, None, limits, (2,) * groups, 16, config.max_len)
     token = tokenizer.encode(" the", add_special_tokens=False)[0]
 
     def drawn(R: int) -> Sampled:

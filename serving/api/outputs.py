@@ -97,7 +97,7 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic()`."""
+    """When things happened to a request, in seconds of `time.monotonic()`, and how many there were."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -105,6 +105,8 @@ class RequestMetrics:
     last_token_time: float | None = None
     num_preemptions: int = 0
     num_generation_tokens: int = 0
+    num_draft_tokens: int = 0  # that were verified
+    num_accepted_tokens: int = 0  # of these, tokens of the answer
 
     @property
     def first_token_latency(self) -> float | None:

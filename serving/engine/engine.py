@@ -27,7 +27,7 @@ from .admission import check, spelled
 from .deadlines import Deadlines
 from .runner import Drawn, Runner
 from .scheduler import Scheduler, StepPlan, rank_of
-from .snapshot import OWNED, ExpertUse, Occupancy, PageCounts, Snapshot, owners_of
+from .snapshot import OWNED, DraftCounts, ExpertUse, Occupancy, PageCounts, Snapshot, owners_of
 from .step_record import Observer, StepRecord, TakenIn, UnderWay
 
 log = logging.getLogger("quire")
@@ -218,6 +218,11 @@ class Engine:
                     self.fail(seq)
                     break
                 self.push(seq, token, drawn.score(row) if seq.scored else None, step.collected)
+            if self.speculator is not None and item.drafts:
+                first, right = item.num_known - seq.num_prompt, drawn.accepted
+                seq.num_drafts += len(item.drafts)
+                seq.accepted.extend(range(first, first + right))
+                self.speculator.counts.add(len(item.drafts), right)
             if self.speculator is not None and item.draws and seq.finish_reason is None:
                 seq.proposed = drawn.drafts or []
                 self.speculator.take_in(seq, len(item.drafts), len(drawn.tokens) - 1)
@@ -349,7 +354,8 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """What the engine is like now, in numbers. Any thread may ask."""
         tables, runner, experts = self.tables, self.runner, self.runner.expert_loads
-        counts = (
+        counts = None if self.speculator is None else self.speculator.counts
+        pages = (
             PageCounts(table.replica, pool.window, pool.num_pages - 1, len(pool.blank), len(pool.cached))
             for table in tables
             for pool in table.pools
@@ -365,12 +371,13 @@ class Engine:
             max_tokens=runner.limits.max_rows * len(tables),
             max_len=self.max_len,
             page_size=tables[0].page_size,
-            pages=tuple(counts),
+            pages=tuple(pages),
             pages_used=max(table.used() for table in tables),
             caches_prefixes=tables[0].keeps_prefixes,
             kv_dtype=self.config.kv_dtype,
             recompiles=max(0, runner.compiles.recompiles),
             invariant=not runner.pipeline.variance,
+            drafts=counts and DraftCounts(counts.proposals, counts.drafts, tuple(counts.accepted)),
             experts=experts
             and ExpertUse(int(experts.rows_LE.sum()), experts.skew(), experts.device_skew(), experts.moved),
         )

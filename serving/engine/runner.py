@@ -58,6 +58,11 @@ class Drawn(NamedTuple):  # hundreds are made a step
     hidden_RD: np.ndarray | None  # where one of the items has a pool
     drafts: list[int] | None  # what the step says may come next
 
+    @property
+    def accepted(self) -> int:
+        """Drafts that the answer has taken over, once it has been given its tokens; it may have ended amid them."""
+        return max(0, min(len(self.tokens) - 1, len(self.item.seq.tokens) - self.item.num_known))
+
     def score(self, row: int) -> tuple[int, float, int, np.ndarray, np.ndarray]:
         """(token, log-probability, rank, best ids, their log-probabilities) of one of the rows."""
         s = self.sampled

@@ -36,6 +36,14 @@ class ExpertUse(NamedTuple):
     moved: int  # places that got another expert
 
 
+class DraftCounts(NamedTuple):
+    """What was drafted for answers, and what of it they took over."""
+
+    proposals: int  # steps and sequences with drafts
+    drafts: int  # tokens
+    accepted: tuple[int, ...]  # by position
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Lengths and flags. Any thread may ask for them: nothing waits for the engine."""
@@ -57,6 +65,7 @@ class Snapshot:
     recompiles: int
     experts: ExpertUse | None
     invariant: bool  # a request's bits do not depend on the rest of its batch
+    drafts: DraftCounts | None  # where the engine drafts
 
 
 @dataclass(frozen=True)

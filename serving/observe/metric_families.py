@@ -100,10 +100,28 @@ def states(now: Snapshot) -> list[Family]:
     return [
         *(Family(name, kind, text, [({}, value)]) for name, kind, text, value in found),
         *expert_states(now),
+        *draft_states(now),
         labelled("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state", pages),
         labelled("vllm:engine_sleep_state", "gauge", "1: the engine is in this state", "sleep_state",
                  {name: int(on) for name, on in sleeping.items()}),
         Family("vllm:cache_config_info", "info", "The KV cache", [(cache_config(now), 1)]),
+    ]  # fmt: skip
+
+
+def draft_states(now: Snapshot) -> list[Family]:
+    """What was drafted, where the engine drafts."""
+    if (drafts := now.drafts) is None:
+        return []
+    counts = {
+        "num_drafts": ("Times that a sequence brought drafts to a step", drafts.proposals),
+        "num_draft_tokens": ("Tokens drafted and verified", drafts.drafts),
+        "num_accepted_tokens": ("Of these, tokens that answers took over", sum(drafts.accepted)),
+    }
+    positions = {str(position): count for position, count in enumerate(drafts.accepted)}
+    return [
+        *(Family(f"vllm:spec_decode_{name}_total", "counter", text, [({}, n)]) for name, (text, n) in counts.items()),
+        labelled("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter",
+                 "The same by their places among the drafts of a step; 0 is the first", "position", positions),
     ]  # fmt: skip
 
 

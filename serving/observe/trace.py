@@ -40,6 +40,9 @@ class Trace(Observer):
             self.span("collect", HOST, taken.began, taken.collected)
             plan = taken.plan
             facts = {"sequences": len(plan.items), "rows": plan.num_rows, "decodes": plan.decodes}
+            if drafted := [drawn for drawn in taken.drawn if drawn.item.drafts]:
+                facts["drafts"] = sum(len(drawn.item.drafts) for drawn in drafted)
+                facts["accepted"] = sum(drawn.accepted for drawn in drafted)
             self.span(f"step {self.number}", DEVICE, taken.device_began, taken.collected, **facts)
             self.number += 1
             self.span("update", HOST, taken.collected, record.ended)

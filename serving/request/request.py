@@ -195,6 +195,8 @@ class Request:
                 last_token_time=self.last_token,
                 num_preemptions=sum(seq.num_preemptions for seq in self.sequences),
                 num_generation_tokens=sum(seq.num_output for seq in self.sequences),
+                num_draft_tokens=sum(seq.num_drafts for seq in self.sequences),
+                num_accepted_tokens=sum(len(seq.accepted) for seq in self.sequences),
             ),
             num_cached_tokens=seq.cache.num_cached,
             pooled=None if seq.pool is None else seq.pool.vector(),

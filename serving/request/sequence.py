@@ -60,6 +60,8 @@ class Sequence:
     cache: SequenceCache = field(default_factory=SequenceCache)
     drafts: list[int] = field(default_factory=list)  # for its next step
     proposed: list[int] = field(default_factory=list)  # what its last step said may come next, where steps draft
+    num_drafts: int = 0  # that were verified so far
+    accepted: list[int] = field(default_factory=list)  # places in the output of those that it took over
     waits: bool = False  # that step is not planned before the last token is known, so that drafts can follow it
     num_preemptions: int = 0
     finish_reason: str | None = None

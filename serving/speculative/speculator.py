@@ -36,11 +36,17 @@ class Record:
 
 @dataclass
 class Counts:
-    """What was drafted, and what of it was right."""
+    """What was drafted, and what of it the answers have taken over."""
 
-    proposals: int
+    proposals: int  # of some drafts each
     drafts: int
     accepted: list[int]  # by position
+
+    def add(self, drafts: int, accepted: int) -> None:
+        self.proposals += 1
+        self.drafts += drafts
+        for position in range(accepted):
+            self.accepted[position] += 1
 
 
 class Speculator:
@@ -84,10 +90,6 @@ class Speculator:
         seq.drafts = []
         if drafts:
             record.learn(accepted, drafts)
-            self.counts.proposals += 1
-            self.counts.drafts += drafts
-            for position in range(accepted):
-                self.counts.accepted[position] += 1
             if accepted == drafts:
                 record.pause = PAUSES[0]
         if not seq.waits:

@@ -24,6 +24,7 @@ from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import FINISH_REASONS
 from quire.serving.api.params import SamplingParams, Terms
+from quire.serving.api.speculation import speculation_of
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.step_record import Observer
@@ -37,6 +38,7 @@ from quire.serving.request.pooling import PARAMS
 BOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 LATENCY = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
 TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+DRAFTS = 3  # of a sequence, where the engine drafts
 LENGTH = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]  # of a model of 1024 positions
 PUBLISHED = {  # vLLM's bounds
     "vllm:time_to_first_token_seconds": [
@@ -90,7 +92,21 @@ class Clock:
 @pytest.fixture(scope="module")
 def lent() -> Engine:
     """Lends its runner, which takes long to make, and its tokenizer."""
-    engine = pretended_engine(4, 512, 64)
+    return lender()
+
+
+@pytest.fixture(scope="module")
+def lent_with_drafts() -> Engine:
+    """Steps draw one of two tokens by chance, and drafts are two tokens by chance: some are accepted."""
+    engine = lender(DRAFTS)
+    tokens = [engine.tokenizer.encode(text, add_special_tokens=False)[0] for text in (" the", " a")]
+    for compiled in engine.runner.compiled.values():
+        compiled.tokens = tokens
+    return engine
+
+
+def lender(max_drafts: int = 0) -> Engine:
+    engine = pretended_engine(4, 512, 64, max_drafts)
     engine.runner.compiled = {size: Told(compiled) for size, compiled in engine.runner.compiled.items()}
     engine.runner.weights = jnp.zeros(1)
     engine.runner.load_weights = lambda: jnp.zeros(1)
@@ -101,21 +117,44 @@ class Told:
     """A compiled step that breaks the rows of which `chance` says so."""
 
     def __init__(self, compiled):
-        self.compiled, self.chance = compiled, lambda: True
+        self.compiled, self.chance, self.tokens = compiled, lambda: True, None
+        self.rng = np.random.default_rng(0)
 
     def __call__(self, weights, state, buffer):
         sampled, _, state = self.compiled(weights, state, buffer)
         ok_R = np.array([self.chance() for _ in sampled.tokens_R])
-        return sampled.replace(tokens_R=np.where(ok_R, sampled.tokens_R, -1)), np.zeros((len(ok_R), 4)), state
+        tokens_R = sampled.tokens_R if self.tokens is None else self.rng.choice(self.tokens, len(ok_R))
+        return sampled.replace(tokens_R=np.where(ok_R, tokens_R, -1)), np.zeros((len(ok_R), 4)), state
+
+
+class Guesses:
+    """Drafts as many of some tokens as chance says."""
+
+    def __init__(self, rng: random.Random, tokens: list[int]):
+        self.rng, self.tokens = rng, tokens
+
+    def propose(self, seq, most):
+        return self.rng.choices(self.tokens, k=self.rng.randint(0, most))
+
+    def end(self, seq):
+        pass
 
 
 def make(lent: Engine, pages: int = 200, clock=None, caching: bool = True) -> Engine:
     """A fresh engine around the runner, with little room."""
     runner, groups = lent.runner, len(lent.runner.config.windows)
     runner.reset()
+    for compiled in runner.compiled.values():
+        compiled.chance = lambda: True
     runner.num_pages = (2,) * groups
     table = PageTable((pages,) * groups, 16, runner.config.windows, caching)
-    return Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock or Clock())
+    drafts = runner.limits.max_drafts
+    chosen = drafts and {"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}
+    speculation = speculation_of(chosen or None)
+    engine = Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock or Clock(), speculation=speculation)
+    if engine.speculator is not None:
+        engine.speculator.drafter = Guesses(random.Random(0), next(iter(runner.compiled.values())).tokens)
+    return engine
 
 
 def watched(engine: Engine) -> Metrics:
@@ -132,6 +171,8 @@ class Count:
         self.last: dict = {}  # sequence: when its last token came
         self.values: dict[str, list[float]] = {name: [] for name in PUBLISHED}
         self.planned: set = set()
+        self.verified: list = []  # what a step verifies: sequence, its tokens before, drafts
+        self.places = Counter()  # of the drafts that were right
         self.counts, self.ends, self.laps = Counter(), Counter(), Counter()
         launch, collect = engine.runner.__class__.launch, engine.runner.__class__.collect
         self.trouble = None
@@ -150,6 +191,8 @@ class Count:
             if self.trouble == "collect":
                 raise RuntimeError("the device is gone")
             drawn = collect(engine.runner, launched)
+            items = [item for item in launched.plan.items if item.drafts]
+            self.verified = [(item.seq, len(item.seq.tokens), item.drafts) for item in items]
             self.laps["collect"] += 1
             return drawn
 
@@ -164,7 +207,9 @@ class Count:
             self.seen.setdefault(request, [0] * len(request.sequences))
         self.ended(self.clock.now)
         before, tokens = self.laps["collect"], self.counts["prompt"] + self.counts["generation"]
+        self.verified = []
         act()
+        self.drafts()
         at = self.clock.now if self.laps["collect"] > before else None
         self.laps["update"] += self.laps["collect"] - before
         for request, counts in self.seen.items():
@@ -174,6 +219,18 @@ class Count:
             brought = self.counts["prompt"] + self.counts["generation"] - tokens
             self.values["vllm:iteration_tokens_total"].append(brought)
 
+    def drafts(self) -> None:
+        """Drafts that are what came, up to the first that is not or to the end of the answer."""
+        for seq, known, drafts in self.verified:
+            if came := seq.tokens[known:]:
+                self.counts["drafts"] += 1
+                self.counts["draft tokens"] += len(drafts)
+                same = [draft == token for draft, token in zip(drafts, came, strict=False)]
+                right = (same + [False]).index(False)
+                assert right >= len(came) - 1 or seq.finish_reason == "error"
+                self.counts["accepted"] += right
+                self.places.update(range(right))
+
     def tokens(self, request, counts, at) -> None:
         if not any(counts) and any(seq.num_output for seq in request.sequences):
             self.values["vllm:time_to_first_token_seconds"].append(at - request.arrival)
@@ -181,12 +238,13 @@ class Count:
             self.counts["cached"] += request.sequences[0].cache.num_cached
         for index, seq in enumerate(request.sequences):
             if seq.num_output > counts[index]:
-                assert seq.num_output == counts[index] + 1
+                came = seq.num_output - counts[index]
+                assert came == 1 or self.engine.speculator is not None
                 if seq in self.last:
                     self.values["vllm:inter_token_latency_seconds"].append(at - self.last[seq])
                 self.last[seq] = at
-                counts[index] += 1
-                self.counts["generation"] += 1
+                counts[index] += came
+                self.counts["generation"] += came
 
     def ended(self, at: float) -> None:
         for request in [request for request in self.seen if request.finished]:
@@ -197,6 +255,8 @@ class Count:
             order = ["error", "timeout", "abort", "length", "stop"]
             self.ends[next(reason for reason in order if reason in reasons)] += 1
             self.counts["preemptions"] += output.metrics.num_preemptions
+            self.counts["told draft tokens"] += output.metrics.num_draft_tokens
+            self.counts["told accepted"] += output.metrics.num_accepted_tokens
             values["vllm:request_prompt_tokens"].append(len(output.prompt_token_ids))
             by_token = request.last_token if reasons[0] in ("stop", "length") and len(set(reasons)) == 1 else None
             values["vllm:e2e_request_latency_seconds"].append((by_token or at) - request.arrival)
@@ -232,6 +292,14 @@ class Count:
             "vllm:prefix_cache_queries_total": sum(seq.num_prompt for seq in looked_for),
             "vllm:prefix_cache_hits_total": sum(seq.cache.num_cached for seq in looked_for),
         }
+        if self.engine.speculator is not None:
+            found["vllm:spec_decode_num_drafts_total"] = self.counts["drafts"]
+            found["vllm:spec_decode_num_draft_tokens_total"] = self.counts["draft tokens"]
+            found["vllm:spec_decode_num_accepted_tokens_total"] = self.counts["accepted"]
+            for place in range(DRAFTS):
+                found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(place)] = self.places[place]
+            assert self.counts["accepted"] == self.counts["told accepted"]
+            assert self.counts["draft tokens"] == self.counts["told draft tokens"]
         for reason in ("stop", "length", "abort", "timeout", "error"):
             found["vllm:request_success_total", reason] = self.ends[reason]
         for name, bounds in PUBLISHED.items():
@@ -375,6 +443,43 @@ def mixed(lent: Engine, seed: int) -> Metrics:
 @given(seed=st.integers(0, 2**32))
 def test_every_number_is_what_another_count_says(lent, seed):
     mixed(lent, seed)
+
+
+@settings(max_examples=cases(30))
+@given(seed=st.integers(0, 2**32))
+def test_every_number_where_several_tokens_come_in_a_step(lent_with_drafts, seed):
+    mixed(lent_with_drafts, seed)
+
+
+def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_drafts, tmp_path):
+    """Metrics, answers, rates and the trace tell the same."""
+    clock = Clock()
+    engine = make(lent_with_drafts, clock=clock)
+    metrics, trace = watched(engine), Trace(tmp_path / "trace.json")
+    engine.observers.append(trace)
+    requests = [engine.add(str(index), [5] * 20, SamplingParams(max_tokens=40, ignore_eos=True)) for index in range(3)]
+    gaps = gaining = 0
+    while engine.busy:
+        before = [request.sequences[0].num_output for request in requests]
+        clock.now += 0.01
+        engine.step()
+        came = [request.sequences[0].num_output - old for request, old in zip(requests, before, strict=True)]
+        gaps += sum(count > 0 and old > 0 for count, old in zip(came, before, strict=True))
+        gaining += sum(count > 1 for count in came)
+    trace.close()
+    assert gaining > 10
+    values, told = metrics.values(), [request.output().metrics for request in requests]
+    assert values["vllm:inter_token_latency_seconds"]["count"] == gaps
+    assert values["vllm:generation_tokens_total"] == metrics.written.total == 3 * 40
+    assert values["vllm:iteration_tokens_total"]["sum"] == 3 * 40 + values["vllm:prompt_tokens_total"]
+    accepted = sum(one.num_accepted_tokens for one in told)
+    assert values["vllm:spec_decode_num_accepted_tokens_total"] == accepted == 3 * 39 - gaps
+    assert sum(values["vllm:spec_decode_num_accepted_tokens_per_pos_total"].values()) == accepted
+    drafts = sum(one.num_draft_tokens for one in told)
+    assert values["vllm:spec_decode_num_draft_tokens_total"] == drafts > accepted
+    steps = [event["args"] for event in json.loads((tmp_path / "trace.json").read_text()) if "rows" in str(event)]
+    assert sum(step.get("drafts", 0) for step in steps) == drafts
+    assert sum(step.get("accepted", 0) for step in steps) == accepted
 
 
 def test_the_random_runs_reach_the_rare_states(lent):

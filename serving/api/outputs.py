@@ -86,6 +86,7 @@ class Fresh:
     logprobs: Sequence[Mapping[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    drafted: Sequence[int] = ()  # places in `token_ids` of those that were drafted
 
 
 class Delta(NamedTuple):

@@ -24,7 +24,7 @@ class LiveView(Observer):
     """Steps are kept only while somebody looks."""
 
     def __init__(self):
-        self.steps: deque[tuple[float, int, int, int, float]] = deque(maxlen=STEPS)
+        self.steps: deque[tuple[float, int, int, int, float, int, int]] = deque(maxlen=STEPS)
         self.count = 0  # steps that were kept, ever
         self.watched_until = 0.0
         self.numbers: dict[Request, int] = {}
@@ -35,8 +35,10 @@ class LiveView(Observer):
             return
         now = step.collected
         if now < self.watched_until:
-            counts = [item.num_rows for item in step.plan.items]
-            self.steps.append((now, sum(counts), counts.count(1), len(counts), now - step.device_began))
+            known = [item.num_rows - len(item.drafts) for item in step.plan.items]
+            drafts, seconds = step.plan.num_rows - sum(known), now - step.device_began
+            accepted = sum(drawn.accepted for drawn in step.drawn) if drafts else 0
+            self.steps.append((now, sum(known) + drafts, known.count(1), len(known), seconds, drafts, accepted))
             self.count += 1
         else:
             self.watched_until = 0.0
@@ -60,6 +62,7 @@ class LiveView(Observer):
                 self.group(counts, owners, has, several) for counts, owners in zip(now.pages, has.pages, strict=True)
             ],
             "used": now.pages_used,
+            "drafts": now.drafts and (now.drafts.proposals, now.drafts.drafts, sum(now.drafts.accepted)),
             "running": [self.row(request, seqs) for request, seqs in islice(has.running.items(), LISTED)],
             "waiting": [{"id": one.request_id, "prompt": one.sequences[0].num_prompt} for one in has.waiting],
             "num_running": len(has.running),

@@ -11,6 +11,7 @@ from .answers.answer import Delivery
 
 LABELS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # have no effect
 DELIVERY = ("stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "request_id")
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_drafted")
 TERMS = tuple(name for name, declaration in declarations(Terms).items() if declaration.endpoints)
 TEMPLATE = (
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "reasoning_effort",
@@ -63,15 +64,12 @@ def delivery_of(given: Mapping[str, Any]) -> Delivery:
         raise RequestError("stream_options", "needs stream to be true")
     if not isinstance(options, Mapping):
         raise RequestError("stream_options", f"must be a JSON object, got {shown(options)}")
-    refuse_unknown(options, ("include_usage", "continuous_usage_stats", "include_obfuscation"), "stream_options.")
+    refuse_unknown(options, (*STREAM_OPTIONS, "include_obfuscation"), "stream_options.")
     if options.get("include_obfuscation"):
         raise RequestError("stream_options.include_obfuscation", "is not implemented; leave it out")
-    flags = [
-        boolean(f"stream_options.{name}", options.get(name) or False)
-        for name in ("include_usage", "continuous_usage_stats")
-    ]
+    *flags, drafted = [boolean(f"stream_options.{name}", options.get(name) or False) for name in STREAM_OPTIONS]
     flags += [boolean(name, given.get(name, False)) for name in ("return_token_ids", "return_tokens_as_token_ids")]
-    return Delivery(stream, *flags, name_of(given))
+    return Delivery(stream, *flags, name_of(given), drafted)
 
 
 def name_of(given: Mapping[str, Any]) -> str | None:

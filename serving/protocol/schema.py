@@ -4,7 +4,7 @@ from ..api.params import MAX_CHOICES, SAMPLING, Terms, declarations
 from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, whole
 from . import batch_file, batches, chat, cohere, completion, conversations, label_scores, messages, pooling, responses
 from .completion import MAX_PROMPTS
-from .fields import VERBOSITIES
+from .fields import STREAM_OPTIONS, VERBOSITIES
 from .tokens import DETOKENIZE, TOKENIZE
 
 TEXT: Schema = {"type": "string"}
@@ -23,9 +23,7 @@ PARAMS = {name: declaration.rule.schema for name, declaration in (declarations(T
 FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this name
     "model": TEXT, "stop_sequences": STRINGS, "max_completion_tokens": PARAMS["max_tokens"],
     "max_output_tokens": PARAMS["max_tokens"], "top_logprobs": PARAMS["logprobs"], "stream": FLAG.schema,
-    "stream_options": {
-        "type": "object", "properties": {"include_usage": FLAG.schema, "continuous_usage_stats": FLAG.schema},
-    },
+    "stream_options": {"type": "object", "properties": dict.fromkeys(STREAM_OPTIONS, FLAG.schema)},
     "return_tokens_as_token_ids": FLAG.schema,
     "return_token_ids": FLAG.schema, "request_id": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
     "verbosity": {"enum": list(VERBOSITIES)}, "functions": many(OBJECT, 128), "function_call": ANYTHING,

@@ -1,6 +1,7 @@
 """A request that is being served, and the text, log-probabilities and times of its completions."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
@@ -95,6 +96,7 @@ class Completion:
             logprobs=None if self.logprobs is None else self.logprobs[first:],
             finish_reason=self.finish_reason if ends else None,
             stop_reason=self.stop_reason if ends else None,
+            drafted=[place - first for place in seq.accepted[bisect_left(seq.accepted, first) :]],
         )
 
     def output(self, index: int) -> CompletionOutput:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.params import SamplingParams, Terms
+from quire.serving.api.speculation import speculation_of
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.observe import live_view as module
@@ -21,7 +22,7 @@ from quire.serving.observe.metrics import Metrics
 
 KEYS = {
     "t", "page_size", "limits", "defaults", "groups", "used", "running", "waiting", "num_running", "num_waiting",
-    "steps", "cursor",
+    "steps", "cursor", "drafts",
 }  # fmt: skip
 
 
@@ -43,7 +44,9 @@ def make(lent: Engine, pages: int = 200) -> tuple[Engine, Clock]:
     runner, groups, clock = lent.runner, len(lent.runner.config.windows), Clock()
     runner.reset()
     table = PageTable((pages,) * groups, 16, runner.config.windows)
-    return Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock), clock
+    drafts = runner.limits.max_drafts
+    chosen = speculation_of({"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}) if drafts else None
+    return Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock, speculation=chosen), clock
 
 
 def watched(engine: Engine) -> LiveView:
@@ -181,7 +184,15 @@ def test_steps_since_the_last_look_of_each_watcher(lent):
             seen[name] += live.look(engine, cursors[name])["steps"]
         assert seen["a"] == seen["b"]
         expected = [
-            [at, plan.num_rows, sum(item.num_rows == 1 for item in plan.items), len(plan.items), pytest.approx(0.01)]
+            [
+                at,
+                plan.num_rows,
+                sum(item.num_rows == 1 for item in plan.items),
+                len(plan.items),
+                pytest.approx(0.01),
+                0,
+                0,
+            ]
             for at, plan in zip(times[1:], plans, strict=False)
         ]
         assert seen["a"] == expected
@@ -189,6 +200,32 @@ def test_steps_since_the_last_look_of_each_watcher(lent):
         assert live.look(engine, 10**6)["steps"] == []  # from before a restart
     finally:
         del engine.runner.launch
+
+
+def test_drafts_are_shown_apart():
+    """Rows of drafts are neither a prompt's nor a decode's; what is accepted adds up to the totals."""
+    engine, _ = make(pretended_engine(4, 512, 64, 3))
+    token = engine.tokenizer.encode(" the", add_special_tokens=False)[0]  # which is all that the device draws
+
+    class Half:
+        def propose(self, seq, most):
+            return [token, 5, token][:most]
+
+        def end(self, seq):
+            pass
+
+    engine.speculator.drafter = Half()
+    live = watched(engine)
+    assert live.look(engine)["drafts"] == (0, 0, 0)
+    for index in range(3):
+        engine.add(str(index), [index + 3] * 30, SamplingParams(max_tokens=31, ignore_eos=True))
+    while engine.busy:
+        engine.step()
+    shown = live.look(engine)
+    assert all(rows >= decodes + drafts for _, rows, decodes, _, _, drafts, _ in shown["steps"])
+    assert sum(rows - decodes - drafts for _, rows, decodes, _, _, drafts, _ in shown["steps"]) == 3 * 30
+    totals = [sum(step[place] for step in shown["steps"]) for place in (5, 6)]
+    assert list(shown["drafts"][1:]) == totals == [3 * (14 * 3 + 1), 3 * 15]  # the last step has room for one
 
 
 def test_steps_are_kept_while_somebody_watches(lent):

@@ -459,6 +459,7 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
     engine.observers.append(trace)
     requests = [engine.add(str(index), [5] * 20, SamplingParams(max_tokens=40, ignore_eos=True)) for index in range(3)]
     gaps = gaining = 0
+    drafted: list[list[int]] = [[], [], []]  # places of tokens, as a stream tells them
     while engine.busy:
         before = [request.sequences[0].num_output for request in requests]
         clock.now += 0.01
@@ -466,6 +467,8 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
         came = [request.sequences[0].num_output - old for request, old in zip(requests, before, strict=True)]
         gaps += sum(count > 0 and old > 0 for count, old in zip(came, before, strict=True))
         gaining += sum(count > 1 for count in came)
+        for own, request, old in zip(drafted, requests, before, strict=True):
+            own += [old + place for part in request.take().parts for place in part.drafted]
     trace.close()
     assert gaining > 10
     values, told = metrics.values(), [request.output().metrics for request in requests]
@@ -475,6 +478,8 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
     accepted = sum(one.num_accepted_tokens for one in told)
     assert values["vllm:spec_decode_num_accepted_tokens_total"] == accepted == 3 * 39 - gaps
     assert sum(values["vllm:spec_decode_num_accepted_tokens_per_pos_total"].values()) == accepted
+    assert drafted == [request.sequences[0].accepted for request in requests]
+    assert sum(map(len, drafted)) == accepted
     drafts = sum(one.num_draft_tokens for one in told)
     assert values["vllm:spec_decode_num_draft_tokens_total"] == drafts > accepted
     steps = [event["args"] for event in json.loads((tmp_path / "trace.json").read_text()) if "rows" in str(event)]

@@ -46,7 +46,7 @@ FUNCTION = {"name": "look_up", "description": "Weather", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 DIGITS = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
 CUSTOM = {"type": "custom", "custom": {"name": "sums", "description": "Adds", "format": DIGITS}}
-OURS = {"stop_reason", "reasoning", "reasoning_content", "token_ids", "prompt_token_ids", "prompt_logprobs"}
+OURS = {"drafted", "stop_reason", "reasoning", "reasoning_content", "token_ids", "prompt_token_ids", "prompt_logprobs"}
 
 
 def chat(**fields) -> ChatRequest:
@@ -506,6 +506,13 @@ def test_the_deltas_of_a_stream_joined_are_the_whole_answer(one: Written, other:
         }
         assert (made["finish_reason"], made["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
         assert made["ids"] == choice["token_ids"] and made["scores"] == choice["logprobs"]["content"]
+
+
+def test_drafted_tokens_are_told_to_those_who_ask():
+    part = ChoicePart(0, [Said("a")], None, None, [5, 6, 7], drafted=[0, 1])
+    for options, told in (({}, None), ({"include_drafted": True}, [0, 1])):
+        chunks = chunks_of(streamed(chat(stream=True, stream_options=options), [part]))
+        assert [one["choices"][0].get("drafted") for one in chunks] == [None, told]
 
 
 @settings(max_examples=cases(100))

@@ -35,7 +35,7 @@ USED = {
     "total_tokens": 17,
     "prompt_tokens_details": {"cached_tokens": 4},
 }
-OURS = {"stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
+OURS = {"drafted", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
 
 
 def completion(**fields) -> CompletionRequest:
@@ -303,6 +303,15 @@ def test_a_silent_stream_says_the_prompt_only():
     assert [(one["text"], one["token_ids"], one["finish_reason"]) for one in found] == [
         ("ask", [], None), ("", [], "length"),
     ]  # fmt: skip
+
+
+def test_drafted_tokens_are_told_to_those_who_ask():
+    part = ChoicePart(0, [], None, None, [5, 6, 7], drafted=[0, 1])
+    for options, told in (({}, None), ({"include_drafted": True}, [0, 1])):
+        asked = completion(stream=True, stream_options=options)
+        (shown,) = chunks_of(streamed(asked, [replace(part, pieces=[Said("a")])]))
+        assert shown["choices"][0].get("drafted") == told
+        assert bool(chunks_of(streamed(asked, [part]))) == (told is not None), "also where there is no text yet"
 
 
 def test_a_stream_that_fails_says_so_and_ends():

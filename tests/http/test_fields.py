@@ -95,7 +95,8 @@ def test_wrong_values_are_refused_by_name(parse):
 def test_how_an_answer_is_sent(parse):
     assert parse().delivery == parse(stream=False, stream_options=None, return_token_ids=False).delivery == Delivery()
     assert parse(stream=True).delivery == parse(stream=True, stream_options={}).delivery == Delivery(stream=True)
-    for name, field in (("include_usage", "include_usage"), ("continuous_usage_stats", "continuous_usage")):
+    names = {"include_usage": "include_usage", "continuous_usage_stats": "continuous_usage"}
+    for name, field in (names | {"include_drafted": "include_drafted"}).items():
         options = {name: True, "include_obfuscation": False}
         assert parse(stream=True, stream_options=options).delivery == Delivery(stream=True, **{field: True})
     assert parse(return_token_ids=True).delivery == Delivery(return_token_ids=True)

@@ -28,6 +28,7 @@ def frame(cells: list[int], running: tuple[dict[str, Any], ...] = (), **changes:
         "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024}, "defaults": {},
         "groups": [{"name": "full", "pages": len(cells), "each": 1, "cells": cells}], "used": 0.34,
         "running": list(running), "waiting": [], "num_running": len(running), "num_waiting": 0, "steps": [],
+        "drafts": None,
         "totals": {"requests": 12, "prompt_tokens": 4000, "generation_tokens": 7, "cached_tokens": 1000,
                    "preemptions": 0, "recompiles": 0},
         "rates": {"generation": 812.5, "prompt": 120.0}, "latency": {"ttft": None, "itl": [8.21, 9.0, 1234.5]},
@@ -712,7 +713,9 @@ def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
     def busy() -> dict[str, Any]:
         now = time.monotonic()
         groups = [{"name": name, "pages": 1000, "each": 4, "cells": [1] * 250} for name in ("full", "window 256")]
-        return frame([], (run(1),), groups=groups, steps=[[now - 0.02, 260, 4, 5, 0.0123], [now, 4, 4, 4, 0.0082]])
+        return frame(
+            [], (run(1),), groups=groups, steps=[[now - 0.02, 260, 4, 5, 0.0123, 0, 0], [now, 4, 4, 4, 0.0082, 0, 0]]
+        )
 
     blank = tab.page.evaluate("document.querySelector('#strip').toDataURL()")
     deadline = time.monotonic() + 1.2
@@ -730,6 +733,54 @@ def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
     expect(page.locator("#card")).to_contain_text("256 prompt rows, 4 decode rows")
     page.locator("#maps canvas").first.hover(position={"x": 5, "y": 5})
     expect(page.locator("#card")).to_contain_text("Pages 0 to 3")
+
+
+def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
+    """Beside the steps in figures and colours, in the chat in green behind the switch; nothing of it without drafts."""
+    page = tab.page
+    drafted = page.locator(".of-drafts")
+    assert not any(drafted.nth(i).is_visible() for i in range(drafted.count()))
+    tab.ask("Hello")
+    tab.ended()
+    assert stand_in.bodies[-1]["stream_options"] == {"include_usage": True}
+    assert "drafted" not in page.locator(".answer .foot").inner_text()
+
+    def busy(drafts: tuple[int, int, int]) -> dict[str, Any]:
+        steps = [[time.monotonic(), 20, 4, 4, 0.0082, 16, 6]]
+        return frame([0] * 60, (run(1),), drafts=drafts, steps=steps)
+
+    stand_in.frame = busy((1000, 4000, 3000))
+    expect(page.locator("#drafts-share")).to_be_visible()
+    stand_in.frame = busy((1100, 4300, 3100))
+    expect(page.locator("#drafts-each")).to_have_text("3")
+    expect(page.locator("#drafts-share")).to_have_text("33 %")
+    expect(page.locator("#drafts-length")).to_have_text("2")
+    stand_in.frame = busy((10, 40, 30)) | {"model": "another"}
+    expect(page.locator("#drafts-share")).to_have_text("–")
+    page.wait_for_timeout(300)
+    box = page.locator("#strip").bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 60)
+    expect(page.locator("#card")).to_contain_text("0 prompt rows, 4 decode rows")
+    expect(page.locator("#card")).to_contain_text("16 drafts, 6 accepted")
+
+    tokens = [token("One"), token(" two"), token(" thr"), token("ee")]
+    stand_in.answers["Draft"] = [{**said("One two three", *tokens), "drafted": [1, 3]}, "stop"]
+    tab.ask("Draft")
+    tab.ended()
+    assert stand_in.bodies[-1]["stream_options"] == {"include_usage": True, "include_drafted": True}
+    expect(page.locator(".answer .foot").last).to_contain_text("2 drafted")
+    page.click("#probabilities")
+    assert page.locator(".answer").last.locator(".token.drafted").all_inner_texts() == [" two", "ee"]
+    color = "e => getComputedStyle(e).color"
+    told = page.locator(".answer .stats .drafted").last.evaluate(color)
+    assert page.locator(".token.drafted").first.evaluate(color) == told
+    assert page.locator(".token:not(.drafted)").first.evaluate(color) != told
+    page.locator(".token.drafted").first.hover()
+    expect(page.locator("#card .logprob")).to_contain_text("drafted")
+    page.reload()
+    assert page.locator(".token.drafted").all_inner_texts() == [" two", "ee"]
+    expect(page.locator(".answer .foot").last).to_contain_text("2 drafted")
 
 
 @pytest.mark.parametrize("cells", [1, 60, 700, 4096])
@@ -816,7 +867,7 @@ def test_text_has_contrast(context: BrowserContext, url: str, scheme: Any):
             return 0.2126 * r + 0.7152 * g + 0.0722 * b };
         const found = [];
         for (const under of ["paper", "desk", "raised", "pressed"])
-            for (const over of ["ink", "ink-2", "ink-3", "yours-text", "wrong", "focus", "edge"]) {
+            for (const over of ["ink", "ink-2", "ink-3", "yours-text", "wrong", "drafted", "focus", "edge"]) {
                 const [a, b] = [light(over), light(under)].sort((x, y) => y - x);
                 found.push([over, under, (a + 0.05) / (b + 0.05)]);
             }

@@ -44,3 +44,25 @@ def test_a_chat_and_the_engine_beside_it(server):
             tab.check(loud=False)
         finally:
             browser.close()
+
+
+def test_an_answer_that_was_given_before_is_drafted():
+    config = {"method": "suffix", "num_speculative_tokens": 4}
+    engine = make_engine(options_of(None, max_num_seqs=2, kv_cache_memory_bytes=4 << 20, speculative_config=config))
+    with served(model_of(engine)) as state, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        try:
+            tab = Tab(browser.new_page(), state.url)
+            expect(tab.page.locator("#drafts-share")).to_be_visible()
+            tab.page.click("#probabilities")
+            tab.ask("Sort: 52 31 90 17 68")
+            tab.ended()
+            tab.page.get_by_role("button", name="Regenerate").click()
+            tab.ended()
+            drafted = tab.page.locator(".answer").last.locator(".token.drafted")
+            counted = tab.page.locator(".answer .stats .drafted b").last.inner_text()
+            assert 0 < drafted.count() <= int(counted)
+            expect(tab.page.locator("#drafts-share")).to_have_text(re.compile(r"\d+ %"))
+            tab.check(loud=False)
+        finally:
+            browser.close()

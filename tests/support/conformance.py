@@ -39,6 +39,7 @@ from quire.serving.protocol import (
 from quire.serving.protocol import tokens as tokenizing
 from quire.serving.protocol.answers import messages as message_answers
 from quire.serving.protocol.answers import shapes
+from quire.serving.protocol.fields import STREAM_OPTIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 CLIENTS = ("test_clients_openai", "test_stored", "test_batches", "test_clients_anthropic")
@@ -131,7 +132,7 @@ class Endpoint:
 
 OBJECTS = {
     "structured_outputs": (*SHAPES, *SPACING),
-    "stream_options": ("include_usage", "continuous_usage_stats"),
+    "stream_options": STREAM_OPTIONS,
     "response_format.type": ("text", "json_object", "json_schema", "structural_tag"),
 }
 CHAT = {

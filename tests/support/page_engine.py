@@ -41,6 +41,7 @@ class Busy:
         self.shared = {
             name: [self.free[name].pop(0) for _ in range(min(24, pages // 20))] for name, pages in groups.items()
         }
+        self.drafts = [0, 0, 0]
         self.runs: list[Run] = []
         self.waiting: list[Run] = []
         self.numbers = itertools.count(1)
@@ -122,8 +123,14 @@ class Busy:
         steps = []
         for at in range(int(passed / 0.012)):
             if self.runs:
-                rows = writing + (self.rng.randint(60, 400) if reading else 0)
-                steps.append([now - passed + at * 0.012, min(512, rows), writing, len(self.runs), 0.006 + rows / 60000])
+                drafts = 0 if reading else sum(self.rng.randint(0, 4) for _ in range(writing))
+                accepted = round(drafts * self.rng.uniform(0.5, 0.9))
+                self.drafts = [self.drafts[0] + drafts // 3, self.drafts[1] + drafts, self.drafts[2] + accepted]
+                rows = writing + drafts + (self.rng.randint(60, 400) if reading else 0)
+                seconds = 0.006 + rows / 60000
+                steps.append(
+                    [now - passed + at * 0.012, min(512, rows), writing, len(self.runs), seconds, drafts, accepted]
+                )
         groups = [
             {"name": name, "pages": pages, "each": 1, "cells": self.cells(name)} for name, pages in self.groups.items()
         ]
@@ -138,6 +145,7 @@ class Busy:
             "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024}, "defaults": {}, "groups": groups,
             "used": full, "running": running, "waiting": [{"id": run.id, "prompt": run.prompt} for run in self.waiting],
             "num_running": len(running), "num_waiting": len(self.waiting), "steps": steps, "totals": self.totals,
+            "drafts": self.drafts,
             "rates": {"generation": 55 * writing * jitter, "prompt": 1500.0 * len(reading) * jitter},
             "latency": {"ttft": [84.2 * jitter, 190.5, 341.9], "itl": [8.21 * jitter, 11.9, 18.3]} if self.runs else
             {"ttft": None, "itl": None},

@@ -52,7 +52,7 @@ def said(text: str, *tokens: dict[str, Any], **delta: Any) -> dict[str, Any]:
     return {"delta": {"content": text, **delta}, "logprobs": {"content": list(tokens)}}
 
 
-def words(text: str, seed: int = 1, together: int = 1) -> Iterator[dict[str, Any]]:
+def words(text: str, seed: int = 1, together: int = 1, drafts: bool = False) -> Iterator[dict[str, Any]]:
     """A text in tokens of about a word, with probabilities that look like a model's."""
     rng = random.Random(seed)
     parts = [part for word in text.split(" ") for part in (" " + word[:5], word[5:]) if part]
@@ -66,7 +66,8 @@ def words(text: str, seed: int = 1, together: int = 1) -> Iterator[dict[str, Any
                 rng.sample([" the", " a", " little", ",", " and", " of", " sea", " one", "ing"], 5), shares, strict=True
             ) if other != part}  # fmt: skip
             tokens.append(token(part, p, rest))
-        yield said("".join(parts[at : at + together]), *tokens)
+        places = [place for place in range(len(tokens)) if rng.random() < 0.45]
+        yield said("".join(parts[at : at + together]), *tokens) | ({"drafted": places} if drafts else {})
 
 
 @dataclass
@@ -139,7 +140,8 @@ class StandIn:
     async def events(self, body: dict[str, Any], prompt: str) -> AsyncIterator[str]:
         name = f"chatcmpl-{body.get('request_id', 'x')}"
         answer = self.answers.get(prompt)
-        steps = [*words(STORY, len(prompt)), "stop"] if answer is None else answer
+        drafts = "include_drafted" in body.get("stream_options", {})
+        steps = [*words(STORY, len(prompt), drafts=drafts), "stop"] if answer is None else answer
         run, count, reason = self.busy and self.busy.add(name, 20 + len(prompt)), 0, None
         try:
             yield event(name, {"delta": {"role": "assistant", "content": ""}})

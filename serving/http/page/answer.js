@@ -30,6 +30,7 @@ export class Answer {
   failure = null;
   usage = null;
   counted = 0; // tokens
+  drafted = 0; // of them
   // When it was asked for, when the first came and how many tokens at once, the last, and the end of thinking.
   #times = { begun: performance.now(), first: null, last: 0, thought: null };
 
@@ -45,11 +46,11 @@ export class Answer {
 
   /** What is to be remembered of it, with or without what is known of each token. */
   kept(tokens) {
-    const { content, reasoning, calls, usage, counted, failure } = this;
+    const { content, reasoning, calls, usage, counted, drafted, failure } = this;
     const finish = this.finish ?? (failure ? null : "stopped");
     const pieces = tokens ? this.aligner.pieces : [];
     const why = failure && { ...failure, message: failure.message };
-    return { content, reasoning, calls, usage, counted, finish, pieces, times: this.#times, failure: why };
+    return { content, reasoning, calls, usage, counted, drafted, finish, pieces, times: this.#times, failure: why };
   }
 
   /** Takes a chunk in. */
@@ -61,6 +62,8 @@ export class Answer {
     if (!choice) return;
     const delta = choice.delta ?? {};
     const tokens = choice.logprobs?.content ?? [];
+    for (const place of choice.drafted ?? []) if (tokens[place]) tokens[place].drafted = true;
+    this.drafted += choice.drafted?.length ?? 0;
     const [said, thought] = [delta.content ?? "", delta.reasoning ?? delta.reasoning_content ?? ""];
     const something = said || thought || delta.tool_calls?.length;
     this.#time(tokens.length || (something ? 1 : 0));
@@ -100,12 +103,13 @@ export class Answer {
     return this.reasoning && thought ? thought - (first?.at ?? begun) : null;
   }
 
-  /** What is worth knowing of it: [figure, what it is]. */
+  /** What is worth knowing of it: [figure, what it is, its class]. */
   get stats() {
     const found = [];
     const { begun, first, last } = this.#times;
     const tokens = this.usage?.completion_tokens ?? this.counted;
     if (tokens) found.push([count(tokens), tokens === 1 ? "token" : "tokens"]);
+    if (this.drafted) found.push([count(this.drafted), "drafted", "drafted"]);
     const later = this.counted - (first?.tokens ?? 0);
     if (later > 0 && last - first.at >= BRIEF) found.push([measured((later * 1000) / (last - first.at)), "tokens/s"]);
     if (first) found.push([duration(first.at - begun), "to the first token"]);
@@ -214,7 +218,7 @@ export class AnswerView {
 
   #renderStats() {
     const end = this.answer.failure ? null : ENDS[this.answer.finish];
-    const words = this.answer.stats.map(([figure, name]) => make("span", {}, make("b", {}, figure), ` ${name}`));
+    const words = this.answer.stats.map(([figure, name, className = ""]) => make("span", { className }, make("b", {}, figure), ` ${name}`));
     if (end) words.push(make("span", {}, end));
     this.#stats.replaceChildren(...words);
   }

@@ -14,7 +14,7 @@ export class Strip {
   #surface;
   #palette;
   #card;
-  #steps = []; // [t, rows, decodes, sequences, seconds]
+  #steps = []; // [t, rows, decodes, sequences, seconds, drafts, accepted]
   #limit = 1;
   #skew = null; // our clock less the server's
   #x = null; // where the pointer is
@@ -45,16 +45,20 @@ export class Strip {
     const { width, height } = this.#surface;
     const scale = (rows) => (Math.log2(1 + Math.min(rows, this.#limit)) / Math.log2(1 + this.#limit)) * (height - 8);
     this.#grid(context, scale, width, height);
-    const bars = [[], []];
-    for (const [x, { rows, decodes }] of this.#bars(width)) {
-      const [all, low] = [scale(rows), scale(decodes)];
-      if (decodes) bars[0].push([x, height - low, low]);
-      if (rows > decodes) bars[1].push([x, height - all, all - low]);
+    const bars = { decode: [], drafted: [], rejected: [], read: [] };
+    for (const [x, { rows, decodes, drafts, accepted }] of this.#bars(width)) {
+      let low = 0;
+      const ends = [decodes, decodes + accepted, decodes + drafts, rows];
+      Object.values(bars).forEach((own, i) => {
+        const top = scale(ends[i]);
+        if (top > low) own.push([x, height - top, top - low]);
+        low = top;
+      });
     }
-    ["decode", "read"].forEach((name, i) => {
+    for (const [name, own] of Object.entries(bars)) {
       context.fillStyle = this.#palette.get(name);
-      for (const [x, y, high] of bars[i]) context.fillRect(x, y, PITCH - 1, high);
-    });
+      for (const [x, y, high] of own) context.fillRect(x, y, PITCH - 1, high);
+    }
     return this.#steps.length > 0 && !still.matches;
   }
 
@@ -85,13 +89,13 @@ export class Strip {
     const columns = Math.max(1, Math.floor((width - 32) / PITCH));
     const span = WINDOW / columns; // seconds a bar
     const found = new Map();
-    for (const [t, rows, decodes, sequences, seconds] of this.#steps) {
+    for (const [t, rows, decodes, sequences, seconds, drafts, accepted] of this.#steps) {
       const last = Math.floor(t / span); // t is its end
       const first = Math.max(last - columns, Math.floor((t - seconds) / span));
       for (let bin = first; bin <= last; bin++) {
         const bar = found.get(bin);
         const steps = (bar?.steps ?? 0) + 1;
-        if (!bar || rows > bar.rows) found.set(bin, { rows, decodes, sequences, seconds, steps });
+        if (!bar || rows > bar.rows) found.set(bin, { rows, decodes, sequences, seconds, drafts, accepted, steps });
         else bar.steps = steps;
       }
     }
@@ -111,10 +115,11 @@ export class Strip {
       if (!near || Math.abs(at + 1 - x) < Math.abs(near[0] + 1 - x)) near = [at, bar];
     }
     if (!near || Math.abs(near[0] + 1 - x) > 12) return this.#card.hide();
-    const { rows, decodes, sequences, seconds, steps } = near[1];
+    const { rows, decodes, sequences, seconds, drafts, accepted, steps } = near[1];
     const title = `${plural(sequences, "sequence")}, ${measured(seconds * 1000)} ms`;
-    const text = `${plural(rows - decodes, "prompt row")}, ${plural(decodes, "decode row")}`;
+    const text = `${plural(rows - decodes - drafts, "prompt row")}, ${plural(decodes, "decode row")}`;
     const body = make("div", { className: "page-card" }, make("b", {}, title), make("p", {}, text));
+    if (drafts) body.append(make("p", {}, `${plural(drafts, "draft")}, ${count(accepted)} accepted`));
     if (steps > 1) body.append(make("p", {}, `the fullest of ${count(steps)} steps`));
     const box = canvas.getBoundingClientRect();
     return this.#card.show(body, { left: box.left + near[0], top: box.top, width: 2, bottom: box.bottom });

@@ -22,6 +22,7 @@ export class Chat {
   #probabilities = recall("probabilities") === true;
   #leaving = false; // the browser may end a stream before the page is gone
   #limit = null;
+  #drafts = false; // the engine drafts
   #used = 0;
   model = null;
 
@@ -105,8 +106,10 @@ export class Chat {
   }
 
   /** What the engine says of the request that is being answered. */
-  update({ limits, running, waiting, groups }) {
+  update({ limits, running, waiting, groups, drafts }) {
     this.#limit = limits.max_len;
+    this.#drafts = Boolean(drafts);
+    find("probabilities").title = `Tint each token by its probability${drafts ? "; green ones were drafted" : ""} (P)`;
     this.#showContext();
     const { view } = this.#turns.at(-1) ?? {};
     if (!this.busy || !view) return;
@@ -184,7 +187,7 @@ export class Chat {
       messages,
       ...this.#settings.params,
       stream: true,
-      stream_options: { include_usage: true },
+      stream_options: { include_usage: true, ...(this.#drafts && { include_drafted: true }) },
       logprobs: true,
       top_logprobs: 5,
       request_id: name,

@@ -8,6 +8,7 @@ import { PageMap, measures, stateOf } from "./pages.js";
 
 const ROOM = [150, 0.26, 300]; // pixels that the maps may be high together: at least, of the window, at most
 const WAITING = 6; // requests that are listed
+const MINUTE = 60; // seconds that the figures of drafts are of
 const STATES = ["yours", "running", "shared", "cached", "free"];
 
 export class Engine {
@@ -20,6 +21,8 @@ export class Engine {
   #spark;
   #rows = new Map(); // of running requests, by number and id
   #own = new Set(); // numbers of the page's own requests
+  #drafts = []; // [t, [proposals, drafts, accepted]] of the last minute, of one model
+  #model = null;
   #last = null;
 
   /** `owns(id)` says which requests are the page's. */
@@ -44,6 +47,7 @@ export class Engine {
     this.#showRates(event);
     this.#showPages(event);
     this.#showSteps(event);
+    this.#showDrafts(event);
     this.#showRequests(event);
     this.#showLatency(event.latency);
     this.#showTotals(event.totals);
@@ -131,6 +135,20 @@ export class Engine {
     const last = steps.at(-1);
     if (last) tell(find("step-now"), `${plural(last[3], "sequence")}, ${plural(last[1], "row")}, ${measured(last[4] * 1000)} ms`);
     else if (!running) tell(find("step-now"), "idle");
+  }
+
+  /** How many are drafted at a time, and how many of them are right. */
+  #showDrafts({ t, model, drafts }) {
+    for (const part of document.querySelectorAll(".of-drafts")) part.hidden = !drafts;
+    if (!drafts) return;
+    if (model !== this.#model || drafts[0] < this.#drafts.at(-1)?.[1][0]) this.#drafts = []; // another engine
+    this.#model = model;
+    this.#drafts.push([t, drafts]);
+    while (this.#drafts[0][0] < t - MINUTE) this.#drafts.shift();
+    const [proposals, drafted, accepted] = drafts.map((total, i) => total - this.#drafts[0][1][i]);
+    tell(find("drafts-each"), proposals ? measured(drafted / proposals) : "–");
+    tell(find("drafts-share"), drafted ? percent(accepted / drafted) : "–");
+    tell(find("drafts-length"), proposals ? measured(1 + accepted / proposals) : "–");
   }
 
   #showRequests({ running, waiting, num_running: runs, num_waiting: waits }) {

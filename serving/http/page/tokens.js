@@ -92,6 +92,7 @@ export class Tokens {
     for (const piece of pieces) {
       const span = make("span", { className: "token" }, piece.text);
       if (piece.text.endsWith("\n")) span.classList.add("newline");
+      if (piece.tokens.length && piece.tokens.every(({ drafted }) => drafted)) span.classList.add("drafted");
       span.style.setProperty("--doubtful", (1 - probability(piece)).toFixed(3));
       this.#pieces.set(span, piece);
       this.#root.append(span);
@@ -167,7 +168,8 @@ function odds(piece) {
   const others = token.top_logprobs ?? [];
   const rows = others.some(same) ? others : [...others, token];
   const rest = 1 - rows.reduce((sum, row) => sum + Math.exp(row.logprob), 0);
-  card.append(make("p", { className: "logprob" }, `log-probability ${token.logprob.toFixed(3).replace("-", "\u2212")}`));
+  const drafted = token.drafted ? [", ", make("span", { className: "drafted" }, "drafted")] : [];
+  card.append(make("p", { className: "logprob" }, `log-probability ${token.logprob.toFixed(3).replace("-", "\u2212")}`, ...drafted));
   const list = make("ol", {}, ...rows.map((row) => bar(visible(row), Math.exp(row.logprob), same(row))));
   if (rest > 0.0001) list.append(make("li", { className: "rest" }, make("span", {}, "all others"), make("span", {}, share(rest))));
   card.append(list);

@@ -21,6 +21,7 @@ class Delivery:
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # log-probabilities name tokens by their ids
     request_id: str | None = None
+    include_drafted: bool = False  # every chunk says which of its tokens were drafted
 
 
 @dataclass(frozen=True)
@@ -149,3 +150,4 @@ class ChoicePart:
     stop_reason: int | str | None = None
     token_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
+    drafted: Sequence[int] = ()  # places in `token_ids`

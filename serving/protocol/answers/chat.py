@@ -104,6 +104,8 @@ class ChatStream(ChunkStream):
             more["logprobs"] = {"content": described(self.request, part.token_ids, part.logprobs)}
         if self.delivery.return_token_ids:
             more["token_ids"] = list(part.token_ids)
+        if self.delivery.include_drafted:
+            more["drafted"] = list(part.drafted)
         if part.finish_reason is None:
             news = delta or (part.token_ids and (more or self.delivery.continuous_usage))
             return self.choice(part.index, delta, more) if news else b""

@@ -51,7 +51,9 @@ class Choices:
         finish_reason: str | None = "tool_calls" if reason == "stop" and calls else reason
         if finish_reason is not None:
             self.reasons.add(finish_reason)
-        return ChoicePart(index, pieces, finish_reason, fresh.stop_reason, fresh.token_ids, fresh.logprobs)
+        return ChoicePart(
+            index, pieces, finish_reason, fresh.stop_reason, fresh.token_ids, fresh.logprobs, fresh.drafted
+        )
 
     def answers(self, outputs: Sequence[RequestOutput]) -> list[FinishedChoice]:
         """All choices of all prompts, when they are done."""

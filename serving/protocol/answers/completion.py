@@ -60,7 +60,8 @@ class CompletionStream(ChunkStream):
             text, tokens = "", []
         if begins and self.request.echo:
             text = (prompt.text or "") + text
-        shows = part.logprobs is not None or self.delivery.return_token_ids or self.delivery.continuous_usage
+        told = self.delivery
+        shows = part.logprobs is not None or told.return_token_ids or told.continuous_usage or told.include_drafted
         if not (text or part.finish_reason or (tokens and shows)):
             return b""
         at = self.offsets.setdefault(part.index, 0)
@@ -75,4 +76,6 @@ class CompletionStream(ChunkStream):
             found["token_ids"] = tokens
             if begins:
                 found["prompt_token_ids"] = list(prompt.token_ids)
+        if self.delivery.include_drafted:
+            found["drafted"] = [] if self.request.silent else list(part.drafted)
         return self.chunk({"choices": [found]})

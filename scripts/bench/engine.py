@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import options as o
+from .drafts import Drafts, drafts_of
 from .load import Sample
 from .metrics import RequestTimes
 
@@ -17,6 +18,7 @@ class TimedStep:
 
     seconds: float
     plan: Any
+    tokens: int  # that it gave
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class LoadRun:
     answers: list[RequestTimes]
     steps: list[TimedStep]
     seconds: float
+    drafts: Drafts | None = None  # where the engine drafts
 
 
 def serve(
@@ -49,6 +52,7 @@ def serve(
     engine, steps, watcher = llm.engine, [], watch()
     engine.observers.append(watcher)
     waiting, live, done = deque(enumerate(samples)), {}, {}
+    before = drafts_of(llm)
     try:
         begin = last = clock()
         while waiting or live:
@@ -68,34 +72,42 @@ def serve(
                     )
             changed = engine.step()
             now = clock()
-            if watcher.plan is not None:
-                steps.append(TimedStep(now - last, watcher.plan))
+            if watcher.taken is not None:
+                steps.append(TimedStep(now - last, watcher.taken.plan, watcher.tokens()))
             last = now
             for request in changed:
                 index, sent, times = live[request]
                 seq = request.sequences[0]
-                times += [now] * (seq.num_output - len(times))
+                if seq.num_output:  # one piece, however many tokens the step gave it
+                    times.append(now)
                 if request.finished:
                     if seq.finish_reason == "error":
                         raise o.UsageError("a step failed, so there is nothing to report; the log above says why")
                     done[index] = RequestTimes(sent, times, seq.num_prompt, seq.num_output)
                     del live[request]
                     advance(1, seq.num_output)
-        return LoadRun([done[index] for index in range(len(samples))], steps, clock() - begin)
+        seconds, after = clock() - begin, drafts_of(llm)
+        answers = [done[index] for index in range(len(samples))]
+        return LoadRun(answers, steps, seconds, after and before and after.since(before))
     finally:  # also after Ctrl-C: the engine is left as it was found
         llm.abort([*live])
         engine.observers.remove(watcher)
 
 
 def watch() -> Any:
-    """An observer that has the plan of the step that was taken in last, if the last call took one in."""
-    from ...serving.engine.step_record import Observer, StepRecord
+    """An observer that has the step that was taken in last, if the last call took one in."""
+    from ...serving.engine.step_record import Observer, StepRecord, TakenIn
 
     class Watcher(Observer):
-        plan: Any = None
+        taken: TakenIn | None = None
 
         def observe(self, record: StepRecord) -> None:
-            self.plan = record.taken and record.taken.plan
+            self.taken = record.taken
+
+        def tokens(self) -> int:
+            """Those that the step gave its sequences."""
+            items = [drawn.item for drawn in self.taken.drawn if drawn.item.draws] if self.taken else []
+            return sum(max(0, len(item.seq.tokens) - item.num_known) for item in items)
 
     return Watcher()
 
@@ -106,6 +118,7 @@ class Roof:
 
     steps: int  # that only decoded
     sequences: float  # in such a step, on average
+    tokens: float  # that it gave; with drafts more than there are sequences
     weight_bytes: float
     cache_bytes: float
     step_seconds: float
@@ -141,7 +154,8 @@ def roof(
                 known[length] = cache_bytes(length)
             read += known[length]
     count, seconds = len(decodes), sum(step.seconds for step in decodes)
-    return Roof(count, sequences / count, weight_bytes, read / count, seconds / count, bandwidth)
+    tokens = sum(step.tokens for step in decodes)
+    return Roof(count, sequences / count, tokens / count, weight_bytes, read / count, seconds / count, bandwidth)
 
 
 def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:

@@ -1,5 +1,6 @@
 """`quire bench latency`: the same batch of equal requests, several times."""
 
+from functools import reduce
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -8,10 +9,12 @@ from .. import options as o
 from ..loading import load as load_model
 from . import load as load
 from . import report as reports
+from .drafts import Drafts, drafts_table
 from .engine import LoadRun, serve
 from .metrics import flat, milliseconds
 
 NAMES = {"batch": "whole batch", "ttft": "first token", "itl": "each token after"}
+WITH_DRAFTS = {"itl": "each step after", "tpot": "a token of an answer"}  # a step may give several
 
 
 @reports.takes_report()
@@ -44,20 +47,33 @@ def main(
             samples = shape.samples(batch_size, tokenizer, f"{seed} {turn}", vocab)
             runs.append(serve(llm, samples, batch_size, temperature, perf_counter))
             advance(1, batch_size * output_len)
-    values = measured(runs[num_iters_warmup:])
+    runs = runs[num_iters_warmup:]
+    values, drafts = measured(runs), drafted(runs)
+    names = NAMES if drafts is None else NAMES | WITH_DRAFTS
     name = model or "quill"
     heading = (
         f"{name}: {num_iters} batches of {batch_size} requests, {input_len} prompt and {output_len} output tokens each"
     )
     result: dict[str, Any] = {"model": name} | flat(values) | {"batches_ms": values["batch"]}
+    parts = [heading, reports.latency_table(values, names)]
+    if drafts is not None:
+        result |= drafts.result()
+        parts.append(drafts_table("batches", [(num_iters, drafts)]))
     report.write(
         result,
-        f"{heading}\n\n{reports.latency_table(values, NAMES)}",
-        lambda plot, figure: plot.distributions(figure, values, NAMES, {}, heading),
+        "\n\n".join(parts),
+        lambda plot, figure: plot.distributions(figure, values, names, {}, heading),
     )
 
 
 def measured(runs: list[LoadRun]) -> dict[str, list[float]]:
-    """Milliseconds of the batches, of all first tokens, and between the tokens after."""
+    """Milliseconds of the batches, of all first tokens, and between the tokens after; with drafts also a token's."""
     each = milliseconds(answer for run in runs for answer in run.answers)
-    return {"batch": [run.seconds * 1000 for run in runs], "ttft": each["ttft"], "itl": each["itl"]}
+    found = {"batch": [run.seconds * 1000 for run in runs], "ttft": each["ttft"], "itl": each["itl"]}
+    return found if drafted(runs) is None else found | {"tpot": each["tpot"]}
+
+
+def drafted(runs: list[LoadRun]) -> Drafts | None:
+    """Of all batches together."""
+    found = [run.drafts for run in runs if run.drafts is not None]
+    return reduce(Drafts.joined, found) if found else None

@@ -14,6 +14,7 @@ from ...serving.progress import bar
 from .. import options as o
 from . import load as load
 from . import report as reports
+from .drafts import Drafts, drafts_table
 from .metrics import METRICS, RequestTimes, flat, goodput, milliseconds, totals
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
@@ -113,18 +114,23 @@ def main(
             known = len(prompt) if isinstance(prompt, list) else 0
             return replace(answer, prompt_tokens=answer.prompt_tokens or known)
 
-        before = server_stats.look(server, timeout)
+        before = server_stats.look(server, name, timeout)
         answers, duration = asyncio.run(drive(send, delays, max_concurrency))
-        after = server_stats.look(server, timeout)
+        after = server_stats.look(server, name, timeout)
 
     result = {"model": name, **figures(answers, duration, limits)}
+    drafts = None
     if before is not None and after is not None:
-        result["server"] = after.since(before)
+        if after.late:
+            result["server"] = after.since(before)
+        if before.drafts is not None and after.drafts is not None:
+            drafts = after.drafts.since(before.drafts)
+            result |= drafts.result()
     values = milliseconds(answers)
     heading = f"{name} at {base_url}, {endpoint}"
     report.write(
         result,
-        "\n\n".join((heading, *paragraphs(result, values, answers, limits))),
+        "\n\n".join((heading, *paragraphs(result, values, answers, limits, drafts))),
         lambda plot, figure: plot.distributions(figure, values, METRICS, limits, heading),
     )
     if not result["completed"]:
@@ -262,10 +268,16 @@ def figures(answers: Sequence[RequestTimes], duration: float, limits: dict[str, 
 
 
 def paragraphs(
-    result: dict[str, Any], values: dict[str, list[float]], answers: Sequence[RequestTimes], limits: dict[str, float]
+    result: dict[str, Any],
+    values: dict[str, list[float]],
+    answers: Sequence[RequestTimes],
+    limits: dict[str, float],
+    drafts: Drafts | None,
 ) -> list[str]:
     """The results for people."""
     found = [reports.rates_table(result), reports.latency_table(values)]
+    if drafts is not None:
+        found.append(drafts_table("requests", [(len(answers), drafts)]))
     if limits:
         kept = sum(answer.error is None and answer.meets(limits) for answer in answers)
         named = ", ".join(f"{METRICS[metric]} {most:g} ms" for metric, most in limits.items())

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import client as client
+from .drafts import Drafts
 
 LATE = "quire:event_loop_delay_seconds_bucket"
 MEMORY = "process_resident_memory_bytes"
+DRAFTS = "vllm:spec_decode_num_"
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Inside:
 
     late: Mapping[float, float]  # seconds -> timers that were at most so late
     memory: float | None
+    drafts: Drafts | None  # of the model, where the server drafts
 
     def since(self, before: "Inside") -> dict[str, Any]:
         """What happened between two moments."""
@@ -29,7 +32,7 @@ class Inside:
         return found
 
 
-def look(server: client.ServerAddress, timeout: float) -> Inside | None:
+def look(server: client.ServerAddress, model: str, timeout: float) -> Inside | None:
     """None where the server has no such metrics, or hides them."""
     try:
         text = asyncio.run(client.get(server, "/metrics", timeout))
@@ -40,7 +43,22 @@ def look(server: client.ServerAddress, timeout: float) -> Inside | None:
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     late = {float(sample.labels["le"]): sample.value for sample in samples if sample.name == LATE}
     memory = next((sample.value for sample in samples if sample.name == MEMORY), None)
-    return Inside(late, memory) if late else None
+    drafts = drafts_in([sample for sample in samples if sample.labels.get("model_name", model) == model])
+    return Inside(late, memory, drafts) if late or drafts is not None else None
+
+
+def drafts_in(samples: list[Any]) -> Drafts | None:
+    """The counters of drafts, which have the same names in vLLM; None where there are none."""
+    totals: dict[str, float] = {}
+    for sample in samples:
+        if sample.name.startswith(DRAFTS):
+            key = sample.name.removeprefix(DRAFTS) + sample.labels.get("position", "")
+            totals[key] = totals.get(key, 0) + sample.value
+    place = "accepted_tokens_per_pos_total"
+    accepted = sorted((int(key.removeprefix(place)), int(count)) for key, count in totals.items() if place in key)
+    if not {"drafts_total", "draft_tokens_total"} <= totals.keys():
+        return None
+    return Drafts(int(totals["drafts_total"]), int(totals["draft_tokens_total"]), tuple(n for _, n in accepted))
 
 
 def sentence(found: Mapping[str, Any]) -> str:

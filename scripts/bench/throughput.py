@@ -8,6 +8,7 @@ from ..loading import load as load_model
 from ..tables import amount, table
 from . import load as load
 from . import report as reports
+from .drafts import Drafts, drafts_table
 from .engine import LoadRun, Roof, decode_milliseconds, engine_roof, read_bandwidth, serve
 from .metrics import flat, milliseconds, percentile, totals
 
@@ -51,7 +52,7 @@ def main(
     with load_model(model, **engine) as llm:
         most = llm.engine.snapshot().max_seqs
         serve(llm, [WARM_UP], 1, temperature)  # pays for what happens once, such as the first touch of memory
-        points = []
+        points, drafts = [], []
         for level in sorted(set(concurrency or [most])):
             # Each level has requests of its own, so that no level finds cached prefixes.
             samples = dataset.samples(
@@ -60,11 +61,13 @@ def main(
             with bar(num_prompts, True) as advance:
                 run = serve(llm, samples, level, temperature, advance=advance, in_batches=in_batches)
             points.append(point(level, run, engine_roof(llm, run, bandwidth)))
+            if run.drafts is not None:
+                drafts.append((level, run.drafts))
     name = model or "quill"
     result = {"model": name, "read_bandwidth": bandwidth, "points": points}
     report.write(
         result,
-        text(name, num_prompts, points, bandwidth),
+        text(name, num_prompts, points, bandwidth, drafts),
         lambda plot, figure: plot.throughput(figure, points, name, bandwidth),
     )
 
@@ -73,11 +76,13 @@ def point(concurrency: int, run: LoadRun, roof: Roof | None) -> dict[str, Any]:
     """The results of one level of concurrency."""
     found: dict[str, Any] = {"concurrency": concurrency} | totals(run.answers, run.seconds)
     found |= flat(milliseconds(run.answers)) | {"steps": len(run.steps), "decode": None}
+    found |= {} if run.drafts is None else run.drafts.result()
     if roof is not None:
         steps = sorted(decode_milliseconds(run))
         found["decode"] = {
             "steps": roof.steps,
             "sequences": roof.sequences,
+            "tokens": roof.tokens,
             "weight_bytes": roof.weight_bytes,
             "cache_bytes": roof.cache_bytes,
             "mean_ms": roof.step_seconds * 1000,
@@ -89,7 +94,9 @@ def point(concurrency: int, run: LoadRun, roof: Roof | None) -> dict[str, Any]:
     return found
 
 
-def text(name: str, num_prompts: int, points: list[dict[str, Any]], bandwidth: float) -> str:
+def text(
+    name: str, num_prompts: int, points: list[dict[str, Any]], bandwidth: float, drafts: list[tuple[int, Drafts]]
+) -> str:
     """The results for people."""
     rates = table(
         (
@@ -108,7 +115,8 @@ def text(name: str, num_prompts: int, points: list[dict[str, Any]], bandwidth: f
             for p in points
         ],
     )  # fmt: skip
-    return "\n\n".join((f"{name}: {num_prompts} requests", rates, roof_text(points, bandwidth)))
+    parts = [f"{name}: {num_prompts} requests", rates, *([drafts_table("at once", drafts)] if drafts else [])]
+    return "\n\n".join((*parts, roof_text(points, bandwidth)))
 
 
 def roof_text(points: list[dict[str, Any]], bandwidth: float) -> str:
@@ -117,6 +125,7 @@ def roof_text(points: list[dict[str, Any]], bandwidth: float) -> str:
         (
             p["concurrency"],
             f"{d['sequences']:.1f}",
+            f"{d['tokens']:.1f}",
             amount(d["weight_bytes"]),
             amount(d["cache_bytes"]),
             *(f"{d[key]:,.3f}" for key in ("roof_ms", "mean_ms", "p50_ms", "p99_ms")),
@@ -127,7 +136,7 @@ def roof_text(points: list[dict[str, Any]], bandwidth: float) -> str:
     ]
     if not rows:
         return "No step only decoded, so there is none to compare with the memory's speed: ask for longer answers."
-    head = ("at once", "sequences", "weights", "KV cache", "roof, ms", "mean, ms", "median", "P99", "reached")
+    head = ("at once", "sequences", "tokens", "weights", "KV cache", "roof, ms", "mean, ms", "median", "P99", "reached")
     return (
         f"A decode step reads all weights once and the KV cache of its sequences; at {bandwidth / 1e9:.1f} GB/s, which "
         f"this machine reads, that is the roof:\n\n{table(head, rows)}"

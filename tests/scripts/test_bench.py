@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from quire.__main__ import main
 from quire.scripts.bench import client, command, engine, load, metrics, plot, serve, startup
+from quire.scripts.bench.drafts import Drafts, drafts_table
 from quire.scripts.bench.load import Sample
 from quire.scripts.bench.metrics import RequestTimes
 from quire.scripts.options import UsageError
@@ -340,6 +341,7 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
         self.open = self.most = 0
+        self.metrics: Callable[[], str] | None = None  # what /metrics says
         self.asked = threading.Event()
         self.gone = threading.Event()
 
@@ -374,6 +376,10 @@ class FakeServer:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             if head.startswith("GET /v1/models "):
                 body = json.dumps({"data": [{"id": name} for name in self.names]}).encode()
+                writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+                return
+            if head.startswith("GET /metrics ") and self.metrics is not None:
+                body = self.metrics().encode()
                 writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
                 return
             length = next(line.split(":")[1] for line in head.split("\r\n") if line.startswith("Content-Length"))
@@ -768,13 +774,15 @@ def test_the_roof_by_hand():
 
     def step(seconds, *items):
         items = tuple(SimpleNamespace(start=start, num_rows=count) for start, count in items)
-        return engine.TimedStep(seconds, SimpleNamespace(items=items, decodes=all(i.num_rows == 1 for i in items)))
+        plan = SimpleNamespace(items=items, decodes=all(i.num_rows == 1 for i in items))
+        return engine.TimedStep(seconds, plan, 2 * len(items))
 
     steps = [step(9.0, (0, 16), (4, 1)), step(2.0, (16, 1), (5, 1)), step(4.0, (17, 1))]
     roof = engine.roof(steps, 1000, lambda length: 10 * min(length, 10), 500.0)
     assert roof is not None
     # KV: 100 + 60 and 100, so 1130 bytes a step; at 500 a second 2.26 s, and the steps took 3.
     assert (roof.steps, roof.sequences, roof.weight_bytes, roof.cache_bytes) == (2, 1.5, 1000, 130.0)
+    assert roof.tokens == 3
     assert roof.seconds == pytest.approx(2.26) and roof.share == pytest.approx(2.26 / 3)
     assert engine.roof(steps[:1], 1000, lambda length: 0, 500.0) is None
 
@@ -841,6 +849,95 @@ def test_latency_counts_what_it_says(run, tmp_path):
     assert result["mean_batch_ms"] == pytest.approx(np.mean(result["batches_ms"]))
     assert all(text in out for text in ("whole batch", "first token", "each token after", "3 batches of 4 requests"))
     assert picture.read_bytes().startswith(b"%PDF")
+
+
+def test_drafts_by_hand():
+    """Two loads, of 4 and 1 proposals of 3 drafts each."""
+    one, two = Drafts(4, 12, (4, 2, 1)), Drafts(5, 15, (4, 2, 1))
+    assert two.since(one) == Drafts(1, 3, (0, 0, 0)) and one.joined(two.since(one)) == two
+    assert one.result() == {
+        "spec_decode_acceptance_rate": pytest.approx(100 * 7 / 12), "spec_decode_acceptance_length": 1 + 7 / 4,
+        "spec_decode_num_drafts": 4, "spec_decode_draft_tokens": 12, "spec_decode_accepted_tokens": 7,
+        "spec_decode_per_position_acceptance_rates": [1.0, 0.5, 0.25],
+    }  # fmt: skip
+    head, row, _ = drafts_table("at once", [(1, one), (2, two)]).splitlines()
+    assert row.split() == ["1", "12", "58.3%", "2.75", "100%", "50%", "25%"] and "tokens a step" in head
+    nothing = Drafts(0, 0, (0, 0, 0))
+    assert (nothing.share, nothing.length, nothing.by_position) == (0, 1, [0, 0, 0])
+
+
+DRAFTED = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "adapts": false}')
+
+
+def test_throughput_with_drafts(run, tmp_path, monkeypatch):
+    """A step that verifies is a decode step, gives more tokens than sequences, and its answers are of full length."""
+    monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
+    file = tmp_path / "r.json"
+    code, out, err = run(
+        "throughput", *SMALL, "--num-prompts", "4", "--concurrency", "2", "--random-input-len", "10",
+        "--random-output-len", "60", *DRAFTED, "--json", str(file),
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    (point,) = json.loads(file.read_text())["points"]
+    assert point["total_output_tokens"] == 240 and point["spec_decode_accepted_tokens"] > 20
+    assert point["spec_decode_acceptance_length"] == pytest.approx(
+        1 + point["spec_decode_accepted_tokens"] / point["spec_decode_num_drafts"]
+    )
+    rates = point["spec_decode_per_position_acceptance_rates"]
+    assert len(rates) == 3 and rates == sorted(rates, reverse=True)
+    assert point["decode"]["tokens"] > point["decode"]["sequences"]
+    # Each answer's tokens but the first come in decode steps; those of a step with another's prompt are not among them.
+    assert point["decode"]["steps"] * point["decode"]["tokens"] <= 240 - 4 + 1e-6
+    assert point["mean_tpot_ms"] < point["mean_itl_ms"], "a piece is what a step gave"
+    assert "accepted by position" in out and "reached" in out
+
+
+def test_latency_with_drafts(run, tmp_path):
+    file = tmp_path / "r.json"
+    code, out, err = run(
+        "latency", *SMALL, "--batch-size", "2", "--input-len", "6", "--output-len", "40", "--num-iters", "2",
+        "--num-iters-warmup", "0", *DRAFTED, "--json", str(file), "--plot", str(tmp_path / "p.png"),
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    result = json.loads(file.read_text())
+    assert 0 < result["spec_decode_accepted_tokens"] < result["spec_decode_draft_tokens"]
+    assert result["mean_tpot_ms"] < result["mean_itl_ms"]
+    assert all(text in out for text in ("each step after", "a token of an answer", "accepted by position"))
+
+
+def test_serve_reads_drafts_from_the_servers_metrics(run, tmp_path):
+    """Under the names that vLLM has too; of the model that is asked, and of the time of the load."""
+    file, asked = tmp_path / "r.json", []
+
+    def metrics() -> str:
+        asked.append(1)
+        k = len(asked)
+        lines = []
+        for model, times in (("quill", 1), ("other", 50)):
+            label = f'{{model_name="{model}"}}'
+            counts = {"drafts": 10, "draft_tokens": 30, "accepted_tokens": 15}
+            for name, count in counts.items():
+                lines += [f"# TYPE vllm:spec_decode_num_{name} counter"] * (times == 1)
+                lines.append(f"vllm:spec_decode_num_{name}_total{label} {count * k * times}")
+            for place, count in enumerate((10, 5, 0)):
+                label = f'{{model_name="{model}",position="{place}"}}'
+                lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{label} {count * k * times}")
+        return "\n".join(lines) + "\n"
+
+    async def behave(server, body, writer):
+        usage = event(choices=[], usage={"prompt_tokens": len(body["prompt"]), "completion_tokens": 2})
+        await reply(writer, [event("x"), event("x"), usage, DONE])
+
+    with FakeServer(behave) as server:
+        server.metrics = metrics
+        address = ("--base-url", server.url, "--num-prompts", "2", "--random-input-len", "4")
+        code, out, _ = run("serve", *address, "--json", str(file))
+    result = json.loads(file.read_text())
+    assert code == 0 and "server" not in result
+    assert result["spec_decode_num_drafts"] == 10 and result["spec_decode_acceptance_rate"] == 50
+    assert result["spec_decode_acceptance_length"] == 2.5
+    assert result["spec_decode_per_position_acceptance_rates"] == [1, 0.5, 0]
+    assert "accepted by position" in out and "100%  50%  0%" in out
 
 
 def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):

@@ -36,10 +36,11 @@ def main(
     A message of several lines stands between two \"\"\".
     """
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
-    from ..serving.defaults import with_defaults
 
     params, name = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling), model or "quill"
     with load(model, max_num_seqs=1, **engine) as llm:
+        from ..serving.defaults import with_defaults  # imports JAX, so it waits for `load`, where Ctrl-C works
+
         if llm.get_tokenizer().chat_template is None:
             raise o.UsageError(
                 f"{name} has no chat template, so it was not made for conversations: `quire generate` continues a text "

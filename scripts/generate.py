@@ -68,7 +68,6 @@ def main(
     text = read_prompt(prompt, prompt_file)
 
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
-    from ..serving.defaults import with_defaults
 
     params = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling, n=n)
     live = n == 1 and not as_json and stream is not False
@@ -76,6 +75,8 @@ def main(
     first, first_tokens, shown, last = 0.0, 0, 0, None
     few = {"max_num_seqs": min(n, STEPS["cpu"][0])}  # fewer sizes to compile
     with load(model, **few | engine) as llm:
+        from ..serving.defaults import with_defaults  # imports JAX, so it waits for `load`, where Ctrl-C works
+
         if live:
             sys.stdout.write(head)
             sys.stdout.flush()

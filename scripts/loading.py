@@ -13,9 +13,9 @@ SHOW_CURSOR = "\x1b[?25h\n"
 
 def load(model: str | None, **options):
     """An `LLM`, which shows each stage of its loading at a terminal."""
-    from .. import LLM  # not at the top: `--help` must not wait for JAX
+    with ending_at_once():  # also what is imported: JAX, where Ctrl-C can be lost, or end in a crash
+        from .. import LLM  # not at the top: `--help` must not wait for JAX
 
-    with ending_at_once():
         return LLM(model, **options)
 
 

@@ -11,6 +11,7 @@ from ... import __version__
 from ...serving.api.options import EngineOptions
 from ...serving.http.settings import ACCESS, ANSWERS, LIMITS, LISTEN, Formats, ServerSettings
 from .. import options as o
+from ..loading import ending_at_once
 from .checks import check_limits, read_keys
 from .config import read_config
 from .replicas import PANEL, SCALE_OPTIONS, plan_of
@@ -127,8 +128,10 @@ def main(
         follow((models or [None])[0], wanted.options)
         return
 
-    from ...serving.http import server
-    from ...serving.http.logs import setup_logging
+    with ending_at_once():  # JAX comes with the models, and Ctrl-C can be lost while it is imported
+        from ...serving.http import models as _  # noqa: F401
+        from ...serving.http import server
+        from ...serving.http.logs import setup_logging
 
     setup_logging(log_json, log_level)
     server.run(run(wanted))

@@ -27,6 +27,11 @@ FORMATS = {  # of a text, with their own fields
     "json_schema": ("json_schema",),
     "structural_tag": ("structures", "triggers", "format"),
 }
+FORM = "structured_outputs"
+OLD_FORMS = {  # vLLM's names of its parts before it had one
+    f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
+}
+OLD_BACKEND = "guided_decoding_backend"  # has no effect
 ABSENT = "is not implemented for this endpoint, leave it out"
 
 
@@ -41,6 +46,9 @@ def known_fields(
     """The fields of a body, all known, without those that are null or have a neutral value."""
     if not isinstance(body, Mapping):
         raise RequestError("body", f"must be a JSON object, got {shown(body)}")
+    names = tuple(names)
+    if FORM in names and any(name.startswith("guided_") for name in body):
+        body = with_form(body)
     refuse_unknown(body, (*names, *neutral, *refused))
     given = {name: value for name, value in body.items() if value is not None}
     for name, why in refused.items():
@@ -54,6 +62,19 @@ def known_fields(
     if "model" in given:
         unicode_text("model", given["model"])
     return given
+
+
+def with_form(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with what the old names say in `structured_outputs`; some clients send both."""
+    found = {name: value for name, value in body.items() if name not in OLD_FORMS and name != OLD_BACKEND}
+    form = found.get(FORM)
+    if form is not None and not isinstance(form, Mapping):
+        return found  # which is refused
+    old = {part: body[name] for name, part in OLD_FORMS.items() if body.get(name) is not None}
+    for part in old.keys() & (form or {}).keys():
+        if old[part] != form[part]:
+            raise RequestError(f"guided_{part}", f"is the old name of {FORM}.{part}, and they differ; leave it out")
+    return found | ({FORM: {**old, **(form or {})}} if old or form else {})
 
 
 def delivery_of(given: Mapping[str, Any]) -> Delivery:

@@ -455,6 +455,22 @@ def chunks_of(data: bytes) -> list[dict[str, Any]]:
     return found
 
 
+def test_the_end_token_comes_with_the_end_and_not_with_text():
+    """Some clients make their text of the log-probabilities beside it, and would show `<|end|>`."""
+    logprobs = [{4: Logprob(-0.1, 1, "Hi")}, {2: Logprob(-0.2, 1, "<|end|>")}]
+    part = ChoicePart(0, [Said("Hi")], "stop", None, [4, 2], logprobs)
+    request = chat(logprobs=True, return_token_ids=True, stream=True)
+    chunks = [chunk["choices"][0] for chunk in chunks_of(streamed(request, [part])) if chunk["choices"]]
+    said = [
+        (one["delta"].get("content"), [each["token"] for each in one["logprobs"]["content"]], one["token_ids"])
+        for one in chunks[1:]
+    ]
+    assert said == [("Hi", ["Hi"], [4]), ("", ["<|end|>"], [2])]
+    assert [one["finish_reason"] for one in chunks] == [None, None, "stop"]
+    stopped = replace(part, stop_reason="Hi", token_ids=[4], logprobs=logprobs[:1])  # by a text: the token is of it
+    assert len([chunk for chunk in chunks_of(streamed(request, [stopped])) if chunk["choices"]]) == 2
+
+
 def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """By choice: what its chunks come to, as the body of an answer has it."""
     choices: dict[int, dict[str, Any]] = {}

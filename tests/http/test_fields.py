@@ -76,8 +76,39 @@ def test_what_is_not_implemented_is_refused_by_name(parse, module):
         assert parse(**{name: nothing}) == parse()
         assert refused(parse, **{name: "x"}).startswith(f"{name}: {ABSENT}; got 'x'")
     assert refused(parse, temprature=1) == "temprature: unknown field; did you mean 'temperature'?"
-    for name in ("guided_json", "prompt_embeds", "image"):
+    assert refused(parse, n_predict=1) == "n_predict: unknown field; here it is 'max_tokens'"
+    assert refused(parse, grammar="x").startswith("grammar: unknown field; a request brings it: structured_outputs")
+    for name in ("guided_tree", "prompt_embeds", "image"):
         assert refused(parse, **{name: {}}).startswith(f"{name}: unknown field")
+
+
+@both
+@pytest.mark.parametrize(
+    ("old", "form"),
+    [
+        ({"guided_json": {"type": "object"}}, {"json": {"type": "object"}}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": "start: /a/"}, {"grammar": "start: /a/"}),
+        ({"guided_json": "{}", "guided_whitespace_pattern": " ?"}, {"json": "{}", "whitespace_pattern": " ?"}),
+        ({"guided_json_object": True}, {"json_object": True}),
+        ({"guided_regex": "a+", "structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"guided_regex": None, "guided_decoding_backend": "guidance"}, None),
+    ],
+)  # fmt: skip
+def test_the_old_names_of_forms(parse, old, form):
+    assert parse(**{"guided_decoding_backend": "auto"} | old).params == parse(structured_outputs=form).params
+
+
+@both
+def test_old_names_of_forms_that_contradict(parse):
+    why = "guided_regex: is the old name of structured_outputs.regex, and they differ; leave it out"
+    assert refused(parse, guided_regex="a", structured_outputs={"regex": "b"}) == why
+    assert "must have exactly one of" in refused(parse, guided_regex="a", guided_choice=["a"])
+    assert refused(parse, guided_regex="a", structured_outputs=5).startswith("structured_outputs: must be an object")
+    assert "and structured_outputs say the same" in refused(
+        parse, guided_regex="a", response_format={"type": "json_object"}
+    )
 
 
 @both

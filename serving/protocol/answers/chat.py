@@ -99,21 +99,31 @@ class ChatStream(ChunkStream):
     def part(self, part: ChoicePart) -> bytes:
         delta: dict[str, Any] = {}
         self.add(delta, part.pieces)
-        more: dict[str, Any] = {}
-        if part.logprobs is not None:
-            more["logprobs"] = {"content": described(self.request, part.token_ids, part.logprobs)}
-        if self.delivery.return_token_ids:
-            more["token_ids"] = list(part.token_ids)
-        if self.delivery.include_drafted:
-            more["drafted"] = list(part.drafted)
+        more = self.scores(part)
         if part.finish_reason is None:
             news = delta or (part.token_ids and (more or self.delivery.continuous_usage))
             return self.choice(part.index, delta, more) if news else b""
         ends = {"finish_reason": ended(self.request, part.finish_reason), "stop_reason": part.stop_reason}
-        if "tool_calls" not in delta:
-            return self.choice(part.index, delta, more | ends)
-        # Clients do not end a call with the chunk that brings it, so the end comes by itself.
-        return self.choice(part.index, delta, more) + self.choice(part.index, {}, ends)
+        if "tool_calls" in delta:  # clients do not end a call with the chunk that brings it: the end comes by itself
+            return self.choice(part.index, delta, more) + self.choice(part.index, {}, ends)
+        if delta and part.logprobs is not None and part.finish_reason == "stop" and part.stop_reason is None:
+            # The end token has no text, and some clients make their text of the log-probabilities beside it.
+            before, end = (self.scores(part, which) for which in (slice(-1), slice(-1, None)))
+            return self.choice(part.index, delta, before) + self.choice(part.index, {"content": ""}, end | ends)
+        return self.choice(part.index, delta, more | ends)
+
+    def scores(self, part: ChoicePart, which: slice = slice(None)) -> dict[str, Any]:
+        """What is said of the tokens beside their text, where it was asked for."""
+        found: dict[str, Any] = {}
+        if part.logprobs is not None:
+            logprobs = described(self.request, part.token_ids[which], part.logprobs[which])
+            found["logprobs"] = {"content": logprobs}
+        if self.delivery.return_token_ids:
+            found["token_ids"] = list(part.token_ids[which])
+        if self.delivery.include_drafted:
+            places = range(len(part.token_ids))[which]
+            found["drafted"] = [place - places.start for place in part.drafted if place in places]
+        return found
 
     def choice(self, index: int, delta: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
         found: dict[str, Any] = {

@@ -18,6 +18,8 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT"}  # what stands for a value that has no name
 NAMES = 30  # columns for names in a list; a longer one has a line of its own
 LIKE_VLLM = {"max_model_len", "num_prompts"}  # a command with one of these has what vLLM's commands have
+MODEL = ("model", "models")  # the argument, which other engines also take as an option
+AS_OPTION = ("--model", "-m")
 ALIKE = 0.6  # of two words, one of which is mistyped
 
 
@@ -43,6 +45,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx, args):
         names = {name: option for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
+        takes_model = any(own.param_type_name == "argument" and own.name in MODEL for own in self.params)
         kept, without = [], []
         words = iter(args)
         for word in words:
@@ -56,6 +59,8 @@ class Command(TyperCommand):
                 kept.append(name + given + value)
                 if name in names and not given and not option.is_flag and not option.count:
                     kept += take(words)
+            elif takes_model and name in AS_OPTION:
+                kept += [value] if given else take(words)
             elif (key := no_effect(name)) and LIKE_VLLM & {own.name for own in self.params}:
                 if not is_switch(key) and not name.startswith("--no-"):
                     check_value(name, value if given else "".join(take(words)))

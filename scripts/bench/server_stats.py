@@ -68,7 +68,7 @@ def sentence(found: Mapping[str, Any]) -> str:
         for share in (50, 99)
         if found[f"event_loop_delay_p{share}_ms"] is not None
     )
-    text = f"in the server: its event loop was late by at most {late}"
+    text = f"in the server: its event loop was {f'late by at most {late}' if late else 'not timed in so short a run'}"
     if found["memory_before"] and found["memory_after"]:
         before, after = (found[name] / 2**20 for name in ("memory_before", "memory_after"))
         text += f"; {before:,.0f} MiB before, {after:,.0f} MiB after"

@@ -24,6 +24,8 @@ def check_limits(settings: ServerSettings, max_queued_requests: int) -> None:
                  "max_body_bytes", "max_choices", "max_connections", "max_queued_requests"):  # fmt: skip
         if limits[name] is not None and not limits[name] > 0:
             raise o.UsageError(f"--{name.replace('_', '-')} is {limits[name]}; it must be above 0")
+    if not 0 <= settings.port < 65536:
+        raise o.UsageError(f"--port is {settings.port}; it must be from 0 (a free one) to 65535")
     for name in ("shutdown_grace", "max_stored_responses", "max_stored_bytes"):
         if limits[name] < 0:
             raise o.UsageError(f"--{name.replace('_', '-')} is {limits[name]}; it must be 0 or more")

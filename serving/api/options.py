@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
 
 from ...model.config import ModelError
+from .other_engines import meant
 from .speculation import SpeculativeConfig, speculation_of
 from .validation import shown
 from .vllm_names import ENGINE, only_known
@@ -295,8 +296,10 @@ def options_of(model: str | Path | None, **options) -> EngineOptions:
     try:
         return EngineOptions(model=None if model is None else str(model), **options)
     except TypeError as error:
-        names = ", ".join(EngineOptions.__dataclass_fields__)
-        raise TypeError(f"{str(error).split('__init__() ')[-1]}; the options are {names}") from None
+        known = EngineOptions.__dataclass_fields__
+        unknown = [meant(name, known) for name in options if name not in known]
+        hint = next(iter(unknown), "") or f"the options are {', '.join(known)}"
+        raise TypeError(f"{str(error).split('__init__() ')[-1]}; {hint}") from None
 
 
 def takes_options(

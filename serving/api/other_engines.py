@@ -4,7 +4,8 @@ The names are those of `vllm serve`, `vllm bench serve`, llama-server, llama-cli
 that are arguments of vLLM's `LLM` too are in `vllm_names.py`.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from .vllm_names import COMPILED, ENGINE, NO_MEDIA, ORDER
@@ -103,6 +104,7 @@ MEANING: Final = {
     "hf": "the model is an argument: `quire serve MODEL`",
     "hf_repo": "the model is an argument: `quire serve MODEL`",
     "c": "--max-model-len", "ctx_size": "--max-model-len", "max_context_len": "--max-model-len",
+    "n_ctx": "--max-model-len", "num_ctx": "--max-model-len",
     "max_seq_len": "--max-model-len", "max_total_tokens": "--max-model-len", "context_length": "--max-model-len",
     "n": "--max-tokens", "predict": "--max-tokens", "n_predict": "--max-tokens", "max_new_tokens": "--max-tokens",
     "num_predict": "--max-tokens",
@@ -126,6 +128,8 @@ MEANING: Final = {
     "ts": "--tensor-parallel-size", "tensor_split": "--tensor-parallel-size", "sm": "--tensor-parallel-size",
     "split_mode": "--tensor-parallel-size", "tp_size": "--tensor-parallel-size", "num_gpus": "--tensor-parallel-size",
     "mem_fraction_static": "--gpu-memory-utilization",
+    "cache_prompt": "what prompts have in common is always cached: leave it out",
+    "ebnf": FORM, "regex": FORM,  # SGLang's
     "grammar": FORM, "grammar_file": FORM, "json_schema": FORM, "json_schema_file": FORM, "j": FORM, "format": FORM,
     "ngl": "every layer is on the device: leave it out", "gpu_layers": "every layer is on the device: leave it out",
     "n_gpu_layers": "every layer is on the device: leave it out",
@@ -170,6 +174,18 @@ def is_switch(name: str) -> bool:
     return name in SWITCHES or name.startswith(("enable_", "disable_", "skip_", "use_", "guided_decoding_disable_"))
 
 
+def meant(name: str, known: Collection[str]) -> str:
+    """What a field or an argument is here that is not known: what another engine means by it, or the nearest name."""
+    meaning = MEANING.get(name)
+    if meaning is not None and not meaning.startswith("--"):
+        return meaning
+    own = None if meaning is None else meaning.removeprefix("--").replace("-", "_")
+    if own in known:
+        return f"here it is {own!r}"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
 # Commands of others -> what does the same here.
 COMMANDS: Final = {
     "run": "chat", "cli": "chat", "complete": "generate", "completion": "generate", "api-server": "serve",
@@ -179,4 +195,11 @@ COMMANDS: Final = {
     "ps": "/v1/models of a server lists its models",
     "stop": "Ctrl-C or SIGTERM ends a server",
     "rm": "downloaded models lie in the cache of Hugging Face: `hf cache rm`",
+    "show": "`quire plan MODEL` describes a model",
+    "create": "a model is a folder with config.json, tokenizer.json and *.safetensors: `quire serve FOLDER`",
+    "cp": "--served-model-name gives a model another name",
+    "push": "`hf upload` puts a folder on the Hub",
+    "embed": "/v1/embeddings of a server embeds texts", "embedding": "/v1/embeddings of a server embeds texts",
+    "help": "`quire --help` lists the commands, and `quire COMMAND --help` explains one",
+    "version": "`quire --version`",
 }  # fmt: skip

@@ -17,6 +17,7 @@ from . import vllm_names
 from .errors import RequestError
 from .options import SAMPLING as PANEL
 from .options import described
+from .other_engines import meant
 from .structured import StructuredOutputsParams, checked_structure
 from .validation import (
     FLAG,
@@ -212,7 +213,7 @@ def refuse(name: str, value: Any, why: str) -> NoReturn:
     raise RequestError(name, f"has no place here, got {shown(value)}: {why}")
 
 
-@takes_vllm_names(vllm_names.SAMPLING, refuse)
+@takes_vllm_names(vllm_names.SAMPLING, refuse, meant)
 @documented
 @dataclass(frozen=True)
 class SamplingParams:

@@ -1,6 +1,5 @@
 """What a value from a caller may be, and the one line that refuses another."""
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from .errors import RequestError
+from .other_engines import meant
 
 MAX_STRINGS = 64  # stop strings, bad words
 MAX_STRING_LENGTH = 1024
@@ -28,8 +28,7 @@ def refuse_unknown(given: Iterable[object], known: Sequence[str], prefix: str = 
     """Raise for the first name in `given` that is not one of `known`, with the nearest known one."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the known fields are {', '.join(sorted(known))}"
+            hint = meant(str(name), known) or f"the known fields are {', '.join(sorted(known))}"
             plain = isinstance(name, str) and name.isascii() and name.isprintable() and len(name) <= 64
             raise RequestError(prefix + (str(name) if plain else shown(name)), f"unknown field; {hint}")
 

@@ -6,8 +6,8 @@ A name that is an option or a parameter here is in none of these tables. docs/vl
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -229,17 +229,27 @@ def callers() -> int:
     return count
 
 
-def takes_vllm_names(table: Mapping[str, str | Refused], refuse: Refuse):
-    """A class whose arguments may also be those of the table."""
+def takes_vllm_names(table: Mapping[str, str | Refused], refuse: Refuse, meant: Callable[[str, Collection[str]], str]):
+    """A frozen dataclass whose arguments may also be those of the table; of others `meant` says what they are here."""
 
     def decorate(cls: type[T]) -> type[T]:
-        init = cls.__init__
+        init, known = cls.__init__, cls.__dataclass_fields__
 
         @functools.wraps(init)
         def checked(self, *args, **given):
-            init(self, *args, **(only_known(given, table, refuse) if given.keys() & table.keys() else given))
+            own = only_known(given, table, refuse) if given.keys() & table.keys() else given
+            for name in own.keys() - known.keys():
+                hint = meant(name, known) or f"the fields are {', '.join(known)}"
+                raise TypeError(f"{cls.__name__} has no {name!r}; {hint}")
+            init(self, *args, **own)
 
-        cls.__init__ = checked
+        def fixed(self, name: str, value: Any) -> NoReturn:
+            change = f"dataclasses.replace(params, {name}=...)"
+            raise FrozenInstanceError(
+                f"cannot change {name!r}: {cls.__name__} stays as it was made; {change} makes another"
+            )
+
+        cls.__init__, cls.__setattr__ = checked, fixed
         return cls
 
     return decorate

@@ -548,8 +548,12 @@ def test_the_options_are_keyword_arguments(kind):
 
 
 def test_an_unknown_option_is_named():
-    with pytest.raises(TypeError, match="bananas"):
+    with pytest.raises(TypeError, match="bananas'; the options are model, "):
         LLM(bananas=3)
+    with pytest.raises(TypeError, match="max_modellen'; did you mean 'max_model_len'"):
+        LLM(max_modellen=3)
+    with pytest.raises(TypeError, match="n_ctx'; here it is 'max_model_len'"):
+        LLM(n_ctx=512)
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm, texts, monkeypatch):

@@ -228,6 +228,17 @@ def test_unknown_names():
         SamplingParams.from_dict([("n", 1)])  # type: ignore[arg-type]
 
 
+def test_arguments_that_there_are_not():
+    with pytest.raises(TypeError, match="SamplingParams has no 'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=1)
+    with pytest.raises(TypeError, match="has no 'max_new_tokens'; here it is 'max_tokens'"):
+        SamplingParams(max_new_tokens=1)
+    with pytest.raises(TypeError, match="has no 'wibble'; the fields are n, "):
+        SamplingParams(wibble=1)
+    with pytest.raises(AttributeError, match=r"dataclasses.replace\(params, max_tokens=...\) makes another"):
+        SamplingParams().max_tokens = 3
+
+
 def test_from_dict():
     fields = {"n": 2, "stop": "x", "logit_bias": {"3": 1}, "seed": None}
     assert SamplingParams.from_dict(fields) == make(n=2, stop=["x"], logit_bias={3: 1.0})

@@ -538,7 +538,6 @@ def test_no_flag_is_both_an_option_and_without_effect():
         ("serve -ngl 99", "No such option: -ngl (every layer is on the device: leave it out)"),
         ("serve --enable-lora", "No such option: --enable-lora (there are no adapters)"),
         ("serve --nnodes 2", "--nnodes is '2'; here it can only be 1: several hosts are named by "),
-        ("serve --model x", "No such option: --model (the model is an argument: `quire serve MODEL`)"),
         ("generate --n-predict 3", "No such option: --n-predict. Here it is --max-tokens."),
         ("plan --ctx-size 4", "No such option: --ctx-size"),
         ("generate --tempreature 3", "No such option: --tempreature. Did you mean --temperature?"),
@@ -551,6 +550,11 @@ def test_no_flag_is_both_an_option_and_without_effect():
         ("serve --tokenizer-mode mistral", "--tokenizer-mode is 'mistral'; here it can only be auto, hf: the "),
         ("plan --enforce-eager", "No such option: --enforce-eager"),
         ("run llama3", "No such command 'run': here it is 'chat'"),
+        ("help serve", "No such command 'help': `quire --help` lists the commands, and "),
+        (
+            "create x",
+            "No such command 'create': a model is a folder with config.json, tokenizer.json and *.safetensors: ",
+        ),
         ("pull llama3", "No such command 'pull': a model is downloaded when it is first used: `quire serve MODEL`"),
     ],
 )
@@ -558,6 +562,14 @@ def test_what_is_unknown_is_met_with_what_means_the_same_or_nothing(run, line, s
     code, out, err = run(*line.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {says}") if says.endswith(" ") else err == f"error: {says}\n"
+
+
+@pytest.mark.parametrize("line", ["--model {}", "--model={}", "-m {}", "{}"])
+def test_the_model_may_be_an_option_as_with_other_engines(run, line):
+    code, out, _ = run("generate", "--prompt", "a", *line.format("some/model").split())
+    assert (code, FakeLLM.made[-1].model) == (0, "some/model")
+    assert run("generate", "one", "-m", "two", "--prompt", "a")[0] == 2
+    assert "No such option: -m" in run("collect-env", "-m", "a")[2]
 
 
 def test_a_mistyped_command_is_met_with_the_right_one(run):

@@ -185,6 +185,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--port", "65536"], "--port is 65536; it must be from 0 (a free one) to 65535"),
         (["--max-loaded", "0"], "--max-loaded is 0; it must be above 0"),
         (["--tool-call-parser", "herms"], "tool_call_parser is 'herms'"),
         (["--shutdown-grace", "-1"], "--shutdown-grace is -1"),

@@ -292,8 +292,14 @@ def files_of(folder: Path) -> list[Path]:
 def use_compile_cache() -> None:
     """Keep compiled steps between runs, unless the user has chosen a place (or none) himself."""
     if jax.config.jax_compilation_cache_dir is None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "quire" / "jax"))
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "jax"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # JAX would warn of each program
+            why = f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place"
+            log.warning("compiled steps are not kept for the next start: %s", why)
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -157,7 +157,9 @@ def private(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except OSError as error:
-        raise NotImplementedError(f"{folder} cannot be made: {error.strerror}") from None
+        raise NotImplementedError(
+            f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place"
+        ) from None
     if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotImplementedError(f"{folder} can be written to by others; make it yours alone (chmod 700)")
     return folder

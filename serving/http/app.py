@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -45,6 +45,13 @@ PROTOCOLS = {
         "msg_", messages.parse, prompting.chat, message_answer.response, message_answer.MessagesStream
     ),
 }
+
+OTHERS = {  # paths of Ollama and llama-server
+    "/api/chat": "/v1/chat/completions", "/api/generate": "/v1/completions", "/api/tags": "/v1/models",
+    "/api/ps": "/v1/models", "/api/embed": "/v1/embeddings", "/api/embeddings": "/v1/embeddings",
+    "/api/version": "/version", "/completion": "/v1/completions", "/embedding": "/v1/embeddings",
+    "/props": "/v1/models", "/docs": "/openapi.json",
+}  # fmt: skip
 
 
 def make_app(service: Service) -> Any:
@@ -123,8 +130,17 @@ def guarded(handler: Callable) -> Callable:
 
 async def not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    why = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    path, paths = request.url.path, {getattr(route, "path", "") for route in request.app.routes}
+    why = f"{request.method} {path[:200]}: {error.detail}"
+    if error.status_code == 404 and (here := elsewhere(path, paths)):
+        why += f"; here it is {here}"
     return error_response(request.url.path, HttpError(error.status_code, why))
+
+
+def elsewhere(path: str, paths: Collection[str]) -> str | None:
+    """The path that a client means whose base URL lacks /v1 or has it twice, or that speaks to another server."""
+    meant = (f"/v1{path}", path.removeprefix("/v1"), OTHERS.get(path, ""))
+    return next((here for here in meant if here in paths), None)
 
 
 async def unforeseen(request: Request, error: Exception) -> Response:

@@ -13,6 +13,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
+import jax
 import pytest
 
 from quire import (
@@ -26,6 +27,7 @@ from quire import (
     TokensPrompt,
 )
 from quire.model.config import ModelError
+from quire.serving import build
 from quire.serving.api.errors import NotServing, RequestError
 from quire.serving.api.options import EngineOptions
 from quire.serving.api.outputs import FlatLogprobs
@@ -554,6 +556,20 @@ def test_an_unknown_option_is_named():
         LLM(max_modellen=3)
     with pytest.raises(TypeError, match="n_ctx'; here it is 'max_model_len'"):
         LLM(n_ctx=512)
+
+
+def test_without_a_place_for_compiled_steps_none_are_kept(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        build.use_compile_cache()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    (said,) = caplog.messages
+    assert said.endswith("quire/jax cannot be made: Not a directory; XDG_CACHE_HOME names another place")
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm, texts, monkeypatch):

@@ -131,7 +131,17 @@ def test_wrong_requests_are_refused_by_name(server, fields, param):
 def test_what_is_not_there(server):
     assert chat(server, model="gpt-4")[0] == 404
     assert chat(server, model="gpt-4")[2]["error"]["code"] == "model_not_found"
-    assert ask(server, "GET", "/nothing")[0] == 404
+    status, _, body = ask(server, "GET", "/nothing")
+    assert (status, body["error"]["message"]) == (404, "GET /nothing: Not Found")
+    for path, here in {
+        "/chat/completions": "/v1/chat/completions",  # a base URL without its /v1
+        "/v1/v1/chat/completions": "/v1/chat/completions",
+        "/v1/health": "/health",
+        "/api/chat": "/v1/chat/completions",  # Ollama's
+        "/completion": "/v1/completions",  # llama-server's
+    }.items():
+        status, _, body = ask(server, "POST", path, {})
+        assert (status, body["error"]["message"]) == (404, f"POST {path}: Not Found; here it is {here}")
     assert ask(server, "GET", "/v1/completions")[0] == 405
     assert ask(server, "POST", "/v1/completions", b"{", JSON)[0] == 400
     assert ask(server, "POST", "/v1/completions", b"{}", {"Content-Type": "text/plain"})[0] == 415

@@ -97,8 +97,10 @@ def states(now: Snapshot) -> list[Family]:
         "running": sum(group.used for group in now.pages),
         "cached": sum(group.cached for group in now.pages),
     }
+    reasons = {"capacity": now.waiting, "deferred": 0}  # a slot or pages are all that one waits for
     return [
         *(Family(name, kind, text, [({}, value)]) for name, kind, text, value in found),
+        labelled("vllm:num_requests_waiting_by_reason", "gauge", "Sequences that wait, by what for", "reason", reasons),
         *expert_states(now),
         *draft_states(now),
         labelled("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state", pages),

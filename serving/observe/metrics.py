@@ -220,8 +220,16 @@ class HttpMetrics:
             ({"path": path, "method": method, "status": str(status)}, count)
             for (path, method, status), count in sorted(self.requests.items())
         ]
+        classes: Counter[tuple[str, str, str]] = Counter()
+        for (path, method, status), count in self.requests.items():
+            classes[path, method, f"{str(status)[0]}xx"] += count
+        as_vllm = [
+            ({"handler": path, "method": method, "status": status}, count)
+            for (path, method, status), count in sorted(classes.items())
+        ]
         return [
             Family("quire:http_requests_total", "counter", "Requests that were answered", requests),
+            Family("http_requests_total", "counter", "The same as vLLM's dashboards read them", as_vllm),
             Family("quire:event_loop_delay_seconds", "histogram", "How late a timer was", [({}, self.delays.read())]),
             Family("quire:streams_open", "gauge", "Answers that are being streamed", [({}, self.streams)]),
         ]

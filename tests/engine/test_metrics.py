@@ -78,6 +78,11 @@ rate(vllm:request_queue_time_seconds_sum{model_name="$model_name"}[5m])
 rate(vllm:request_prefill_time_seconds_sum{model_name="$model_name"}[5m])
 rate(vllm:request_decode_time_seconds_sum{model_name="$model_name"}[5m])
 rate(vllm:request_max_num_generation_tokens_sum{model_name="$model_name"}[5m])
+sum(vllm:num_requests_waiting_by_reason{model_name=~"$model_name", reason="capacity"})
+sum(rate(vllm:prompt_tokens_cached_total{model_name=~"$model_name"}[5m]))
+sum(rate(vllm:prefix_cache_hits_total{model_name=~"$model_name"}[5m]))
+sum(rate(vllm:prefix_cache_queries_total{model_name=~"$model_name"}[5m]))
+sum(rate(vllm:num_preemptions_total{model_name=~"$model_name"}[5m]))
 """  # what the panels of vLLM's own boards ask for
 
 
@@ -321,7 +326,7 @@ def parsed(text: bytes, model: str | None = "m") -> dict:
         assert family.documentation
         for name, labels, value, *_ in family.samples:
             labels = dict(labels)
-            if family.name.startswith(("quire:http", "quire:event", "quire:streams")):
+            if family.name.startswith(("quire:http", "http_requests", "quire:event", "quire:streams")):
                 assert "model_name" not in labels
             elif labels.pop("model_name") != model:
                 continue
@@ -340,6 +345,7 @@ def compare(metrics: Metrics, count: Count) -> None:
     assert rest == {
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
+        "vllm:num_requests_waiting_by_reason",
         "vllm:kv_cache_usage_perc",
         "vllm:engine_sleep_state",
         "vllm:cache_config_info",
@@ -687,6 +693,8 @@ def test_what_the_server_counts_is_bounded():
     found = parsed(render({}, http)[0])
     assert found["quire:http_requests_total", "GET", "/v1/models", "200"] == 2
     assert found["quire:http_requests_total", "other", "other", "404"] == 1
+    assert found["http_requests_total", "/v1/models", "GET", "2xx"] == 2  # sorted by the labels' names
+    assert found["http_requests_total", "other", "other", "4xx"] == 1
     assert found["quire:event_loop_delay_seconds_count"] == 2
     assert found["quire:event_loop_delay_seconds_sum"] == 0.004
     assert found["quire:event_loop_delay_seconds_bucket", 0.005] == 2

@@ -45,14 +45,16 @@ class Batch:
 def sizes(max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int = 0) -> tuple[Size, ...]:
     """Decode sizes by factors of four, and two for steps that carry prompts; with drafts, more for those that verify.
 
-    On a GPU decode sizes are by factors of two, and those for prompts by factors of four.
+    On a GPU decode sizes are by factors of two, and those for prompts by factors of four. Its products take 16 rows at
+    least: with fewer, each would wait for a launch that pads its rows.
     """
     gpu = platform == "gpu"
-    decode, seqs = [], 4
+    fewest = 16 if gpu else 4
+    decode, seqs = [], fewest
     while seqs < max_seqs:
         decode.append(Size(seqs, seqs, seqs))
         seqs *= 2 if gpu else 4
-    top = max(max_seqs, 4)
+    top = max(max_seqs, fewest)
     decode.append(Size(top, top, top))
     rows = {max_rows, min(64, max_rows)}
     if gpu:

@@ -36,7 +36,7 @@ def test_the_smallest_size_is_taken():
 def test_a_gpu_has_sizes_between():
     options = sizes(256, 8192, "gpu")
     decode = [size.rows for size in options if size.rows == size.seqs]
-    assert decode == [4, 8, 16, 32, 64, 128, 256]
+    assert decode == [16, 32, 64, 128, 256]
     assert [size.rows for size in options if size.rows != size.seqs] == [512, 2048, 8192]
 
 

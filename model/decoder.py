@@ -13,6 +13,8 @@ from ..ops.heads import Heads
 from ..ops.heads.xla import turn
 from ..ops.linear import einsum, gated, project, rows
 from ..ops.norm import rms_norm
+from ..ops.residual import Residual, add_and_norm
+from ..ops.residual.xla import add
 from ..ops.rope import angles, rotate
 from ..sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
 from .config import Attention, LatentAttention, Layer, ModelConfig, Moe
@@ -61,32 +63,34 @@ def run_layers(
     `fetch(number, weights, x) -> (weights, x)` brings a layer's weights to the device, one layer ahead.
     """
     x_TD, per_layer_TLA = x
+    rows, eps = Residual(x_TD), config.norm_eps
     layers = list(layers)
     if fetch is not None:
-        layers[0], x_TD = fetch(0, layers[0], x_TD)
+        layers[0], rows = fetch(0, layers[0], rows)
     live_T = positions_T >= 0
     # Once a step, not once a layer.
     ropes = {rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)}
     for number, w in enumerate(layers):
         index = first + number
         if fetch is not None and number + 1 < len(layers):
-            layers[number + 1], x_TD = fetch(number + 1, layers[number + 1], x_TD)
+            layers[number + 1], rows = fetch(number + 1, layers[number + 1], rows)
         with jax.named_scope(f"layer{index}"):
             layer, per_layer_TA = config.layers[index], None if per_layer_TLA is None else per_layer_TLA[:, index]
             with jax.named_scope("attention"):
                 rope = ropes.get(layer.attention.rope)
                 own = partial(attend, index), None if prepare is None else partial(prepare, index)
-                x_TD, cache = attention_block(layer, w, x_TD, rope, cache, *own, config, axes)
+                rows, cache = attention_block(layer, w, rows, rope, cache, *own, config, axes)
             with jax.named_scope("mlp"):
-                x_TD, experts_TX = feed_forward_block(layer, w, x_TD, live_T, config, axes)
+                rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes)
                 if experts_TX is not None and note is not None:
                     cache = note(index, experts_TX, cache)
             if w.per_layer is not None:
                 with jax.named_scope("per_layer"):
-                    x_TD = per_layer_block(layer, w.per_layer, x_TD, per_layer_TA, config)
+                    rows = per_layer_block(layer, w.per_layer, add(rows, eps), per_layer_TA, config)
             if w.scale is not None:
-                x_TD = x_TD * w.scale.astype(x_TD.dtype)
-    return (x_TD, per_layer_TLA), cache
+                x_TD = add(rows, eps)
+                rows = Residual(x_TD * w.scale.astype(x_TD.dtype))
+    return (add(rows, eps), per_layer_TLA), cache
 
 
 def final_norm(weights: ModelWeights, x_TD, config: ModelConfig):
@@ -109,36 +113,29 @@ def distinct_ropes(config: ModelConfig):
     return {layer.attention.rope for layer in config.layers if layer.attention.rope is not None}
 
 
-def norm(x, scale, eps: float):
-    """RMS norm where the layer has one at this place."""
-    return x if scale is None else rms_norm(x, scale, eps)
-
-
 def attention_block(
-    layer: Layer, w: LayerWeights, x_TD, rope, cache, attend, prepare, config: ModelConfig, axes: DeviceAxes
+    layer: Layer, w: LayerWeights, rows: Residual, rope, cache, attend, prepare, config: ModelConfig, axes: DeviceAxes
 ):
-    """(x_TD, cache) after the layer's attention, its norms and the residual; `attend`, `prepare` are of this layer."""
+    """(rows, cache) after the layer's attention and its norms; `attend`, `prepare` are of this layer."""
     latent = isinstance(layer.attention, LatentAttention)
     run: Any = latent_attention if latent else partial(attention, prepare=prepare)
-    y_TD, cache = run(
-        layer.attention, w.attention, norm(x_TD, w.pre_attention_norm_D, config.norm_eps), rope, cache, attend,
-        config.norm_eps, axes,
-    )  # fmt: skip
-    return x_TD + norm(y_TD, w.post_attention_norm_D, config.norm_eps), cache
+    x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, config.norm_eps)
+    y_TD, cache = run(layer.attention, w.attention, normed_TD, rope, cache, attend, config.norm_eps, axes)
+    return Residual(x_TD, y_TD, w.post_attention_norm_D), cache
 
 
-def feed_forward_block(layer: Layer, w: LayerWeights, x_TD, live_T, config: ModelConfig, axes: DeviceAxes):
-    """(x_TD, chosen experts) after the dense block and the experts, their norms and the residual."""
-    normed_TD = norm(x_TD, w.pre_mlp_norm_D, config.norm_eps)
+def feed_forward_block(layer: Layer, w: LayerWeights, rows: Residual, live_T, config: ModelConfig, axes: DeviceAxes):
+    """(rows, chosen experts) after the dense block and the experts and their norms."""
+    x_TD, normed_TD = add_and_norm(rows, w.pre_mlp_norm_D, config.norm_eps)
     y_TD, experts_TX = feed_forward(layer, w, x_TD, normed_TD, live_T, config, axes)
-    return x_TD + norm(y_TD, w.post_mlp_norm_D, config.norm_eps), experts_TX
+    return Residual(x_TD, y_TD, w.post_mlp_norm_D), experts_TX
 
 
 def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config: ModelConfig):
     """Gemma 4: adds this layer's own embedding of the token, gated by the row."""
     activation = ACTIVATIONS[layer.mlp.activation]
     gate_TA = activation(einsum("TD,DA->TA", x_TD, w.gate_DA)) * per_layer_TA
-    return x_TD + norm(einsum("TA,AD->TD", gate_TA, w.up_AD), w.norm_D, config.norm_eps)
+    return Residual(x_TD, einsum("TA,AD->TD", gate_TA, w.up_AD), w.norm_D)
 
 
 def attention(a: Attention, w: AttentionWeights, x_TD, rope, cache, attend, eps: float, axes: DeviceAxes, prepare=None):

@@ -1,0 +1,21 @@
+"""A layer's residual: what a block gives is added to the rows, and the next block gets the norm of the sum."""
+
+from typing import Any, NamedTuple
+
+from ..implementations import choose
+
+# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
+IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "xla": ".xla"}
+
+
+class Residual(NamedTuple):
+    """Rows, and what the block before gave, which is not added yet: x + y, or x + norm(y) where there is a scale."""
+
+    x_TD: Any
+    y_TD: Any = None  # None: nothing
+    scale_D: Any = None
+
+
+def add_and_norm(rows: Residual, scale_D, eps: float, implementation: str | None = None):
+    """(the sum, its RMS norm); without a scale there is no norm. `implementation` forces one of IMPLEMENTATIONS."""
+    return choose(IMPLEMENTATIONS, __name__, lambda module: module.add_and_norm(rows, scale_D, eps), implementation)

@@ -1,0 +1,99 @@
+"""The kernel that adds two rows and normalises the sum: one program a row, of which each thread has some numbers.
+
+The sum is rounded before it is normalised, as XLA's way rounds it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..attention.mosaic.tile import Tiles
+from . import Residual
+from .shape import LINE, VECTOR, RowShape
+
+
+class Refs(NamedTuple):
+    """References; None where a shape does not use one."""
+
+    x: Any
+    y: Any
+    scale: Any
+    sum: Any
+    normed: Any
+    own_x: Any  # in shared memory, as what follows
+    own_y: Any
+    own_scale: Any
+    here: Any
+    y_scale: Any = None
+    own_y_scale: Any = None
+
+
+def sum_and_norm(rows: Residual, scale_D, eps: float, interpret: Any = None):
+    """(the sum, its norm)."""
+    T, D = rows.x_TD.shape
+    shape = RowShape(D // LINE, eps)
+    given = {"x": rows.x_TD, "y": rows.y_TD, "scale": scale_D.astype(jnp.float32)}
+    if rows.scale_D is not None:
+        given["y_scale"] = rows.scale_D.astype(jnp.float32)
+    given = {name: array.reshape(*array.shape[:-1], shape.lines, LINE) for name, array in given.items()}
+    scratch = {f"own_{name}": plgpu.SMEM((shape.padded, LINE), array.dtype) for name, array in given.items()}
+    scratch["here"] = plgpu.Barrier(num_arrivals=len(given))
+    names = [*given, "sum", "normed"]
+
+    def body(*refs) -> None:
+        named, tiles = dict(zip(names, refs, strict=True)), Tiles(interpret is not None)
+        pl.run_scoped(lambda **shared: run(shape, tiles, Refs(**named, **shared)), **scratch)
+
+    found: Any = pl.kernel(
+        body,
+        (jax.ShapeDtypeStruct(given["x"].shape, rows.x_TD.dtype),) * 2,
+        mesh=plgpu.Mesh(grid=(T,), grid_names=("row",)),
+        compiler_params=plgpu.CompilerParams(),
+        interpret=False if interpret is None else interpret,
+        name="sum_and_norm",
+    )(*given.values())
+    sum_TLC, normed_TLC = found
+    return sum_TLC.reshape(T, D), normed_TLC.reshape(T, D)
+
+
+def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
+    """What is done with one row."""
+    t, row = lax.axis_index("row"), pl.ds(0, shape.lines)
+    copies = [(refs.x.at[t], refs.own_x), (refs.y.at[t], refs.own_y), (refs.scale, refs.own_scale)]
+    if refs.y_scale is not None:
+        copies.append((refs.y_scale, refs.own_y_scale))
+    for far, own in copies:
+        plgpu.copy_gmem_to_smem(far, own.at[row], refs.here)
+    plgpu.barrier_wait(refs.here)
+    load = functools.partial(numbers, shape, tiles)
+    dtype = refs.own_x.dtype
+    x_LC, y_LC = load(refs.own_x), load(refs.own_y)
+    if refs.own_y_scale is not None:
+        y_LC = (normal(shape, y_LC) * load(refs.own_y_scale)).astype(dtype).astype(jnp.float32)
+    sum_LC = (x_LC + y_LC).astype(dtype)
+    refs.own_x[...] = sum_LC
+    wide_LC = sum_LC.astype(jnp.float32)
+    refs.own_y[...] = (normal(shape, wide_LC) * load(refs.own_scale)).astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(refs.own_x.at[row], refs.sum.at[t])
+    plgpu.copy_smem_to_gmem(refs.own_y.at[row], refs.normed.at[t])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def numbers(shape: RowShape, tiles: Tiles, ref):
+    """A row in float32."""
+    layout = plgpu.Layout.WG_STRIDED((shape.padded, LINE), vec_size=VECTOR)
+    x_LC = tiles.load_as(ref, layout, True).astype(jnp.float32)
+    if shape.padded == shape.lines:
+        return x_LC
+    return jnp.where(tiles.index(x_LC.shape, 0, layout) < shape.lines, x_LC, 0.0)
+
+
+def normal(shape: RowShape, x_LC):
+    """A row whose mean square is one."""
+    return x_LC * lax.rsqrt(jnp.sum(x_LC * x_LC) * (1 / (shape.lines * LINE)) + shape.eps)

@@ -1,0 +1,68 @@
+"""Trials of the kernel for a kind of rows: random ones, and the result in float64."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from . import Residual
+
+LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class ResidualCase:
+    """Rows of all sizes, their sums and the norms of these."""
+
+    kind: dict
+    rows: int = 300  # more than twice the card's processors
+    interpret: Any = None
+    allowed: float = LARGEST_ERROR
+    name: str = "sums and norms"
+
+    def build(self, seed: int):
+        rng, D = np.random.default_rng(seed), self.kind["width"]
+
+        def rows():
+            sizes = rng.choice([0.01, 1, 50], (self.rows, 1))
+            return jnp.asarray(rng.standard_normal((self.rows, D)) * sizes, jnp.bfloat16)
+
+        def scale():
+            return jnp.asarray(1 + 0.3 * rng.standard_normal(D), jnp.float32)
+
+        given = Residual(rows(), rows(), scale() if self.kind["normed"] else None), scale()
+        sum_TD, normed_TD = in_float64(*given, EPS)
+        size_T1 = np.sqrt(np.mean(sum_TD**2, 1, keepdims=True))
+        return (), (*given, jnp.asarray(size_T1, jnp.float32)), np.concatenate((sum_TD / size_T1, normed_TD))
+
+    def run(self, held, given):
+        """Rows of the same size, so that no large one hides what is wrong in a small one."""
+        *given, size_T1 = given
+        sum_TD, normed_TD = sum_and_norm(*given, EPS, self.interpret)
+        return jnp.concatenate((sum_TD / size_T1, normed_TD.astype(jnp.float32))), held
+
+
+def cases(kind: dict) -> list[ResidualCase]:
+    """What the process that tries runs."""
+    return [ResidualCase(kind)]
+
+
+def sum_and_norm(rows: Residual, scale_D, eps: float, interpret: Any):
+    from .mosaic_kernel import sum_and_norm
+
+    return sum_and_norm(rows, scale_D, eps, interpret)
+
+
+def in_float64(rows: Residual, scale_D, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """(the sum, its norm), on the host."""
+    x_TD, y_TD, scale_D = (np.asarray(array, np.float64) for array in (rows.x_TD, rows.y_TD, scale_D))
+    if rows.scale_D is not None:
+        y_TD = normal(y_TD, eps) * np.asarray(rows.scale_D, np.float64)
+    sum_TD = x_TD + y_TD
+    return sum_TD, normal(sum_TD, eps) * scale_D
+
+
+def normal(x_TD: np.ndarray, eps: float) -> np.ndarray:
+    return x_TD / np.sqrt(np.mean(x_TD**2, -1, keepdims=True) + eps)

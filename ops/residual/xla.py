@@ -1,0 +1,24 @@
+"""Sum and norm by XLA."""
+
+from ..norm import rms_norm
+from . import Residual
+
+
+def add_and_norm(rows: Residual, scale_D, eps: float):
+    """See `quire.ops.residual.add_and_norm`."""
+    sum_TD = add(rows, eps)
+    return sum_TD, norm(sum_TD, scale_D, eps)
+
+
+def add(rows: Residual, eps: float):
+    """The sum alone."""
+    return rows.x_TD if rows.y_TD is None else rows.x_TD + norm(rows.y_TD, rows.scale_D, eps)
+
+
+def norm(x_TD, scale_D, eps: float):
+    """RMS norm where there is one at this place."""
+    return x_TD if scale_D is None else rms_norm(x_TD, scale_D, eps)
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

@@ -1,0 +1,155 @@
+"""Sum and norm: the kernel where there is no card, in Pallas' interpreter and lowered, beside float64 and XLA."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import thinned
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from quire.ops import attention, kernel_trial, residual
+from quire.ops.norm import rms_norm
+from quire.ops.residual import Residual, mosaic_gpu, trial, xla
+
+pytestmark = pytest.mark.usefixtures("interpreted_once")
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    D: int = 512
+    normed: bool = False  # what is added has a norm of its own
+
+    def inputs(self, seed: int = 0, rows: int = 5):
+        rng = np.random.default_rng(seed)
+        x, y = (rng.standard_normal((rows, self.D)) * rng.choice([0.01, 1, 50], (rows, 1)) for _ in range(2))
+        scales = [jnp.asarray(1 + 0.3 * rng.standard_normal(self.D), jnp.float32) for _ in range(2)]
+        x, y = (jnp.asarray(array, jnp.bfloat16) for array in (x, y))
+        return Residual(x, y, scales[0] if self.normed else None), scales[1]
+
+
+CASES = {
+    "a line for each thread": Case(),
+    "one line": Case(D=64, normed=True),
+    "lines that no thread shares": Case(D=704, normed=True),
+    "gpt-oss-20b": Case(D=2880),
+    "Gemma-3-12B": Case(D=3840, normed=True),
+    "the widest": Case(D=16384, normed=True),
+}
+
+
+def run(rows: Residual, scale_D):
+    def step(rows, scale_D):
+        return mosaic_gpu.add_and_norm(rows, scale_D, EPS, interpret=InterpretGPUParams(detect_races=True))
+
+    found = jax.jit(step)(rows, scale_D)
+    assert not gpu_callbacks.get_races().races_found
+    return found
+
+
+@pytest.mark.parametrize("name", thinned(CASES, ["a line for each thread", "lines that no thread shares"]))
+def test_against_float64_and_xla(name):
+    """Every row is right, the sum has the bits of XLA's, and nothing races."""
+    rows, scale_D = CASES[name].inputs()
+    found = run(rows, scale_D)
+    for out, right in zip(found, trial.in_float64(rows, scale_D, EPS), strict=True):
+        assert np.all(np.abs(np.asarray(out, np.float64) - right) < 1e-2 * np.abs(right).max(1, keepdims=True))
+    by_xla = xla.add_and_norm(rows, scale_D, EPS)
+    for out, other in zip(found, by_xla, strict=True):
+        np.testing.assert_allclose(*(np.asarray(array, np.float32) for array in (out, other)), rtol=2**-6)
+    if rows.scale_D is None:
+        assert np.asarray(found[0]).tobytes() == np.asarray(by_xla[0]).tobytes()
+
+
+def test_a_row_has_the_same_bits_in_any_company():
+    rows, scale_D = CASES["lines that no thread shares"].inputs()
+    found = run(rows, scale_D)
+    order = np.array([3, 0, 4])
+    others = run(Residual(rows.x_TD[order].at[1].set(jnp.nan), rows.y_TD[order], rows.scale_D), scale_D)
+    for out, other in zip(found, others, strict=True):
+        for place in (0, 2):
+            assert np.asarray(out[order[place]]).tobytes() == np.asarray(other[place]).tobytes()
+        assert np.all(np.isnan(np.asarray(other[1], np.float32)))
+
+
+@pytest.mark.parametrize(("D", "normed"), [(7, False), (48, True)])
+def test_xla_adds_and_normalises_as_separate_operations_do(D, normed):
+    """To the bit: a model on a CPU keeps its own. It serves nothing to add, and no norm of the sum, too."""
+    (x_TD, y_TD, y_scale_D), scale_D = Case(D, normed).inputs()
+    x_TD, y_TD = x_TD.astype(jnp.float32), y_TD.astype(jnp.float32)
+    rows = Residual(x_TD, y_TD, y_scale_D)
+    total = x_TD + (rms_norm(y_TD, y_scale_D, EPS) if normed else y_TD)
+    for out, right in zip(
+        residual.add_and_norm(rows, scale_D, EPS), (total, rms_norm(total, scale_D, EPS)), strict=True
+    ):
+        assert np.asarray(out).tobytes() == np.asarray(right).tobytes()
+    nothing, plain = residual.add_and_norm(Residual(x_TD), scale_D, EPS), residual.add_and_norm(rows, None, EPS)
+    assert np.array_equal(nothing[0], x_TD) and np.array_equal(nothing[1], rms_norm(x_TD, scale_D, EPS))
+    assert np.array_equal(plain[0], total) and np.array_equal(plain[1], total)
+
+
+def test_all_reasons_are_said():
+    rows, scale_D = Case(D=100).inputs()
+    with pytest.raises(NotImplementedError, match=r"bfloat16, not float32 and bfloat16, and .* multiple of 64 .* 100"):
+        mosaic_gpu.add_and_norm(rows._replace(x_TD=rows.x_TD.astype(jnp.float32)), scale_D, EPS, interpret=True)
+    with pytest.raises(NotImplementedError, match="something to add, and a norm"):
+        mosaic_gpu.add_and_norm(Residual(rows.x_TD), scale_D, EPS, interpret=True)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
+        residual.add_and_norm(rows, scale_D, EPS, "mosaic_gpu")
+
+
+def spoil_a_sum(sum_TD, normed_TD):
+    return sum_TD.at[5].multiply(1.02), normed_TD
+
+
+def spoil_a_norm(sum_TD, normed_TD):
+    return sum_TD, normed_TD.at[7].multiply(1.02)
+
+
+@pytest.mark.parametrize("spoil", [None, spoil_a_sum, spoil_a_norm])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_trial(normed, spoil, monkeypatch):
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    real = trial.sum_and_norm
+
+    def kernel(*given):
+        found = real(*given)
+        return found if spoil is None else spoil(*found)
+
+    monkeypatch.setattr(trial, "sum_and_norm", kernel)
+    kind = mosaic_gpu.kind(Case(D=192, normed=normed).inputs()[0])
+    found = kernel_trial.measure(trial.ResidualCase(kind, 12, InterpretGPUParams()), 0, repeats=2)
+    assert (found.wrong is not None) == (spoil is not None)
+
+
+def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_path):
+    asked = []
+
+    def test(module, kind):
+        asked.append((module, kind))
+        return {"sums and norms": kernel_trial.Found(0.5, 0.5, 0, 6e-3)}
+
+    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(kernel_trial, "folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
+    kernel_trial.verdict.cache_clear()
+    kernel_trial.warn_once.cache_clear()
+    rows, scale_D = Case().inputs()
+    for _ in range(2):
+        found = residual.add_and_norm(rows, scale_D, EPS)
+        assert np.array_equal(found[0], xla.add_and_norm(rows, scale_D, EPS)[0])
+    assert [module for module, _ in asked] == ["quire.ops.residual.trial"]
+    assert caplog.text.count("it is wrong on this GPU: sums and norms by 5.0e-01, where 6e-03 is allowed") == 1
+    kernel_trial.verdict.cache_clear()
+
+
+def test_lowers_for_cuda_as_one_kernel(monkeypatch):
+    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
+    traced = jax.jit(lambda rows, scale_D: residual.add_and_norm(rows, scale_D, EPS)).trace(*Case().inputs())
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1 and "stablehlo.add" not in text

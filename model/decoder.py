@@ -16,6 +16,7 @@ from ..ops.norm import rms_norm
 from ..ops.residual import Residual, add_and_norm
 from ..ops.residual.xla import add
 from ..ops.rope import angles, rotate
+from ..ops.routing import Rule, route
 from ..sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
 from .config import Attention, LatentAttention, Layer, ModelConfig, Moe
 from .weights import (
@@ -218,23 +219,21 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
     logits_TE = einsum("TD,DE->TE", router_TD.astype(jnp.float32), w.router_DE)
     if w.router_bias_E is not None:
         logits_TE = logits_TE + w.router_bias_E
-    groups = (moe.groups, moe.top_groups, moe.group_score)
-    weights_TX, experts_TX = experts.route(
-        logits_TE, moe.top_k, moe.score, moe.normalize, moe.scaling, groups, w.choice_bias_E
-    )
+    rule = Rule(moe.top_k, moe.score, moe.normalize, moe.scaling, moe.groups, moe.top_groups, moe.group_score)
+    weights_TX, experts_TX = route(logits_TE, live_T, rule, w.choice_bias_E)
     if w.expert_scale_E is not None:
         weights_TX = weights_TX * w.expert_scale_E[experts_TX]
     own = moe.slots // axes.experts.size
-    experts_TX = jnp.where(live_T[:, None], experts_TX, moe.experts)
-
     down_bias_ED = w.down_bias_ED
     if down_bias_ED is not None and axes.tensor.size > 1:  # one of the devices that split the columns adds it
         down_bias_ED = jnp.where(axes.tensor.index() == 0, down_bias_ED, 0)
     expert = experts.Experts(w.up_EDGF, w.down_EFD, moe.activation, w.up_bias_EGF, down_bias_ED, moe.clamp, moe.alpha)
     if axes.same_rows.size < axes.experts.size or moe.spare:
         return mix_over(axes, x_TD, weights_TX, slots_of(moe, w, experts_TX), own, expert), experts_TX
-    here_TX = experts_TX - axes.experts.index() * own
-    here_TX = jnp.where((here_TX >= 0) & (here_TX < own), here_TX, own)
+    here_TX = experts_TX
+    if axes.experts.size > 1:
+        here_TX = experts_TX - axes.experts.index() * own
+        here_TX = jnp.where((here_TX >= 0) & (here_TX < own), here_TX, own)
     return axes.sum(experts.mix(x_TD, weights_TX, here_TX, own, expert)), experts_TX
 
 

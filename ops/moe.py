@@ -9,37 +9,10 @@ import jax.numpy as jnp
 from .activation import glu
 from .implementations import choose
 from .linear import gated, project, weight_of
-from .ordered_sum import softmax, sum_pairs
 
 # How experts are mixed; tried in order, and one that cannot serve a case raises NotImplementedError.
 IMPLEMENTATIONS = {"mosaic": ".product.experts", "xla": ".moe"}
 BLOCK = 16  # rows of one expert computed together: one fixed shape, so that a row's sums never depend on the batch
-
-
-def route(logits_TE, top_k: int, score: str, normalize: bool, scaling: float, groups=(1, 1, "max"), choice_bias_E=None):
-    """The chosen experts of each row and their weights, both [T, X]."""
-    if score == "softmax_top":  # the softmax runs over the chosen logits alone
-        top, experts_TX = jax.lax.top_k(logits_TE, top_k)
-        return softmax(top) * scaling, experts_TX
-    scores_TE = softmax(logits_TE) if score == "softmax" else jax.nn.sigmoid(logits_TE)
-    choice_TE = scores_TE if choice_bias_E is None else scores_TE + choice_bias_E
-    _, experts_TX = jax.lax.top_k(limit_groups(choice_TE, *groups), top_k)
-    weights_TX = jnp.take_along_axis(scores_TE, experts_TX, axis=-1)
-    if normalize:
-        weights_TX = weights_TX / (sum_pairs(weights_TX)[..., None] + 1e-20)
-    return weights_TX * scaling, experts_TX
-
-
-def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
-    """Keep only the experts of the best groups; the others score minus infinity."""
-    if groups == 1 or groups == top_groups:
-        return choice_TE
-    T, E = choice_TE.shape
-    grouped = choice_TE.reshape(T, groups, E // groups)
-    best = jnp.max(grouped, -1) if group_score == "max" else jnp.sum(jax.lax.top_k(grouped, 2)[0], -1)
-    _, kept = jax.lax.top_k(best, top_groups)
-    mask = jnp.any(kept[:, :, None] == jnp.arange(groups), axis=1)
-    return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(T, E)
 
 
 def pick(stack, e, implementation: str | None = None):

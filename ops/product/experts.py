@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..moe import Experts, add_pairs
+from ..routing import align
+from ..routing.blocks import most_blocks
 from . import prepare
-from .blocks import align, most_blocks
 from .shape import Operands, ProductShape
 
 
@@ -22,10 +23,9 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
     prepare.require(x_TD, down.array, F, D)
     T, X = experts_TX.shape
     rows = prepare.block_rows(-(-T * X // num_experts))
-    blocks = align(experts_TX, num_experts, rows)
+    blocks = align(experts_TX, weights_TX, num_experts, rows)
     token_P, held_P1 = jnp.minimum(blocks.pair_P // X, T - 1), (blocks.pair_P < T * X)[:, None]
     x_PD = jnp.where(held_P1, x_TD[token_P], 0)
-    weight_P = weights_TX.reshape(-1).at[blocks.pair_P].get(mode="fill", fill_value=0).astype(jnp.float32)
 
     def run(x_PK, matrix, bias, scale_P, dtype, **more):
         stack, inputs, outputs = matrix.array, x_PK.shape[1], matrix.array.shape[-1]
@@ -44,7 +44,7 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
 
     activation = {"activation": expert.activation, "clamp": expert.clamp, "alpha": expert.alpha}
     inner_PF = run(x_PD, up, expert.up_bias_EGF, None, x_TD.dtype.name, **activation)
-    out_PD = run(inner_PF, down, expert.down_bias_ED, weight_P, "float32")
+    out_PD = run(inner_PF, down, expert.down_bias_ED, blocks.weight_P, "float32")
     out_ZD = out_PD.at[blocks.place_Z].get(mode="fill", fill_value=0)
     return add_pairs(out_ZD, X).astype(x_TD.dtype)
 

@@ -27,8 +27,9 @@ from quire.model.families.common import SourceTensor, linear
 from quire.model.planning import cost
 from quire.model.weights import abstract, moe_spec
 from quire.ops import native, quant
-from quire.ops.moe import BLOCK, pick, route
+from quire.ops.moe import BLOCK, pick
 from quire.ops.quant.stack import Stack
+from quire.ops.routing import Rule, route
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import ArraySpec, nbytes
 
@@ -66,7 +67,7 @@ def value_of(node) -> np.ndarray:
 
 def slowly(x_TD, router_DE, up_EDGF, down_EFD):
     out_TD = np.zeros(x_TD.shape)
-    weights_TX, experts_TX = route(x_TD.astype(np.float32) @ router_DE, X, "softmax", True, 1.0)
+    weights_TX, experts_TX = route(x_TD.astype(np.float32) @ router_DE, np.ones(len(x_TD), bool), Rule(X))
     for t, row_D in enumerate(x_TD.astype(np.float64)):
         for weight, e in zip(np.asarray(weights_TX)[t], np.asarray(experts_TX)[t], strict=True):
             gate_F, up_F = row_D @ up_EDGF[e, :, 0], row_D @ up_EDGF[e, :, 1]

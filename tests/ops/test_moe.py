@@ -8,7 +8,9 @@ import pytest
 from quire.model import decoder
 from quire.model.config import ModelError, Moe, check_moe
 from quire.model.weights import MoeWeights
-from quire.ops.moe import BLOCK, limit_groups, mix_experts, route
+from quire.ops.moe import BLOCK, mix_experts
+from quire.ops.routing import Rule, route
+from quire.ops.routing.xla import limit_groups
 
 D, F, E, X = 24, 20, 6, 3
 
@@ -124,8 +126,8 @@ def test_route(name):
     moe, rng = RULES[name], np.random.default_rng(7)
     logits = rng.standard_normal((50, moe.experts)).astype(np.float32) * 2
     bias = rng.standard_normal(moe.experts).astype(np.float32) if moe.choice_bias else None
-    groups = (moe.groups, moe.top_groups, moe.group_score)
-    weights, experts = route(jnp.asarray(logits), moe.top_k, moe.score, moe.normalize, moe.scaling, groups, bias)
+    rule = Rule(moe.top_k, moe.score, moe.normalize, moe.scaling, moe.groups, moe.top_groups, moe.group_score)
+    weights, experts = route(jnp.asarray(logits), jnp.ones(50, bool), rule, bias)
     for t in range(50):
         expected = route_slowly(logits[t], moe, bias)
         found = dict(zip(np.asarray(experts[t]).tolist(), np.asarray(weights[t]).tolist(), strict=True))
@@ -144,11 +146,13 @@ def test_groups_with_negative_scores():
 def test_one_row_routed_like_many():
     rng = np.random.default_rng(3)
     logits = jnp.asarray(rng.standard_normal((40, 16)), jnp.float32)
-    options = (4, "sigmoid", True, 2.5, (4, 2, "top2"), jnp.asarray(rng.standard_normal(16), jnp.float32))
-    many = jax.jit(lambda x: route(x, *options))(logits)
-    one = jax.jit(lambda x: route(x, *options))(logits[17:18])
+    options = Rule(4, "sigmoid", True, 2.5, 4, 2, "top2"), jnp.asarray(rng.standard_normal(16), jnp.float32)
+    live = jnp.arange(40) != 3
+    many = jax.jit(lambda x, live: route(x, live, *options))(logits, live)
+    one = jax.jit(lambda x, live: route(x, live, *options))(logits[17:18], live[17:18])
     for a, b in zip(many, one, strict=True):
         np.testing.assert_array_equal(a[17], b[0])
+    assert many[1][3].tolist() == [16] * 4, "a row that is not live chose"
 
 
 def test_biases_clamp_and_scales():

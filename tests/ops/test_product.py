@@ -18,10 +18,10 @@ from quire.ops import linear as products
 from quire.ops.attention import mosaic_gpu
 from quire.ops.moe import Experts
 from quire.ops.product import experts, gate, linear, prepare, shape, trial
-from quire.ops.product.blocks import align, most_blocks
 from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8
 from quire.ops.quant.stack import Stack
+from quire.ops.routing.blocks import align, most_blocks
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 INTERPRETED = InterpretGPUParams(detect_races=True)
@@ -173,7 +173,8 @@ def test_each_pair_has_its_place(T, kind):
     """Against a loop: a place of its own, in a block of its expert; the others are empty."""
     E, X, rows = 12, 4, 16
     whose = chosen(np.random.default_rng(T), T, X, E, kind)
-    found = jax.tree.map(np.asarray, align(jnp.asarray(whose, jnp.int32), E, rows))
+    weights = np.random.default_rng(T).random((T, X), np.float32)
+    found = jax.tree.map(np.asarray, align(jnp.asarray(whose, jnp.int32), jnp.asarray(weights), E, rows))
     counts = np.bincount(whose.reshape(-1), minlength=E + 1)[:E]
     needed = -(-counts // rows)
     assert found.count_1 == [needed.sum()] and needed.sum() <= most_blocks(T * X, E, rows) == len(found.experts_B)
@@ -188,6 +189,7 @@ def test_each_pair_has_its_place(T, kind):
         else:
             assert found.place_Z[pair] >= len(wanted)
     assert found.pair_P.tolist() == wanted.tolist()
+    assert found.weight_P.tolist() == np.r_[weights.reshape(-1), 0][wanted].tolist()
 
 
 D, F, E, X = 64, 128, 6, 3

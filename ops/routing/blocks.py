@@ -12,7 +12,8 @@ class Blocks(NamedTuple):
 
     place_Z: Any  # of each pair; past the end if its expert is not here
     pair_P: Any  # which pair is at each place; the number of pairs where there is none
-    experts_B: Any  # whose the rows of each block are
+    weight_P: Any  # of that pair, in float32; 0 where there is none
+    experts_B: Any  # whose the rows of each block are; there may be more numbers than blocks
     count_1: Any  # blocks that there are
 
 
@@ -21,8 +22,8 @@ def most_blocks(pairs: int, experts: int, rows: int) -> int:
     return max(1, min(pairs, (pairs + experts * (rows - 1)) // rows))
 
 
-def align(experts_TX, experts: int, rows: int) -> Blocks:
-    """Blocks of `rows` rows; a pair whose expert is `experts` is in none."""
+def align(experts_TX, weights_TX, experts: int, rows: int) -> Blocks:
+    """See `quire.ops.routing.align`."""
     T, X = experts_TX.shape
     size = most_blocks(T * X, experts, rows)
     expert_E = jnp.arange(experts, dtype=jnp.int32)
@@ -37,8 +38,9 @@ def align(experts_TX, experts: int, rows: int) -> Blocks:
     place_Z = jnp.where(experts_TX.reshape(-1) < experts, place_TX.reshape(-1), size * rows + pair_Z)
     empty_P = jnp.full(size * rows, T * X, jnp.int32)
     pair_P = empty_P.at[place_Z].set(pair_Z, mode="drop", unique_indices=True)
+    weight_P = weights_TX.reshape(-1).at[pair_P].get(mode="fill", fill_value=0).astype(jnp.float32)
     expert_B = jnp.sum(last_E <= jnp.arange(size, dtype=jnp.int32)[:, None], 1, dtype=jnp.int32)
-    return Blocks(place_Z, pair_P, jnp.minimum(expert_B, experts - 1), last_E[-1:])
+    return Blocks(place_Z, pair_P, weight_P, jnp.minimum(expert_B, experts - 1), last_E[-1:])
 
 
 def sums_before(counts_TE):

@@ -1,0 +1,217 @@
+"""Routing by kernels where there is no card, in Pallas' interpreter and lowered: beside float64, a loop and XLA."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import cases, thinned
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from quire.ops import attention, kernel_trial, routing
+from quire.ops.routing import Rule, mosaic_gpu, trial, xla
+
+pytestmark = pytest.mark.usefixtures("interpreted_once")
+RULES = {
+    "Qwen3-30B-A3B": (128, False, Rule(8)),
+    "gpt-oss-20b": (32, False, Rule(4, "softmax_top")),
+    "DeepSeek-V2": (160, False, Rule(6, "softmax", False, 16.0, 8, 3)),
+    "DeepSeek-V3": (256, True, Rule(8, "sigmoid", True, 2.5, 8, 4, "top2")),
+    "GLM-4.5": (128, True, Rule(8, "sigmoid", scaling=2.5)),
+    "all of a few": (32, False, Rule(16, "sigmoid", groups=2, top_groups=2)),
+    "one of many": (512, False, Rule(1)),
+}
+SIZES = (16, 4, 32, 16), (32, 2, 72, 16), (64, 2, 8, 32), (64, 1, 5, 64)  # rows, chosen, experts, rows of a block
+
+
+def chosen(logits_TE, live_T, rule: Rule, bias_E):
+    def step(logits_TE, live_T, bias_E):
+        interpret = InterpretGPUParams(detect_races=True)
+        return mosaic_gpu.route(logits_TE, live_T, rule, bias_E, interpret=interpret)
+
+    found = jax.jit(step)(logits_TE, live_T, bias_E)
+    assert not gpu_callbacks.get_races().races_found
+    return tuple(np.asarray(array) for array in found)
+
+
+def drawn(name: str, rows: int, seed: int = 0):
+    """(logits, live, rule, bias): every other row has experts that are equally good."""
+    E, biased, rule = RULES[name]
+    kind = {"experts": E, "bias": biased, "rule": [*rule]}
+    (logits_TE, live_T, bias_E), _ = trial.RouteCase(kind, rows).build(seed)[1:]
+    return logits_TE, live_T, rule, bias_E
+
+
+@pytest.mark.parametrize("name", thinned(RULES, ["gpt-oss-20b", "DeepSeek-V3"]))
+def test_choices_against_float64_and_xla(name):
+    """Of equal experts the first are chosen, by rows that are live; XLA chooses the same."""
+    logits_TE, live_T, rule, bias_E = drawn(name, 12)
+    weights_TX, experts_TX = chosen(logits_TE, live_T, rule, bias_E)
+    right_TX, best_TX = trial.in_float64(logits_TE, rule, bias_E)
+    assert not np.all(live_T)
+    assert experts_TX.tolist() == np.where(live_T[:, None], best_TX, logits_TE.shape[1]).tolist()
+    np.testing.assert_allclose(weights_TX, right_TX, rtol=1e-5)
+    by_xla = xla.route(logits_TE, live_T, rule, bias_E)
+    assert experts_TX.tolist() == by_xla[1].tolist()
+    np.testing.assert_allclose(weights_TX, by_xla[0], rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "DeepSeek-V3"])
+def test_a_row_chooses_alike_in_any_company(name):
+    logits_TE, _, rule, bias_E = drawn(name, 5)
+    live_T = jnp.ones(5, bool)
+    found = chosen(logits_TE, live_T, rule, bias_E)
+    order = np.array([3, 0, 4])
+    others = chosen(logits_TE[order].at[1].set(jnp.nan), live_T[:3], rule, bias_E)
+    for mine, other in zip(found, others, strict=True):
+        for place in (0, 2):
+            assert mine[order[place]].tobytes() == other[place].tobytes()
+    assert np.all((others[1] >= 0) & (others[1] < logits_TE.shape[1])), "a row of NaN chooses experts too"
+    assert np.all(np.isnan(others[0][1])), "and gives NaN"
+
+
+def test_scores_that_are_all_below_zero():
+    """A group that is left out loses to all others, and an expert that is chosen is not chosen again."""
+    bias_E = jnp.asarray(np.repeat([-1.0, -9.0, -5.0, -3.0], 8), jnp.float32)
+    rule = Rule(16, "sigmoid", groups=4, top_groups=2, group_score="top2")
+    _, experts_TX = chosen(jnp.zeros((1, 32), jnp.float32), jnp.ones(1, bool), rule, bias_E)
+    assert experts_TX[0].tolist() == [*range(8), *range(24, 32)]
+
+
+def pairs(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
+    """Which experts rows choose; E is none."""
+    if kind == "one":
+        return np.where(np.arange(X) == 0, E // 2, E) + np.zeros((T, 1), int)
+    if kind == "none":
+        return np.full((T, X), E)
+    return np.stack([rng.permutation(E + 1)[:X] for _ in range(T)])
+
+
+@pytest.mark.parametrize("kind", ["any", "one", "none"])
+@pytest.mark.parametrize("sizes", thinned(SIZES, [(16, 4, 32, 16)]))
+def test_places_are_those_of_xla(sizes, kind):
+    """Number by number, and nothing races."""
+    T, X, E, rows = sizes
+    rng = np.random.default_rng(T + E)
+    experts_TX = jnp.asarray(pairs(rng, T, X, E, kind), jnp.int32)
+    weights_TX = jnp.asarray(rng.random((T, X)), jnp.float32)
+
+    def step(experts_TX, weights_TX):
+        interpret = InterpretGPUParams(detect_races=True)
+        return mosaic_gpu.align(experts_TX, weights_TX, E, rows, interpret=interpret)
+
+    found = jax.jit(step)(experts_TX, weights_TX)
+    assert not gpu_callbacks.get_races().races_found
+    wanted = xla.align(experts_TX, weights_TX, E, rows)
+    for name in found._fields:
+        assert getattr(found, name).tolist() == getattr(wanted, name).tolist(), name
+
+
+def test_all_reasons_are_said():
+    logits_TE, live_T = jnp.zeros((4, 40), jnp.bfloat16), jnp.ones(4, bool)
+    with pytest.raises(
+        NotImplementedError, match=r"float32, not bfloat16, and .* multiple of 32, .* 40, and .* 16 .* 20"
+    ):
+        mosaic_gpu.route(logits_TE, live_T, Rule(20), interpret=True)
+    for T in (15, 1024):
+        with pytest.raises(NotImplementedError, match=rf"multiple of 64, at most 2048, not {T * 4}"):
+            mosaic_gpu.align(jnp.zeros((T, 4), jnp.int32), jnp.zeros((T, 4)), 8, 16, interpret=True)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
+        routing.route(logits_TE, live_T, Rule(2), None, "mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
+        routing.align(jnp.zeros((16, 4), jnp.int32), jnp.zeros((16, 4)), 8, 16, "mosaic_gpu")
+
+
+def spoil_a_choice(weights_TX, experts_TX):
+    return weights_TX, experts_TX.at[1].set(experts_TX[1, ::-1])
+
+
+def spoil_a_weight(weights_TX, experts_TX):
+    return weights_TX.at[2, 1].multiply(1.0005), experts_TX
+
+
+@pytest.mark.parametrize("spoil", [None, spoil_a_choice, spoil_a_weight])
+def test_a_trial_of_choices(spoil, monkeypatch):
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    real = trial.choose_experts
+
+    def kernel(*given):
+        found = real(*given)
+        return found if spoil is None else spoil(*found)
+
+    monkeypatch.setattr(trial, "choose_experts", kernel)
+    E, biased, rule = RULES["gpt-oss-20b"]
+    kind = {"experts": E, "bias": biased, "rule": [*rule]}
+    (case,) = trial.cases(kind)
+    found = kernel_trial.measure(trial.RouteCase(kind, 8, InterpretGPUParams()), 0, repeats=2)
+    assert case.name == "choices" and (found.wrong is not None) == (spoil is not None)
+
+
+@pytest.mark.parametrize("spoiled", [None, "place_Z", "pair_P", "weight_P", "experts_B", "count_1"])
+def test_a_trial_of_places(spoiled, monkeypatch):
+    def kernel(experts_TX, weights_TX, experts, rows, interpret):
+        found = xla.align(experts_TX, weights_TX, experts, rows)
+        return found if spoiled is None else found._replace(**{spoiled: getattr(found, spoiled).at[0].add(1)})
+
+    monkeypatch.setattr(trial, "place", kernel)
+    (case,) = trial.cases({"experts": 32, "rows": 16})
+    assert (kernel_trial.measure(case, 0, repeats=2).wrong is not None) == (spoiled is not None)
+
+
+def test_a_trial_runs_the_kernel_of_places():
+    case = trial.AlignCase({"experts": 8, "rows": 16}, (16, 4), InterpretGPUParams())
+    assert kernel_trial.measure(case, 0, repeats=2).wrong is None
+
+
+def test_float64_against_a_loop():
+    """What the trial takes for right, row by row: of equal experts the first."""
+    for seed in range(cases(40)):
+        rng = np.random.default_rng(seed)
+        rule = Rule(
+            int(rng.integers(1, 9)), rng.choice(["softmax", "softmax_top", "sigmoid"]), bool(rng.integers(2)), 2.0
+        )
+        logits_TE = np.round(rng.standard_normal((3, 12)) * 2) / 2
+        weights_TX, experts_TX = trial.in_float64(logits_TE, rule, None)
+        for row, weights, experts in zip(logits_TE, weights_TX, experts_TX, strict=True):
+            assert experts.tolist() == sorted(range(12), key=lambda e: (-row[e], e))[: rule.top_k]
+            scores = 1 / (1 + np.exp(-row)) if rule.score == "sigmoid" else np.exp(row) / np.exp(row).sum()
+            total = scores[experts].sum() if rule.normalize or rule.score == "softmax_top" else 1
+            np.testing.assert_allclose(weights, 2 * scores[experts] / total, rtol=1e-12)
+
+
+def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_path):
+    asked = []
+
+    def test(module, kind):
+        asked.append(module)
+        return {"choices": kernel_trial.Found(0.5, 0.5, 0, 1e-5)}
+
+    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(kernel_trial, "folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
+    kernel_trial.verdict.cache_clear()
+    kernel_trial.warn_once.cache_clear()
+    logits_TE, live_T, rule, bias_E = drawn("gpt-oss-20b", 4)
+    for _ in range(2):
+        _, experts_TX = routing.route(logits_TE, live_T, rule, bias_E)
+        assert experts_TX.tolist() == xla.route(logits_TE, live_T, rule, bias_E)[1].tolist()
+    assert asked == ["quire.ops.routing.trial"]
+    assert caplog.text.count("it is wrong on this GPU: choices by 5.0e-01, where 1e-05 is allowed") == 1
+    kernel_trial.verdict.cache_clear()
+
+
+def test_lowers_for_cuda_as_two_kernels_without_a_sort(monkeypatch):
+    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
+    logits_TE, live_T, rule, bias_E = drawn("DeepSeek-V3", 64)
+
+    def step(logits_TE, live_T, bias_E):
+        weights_TX, experts_TX = routing.route(logits_TE, live_T, rule, bias_E)
+        return routing.align(experts_TX, weights_TX, 256, 16)
+
+    text = jax.jit(step).trace(logits_TE, live_T, bias_E).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2
+    assert not re.findall(r"(?:stablehlo|chlo)\.(?:sort|top_k|scatter|reduce|gather)\b", text)

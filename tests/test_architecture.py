@@ -22,7 +22,7 @@ ROOMS = """
 
     ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight
     ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/attention ops/heads
-    ops/residual ops/routing ops/product ops/sampling
+    ops/residual ops/routing ops/rounding ops/product ops/sampling
 
     model/config model/weights model/partition model/decoder model/expert_copies model/families
     model/checkpoint model/planning model/text
@@ -186,6 +186,7 @@ def test_tables_are_complete_and_import():
         ("ops/attention/__init__.py", "IMPLEMENTATIONS"),
         ("ops/heads/__init__.py", "IMPLEMENTATIONS"),
         ("ops/residual/__init__.py", "IMPLEMENTATIONS"),
+        ("ops/rounding/__init__.py", "IMPLEMENTATIONS"),
         ("ops/routing/__init__.py", "IMPLEMENTATIONS"),
     } <= set(found)
     for (_, name), (path, table) in found.items():

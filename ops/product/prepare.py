@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from ..attention import mosaic_gpu
 from ..quant.int4 import Int4
-from ..quant.int8 import Int8, as_bytes
+from ..quant.int8 import Int8
 from ..quant.stack import Stack
+from ..rounding import round_rows
 from .gate import require_trial
 from .shape import FEATURES, PACKED, Operands, ProductShape
 
@@ -100,8 +101,7 @@ def meeting_rows(x_PK, matrix: Matrix):
         return x_PK.reshape(P, K // PACKED, PACKED // 2, 2).swapaxes(2, 3).reshape(P, K), None
     if not matrix.rounded:
         return x_PK, None
-    codes_PK, scale_P1 = as_bytes(x_PK)
-    return codes_PK.astype(jnp.bfloat16), scale_P1[:, 0]
+    return round_rows(x_PK)
 
 
 def dense(

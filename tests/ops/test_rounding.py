@@ -1,0 +1,91 @@
+"""Rows as codes: the kernel where there is no card, in Pallas' interpreter and lowered, beside float64 and XLA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import thinned
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from quire.ops import attention, kernel_trial, rounding
+from quire.ops.rounding import mosaic_gpu, trial, xla
+
+pytestmark = pytest.mark.usefixtures("interpreted_once")
+
+
+def drawn(width: int, rows: int = 6):
+    """Rows of all sizes; the second is zero."""
+    return trial.RoundingCase({"width": width}, rows).build(0)[1][0]
+
+
+def run(x_RK):
+    def step(x_RK):
+        return mosaic_gpu.round_rows(x_RK, interpret=InterpretGPUParams(detect_races=True))
+
+    codes_RK, scale_R = jax.jit(step)(x_RK)
+    assert not gpu_callbacks.get_races().races_found
+    assert codes_RK.dtype == x_RK.dtype and scale_R.dtype == jnp.float32
+    return np.asarray(codes_RK, np.float32), np.asarray(scale_R)
+
+
+@pytest.mark.parametrize("width", thinned([64, 512, 704, 2880, 14336, 16384], [64, 704]))
+def test_against_float64_and_xla(width):
+    x_RK = drawn(width)
+    codes_RK, scale_R = run(x_RK)
+    exact = np.asarray(x_RK, np.float64)
+    np.testing.assert_allclose(scale_R, np.abs(exact).max(1) / 127, rtol=1e-6)
+    assert np.all(np.abs(codes_RK * scale_R[:, None].astype(np.float64) - exact) <= 0.501 * scale_R[:, None])
+    assert np.abs(codes_RK).max(1).tolist() == [127, 0, 127, 127, 127, 127]
+    by_xla = xla.round_rows(x_RK)
+    assert np.array_equal(codes_RK, np.asarray(by_xla[0], np.float32)) and np.array_equal(scale_R, by_xla[1])
+
+
+def test_a_row_has_the_same_bits_in_any_company():
+    """Also beside rows that are not finite, which stay so by their scale."""
+    x_RK = drawn(192)
+    codes_RK, scale_R = run(x_RK)
+    order = np.array([3, 0, 5, 4])
+    others = x_RK[order].at[1, 7].set(jnp.nan).at[2, 3].set(-jnp.inf)
+    codes, scale = run(others)
+    for place in (0, 3):
+        assert codes[place].tobytes() == codes_RK[order[place]].tobytes()
+        assert scale[place] == scale_R[order[place]]
+    assert np.isnan(scale[1:3]).all() and np.isfinite(codes).all()
+
+
+def test_all_reasons_are_said():
+    with pytest.raises(NotImplementedError, match=r"bfloat16, not float32, and .* multiple of 64 .* not 100"):
+        mosaic_gpu.round_rows(jnp.zeros((2, 100)), interpret=True)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
+        rounding.round_rows(drawn(64), "mosaic_gpu")
+
+
+def spoil_a_code(codes_RK, scale_R):
+    return codes_RK.at[5, 3].add(1), scale_R
+
+
+def spoil_a_scale(codes_RK, scale_R):
+    return codes_RK, scale_R.at[4].multiply(1.001)
+
+
+@pytest.mark.parametrize("spoil", [None, spoil_a_code, spoil_a_scale])
+def test_a_trial(spoil, monkeypatch):
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    real = trial.code_rows
+
+    def kernel(*given):
+        found = real(*given)
+        return found if spoil is None else spoil(*found)
+
+    monkeypatch.setattr(trial, "code_rows", kernel)
+    (case,) = trial.cases({"width": 192})
+    found = kernel_trial.measure(trial.RoundingCase(case.kind, 8, InterpretGPUParams()), 0, repeats=2)
+    assert (found.wrong is not None) == (spoil is not None)
+
+
+def test_lowers_for_cuda_as_one_kernel(monkeypatch):
+    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
+    text = jax.jit(rounding.round_rows).trace(drawn(512)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1 and "stablehlo.reduce" not in text

@@ -16,7 +16,7 @@ from ...model.families import llama
 from ...model.weights import abstract
 from ...ops.attention import KVPages, page_dtype
 from ...ops.attention.xla import append
-from ...ops.norm import rms_norm
+from ...ops.residual import Residual, add_and_norm
 from ...ops.rope import angles, rotate
 from ...ops.sampling import SamplingInputs, empty_state, sample
 from ...sharding.spec import nbytes, random_arrays
@@ -112,19 +112,19 @@ def appended(config: ModelConfig, rows: int, seed: int) -> StepPiece:
 
 
 def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
-    """The norm, and the rotation of queries and keys."""
+    """The sum with what a block gave and its norm, and the rotation of queries and keys."""
     a = config.layers[0].attention
-    x_TD = rows_of(config, rows, seed)
+    x_TD, y_TD = rows_of(config, rows, seed), rows_of(config, rows, seed + 1)
     qk_TNH = jax.random.normal(jax.random.key(seed), (rows, a.heads + a.kv_heads, a.head_dim), config.dtype)
     positions_T, frequencies = jnp.arange(rows), 1e4 ** -np.linspace(0, 1, a.head_dim // 2)
 
     @jax.jit
-    def run(x_TD, qk_TNH, scale_D):
-        return rms_norm(x_TD, scale_D), rotate(qk_TNH, angles(positions_T, frequencies))
+    def run(x_TD, y_TD, qk_TNH, scale_D):
+        both = add_and_norm(Residual(x_TD, y_TD), scale_D, config.norm_eps)
+        return both, rotate(qk_TNH, angles(positions_T, frequencies))
 
-    return StepPiece(
-        f"norm and rope, {plural(rows)}", run, (x_TD, qk_TNH, jnp.ones(config.dim)), 2 * nbytes((x_TD, qk_TNH))
-    )
+    inputs = x_TD, y_TD, qk_TNH, jnp.ones(config.dim)
+    return StepPiece(f"sum, norm and rope, {plural(rows)}", run, inputs, 2 * nbytes(inputs[:3]))
 
 
 def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:

@@ -62,7 +62,7 @@ SWITCHES: Final = {  # those that take no value, beside all that begin with `ena
 }  # fmt: skip
 
 LORA = "there is no LoRA: merge the adapter into the model's weights"
-SPECULATIVE = '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\''
+SPECULATIVE = "--speculative-config"
 TLS = "the server speaks HTTP: put a proxy with TLS before it"
 FORM = "a request brings it: structured_outputs, response_format"
 HOSTS = "other hosts lend their devices with --num-processes, --process-id and --coordinator-address"

@@ -56,7 +56,7 @@ class Drawn(NamedTuple):  # hundreds are made a step
     tokens: list[int]  # the drafts that were accepted, and the next one; -1 where a row is not ok
     sampled: Sampled
     hidden_RD: np.ndarray | None  # where one of the items has a pool
-    drafts: list[int] | None  # what the step says may come next
+    drafts: list[int] | None = None  # what the step says may come next
 
     @property
     def accepted(self) -> int:
@@ -254,6 +254,8 @@ class Runner:
             self.expert_loads.launched(self.state)
         if self.remote:  # on its way as soon as the step is done, whatever the host does then
             sampled.tokens_R.copy_to_host_async()
+            if sampled.drafts_BK is not None:
+                sampled.drafts_BK.copy_to_host_async()
         return Launched(plan, size, sampled, hidden_RD, offloads)
 
     def rest(self) -> None:

@@ -149,7 +149,8 @@ class Engine:
             return []
         began = self.clock()
         changed, launched, taken = [*self.expire(began)], None, None
-        if launches and self.speculator is not None:
+        if self.speculator is not None and launches:
+            launches = self.stages > 1 or not any(step.plan.waited for step in self.under_way)
             self.speculator.trim(self.scheduler.running)
         plan = self.scheduler.schedule() if launches else None
         try:

@@ -51,8 +51,8 @@ class StepPlan:
 
     @property
     def waited(self) -> bool:
-        """It was not planned before the tokens of the one before were known."""
-        return all(item.seq.waits for item in self.items)
+        """Its tokens are waited for: the next step is to have drafts after them. It has all sequences then."""
+        return any(item.seq.waits and item.draws for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)

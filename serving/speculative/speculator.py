@@ -10,6 +10,7 @@ from . import Drafter, make_drafter
 PRIOR, WEIGHT = 0.7, 4.0  # the share of drafts that is accepted, before anything is known, and for how many it counts
 MEMORY = 24.0  # drafts after which an old one counts e times less
 PAUSES = 8, 128  # tokens without drafts where these do not pay: at first, and at most
+IDLE = 0.05  # seconds after which there was nothing to do
 MISSES = 3  # times in a row that a drafter has no idea, before the sequence goes on without
 
 
@@ -52,8 +53,9 @@ class Counts:
 class Speculator:
     """Gives sequences their drafts, and lets them go on without where these do not pay.
 
-    One that drafts waits for its last token before its next step is planned (`Sequence.waits`). One that does not stays
-    a step ahead, as in plain decoding, and tries again after a pause.
+    While one drafts (`Sequence.waits`), the next step is planned when the tokens of the last are known, so that it has
+    all sequences. If none does, the engine stays a step ahead, as in plain decoding. One that has stopped to draft tries
+    again after a pause.
 
     `seconds(rows, sequences, drafts)` is what a step takes, and one that drafts itself.
     """
@@ -63,7 +65,7 @@ class Speculator:
         self.drafter: Drafter = make_drafter(config)
         self.most = config.num_speculative_tokens
         self.records: dict[Sequence, Record] = {}
-        self.gap = 0.0  # seconds that the device waits for the host where a sequence waits for its token
+        self.gap = 1e-4  # seconds that the device waits for the host where a sequence waits for its token
         self.counts = Counts(0, 0, [0] * self.most)
 
     def begin(self, seq: Sequence) -> None:
@@ -80,7 +82,8 @@ class Speculator:
 
     def waited(self, seconds: float) -> None:
         """The device had nothing to do for so long, since a token was waited for."""
-        self.gap += (min(seconds, 0.1) - self.gap) / 16
+        if seconds < IDLE:
+            self.gap += (seconds - self.gap) / 16
 
     def take_in(self, seq: Sequence, drafts: int, accepted: int) -> None:
         """A sequence got its tokens: so many of its drafts were right. It gets the next ones, if it waits for them."""
@@ -97,15 +100,14 @@ class Speculator:
                 seq.waits = True
                 record.accepted += PRIOR  # enough for another try, soon forgotten if it fails
                 record.tried += 1
-            return
-        if seq.pending:
+        if not seq.waits or seq.pending:
             return
         most = min(self.most, seq.max_tokens - seq.num_output - 1)
-        drafts_ = self.drafter.propose(seq, most) if most > 0 else []
-        if drafts_ and seq.constraint is not None:
-            drafts_ = seq.constraint.open_beginning(drafts_)
-        seq.drafts = drafts_
-        record.misses = 0 if drafts_ else record.misses + 1
+        proposed = self.drafter.propose(seq, most) if most > 0 else []
+        if proposed and seq.constraint is not None:
+            proposed = seq.constraint.open_beginning(proposed)
+        seq.drafts = proposed
+        record.misses = 0 if proposed else record.misses + 1
         if self.config.adapts and record.misses >= MISSES:
             self.rest(seq, record)
 

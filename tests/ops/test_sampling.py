@@ -122,7 +122,7 @@ def draw_many(run, logits_V, draws, seed=0, chunk=5000, **fields):
     for _ in range(draws // chunk):
         seeds_R2 = rng.integers(0, 2**32, (chunk, 2), np.uint32)
         inputs = make_inputs(chunk, seeds_R2, positions=rng.integers(0, 9999, chunk), **fields)
-        tokens.append(run(logits_RV, empty_state(1, len(logits_V)), inputs).tokens_R)
+        tokens.append(run(logits_RV, empty(1, len(logits_V)), inputs).tokens_R)
     return np.concatenate(tokens)
 
 
@@ -243,7 +243,7 @@ def mixed_case(V=V, rows=32, slots=SLOTS):
 
 
 def assert_same_bits(ours, theirs):
-    for name in ours.__dict__:
+    for name in ours.__dict__.keys() - {"drafts_BK"}:  # which sampling does not make
         ours_bits, theirs_bits = (np.asarray(getattr(x, name)).view(np.uint8) for x in (ours, theirs))
         np.testing.assert_array_equal(ours_bits, theirs_bits, name)
 

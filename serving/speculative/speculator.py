@@ -53,8 +53,8 @@ class Counts:
 class Speculator:
     """Gives sequences their drafts, and lets them go on without where these do not pay.
 
-    While one drafts (`Sequence.waits`), the next step is planned when the tokens of the last are known, so that it has
-    all sequences. If none does, the engine stays a step ahead, as in plain decoding. One that has stopped to draft tries
+    While one drafts (`Sequence.waits`), the next step is planned when the tokens of the last are known, and has all
+    sequences. If none does, the engine stays a step ahead, as in plain decoding. One that has stopped to draft tries
     again after a pause.
 
     `seconds(rows, sequences, drafts)` is what a step takes, and one that drafts itself.
@@ -95,11 +95,10 @@ class Speculator:
             record.learn(accepted, drafts)
             if accepted == drafts:
                 record.pause = PAUSES[0]
-        if not seq.waits:
-            if seq.num_output >= record.resumes:
-                seq.waits = True
-                record.accepted += PRIOR  # enough for another try, soon forgotten if it fails
-                record.tried += 1
+        if not seq.waits and seq.num_output >= record.resumes:
+            seq.waits = True
+            record.accepted += PRIOR  # enough for another try, soon forgotten if it fails
+            record.tried += 1
         if not seq.waits or seq.pending:
             return
         most = min(self.most, seq.max_tokens - seq.num_output - 1)

@@ -151,12 +151,12 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
     host_cache = HostCache(sizes, 12 * max(sizes), DiskCache(tmp_path, 1 << 30), b"quill")
     engines = {
         "roomy": engine_of(compiled, adapts=False),
-        "tight": engine_of(compiled, num_pages=17, adapts=False),
-        "tiered": engine_of(compiled, num_pages=17, host_cache=host_cache, adapts=False),
+        "tight": engine_of(compiled, num_pages=14, adapts=False),
+        "tiered": engine_of(compiled, num_pages=14, host_cache=host_cache, adapts=False),
         "adaptive": engine_of(compiled, adapts=True),
     }
     gave_way = 0
-    for number in range(cases(300, least=12)):
+    for number in range(cases(300, least=16)):
         requests, arrivals = mix(rng, config.vocab_size)
         expected = serve(plain, requests, arrivals)
         for kind in ("roomy", rng.choice(("tight", "tiered", "adaptive"))):

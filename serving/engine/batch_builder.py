@@ -74,6 +74,8 @@ class BatchBuilder:
         place, p = self.place(seq), seq.params
         self.decode_steps[seq.replica].clear()
         self.num_synced[place], self.seeds[place] = 0, seq.seed
+        for table in self.tables:
+            table[place] = 0  # a step that drafts may write past what the sequence has pages for: into the dummy page
         tracked = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         self.tracked[place] = tracked
         self.plain[place] = p.top_k <= 0 and p.top_p >= 1 and not (tracked or biased or seq.scored)

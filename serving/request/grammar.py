@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -58,26 +59,31 @@ class Constraint:
             return "error"  # the grammar has grown beyond its limits
         return "stop" if self.matcher.is_stopped() else None
 
-    def allowed_after(self, drafts: Sequence[int], stop_ids: Collection[int]) -> Iterator[np.ndarray]:
-        """Which tokens may come now, and which after each of the drafts."""
-        yield self.allowed(stop_ids)
-        taken = 0
-        for draft in drafts:
-            taken += self.matcher.try_consume_tokens([draft])
-            yield self.allowed(stop_ids)
-        if taken:
-            self.matcher.rollback(taken)
-
-    def open_beginning(self, drafts: list[int]) -> list[int]:
-        """As many of the drafts as may come, one after the other, before the grammar's end."""
-        return drafts[: self.matcher.validate_tokens(drafts)]
-
     def allowed(self, stop_ids: Collection[int]) -> np.ndarray:
         """Which tokens may come now; those that end an answer may where the grammar may end."""
+        return self.allowed_by(self.matcher, stop_ids)
+
+    def allowed_by(self, matcher: "LLMatcher", stop_ids: Collection[int]) -> np.ndarray:
         allowed = np.zeros(self.vocab, bool)
-        allowed[: self.known] = np.frombuffer(self.matcher.compute_logit_bias(), np.uint8)[: self.known] != 0
-        allowed[[token for token in stop_ids if token < self.vocab]] = self.matcher.is_accepting()
+        allowed[: self.known] = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: self.known] != 0
+        allowed[[token for token in stop_ids if token < self.vocab]] = matcher.is_accepting()
         return allowed
+
+    def allowed_after(self, drafts: Sequence[int], stop_ids: Collection[int]) -> Iterator[np.ndarray]:
+        """Which tokens may come now, and which after each of the drafts.
+
+        A copy looks ahead: a matcher that is rolled back is not always where it was.
+        """
+        yield self.allowed(stop_ids)
+        ahead = self.matcher.deep_copy() if drafts else self.matcher
+        for draft in drafts:
+            ahead.try_consume_tokens([draft])
+            yield self.allowed_by(ahead, stop_ids)
+
+    def open_beginning(self, drafts: list[int]) -> list[int]:
+        """As many of the drafts as may come, one after the other."""
+        ahead = self.matcher.deep_copy()
+        return list(takewhile(lambda draft: ahead.try_consume_tokens([draft]), drafts))
 
 
 class Vocabulary:

@@ -499,8 +499,9 @@ def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn():
                 draft = int(rng.integers(0, 3)) if depth < count else -1
                 token, fine = int(rng.integers(0, 3)), bool(rng.random() < 0.9)
                 reached, going = going, going and fine and token == draft
-                drawn.append(token if fine else 0), drafts.append(draft), depths.append(depth), ok.append(fine)
-                expected.append(going), last.append(reached and not going)
+                row = token if fine else 0, draft, depth, fine, going, reached and not going
+                for column, value in zip((drawn, drafts, depths, ok, expected, last), row, strict=True):
+                    column.append(value)
         R = len(drawn)
         nothing = jnp.zeros((R, 1))
         sampled = sampling.Sampled(jnp.array(drawn), nothing, nothing, nothing, nothing, jnp.array(ok))

@@ -147,9 +147,10 @@ def test_draws_follow_the_distribution(sampler, monkeypatch):
     for top_k, top_p in ((0, 1.0), (9, 1.0), (0, 0.7), (30, 0.9)):
         inputs = inputs_of(R, top_k, top_p)
         state = sampling.empty_state(1, len(padded_V))
+        places = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state)
         run = jax.shard_map(
             partial(sampler.sample, axis=device_axes(mesh).tensor), mesh=mesh,
-            in_specs=(P(None, "tensor"), P(None, "tensor"), P()), out_specs=P(), check_vma=False,
+            in_specs=(P(None, "tensor"), places, P()), out_specs=P(), check_vma=False,
         )  # fmt: skip
         drawn = jax.jit(run)(jnp.tile(padded_V, (R, 1)), state, inputs)
         tokens = np.asarray(drawn.tokens_R)

@@ -63,6 +63,7 @@ def sizes(max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int =
     if max_drafts:  # a sequence alone is common, and four times its rows would cost much
         counts = {1: decode[0].seqs, 2: decode[0].seqs} | {size.seqs: size.seqs for size in decode}
         pairs = [(min(count * (1 + max_drafts), max_rows), seqs) for count, seqs in counts.items() if count <= seqs]
+        pairs += [(2 * size.seqs, size.seqs) for size in decode if max_drafts > 1 and 2 * size.seqs <= max_rows]
         verify = {Size(count, seqs, count) for count, seqs in pairs if count != seqs}
     # More rows than sequences: as many would mean one row from each.
     mixed = {Size(max(count, top + 1), top, max(top, 16)) for count in rows}

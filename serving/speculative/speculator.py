@@ -9,7 +9,7 @@ from . import Drafter, make_drafter
 
 PRIOR, WEIGHT = 0.7, 4.0  # the share of drafts that is accepted, before anything is known, and for how many it counts
 MEMORY = 24.0  # drafts after which an old one counts e times less
-PAUSES = 8, 128  # tokens without drafts where these do not pay: at first, and at most
+PAUSES = 8, 64  # tokens, or steps, without drafts where these do not pay: at first, and at most
 IDLE = 0.05  # seconds after which there was nothing to do
 MISSES = 3  # times in a row that a drafter has no idea, before the sequence goes on without
 
@@ -65,6 +65,7 @@ class Speculator:
         self.drafter: Drafter = make_drafter(config)
         self.most = config.num_speculative_tokens
         self.records: dict[Sequence, Record] = {}
+        self.step, self.resumes, self.pause = 0, 0, PAUSES[0]  # nobody drafts before step `resumes`
         self.gap = 1e-4  # seconds that the device waits for the host where a sequence waits for its token
         self.counts = Counts(0, 0, [0] * self.most)
 
@@ -72,7 +73,7 @@ class Speculator:
         """A sequence comes."""
         if seq.pool is None and seq.max_tokens > 1:
             self.records[seq] = Record()
-            seq.waits = True
+            seq.waits = self.step >= self.resumes
 
     def end(self, seq: Sequence) -> None:
         """A sequence is over."""
@@ -95,7 +96,7 @@ class Speculator:
             record.learn(accepted, drafts)
             if accepted == drafts:
                 record.pause = PAUSES[0]
-        if not seq.waits and seq.num_output >= record.resumes:
+        if not seq.waits and seq.num_output >= record.resumes and self.step >= self.resumes:
             seq.waits = True
             record.accepted += PRIOR  # enough for another try, soon forgotten if it fails
             record.tried += 1
@@ -117,7 +118,11 @@ class Speculator:
         record.pause = min(2 * record.pause, PAUSES[1])
 
     def trim(self, running: Iterable[Sequence]) -> None:
-        """Before a step is planned: leave as many drafts as make the most tokens a second of all who decode."""
+        """Before a step is planned: leave as many drafts as make the most tokens a second of all who decode.
+
+        Where none do, nobody drafts for a while: one sequence that does holds up all others.
+        """
+        self.step += 1
         ready = [seq for seq in running if seq.missing == 1]
         drafting = [seq for seq in ready if seq.drafts]
         if not drafting or not self.config.adapts:
@@ -137,7 +142,10 @@ class Speculator:
             if speed > best:
                 best, depth = speed, k
         for seq in drafting:
-            if depth == 0:
-                self.rest(seq, self.records[seq])
-            else:
-                del seq.drafts[depth:]
+            del seq.drafts[depth:]
+        if depth:
+            self.pause = PAUSES[0]
+            return
+        self.resumes, self.pause = self.step + self.pause, min(2 * self.pause, PAUSES[1])
+        for seq in ready:
+            seq.waits = False

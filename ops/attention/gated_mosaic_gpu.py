@@ -49,15 +49,18 @@ def varies() -> None:
 
 
 def trials(kind: dict) -> list[Trial]:
-    """Trials of each way in which the kernel is compiled for a kind, and each path through it: single and merged
-    spans, more tasks than processors, padding rows, sequences without rows, layers of a step that fill their pages."""
+    """Trials of each way in which the kernel is compiled for a kind, and each path through it: whole contexts of one
+    span and of several, and contexts that are cut, more tasks than processors, padding rows, sequences without rows,
+    layers of a step that fill their pages."""
     parts = max(kind["kv_heads"], kind["heads"] // 64)  # tasks of a row
     many = -(-TASKS // parts)
     return [
         Trial("decoding", many, 150, 1, 3, **kind),
-        Trial("decoding, with room for spans", many, 150, 1, 3, 9000, **kind),
+        Trial("decoding, with room for spans", many, 700, 1, 3, 9000, **kind),
         Trial("decoding over spans", 3, 8200, **kind),
+        Trial("decoding over longer spans", 1, 33000, **kind),
         Trial("layers of a step", 5, 1100, 1, 3, layers=6, **kind),
         Trial("a chunk", 3, 500, 200, 5, **kind),
         Trial("a chunk over spans", 1, 4150, 100, **kind),
+        Trial("chunks over spans", max(many // 4, 1), 1100, 100, **kind),
     ]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_plan import tasks_of
 from jax._src import distributed
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -22,7 +23,7 @@ from quire.ops.attention import accuracy_trial, mosaic_gpu, native, xla
 from quire.ops.attention import gated_mosaic_gpu as gate
 from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays, attend, measure_attention
 from quire.ops.attention.mosaic import task
-from quire.ops.attention.mosaic.paged import plan
+from quire.ops.attention.mosaic.paged import plan, shape_of
 from quire.ops.kernel_trial import Found, measure
 
 CASE = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
@@ -220,7 +221,7 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     """What the other process does, at small sizes in the interpreter: it tells a kernel that is right from another."""
-    monkeypatch.setattr(task, "SPAN", 128)
+    monkeypatch.setattr(task, "SPAN", 64)
     real = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams())
     kind = {"heads": 4, "kv_heads": 1, "width": 64, "sinks": True}
 
@@ -363,15 +364,23 @@ def test_trials_go_each_way(window):
     ways = set()
     for each in gate.trials(kind):
         assert measure_attention(each, xla.paged_attention, 0).wrong is None
-        _, _, rows, _ = arrays(each, 0)
+        q, pages, rows, _ = arrays(each, 0)
+        shape = shape_of(
+            q, pages, rows, window=window, scale=1.0, soft_cap=None, values=None, sinks=False, processors=132
+        )
         decodes = len(rows.positions_T) == len(rows.tables_BM)
-        spans = -(-rows.tables_BM.shape[1] * each.page // task.SPAN) if decodes else 1
-        tasks_IF, count, tiles_CF = plan(rows, len(rows.positions_T), 1 if decodes else 32, 64, window, spans)
-        tasks_IF = np.asarray(tasks_IF)[: int(count[0])]
-        alone = tasks_IF[:, task.Task._fields.index("alone") - 1]
-        if spans > 1:
-            ways |= {("alone", bool(one)) for one in alone}
-        ways |= {("in turns", 4 * len(tasks_IF) > 2 * 132), ("padding", bool(each.empty)), ("decodes", decodes)}
-        several = tasks_IF[:, 4] // 64 != tasks_IF[:, 5] // 64  # the spans of the first and the last block
-        ways |= {("several spans in a task", bool(one)) for one in several}
-    assert len(ways) == 10, sorted(ways)
+        ways |= {("can be cut", shape.cut), ("padding", bool(each.empty)), ("decodes", decodes)}
+        for mine in tasks_of(shape, plan(shape, rows)):
+            ways |= {("in turns", len(mine) > 1)}
+            for one in mine:
+                several, longer = one.first // one.span != one.last // one.span, one.span > shape.span
+                cut = (decodes, one.place >= 0) if shape.cut else None
+                ways |= {("cut", cut), ("several spans", one.place >= 0, several), ("longer spans", longer)}
+    cut = {("cut", (decodes, cut)) for decodes in (True, False) for cut in (True, False)}
+    wanted = {("can be cut", True), *cut, ("several spans", True, False), ("longer spans", True)}
+    wanted |= {("several spans", True, True)} if window is None else set()
+    if window is not None:  # it is shorter than a span, so that nothing is cut
+        wanted = {("can be cut", False), ("cut", None)}
+    wanted |= {("several spans", False, True), ("several spans", False, False), ("longer spans", False)}
+    wanted |= {(name, value) for name in ("padding", "decodes", "in turns") for value in (True, False)}
+    assert wanted <= ways, sorted(wanted - ways, key=str)

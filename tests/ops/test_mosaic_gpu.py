@@ -63,7 +63,8 @@ QUICK = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Contexts are cut early, and there is room for two blocks only."""
-    monkeypatch.setattr(task, "SPAN", 128)
+    monkeypatch.setattr(task, "SPAN", 64)
+    monkeypatch.setattr(task, "SPANS", 2)
     monkeypatch.setattr(task.KernelShape, "stages", 2)
     jax.clear_caches()
 

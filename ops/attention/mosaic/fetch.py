@@ -8,12 +8,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .shared import SharedMemory
-from .task import Inputs, KernelShape, Task, each_task
+from .task import Inputs, KernelShape, Plan, Task, each_task
 
 
-def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, tasks, count) -> None:
+def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, plan: Plan) -> None:
     """Copy what this processor's tasks need, in their order; return when all of it has been used."""
-    step = each_task(shape, tasks, count, functools.partial(fetch, shape, inputs, shared))
+    step = each_task(shape, plan, functools.partial(fetch, shape, inputs, shared))
 
     @pl.when(step > 0)
     def _():
@@ -29,18 +29,25 @@ def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, tasks, c
 
 
 def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, step):
-    """Copy the queries of a task, and its keys and values as there is room for them."""
+    """Copy the queries of a task, and its keys and values as there is room for them.
+
+    The first blocks are copied before the queries, whose place is free only when the task before has ended.
+    """
     group, piece, kv_head = shape.group, shape.piece, task.kv_head(shape)
+    ahead = jnp.minimum(task.first + shape.stages - 1, task.last)
 
-    @pl.when(task.number > 0)
-    def _():
-        plgpu.barrier_wait(shared.q_free)
+    def queries():
+        @pl.when(task.number > 0)
+        def _():
+            plgpu.barrier_wait(shared.q_free)
 
-    for tile in range(shape.tiles):
-        for p in range(shape.positions):
-            row = jnp.minimum(task.row + tile * shape.positions + p, shape.rows - 1)
+        def position(n, _):
+            tile, p = lax.div(n, jnp.int32(shape.positions)), lax.rem(n, jnp.int32(shape.positions))
+            row = jnp.minimum(task.row + n, shape.rows - 1)
             source = inputs.q.at[row, pl.ds(task.part * group, group)]
             plgpu.copy_gmem_to_smem(source, shared.q_ref.at[tile, pl.ds(p * group, group)], shared.q_here)
+
+        lax.fori_loop(0, shape.tiles * shape.positions, position, None)
 
     starts = range(0, shape.block, piece)
 
@@ -69,6 +76,7 @@ def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, 
         bring(inputs.k, inputs.k_scale, shared.k_ref, shared.k_scale, shared.k_here, shared.k_free)
         if shared.v_ref is not None:
             bring(inputs.v, inputs.v_scale, shared.v_ref, shared.v_scale, shared.v_here, shared.v_free)
+        pl.when(b == ahead)(queries)
         return step + 1, *following
 
     return lax.fori_loop(task.first, task.last + 1, block, (step, *pages(task.first)))[0]

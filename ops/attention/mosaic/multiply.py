@@ -8,38 +8,57 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import task as sizes
 from .shared import SharedMemory
-from .task import ROWS, Inputs, KernelShape, Task
+from .task import NUMBERS, ROWS, STAGED, Inputs, KernelShape, Task, saved_rows
 from .tile import LOG2_E, Tiles, along_columns, along_rows
 
 COLUMNS = 64  # that are zeroed at once
-PART = 128  # columns that are merged at once
+PART = 64  # columns that are merged at once
 
 
 def multiply(shape: KernelShape, tiles: Tiles, inputs: Inputs, shared: SharedMemory, outs, own: int, task: Task, step):
     """One warpgroup's part of a task. Returns `step`, the number of blocks so far."""
     plgpu.barrier_wait(shared.q_here)
     mine = WarpgroupTask(shape, tiles, inputs, shared, outs, own, task)
-    q, a_span = mine.queries(), sizes.SPAN // shape.block
-    first_span, last_span = lax.div(task.first, a_span), lax.div(task.last, a_span)
+    q, cut = mine.queries(), task.place >= 0
+    first_span, last_span = lax.div(task.first, task.span), lax.div(task.last, task.span)
+    nothing = tiles.full((ROWS,), -jnp.inf), tiles.full((ROWS,), 0.0), tiles.full((ROWS, shape.columns), 0.0)
 
     def span(s, step):
-        first, last = jnp.maximum(task.first, s * a_span), jnp.minimum(task.last + 1, (s + 1) * a_span)
-        nothing = tiles.full((ROWS,), -jnp.inf), tiles.full((ROWS,), 0.0), tiles.full((ROWS, shape.columns), 0.0)
+        """(the softmax of a span by itself, step)."""
+        first, last = jnp.maximum(task.first, s * task.span), jnp.minimum(task.last + 1, (s + 1) * task.span)
         *found, step = lax.fori_loop(first, last, lambda b, carry: mine.block(q, b, *carry), (*nothing, step))
+        return by_part(*found), step
+
+    def add_span(s, carry):
+        best_M, *before, step = carry
+        found, step = span(s, step)
+        if shape.cut:  # spans that are saved have nothing before them
+            best_M = jnp.where(cut, -jnp.inf, best_M)
+        found = whole(shape, *merge(by_part(best_M, *before), found))
         if shape.cut:
-            place = task.place * shape.parts + task.part
-            lax.cond(task.alone == 1, lambda *found: mine.finish(*merge(mine.start(), by_part(*found))),
-                     lambda *found: mine.save(place, *by_part(*found)), *found)  # fmt: skip
-            return step
-        place = lax.axis_index("processor") * shape.warpgroups + own
-        before = either(s == first_span, mine.start, lambda: mine.saved(place))
-        lax.cond(s == last_span, lambda *found: mine.finish(*merge(before, by_part(*found))),
-                 lambda *found: mine.save(place, *merge(before, by_part(*found))), *found)  # fmt: skip
+            pl.when(cut)(lambda: mine.save(s - first_span, *by_part(*found)))
+        return *found, step
+
+    def add_span_in_memory(s, step):
+        found, step = span(s, step)
+
+        def merged():
+            before = either(s == first_span, lambda: by_part(*nothing), mine.kept)
+            lax.cond(s == last_span, lambda: mine.finish(*merge(before, found)),
+                     lambda: mine.keep(*merge(before, found)))  # fmt: skip
+
+        if shape.cut:
+            lax.cond(cut, lambda: mine.save(s - first_span, *found), merged)
+        else:
+            merged()
         return step
 
-    step = lax.fori_loop(first_span, last_span + 1, span, step)
+    if shape.held:
+        *found, step = lax.fori_loop(first_span, last_span + 1, add_span, (*nothing, step))
+        pl.when(~cut)(lambda: mine.finish(*by_part(*found)))
+    else:
+        step = lax.fori_loop(first_span, last_span + 1, add_span_in_memory, step)
     plgpu.commit_smem()  # the queries are read before the next ones are copied
     plgpu.barrier_arrive(shared.q_free)
     return step
@@ -90,10 +109,14 @@ class WarpgroupTask:
         return shared.q_tile
 
     def block(self, q, b, best_M, total_M, sum_MH, step):
-        """Add one block to the softmax of a span."""
+        """Add one block to the softmax of a span.
+
+        Weights are shrunk by powers of two, which is exact. So whether a compiler makes one instruction of a product
+        and a sum, which it does differently here and there, changes no bit.
+        """
         slot = lax.rem(step, jnp.int32(self.shape.stages))
         score_MJ = self.masked(b, self.scores(q, b, slot))
-        new_M = jnp.maximum(best_M, jnp.max(score_MJ, axis=1))
+        new_M = jnp.maximum(best_M, jnp.round(jnp.max(score_MJ, axis=1)))
         finite_M = jnp.where(new_M == -jnp.inf, 0.0, new_M)
         shrink_M = jnp.exp2(best_M - finite_M)
         weight_MJ = jnp.exp2(score_MJ - along_rows(finite_M, score_MJ.shape))
@@ -189,37 +212,68 @@ class WarpgroupTask:
             plgpu.barrier_arrive(self.shared.together)
             plgpu.barrier_wait(self.shared.together)
 
-    def start(self):
-        """The softmax before the first span: each row's sink, which has no value, or nothing."""
+    @property
+    def sink_M(self):
+        """The sink of each row, one more score without a value; None where there are none."""
         shape, tiles = self.shape, self.tiles
-
-        def nothing(_, size):
-            return tiles.full((ROWS, size), 0.0)
-
         if not shape.sinks:
-            return tiles.full((ROWS,), -jnp.inf), tiles.full((ROWS,), 0.0), nothing
+            return None
         head_M8 = lax.rem(tiles.index((ROWS, 8), 0), jnp.int32(shape.group))
         sink_M8 = tiles.full((ROWS, 8), -jnp.inf)
         for g in range(shape.group):
-            sink_M8 = jnp.where(head_M8 == g, self.inputs.sinks[self.task.part * shape.group + g] * LOG2_E, sink_M8)
-        return jnp.max(sink_M8, axis=1), tiles.full((ROWS,), 1.0), nothing
+            sink_M8 = jnp.where(head_M8 == g, self.inputs.sinks[self.task.part * shape.group + g], sink_M8)
+        return jnp.max(sink_M8, axis=1)
 
-    def save(self, place, best_M, total_M, sum_of) -> None:
-        """Save a softmax in the GPU's memory, for the next span or for `merge_spans`."""
-        sums, totals, bests, *_ = self.outs
+    def keep(self, best_M, total_M, sum_of) -> None:
+        """Write down the softmax of the spans so far, for `kept`."""
         for start, size in parts(self.shape):
-            sums[place, :, self.saved_columns(start, size)] = sum_of(start, size)
-        if not self.shape.cut or self.columns.start == 0:
-            totals[place], bests[place] = total_M, best_M
+            self.outs.sums[self.place, :, pl.ds(start, size)] = sum_of(start, size)
+        self.outs.totals[self.place], self.outs.bests[self.place] = total_M, best_M
 
-    def saved(self, place):
-        """The softmax that `save` left at this place."""
-        sums, totals, bests, *_ = self.outs
-        best_M, total_M = (self.tiles.load_rows(x.at[place]) for x in (bests, totals))
-        return best_M, total_M, lambda *part: self.tiles.load(sums.at[place, :, self.saved_columns(*part)])
+    def kept(self):
+        """The softmax that `keep` has written down."""
+        best_M, total_M = (self.tiles.load_rows(x.at[self.place]) for x in (self.outs.bests, self.outs.totals))
+        return (
+            best_M,
+            total_M,
+            lambda start, size: self.tiles.load(self.outs.sums.at[self.place, :, pl.ds(start, size)]),
+        )
 
-    def saved_columns(self, start: int, size: int):
-        return pl.ds((self.columns.start if self.shape.cut else 0) + start, size)
+    @property
+    def place(self):
+        """Where this warpgroup writes down what its registers do not hold."""
+        return lax.axis_index("processor") * self.shape.warpgroups + self.own
+
+    def save(self, spans, best_M, total_M, sum_of) -> None:
+        """Save the softmax of a span for `merge_spans`, in the card's memory: `spans` of the task come before it."""
+        shape, shared, saved = self.shape, self.shared, self.outs.saved
+        place = self.task.place + spans * saved_rows(shape, self.task.count)
+        column_MC = self.tiles.index((ROWS, NUMBERS), 1)
+        numbers_MC = jnp.where(column_MC < NUMBERS // 2, along_rows(best_M, (ROWS, NUMBERS)),
+                               along_rows(total_M, (ROWS, NUMBERS)))  # fmt: skip
+        if shape.latent:  # it has no shared memory left, and all rows of the tile
+            for start, size in parts(shape):
+                saved[pl.ds(place, ROWS), pl.ds(self.columns.start + start, size)] = sum_of(start, size)
+            if self.own == 0:
+                saved[pl.ds(place, ROWS), pl.ds(shape.values, NUMBERS)] = numbers_MC
+            return
+
+        def copy(from_ref, column: int, size: int):
+            def position(p, _):
+                at = (self.tile * shape.positions + p) * shape.group
+                source = from_ref.at[pl.ds(p * shape.group, shape.group)]
+                plgpu.copy_smem_to_gmem(source, saved.at[pl.ds(place + at, shape.group), pl.ds(column, size)])
+
+            plgpu.commit_smem()
+            lax.fori_loop(0, self.count, position, None)
+
+        for start in range(0, shape.values, STAGED):
+            self.tiles.store(shared.sums.at[self.own], sum_of(start, STAGED), False)
+            copy(shared.sums.at[self.own], start, STAGED)
+            if start == 0:
+                self.tiles.store(shared.numbers.at[self.own], numbers_MC, False)
+                copy(shared.numbers.at[self.own], shape.values, NUMBERS)
+            plgpu.wait_smem_to_gmem(0)  # for the next span, the results of this one are there
 
     def finish(self, best_M, total_M, sum_of) -> None:
         """Write the results of the tile, through the shared memory of its queries."""
@@ -229,8 +283,8 @@ class WarpgroupTask:
 
     def write(self, place_ref, swizzled: bool, first: int, best_M, total_M, sum_of) -> None:
         """Write the results of the tile, through shared memory `place_ref` from column `first` on."""
-        shape, out = self.shape, self.outs[-1]
-        total_M = jnp.where(total_M == 0, 1.0, total_M)
+        shape, out = self.shape, self.outs.out
+        total_M = divisor(best_M, total_M, self.sink_M)
         for start, size in parts(shape):
             out_MC = sum_of(start, size) / along_rows(total_M, (ROWS, size))
             place_MC_ref = place_ref.at[:, pl.ds(first + start, size)]
@@ -271,6 +325,11 @@ def by_part(best_M, total_M, sum_MH):
     return best_M, total_M, lambda start, size: lax.slice(sum_MH, (0, start), (ROWS, start + size))
 
 
+def whole(shape: KernelShape, best_M, total_M, sum_of):
+    """A softmax with its whole sum."""
+    return best_M, total_M, sum_of(0, shape.columns)
+
+
 def either(first, one, other):
     """The softmax of `one()` or `other()`; of the sums only the parts that are asked for."""
     best_M, total_M = lax.cond(first, lambda: one()[:2], lambda: other()[:2])
@@ -278,7 +337,10 @@ def either(first, one, other):
 
 
 def merge(before, after):
-    """The softmax of two spans: (largest score, sum of weights, weighted sum of values) of each row."""
+    """The softmax of two spans: (largest score, sum of weights, weighted sum of values) of each row.
+
+    Largest scores are whole numbers: see `WarpgroupTask.block`.
+    """
     best_M = jnp.maximum(before[0], after[0])
     finite_M = jnp.where(best_M == -jnp.inf, 0.0, best_M)
     shrinks = [jnp.exp2(part[0] - finite_M) for part in (before, after)]
@@ -286,9 +348,21 @@ def merge(before, after):
 
     def sum_of(start, size):
         old_MC, new_MC = (
-            part[2](start, size) * along_rows(shrink_M, (ROWS, size))
-            for part, shrink_M in zip((before, after), shrinks, strict=True)
+            spread(shrink_M, found_MC) * found_MC
+            for shrink_M, found_MC in zip(shrinks, (part[2](start, size) for part in (before, after)), strict=True)
         )
         return old_MC + new_MC
 
     return best_M, total_M, sum_of
+
+
+def divisor(best_M, total_M, sink_M):
+    """What sums of values are divided by: the sum of all weights; where there is none the sums are zero."""
+    if sink_M is not None:
+        total_M = total_M + jnp.exp2(sink_M - jnp.where(best_M == -jnp.inf, 0.0, best_M))
+    return jnp.where(total_M == 0, 1.0, total_M)
+
+
+def spread(x_M, like):
+    """One number for each row, or for each number."""
+    return x_M if like.ndim == 1 else along_rows(x_M, like.shape)

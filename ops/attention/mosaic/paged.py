@@ -1,4 +1,4 @@
-"""Attention over pages: plans the tasks, runs them, and merges the spans of contexts that were cut."""
+"""Attention over pages: shares out the work, runs it, and merges the spans of contexts that were cut."""
 
 from typing import Any
 
@@ -6,46 +6,46 @@ import jax
 import jax.numpy as jnp
 
 from ..xla import tiles
-from . import task as sizes
 from .merge import merge_spans
 from .ragged import run_tasks
-from .task import ROWS, Inputs, KernelShape
+from .task import ROWS, Inputs, KernelShape, Plan, Share, saved_rows
+from .tile import LOG2_E
 
 BLOCK = 64  # keys of a block
+A_TASK = 2  # blocks that could be computed while a task begins and ends
+UNEVEN = 8  # shares of whole tasks are taken if the largest is no more than an eighth above the even one
 
 
-def attend(
-    q_TNH, pages, rows, sinks_N, *, window: int | None, scale: float, soft_cap: float | None, values: int | None,
-    processors: int, interpret: Any = None,
-):  # fmt: skip
-    """[T, N, values]; padding rows are zero."""
+def attend(q_TNH, pages, rows, sinks_N, *, interpret: Any = None, **options):
+    """[T, N, values]; padding rows are zero. For the options see `shape_of`."""
+    shape = shape_of(q_TNH, pages, rows, sinks=sinks_N is not None, **options)
+    shared = plan(shape, rows)
+    inputs = Inputs(
+        q_TNH, as_bytes(pages.k_PSKH), as_bytes(pages.v_PSKH), pages.k_scale_PKS, pages.v_scale_PKS,
+        None if sinks_N is None else sinks_N.astype(jnp.float32) * LOG2_E, rows.tables_BM,
+    )  # fmt: skip
+    saved, out_TNH = run_tasks(shape, inputs, shared, interpret=interpret)
+    if shape.cut:
+        out_TNH = merge_spans(shape, saved, out_TNH, inputs.sinks, shared, interpret=interpret)
+    return out_TNH
+
+
+def shape_of(
+    q_TNH, pages, rows, *, window: int | None, scale: float, soft_cap: float | None, values: int | None, sinks: bool,
+    processors: int,
+) -> KernelShape:  # fmt: skip
+    """What the kernels are compiled for, from the shapes of their arrays; `values`: of values within keys (MLA)."""
     T, N, H = q_TNH.shape
     _, S, K, _ = pages.k_PSKH.shape
     B, M = rows.tables_BM.shape
     latent, codes = pages.v_PSKH is None, None if pages.k_scale_PKS is None else str(pages.k_PSKH.dtype)
-    width = values if latent else H
     decodes = T == B  # mostly one row a sequence, and one row a tile
-    spans = -(-M * S // sizes.SPAN) if decodes else 1
-    shape = KernelShape(
-        rows=T, positions=1 if decodes else ROWS // min(N // K, ROWS), heads=N, kv_heads=K, width=H, values=width,
-        latent=latent, page=S, block=BLOCK, codes=codes, tasks=0, processors=processors,
+    return KernelShape(
+        rows=T, positions=1 if decodes else ROWS // min(N // K, ROWS), heads=N, kv_heads=K, width=H,
+        values=values or H, latent=latent, page=S, block=BLOCK, codes=codes, processors=processors,
         warpgroups=2 if latent or not (decodes or codes or H > 128) else 1, window=window, scale=scale,
-        soft_cap=soft_cap, sinks=sinks_N is not None, cut=spans > 1,
+        soft_cap=soft_cap, sinks=sinks, reach=min(M * S, window or M * S),
     )  # fmt: skip
-    tasks_IF, count, tiles_CF = plan(rows, T, shape.positions * shape.tiles, BLOCK, window, spans)
-    shape = shape._replace(tasks=len(tasks_IF))
-    inputs = Inputs(
-        q_TNH, as_bytes(pages.k_PSKH), as_bytes(pages.v_PSKH), pages.k_scale_PKS, pages.v_scale_PKS,
-        None if sinks_N is None else sinks_N.astype(jnp.float32), rows.tables_BM,
-    )  # fmt: skip
-    *left, out_TNH = run_tasks(shape, inputs, tasks_IF, count, interpret=interpret)
-    if shape.cut:
-        merged_TNH = merge_spans(shape, left, inputs.sinks, tiles_CF, q_TNH.dtype, interpret=interpret)
-        row_C, _, spans_C = tiles_CF.T
-        several_T = jnp.zeros(T, bool).at[row_C].set(spans_C > 1, mode="drop")
-        out_TNH = jnp.where(several_T[:, None, None], merged_TNH, out_TNH)
-    owned_T = jnp.arange(T) < rows.starts_B1[-1]
-    return jnp.where(owned_T[:, None, None], out_TNH, 0)
 
 
 def as_bytes(pages):
@@ -53,29 +53,76 @@ def as_bytes(pages):
     return jax.lax.bitcast_convert_type(pages, jnp.int8) if pages is not None and pages.dtype.itemsize == 1 else pages
 
 
-def plan(rows, T: int, positions: int, block: int, window: int | None, spans: int):
-    """(tasks, their number, and for each tile its row, its first task and its number of tasks)."""
-    row_CQ, seq_C, valid_CQ = tiles(rows.starts_B1, T, positions)
+def plan(shape: KernelShape, rows) -> Plan:
+    """Tiles, and an even share of their blocks for each processor. C tiles, R shares and one more."""
+    T, J = shape.rows, shape.block
+    starts, each = stretches(shape, rows)
+    row_CQ, piece_C, valid_CQ = tiles(starts, T, shape.positions * shape.tiles)
     row_C, count_C = row_CQ[:, 0], jnp.sum(valid_CQ, axis=1, dtype=jnp.int32)
     position_C = rows.positions_T[jnp.minimum(row_C, T - 1)]
-    last_C = (position_C + count_C - 1) // block
-    oldest_C = jnp.zeros_like(position_C) if window is None else jnp.maximum(position_C - window + 1, 0)
-    first_C = oldest_C // block
-    a_span = sizes.SPAN // block
-    spans_C = last_C // a_span - first_C // a_span + 1 if spans > 1 else jnp.ones_like(last_C)
-    spans_C = jnp.where(count_C > 0, spans_C, 0)
-    end_C = jnp.cumsum(spans_C)
-    C = row_C.shape[0]
-    task_I = jnp.arange(C * spans)
-    tile_I = jnp.minimum(jnp.searchsorted(end_C, task_I, side="right", method="compare_all"), C - 1)
-    begin_C = end_C - spans_C
-    if spans > 1:
-        span_I = first_C[tile_I] // a_span + task_I - begin_C[tile_I]
-        first_I = jnp.maximum(first_C[tile_I], span_I * a_span)
-        last_I = jnp.minimum(last_C[tile_I], span_I * a_span + a_span - 1)
-    else:
-        first_I, last_I = first_C[tile_I], last_C[tile_I]
-    alone_I = spans_C[tile_I] == 1
-    fields = row_C[tile_I], count_C[tile_I], seq_C[tile_I], position_C[tile_I], first_I, last_I, task_I, alone_I
-    tasks_IF, tiles_CF = (jnp.stack(x, axis=1).astype(jnp.int32) for x in (fields, (row_C, begin_C, spans_C)))
-    return tasks_IF, end_C[-1:].astype(jnp.int32), tiles_CF
+    last_C = (position_C + count_C - 1) // J
+    oldest_C = jnp.zeros_like(position_C) if shape.window is None else jnp.maximum(position_C - shape.window + 1, 0)
+    first_C, span_C = oldest_C // J, span_blocks(shape, position_C)
+    there_C = count_C > 0
+    fields = row_C, count_C, piece_C // each, position_C, first_C, last_C, span_C
+    tiles_CF = jnp.stack(fields, axis=1).astype(jnp.int32)
+    cost_C = jnp.where(there_C, last_C - first_C + 1 + A_TASK, 0)
+    shares_RF = shares(shape, tiles_CF, cost_C, jnp.sum(there_C, dtype=jnp.int32))
+    return Plan(tiles_CF, shares_RF, rows.starts_B1[-1:])
+
+
+def stretches(shape: KernelShape, rows):
+    """(starts of pieces of sequences, pieces of each): where spans may become longer, a tile ends."""
+    each = -(-shape.rows // shape.stretch) + 1 if shape.reach > shape.stretch else 1
+    start_B, end_B = rows.starts_B1[:-1], rows.starts_B1[1:]
+    left_B = shape.stretch - rows.positions_T[jnp.minimum(start_B, shape.rows - 1)] % shape.stretch
+    more = [jnp.minimum(start_B + left_B + n * shape.stretch, end_B) for n in range(each - 1)]
+    starts = jnp.stack([start_B, *more], axis=1).reshape(-1)
+    return jnp.concatenate([starts, rows.starts_B1[-1:]]), each
+
+
+def span_blocks(shape: KernelShape, position_C):
+    """Blocks of the spans of a tile: from how many keys its rows see, and from nothing else."""
+    stretch_C = position_C // shape.stretch
+    if shape.window is not None:
+        stretch_C = jnp.minimum(stretch_C, (shape.window - 1) // shape.stretch)
+    blocks_C, most = jnp.full_like(position_C, shape.span), -(-shape.reach // shape.stretch)
+    for doubling in range((most - 1).bit_length()):
+        blocks_C = jnp.where(stretch_C >= 1 << doubling, 2 * blocks_C, blocks_C)
+    return blocks_C
+
+
+def shares(shape: KernelShape, tiles_CF, cost_C, count):
+    """A `Share` for the beginning of each processor's share, and for the end of all: [processors + 1, fields]."""
+    R, parts = shape.processors, shape.parts
+    end_C = jnp.cumsum(cost_C) * parts
+    total = end_C[-1]
+    begin_R = jnp.arange(R)
+    begin_R = begin_R * (total // R) + begin_R * (total % R) // R
+    tile_R = jnp.minimum(jnp.searchsorted(end_C, begin_R, side="right", method="compare_all"), cost_C.shape[0] - 1)
+    _, positions_R, _, _, first_R, last_R, span_R = tiles_CF[tile_R].T
+    cost_R = jnp.maximum(cost_C[tile_R], 1)
+    before_R = end_C[tile_R] - cost_R * parts
+    part_R, inside_R = (begin_R - before_R) // cost_R, (begin_R - before_R) % cost_R
+    unit_R, later_R = tile_R * parts + part_R, 2 * inside_R >= cost_R
+    whole_R = before_R + (part_R + later_R) * cost_R  # what comes before, if the nearest whole task begins the share
+    uneven = jnp.max(jnp.append(whole_R[1:], total) - whole_R) > total // R + total // (R * UNEVEN)
+    first_span_R, last_span_R = first_R // span_R, last_R // span_R
+    spans_R = last_span_R - first_span_R + 1
+    before_R = jnp.clip((first_R + inside_R + span_R // 2) // span_R - first_span_R, 0, spans_R)
+    before_R = jnp.where(inside_R == 0, 0, before_R)  # a first span that a window begins may be less than half of one
+    inner_R = (before_R > 0) & (before_R < spans_R)
+    cut_R = inner_R & uneven & shape.cut
+    if shape.latent:
+        cut_R &= positions_R == 1  # those of several positions would write the rows that do not count, too
+    same_R = jnp.append(False, cut_R[:-1] & (unit_R[:-1] == unit_R[1:])) & cut_R
+    rows_R = spans_R * saved_rows(shape, positions_R)
+    place_R = jnp.cumsum(jnp.where(cut_R & ~same_R, rows_R, 0)) - rows_R
+    cut_R &= place_R + rows_R <= shape.places
+    later_R = jnp.where(uneven & ~inner_R, before_R == spans_R, later_R & ~cut_R)
+    found = Share(
+        unit_R + later_R, jnp.where(cut_R, before_R, 0), jnp.where(cut_R, place_R, 0),
+        jnp.where(cut_R & ~same_R, spans_R, 0),
+    )  # fmt: skip
+    end = Share(count * parts, *[jnp.int32(0)] * 3)
+    return jnp.stack([jnp.append(*x) for x in zip(found, end, strict=True)], axis=1).astype(jnp.int32)

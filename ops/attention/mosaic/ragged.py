@@ -1,13 +1,13 @@
 """Attention of rows over pages, tile by tile: a producer copies pages, the other warpgroups multiply.
 
 A tile is up to 64 rows of one sequence and one KV head: some positions, each with all query heads that share the head.
-Keys come in blocks. The softmax of every `SPAN` keys is computed by itself and then merged into that of the spans
-before. So a long context can be cut at spans and given to several processors, and a row's bits are the same whichever
+Keys come in blocks. The softmax of each span of keys is computed by itself and then merged into that of the spans
+before. So a context can be cut at spans and given to several processors, and a row's bits are the same whichever
 processor computes it and whatever else is in the batch.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .fetch import fetch_all
 from .multiply import multiply
 from .shared import SharedMemory, shared_types
-from .task import ROWS, Inputs, KernelShape, each_task
+from .task import ROWS, Inputs, KernelShape, Plan, each_task
 from .tile import Tiles
 
 
-def run_tasks(shape: KernelShape, inputs: Inputs, tasks_IF, count, *, interpret: Any = None):
-    """(sums, weights, maxima, results [T, N, values]); the first three are scratch unless spans are cut."""
+class Outputs(NamedTuple):
+    """References in the card's memory."""
+
+    saved: Any  # [places, saved_width]: the softmax of each span of a context that is cut
+    out: Any  # [T, N, values]
+    sums: Any = None  # of each multiplying warpgroup, between spans, where its registers do not hold them
+    totals: Any = None
+    bests: Any = None
+
+
+def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any = None):
+    """(saved spans, results). Rows of contexts that are cut are undefined, and padding rows are zero."""
     tiles, dtype = Tiles(interpret is not None), inputs.q.dtype
-    places = shape.tasks * shape.parts if shape.cut else shape.processors * shape.warpgroups
-    out = [jax.ShapeDtypeStruct((places, ROWS, shape.values if shape.cut else shape.columns), jnp.float32)]
-    out += [jax.ShapeDtypeStruct((places, ROWS), jnp.float32)] * 2
-    out.append(jax.ShapeDtypeStruct((shape.rows, shape.heads, shape.values), dtype))
+    out = [
+        jax.ShapeDtypeStruct((shape.places, shape.saved_width), jnp.float32),
+        jax.ShapeDtypeStruct((shape.rows, shape.heads, shape.values), dtype),
+    ]
+    if not shape.held:
+        own = shape.processors * shape.warpgroups, ROWS
+        out += [jax.ShapeDtypeStruct((*own, *size), jnp.float32) for size in ((shape.columns,), (), ())]
     kernel = plgpu.kernel(
         functools.partial(run, shape, tiles, [name for name, x in inputs._asdict().items() if x is not None]),
         out_type=out,
@@ -40,23 +53,41 @@ def run_tasks(shape: KernelShape, inputs: Inputs, tasks_IF, count, *, interpret:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(*(x for x in inputs if x is not None), tasks_IF, count)
+    return kernel(*(x for x in inputs if x is not None), *plan)[:2]
 
 
 def run(shape: KernelShape, tiles: Tiles, names, *refs, **scratch):
     """What one processor does with its share of the tasks."""
     inputs = Inputs(**{**dict.fromkeys(Inputs._fields), **dict(zip(names, refs, strict=False))})
-    tasks, count, *outs = refs[len(names) :]
+    first, last = len(names), len(names) + len(Plan._fields)
+    plan, outs = Plan(*refs[first:last]), Outputs(*refs[last:])
     shared, part = SharedMemory(**scratch), lax.axis_index("part")
 
     @pl.when(part == shape.warpgroups)
     def _():
-        plgpu.set_max_registers(40 if shape.warpgroups > 1 else 56, action="decrease")
-        fetch_all(shape, inputs, shared, tasks, count[0])
+        plgpu.set_max_registers(shape.registers[0], action="decrease")
+        fetch_all(shape, inputs, shared, plan)
 
     for own in range(shape.warpgroups):
 
         @pl.when(part == own)
         def _(own=own):
-            plgpu.set_max_registers(232 if shape.warpgroups > 1 else 256, action="increase")
-            each_task(shape, tasks, count[0], functools.partial(multiply, shape, tiles, inputs, shared, outs, own))
+            plgpu.set_max_registers(shape.registers[1], action="increase")
+            each_task(shape, plan, functools.partial(multiply, shape, tiles, inputs, shared, outs, own))
+            if own == 0:
+                clear(shape, tiles, plan, outs.out)
+
+
+def clear(shape: KernelShape, tiles: Tiles, plan: Plan, out) -> None:
+    """Zero this processor's share of the padding rows."""
+    zeros_M = tiles.full((ROWS,), 0.0).astype(out.dtype)
+    owned = plan.owned_1[0] + lax.axis_index("processor")
+    left = shape.rows - owned + shape.processors - 1
+    trips = jnp.maximum(lax.div(left, jnp.int32(shape.processors)), 0) * shape.heads
+
+    def zero(n, _):
+        row, head = owned + lax.div(n, jnp.int32(shape.heads)) * shape.processors, lax.rem(n, jnp.int32(shape.heads))
+        for column in range(0, shape.values, ROWS):
+            out[row, head, pl.ds(column, ROWS)] = zeros_M
+
+    lax.fori_loop(0, trips, zero, None)

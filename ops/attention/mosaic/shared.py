@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .task import ROWS, KernelShape
+from .task import NUMBERS, ROWS, STAGED, KernelShape
 
 
 class SharedMemory(NamedTuple):
@@ -26,6 +26,8 @@ class SharedMemory(NamedTuple):
     k_tile: Any = None  # a decoded block
     v_tile: Any = None
     together: Any = None  # where warpgroups wait for each other
+    sums: Any = None  # some columns of a span that is saved, of each warpgroup
+    numbers: Any = None  # its largest score and its sum of weights
 
 
 def shared_types(shape: KernelShape, dtype) -> dict[str, Any]:
@@ -54,6 +56,9 @@ def shared_types(shape: KernelShape, dtype) -> dict[str, Any]:
     if coded:
         scales, tile = plgpu.SMEM((stages, J), jnp.float32), plgpu.SMEM((1, J, H), dtype, transforms=swizzled)
         found |= {"k_scale": scales, "v_scale": scales, "k_tile": tile, "v_tile": tile}
+    if shape.staged:
+        for name, columns in (("sums", STAGED), ("numbers", NUMBERS)):
+            found[name] = plgpu.SMEM((shape.warpgroups, ROWS, columns), jnp.float32)
     if shape.warpgroups > 1:
         found["together"] = plgpu.Barrier(num_arrivals=shape.warpgroups)
     return found

@@ -6,7 +6,11 @@ import jax.numpy as jnp
 from jax import lax
 
 ROWS = 64  # of a tile: as many as one warpgroup multiplies at once
-SPAN = 4096  # keys whose softmax is computed by itself
+SPAN = 256  # keys whose softmax is computed by itself: so many at least
+SPANS = 64  # of a row; where it sees more keys, spans are twice as long, and so on
+SCRATCH = 64 << 20  # bytes for the spans of contexts that are cut
+NUMBERS = 8  # columns of a saved span after those of its sum: four with the largest score, four with the sum of weights
+STAGED = 32  # columns that are saved at once
 MEMORY = 227 << 10  # bytes of shared memory that a kernel can use
 SMALL = 5120  # bytes of it for barriers, and for the gaps between arrays
 
@@ -24,14 +28,13 @@ class KernelShape(NamedTuple):
     page: int  # positions of a page
     block: int  # keys of a block
     codes: str | None  # the dtype of the pages where they hold eight bits
-    tasks: int
     processors: int
     warpgroups: int  # that multiply
     window: int | None
     scale: float
     soft_cap: float | None
     sinks: bool
-    cut: bool  # each span is a task, and those of a tile are merged afterwards
+    reach: int  # keys that a row can see
 
     @property
     def group(self) -> int:
@@ -66,18 +69,75 @@ class KernelShape(NamedTuple):
     @property
     def in_registers(self) -> bool:
         """Whether queries are operands in registers: for wider heads there are not enough registers beside the sums."""
-        return self.width <= 128
+        return self.width <= 64
+
+    @property
+    def held(self) -> bool:
+        """Whether the spans before are in registers beside the span that is computed, or in the card's memory."""
+        return self.columns <= 128
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that copies, and of one that multiplies; two warpgroups that do share what there is."""
+        if self.warpgroups == 1:
+            return 56, 256
+        return (40, 232) if self.columns > 64 else (72, 216)
+
+    @property
+    def span(self) -> int:
+        """Blocks of the shortest spans: twice as many where merging them takes longer."""
+        return (SPAN if self.held else 2 * SPAN) // self.block
+
+    @property
+    def stretch(self) -> int:
+        """Positions of which each sees as few keys as the shortest spans are for; also each next such stretch."""
+        return self.span * self.block * SPANS
+
+    @property
+    def cut(self) -> bool:
+        """Whether the context of a tile can be cut."""
+        return self.reach > 2 * self.span * self.block
+
+    @property
+    def spans(self) -> int:
+        """Of a tile, at most: at its ends a window can see parts of spans."""
+        seen = self.reach + self.positions * self.tiles
+        return min(-(-seen // (self.span * self.block)), SPANS) + 1
+
+    @property
+    def task_rows(self) -> int:
+        """Rows of a task; those of a tile that warpgroups share are saved as they lie."""
+        return ROWS if self.latent else self.positions * self.tiles * self.group
+
+    @property
+    def saved_width(self) -> int:
+        return self.values + NUMBERS
+
+    @property
+    def places(self) -> int:
+        """Rows of spans that can be saved: those of one task for each processor, as far as memory is given."""
+        if not self.cut:
+            return 1
+        cut = min(self.parts * self.rows, self.processors - 1)
+        return max(min(cut * self.spans * self.task_rows, SCRATCH // (4 * self.saved_width)), 1)
+
+    @property
+    def staged(self) -> bool:
+        """Whether saved sums pass through shared memory, so that only the rows that count are written."""
+        return self.cut and not self.latent
 
     @property
     def stages(self) -> int:
         """Blocks that are in shared memory at once: as many as fit beside the queries and the decoded block."""
         kinds = 1 if self.latent else 2
         block = self.block * self.width * kinds
-        queries = 2 * ROWS * self.width * self.tiles * (1 if self.in_registers or self.straight else 2)
+        taken = 2 * ROWS * self.width * self.tiles * (1 if self.in_registers or self.straight else 2)
+        if self.staged:
+            taken += 4 * ROWS * (STAGED + NUMBERS) * self.warpgroups
         if self.codes is None:
-            return min((MEMORY - SMALL - queries) // (2 * block), 8)
+            return min((MEMORY - SMALL - taken) // (2 * block), 8)
         scales = 4 * self.block * kinds
-        return min((MEMORY - SMALL - queries - 2 * block) // (block + scales), 8)
+        return min((MEMORY - SMALL - taken - 2 * block) // (block + scales), 8)
 
 
 class Inputs(NamedTuple):
@@ -90,7 +150,21 @@ class Inputs(NamedTuple):
     tables: Any
 
 
-NUM_FIELDS = 8  # of a task in the GPU's memory: from `row` to `alone`
+class Plan(NamedTuple):
+    """Who computes what: tiles in order, each for every part of its heads, are shared out among the processors."""
+
+    tiles_CF: Any  # row, count, seq, position, first, last, span of each tile: see `Task`
+    shares_RF: Any  # where each processor's share begins, and where the last one ends: see `Share`
+    owned_1: Any  # rows that are not padding
+
+
+class Share(NamedTuple):
+    """A place in all work."""
+
+    unit: Any  # tile * parts + part
+    spans: Any  # of it that come before
+    place: Any  # where the first span of this unit is saved, if it is cut
+    merged: Any  # spans to be merged here, if this is the first cut of its unit
 
 
 class Task(NamedTuple):
@@ -103,32 +177,37 @@ class Task(NamedTuple):
     position: Any  # of the first row
     first: Any
     last: Any
-    place: Any  # where the softmax of a cut context is saved
-    alone: Any  # 1: the tile has no other span
+    span: Any  # its blocks
     part: Any  # which of each position's tiles
+    place: Any  # where the first of its spans is saved; -1: nothing is, since the task is whole
 
     def kv_head(self, shape: KernelShape):
         return lax.div(self.part * shape.group, jnp.int32(shape.heads // shape.kv_heads))
 
 
-def each_task(shape: KernelShape, tasks, count, do):
+def each_task(shape: KernelShape, plan: Plan, do):
     """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which counts blocks."""
+    parts, processor = jnp.int32(shape.parts), lax.axis_index("processor")
+    begin, end = (Share(*[plan.shares_RF[processor + n, f] for f in range(len(Share._fields))]) for n in (0, 1))
 
-    def run(n, i, part, step):
-        fields = [tasks[i, field] for field in range(NUM_FIELDS)]
-        return do(Task(n, *fields, part), step)
+    def run(unit, step):
+        tile = lax.div(unit, parts)
+        row, count, seq, position, first, last, span = (plan.tiles_CF[tile, f] for f in range(7))
+        cut_before = (unit == begin.unit) & (begin.spans > 0)
+        cut_after = (unit == end.unit) & (end.spans > 0)
+        first_span = lax.div(first, span)
+        start = jnp.where(cut_before, (first_span + begin.spans) * span, first)
+        stop = jnp.where(cut_after, (first_span + end.spans) * span - 1, last)
+        saved = begin.place + begin.spans * saved_rows(shape, count)
+        place = jnp.where(cut_before, saved, jnp.where(cut_after, end.place, jnp.int32(-1)))
+        part = lax.rem(unit, parts)
+        return do(Task(unit - begin.unit, row, count, seq, position, start, stop, span, part, place), step)
 
-    return each_part(shape, count, run, jnp.int32(0))
+    stop = end.unit + jnp.where(end.spans > 0, jnp.int32(1), jnp.int32(0))
+    nothing = (begin.unit == end.unit) & (begin.spans == end.spans)
+    return lax.fori_loop(begin.unit, jnp.where(nothing, begin.unit, stop), run, jnp.int32(0))
 
 
-def each_part(shape: KernelShape, count, do, carry):
-    """Calls `do(n, i, part, carry) -> carry` for this processor's share of `count` items, each of several parts."""
-    processors, work = jnp.int32(shape.processors), count * shape.parts
-    mine = lax.axis_index("processor")
-
-    def body(n, carry):
-        at = mine + n * processors
-        return do(n, lax.div(at, jnp.int32(shape.parts)), lax.rem(at, jnp.int32(shape.parts)), carry)
-
-    trips = lax.div(work - mine + processors - 1, processors)
-    return lax.fori_loop(0, jnp.maximum(trips, 0), body, carry)
+def saved_rows(shape: KernelShape, count):
+    """Rows that are saved of each span of a task of so many positions."""
+    return jnp.int32(ROWS) if shape.latent else count * shape.group

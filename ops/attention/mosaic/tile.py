@@ -30,6 +30,15 @@ class Tiles:
         """One number for each column."""
         return self.load_as(ref, plgpu.Layout.WGMMA.reduce(0))
 
+    def load_line(self, ref):
+        """64, or a multiple of 128, numbers side by side."""
+        return self.load_as(ref, line(ref.shape[0]))
+
+    def full_line(self, size: int, value):
+        """As many of one number."""
+        found = jnp.full((size,), value, jnp.float32)
+        return found if self.interpreted else plgpu.layout_cast(found, line(size))
+
     def load_as(self, ref, layout, optimized: bool = False):
         if self.interpreted:
             return ref[...]
@@ -108,6 +117,11 @@ class Tiles:
             plgpu.wgmma(sum_ref, p_MJ, v_JH_ref)
 
         return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sum_MH))
+
+
+def line(size: int):
+    """The layout of numbers side by side."""
+    return plgpu.Layout.WGMMA.reduce(1) if size == 64 else plgpu.Layout.WG_STRIDED((size,), min(size // 128, 4))
 
 
 def along_rows(x_M, shape):

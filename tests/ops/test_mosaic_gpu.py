@@ -34,6 +34,7 @@ def mixed(**more) -> Shape:
 
 CASES = {  # each value of each parameter beside several of the others
     "decoding": (decoding(), DECODE),
+    "decoding, cut": (decoding(K=1, T=1, B=1, sinks=True), [Sequence(77, 133, 1)]),
     "decoding, a window": (decoding(K=1, window=40, sinks=True, soft_cap=3.0), DECODE),
     "decoding, MHA": (decoding(K=3, G=1, soft_cap=3.0), DECODE),
     "decoding, MQA": (decoding(K=1, G=8, H=128, S=32), DECODE),
@@ -55,8 +56,8 @@ CASES = {  # each value of each parameter beside several of the others
 }
 
 QUICK = [
-    "decoding, a window", "decoding, int8", "decoding, float8", "decoding, latent", "mixed, int8", "mixed, latent",
-    "mixed, a window",
+    "decoding, cut", "decoding, a window", "decoding, int8", "decoding, float8", "decoding, latent", "mixed, int8",
+    "mixed, latent", "mixed, a window",
 ]  # fmt: skip
 
 
@@ -97,6 +98,7 @@ def test_the_same_bits_in_any_step(more):
     compare(20, 2, 130, 4, [Sequence(3, 60, 7)])
     compare(1, 1, 133, 1, [])
     compare(4, 4, 137, 1, DECODE[:2])
+    compare(6, 6, 133, 1, [Sequence(other, 130, 1) for other in range(5)])  # even shares, so that no context is cut
 
 
 # What is lowered for a device, at the sizes that are served.

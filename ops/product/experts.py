@@ -19,8 +19,8 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
         raise NotImplementedError("experts must be two products, and not a function")
     up, down = prepare.matrix(expert.up_EDGF), prepare.matrix(expert.down_EFD)
     (E, _, _, F), D = up.array.shape, x_TD.shape[1]
-    prepare.require(x_TD, up.array, D, F, None if expert.clamp is not None else expert.activation)
-    prepare.require(x_TD, down.array, F, D)
+    prepare.require(x_TD, up, D, F, None if expert.clamp is not None else expert.activation)
+    prepare.require(x_TD, down, F, D)
     T, X = experts_TX.shape
     rows = prepare.block_rows(-(-T * X // num_experts))
     blocks = align(experts_TX, weights_TX, num_experts, rows)
@@ -35,7 +35,7 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
         shape = ProductShape(
             blocks=most_blocks(T * X, num_experts, rows), rows=rows, experts=E, inputs=inputs, outputs=outputs,
             parts=parts, processors=processors, out_dtype=dtype, bias=bias is not None, weighed=scale_P is not None,
-            coded=matrix.scale is not None, group=matrix.group, rounded=matrix.rounded, **more,
+            codes=matrix.codes, group=matrix.group, rounded=matrix.rounded, **more,
         )  # fmt: skip
         stack = stack.reshape(E, -1, parts, outputs)
         scales = matrix.scales(E, parts, outputs) | {"row_scale": row_scale_P}

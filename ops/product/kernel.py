@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..activation import combine
 from ..attention.mosaic.tile import Tiles, along_columns, along_rows
-from ..quant.int4 import MIDDLE
+from .decode import decode_bytes, decode_packed
 from .shape import DECODED, FEATURES, Operands, ProductShape, Task, each_task
 
 
@@ -30,17 +30,17 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
     piece = (FEATURES, shape.step) if shape.turned else (shape.step, FEATURES)
     coded = (plgpu.TilingTransform((8, FEATURES)), plgpu.SwizzleTransform(FEATURES))
     more = {}
-    if shape.coded:
+    if shape.codes:
         more["decoded_ref"] = plgpu.SMEM((DECODED, pieces, *piece), dtype, transforms=swizzled)
-    if shape.group:
+    if shape.packed:
         piece = shape.step // 2, FEATURES
-        more["scale_ref"] = plgpu.SMEM((stages, pieces, shape.groups, FEATURES), jnp.float16)
+        more["scale_ref"] = plgpu.SMEM((stages, pieces, shape.groups, FEATURES), operands.group_scale.dtype)
     kernel = plgpu.kernel(
         functools.partial(run, shape, Tiles(interpret is not None), names),
         out_type=jax.ShapeDtypeStruct((shape.blocks * shape.rows, shape.outputs), shape.out_dtype),
         scratch_types={
             "w_ref": plgpu.SMEM(
-                (stages, pieces, *piece), operands.weight.dtype, transforms=coded if shape.coded else swizzled
+                (stages, pieces, *piece), operands.weight.dtype, transforms=coded if shape.codes else swizzled
             ),
             "x_ref": plgpu.SMEM((stages, shape.rows, shape.step), dtype, transforms=swizzled),
             "out_ref": plgpu.SMEM(
@@ -49,7 +49,7 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
                 transforms=(plgpu.TilingTransform((8, out_line)), plgpu.SwizzleTransform(128)),
             ),
             **more,
-            "here": plgpu.Barrier(num_arrivals=1 + (2 if shape.group else 1) * pieces, num_barriers=stages),
+            "here": plgpu.Barrier(num_arrivals=1 + (2 if shape.packed else 1) * pieces, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=stages),
         },
         grid=(shape.processors,),
@@ -93,7 +93,7 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
                 plgpu.barrier_wait(shared["free"].at[slot])
 
             inputs, here = pl.ds(k * shape.step, shape.step), shared["here"].at[slot]
-            stored = pl.ds(k * (shape.step // 2), shape.step // 2) if shape.group else inputs
+            stored = packed_at(shape, k, 2) if shape.packed else inputs
             rows = operands.x.at[pl.ds(task.row, shape.rows), inputs]
             plgpu.copy_gmem_to_smem(rows, shared["x_ref"].at[slot], here)
             for place in range(shape.warpgroups * shape.parts):
@@ -101,8 +101,8 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
                 features = pl.ds(task.feature + own * FEATURES, FEATURES)
                 at = (features, inputs) if shape.turned else (stored, part, features)
                 plgpu.copy_gmem_to_smem(operands.weight.at[task.expert, *at], shared["w_ref"].at[slot, place], here)
-                if shape.group:
-                    groups = pl.ds(k * shape.groups, shape.groups)
+                if shape.packed:
+                    groups = packed_at(shape, k, shape.group)
                     scales = operands.group_scale.at[task.expert, groups, part, features]
                     plgpu.copy_gmem_to_smem(scales, shared["scale_ref"].at[slot, place], here)
             return step + 1
@@ -117,6 +117,14 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
             plgpu.barrier_wait(shared["free"].at[slot])
 
 
+def packed_at(shape: ProductShape, k, each: int):
+    """Where a step of codes of four bits lies along an axis that has one place for so many inputs."""
+    at = k * (shape.step // each)
+    if shape.again:
+        at = jnp.where(k == shape.steps - 1, (shape.inputs - shape.step) // each, at)
+    return pl.ds(at, shape.step // each)
+
+
 def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, own: int, task: Task, step):
     """One warpgroup's part of a task. Returns `step`, the number of copies so far."""
     stages = jnp.int32(shape.stages)
@@ -126,14 +134,15 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
         slot = lax.rem(step, stages)
         plgpu.barrier_wait(shared["here"].at[slot])
         weights = [shared["w_ref"].at[slot, own * shape.parts + p] for p in range(shape.parts)]
-        if shape.coded:
+        if shape.codes:
             codes, at = weights, lax.rem(step, jnp.int32(DECODED))
             weights = [shared["decoded_ref"].at[at, own * shape.parts + p] for p in range(shape.parts)]
             for p, (codes_ref, w_ref) in enumerate(zip(codes, weights, strict=True)):
-                if shape.group:
-                    decode_packed(tiles, codes_ref, shared["scale_ref"].at[slot, own * shape.parts + p], w_ref)
+                if shape.packed:
+                    scale_ref = shared["scale_ref"].at[slot, own * shape.parts + p]
+                    decode_packed(shape.codes, tiles, codes_ref, scale_ref, w_ref)
                 else:
-                    decode(tiles, codes_ref, w_ref)
+                    decode_bytes(shape.codes, tiles, codes_ref, w_ref)
         return weights, shared["x_ref"].at[slot]
 
     def free(step):
@@ -175,24 +184,6 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
     return step + shape.steps
 
 
-def decode(tiles: Tiles, codes_KF_ref, w_KF_ref) -> None:
-    """A step's codes as bfloat16, which holds each exactly."""
-    for k in range(0, codes_KF_ref.shape[0], FEATURES):
-        inputs = pl.ds(k, FEATURES)
-        tiles.decode("int8", codes_KF_ref.at[inputs], w_KF_ref.at[inputs])
-
-
-def decode_packed(tiles: Tiles, codes_KF_ref, scale_GF_ref, w_KF_ref) -> None:
-    """A step's codes of four bits as bfloat16: the even inputs, and then the odd ones."""
-    half = codes_KF_ref.shape[0]
-    codes_KF = tiles.load_as(codes_KF_ref, plgpu.Layout.WGMMA_UPCAST_2X, True).astype(jnp.int32)
-    scale_KF = tiles.spread(scale_GF_ref, half)
-    for place, code_KF in enumerate((codes_KF & 15, codes_KF >> 4)):
-        numbers_KF = (code_KF.astype(jnp.float32) - MIDDLE) * scale_KF
-        w_KF_ref[pl.ds(place * half, half)] = numbers_KF.astype(w_KF_ref.dtype)
-    plgpu.commit_smem()
-
-
 def sum_in_order(total_FN, w_FK, x_NK):
     """total + w @ x.T for the interpreter, where a product's order could depend on its sizes: the GPU's does not."""
     N, K = x_NK.shape
@@ -207,7 +198,7 @@ def write(shape: ProductShape, tiles: Tiles, operands: Operands, out_ref, out, t
     """What comes after the sums, and their way to the card's memory."""
     parts = []
     for part, y_FN in enumerate(sums):
-        if shape.coded and not shape.group:
+        if shape.codes and not shape.packed:
             scale_F = tiles.load_rows(operands.output_scale.at[task.expert, part, pl.ds(feature, FEATURES)])
             y_FN = y_FN * along_rows(scale_F, y_FN.shape)
         if shape.rounded:

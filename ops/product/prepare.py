@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from ..attention import mosaic_gpu
 from ..quant.int4 import Int4
 from ..quant.int8 import Int8
+from ..quant.mxfp4 import BLOCK, Mxfp4
 from ..quant.stack import Stack
 from ..rounding import round_rows
 from .gate import require_trial
-from .shape import FEATURES, PACKED, Operands, ProductShape
+from .shape import FEATURES, FOUR_BITS, PACKED, Operands, ProductShape
 
 BLOCKS = 16, 32, 64, 128  # rows of a block
 ACTIVATIONS = "silu", "gelu_tanh", "relu"
@@ -30,15 +31,17 @@ def processors(interpret: Any) -> int:
     return mosaic_gpu.num_processors()
 
 
-def require(x, weight, inputs: int, outputs: int, activation: str | None = None) -> None:
+def require(x, matrix: "Matrix", inputs: int, outputs: int, activation: str | None = None) -> None:
     """Declines what the kernel cannot serve, with all that stands against it."""
     reasons = []
     if x.dtype != jnp.bfloat16:
         reasons.append(f"rows must be bfloat16, not {x.dtype}")
-    if weight.dtype not in (jnp.bfloat16, jnp.int8, jnp.uint8):
-        reasons.append(f"weights must be bfloat16, int8 or int4, not {weight.dtype}")
+    if matrix.codes is None and matrix.array.dtype != jnp.bfloat16:
+        reasons.append(f"weights must be bfloat16 or codes, not {matrix.array.dtype}")
     if inputs % FEATURES or outputs % FEATURES:
         reasons.append(f"inputs and outputs must divide by {FEATURES}, and are {inputs} and {outputs}")
+    elif matrix.group and (inputs < PACKED or inputs % matrix.group):
+        reasons.append(f"inputs must be {PACKED} or more and divide by the group of {matrix.group}, and are {inputs}")
     if activation is not None and activation not in ACTIVATIONS:
         reasons.append(f"the activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     if reasons:
@@ -58,9 +61,10 @@ class Matrix(NamedTuple):
     """A weight, or a stack of them, whichever form it is kept in."""
 
     array: Any  # bfloat16, or codes
+    codes: str | None = None  # as in `ProductShape`, and so are `group` and `rounded`
     scale: Any = None  # of the codes: one for each output, or for each group and output
-    rounded: bool = False  # the rows that meet it become codes too
-    group: int = 0  # inputs that share a scale of codes of four bits, two a byte
+    group: int = 0
+    rounded: bool = False
 
     def scales(self, experts: int, parts: int, outputs: int) -> dict[str, Any]:
         """The operand that its scales are."""
@@ -76,11 +80,13 @@ def matrix(weight) -> Matrix:
     if isinstance(weight, Stack):
         weight = weight.each
     if isinstance(weight, Int8):
-        return Matrix(weight.codes, weight.scale, weight.dynamic)
+        return Matrix(weight.codes, "int8", weight.scale, rounded=weight.dynamic)
     if isinstance(weight, Int4):
         return packed(weight)
+    if isinstance(weight, Mxfp4):
+        return Matrix(weight.blocks, "float4", weight.scales, BLOCK)
     if not hasattr(weight, "dtype"):
-        raise NotImplementedError(f"weights must be arrays, int8 or int4, not {type(weight).__name__}")
+        raise NotImplementedError(f"weights must be arrays, int8, int4 or MXFP4, not {type(weight).__name__}")
     return Matrix(weight)
 
 
@@ -88,20 +94,26 @@ def packed(weight: Int4) -> Matrix:
     """Codes of four bits, or a stack of them, with the axes of their outputs."""
     if weight.zero is not None:
         raise NotImplementedError("weights of int4 must have no zero points")
-    if math.prod(weight.into) % PACKED:
-        raise NotImplementedError(f"inputs of int4 must divide by {PACKED}, and are {math.prod(weight.into)}")
     codes, scale = (array.reshape(*array.shape[:-1], *weight.out) for array in (weight.codes, weight.scale))
-    return Matrix(codes, scale, group=weight.group)
+    return Matrix(codes, "int4", scale, weight.group)
 
 
 def meeting_rows(x_PK, matrix: Matrix):
     """The rows as the kernel takes them, and the scale of each if they are rounded: bfloat16 holds codes exactly."""
-    if matrix.group:  # in the order in which it decodes the inputs
-        P, K = x_PK.shape
-        return x_PK.reshape(P, K // PACKED, PACKED // 2, 2).swapaxes(2, 3).reshape(P, K), None
+    if matrix.codes in FOUR_BITS:
+        return in_order(x_PK), None
     if not matrix.rounded:
         return x_PK, None
     return round_rows(x_PK)
+
+
+def in_order(x_PK):
+    """Rows in the order in which the kernel decodes inputs of four bits; where a step holds inputs again, zeros."""
+    P, K = x_PK.shape
+    if again := -K % PACKED:
+        whole = K - K % PACKED
+        x_PK = jnp.concatenate([x_PK[:, :whole], jnp.zeros((P, again), x_PK.dtype), x_PK[:, whole:]], 1)
+    return x_PK.reshape(P, -1, PACKED // 2, 2).swapaxes(2, 3).reshape(P, -1)
 
 
 def dense(
@@ -110,16 +122,15 @@ def dense(
 ):  # fmt: skip
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
     weight, (rows, inputs) = matrix.array, x_RK.shape
-    stored = inputs // 2 if matrix.group else inputs
+    stored = inputs // 2 if matrix.codes in FOUR_BITS else inputs
     outputs = math.prod(weight.shape) // stored // parts
-    require(x_RK, weight, inputs, outputs, activation)
+    require(x_RK, matrix, inputs, outputs, activation)
     size = block_rows(rows)
     blocks = -(-rows // size)
     shape = ProductShape(
         blocks=blocks, rows=size, experts=1, inputs=inputs, outputs=outputs, parts=parts,
         processors=processors(interpret), out_dtype=jnp.dtype(dtype).name, activation=activation,
-        bias=bias is not None, turned=turned, coded=matrix.scale is not None, group=matrix.group,
-        rounded=matrix.rounded,
+        bias=bias is not None, turned=turned, codes=matrix.codes, group=matrix.group, rounded=matrix.rounded,
     )  # fmt: skip
     x_PK, row_scale_P = meeting_rows(jnp.pad(x_RK, ((0, blocks * size - rows), (0, 0))), matrix)
     weight = weight.reshape((1, outputs, inputs) if turned else (1, stored, parts, outputs))

@@ -8,6 +8,7 @@ from jax import lax
 FEATURES = 64  # outputs that a warpgroup computes at once: the rows of the hardware's tiles
 MEMORY = (227 - 6) << 10  # bytes of shared memory for blocks; the rest is for barriers and gaps
 PACKED = 128  # inputs of 64 bytes of codes of four bits: their even ones are multiplied first, then the odd ones
+FOUR_BITS = "int4", "float4"
 DECODED = 2  # steps whose codes are numbers at once: one is multiplied while the next is decoded
 DEEPEST = 12  # blocks that are on their way at once, at most
 
@@ -29,14 +30,18 @@ class ProductShape(NamedTuple):
     bias: bool = False
     weighed: bool = False  # each row is multiplied by a weight of its own
     turned: bool = False  # a weight is [outputs, inputs], and not [inputs, parts, outputs]
-    coded: bool = False  # weights are codes: of int8 with a scale an output
-    group: int = 0  # or of four bits, two a byte, with a scale for so many inputs of an output
+    codes: str | None = None  # weights are codes: int8, with a scale an output; or of FOUR_BITS, two a byte
+    group: int = 0  # inputs of an output that share a scale of the latter
     rounded: bool = False  # rows are codes too, with a scale each
+
+    @property
+    def packed(self) -> bool:
+        return self.codes in FOUR_BITS
 
     @property
     def warpgroups(self) -> int:
         """That multiply: two where there are many rows, so that both share what is copied."""
-        return 2 if self.rows > 64 and self.outputs % (2 * FEATURES) == 0 and not self.group else 1
+        return 2 if self.rows > 64 and self.outputs % (2 * FEATURES) == 0 and not self.packed else 1
 
     @property
     def features(self) -> int:
@@ -50,7 +55,7 @@ class ProductShape(NamedTuple):
     @property
     def step(self) -> int:
         """Inputs that are copied at once."""
-        return PACKED if self.group or (self.inputs % 128 == 0 and self.rows <= 64) else 64
+        return PACKED if self.packed or (self.inputs % 128 == 0 and self.rows <= 64) else 64
 
     @property
     def groups(self) -> int:
@@ -59,22 +64,27 @@ class ProductShape(NamedTuple):
 
     @property
     def steps(self) -> int:
-        return self.inputs // self.step
+        return -(-self.inputs // self.step)
+
+    @property
+    def again(self) -> int:
+        """Inputs that the last step holds once more, whose rows are zeros there: it ends with the weight."""
+        return self.steps * self.step - self.inputs
 
     @property
     def stages(self) -> int:
         """Steps that are in shared memory at once: as many as fit beside the results."""
         results = self.features * self.rows * jnp.dtype(self.out_dtype).itemsize
         weights = self.step * self.parts * self.features
-        decoded = DECODED * 2 * weights if self.coded else 0
-        bits = 4 if self.group else 8 if self.coded else 16
-        scales = 2 * self.groups * self.parts * self.features if self.group else 0
+        decoded = DECODED * 2 * weights if self.codes else 0
+        bits = 4 if self.packed else 8 if self.codes else 16
+        scales = (2 if self.codes == "int4" else 1) * self.groups * self.parts * self.features if self.packed else 0
         each = bits * weights // 8 + scales + 2 * self.step * self.rows
         return min((MEMORY - results - decoded) // each, DEEPEST)
 
 
 class Operands(NamedTuple):
-    x: Any  # [blocks * rows, inputs]
+    x: Any  # [blocks * rows, steps * step]; of weights in four bits as `in_order` of `prepare.py` makes it
     weight: Any  # [experts, inputs, parts, outputs], or turned [experts, outputs, inputs]; bfloat16, or codes;
     # of codes of four bits half the inputs, each byte with an even input in its low half and the next in its high one
     bias: Any  # float32 [experts, parts, outputs]
@@ -83,7 +93,10 @@ class Operands(NamedTuple):
     count: Any  # int32 [1]: blocks that there are
     output_scale: Any = None  # float32 [experts, parts, outputs], of codes of int8
     row_scale: Any = None  # float32 [blocks * rows], of rows that are codes
-    group_scale: Any = None  # float16 [experts, groups, parts, outputs], of codes of four bits
+    group_scale: Any = (
+        None  # [experts, groups, parts, outputs], of codes of four bits: float16, or of float4 a power of
+    )
+    # two as uint8
 
 
 class Task(NamedTuple):

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..attention import mosaic_gpu
-from .prepare import BLOCKS, Matrix, meeting_rows
-from .shape import Operands, ProductShape
+from .prepare import BLOCKS, in_order
+from .shape import FOUR_BITS, Operands, ProductShape
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # what E2M1 codes stand for
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,18 @@ class ProductCase:
         x, each = array(pairs, self.inputs), (self.inputs, kind["parts"], self.outputs)
         weight = array(experts, *((self.outputs, self.inputs) if kind["turned"] else each), scale=self.inputs**-0.5)
         output_scale = row_scale = group_scale = None
-        numbers = np.asarray(weight, np.float64)
-        if kind["group"]:
+        numbers, small = np.asarray(weight, np.float64), self.inputs**-0.5
+        if kind["codes"] in FOUR_BITS:
             weight = jnp.asarray(rng.integers(0, 256, (experts, self.inputs // 2, *each[1:])), jnp.uint8)
             groups = experts, self.inputs // kind["group"], *each[1:]
-            group_scale = jnp.asarray(rng.uniform(0.5, 2, groups) / 8 / self.inputs**0.5, jnp.float16)
-            numbers = unpacked(np.asarray(weight), np.asarray(group_scale))
-        elif kind["coded"]:
+            if kind["codes"] == "float4":
+                group_scale = jnp.asarray(rng.integers(-3, 2, groups) + round(127 + np.log2(small)), jnp.uint8)
+            else:
+                group_scale = jnp.asarray(rng.uniform(0.5, 2, groups) / 8 * small, jnp.float16)
+            numbers = unpacked(kind["codes"], np.asarray(weight), np.asarray(group_scale))
+        elif kind["codes"]:
             weight = jnp.asarray(rng.integers(-127, 128, weight.shape), jnp.int8)
-            output_scale = jnp.asarray(rng.uniform(0.5, 2, (experts, *each[1:])) / 127 / self.inputs**0.5, jnp.float32)
+            output_scale = jnp.asarray(rng.uniform(0.5, 2, (experts, *each[1:])) / 127 * small, jnp.float32)
             numbers = np.asarray(weight, np.float64) * np.asarray(output_scale, np.float64)[:, None]
         if kind["rounded"]:
             x = jnp.asarray(rng.integers(-127, 128, x.shape), jnp.bfloat16)
@@ -51,7 +55,7 @@ class ProductCase:
         bias = array(experts, *each[1:], dtype=jnp.float32) if kind["bias"] else None
         scale = array(pairs, dtype=jnp.float32) if kind["weighed"] else None
         whose = np.sort(np.r_[np.arange(experts), rng.integers(0, experts, pairs // BLOCKS[-1] - experts)])
-        x_PK, _ = meeting_rows(x, Matrix(weight, group=kind["group"]))
+        x_PK = in_order(x) if kind["codes"] in FOUR_BITS else x
         given = []
         for rows in BLOCKS:
             spare = 3 * rows  # of blocks that there are not
@@ -94,10 +98,14 @@ def product(shape: ProductShape, operands: Operands, interpret: Any):
     return multiply(shape, operands, interpret=interpret)
 
 
-def unpacked(codes, scale) -> np.ndarray:
+def unpacked(codes: str, weight, scale) -> np.ndarray:
     """[experts, inputs, ...] of codes of four bits, rounded to bfloat16 as products see them."""
-    code = np.stack([codes & 15, codes >> 4], 2).reshape(len(codes), -1, *codes.shape[2:]).astype(np.float32)
-    wide = (code - 8) * np.repeat(scale.astype(np.float32), code.shape[1] // scale.shape[1], 1)
+    code = np.stack([weight & 15, weight >> 4], 2).reshape(len(weight), -1, *weight.shape[2:])
+    if codes == "float4":
+        numbers, scale = FLOAT4[code], 2.0 ** (scale.astype(np.float64) - 127)
+    else:
+        numbers = code - 8.0
+    wide = numbers * np.repeat(scale.astype(np.float32), code.shape[1] // scale.shape[1], 1)
     return np.asarray(jnp.asarray(wide, jnp.bfloat16), np.float64)
 
 

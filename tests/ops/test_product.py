@@ -20,6 +20,7 @@ from quire.ops.moe import Experts
 from quire.ops.product import experts, gate, linear, prepare, shape, trial
 from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8
+from quire.ops.quant.mxfp4 import Mxfp4
 from quire.ops.quant.stack import Stack
 from quire.ops.routing.blocks import align, most_blocks
 
@@ -121,13 +122,14 @@ def unpacked(weight: Int4) -> np.ndarray:
 
 
 INT4S = {  # subscripts, axes of the weight, rows, inputs that share a scale
+    "half a step": ("TD,DGH->TGH", (192, 2, 64), 5, 32),
     "groups of 32": ("TD,DGH->TGH", (256, 2, 64), 5, 32),
     "groups of 64": ("TNH,NHD->TD", (2, 64, 128), 100, 64),
     "groups of 128": ("TD,DA->TA", (384, 64), 17, 128),
 }
 
 
-@pytest.mark.parametrize("name", thinned(INT4S, ["groups of 32", "groups of 64"]))
+@pytest.mark.parametrize("name", thinned(INT4S, ["half a step", "groups of 64"]))
 def test_int4_against_float64(name):
     subscripts, axes, rows, group = INT4S[name]
     rng, into = np.random.default_rng(6), len(subscripts.partition(",")[0]) - 1
@@ -268,6 +270,44 @@ def test_int4_experts_against_float64():
     assert not gpu_callbacks.get_races().races_found
 
 
+def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
+    """A stack of any bits, and what they mean, input by input."""
+    E, K, *out = axes
+    blocks, scales = (
+        rng.integers(0, 256, (E, K // 2, *out), np.uint8),
+        rng.integers(120, 126, (E, K // 32, *out), np.uint8),
+    )
+    nibble = [blocks[:, k // 2] >> 4 * (k % 2) & 15 for k in range(K)]
+    found = [trial.FLOAT4[nibble[k]] * 2.0 ** (scales[:, k // 32] - 127.0) for k in range(K)]
+    return Mxfp4(jnp.asarray(blocks), jnp.asarray(scales)), np.stack(found, 1)
+
+
+@pytest.mark.parametrize(("T", "D", "F"), [(20, 128, 192), (70, 192, 128)])
+def test_mxfp4_experts_against_float64(T, D, F):
+    """gpt-oss': biases, its clamped activation, and sizes that are no whole number of steps."""
+    rng = np.random.default_rng(8)
+    whose, x, weights = chosen(rng, T, X, E, "any"), draw(rng, T, D), jnp.asarray(rng.random((T, X)), jnp.float32)
+    (up, exact_up), (down, exact_down) = in_mxfp4(rng, E, D, 2, F), in_mxfp4(rng, E, F, D)
+    options = {"activation": "silu", "up_bias_EGF": draw(rng, E, 2, F), "down_bias_ED": draw(rng, E, D)}
+    options |= {"clamp": 1.0, "alpha": 1.7}
+    wanted = mixed_slowly(x, weights, whose, Experts(exact_up, exact_down, **options))
+    given = weights, jnp.asarray(whose, jnp.int32), E, Experts(up, down, **options)
+    found = exact(experts.mix_experts(x, *given, INTERPRETED))
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 6e-3
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_every_code_and_scale_of_mxfp4_is_decoded_as_by_xla():
+    """The products with the rows of an identity are the matrix itself."""
+    codes, scales = np.arange(256, dtype=np.uint8), np.arange(2, 250, dtype=np.uint8)
+    blocks = np.resize(codes, (1, 64, len(scales) + 8))
+    each = np.resize(np.r_[scales, np.full(8, 127, np.uint8)], (1, 4, len(scales) + 8))
+    node = Mxfp4(jnp.asarray(blocks), jnp.asarray(each))
+    one = prepare.matrix(jax.tree.map(lambda leaf: leaf[0], node))
+    found = prepare.dense(jnp.eye(128, dtype=jnp.bfloat16), one, dtype=jnp.bfloat16, interpret=InterpretGPUParams())
+    assert np.array_equal(exact(found), exact(node[0]))
+
+
 def test_an_expert_that_nobody_chose_is_never_read():
     rng = np.random.default_rng(0)
     whole, whose = mixture(rng), chosen(rng, 9, X, E, "few")
@@ -289,19 +329,20 @@ def test_the_same_bits_in_any_company(rows):
     whole, y, weights = mixture(rng), draw(rng, 100, D), jnp.asarray(rng.random((100, X)), jnp.float32)
     whose, interpreted = jnp.asarray(chosen(rng, 100, X, E, "any"), jnp.int32), InterpretGPUParams()
 
-    in_int8, in_int4 = rounded(weight, True), in_four_bits(weight[:128], 32)
+    coded = rounded(weight, True), in_four_bits(weight, 32)
+    in_floats = Experts(in_mxfp4(rng, E, 192, 2, F)[0], in_mxfp4(rng, E, F, 64)[0], "silu")
 
     def run(*rows: int):
         at = np.array(rows)
-        dense = linear.weight_of(weight, interpreted).einsum("TD,DA->TA", x[at], bias, jnp.float32)
-        coded = linear.weight_of(in_int8, interpreted).einsum("TD,DA->TA", x[at], bias, jnp.float32)
-        packed = linear.weight_of(in_int4, interpreted).einsum("TD,DA->TA", x[at, :128], bias[:128], jnp.float32)
-        return (
-            exact(dense),
-            exact(coded),
-            exact(packed),
-            exact(experts.mix_experts(y[at], weights[at], whose[at], E, whole, interpreted)),
-        )
+        dense = [
+            linear.weight_of(each, interpreted).einsum("TD,DA->TA", x[at], bias, jnp.float32)
+            for each in (weight, *coded)
+        ]
+        mixed = [
+            experts.mix_experts(given[at], weights[at], whose[at], E, each, interpreted)
+            for given, each in ((y, whole), (x, in_floats))
+        ]
+        return [exact(found) for found in (*dense, *mixed)]
 
     for found, wanted in zip(run(*rows), run(*range(20)), strict=True):
         both = [row for row in rows if row < 20]
@@ -322,15 +363,19 @@ def test_random_experts(seed):
 
 KIND = {
     "grouped": False, "parts": 1, "turned": False, "activation": None, "clamp": None, "alpha": 1.0, "bias": True,
-    "weighed": False, "out_dtype": "bfloat16", "coded": False, "group": 0, "rounded": False,
+    "weighed": False, "out_dtype": "bfloat16", "codes": None, "group": 0, "rounded": False,
+}  # fmt: skip
+GPT_OSS = {
+    "grouped": True, "parts": 2, "activation": "silu", "clamp": 7.0, "alpha": 1.702, "codes": "float4", "group": 32,
 }  # fmt: skip
 KINDS = {
     "dense": KIND,
     "a head": KIND | {"turned": True, "bias": False, "out_dtype": "float32"},
     "gate and up": KIND | {"grouped": True, "parts": 2, "activation": "silu"},
     "weighed": KIND | {"grouped": True, "weighed": True, "out_dtype": "float32"},
-    "int8": KIND | {"grouped": True, "parts": 2, "activation": "silu", "coded": True, "rounded": True},
-    "int4": KIND | {"grouped": True, "parts": 2, "activation": "silu", "coded": True, "group": 32},
+    "int8": KIND | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int8", "rounded": True},
+    "int4": KIND | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int4", "group": 32},
+    "mxfp4": KIND | GPT_OSS,
 }
 
 
@@ -419,7 +464,7 @@ def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):
 
 def test_it_says_all_that_stands_against_it(card):
     x, weight = jnp.zeros((5, 60)), jnp.zeros((60, 2, 64))
-    wanted = "rows must be bfloat16, not float32; weights must be bfloat16, int8 or int4, not float32; inputs "
+    wanted = "rows must be bfloat16, not float32; weights must be bfloat16 or codes, not float32; inputs "
     with pytest.raises(
         NotImplementedError, match=wanted + "and .* are 60 and 64; the activation must be one of silu, .* not gelu"
     ):
@@ -452,8 +497,8 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, t
     kernel_trial.verdict.cache_clear()
 
 
-INT8 = {"coded": True, "rounded": True}
-INT4 = {"coded": True, "group": 32}
+INT8 = {"codes": "int8", "rounded": True}
+INT4 = {"codes": "int4", "group": 32}
 BASE = shape.ProductShape(1, 16, 1, 4096, 4096, 1, 132, "bfloat16")
 PRODUCTION = {
     "Llama-3-8B, qkv, 16 rows": BASE._replace(outputs=6144),
@@ -478,7 +523,7 @@ PRODUCTION = {
     "Qwen3-30B-A3B in int4, down": BASE._replace(
         blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **INT4
     ),
-    "Llama-3-8B in int8-weights, down, 64 rows": BASE._replace(inputs=14336, rows=64, coded=True),
+    "Llama-3-8B in int8-weights, down, 64 rows": BASE._replace(inputs=14336, rows=64, codes="int8"),
     "Qwen3-30B-A3B in int8, down": BASE._replace(
         blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **INT8
     ),
@@ -489,10 +534,69 @@ PRODUCTION = {
     "gpt-oss-20b, up": BASE._replace(
         blocks=46, experts=32, inputs=2880, outputs=2880, parts=2, activation="silu", clamp=7.0, alpha=1.702, bias=True
     ),
+    "gpt-oss-20b in MXFP4, up": BASE._replace(
+        blocks=46,
+        experts=32,
+        inputs=2880,
+        outputs=2880,
+        parts=2,
+        activation="silu",
+        clamp=7.0,
+        alpha=1.702,
+        bias=True,
+        codes="float4",
+        group=32,
+    ),
+    "gpt-oss-20b in MXFP4, down": BASE._replace(
+        blocks=46,
+        experts=32,
+        inputs=2880,
+        outputs=2880,
+        bias=True,
+        weighed=True,
+        out_dtype="float32",
+        codes="float4",
+        group=32,
+    ),
+    "gpt-oss-20b in MXFP4, up, long": BASE._replace(
+        blocks=542,
+        rows=128,
+        experts=32,
+        inputs=2880,
+        outputs=2880,
+        parts=2,
+        activation="silu",
+        clamp=7.0,
+        alpha=1.702,
+        bias=True,
+        codes="float4",
+        group=32,
+    ),
     "gpt-oss-20b, down, long": BASE._replace(
         blocks=542, rows=128, experts=32, inputs=2880, outputs=2880, bias=True, weighed=True, out_dtype="float32"
     ),
 }
+
+
+def operands_of(s: shape.ProductShape) -> shape.Operands:
+    """The shapes of what a product reads."""
+    rows = s.blocks * s.rows
+
+    def array(*axes: int, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(axes, dtype)
+
+    axes = (s.outputs, s.inputs) if s.turned else (s.inputs // (2 if s.packed else 1), s.parts, s.outputs)
+    stored = {None: jnp.bfloat16, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}.get(s.codes, jnp.uint8)
+    scale = jnp.uint8 if s.codes == "float4" else jnp.float16
+    return shape.Operands(
+        array(rows, s.steps * s.step), array(s.experts, *axes, dtype=stored),
+        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.bias else None,
+        array(rows, dtype=jnp.float32) if s.weighed else None,
+        array(s.blocks, dtype=jnp.int32), array(1, dtype=jnp.int32),
+        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.codes and not s.packed else None,
+        array(rows, dtype=jnp.float32) if s.rounded else None,
+        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=scale) if s.packed else None,
+    )  # fmt: skip
 
 
 def lower(name: str, monkeypatch):
@@ -500,23 +604,7 @@ def lower(name: str, monkeypatch):
 
     monkeypatch.undo()
     s = PRODUCTION[name]
-    rows = s.blocks * s.rows
-
-    def array(*axes: int, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(axes, dtype)
-
-    axes = (s.outputs, s.inputs) if s.turned else (s.inputs // (2 if s.group else 1), s.parts, s.outputs)
-    stored = jnp.uint8 if s.group else jnp.int8 if s.coded else jnp.bfloat16
-    operands = shape.Operands(
-        array(rows, s.inputs), array(s.experts, *axes, dtype=stored),
-        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.bias else None,
-        array(rows, dtype=jnp.float32) if s.weighed else None,
-        array(s.blocks, dtype=jnp.int32), array(1, dtype=jnp.int32),
-        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.coded and not s.group else None,
-        array(rows, dtype=jnp.float32) if s.rounded else None,
-        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=jnp.float16) if s.group else None,
-    )  # fmt: skip
-    return jax.jit(lambda operands: multiply(s, operands)).trace(operands).lower(lowering_platforms=("cuda",))
+    return jax.jit(lambda operands: multiply(s, operands)).trace(operands_of(s)).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("name", thinned(PRODUCTION, ["Llama-3-8B, up, 2048 rows", "gpt-oss-20b, up"]))

@@ -64,21 +64,6 @@ class Tiles:
             out_JH_ref[:, pl.ds(c, size)] = numbers_JC.astype(out_JH_ref.dtype)
         plgpu.commit_smem()
 
-    def spread(self, values_GH_ref, rows: int):
-        """A tile for codes, in float32: each of its rows has the values of the group that it lies in."""
-        layout, groups = plgpu.Layout.WGMMA_UPCAST_2X, values_GH_ref.shape[0]
-        shape = rows, values_GH_ref.shape[1]
-
-        def of_group(group: int):
-            values_H = self.load_as(values_GH_ref.at[group], layout.reduce(0)).astype(jnp.float32)
-            values_JH = along_columns(values_H, shape)
-            return values_JH if self.interpreted else plgpu.layout_cast(values_JH, layout)
-
-        row_JH, found = self.index(shape, 0, layout), of_group(0)
-        for group in range(1, groups):
-            found = jnp.where(row_JH < group * (rows // groups), found, of_group(group))
-        return found
-
     def full(self, shape, value):
         """A float32 tile, or one number for each of its rows."""
         found = jnp.full(shape, value, jnp.float32)

@@ -1,0 +1,63 @@
+"""Codes of weights as bfloat16, from one place in shared memory to another, as XLA makes them of the same codes."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..attention.mosaic.tile import Tiles, along_columns
+from ..quant.int4 import MIDDLE
+from .shape import FEATURES
+
+LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X  # a thread has four bytes side by side
+
+
+def decode_bytes(codes: str, tiles: Tiles, codes_KF_ref, w_KF_ref) -> None:
+    """A step's codes of eight bits, exactly."""
+    for k in range(0, codes_KF_ref.shape[0], FEATURES):
+        inputs = pl.ds(k, FEATURES)
+        tiles.decode(codes, codes_KF_ref.at[inputs], w_KF_ref.at[inputs])
+
+
+def decode_packed(codes: str, tiles: Tiles, codes_KF_ref, scale_GF_ref, w_KF_ref) -> None:
+    """A step's codes of four bits: the even inputs, and then the odd ones."""
+    half = codes_KF_ref.shape[0]
+    codes_KF = tiles.load_as(codes_KF_ref, LAYOUT, True).astype(jnp.int32)
+    number, scale = (from_float4, power) if codes == "float4" else (from_int4, wide)
+    scale_KF = spread(tiles, scale_GF_ref, half, scale)
+    for place, code_KF in enumerate((codes_KF & 15, codes_KF >> 4)):
+        w_KF_ref[pl.ds(place * half, half)] = (number(code_KF) * scale_KF).astype(w_KF_ref.dtype)
+    plgpu.commit_smem()
+
+
+def spread(tiles: Tiles, values_GF_ref, rows: int, number):
+    """A tile for codes: each of its rows has the values of the group that it lies in, as `number` makes them."""
+    groups, shape = values_GF_ref.shape[0], (rows, values_GF_ref.shape[1])
+
+    def of_group(group: int):
+        values_KF = along_columns(number(tiles.load_as(values_GF_ref.at[group], LAYOUT.reduce(0))), shape)
+        return values_KF if tiles.interpreted else plgpu.layout_cast(values_KF, LAYOUT)
+
+    row_KF, found = tiles.index(shape, 0, LAYOUT), of_group(0)
+    for group in range(1, groups):
+        found = jnp.where(row_KF < group * (rows // groups), found, of_group(group))
+    return found
+
+
+def wide(scale):
+    return scale.astype(jnp.float32)
+
+
+def power(exponent):
+    """2 to the power of a byte less 127; of 0 it is 0, as in `quant/mxfp4.py`."""
+    return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
+
+
+def from_int4(code):
+    return code.astype(jnp.float32) - MIDDLE
+
+
+def from_float4(code):
+    """The numbers of E2M1 bits: a float16 has three more bits of exponent, so the same bits are smaller by 2**14."""
+    bits = ((code & 7) << 9 | (code & 8) << 12).astype(jnp.int16)
+    return (lax.bitcast_convert_type(bits, jnp.float16) * jnp.float16(2**14)).astype(jnp.float32)

@@ -3,9 +3,11 @@
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from ..attention import mosaic_gpu
+from ..quant.fp8 import Fp8, as_floats
 from ..quant.int4 import Int4
 from ..quant.int8 import Int8
 from ..quant.mxfp4 import BLOCK, Mxfp4
@@ -81,12 +83,15 @@ def matrix(weight) -> Matrix:
         weight = weight.each
     if isinstance(weight, Int8):
         return Matrix(weight.codes, "int8", weight.scale, rounded=weight.dynamic)
+    if isinstance(weight, Fp8):
+        signed = jax.lax.bitcast_convert_type(weight.codes, jnp.int8)  # as `Tiles.decode` takes them
+        return Matrix(signed, "float8", weight.scale, rounded=weight.dynamic)
     if isinstance(weight, Int4):
         return packed(weight)
     if isinstance(weight, Mxfp4):
         return Matrix(weight.blocks, "float4", weight.scales, BLOCK)
     if not hasattr(weight, "dtype"):
-        raise NotImplementedError(f"weights must be arrays, int8, int4 or MXFP4, not {type(weight).__name__}")
+        raise NotImplementedError(f"weights must be arrays, int8, int4, fp8 or MXFP4, not {type(weight).__name__}")
     return Matrix(weight)
 
 
@@ -104,6 +109,9 @@ def meeting_rows(x_PK, matrix: Matrix):
         return in_order(x_PK), None
     if not matrix.rounded:
         return x_PK, None
+    if matrix.codes == "float8":
+        codes_PK, scale_P1 = as_floats(x_PK)
+        return codes_PK.astype(jnp.bfloat16), scale_P1[:, 0]
     return round_rows(x_PK)
 
 

@@ -30,7 +30,7 @@ class ProductShape(NamedTuple):
     bias: bool = False
     weighed: bool = False  # each row is multiplied by a weight of its own
     turned: bool = False  # a weight is [outputs, inputs], and not [inputs, parts, outputs]
-    codes: str | None = None  # weights are codes: int8, with a scale an output; or of FOUR_BITS, two a byte
+    codes: str | None = None  # weights are codes: int8 or float8, with a scale an output; or of FOUR_BITS, two a byte
     group: int = 0  # inputs of an output that share a scale of the latter
     rounded: bool = False  # rows are codes too, with a scale each
 
@@ -91,7 +91,7 @@ class Operands(NamedTuple):
     scale: Any  # float32 [blocks * rows]: the weight of each row
     experts: Any  # int32 [blocks]: whose the rows of each block are
     count: Any  # int32 [1]: blocks that there are
-    output_scale: Any = None  # float32 [experts, parts, outputs], of codes of int8
+    output_scale: Any = None  # float32 [experts, parts, outputs], of codes of eight bits
     row_scale: Any = None  # float32 [blocks * rows], of rows that are codes
     group_scale: Any = (
         None  # [experts, groups, parts, outputs], of codes of four bits: float16, or of float4 a power of

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from ..attention import mosaic_gpu
@@ -12,6 +13,12 @@ from .shape import FOUR_BITS, Operands, ProductShape
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # what E2M1 codes stand for
+
+
+EIGHT_BITS = {  # random codes
+    "int8": lambda rng, axes: rng.integers(-127, 128, axes, np.int8),
+    "float8": lambda rng, axes: (rng.standard_normal(axes, np.float32) * 30).astype(ml_dtypes.float8_e4m3fn),
+}
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,12 @@ class ProductCase:
                 group_scale = jnp.asarray(rng.uniform(0.5, 2, groups) / 8 * small, jnp.float16)
             numbers = unpacked(kind["codes"], np.asarray(weight), np.asarray(group_scale))
         elif kind["codes"]:
-            weight = jnp.asarray(rng.integers(-127, 128, weight.shape), jnp.int8)
-            output_scale = jnp.asarray(rng.uniform(0.5, 2, (experts, *each[1:])) / 127 * small, jnp.float32)
-            numbers = np.asarray(weight, np.float64) * np.asarray(output_scale, np.float64)[:, None]
+            numbers = EIGHT_BITS[kind["codes"]](rng, weight.shape)
+            weight, most = jnp.asarray(numbers.view(np.int8)), np.abs(numbers.astype(np.float64)).max()
+            output_scale = jnp.asarray(rng.uniform(0.5, 2, (experts, *each[1:])) / most * small, jnp.float32)
+            numbers = numbers.astype(np.float64) * np.asarray(output_scale, np.float64)[:, None]
         if kind["rounded"]:
-            x = jnp.asarray(rng.integers(-127, 128, x.shape), jnp.bfloat16)
+            x = jnp.asarray(EIGHT_BITS[kind["codes"]](rng, x.shape), jnp.bfloat16)
             row_scale = jnp.asarray(rng.uniform(0.5, 2, pairs) / 127, jnp.float32)
         bias = array(experts, *each[1:], dtype=jnp.float32) if kind["bias"] else None
         scale = array(pairs, dtype=jnp.float32) if kind["weighed"] else None

@@ -11,7 +11,7 @@ from ...sharding.spec import ArraySpec
 from .compressed import FormatError, Rounded, Scheme
 from .stack import in_front, one_of
 
-FORMATS = {"int8": ".int8", "int4": ".int4", "mxfp4": ".mxfp4"}
+FORMATS = {"int8": ".int8", "int4": ".int4", "fp8": ".fp8", "mxfp4": ".mxfp4"}
 
 
 class Format(Protocol):

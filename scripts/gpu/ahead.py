@@ -71,6 +71,8 @@ CASES = (
     Case("llama-3-8b", "int8"),
     Case("llama-3-8b", "int8-weights"),
     Case("llama-3-8b", "int4"),
+    Case("llama-3-8b", "fp8"),
+    Case("llama-3-8b", "fp8-weights"),
     Case("llama-3-8b", kv="fp8"),
     Case("llama-3-8b", plain=False),
     Case("llama-3-8b", rows=2048),
@@ -79,6 +81,7 @@ CASES = (
     Case("qwen3-30b-a3b"),
     Case("qwen3-30b-a3b", "int8"),
     Case("qwen3-30b-a3b", "int4"),
+    Case("qwen3-30b-a3b", "fp8"),
     Case("gpt-oss-20b"),
     Case("deepseek-v3"),
 )

@@ -69,6 +69,7 @@ MANY = [
     ("deepseek-v3", "int8", {"expert": 8}),
     ("deepseek-v3", "int8-weights", {"tensor": 2, "expert": 2, "pipe": 2}),
     ("qwen3-moe", "int4-32", {"data": 2, "expert": 4}),
+    ("qwen3-moe", "fp8-weights", {"tensor": 2, "expert": 2}),
     ("gpt-oss-wide", "int8-weights", {"data": 2, "tensor": 2}),
 ]
 
@@ -97,6 +98,7 @@ def test_greedy_tokens(name, quantization, sizes, golden, alone):
     [
         ("int8", {"expert": 8}), ("int8-weights", {"expert": 8}), ("int4-32", {"expert": 4}),
         ("int8", {"tensor": 2, "expert": 4}), ("int8-weights", {"tensor": 4, "expert": 2}),
+        ("fp8-weights", {"tensor": 4, "expert": 2}),
     ],
 )  # fmt: skip
 def test_experts_by_themselves(name, sizes):

@@ -13,6 +13,8 @@ from quire.sharding.spec import ArraySpec, nbytes, random_arrays
 FORMATS = {
     "int8": 1.0,
     "int8-weights": 1.0,
+    "fp8": 1.0,
+    "fp8-weights": 1.0,
     "int4": 0.5 + 2 / 32,
     "int4-64": 0.5 + 2 / 64,
     "int4-128-zero": 0.5 + 3 / 128,
@@ -31,7 +33,7 @@ def test_specs_say_what_is_made(name):
     node = spec.quantize(weight)
     for one, array in zip(jax.tree.leaves(spec), jax.tree.leaves(node), strict=True):
         assert (one.shape, one.dtype) == (array.shape, array.dtype)
-    extra = 4 * 128 if name.startswith("int8") else 0
+    extra = 4 * 128 if name.startswith(("int8", "fp8")) else 0
     assert nbytes(spec) == pytest.approx(FORMATS[name] * weight.size + extra)
     values = restored(random_arrays(spec, 1))
     assert 0.5 < values.std() * 256**0.5 < 2  # random weights have the size that dense ones would have
@@ -44,6 +46,9 @@ def test_each_weight_is_within_half_a_step(name):
     error = np.abs(restored(quant.packed(name, dense_spec()).quantize(weight)) - weight).reshape(256, -1)
     if name.startswith("int8"):
         step = np.abs(weight).max(0).reshape(-1) / 127
+    elif name.startswith("fp8"):  # three bits of mantissa, down to 2^-6 and fewer below
+        flat = np.abs(weight).reshape(256, -1)
+        step = np.maximum(flat / 8, flat.max(0) / 448 / 512)
     else:
         group = int(name.split("-")[1]) if "-" in name else 32
         grouped = weight.reshape(-1, group, 128)
@@ -62,8 +67,10 @@ def test_inputs_that_do_not_fill_the_last_group(name):
     np.testing.assert_allclose(got, np.einsum("tnh,nhd->td", x, weight), atol=2.5)
 
 
-@pytest.mark.parametrize("name", ["int3", "int8-32", "int4-48", "int4-32-64", "int4-one", "", "mxfp4", "int4-"])
+@pytest.mark.parametrize(
+    "name", ["int3", "int8-32", "int4-48", "int4-32-64", "int4-one", "", "mxfp4", "int4-", "fp8-32"]
+)
 def test_a_wrong_name_is_told_what_would_be_right(name):
-    with pytest.raises(ValueError, match="int8|int4") as error:
+    with pytest.raises(ValueError, match="int8|int4|weights") as error:
         quant.check(name)
     assert repr(name) in str(error.value) or repr(name.partition("-")[2]) in str(error.value)

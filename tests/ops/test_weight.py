@@ -14,7 +14,7 @@ from quire.ops.moe import pick
 from quire.ops.native.pack import pack
 from quire.sharding.spec import ArraySpec, random_arrays
 
-FORMATS = ["int8", "int8-weights", "int4-32-zero"]
+FORMATS = ["int8", "int8-weights", "int4-32-zero", "fp8"]
 DENSE = ArraySpec((64, 2, 32), jnp.bfloat16, (None, None, None), fan_in=64, inputs=(0,))
 HEAD = ArraySpec((48, 64), jnp.bfloat16, (None, None), fan_in=64, inputs=(1,))
 STACK = ArraySpec((3, 64, 32), jnp.bfloat16, (None, None, None), fan_in=64, inputs=(1,), stacked=True)
@@ -47,8 +47,9 @@ def test_subscripts_are_checked_while_tracing(name, kernels):
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_the_head_lies_with_its_inputs_last(kernels):
-    node = made(HEAD, "int8", kernels)
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_head_lies_with_its_inputs_last(name, kernels):
+    node = made(HEAD, name, kernels)
     assert einsum("RD,VD->RV", X, node).shape == (5, 48) and rows(node) == 48
     with pytest.raises(ValueError, match=r"its axes \[1\]"):
         einsum("RD,DV->RV", X, node)

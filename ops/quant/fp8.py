@@ -1,0 +1,123 @@
+"""FP8: floats of eight bits (E4M3) with a scale an output. `dynamic`: the rows that meet them are rounded too.
+
+A checkpoint has `weight` float8_e4m3fn [out, in] with `weight_scale` [out] or [out, 1].
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import struct
+
+from ...sharding.spec import ArraySpec
+from ..weight import check_subscripts
+from .compressed import FormatError, Layout, Rounded, Scheme, split
+
+E4M3 = ml_dtypes.float8_e4m3fn
+LIMIT = 448  # the largest of these floats
+
+CHOICES = "fp8, fp8-weights (activations stay as they are)"
+HEAD = "fp8"
+SPLITS = True
+METHOD, MULTIPLE = None, 1
+WHOLE = {"type": "float", "symmetric": True, "dynamic": False, "num_bits": 8, "strategy": "channel"}
+STORED = {
+    "fp8": Scheme(WHOLE, WHOLE | {"strategy": "token", "dynamic": True}, ("float-quantized",)),
+    # So llm-compressor calls weights without rounded activations.
+    "fp8-weights": Scheme(WHOLE, None, ("naive-quantized", "float-quantized")),
+}
+
+
+@struct.dataclass
+class Fp8(Rounded):
+    """weight = codes * scale; the first len(into) axes of the codes are summed over.
+
+    They are held as bytes: of arrays of float8_e4m3fn XLA on a CPU would widen all that a program slices, whole stacks.
+    """
+
+    codes: Any  # uint8 [*into, *out], the bits of float8_e4m3fn
+    scale: Any  # float32 [*out]
+    dynamic: bool = struct.field(pytree_node=False)
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        axes = len(self.into)
+        into, out = self.codes.shape[:axes], self.codes.shape[axes:]  # of this device's part, where it is split
+        check_subscripts(subscripts, x, into, out, self.inputs)
+        lead = x.shape[: x.ndim - axes]
+        codes_KO, scale_O = self.codes.reshape(-1, math.prod(out)), self.scale.reshape(-1)
+        x_RK = x.reshape(-1, codes_KO.shape[0])
+        if self.dynamic:
+            x_RK, row_scale_R1 = as_floats(x_RK)
+            scale_O = scale_O * row_scale_R1
+        narrow = x_RK.astype(jnp.bfloat16)  # which holds every code
+        y_RO = jnp.dot(narrow, floats(codes_KO).astype(jnp.bfloat16), preferred_element_type=jnp.float32) * scale_O
+        y = y_RO.reshape(*lead, *out)
+        return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[1]
+
+    def __getitem__(self, index):
+        return floats(self.codes[:, index].T).astype(jnp.float32) * self.scale[index][:, None]
+
+    def quantize(self, weight: np.ndarray) -> "Fp8":
+        """Round to nearest, the largest value of each output at 448."""
+        wide = weight.astype(np.float32)
+        scale = np.abs(wide).max(axis=tuple(range(len(self.into)))) / np.float32(LIMIT)
+        exact = np.divide(wide, scale, out=np.zeros_like(wide), where=scale > 0)
+        return self.replace(codes=np.clip(exact, -LIMIT, LIMIT).astype(E4M3).view(np.uint8), scale=scale)
+
+    def layout(self, rows: int, columns: int, form: str) -> Layout:
+        return {
+            ".weight": (("float8_e4m3fn",), ((rows, columns),)),
+            ".weight_scale": (("float32", "float16", "bfloat16"), ((rows, 1), (rows,))),
+        }
+
+    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+        codes = parts[".weight"].view(np.uint8)
+        if (codes & 0x7F == 0x7F).any():
+            raise FormatError("holds a code that is no number")
+        return {"codes": codes, "scale": parts[".weight_scale"].astype(np.float32).reshape(-1, 1)}
+
+    def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        return np.ascontiguousarray(fields["codes"]).view(E4M3).astype(np.float32) * fields["scale"]
+
+    def join(self, fields: dict[str, np.ndarray]) -> "Fp8":
+        return self.replace(codes=fields["codes"].reshape(self.into + self.out), scale=fields["scale"][0])
+
+    def parts(self, form: str) -> dict[str, np.ndarray]:
+        return {".weight": np.ascontiguousarray(self.codes.T).view(E4M3), ".weight_scale": self.scale[:, None]}
+
+
+def floats(codes):
+    return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+
+
+def as_floats(x_RK):
+    """Each row in floats of eight bits and its scale, such that its largest value is 448."""
+    wide = x_RK.astype(jnp.float32)
+    most = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    poison = jnp.sum(wide * 0, axis=-1, keepdims=True)  # a row that is not finite stays so
+    codes = jnp.clip(wide * jnp.where(most > 0, LIMIT / most, 0), -LIMIT, LIMIT)
+    return jnp.nan_to_num(codes).astype(jnp.float8_e4m3fn), most / LIMIT + poison
+
+
+def kernels(*options: str) -> tuple[str, ...]:
+    return ()
+
+
+def spec(dense: ArraySpec, *options: str) -> Fp8:
+    """The specs of an array kept so; the option `weights` leaves the rows as they are."""
+    if set(options) - {"weights"}:
+        raise FormatError(f"fp8 has no option {'-'.join(options)!r}; it can be weights")
+    into, out, axes = split(dense)
+    codes = replace(
+        dense, shape=into + out, axes=axes, dtype=jnp.uint8, init="float8", inputs=()
+    )  # fmt: skip
+    scale = ArraySpec(out, jnp.float32, axes[len(into) :], "scale/1.07", dense.fan_in)
+    return Fp8(codes, scale, "weights" not in options, into=into, out=out, inputs=dense.inputs)

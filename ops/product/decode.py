@@ -19,14 +19,15 @@ def decode_bytes(codes: str, tiles: Tiles, codes_KF_ref, w_KF_ref) -> None:
         tiles.decode(codes, codes_KF_ref.at[inputs], w_KF_ref.at[inputs])
 
 
-def decode_packed(codes: str, tiles: Tiles, codes_KF_ref, scale_GF_ref, w_KF_ref) -> None:
+def decode_packed(codes: str, tiles: Tiles, codes_KF_ref, scale_GF_ref, zero_GF_ref, w_KF_ref) -> None:
     """A step's codes of four bits: the even inputs, and then the odd ones."""
     half = codes_KF_ref.shape[0]
     codes_KF = tiles.load_as(codes_KF_ref, LAYOUT, True).astype(jnp.int32)
-    number, scale = (from_float4, power) if codes == "float4" else (from_int4, wide)
-    scale_KF = spread(tiles, scale_GF_ref, half, scale)
+    scale_KF = spread(tiles, scale_GF_ref, half, power if codes == "float4" else wide)
+    zero_KF = MIDDLE if zero_GF_ref is None else spread(tiles, zero_GF_ref, half, wide)
     for place, code_KF in enumerate((codes_KF & 15, codes_KF >> 4)):
-        w_KF_ref[pl.ds(place * half, half)] = (number(code_KF) * scale_KF).astype(w_KF_ref.dtype)
+        number_KF = from_float4(code_KF) if codes == "float4" else code_KF.astype(jnp.float32) - zero_KF
+        w_KF_ref[pl.ds(place * half, half)] = (number_KF * scale_KF).astype(w_KF_ref.dtype)
     plgpu.commit_smem()
 
 
@@ -44,17 +45,13 @@ def spread(tiles: Tiles, values_GF_ref, rows: int, number):
     return found
 
 
-def wide(scale):
-    return scale.astype(jnp.float32)
+def wide(value):
+    return value.astype(jnp.float32)
 
 
 def power(exponent):
     """2 to the power of a byte less 127; of 0 it is 0, as in `quant/mxfp4.py`."""
     return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
-
-
-def from_int4(code):
-    return code.astype(jnp.float32) - MIDDLE
 
 
 def from_float4(code):

@@ -35,7 +35,7 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
         shape = ProductShape(
             blocks=most_blocks(T * X, num_experts, rows), rows=rows, experts=E, inputs=inputs, outputs=outputs,
             parts=parts, processors=processors, out_dtype=dtype, bias=bias is not None, weighed=scale_P is not None,
-            codes=matrix.codes, group=matrix.group, rounded=matrix.rounded, **more,
+            **matrix.options, **more,
         )  # fmt: skip
         stack = stack.reshape(E, -1, parts, outputs)
         scales = matrix.scales(E, parts, outputs) | {"row_scale": row_scale_P}

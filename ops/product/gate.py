@@ -16,6 +16,7 @@ def require_trial(shape: ProductShape) -> None:
     kind = {
         "grouped": shape.experts > 1, "parts": shape.parts, "turned": shape.turned, "activation": shape.activation,
         "clamp": shape.clamp, "alpha": shape.alpha, "bias": shape.bias, "weighed": shape.weighed,
-        "out_dtype": shape.out_dtype, "codes": shape.codes, "group": shape.group, "rounded": shape.rounded,
+        "out_dtype": shape.out_dtype, "codes": shape.codes, "group": shape.group, "zeros": shape.zeros,
+        "rounded": shape.rounded,
     }  # fmt: skip
     require_pass(KERNEL, kind)

@@ -35,6 +35,8 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
     if shape.packed:
         piece = shape.step // 2, FEATURES
         more["scale_ref"] = plgpu.SMEM((stages, pieces, shape.groups, FEATURES), operands.group_scale.dtype)
+    if shape.zeros:
+        more["zero_ref"] = plgpu.SMEM((stages, pieces, shape.zero_rows, FEATURES), operands.group_zero.dtype)
     kernel = plgpu.kernel(
         functools.partial(run, shape, Tiles(interpret is not None), names),
         out_type=jax.ShapeDtypeStruct((shape.blocks * shape.rows, shape.outputs), shape.out_dtype),
@@ -49,7 +51,7 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
                 transforms=(plgpu.TilingTransform((8, out_line)), plgpu.SwizzleTransform(128)),
             ),
             **more,
-            "here": plgpu.Barrier(num_arrivals=1 + (2 if shape.packed else 1) * pieces, num_barriers=stages),
+            "here": plgpu.Barrier(num_arrivals=1 + (1 + shape.packed + shape.zeros) * pieces, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=stages),
         },
         grid=(shape.processors,),
@@ -105,6 +107,10 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
                     groups = packed_at(shape, k, shape.group)
                     scales = operands.group_scale.at[task.expert, groups, part, features]
                     plgpu.copy_gmem_to_smem(scales, shared["scale_ref"].at[slot, place], here)
+                if shape.zeros:
+                    groups = pl.ds(packed_at(shape, k, shape.group).start - zeros_before(shape, k), shape.zero_rows)
+                    zeros = operands.group_zero.at[task.expert, groups, part, features]
+                    plgpu.copy_gmem_to_smem(zeros, shared["zero_ref"].at[slot, place], here)
             return step + 1
 
         return lax.fori_loop(0, shape.steps, bring, step)
@@ -125,11 +131,16 @@ def packed_at(shape: ProductShape, k, each: int):
     return pl.ds(at, shape.step // each)
 
 
+def zeros_before(shape: ProductShape, k):
+    """Zeros that are copied before a step's own: its last one's come with those of the step before."""
+    return jnp.where(k == shape.steps - 1, jnp.int32(shape.zero_rows - shape.groups), 0)
+
+
 def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, own: int, task: Task, step):
     """One warpgroup's part of a task. Returns `step`, the number of copies so far."""
     stages = jnp.int32(shape.stages)
 
-    def pieces(step):
+    def pieces(step, k):
         """References to a step's weights, of each part, and rows, once they are there."""
         slot = lax.rem(step, stages)
         plgpu.barrier_wait(shared["here"].at[slot])
@@ -139,8 +150,11 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
             weights = [shared["decoded_ref"].at[at, own * shape.parts + p] for p in range(shape.parts)]
             for p, (codes_ref, w_ref) in enumerate(zip(codes, weights, strict=True)):
                 if shape.packed:
-                    scale_ref = shared["scale_ref"].at[slot, own * shape.parts + p]
-                    decode_packed(shape.codes, tiles, codes_ref, scale_ref, w_ref)
+                    place = own * shape.parts + p
+                    scale_ref, zero_ref = shared["scale_ref"].at[slot, place], None
+                    if shape.zeros:
+                        zero_ref = shared["zero_ref"].at[slot, place, pl.ds(zeros_before(shape, k), shape.groups)]
+                    decode_packed(shape.codes, tiles, codes_ref, scale_ref, zero_ref, w_ref)
                 else:
                     decode_bytes(shape.codes, tiles, codes_ref, w_ref)
         return weights, shared["x_ref"].at[slot]
@@ -151,7 +165,7 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
     if tiles.interpreted:
 
         def add(k, sums):
-            w_refs, x_ref = pieces(step + k)
+            w_refs, x_ref = pieces(step + k, k)
             x_NK, weights = tiles.operand(x_ref), [tiles.operand(w_ref) for w_ref in w_refs]
             free(step + k)
             weights = [w if shape.turned else w.T for w in weights]
@@ -163,7 +177,7 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
 
         def sum_all(*sum_refs):
             def add(k, _):
-                w_refs, x_ref = pieces(step + k)
+                w_refs, x_ref = pieces(step + k, k)
                 for sum_ref, w_ref in zip(sum_refs, w_refs, strict=True):
                     w_ref = w_ref if shape.turned else w_ref.transpose((1, 0))
                     plgpu.wgmma(sum_ref, w_ref, x_ref.transpose((1, 0)))

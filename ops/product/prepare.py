@@ -44,6 +44,8 @@ def require(x, matrix: "Matrix", inputs: int, outputs: int, activation: str | No
         reasons.append(f"inputs and outputs must divide by {FEATURES}, and are {inputs} and {outputs}")
     elif matrix.group and (inputs < PACKED or inputs % matrix.group):
         reasons.append(f"inputs must be {PACKED} or more and divide by the group of {matrix.group}, and are {inputs}")
+    if matrix.zero is not None and inputs < 2 * matrix.group:
+        reasons.append(f"inputs with zero points must be of two groups of {matrix.group} or more, and are {inputs}")
     if activation is not None and activation not in ACTIVATIONS:
         reasons.append(f"the activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     if reasons:
@@ -67,13 +69,21 @@ class Matrix(NamedTuple):
     scale: Any = None  # of the codes: one for each output, or for each group and output
     group: int = 0
     rounded: bool = False
+    zero: Any = None  # of the codes: one for each group and output
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a `ProductShape`."""
+        return {"codes": self.codes, "group": self.group, "zeros": self.zero is not None, "rounded": self.rounded}
 
     def scales(self, experts: int, parts: int, outputs: int) -> dict[str, Any]:
-        """The operand that its scales are."""
+        """The operands that its scales and zeros are."""
         if self.scale is None:
             return {}
         if self.group:
-            return {"group_scale": self.scale.reshape(experts, -1, parts, outputs)}
+            named = {"group_scale": self.scale, "group_zero": self.zero}
+            axes = experts, -1, parts, outputs
+            return {name: each.reshape(axes) for name, each in named.items() if each is not None}
         return {"output_scale": self.scale.reshape(experts, parts, outputs)}
 
 
@@ -97,10 +107,9 @@ def matrix(weight) -> Matrix:
 
 def packed(weight: Int4) -> Matrix:
     """Codes of four bits, or a stack of them, with the axes of their outputs."""
-    if weight.zero is not None:
-        raise NotImplementedError("weights of int4 must have no zero points")
-    codes, scale = (array.reshape(*array.shape[:-1], *weight.out) for array in (weight.codes, weight.scale))
-    return Matrix(codes, "int4", scale, weight.group)
+    arrays = weight.codes, weight.scale, weight.zero
+    codes, scale, zero = (None if each is None else each.reshape(*each.shape[:-1], *weight.out) for each in arrays)
+    return Matrix(codes, "int4", scale, weight.group, zero=zero)
 
 
 def meeting_rows(x_PK, matrix: Matrix):
@@ -138,7 +147,7 @@ def dense(
     shape = ProductShape(
         blocks=blocks, rows=size, experts=1, inputs=inputs, outputs=outputs, parts=parts,
         processors=processors(interpret), out_dtype=jnp.dtype(dtype).name, activation=activation,
-        bias=bias is not None, turned=turned, codes=matrix.codes, group=matrix.group, rounded=matrix.rounded,
+        bias=bias is not None, turned=turned, **matrix.options,
     )  # fmt: skip
     x_PK, row_scale_P = meeting_rows(jnp.pad(x_RK, ((0, blocks * size - rows), (0, 0))), matrix)
     weight = weight.reshape((1, outputs, inputs) if turned else (1, stored, parts, outputs))

@@ -32,6 +32,7 @@ class ProductShape(NamedTuple):
     turned: bool = False  # a weight is [outputs, inputs], and not [inputs, parts, outputs]
     codes: str | None = None  # weights are codes: int8 or float8, with a scale an output; or of FOUR_BITS, two a byte
     group: int = 0  # inputs of an output that share a scale of the latter
+    zeros: bool = False  # and a code that stands for zero
     rounded: bool = False  # rows are codes too, with a scale each
 
     @property
@@ -63,6 +64,11 @@ class ProductShape(NamedTuple):
         return self.step // self.group
 
     @property
+    def zero_rows(self) -> int:
+        """Groups whose zeros are copied with a step: 128 bytes are two of them, and no copy is shorter."""
+        return max(self.groups, 2) if self.zeros else 0
+
+    @property
     def steps(self) -> int:
         return -(-self.inputs // self.step)
 
@@ -78,7 +84,8 @@ class ProductShape(NamedTuple):
         weights = self.step * self.parts * self.features
         decoded = DECODED * 2 * weights if self.codes else 0
         bits = 4 if self.packed else 8 if self.codes else 16
-        scales = (2 if self.codes == "int4" else 1) * self.groups * self.parts * self.features if self.packed else 0
+        scale = (2 if self.codes == "int4" else 1) * self.groups if self.packed else 0
+        scales = (scale + self.zero_rows) * self.parts * self.features
         each = bits * weights // 8 + scales + 2 * self.step * self.rows
         return min((MEMORY - results - decoded) // each, DEEPEST)
 
@@ -97,6 +104,7 @@ class Operands(NamedTuple):
         None  # [experts, groups, parts, outputs], of codes of four bits: float16, or of float4 a power of
     )
     # two as uint8
+    group_zero: Any = None  # uint8, of int4 with zero points: alike
 
 
 class Task(NamedTuple):

@@ -42,7 +42,7 @@ class ProductCase:
 
         x, each = array(pairs, self.inputs), (self.inputs, kind["parts"], self.outputs)
         weight = array(experts, *((self.outputs, self.inputs) if kind["turned"] else each), scale=self.inputs**-0.5)
-        output_scale = row_scale = group_scale = None
+        output_scale = row_scale = group_scale = group_zero = None
         numbers, small = np.asarray(weight, np.float64), self.inputs**-0.5
         if kind["codes"] in FOUR_BITS:
             weight = jnp.asarray(rng.integers(0, 256, (experts, self.inputs // 2, *each[1:])), jnp.uint8)
@@ -51,7 +51,9 @@ class ProductCase:
                 group_scale = jnp.asarray(rng.integers(-3, 2, groups) + round(127 + np.log2(small)), jnp.uint8)
             else:
                 group_scale = jnp.asarray(rng.uniform(0.5, 2, groups) / 8 * small, jnp.float16)
-            numbers = unpacked(kind["codes"], np.asarray(weight), np.asarray(group_scale))
+            if kind["zeros"]:
+                group_zero = jnp.asarray(rng.integers(0, 16, groups), jnp.uint8)
+            numbers = unpacked(kind["codes"], *map(np.asarray, (weight, group_scale)), group_zero)
         elif kind["codes"]:
             numbers = EIGHT_BITS[kind["codes"]](rng, weight.shape)
             weight, most = jnp.asarray(numbers.view(np.int8)), np.abs(numbers.astype(np.float64)).max()
@@ -74,7 +76,7 @@ class ProductCase:
                     jnp.asarray(np.pad(np.repeat(whose, BLOCKS[-1] // rows), (0, 3)), jnp.int32),
                     jnp.full(1, pairs // rows, jnp.int32), output_scale,
                     None if row_scale is None else jnp.pad(row_scale, (0, spare), constant_values=jnp.nan),
-                    group_scale,
+                    group_scale, group_zero,
                 )
             )  # fmt: skip
         exact = np.asarray(x, np.float64) * (1 if row_scale is None else np.asarray(row_scale, np.float64)[:, None])
@@ -106,13 +108,13 @@ def product(shape: ProductShape, operands: Operands, interpret: Any):
     return multiply(shape, operands, interpret=interpret)
 
 
-def unpacked(codes: str, weight, scale) -> np.ndarray:
+def unpacked(codes: str, weight, scale, zero=None) -> np.ndarray:
     """[experts, inputs, ...] of codes of four bits, rounded to bfloat16 as products see them."""
-    code = np.stack([weight & 15, weight >> 4], 2).reshape(len(weight), -1, *weight.shape[2:])
+    code = np.stack([weight & 15, weight >> 4], 2).reshape(len(weight), -1, *weight.shape[2:]).astype(int)
     if codes == "float4":
         numbers, scale = FLOAT4[code], 2.0 ** (scale.astype(np.float64) - 127)
     else:
-        numbers = code - 8.0
+        numbers = code - (8 if zero is None else np.repeat(zero, code.shape[1] // zero.shape[1], 1).astype(np.float32))
     wide = numbers * np.repeat(scale.astype(np.float32), code.shape[1] // scale.shape[1], 1)
     return np.asarray(jnp.asarray(wide, jnp.bfloat16), np.float64)
 

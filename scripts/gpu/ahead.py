@@ -81,6 +81,7 @@ CASES = (
     Case("qwen3-30b-a3b"),
     Case("qwen3-30b-a3b", "int8"),
     Case("qwen3-30b-a3b", "int4"),
+    Case("qwen3-30b-a3b", "int4-128-zero"),
     Case("qwen3-30b-a3b", "fp8"),
     Case("gpt-oss-20b"),
     Case("deepseek-v3"),

@@ -109,17 +109,19 @@ def test_int8_against_float64(name):
     assert not gpu_callbacks.get_races().races_found
 
 
-def in_four_bits(weight, group: int, into: int = 1) -> Int4:
+def in_four_bits(weight, group: int, into: int = 1, zero: bool = False) -> Int4:
     """A weight in int4 whose inputs come first."""
     axes = weight.shape
-    spec = Int4(None, None, None, group, into=axes[:into], out=axes[into:], inputs=tuple(range(into)))
+    spec = Int4(None, None, zero or None, group, into=axes[:into], out=axes[into:], inputs=tuple(range(into)))
     return jax.tree.map(jnp.asarray, spec.quantize(np.asarray(weight, np.float32)))
 
 
 def unpacked(weight: Int4) -> np.ndarray:
     """A loop over the inputs, in bfloat16, as products see it."""
     codes, scale = np.asarray(weight.codes), np.asarray(weight.scale, np.float32)
-    found = [((codes[k // 2] >> 4 * (k % 2) & 15) - 8.0) * scale[k // weight.group] for k in range(2 * len(codes))]
+    zero = np.full(scale.shape, 8.0) if weight.zero is None else np.asarray(weight.zero, np.float32)
+    groups = [k // weight.group for k in range(2 * len(codes))]
+    found = [((codes[k // 2] >> 4 * (k % 2) & 15) - zero[g]) * scale[g] for k, g in enumerate(groups)]
     return exact(jnp.asarray(np.array(found), jnp.bfloat16)).reshape(weight.into + weight.out)
 
 
@@ -160,32 +162,27 @@ def test_every_code_of_fp8_is_exact():
     assert np.array_equal(exact(found), exact(bits.view(ml_dtypes.float8_e4m3fn)))
 
 
-INT4S = {  # subscripts, axes of the weight, rows, inputs that share a scale
-    "half a step": ("TD,DGH->TGH", (192, 2, 64), 5, 32),
-    "groups of 32": ("TD,DGH->TGH", (256, 2, 64), 5, 32),
-    "groups of 64": ("TNH,NHD->TD", (2, 64, 128), 100, 64),
-    "groups of 128": ("TD,DA->TA", (384, 64), 17, 128),
+INT4S = {  # subscripts, axes of the weight, rows, inputs that share a scale, whether groups have zeros
+    "half a step": ("TD,DGH->TGH", (192, 2, 64), 5, 32, False),
+    "half a step, zeros": ("TD,DGH->TGH", (192, 2, 64), 5, 32, True),
+    "groups of 128, zeros": ("TD,DA->TA", (384, 64), 17, 128, True),
+    "groups of 32": ("TD,DGH->TGH", (256, 2, 64), 5, 32, False),
+    "groups of 64": ("TNH,NHD->TD", (2, 64, 128), 100, 64, False),
+    "groups of 128": ("TD,DA->TA", (384, 64), 17, 128, False),
 }
 
 
-@pytest.mark.parametrize("name", thinned(INT4S, ["half a step", "groups of 64"]))
+@pytest.mark.parametrize("name", thinned(INT4S, ["half a step", "groups of 64", "groups of 128, zeros"]))
 def test_int4_against_float64(name):
-    subscripts, axes, rows, group = INT4S[name]
+    subscripts, axes, rows, group, zero = INT4S[name]
     rng, into = np.random.default_rng(6), len(subscripts.partition(",")[0]) - 1
-    x, weight = draw(rng, rows, *axes[:into]), in_four_bits(draw(rng, *axes, scale=0.1), group, into)
+    x, weight = draw(rng, rows, *axes[:into]), in_four_bits(draw(rng, *axes, scale=0.1), group, into, zero)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
     found = linear.weight_of(weight, INTERPRETED).einsum(subscripts, x, bias, jnp.float32)
     np.testing.assert_allclose(
         exact(found), np.einsum(subscripts, exact(x), unpacked(weight)) + exact(bias), rtol=1e-4, atol=1e-4
     )
     assert not gpu_callbacks.get_races().races_found
-
-
-def test_int4_with_zeros_is_declined():
-    spec = Int4(None, None, True, 32, into=(128,), out=(64,), inputs=(0,))
-    weight = jax.tree.map(jnp.asarray, spec.quantize(np.ones((128, 64), np.float32)))
-    with pytest.raises(NotImplementedError, match="weights of int4 must have no zero points"):
-        linear.weight_of(weight, INTERPRETED).einsum("TD,DA->TA", jnp.ones((1, 128), jnp.bfloat16))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
@@ -299,11 +296,12 @@ def test_experts_in_eight_bits_against_float64(dynamic, make):
     assert not gpu_callbacks.get_races().races_found
 
 
-def test_int4_experts_against_float64():
+@pytest.mark.parametrize("zero", [False, True])
+def test_int4_experts_against_float64(zero):
     rng, D = np.random.default_rng(7), 128
     dense = Experts(draw(rng, E, D, 2, F, scale=0.2), draw(rng, E, F, D, scale=0.2), "silu")
     whose, x, weights = chosen(rng, 9, X, E, "any"), draw(rng, 9, D), np.ones((9, X), np.float32)
-    nodes = [[in_four_bits(array[e], 32) for e in range(E)] for array in (dense.up_EDGF, dense.down_EFD)]
+    nodes = [[in_four_bits(array[e], 32, zero=zero) for e in range(E)] for array in (dense.up_EDGF, dense.down_EFD)]
     stacks = [Stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)) for each in nodes]
     wanted = mixed_slowly(
         x, weights, whose, Experts(*(np.stack([unpacked(n) for n in each]) for each in nodes), "silu")
@@ -407,7 +405,7 @@ def test_random_experts(seed):
 
 KIND = {
     "grouped": False, "parts": 1, "turned": False, "activation": None, "clamp": None, "alpha": 1.0, "bias": True,
-    "weighed": False, "out_dtype": "bfloat16", "codes": None, "group": 0, "rounded": False,
+    "weighed": False, "out_dtype": "bfloat16", "codes": None, "group": 0, "zeros": False, "rounded": False,
 }  # fmt: skip
 GPT_OSS = {
     "grouped": True, "parts": 2, "activation": "silu", "clamp": 7.0, "alpha": 1.702, "codes": "float4", "group": 32,
@@ -419,6 +417,7 @@ KINDS = {
     "weighed": KIND | {"grouped": True, "weighed": True, "out_dtype": "float32"},
     "int8": KIND | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int8", "rounded": True},
     "int4": KIND | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int4", "group": 32},
+    "int4 with zeros": KIND | {"codes": "int4", "group": 128, "zeros": True},
     "mxfp4": KIND | GPT_OSS,
     "fp8": KIND | {"codes": "float8", "rounded": True},
 }
@@ -437,7 +436,7 @@ def test_a_trial(name, spoilt, monkeypatch):
 
     monkeypatch.setattr(trial, "product", kernel)
     monkeypatch.setattr(trial, "BLOCKS", (16, 32))
-    case = trial.ProductCase(KINDS[name], 128, 64, 2, interpret=InterpretGPUParams())
+    case = trial.ProductCase(KINDS[name], 256, 64, 2, interpret=InterpretGPUParams())
     assert (kernel_trial.measure(case, 0, repeats=2).wrong is None) == (not spoilt)
 
 
@@ -566,6 +565,12 @@ PRODUCTION = {
     "Llama-3-8B in int4-128, up, 2048 rows": BASE._replace(
         outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **INT4 | {"group": 128}
     ),
+    "Llama-3-8B in int4-128-zero, up, 64 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", rows=64, **INT4 | {"group": 128, "zeros": True}
+    ),
+    "Llama-3-8B in int4-zero, up, 64 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", rows=64, **INT4 | {"zeros": True}
+    ),
     "Qwen3-30B-A3B in int4, down": BASE._replace(
         blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **INT4
     ),
@@ -649,6 +654,7 @@ def operands_of(s: shape.ProductShape) -> shape.Operands:
         array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.codes and not s.packed else None,
         array(rows, dtype=jnp.float32) if s.rounded else None,
         array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=scale) if s.packed else None,
+        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=jnp.uint8) if s.zeros else None,
     )  # fmt: skip
 
 

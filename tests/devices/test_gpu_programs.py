@@ -41,6 +41,8 @@ BOUNDS = (
     Bound("llama-3-8b, int8, batch 64", 13, 35, 1.08),
     Bound("llama-3-8b, int8-weights, batch 64", 9, 35, 1.06),
     Bound("llama-3-8b, int4, batch 64", 13, 35, 1.10),
+    Bound("llama-3-8b, fp8, batch 64", 21, 35, 1.09),
+    Bound("llama-3-8b, fp8-weights, batch 64", 9, 35, 1.06),
     Bound("llama-3-8b, bf16, batch 64, KV fp8", 9, 35, 1.05),
     Bound("llama-3-8b, bf16, batch 64, top-k, top-p", 9, 225, 1.13),
     Bound("llama-3-8b, bf16, batch 64, tensor 8", 11, 13, 1.18),
@@ -48,7 +50,9 @@ BOUNDS = (
     Bound("qwen3-30b-a3b, bf16, batch 64", 16, 41, 1.07),
     Bound("qwen3-30b-a3b, int8, batch 64", 20, 41, 1.16),
     Bound("qwen3-30b-a3b, int4, batch 64", 19, 41, 1.20),
-    Bound("gpt-oss-20b, mxfp4, batch 64", 51, 56, 7.85, 24, {"experts": 420}),
+    Bound("qwen3-30b-a3b, int4-128-zero, batch 64", 19, 41, 1.21),
+    Bound("qwen3-30b-a3b, fp8, batch 64", 28, 41, 1.14),
+    Bound("gpt-oss-20b, mxfp4, batch 64", 24, 54, 1.12),
     Bound("deepseek-v3, bf16, batch 64", 27, 146, 1.03),
 )
 

@@ -19,6 +19,7 @@ from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.ops.linear import einsum
 from quire.scripts.quill import corpus as corpus
+from quire.scripts.quill import drafts as drafts
 from quire.scripts.quill import stories as stories
 from quire.scripts.quill import tasks as tasks
 from quire.scripts.quill.eval import evaluate
@@ -202,3 +203,13 @@ def message(text: str) -> dict[str, str]:
 def test_the_bundled_model_knows_its_tasks(llm):
     result = evaluate(llm, 12, only=[task for task in tasks.TASKS if not task.startswith("story")])
     assert sum(row["right"] for row in result.values()) >= 0.97 * 12 * len(result), result
+
+
+@pytest.mark.slow
+def test_drafts_are_measured_beside_plain_decoding(capsys, monkeypatch):
+    kept = {"plain": None, "suffix": {"method": "suffix"}}
+    monkeypatch.setattr(drafts, "CONFIGS", kept)
+    drafts.main(samples=1, rounds=2, batch=[3])
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [row[0].strip() for row in rows] == list(kept)
+    assert not rows[0][4].strip() and "%" in rows[1][4]

@@ -114,7 +114,8 @@ class Scheduler:
         """The next step, or None if there is nothing to compute now."""
         if len(self.replicas) > 1:
             self.level()
-        decodes = all(replica.decodes for replica in self.replicas)
+        # Only drafts ask, and it looks at every sequence.
+        decodes = self.limits.max_drafts > 0 and all(replica.decodes for replica in self.replicas)
         parts = tuple([replica.schedule(decodes) for replica in self.replicas])
         return StepPlan(parts) if any(parts) else None
 
@@ -196,7 +197,7 @@ class ReplicaScheduler:
     def schedule(self, decodes: bool = False) -> tuple[ScheduledSequence, ...]:
         """This replica's part of the next step; where all only decode, each row of a step may draw."""
         self.rows, self.samples, page_size = self.limits.max_rows, self.limits.max_samples, self.table.page_size
-        if decodes and self.limits.max_drafts:
+        if decodes:
             self.samples = self.rows
         items: dict[Sequence, ScheduledSequence] = {}
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]

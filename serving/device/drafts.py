@@ -1,7 +1,7 @@
 """Tokens that the step itself drafts, after those that it draws: by a model of its own, or by a part of the target."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,39 @@ from .batch import Batch
 from .state import State
 
 
+class StepDrafter(Protocol):
+    """What drafts in the step. `carry` is what one draft leaves for the next."""
+
+    @property
+    def paged(self) -> ModelConfig:
+        """The target's layers, and then its own, as those that own pages."""
+        ...
+
+    def follow(self, weights: "WithDrafter", state: State, seen: "Seen") -> tuple[Any, State]:
+        """(what it knows of each of the step's rows, the state with their keys and values)."""
+        ...
+
+    def begin(self, known, at_B) -> Any:
+        """The first `carry`: `at_B` are the rows that drew the sequences' next tokens."""
+        ...
+
+    def guess(
+        self, weights: "WithDrafter", state: State, tables_GBM, token_B, position_B, number, carry
+    ) -> tuple[Any, Any, State]:
+        """(logits of the token after `token_B`, carry, state); `number` of the drafts are there, -1: no position."""
+        ...
+
+
+@struct.dataclass
+class Seen:
+    """What the step has just computed."""
+
+    batch: Batch
+    tokens_T: Any
+    hidden_TD: Any  # after the final norm
+    sampled: sampling.Sampled
+
+
 @dataclass(frozen=True)
 class DraftModel:
     """A model that drafts token by token.
@@ -26,8 +59,38 @@ class DraftModel:
     """
 
     config: ModelConfig
-    paged: ModelConfig  # the target's layers and then its own, where it has pages
+    paged: ModelConfig
     first: int  # of its layers among these; 0: those of the target
+
+    def follow(self, weights: "WithDrafter", state: State, seen: Seen) -> tuple[Any, State]:
+        if not self.first:
+            return (), state  # the target has written its keys and values
+        batch = seen.batch
+        rows = rows_of(batch.positions_T, batch.starts_B1, batch.tables_GBM, batch.slots_GT)
+        return (), self.run(self.weights_of(weights), state, rows, seen.tokens_T)[1]
+
+    def begin(self, known, at_B) -> Any:
+        return ()
+
+    def guess(self, weights: "WithDrafter", state: State, tables_GBM, token_B, position_B, number, carry):
+        own, rows = self.weights_of(weights), single_rows(state, tables_GBM, position_B)
+        hidden_BD, state = self.run(own, state, rows, token_B)
+        return decoder.logits(own, hidden_BD, self.config), carry, state
+
+    def run(self, weights, state: State, rows: list[QueryRows], tokens_T):
+        """(hidden states, state) of some rows; `rows` by cache group."""
+        config, positions_T = self.config, rows[0].positions_T
+        prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first)
+        x = decoder.embed(weights, tokens_T, positions_T, config, ONE_DEVICE)
+        (x_TD, _), state = decoder.run_layers(
+            weights.layers, 0, x, state, positions_T, config, attend, ONE_DEVICE, None, None, prepare
+        )
+        return decoder.final_norm(weights, x_TD, config), state
+
+    def weights_of(self, weights: "WithDrafter") -> Any:
+        if weights.drafter is not None:
+            return weights.drafter
+        return weights.model.replace(layers=weights.model.layers[: len(self.config.layers)])
 
 
 @struct.dataclass
@@ -49,80 +112,56 @@ def with_layers(config: ModelConfig, drafter: ModelConfig) -> ModelConfig:
     return replace(config, layers=config.layers + tuple(map(moved, drafter.layers)))
 
 
-def weights_of(drafter: DraftModel, weights: WithDrafter) -> Any:
-    if weights.drafter is not None:
-        return weights.drafter
-    return weights.model.replace(layers=weights.model.layers[: len(drafter.config.layers)])
+def rows_of(positions_T, starts_B1, tables_GBM, slots_GT) -> list[QueryRows]:
+    """Rows by cache group."""
+    return [QueryRows(positions_T, starts_B1, *place) for place in zip(tables_GBM, slots_GT, strict=True)]
 
 
-def follow(drafter: DraftModel, weights: WithDrafter, state: State, batch: Batch, tokens_T) -> State:
-    """The drafter's keys and values of the step's rows."""
-    if not drafter.first:
-        return state  # the target has written them
-    rows = [
-        QueryRows(batch.positions_T, batch.starts_B1, table_BM, slots_T)
-        for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
+def single_rows(state: State, tables_GBM, position_B) -> list[QueryRows]:
+    """A row of each sequence, by cache group; at position -1 there is none."""
+    B, page_size = position_B.shape[0], page_size_of(state)
+    page_B, offset_B = jnp.divmod(jnp.maximum(position_B, 0), page_size)
+    slots_GB = [
+        jnp.where(position_B < 0, 0, table_BM[jnp.arange(B), page_B] * page_size + offset_B) for table_BM in tables_GBM
     ]
-    return run(drafter, weights_of(drafter, weights), state, rows, tokens_T)[1]
-
-
-def run(drafter: DraftModel, weights, state: State, rows: list[QueryRows], tokens_T):
-    """(hidden states, state) of some rows; `rows` by cache group."""
-    config, positions_T = drafter.config, rows[0].positions_T
-    prepare, attend = attend_with(drafter.paged, lambda group: rows[group], drafter.first)
-    x = decoder.embed(weights, tokens_T, positions_T, config, ONE_DEVICE)
-    (x_TD, _), state = decoder.run_layers(
-        weights.layers, 0, x, state, positions_T, config, attend, ONE_DEVICE, None, None, prepare
-    )
-    return decoder.final_norm(weights, x_TD, config), state
+    return rows_of(position_B, jnp.arange(B + 1), tables_GBM, slots_GB)
 
 
 @jax.named_scope("draft")
-def draft(
-    drafter: DraftModel, weights: WithDrafter, state: State, batch: Batch, sampled: sampling.Sampled, accepted_R, plain
-):
+def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, accepted_R, plain):
     """(drafts a sequence, state): `batch.num_drafts` tokens after the next one, each drawn as the target would draw it.
 
     With the same seed and position, so that it says the same wherever its distribution is the same.
     """
+    batch, sampled = seen.batch, seen.sampled
+    known, state = drafter.follow(weights, state, seen)
     B, (R, J) = batch.starts_B1.shape[0] - 1, batch.sampling.drafted_RJ.shape
-    own, page_size = weights_of(drafter, weights), page_size_of(state)
     ends_R = sampling.ends(accepted_R, batch.depths_R) & (batch.store_R < state.last_tokens_B.shape[0]) & sampled.ok_R
     seq_R = (batch.starts_B1[None, 1:] <= batch.sample_rows_R[:, None]).sum(axis=1)
     row_B = jnp.full(B, R).at[jnp.where(ends_R, seq_R, B)].set(jnp.arange(R), mode="drop")
-    goes_B = row_B < R
-    inputs = jax.tree.map(lambda leaf: leaf[jnp.minimum(row_B, R - 1)], batch.sampling)
+    goes_B, row_B = row_B < R, jnp.minimum(row_B, R - 1)
+    inputs = jax.tree.map(lambda leaf: leaf[row_B], batch.sampling)
     off_B = jnp.zeros(B, bool)
     inputs = inputs.replace(
         bias_rows_R=jnp.zeros(B, jnp.int32), targets_R=jnp.full(B, -1), ban_RX=jnp.full((B, 1), -1),
         ban_stop_R=off_B, biased_R=off_B, wants_logprobs_R=off_B,
     )  # fmt: skip
-    first_B = jnp.where(goes_B, inputs.positions_R, -1)
-    token_B = jnp.where(goes_B, sampled.tokens_R[jnp.minimum(row_B, R - 1)], 0)
+    token_B = jnp.where(goes_B, sampled.tokens_R[row_B], 0)
     tokens_BJ = jnp.full((B, J), -1).at[:, 0].set(token_B)  # the next token, and the drafts after it
-    length = batch.tables_GBM[0].shape[1] * page_size
+    length = batch.tables_GBM[0].shape[1] * page_size_of(state)
 
-    def one(number, carry):
-        tokens_BJ, state = carry
-        positions_B = jnp.where(goes_B & (first_B + number < length), first_B + number, -1)
+    def one(number, held):
+        tokens_BJ, carry, state = held
+        position_B = inputs.positions_R + number
+        position_B = jnp.where(goes_B & (position_B < length), position_B, -1)
         token_B = jnp.maximum(jax.lax.dynamic_index_in_dim(tokens_BJ, number, 1, False), 0)
-        page_B, offset_B = jnp.maximum(positions_B, 0) // page_size, jnp.maximum(positions_B, 0) % page_size
-        rows = [
-            QueryRows(
-                positions_B,
-                jnp.arange(B + 1),
-                table_BM,
-                jnp.where(positions_B < 0, 0, table_BM[jnp.arange(B), page_B] * page_size + offset_B),
-            )
-            for table_BM in batch.tables_GBM
-        ]
-        hidden_BD, state = run(drafter, own, state, rows, token_B)
-        logits_BV = fitted(decoder.logits(own, hidden_BD, drafter.config), state.slots.stop_BV.shape[1])
+        logits_BV, carry, state = drafter.guess(weights, state, batch.tables_GBM, token_B, position_B, number, carry)
         given = inputs.replace(positions_R=inputs.positions_R + 1 + number, drafted_RJ=tokens_BJ)
-        drawn = sampling.sample(logits_BV, state.slots, given, plain)
-        return tokens_BJ.at[:, number + 1].set(drawn.tokens_R), state
+        drawn = sampling.sample(fitted(logits_BV, state.slots.stop_BV.shape[1]), state.slots, given, plain)
+        return tokens_BJ.at[:, number + 1].set(drawn.tokens_R), carry, state
 
-    tokens_BJ, state = jax.lax.fori_loop(0, batch.num_drafts_1[0], one, (tokens_BJ, state))
+    held = tokens_BJ, drafter.begin(known, jnp.minimum(batch.sample_rows_R[row_B], seen.tokens_T.shape[0] - 1)), state
+    tokens_BJ, _, state = jax.lax.fori_loop(0, batch.num_drafts_1[0], one, held)
     return tokens_BJ[:, 1:], state
 
 

@@ -11,7 +11,7 @@ from ...ops.attention import KVPages
 from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
 from .batch import Layout
-from .drafts import DraftModel
+from .drafts import StepDrafter
 from .state import State, empty_pages, owners
 from .step import Places, abstract_state, make_state, model_of, step
 
@@ -25,7 +25,7 @@ class Pipeline:
     A device begins its part of the next step as soon as its part of this one is done.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh | None, drafter: DraftModel | None = None):
+    def __init__(self, config: ModelConfig, mesh: Mesh | None, drafter: StepDrafter | None = None):
         self.config, self.drafter = config, drafter
         self.paged = config if drafter is None else drafter.paged  # the layers that own pages
         self.meshes: list[Mesh | None] = [None] if mesh is None else [*stage_meshes(mesh)]

@@ -20,7 +20,7 @@ from ...sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with
 from .batch import Layout
-from .drafts import DraftModel, WithDrafter, draft, follow
+from .drafts import Seen, StepDrafter, WithDrafter, draft
 from .state import State, empty_state, state_places
 
 
@@ -80,7 +80,7 @@ def step(
     places: Places | None = None,
     stage: Stage | None = None,
     x: Any = None,
-    drafter: DraftModel | None = None,
+    drafter: StepDrafter | None = None,
 ):
     """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows' hidden states, state).
 
@@ -170,7 +170,7 @@ def step_of_one(
     axes: DeviceAxes,
     stage: Stage,
     fetch,
-    drafter: DraftModel | None = None,
+    drafter: StepDrafter | None = None,
 ):
     """What one device does in a step."""
     batch, both = layout.read(buffer), weights
@@ -201,7 +201,8 @@ def step_of_one(
     x, state = decoder.run_layers(weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare)
     if not stage.ends:
         return x, None, state
-    hidden_RD = take_rows(decoder.final_norm(weights, x[0], config), batch.sample_rows_R, axes.rows)
+    hidden_TD = decoder.final_norm(weights, x[0], config)
+    hidden_RD = take_rows(hidden_TD, batch.sample_rows_R, axes.rows)
     logits_RV = decoder.logits(weights, hidden_RD, config, axes)
     with jax.named_scope("sample"):
         axis = axes.tensor
@@ -215,8 +216,8 @@ def step_of_one(
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
     if drafter is not None:
-        state = follow(drafter, both, state, batch, tokens_T)
-        drafts_BK, state = draft(drafter, both, state, batch, sampled, accepted_R, plain)
+        seen = Seen(batch, tokens_T, hidden_TD, sampled)
+        drafts_BK, state = draft(drafter, both, state, seen, accepted_R, plain)
         sampled = sampled.replace(drafts_BK=drafts_BK)
     return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
 

@@ -15,7 +15,7 @@ from ...model.partition import local_config, whole_model
 from ...sharding.mesh import device_axes
 from ..api.options import CPU_CACHE, SHARE, EngineOptions, SizedOptions
 from ..cache.page_pool import PagePool, largest
-from ..device.drafts import DraftModel
+from ..device.drafts import StepDrafter
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.graphs import compile_step
@@ -103,7 +103,7 @@ def working_bytes(
     limits: Limits,
     page_size: int,
     mesh: Mesh | None = None,
-    drafter: DraftModel | None = None,
+    drafter: StepDrafter | None = None,
 ) -> int:
     """Bytes that the largest step takes on a device beside weights and state. The compiler says so; nothing is run."""
     groups, stages = len(config.windows), Pipeline(config, mesh, drafter)

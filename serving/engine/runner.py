@@ -19,7 +19,7 @@ from ...sharding.mesh import device_axes
 from ..cache.page_moves import PageMoves
 from ..device.batch import Size, choose
 from ..device.compile_counter import CompileCounter
-from ..device.drafts import DraftModel
+from ..device.drafts import StepDrafter
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.graphs import compile_step
@@ -92,7 +92,7 @@ class Runner:
         load_weights: Callable[[], Any] | None = None,
         mesh: Mesh | None = None,
         rebalance_steps: int = 0,
-        drafter: DraftModel | None = None,
+        drafter: StepDrafter | None = None,
     ):
         self.config, self.weights, self.limits = config, weights, limits
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights

@@ -330,6 +330,7 @@ def test_turns_come_in_the_order_in_which_they_are_asked_for():
 
 def test_who_is_interrupted_while_he_waits_leaves_the_row():
     turns, begun = Turns(), threading.get_ident()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def interrupt():
         while not turns.waiting:
@@ -344,6 +345,7 @@ def test_who_is_interrupted_while_he_waits_leaves_the_row():
         thread.join()
         assert turns.taken and not turns.waiting
     assert not turns.taken
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_sleeping_engine_refuses_and_does_not_hang(llm, texts):

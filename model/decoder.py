@@ -54,14 +54,16 @@ def embed(weights: ModelWeights, tokens_T, positions_T, config: ModelConfig, axe
 
 
 def run_layers(
-    layers, first: int, x, cache, positions_T, config, attend, axes=ONE_DEVICE, note=None, fetch=None, prepare=None
-):
+    layers, first: int, x, cache, positions_T, config, attend, axes=ONE_DEVICE, note=None, fetch=None, prepare=None,
+    see=None,
+):  # fmt: skip
     """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as `embed` gives it.
 
     `prepare(index, qkv_TGH, heads, cache) -> (q_TNH, k_TKH, v_TKH, cache)` may append the keys and values that it
     prepares, and gives None for them then; without it they are prepared here and `attend` appends them.
     `note(index, experts_TX, cache) -> cache` is told which experts each row chose; padding rows have one past the last.
     `fetch(number, weights, x) -> (weights, x)` brings a layer's weights to the device, one layer ahead.
+    `see(index, x_TD)` is shown what each layer gives, which is what the next one gets.
     """
     x_TD, per_layer_TLA = x
     rows, eps = Residual(x_TD), config.norm_eps
@@ -91,6 +93,8 @@ def run_layers(
             if w.scale is not None:
                 x_TD = add(rows, eps)
                 rows = Residual(x_TD * w.scale.astype(x_TD.dtype))
+            if see is not None:
+                see(index, add(rows, eps))
     return (add(rows, eps), per_layer_TLA), cache
 
 

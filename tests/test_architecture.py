@@ -25,7 +25,7 @@ ROOMS = """
     ops/residual ops/routing ops/rounding ops/product ops/sampling
 
     model/config model/weights model/partition model/decoder model/expert_copies model/families
-    model/checkpoint model/planning model/text
+    model/checkpoint model/draft_heads model/planning model/text
 
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
     serving/speculative serving/cache serving/device serving/engine serving/observe

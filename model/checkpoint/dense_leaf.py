@@ -1,5 +1,6 @@
 """A leaf of the weight tree that is one array, read from the tensors of a checkpoint."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,18 @@ def read_leaf(
         fill(*(out[cuts], value[cuts]) if cuts else (out, value))
     assert leaf is not None, "a process has a part of every array"
     return leaf
+
+
+def unread_leaf(parts, leaf: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors that `read_leaf` made a leaf of."""
+    tensors = {}
+    for part in parts:
+        # Reading is a permutation: sent through it, the numbers of the places tell where each value came from.
+        places = part.turn(np.arange(math.prod(part.shape)).reshape(part.shape)).astype(np.int64)
+        flat = np.empty(places.size, leaf.dtype)
+        flat[places.reshape(-1)] = leaf[part.at].reshape(-1)
+        tensors[part.name] = flat.reshape(part.shape)
+    return tensors
 
 
 def bounds(needed: Sequence[np.ndarray], at: tuple[Any, ...]) -> tuple[slice, ...] | None:

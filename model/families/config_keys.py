@@ -147,11 +147,14 @@ class Keys:
             return True
         return HARMLESS_VALUES.get(name) == value
 
+    def unknown(self) -> list[str]:
+        """The keys that were not read and may change the result."""
+        unread = [name for name in self.hf if name not in self.read]
+        return sorted(name for name in unread if not self.harmless(name, self.hf[name]))
+
     def done(self) -> None:
         """Refuse a config.json with keys that were not read and may change the result."""
-        unread = [name for name in self.hf if name not in self.read]
-        unknown = sorted(name for name in unread if not self.harmless(name, self.hf[name]))
-        if not unknown:
+        if not (unknown := self.unknown()):
             return
         kind, first = self.hf.get("model_type"), unknown[0]
         if "quantization_config" in unknown:

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from ...model.checkpoint.dense_leaf import unread_leaf
 from ...model.config import ModelConfig
 from ...model.families.common import Source
 from ...model.families.quill import hf_config, sources
@@ -21,13 +22,8 @@ def tensors(weights, config: ModelConfig, dtype) -> dict[str, np.ndarray]:
     named: dict[str, np.ndarray] = {}
 
     def put(source: Source, leaf):
-        value = np.asarray(leaf, np.float32)
-        for part in source.parts:
-            # Loading is a permutation: sent through it, the numbers of the places tell where each value came from.
-            places = part.turn(np.arange(np.prod(part.shape)).reshape(part.shape)).astype(np.int64)
-            flat = np.empty(places.size, np.float32)
-            flat[places.reshape(-1)] = value[part.at].reshape(-1)
-            named[part.name] = flat.reshape(part.shape).astype(dtype)
+        parts = unread_leaf(source.parts, np.asarray(leaf, np.float32))
+        named.update({name: value.astype(dtype) for name, value in parts.items()})
 
     jax.tree.map(put, sources(config), weights, is_leaf=lambda leaf: isinstance(leaf, Source))
     return named

@@ -1,0 +1,125 @@
+"""Published drafting heads in numpy and float64, row by row and by the names of their tensors: the reference."""
+
+import numpy as np
+
+Tensors = dict[str, np.ndarray]
+
+
+def norm(x, scale, eps: float):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * scale
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def turned(x_THP, theta: float, pairs_apart: bool = True):
+    """Rotated by position; the pairs stand half the width apart, or side by side."""
+    T, _, H = x_THP.shape
+    angle = np.arange(T)[:, None] * theta ** -(np.arange(0, H, 2) / H)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    if pairs_apart:
+        a, b = x_THP[..., : H // 2], x_THP[..., H // 2 :]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    a, b = x_THP[..., ::2], x_THP[..., 1::2]
+    return np.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x_THP.shape)
+
+
+def attend(q_TNH, k_TNH, v_TNH, scale: float):
+    """Each row of each head over the rows up to its own."""
+    out = np.zeros((*q_TNH.shape[:2], v_TNH.shape[-1]))
+    for t in range(len(q_TNH)):
+        for n in range(q_TNH.shape[1]):
+            score = k_TNH[: t + 1, n] @ q_TNH[t, n] * scale
+            weight = np.exp(score - score.max())
+            out[t, n] = weight @ v_TNH[: t + 1, n] / weight.sum()
+    return out.reshape(len(out), -1)
+
+
+def self_attention(w: Tensors, here: str, x, config: dict):
+    N, K = config["num_attention_heads"], config["num_key_value_heads"]
+    H, eps = config.get("head_dim") or config["hidden_size"] // N, config["rms_norm_eps"]
+    q, k, v = (
+        (x @ w[f"{here}.{name}_proj.weight"].T + w.get(f"{here}.{name}_proj.bias", 0)).reshape(len(x), -1, H)
+        for name in "qkv"
+    )
+    if f"{here}.q_norm.weight" in w:
+        q, k = norm(q, w[f"{here}.q_norm.weight"], eps), norm(k, w[f"{here}.k_norm.weight"], eps)
+    theta = config.get("rope_theta", 10000.0)
+    q, k = turned(q, theta), turned(k, theta)
+    out = attend(q, k.repeat(N // K, 1), v.repeat(N // K, 1), H**-0.5)
+    return out @ w[f"{here}.o_proj.weight"].T + w.get(f"{here}.o_proj.bias", 0)
+
+
+def mlp(w: Tensors, here: str, x):
+    gate, up = (x @ w[f"{here}.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (silu(gate) * up) @ w[f"{here}.down_proj.weight"].T
+
+
+def medusa(w: Tensors, c: int, depth: int, hidden, table):
+    """The logits of head c; its tensors by vLLM's names."""
+    for j in range(depth):
+        here = f"blocks.{c}.layers.{j}"
+        hidden = hidden + silu(hidden @ w[f"{here}.weight"].T + w.get(f"{here}.bias", 0))
+    return hidden @ table.T
+
+
+def eagle(w: Tensors, config: dict, embed, tokens, features):
+    """What the layers make of tokens and features: the next feature, which is also the hidden state."""
+    eps = config["rms_norm_eps"]
+    x = np.concatenate([embed[tokens], features], axis=-1) @ w["fc.weight"].T + w.get("fc.bias", 0)
+    for i in range(config["num_hidden_layers"]):
+        here = f"layers.{i}"
+        y = x if i == 0 else norm(x, w[f"{here}.input_layernorm.weight"], eps)
+        x = x + self_attention(w, f"{here}.self_attn", y, config)
+        x = x + mlp(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps))
+    return x
+
+
+def eagle3(w: Tensors, config: dict, embed, tokens, features):
+    """(next feature, hidden state)."""
+    eps, here = config["rms_norm_eps"], "midlayer"
+    normed = norm(features, w[f"{here}.hidden_norm.weight"], eps)
+    both = np.concatenate([norm(embed[tokens], w[f"{here}.input_layernorm.weight"], eps), normed], axis=-1)
+    x = normed if config.get("norm_before_residual") else features
+    x = x + self_attention(w, f"{here}.self_attn", both, config)
+    x = x + mlp(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps))
+    return x, norm(x, w["norm.weight"], eps)
+
+
+def latent_attention(w: Tensors, here: str, x, config: dict):
+    """DeepSeek's, with keys and values of every head written out."""
+    N, nope, rope = (config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+    rank, V, T = config["kv_lora_rank"], config["v_head_dim"], len(x)
+    low = norm(x @ w[f"{here}.q_a_proj.weight"].T, w[f"{here}.q_a_layernorm.weight"], 1e-6)
+    q = (low @ w[f"{here}.q_b_proj.weight"].T).reshape(T, N, nope + rope)
+    down = x @ w[f"{here}.kv_a_proj_with_mqa.weight"].T
+    latent = norm(down[:, :rank], w[f"{here}.kv_a_layernorm.weight"], 1e-6)
+    kv = (latent @ w[f"{here}.kv_b_proj.weight"].T).reshape(T, N, nope + V)
+    theta = config["rope_theta"]
+    q = np.concatenate([q[..., :nope], turned(q[..., nope:], theta, False)], axis=-1)
+    shared = turned(down[:, None, rank:], theta, False).repeat(N, 1)
+    k = np.concatenate([kv[..., :nope], shared], axis=-1)
+    return attend(q, k, kv[..., nope:], (nope + rope) ** -0.5) @ w[f"{here}.o_proj.weight"].T
+
+
+def experts(w: Tensors, here: str, x, config: dict):
+    """DeepSeek-V3's: one group, sigmoid scores, and experts that all rows share."""
+    out = mlp(w, f"{here}.shared_experts", x)
+    for t, row in enumerate(x):
+        score = 1 / (1 + np.exp(-w[f"{here}.gate.weight"] @ row))
+        chosen = np.argsort(-(score + w[f"{here}.gate.e_score_correction_bias"]))[: config["num_experts_per_tok"]]
+        weight = score[chosen] / score[chosen].sum() * config["routed_scaling_factor"]
+        for e, share in zip(chosen, weight, strict=True):
+            out[t] += share * mlp(w, f"{here}.experts.{e}", row[None])[0]
+    return out
+
+
+def mtp(w: Tensors, config: dict, embed, tokens, features):
+    """The hidden state after the layer's norm, which is also the next feature."""
+    eps, here = config["rms_norm_eps"], f"model.layers.{config['num_hidden_layers']}"
+    token, feature = norm(embed[tokens], w[f"{here}.enorm.weight"], eps), norm(features, w[f"{here}.hnorm.weight"], eps)
+    x = np.concatenate([token, feature], axis=-1) @ w[f"{here}.eh_proj.weight"].T
+    x = x + latent_attention(w, f"{here}.self_attn", norm(x, w[f"{here}.input_layernorm.weight"], eps), config)
+    x = x + experts(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps), config)
+    return norm(x, w[f"{here}.shared_head.norm.weight"], eps)

@@ -142,8 +142,8 @@ def test_medusa_as_vllm_writes_it(tmp_path, target, form):
 
 def drafted(heads, own, weights, tokens, raw, further):
     """(features, hidden states, logits) of rows with the target's features, and of `further` tokens after them."""
-    config, fixed = heads.model, draft_heads.take_features(heads, own, jnp.asarray(raw, jnp.float32))
-    features = fixed
+    config, features = heads.model, draft_heads.take_features(heads, own, jnp.asarray(raw, jnp.float32))
+    feature = hidden = features
     for count in range(len(further) + 1):
         all_tokens = jnp.asarray([*tokens, *further[:count]])
         positions, attend = jnp.arange(len(all_tokens)), uncached.attention(config, 1, len(all_tokens))
@@ -153,6 +153,7 @@ def drafted(heads, own, weights, tokens, raw, further):
 
 
 def naive_drafted(compute, tokens, features, further):
+    made = features
     for count in range(len(further) + 1):
         made = compute(np.asarray([*tokens, *further[:count]]), features)
         features = np.concatenate([features, (made[0] if isinstance(made, tuple) else made)[-1:]])

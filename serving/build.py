@@ -149,7 +149,7 @@ def make_runner(
     placement = placement_of(options, config, mesh)
     source = draft_source(options, folder, config, min(config.max_len, sized.most_positions(config.max_len)))
     if source is not None and source.load is not None:
-        own = source.drafter.config
+        own = source.config
         native.prepare(of_model(own.dtype, own.quant, own.kv_dtype, quants_of_experts(own))).result()
     load_weights, weights = partial(load, folder, config, placement, options.load_format, source), None
     budget = cache_budget(options)

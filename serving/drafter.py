@@ -6,13 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..model import draft_heads
 from ..model.checkpoint import hub, loader
 from ..model.checkpoint.placement import Placement
 from ..model.config import ModelConfig, ModelError
 from ..model.text.tokenizer import Tokenizer
 from .api.options import PARALLEL, EngineOptions
-from .api.speculation import SpeculativeConfig
-from .device.drafts import DraftModel, with_layers
+from .api.speculation import HEADS, SpeculativeConfig
+from .device.drafts import DraftModel, StepDrafter, with_layers
+from .device.head_drafter import FeatureDrafter, MedusaDrafter
 
 FIELD = "speculative_config"
 
@@ -20,7 +22,8 @@ FIELD = "speculative_config"
 class DraftSource(NamedTuple):
     """A drafter, and what loads its weights; None: they are a part of the model's."""
 
-    drafter: DraftModel
+    drafter: StepDrafter
+    config: ModelConfig  # its own
     load: Callable[[], Any] | None
 
 
@@ -39,6 +42,8 @@ def draft_source(options: EngineOptions, folder: Path, config: ModelConfig, max_
         raise ModelError(f"{FIELD}.method is {chosen.method!r}, and weights_host_bytes is given: use ngram or suffix")
     if chosen.method == "self":
         return part_of(chosen, options, folder, config)
+    if chosen.method in HEADS:
+        return heads_on(chosen, options, folder, config, max_len)
     return other_model(chosen, options, folder, config, max_len)
 
 
@@ -56,7 +61,7 @@ def part_of(chosen: SpeculativeConfig, options: EngineOptions, folder: Path, con
         )
         load = partial(first_layers, folder, own, count, options.load_format)
     own = replace(own, layers=own.layers[:count])
-    return DraftSource(DraftModel(own, config, 0), load)
+    return DraftSource(DraftModel(own, config, 0), own, load)
 
 
 def first_layers(folder: Path, config: ModelConfig, count: int, load_format: str) -> Any:
@@ -70,16 +75,7 @@ def other_model(
     """A smaller model with the same tokenizer."""
     own_folder = draft_folder(chosen, options)
     own = loader.read_config(own_folder, config.dtype, None, chosen.quantization, options.kv_cache_dtype)
-    if own.max_len < max_len:
-        raise ModelError(
-            f"{FIELD}.model was made for {own.max_len} positions, and max_model_len is {max_len}; use --max-model-len "
-            f"{own.max_len} or less"
-        )
-    if others := [window for window in own.windows if window not in config.windows]:
-        raise ModelError(
-            f"{FIELD}.model has layers with a window of {others[0]}, which the model itself has not: they would need "
-            "pages of their own"
-        )
+    check_pages(own, config, max_len)
     tokens = Tokenizer(Path(options.tokenizer or folder)).get_vocab()
     theirs = Tokenizer(own_folder).get_vocab()
     if tokens != theirs:
@@ -89,7 +85,43 @@ def other_model(
             "or none; a drafter must have the model's own tokenizer"
         )
     load = partial(loader.load, own_folder, own, Placement(), load_format=options.load_format)
-    return DraftSource(DraftModel(own, with_layers(config, own), len(config.layers)), load)
+    return DraftSource(DraftModel(own, with_layers(config, own), len(config.layers)), own, load)
+
+
+def heads_on(
+    chosen: SpeculativeConfig, options: EngineOptions, folder: Path, config: ModelConfig, max_len: int
+) -> DraftSource:
+    """Heads that were trained for the model, from a folder of their own or its own."""
+    own_folder = folder if chosen.model is None else draft_folder(chosen, options)
+    heads = draft_heads.read_heads(own_folder, config, chosen.method)
+    if options.load_format == "dummy":
+        load = partial(loader.draw, draft_heads.abstract(heads))
+    else:
+        load = partial(draft_heads.load, own_folder, heads)
+    if chosen.method == "medusa":
+        if heads.count < chosen.num_speculative_tokens:
+            raise ModelError(
+                f"{FIELD}.num_speculative_tokens is {chosen.num_speculative_tokens}, and {FIELD}.model has "
+                f"{heads.count} heads, each of which drafts one token; use {heads.count} or less"
+            )
+        return DraftSource(MedusaDrafter(heads, config), heads.model, load)
+    check_pages(heads.model, config, max_len)
+    drafter = FeatureDrafter(heads, with_layers(config, heads.model), len(config.layers))
+    return DraftSource(drafter, heads.model, load)
+
+
+def check_pages(own: ModelConfig, config: ModelConfig, max_len: int) -> None:
+    """Refuse a drafter whose keys and values have no place beside the model's."""
+    if own.max_len < max_len:
+        raise ModelError(
+            f"{FIELD}.model was made for {own.max_len} positions, and max_model_len is {max_len}; use --max-model-len "
+            f"{own.max_len} or less"
+        )
+    if others := [window for window in own.windows if window not in config.windows]:
+        kind = "without a window" if others[0] is None else f"with a window of {others[0]}"
+        raise ModelError(
+            f"{FIELD}.model has layers {kind}, which the model itself has not: they would need pages of their own"
+        )
 
 
 def draft_folder(chosen: SpeculativeConfig, options: EngineOptions) -> Path:

@@ -7,8 +7,10 @@ from typing import Any
 from ...model.config import ModelError
 from .validation import shown
 
-METHODS = ("ngram", "suffix", "draft_model", "self")
-IN_STEP = ("draft_model", "self")  # those that draft on the device
+METHODS = ("ngram", "suffix", "draft_model", "self", "medusa", "eagle", "eagle3", "mtp")
+HEADS = ("medusa", "eagle", "eagle3", "mtp")  # on the model's hidden states
+IN_STEP = ("draft_model", "self", *HEADS)  # those that draft on the device
+OF_A_FOLDER = ("draft_model", "medusa", "eagle", "eagle3")
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int = 4
-    model: str | None = None  # draft_model: a folder or Hugging Face id
+    model: str | None = None  # draft_model and heads: a folder or Hugging Face id
     revision: str | None = None
     quantization: str | None = None  # draft_model, self: what its weights are rounded to
     num_layers: int | None = None  # self: it is the first layers of the model
@@ -57,9 +59,16 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ModelError(f"speculative_config.{name} is {shown(value)}; it must be a string")
-        if (self.model is None) == (self.method == "draft_model"):
+        if (self.model is None) == (self.method in OF_A_FOLDER):
             why = "is missing" if self.model is None else f"is {shown(self.model)}"
-            raise ModelError(f"speculative_config.model {why}; it goes with the method draft_model, and only with it")
+            raise ModelError(
+                f"speculative_config.model {why}; it goes with the methods {', '.join(OF_A_FOLDER)}, and only with them"
+            )
+        if self.quantization is not None and self.method not in ("draft_model", "self"):
+            raise ModelError(
+                f"speculative_config.quantization is {shown(self.quantization)}; it goes with the methods draft_model "
+                "and self, and only with them"
+            )
         layers = self.num_layers
         if layers is not None and (self.method != "self" or type(layers) is not int or layers < 1):
             raise ModelError(

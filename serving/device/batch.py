@@ -29,6 +29,7 @@ class Batch:
     tokens_T: np.ndarray  # -1 - slot where the token is still on the device
     positions_T: np.ndarray  # -1 in padding
     starts_B1: np.ndarray
+    following_B: np.ndarray  # the token after the sequence's last row, where the host knows it
     tables_GBM: tuple[np.ndarray, ...]  # one [B, M] a cache group
     slots_GT: tuple[np.ndarray, ...]  # where each row's key and value go, for each cache group
     owners_T: np.ndarray  # the slot of each row's sequence
@@ -155,6 +156,7 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int, max_draf
         tokens_T=np.zeros(T, i32),
         positions_T=np.full(T, -1, i32),
         starts_B1=np.zeros(B + 1, i32),
+        following_B=np.zeros(B, i32),
         tables_GBM=tuple(np.zeros((B, table_width), i32) for _ in range(num_groups)),
         slots_GT=tuple(np.zeros(T, i32) for _ in range(num_groups)),
         owners_T=np.zeros(T, i32),

@@ -25,6 +25,11 @@ class StepDrafter(Protocol):
         """The target's layers, and then its own, as those that own pages."""
         ...
 
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The target's layers whose rows it wants to see."""
+        ...
+
     def follow(self, weights: "WithDrafter", state: State, seen: "Seen") -> tuple[Any, State]:
         """(what it knows of each of the step's rows, the state with their keys and values)."""
         ...
@@ -47,6 +52,7 @@ class Seen:
     batch: Batch
     tokens_T: Any
     hidden_TD: Any  # after the final norm
+    features: dict[int, Any]  # rows after the layers that the drafter wants to see
     sampled: sampling.Sampled
 
 
@@ -61,6 +67,7 @@ class DraftModel:
     config: ModelConfig
     paged: ModelConfig
     first: int  # of its layers among these; 0: those of the target
+    features = ()
 
     def follow(self, weights: "WithDrafter", state: State, seen: Seen) -> tuple[Any, State]:
         if not self.first:

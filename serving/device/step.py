@@ -198,7 +198,15 @@ def step_of_one(
     if stage.begins:
         x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes)
     hear = None if state.loads_nLE is None else note
-    x, state = decoder.run_layers(weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare)
+    wanted, features = () if drafter is None else drafter.features, {}
+
+    def see(index, x_TD) -> None:
+        if index in wanted:
+            features[index] = x_TD
+
+    x, state = decoder.run_layers(
+        weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare, see if wanted else None
+    )
     if not stage.ends:
         return x, None, state
     hidden_TD = decoder.final_norm(weights, x[0], config)
@@ -216,7 +224,7 @@ def step_of_one(
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
     if drafter is not None:
-        seen = Seen(batch, tokens_T, hidden_TD, sampled)
+        seen = Seen(batch, tokens_T, hidden_TD, features, sampled)
         drafts_BK, state = draft(drafter, both, state, seen, accepted_R, plain)
         sampled = sampled.replace(drafts_BK=drafts_BK)
     return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state

@@ -151,6 +151,7 @@ class BatchBuilder:
             self.sync_tables(seq)
 
         b.num_drafts_1[:] = self.num_drafts(part)
+        b.following_B[:n] = [following(item) for item in part]
         b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = ends, T
         places_T = np.repeat(places, counts)
         positions = np.arange(T) + np.repeat(starts - (ends - counts), counts)
@@ -261,6 +262,12 @@ def tokens_of(item: ScheduledSequence) -> list[int]:
         return [*item.seq.tokens[item.start :], *item.drafts]
     tokens = item.seq.tokens[item.start : item.start + item.num_rows]
     return tokens if len(tokens) == item.num_rows else [*tokens, -1 - item.seq.slot]
+
+
+def following(item: ScheduledSequence) -> int:
+    """The token after the sequence's last row; 0 where nobody knows it yet."""
+    end = item.start + item.num_rows
+    return item.seq.tokens[end] if not item.draws and end < len(item.seq.tokens) else 0
 
 
 def is_steady(item: ScheduledSequence) -> bool:

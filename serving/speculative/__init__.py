@@ -8,10 +8,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
 
-from ..api.speculation import SpeculativeConfig
+from ..api.speculation import IN_STEP, SpeculativeConfig
 from ..request.sequence import Sequence
 
-DRAFTERS = {"ngram": ".ngram", "suffix": ".suffix", "draft_model": ".in_step", "self": ".in_step"}
+DRAFTERS = {"ngram": ".ngram", "suffix": ".suffix"} | dict.fromkeys(IN_STEP, ".in_step")
 
 
 class Drafter(Protocol):

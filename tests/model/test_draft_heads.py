@@ -9,6 +9,7 @@ import naive_heads as naive
 import numpy as np
 import pytest
 import tiny
+import tiny_deepseek
 import uncached
 from safetensors.numpy import save_file
 
@@ -38,19 +39,6 @@ def target(tmp_path_factory):
 
 def wide(tensors):
     return {name: value.astype(np.float64) for name, value in tensors.items()}
-
-
-def draw(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, np.ndarray]:
-    """Random tensors; matrices so that products keep the size of their rows."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: (
-            1 + 0.3 * rng.standard_normal(shape)
-            if name.endswith("norm.weight")
-            else rng.standard_normal(shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 4)
-        ).astype(np.float32)
-        for name, shape in shapes.items()
-    }
 
 
 def layer_shapes(here: str, config: dict, inputs: int, bias: bool = False, qk_norm: bool = False):
@@ -99,7 +87,7 @@ VLLM = {
 @pytest.mark.parametrize("prefix", ["", "medusa_head.", "medusa_heads."])
 def test_medusa_as_its_makers_write_it(tmp_path, target, prefix):
     config, weights, _ = target
-    tensors = draw(medusa_shapes(3, 2, True, V))
+    tensors = tiny.even(medusa_shapes(3, 2, True, V))
     stored = {}
     for name, value in tensors.items():
         kind, c, *rest = name.split(".")
@@ -124,7 +112,7 @@ def test_medusa_as_vllm_writes_it(tmp_path, target, form):
         hf, table = hf | {"original_lm_head": True}, None
     elif form == "fewer tokens":
         hf, table = hf | {"truncated_vocab_size": 20}, 20
-    tensors = draw(medusa_shapes(3 if form == "fewer heads than tensors" else 2, 1, False, table))
+    tensors = tiny.even(medusa_shapes(3 if form == "fewer heads than tensors" else 2, 1, False, table))
     more, tokens = {}, np.arange(V)
     if form == "fewer tokens":
         tokens = np.random.default_rng(2).permutation(V)[:20]
@@ -175,7 +163,7 @@ def test_eagle(tmp_path, target, form):
     for i in range(hf["num_hidden_layers"]):
         shapes |= layer_shapes(f"layers.{i}", hf, D, form == "qwen2", form == "qwen3")
         shapes |= {f"layers.{i}.input_layernorm.weight": (D,)} if i else {}
-    tensors = draw(shapes)
+    tensors = tiny.even(shapes)
     copies = {"embed_tokens.weight": rows(5, V, D).astype(np.float32)} if form == "own copies" else {}
     tiny.write(tmp_path, hf, tensors | copies)
     if form == "soft cap":
@@ -213,7 +201,7 @@ def test_eagle3(tmp_path, target, form):
         hf |= {"norm_before_residual": True}
     if form == "qwen3":
         hf |= {"model_type": "qwen3"}
-    tensors = draw(eagle3_shapes(hf, U))
+    tensors = tiny.even(eagle3_shapes(hf, U))
     chosen = np.sort(np.random.default_rng(4).permutation(V)[:U])
     maps = {"d2t": chosen - np.arange(U), "t2d": np.isin(np.arange(V), chosen)}
     embed = of_target["model.embed_tokens.weight"]
@@ -274,62 +262,15 @@ def test_features_are_what_layers_give(target):
         assert np.array_equal(seen[index], expected)
 
 
-DEEPSEEK = {
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": V, "hidden_size": D,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 10000.0,
-    "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
-    "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
-    "n_shared_experts": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1,
-    "topk_group": 1, "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
-    "torch_dtype": "float32",
-}  # fmt: skip
-
-
-def deepseek_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    N, R, KV, F = config["num_attention_heads"], config["q_lora_rank"], config["kv_lora_rank"], 20
-    nope, rope, wide_v = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    found = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,), "lm_head.weight": (V, D)}
-    for i in range(config["num_hidden_layers"] + 1):
-        at = f"model.layers.{i}"
-        found |= {f"{at}.input_layernorm.weight": (D,), f"{at}.post_attention_layernorm.weight": (D,)}
-        found |= {
-            f"{at}.self_attn.q_a_proj.weight": (R, D), f"{at}.self_attn.q_a_layernorm.weight": (R,),
-            f"{at}.self_attn.q_b_proj.weight": (N * (nope + rope), R),
-            f"{at}.self_attn.kv_a_proj_with_mqa.weight": (KV + rope, D),
-            f"{at}.self_attn.kv_a_layernorm.weight": (KV,),
-            f"{at}.self_attn.kv_b_proj.weight": (N * (nope + wide_v), KV),
-            f"{at}.self_attn.o_proj.weight": (D, N * wide_v),
-        }  # fmt: skip
-        if i == 0:
-            found |= {f"{at}.mlp.{x}_proj.weight": (48, D) for x in ("gate", "up")}
-            found[f"{at}.mlp.down_proj.weight"] = (D, 48)
-            continue
-        found |= {f"{at}.mlp.gate.weight": (6, D), f"{at}.mlp.gate.e_score_correction_bias": (6,)}
-        for here in ["shared_experts", *(f"experts.{e}" for e in range(6))]:
-            found |= {f"{at}.mlp.{here}.{x}_proj.weight": (F, D) for x in ("gate", "up")}
-            found[f"{at}.mlp.{here}.down_proj.weight"] = (D, F)
-    last = f"model.layers.{config['num_hidden_layers']}"
-    found |= {f"{last}.{x}.weight": (D,) for x in ("enorm", "hnorm", "shared_head.norm")}
-    return found | {
-        f"{last}.eh_proj.weight": (D, 2 * D),
-        f"{last}.embed_tokens.weight": (V, D),
-        f"{last}.shared_head.head.weight": (V, D),
-    }
-
-
 def test_mtp(tmp_path):
-    tensors = draw(deepseek_shapes(DEEPSEEK))
-    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"]
-    tiny.write(tmp_path, DEEPSEEK, tensors)
+    tensors = tiny_deepseek.write(tmp_path)
     config = read_config(tmp_path)
     weights, w = load_weights(tmp_path, config), wide(tensors)
     heads = draft_heads.read_heads(tmp_path, config, "mtp")
     own, raw = draft_heads.load(tmp_path, heads), rows(1, T, D)
     feature, hidden, logits = drafted(heads, own, weights, TOKENS, raw, FURTHER)
     embed = w["model.embed_tokens.weight"]
-    expected, _ = naive_drafted(lambda *x: naive.mtp(w, DEEPSEEK, embed, *x), TOKENS, raw, FURTHER)
+    expected, _ = naive_drafted(lambda *x: naive.mtp(w, tiny_deepseek.CONFIG, embed, *x), TOKENS, raw, FURTHER)
     assert_close(hidden, expected)
     assert_close(feature, expected)
     assert_close(logits, expected @ w["lm_head.weight"].T)
@@ -415,7 +356,7 @@ def test_heads_for_another_model_are_refused(target, kind, hf, message):
 
 
 def test_tensors_that_do_not_fit(tmp_path, target):
-    tensors = draw({"fc.weight": (D, 2 * D), **layer_shapes("layers.0", LAYER, D)})
+    tensors = tiny.even({"fc.weight": (D, 2 * D), **layer_shapes("layers.0", LAYER, D)})
 
     def refused(stored, hf=LAYER, kind="eagle") -> str:
         tiny.write(tmp_path, hf, stored)
@@ -432,7 +373,7 @@ def test_tensors_that_do_not_fit(tmp_path, target):
         tensors | {"hydra.weight": tensors["fc.weight"]}
     )
     small = LAYER | {"draft_vocab_size": 30}
-    of_three = draw(eagle3_shapes(small, 30))
+    of_three = tiny.even(eagle3_shapes(small, 30))
     twice = {"d2t": -np.arange(30)}  # each of them is token 0
     assert "map their 30 tokens to different ones from 0 to 95" in refused(of_three | twice, small, "eagle3")
     beyond = {"d2t": np.full(30, 67)}

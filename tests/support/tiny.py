@@ -36,6 +36,19 @@ def draw(config: dict, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]
     return {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes(config).items()}
 
 
+def even(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, np.ndarray]:
+    """Random tensors; matrices so that products keep the size of their rows."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: (
+            1 + 0.3 * rng.standard_normal(shape)
+            if name.endswith("norm.weight")
+            else rng.standard_normal(shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 4)
+        ).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
 def write(folder: Path, config: dict = LLAMA, tensors: dict | None = None, shards: int = 1) -> dict[str, np.ndarray]:
     """A model folder; with more than one shard, an index beside them. The tensors are returned."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,90 @@
+"""Heads on the target that draft: Medusa's, and layers that go on from its hidden states, as EAGLE's do."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...model import draft_heads
+from ...model.config import ModelConfig
+from ...model.draft_heads import DraftHeads
+from .attend import attend_with
+from .drafts import Seen, WithDrafter, rows_of, single_rows
+from .state import State
+
+
+@dataclass(frozen=True)
+class MedusaDrafter:
+    """A head for each draft, all from the one hidden state that drew the next token."""
+
+    heads: DraftHeads
+    paged: ModelConfig
+    features = ()
+
+    def follow(self, weights: WithDrafter, state: State, seen: Seen) -> tuple[Any, State]:
+        return seen.hidden_TD, state
+
+    def begin(self, known, at_B) -> Any:
+        return known[at_B]
+
+    def guess(self, weights: WithDrafter, state: State, tables_GBM, token_B, position_B, number, carry):
+        def guess(head, hidden_BD):
+            own = weights.drafter.replace(heads=(head,))
+            return draft_heads.guess(self.heads, own, weights.model, hidden_BD)[0]
+
+        ways = [partial(guess, head) for head in weights.drafter.heads]
+        return jax.lax.switch(number, ways, carry), carry, state
+
+
+@dataclass(frozen=True)
+class FeatureDrafter:
+    """Layers of its own over pairs: what the target knows at a position, and the token that came after it.
+
+    Each pair has the position of the first. Its keys and values lie in pages of its own under the target's numbers.
+    Those at the end of a page know the token after it, which another request with the same beginning need not have:
+    it then drafts a little worse there.
+    """
+
+    heads: DraftHeads
+    paged: ModelConfig
+    first: int  # of its layers among these
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self.heads.features
+
+    def follow(self, weights: WithDrafter, state: State, seen: Seen) -> tuple[Any, State]:
+        batch = seen.batch
+        raw_TF = seen.hidden_TD
+        if self.features:
+            raw_TF = jnp.concatenate([seen.features[index] for index in self.features], axis=1)
+        features_TD = draft_heads.take_features(self.heads, weights.drafter, raw_TF)
+        rows = rows_of(batch.positions_T, batch.starts_B1, batch.tables_GBM, batch.slots_GT)
+        return features_TD, self.run(weights, state, rows, next_tokens(seen, state), features_TD)[2]
+
+    def begin(self, known, at_B) -> Any:
+        return known[at_B]
+
+    def guess(self, weights: WithDrafter, state: State, tables_GBM, token_B, position_B, number, carry):
+        rows = single_rows(state, tables_GBM, jnp.maximum(position_B - 1, -1))
+        feature_BD, hidden_BD, state = self.run(weights, state, rows, token_B, carry)
+        return draft_heads.logits(self.heads, weights.drafter, weights.model, hidden_BD), feature_BD, state
+
+    def run(self, weights: WithDrafter, state: State, rows, tokens_T, features_TD):
+        """(features for the next tokens, hidden states, state) of some rows; `rows` by cache group."""
+        own, model, positions_T = weights.drafter, weights.model, rows[0].positions_T
+        prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first)
+        return draft_heads.run(self.heads, own, model, tokens_T, features_TD, positions_T, state, attend, prepare)
+
+
+def next_tokens(seen: Seen, state: State):
+    """The token after each row: of the same sequence in the step, or known to the host, or just drawn."""
+    batch, T = seen.batch, seen.tokens_T.shape[0]
+    first_B, end_B = batch.starts_B1[:-1], batch.starts_B1[1:]
+    last_B = jnp.where(end_B > first_B, end_B - 1, T)
+    next_T = jnp.roll(seen.tokens_T, -1).at[last_B].set(batch.following_B, mode="drop")
+    draws_R = batch.store_R < state.last_tokens_B.shape[0]
+    rows_R = jnp.where(draws_R, batch.sample_rows_R, T)
+    return next_T.at[rows_R].set(seen.sampled.tokens_R, mode="drop")

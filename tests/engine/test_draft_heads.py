@@ -1,0 +1,169 @@
+"""Heads that draft in the step: what they propose is what they say of the whole text, and answers stay as they are."""
+
+import json
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_deepseek
+import uncached
+
+from quire import LLM, SamplingParams
+from quire.model import decoder, draft_heads
+from quire.model.checkpoint import loader
+from quire.model.config import ModelError
+
+DRAFTS, LENGTH = 3, 128
+TARGET = tiny.LLAMA | {"num_hidden_layers": 6, "max_position_embeddings": LENGTH}
+D, V = TARGET["hidden_size"], TARGET["vocab_size"]
+LAYER = {
+    "model_type": "llama", "hidden_size": D, "vocab_size": V, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 40, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+}  # fmt: skip
+HEADS = {
+    "medusa": {"num_heads": DRAFTS, "num_hidden_layers": 1, "hidden_size": D, "vocab_size": V},
+    "eagle": LAYER,
+    "eagle3": LAYER | {"draft_vocab_size": V - 10},
+}
+
+
+@dataclass
+class Recorded:
+    """The drafter of an engine, with all that it proposed after each text."""
+
+    drafter: object
+    proposed: dict = field(default_factory=dict)
+
+    def propose(self, seq, most):
+        self.proposed[tuple(seq.tokens)] = list(seq.proposed)
+        return self.drafter.propose(seq, most)
+
+    def end(self, seq):
+        self.drafter.end(seq)
+
+
+@pytest.fixture(scope="module", params=["medusa", "eagle", "eagle3", "mtp"])
+def made(request, tmp_path_factory):
+    """(kind, the target's folder, what drafts, heads and weights of both)."""
+    kind, folder = request.param, tmp_path_factory.mktemp("target")
+    if kind == "mtp":
+        tiny_deepseek.write(folder, tiny_deepseek.CONFIG | {"max_position_embeddings": LENGTH})
+        own = folder
+    else:
+        tiny.write(folder, TARGET)
+        own = tmp_path_factory.mktemp("heads")
+    config = loader.read_config(folder, "float32", LENGTH)
+    if kind != "mtp":
+        heads = draft_heads.heads_of(HEADS[kind], ["fc.bias"], config, kind)
+        weights = jax.tree.map(jnp.asarray, loader.draw(draft_heads.abstract(heads)))
+        if heads.vocab:
+            chosen = np.random.default_rng(0).permutation(V)[: heads.vocab]
+            weights = weights.replace(tokens_U=jnp.asarray(np.sort(chosen), jnp.int32))
+        draft_heads.save(own, heads, weights, HEADS[kind])
+    heads = draft_heads.read_heads(own, config, kind)
+    loaded = loader.load_weights(folder, config), draft_heads.load(own, heads, plain=True)
+    return kind, folder, own, config, heads, loaded
+
+
+def llm_of(made, **config) -> LLM:
+    kind, folder, own, *_ = made
+    if config.pop("plain", False):
+        chosen = None
+    else:
+        model = {} if kind == "mtp" else {"model": str(own)}
+        chosen = {"method": kind, "num_speculative_tokens": DRAFTS, "adapts": False, **model, **config}
+    return LLM(
+        folder, skip_tokenizer_init=True, dtype="float32", max_model_len=LENGTH, max_num_seqs=4,
+        max_num_batched_tokens=24, speculative_config=chosen,
+    )  # fmt: skip
+
+
+def naive(made, tokens) -> list[int]:
+    """The best drafts after a text, whose last token was just drawn, by all of it at once."""
+    kind, _, _, config, heads, (weights, own) = made
+    ids, seen = jnp.asarray(tokens), {}
+    count = len(tokens) - 1  # positions that the target has computed
+    x = decoder.embed(weights, ids[:count], jnp.arange(count), config)
+    (x_TD, _), _ = decoder.run_layers(
+        weights.layers, 0, x, {}, jnp.arange(count), config, uncached.attention(config, 1, count), see=seen.__setitem__
+    )
+    hidden = decoder.final_norm(weights, x_TD, config)
+    if kind == "medusa":
+        return np.asarray(draft_heads.guess(heads, own, weights, hidden[-1:])).argmax(-1)[:, 0].tolist()
+    raw = jnp.concatenate([seen[index] for index in heads.features], axis=1) if heads.features else hidden
+    features, drafts = draft_heads.take_features(heads, own, raw), []
+    for _ in range(DRAFTS):
+        given = jnp.asarray([*tokens[1:], *drafts])
+        attend = uncached.attention(heads.model, 1, len(given))
+        feature, hidden, _ = draft_heads.run(heads, own, weights, given, features, jnp.arange(len(given)), {}, attend)
+        drafts.append(int(draft_heads.logits(heads, own, weights, hidden[-1:]).argmax()))
+        features = jnp.concatenate([features, feature[-1:]])
+    return drafts
+
+
+def test_they_propose_what_they_say_of_the_whole_text(made):
+    """Prompts in chunks, several at once, one that begins with another: each proposal beside the naive one."""
+    rng, llm = np.random.default_rng(1), llm_of(made)
+    recorded = Recorded(llm.engine.speculator.drafter)
+    llm.engine.speculator.drafter = recorded
+    prompts = [rng.integers(3, V, size).tolist() for size in (1, 5, 40, 60)]
+    prompts.append([*prompts[2], 7, 9])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    plain = llm_of(made, plain=True).generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+    texts = [text for text in recorded.proposed if len(text) < LENGTH - DRAFTS]
+    assert len(texts) >= 20
+    for text in texts[:: max(1, len(texts) // 20)]:
+        assert recorded.proposed[text] == naive(made, list(text)), f"after {len(text)} tokens"
+
+
+def test_drafts_are_drawn_with_the_noise_of_the_answer(made):
+    """Sampled, in company, with log-probabilities: the same answers; and the heads agree with themselves."""
+    rng = np.random.default_rng(2)
+    prompts = [{"prompt_token_ids": rng.integers(3, V, size).tolist()} for size in (2, 18, 31, 50, 9)]
+    params = [
+        SamplingParams(temperature=t, seed=s, max_tokens=20, logprobs=2, n=n, ignore_eos=True, presence_penalty=p)
+        for s, (t, n, p) in enumerate([(0.8, 1, 0), (1.0, 2, 0), (0, 1, 0.5), (1.2, 1, 0.5), (0.9, 1, 0)])
+    ]
+    drafted, plain = llm_of(made), llm_of(made, plain=True)
+    compiles = drafted.engine.snapshot().recompiles
+    for _ in range(2):  # the second time from the cache
+        mine, theirs = drafted.generate(prompts, params), plain.generate(prompts, params)
+        for one, other in zip(mine, theirs, strict=True):
+            for a, b in zip(one.outputs, other.outputs, strict=True):
+                assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
+    assert drafted.engine.snapshot().recompiles == compiles
+    drafted.close()
+    plain.close()
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    tiny.write(tmp_path / "target", TARGET)
+    target = loader.read_config(tmp_path / "target", "float32", LENGTH)
+
+    def refused(kind, hf, **config):
+        own = draft_heads.heads_of(HEADS[kind], ["fc.bias"], target, kind)
+        draft_heads.save(tmp_path / "heads", own, loader.draw(draft_heads.abstract(own)), hf)
+        with pytest.raises(ModelError) as caught:
+            LLM(
+                tmp_path / "target", skip_tokenizer_init=True, dtype="float32",
+                speculative_config={"method": kind, "model": str(tmp_path / "heads"), **config},
+            )  # fmt: skip
+        return str(caught.value)
+
+    wrong = refused("medusa", HEADS["medusa"], num_speculative_tokens=4)
+    assert "num_speculative_tokens is 4, and speculative_config.model has 3 heads" in wrong
+    assert "hidden_size = 64; the target is 32" in refused("eagle", LAYER | {"hidden_size": 64})
+    assert "quantization is 'int8'; it goes with the methods draft_model and self" in refused(
+        "eagle", LAYER, quantization="int8"
+    )
+    assert "it brings no layer" in str(
+        pytest.raises(
+            ModelError, LLM, tmp_path / "target", skip_tokenizer_init=True, speculative_config={"method": "mtp"}
+        ).value
+    )
+    assert json.loads((tmp_path / "heads" / "config.json").read_text()) == LAYER

@@ -147,7 +147,7 @@ def make_runner(
     limits = limits_of(sized, config)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
-    source = draft_source(options, folder, config, min(config.max_len, sized.most_positions(config.max_len)))
+    source = draft_source(options, folder, config, min(config.max_len, sized.most_positions(config.max_len)), mesh)
     if source is not None and source.load is not None:
         own = source.config
         native.prepare(of_model(own.dtype, own.quant, own.kv_dtype, quants_of_experts(own))).result()
@@ -157,16 +157,15 @@ def make_runner(
         progress("loading weights")
         weights = load_weights()
         progress("measuring a step")
-        taken = held_bytes(weights) + working_bytes(
-            config, weights, limits, options.block_size, mesh, drafter=None if source is None else source.drafter
-        )
+        drafter = None if source is None else source.drafter
+        taken = held_bytes(weights) + working_bytes(config, weights, limits, options.block_size, mesh, drafter)
         budget = max(0, usable_memory(options) - taken)
     if hosts is not None:
         budget = hosts.least(budget, device_and_kernels())
-    max_len, num_pages = size_cache(config if source is None else source.drafter.paged, sized, budget, mesh)
+    max_len, num_pages = size_cache(config, sized, budget, mesh, None if source is None else source.drafter)
     if options.max_model_len == -1:
         config = config_of(folder, options, max_len)
-        source = draft_source(options, folder, config, max_len)
+        source = draft_source(options, folder, config, max_len, mesh)
     drafter = None if source is None else source.drafter
     if weights is None:
         progress("loading weights")

@@ -6,11 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..model import draft_heads
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..model import draft_heads, partition
 from ..model.checkpoint import hub, loader
 from ..model.checkpoint.placement import Placement
 from ..model.config import ModelConfig, ModelError
+from ..model.draft_heads import DraftHeads
 from ..model.text.tokenizer import Tokenizer
+from ..sharding.mesh import Mesh, stage_meshes
 from .api.options import PARALLEL, EngineOptions
 from .api.speculation import HEADS, SpeculativeConfig
 from .device.drafts import DraftModel, StepDrafter, with_layers
@@ -27,28 +33,44 @@ class DraftSource(NamedTuple):
     load: Callable[[], Any] | None
 
 
-def draft_source(options: EngineOptions, folder: Path, config: ModelConfig, max_len: int) -> DraftSource | None:
-    """The drafter of an engine whose model is `config` and serves `max_len` positions."""
+def draft_source(
+    options: EngineOptions, folder: Path, config: ModelConfig, max_len: int, mesh: Mesh | None = None
+) -> DraftSource | None:
+    """The drafter of an engine whose model is `config` and serves `max_len` positions.
+
+    It is spread over the devices of the mesh as the model is; of several pipeline stages it is on the last.
+    """
     chosen = options.speculation
     if chosen is None or not chosen.in_step:
         return None
-    for name in (*PARALLEL.values(), "num_processes"):
-        if getattr(options, name) > 1:
-            raise ModelError(
-                f"{FIELD}.method is {chosen.method!r} with {name} {getattr(options, name)}: a model that drafts is on "
-                "one device; use the method ngram or suffix"
-            )
-    if options.weights_host_bytes is not None:
-        raise ModelError(f"{FIELD}.method is {chosen.method!r}, and weights_host_bytes is given: use ngram or suffix")
+    last = None if mesh is None else stage_meshes(mesh)[-1]
     if chosen.method == "self":
-        return part_of(chosen, options, folder, config)
+        return part_of(chosen, options, folder, config, last)
     if chosen.method in HEADS:
-        return heads_on(chosen, options, folder, config, max_len)
-    return other_model(chosen, options, folder, config, max_len)
+        return heads_on(chosen, options, folder, config, max_len, last)
+    return other_model(chosen, options, folder, config, max_len, last)
 
 
-def part_of(chosen: SpeculativeConfig, options: EngineOptions, folder: Path, config: ModelConfig) -> DraftSource:
+def check_split(own: ModelConfig, chosen: SpeculativeConfig, mesh: Mesh | None) -> None:
+    """Refuse a drafter that the devices cannot share."""
+    if mesh is None:
+        return
+    expert = mesh.shape["expert"] if own.experts else 1  # without experts each device has the whole
+    try:
+        partition.check(own, mesh.shape["tensor"], expert, 1, mesh.shape["data"], mesh.shape["context"])
+    except ModelError as error:
+        raise ModelError(f"{FIELD}.{chosen.method}: the drafter cannot be spread over these devices: {error}") from None
+
+
+def part_of(
+    chosen: SpeculativeConfig, options: EngineOptions, folder: Path, config: ModelConfig, mesh: Mesh | None
+) -> DraftSource:
     """The model itself, with fewer layers or bits; it reads the keys and values of the whole."""
+    if options.pipeline_parallel_size > 1:
+        raise ModelError(
+            f"{FIELD}.method is 'self' with pipeline_parallel_size {options.pipeline_parallel_size}: the first layers "
+            "are on other devices than the last, which draw; use the method draft_model, ngram or suffix"
+        )
     count = len(config.layers) if chosen.num_layers is None else chosen.num_layers
     if count > len(config.layers) or (count == len(config.layers) and chosen.quantization is None):
         raise ModelError(
@@ -59,18 +81,24 @@ def part_of(chosen: SpeculativeConfig, options: EngineOptions, folder: Path, con
         own = loader.read_config(
             folder, config.dtype, config.max_len, chosen.quantization, options.kv_cache_dtype, options.hf_overrides
         )
-        load = partial(first_layers, folder, own, count, options.load_format)
+        check_split(own, chosen, mesh)
+        load = partial(first_layers, folder, own, count, options.load_format, mesh)
     own = replace(own, layers=own.layers[:count])
     return DraftSource(DraftModel(own, config, 0), own, load)
 
 
-def first_layers(folder: Path, config: ModelConfig, count: int, load_format: str) -> Any:
-    weights = loader.load(folder, config, Placement(), load_format=load_format)
+def first_layers(folder: Path, config: ModelConfig, count: int, load_format: str, mesh: Mesh | None) -> Any:
+    weights = loader.load(folder, config, Placement(mesh), load_format=load_format)
     return weights.replace(layers=weights.layers[:count])
 
 
 def other_model(
-    chosen: SpeculativeConfig, options: EngineOptions, folder: Path, config: ModelConfig, max_len: int
+    chosen: SpeculativeConfig,
+    options: EngineOptions,
+    folder: Path,
+    config: ModelConfig,
+    max_len: int,
+    mesh: Mesh | None,
 ) -> DraftSource:
     """A smaller model with the same tokenizer."""
     own_folder = draft_folder(chosen, options)
@@ -84,20 +112,34 @@ def other_model(
             f"{FIELD}.model has another vocabulary: {different} of {len(tokens)} tokens have another number there, "
             "or none; a drafter must have the model's own tokenizer"
         )
-    load = partial(loader.load, own_folder, own, Placement(), load_format=options.load_format)
+    check_split(own, chosen, mesh)
+    load = partial(loader.load, own_folder, own, Placement(mesh), load_format=options.load_format)
     return DraftSource(DraftModel(own, with_layers(config, own), len(config.layers)), own, load)
 
 
 def heads_on(
-    chosen: SpeculativeConfig, options: EngineOptions, folder: Path, config: ModelConfig, max_len: int
+    chosen: SpeculativeConfig,
+    options: EngineOptions,
+    folder: Path,
+    config: ModelConfig,
+    max_len: int,
+    mesh: Mesh | None,
 ) -> DraftSource:
     """Heads that were trained for the model, from a folder of their own or its own."""
+    for name in PARALLEL.values():
+        if name != "data_parallel_size" and getattr(options, name) > 1:
+            raise ModelError(
+                f"{FIELD}.method is {chosen.method!r} with {name} {getattr(options, name)}: heads are not split over "
+                "devices; use the method draft_model, ngram or suffix"
+            )
+    if options.weights_host_bytes is not None:
+        raise ModelError(
+            f"{FIELD}.method is {chosen.method!r}, and weights_host_bytes is given: heads draft with the model's own "
+            "tables, which must be on the device; use the method draft_model, ngram or suffix"
+        )
     own_folder = folder if chosen.model is None else draft_folder(chosen, options)
     heads = draft_heads.read_heads(own_folder, config, chosen.method)
-    if options.load_format == "dummy":
-        load = partial(loader.draw, draft_heads.abstract(heads))
-    else:
-        load = partial(draft_heads.load, own_folder, heads)
+    load = partial(load_heads, own_folder, heads, options.load_format, mesh)
     if chosen.method == "medusa":
         if heads.count < chosen.num_speculative_tokens:
             raise ModelError(
@@ -108,6 +150,15 @@ def heads_on(
     check_pages(heads.model, config, max_len)
     drafter = FeatureDrafter(heads, with_layers(config, heads.model), len(config.layers))
     return DraftSource(drafter, heads.model, load)
+
+
+def load_heads(folder: Path, heads: DraftHeads, load_format: str, mesh: Mesh | None) -> Any:
+    """Their weights; each replica has all of them."""
+    if load_format == "dummy":
+        weights = loader.draw(draft_heads.abstract(heads))
+    else:
+        weights = draft_heads.load(folder, heads, plain=mesh is not None)
+    return weights if mesh is None else jax.device_put(weights, NamedSharding(mesh, P()))
 
 
 def check_pages(own: ModelConfig, config: ModelConfig, max_len: int) -> None:

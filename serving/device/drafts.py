@@ -9,9 +9,11 @@ from flax import struct
 
 from ...model import decoder
 from ...model.config import ModelConfig
+from ...model.partition import local_config
 from ...ops import sampling
 from ...ops.attention import QueryRows
-from ...sharding.device_axes import ONE_DEVICE
+from ...sharding.device_axes import UNSPLIT, Axis, DeviceAxes
+from ...sharding.mesh import Mesh
 from .attend import attend_with
 from .batch import Batch
 from .state import State
@@ -30,6 +32,10 @@ class StepDrafter(Protocol):
         """The target's layers whose rows it wants to see."""
         ...
 
+    def on(self, mesh: Mesh) -> "StepDrafter":
+        """As one device of a mesh computes it."""
+        ...
+
     def follow(self, weights: "WithDrafter", state: State, seen: "Seen") -> tuple[Any, State]:
         """(what it knows of each of the step's rows, the state with their keys and values)."""
         ...
@@ -39,21 +45,42 @@ class StepDrafter(Protocol):
         ...
 
     def guess(
-        self, weights: "WithDrafter", state: State, tables_GBM, token_B, position_B, number, carry
+        self, weights: "WithDrafter", state: State, seen: "Seen", token_B, position_B, number, carry
     ) -> tuple[Any, Any, State]:
         """(logits of the token after `token_B`, carry, state); `number` of the drafts are there, -1: no position."""
         ...
 
 
-@struct.dataclass
+@dataclass(frozen=True)
 class Seen:
-    """What the step has just computed."""
+    """What the step has just computed, and how."""
 
     batch: Batch
+    rows: list[QueryRows]  # by cache group
     tokens_T: Any
     hidden_TD: Any  # after the final norm
     features: dict[int, Any]  # rows after the layers that the drafter wants to see
     sampled: sampling.Sampled
+    axes: DeviceAxes
+    fetch: Any  # brings the target's layers where they do not lie ready
+
+    def singly(self) -> "Seen":
+        """With a row of each sequence, which all devices have."""
+        return replace(self, axes=replace(self.axes, rows=UNSPLIT))
+
+    def single_rows(self, state: State, position_B) -> list[QueryRows]:
+        """A row of each sequence, by cache group; at position -1 there is none."""
+        B, page_size = position_B.shape[0], page_size_of(state) * self.axes.context.size
+        page_B, offset_B = jnp.divmod(jnp.maximum(position_B, 0), page_size)
+        return [
+            QueryRows(
+                position_B,
+                jnp.arange(B + 1),
+                table_BM,
+                jnp.where(position_B < 0, 0, table_BM[jnp.arange(B), page_B] * page_size + offset_B),
+            )
+            for table_BM in self.batch.tables_GBM
+        ]
 
 
 @dataclass(frozen=True)
@@ -69,30 +96,32 @@ class DraftModel:
     first: int  # of its layers among these; 0: those of the target
     features = ()
 
+    def on(self, mesh: Mesh) -> "DraftModel":
+        return replace(self, config=local_config(self.config, mesh), paged=local_config(self.paged, mesh))
+
     def follow(self, weights: "WithDrafter", state: State, seen: Seen) -> tuple[Any, State]:
         if not self.first:
             return (), state  # the target has written its keys and values
-        batch = seen.batch
-        rows = rows_of(batch.positions_T, batch.starts_B1, batch.tables_GBM, batch.slots_GT)
-        return (), self.run(self.weights_of(weights), state, rows, seen.tokens_T)[1]
+        return (), self.run(weights, state, seen, seen.rows, seen.tokens_T)[1]
 
     def begin(self, known, at_B) -> Any:
         return ()
 
-    def guess(self, weights: "WithDrafter", state: State, tables_GBM, token_B, position_B, number, carry):
-        own, rows = self.weights_of(weights), single_rows(state, tables_GBM, position_B)
-        hidden_BD, state = self.run(own, state, rows, token_B)
-        return decoder.logits(own, hidden_BD, self.config), carry, state
+    def guess(self, weights: "WithDrafter", state: State, seen: Seen, token_B, position_B, number, carry):
+        hidden_BD, state = self.run(weights, state, seen, seen.single_rows(state, position_B), token_B)
+        return decoder.logits(self.weights_of(weights), hidden_BD, self.config, seen.axes), carry, state
 
-    def run(self, weights, state: State, rows: list[QueryRows], tokens_T):
-        """(hidden states, state) of some rows; `rows` by cache group."""
-        config, positions_T = self.config, rows[0].positions_T
-        prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first)
-        x = decoder.embed(weights, tokens_T, positions_T, config, ONE_DEVICE)
+    def run(self, weights: "WithDrafter", state: State, seen: Seen, rows: list[QueryRows], tokens_T):
+        """(hidden states, state) of some rows."""
+        config, own, axes = self.config, self.weights_of(weights), seen.axes
+        fetch = seen.fetch if weights.drafter is None else None
+        positions_T, tokens_T = axes.rows.part(rows[0].positions_T), axes.rows.part(tokens_T)
+        prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
+        x = decoder.embed(own, tokens_T, positions_T, config, axes)
         (x_TD, _), state = decoder.run_layers(
-            weights.layers, 0, x, state, positions_T, config, attend, ONE_DEVICE, None, None, prepare
+            own.layers, 0, x, state, positions_T, config, attend, axes, None, fetch, prepare
         )
-        return decoder.final_norm(weights, x_TD, config), state
+        return decoder.final_norm(own, x_TD, config), state
 
     def weights_of(self, weights: "WithDrafter") -> Any:
         if weights.drafter is not None:
@@ -119,29 +148,15 @@ def with_layers(config: ModelConfig, drafter: ModelConfig) -> ModelConfig:
     return replace(config, layers=config.layers + tuple(map(moved, drafter.layers)))
 
 
-def rows_of(positions_T, starts_B1, tables_GBM, slots_GT) -> list[QueryRows]:
-    """Rows by cache group."""
-    return [QueryRows(positions_T, starts_B1, *place) for place in zip(tables_GBM, slots_GT, strict=True)]
-
-
-def single_rows(state: State, tables_GBM, position_B) -> list[QueryRows]:
-    """A row of each sequence, by cache group; at position -1 there is none."""
-    B, page_size = position_B.shape[0], page_size_of(state)
-    page_B, offset_B = jnp.divmod(jnp.maximum(position_B, 0), page_size)
-    slots_GB = [
-        jnp.where(position_B < 0, 0, table_BM[jnp.arange(B), page_B] * page_size + offset_B) for table_BM in tables_GBM
-    ]
-    return rows_of(position_B, jnp.arange(B + 1), tables_GBM, slots_GB)
-
-
 @jax.named_scope("draft")
 def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, accepted_R, plain):
     """(drafts a sequence, state): `batch.num_drafts` tokens after the next one, each drawn as the target would draw it.
 
     With the same seed and position, so that it says the same wherever its distribution is the same.
     """
-    batch, sampled = seen.batch, seen.sampled
+    batch, sampled, axis = seen.batch, seen.sampled, seen.axes.tensor
     known, state = drafter.follow(weights, state, seen)
+    seen = seen.singly()
     B, (R, J) = batch.starts_B1.shape[0] - 1, batch.sampling.drafted_RJ.shape
     ends_R = sampling.ends(accepted_R, batch.depths_R) & (batch.store_R < state.last_tokens_B.shape[0]) & sampled.ok_R
     seq_R = (batch.starts_B1[None, 1:] <= batch.sample_rows_R[:, None]).sum(axis=1)
@@ -155,16 +170,17 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
     )  # fmt: skip
     token_B = jnp.where(goes_B, sampled.tokens_R[row_B], 0)
     tokens_BJ = jnp.full((B, J), -1).at[:, 0].set(token_B)  # the next token, and the drafts after it
-    length = batch.tables_GBM[0].shape[1] * page_size_of(state)
+    length = batch.tables_GBM[0].shape[1] * page_size_of(state) * seen.axes.context.size
 
     def one(number, held):
         tokens_BJ, carry, state = held
         position_B = inputs.positions_R + number
         position_B = jnp.where(goes_B & (position_B < length), position_B, -1)
         token_B = jnp.maximum(jax.lax.dynamic_index_in_dim(tokens_BJ, number, 1, False), 0)
-        logits_BV, carry, state = drafter.guess(weights, state, batch.tables_GBM, token_B, position_B, number, carry)
+        logits_BV, carry, state = drafter.guess(weights, state, seen, token_B, position_B, number, carry)
+        logits_BV = fitted(logits_BV, state.slots.stop_BV.shape[1], axis)
         given = inputs.replace(positions_R=inputs.positions_R + 1 + number, drafted_RJ=tokens_BJ)
-        drawn = sampling.sample(fitted(logits_BV, state.slots.stop_BV.shape[1]), state.slots, given, plain)
+        drawn = sampling.sample(logits_BV, state.slots, given, plain, axis)
         return tokens_BJ.at[:, number + 1].set(drawn.tokens_R), carry, state
 
     held = tokens_BJ, drafter.begin(known, jnp.minimum(batch.sample_rows_R[row_B], seen.tokens_T.shape[0] - 1)), state
@@ -172,10 +188,13 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
     return tokens_BJ[:, 1:], state
 
 
-def fitted(logits_BV, V: int):
-    """With as many tokens as the target has, some of which are padding in one model or the other."""
-    own = logits_BV.shape[1]
-    return logits_BV[:, :V] if own >= V else jnp.pad(logits_BV, ((0, 0), (0, V - own)), constant_values=-jnp.inf)
+def fitted(logits_BV, V: int, axis: Axis):
+    """With as many tokens on each device as the target has, some of which are padding in one model or the other."""
+    if logits_BV.shape[1] == V:
+        return logits_BV
+    logits_VB = axis.join(logits_BV.T)[: V * axis.size]
+    spare = V * axis.size - len(logits_VB)
+    return axis.part(jnp.pad(logits_VB, ((0, spare), (0, 0)), constant_values=-jnp.inf)).T
 
 
 def page_size_of(state: State) -> int:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from ...model import draft_heads
 from ...model.config import ModelConfig
 from ...model.draft_heads import DraftHeads
+from ...sharding.mesh import Mesh
 from .attend import attend_with
-from .drafts import Seen, WithDrafter, rows_of, single_rows
+from .drafts import Seen, WithDrafter
 from .state import State
 
 
@@ -23,13 +24,16 @@ class MedusaDrafter:
     paged: ModelConfig
     features = ()
 
+    def on(self, mesh: Mesh) -> "MedusaDrafter":
+        return self  # each replica has the whole
+
     def follow(self, weights: WithDrafter, state: State, seen: Seen) -> tuple[Any, State]:
         return seen.hidden_TD, state
 
     def begin(self, known, at_B) -> Any:
         return known[at_B]
 
-    def guess(self, weights: WithDrafter, state: State, tables_GBM, token_B, position_B, number, carry):
+    def guess(self, weights: WithDrafter, state: State, seen: Seen, token_B, position_B, number, carry):
         def guess(head, hidden_BD):
             own = weights.drafter.replace(heads=(head,))
             return draft_heads.guess(self.heads, own, weights.model, hidden_BD)[0]
@@ -55,20 +59,21 @@ class FeatureDrafter:
     def features(self) -> tuple[int, ...]:
         return self.heads.features
 
+    def on(self, mesh: Mesh) -> "FeatureDrafter":
+        return self  # each replica has the whole
+
     def follow(self, weights: WithDrafter, state: State, seen: Seen) -> tuple[Any, State]:
-        batch = seen.batch
         raw_TF = seen.hidden_TD
         if self.features:
             raw_TF = jnp.concatenate([seen.features[index] for index in self.features], axis=1)
         features_TD = draft_heads.take_features(self.heads, weights.drafter, raw_TF)
-        rows = rows_of(batch.positions_T, batch.starts_B1, batch.tables_GBM, batch.slots_GT)
-        return features_TD, self.run(weights, state, rows, next_tokens(seen, state), features_TD)[2]
+        return features_TD, self.run(weights, state, seen.rows, next_tokens(seen, state), features_TD)[2]
 
     def begin(self, known, at_B) -> Any:
         return known[at_B]
 
-    def guess(self, weights: WithDrafter, state: State, tables_GBM, token_B, position_B, number, carry):
-        rows = single_rows(state, tables_GBM, jnp.maximum(position_B - 1, -1))
+    def guess(self, weights: WithDrafter, state: State, seen: Seen, token_B, position_B, number, carry):
+        rows = seen.single_rows(state, jnp.maximum(position_B - 1, -1))
         feature_BD, hidden_BD, state = self.run(weights, state, rows, token_B, carry)
         return draft_heads.logits(self.heads, weights.drafter, weights.model, hidden_BD), feature_BD, state
 

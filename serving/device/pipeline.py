@@ -7,13 +7,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from ...model.config import ModelConfig
 from ...model.partition import Stage, stage_weights, stages
-from ...ops.attention import KVPages
 from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
 from .batch import Layout
 from .drafts import StepDrafter
-from .state import State, empty_pages, owners
-from .step import Places, abstract_state, make_state, model_of, step
+from .state import State, owners, paged_layers
+from .step import Places, abstract_state, make_state, model_of, step, with_model
 
 
 class Pipeline:
@@ -39,43 +38,33 @@ class Pipeline:
         """Weights and state of each stage."""
         if len(self) == 1:
             return [(weights, state)]
-        return [(stage_weights(weights, stage), stage_state(state, stage)) for stage in self.stages]
+        own = [stage_weights(model_of(weights), stage) for stage in self.stages]
+        own[-1] = with_model(weights, own[-1])  # the last one drafts
+        return [(part, stage_state(state, stage)) for part, stage in zip(own, self.stages, strict=True)]
 
     def make_state(self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0) -> State:
         """A state with no request in it."""
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
-        state = join(make_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
-        return state.replace(pages=state.pages | self.draft_pages(num_pages, page_size))
+        return join(make_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places)
 
     def abstract_state(self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0) -> State:
         """The state's shapes and shardings, without memory."""
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
-        state = join(abstract_state(self.config, stage, *sizes, mesh) for stage, mesh in places)
-        return state.replace(pages=state.pages | jax.eval_shape(lambda: self.draft_pages(num_pages, page_size)))
-
-    def draft_pages(self, num_pages: tuple[int, ...], page_size: int) -> dict[int, KVPages]:
-        """Those of the drafter, which is on one device."""
-        own = range(len(self.config.layers), len(self.paged.layers))
-        return empty_pages(self.paged, own, num_pages, page_size)
+        return join(abstract_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places)
 
     def page_owners(self, group: int) -> list[list[int]]:
         """The layers of each stage that own the pages of a cache group."""
-        found = [owners(self.config, stage, group) for stage in self.stages]
-        own = range(len(self.config.layers), len(self.paged.layers))
-        found[-1] += [
-            index for index in own if self.paged.kv_owner[index] == index and self.paged.group(index) == group
-        ]
-        return found
+        return [owners(self.paged, paged_layers(self.config, self.paged, stage), group) for stage in self.stages]
 
     def lower(self, weights, state: State, layout: Layout, plain: bool = False) -> list[jax.stages.Lowered]:
         """The program of each stage."""
         lowered, x = [], ()  # the first gets none
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
-            places = Places.of(model_of(own), mesh)
+            places, drafter = Places.of(own, mesh), self.drafter if stage.ends else None
             traced = step.trace(
-                own, held, layout.nothing, layout, self.config, plain, places, stage, *x, drafter=self.drafter
+                own, held, layout.nothing, layout, self.config, plain, places, stage, *x, drafter=drafter
             )
             self.variance |= variance(traced.jaxpr.jaxpr)
             lowered.append(traced.lower())
@@ -109,7 +98,11 @@ def move(x, mesh: Mesh):
 
 def stage_state(state: State, stage: Stage) -> State:
     """What a stage has of the state of a model of several."""
-    pages = {index: held for index, held in state.pages.items() if index in stage.layers}
+    pages = {
+        index: held
+        for index, held in state.pages.items()
+        if index in stage.layers or (stage.ends and index >= stage.layers.stop)  # a drafter's
+    }
     return state.replace(pages=pages) if stage.ends else State(pages)
 
 

@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from ...model.config import LatentAttention, ModelConfig
-from ...model.partition import Stage, whole_model
+from ...model.partition import Stage
 from ...model.planning.cost import layer_token_bytes
 from ...ops import sampling
 from ...ops.attention import KVPages, page_dtype, pairs
@@ -61,15 +61,20 @@ def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tu
     return dict.fromkeys(("k_PSKH", "v_PSKH"), (page_size, a.kv_heads, a.head_dim))
 
 
-def owners(config: ModelConfig, stage: Stage, group: int) -> list[int]:
-    """The layers of a stage that own the pages of a cache group."""
-    return [index for index in stage.layers if config.kv_owner[index] == index and config.group(index) == group]
+def owners(config: ModelConfig, layers: Iterable[int], group: int) -> list[int]:
+    """Those of some layers that own the pages of a cache group."""
+    return [index for index in layers if config.kv_owner[index] == index and config.group(index) == group]
 
 
-def page_bytes(config: ModelConfig, group: int, page_size: int, stage: Stage | None = None) -> int:
-    """Bytes of one page number of a cache group, over all layers that own it, or those of a stage."""
-    layers = [config.layers[index] for index in owners(config, stage or whole_model(config), group)]
-    return page_size * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in layers)
+def paged_layers(config: ModelConfig, paged: ModelConfig, stage: Stage) -> list[int]:
+    """The layers whose pages a stage has: its own, and in the last one those of a drafter behind the model's."""
+    return [*stage.layers, *(range(len(config.layers), len(paged.layers)) if stage.ends else ())]
+
+
+def page_bytes(config: ModelConfig, group: int, page_size: int, owned: Iterable[int] | None = None) -> int:
+    """Bytes of one page number of a cache group, over all layers that own it, or those given."""
+    owned = owners(config, range(len(config.layers)), group) if owned is None else owned
+    return page_size * sum(layer_token_bytes(config.layers[index].attention, config.kv_dtype) for index in owned)
 
 
 def stored_page_bytes(layers: Iterable[KVPages]) -> int:
@@ -78,11 +83,11 @@ def stored_page_bytes(layers: Iterable[KVPages]) -> int:
 
 
 def empty_state(
-    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int,
-    words: int,
+    config: ModelConfig, paged: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int,
+    max_drafts: int, words: int,
 ) -> State:  # fmt: skip
-    """One device's part of a state with no request in it."""
-    pages = empty_pages(config, stage.layers, num_pages, page_size)
+    """One device's part of a state with no request in it; `paged` are the model's layers, and then a drafter's."""
+    pages = empty_pages(paged, paged_layers(config, paged, stage), num_pages, page_size)
     if not stage.ends:
         return State(pages)
     loads_nLE = None

@@ -58,7 +58,7 @@ class Places:
 
     def fetcher(self, weights):
         """(layer, its weights, x) -> (all of the weights that it computes with, x): not begun before x is there."""
-        layers = jax.tree.structure(weights).unflatten(self.weights).layers
+        layers = model_of(jax.tree.structure(weights).unflatten(self.weights)).layers
         if not any(place.on_host or "context" in place.spec for place in jax.tree.leaves(layers)):
             return None
 
@@ -94,6 +94,7 @@ def step(
     if places is None or places.mesh is None:
         return step_of_one(weights, state, buffer, x, layout, config, plain, ONE_DEVICE, stage, fetch, drafter)
     own, devices = local_config(config, places.mesh), axes_of(places.mesh, layout)
+    drafts = None if drafter is None else drafter.on(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     of_state = state_places(state)
     of_rows = P((devices.data * devices.rows).name or None)
@@ -102,7 +103,7 @@ def step(
 
     def part(weights, state, buffer, x):
         mine = devices.data.part(buffer)
-        *out, state = step_of_one(weights, state, mine, x, layout, own, plain, devices, stage, fetch)
+        *out, state = step_of_one(weights, state, mine, x, layout, own, plain, devices, stage, fetch, drafts)
         return *(jax.tree.map(devices.data.join, out) if tells and stage.ends else out), state
 
     run = jax.shard_map(
@@ -120,36 +121,36 @@ def axes_of(mesh: Mesh, layout: Layout) -> DeviceAxes:
 
 
 def make_state(
-    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int,
-    mesh: Mesh | None,
+    config: ModelConfig, paged: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int,
+    max_drafts: int, mesh: Mesh | None,
 ) -> State:  # fmt: skip
-    """A state with no request in it, where it is to lie."""
+    """A state with no request in it, where it is to lie; `paged` are the model's layers, and then a drafter's."""
     if mesh is None:
-        return empty_state(config, stage, num_pages, page_size, max_seqs, max_drafts, config.vocab_size)
-    return split_state(config, stage, num_pages, page_size, max_seqs, max_drafts, mesh)
+        return empty_state(config, paged, stage, num_pages, page_size, max_seqs, max_drafts, config.vocab_size)
+    return split_state(config, paged, stage, num_pages, page_size, max_seqs, max_drafts, mesh)
 
 
-@partial(jax.jit, static_argnums=range(7))
+@partial(jax.jit, static_argnums=range(8))
 def split_state(
-    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int,
-    mesh: Mesh,
+    config: ModelConfig, paged: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int,
+    max_drafts: int, mesh: Mesh,
 ) -> State:  # fmt: skip
     """Each device makes its part; compiled once, since an engine that recovers makes another."""
-    own, words = local_config(config, mesh), -(-config.vocab_size // mesh.shape["tensor"])
+    own, words = [local_config(each, mesh) for each in (config, paged)], -(-config.vocab_size // mesh.shape["tensor"])
 
     def part() -> State:
-        return empty_state(own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, max_drafts, words)
+        return empty_state(*own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, max_drafts, words)
 
     places = state_places(jax.eval_shape(part))
     return jax.shard_map(part, mesh=mesh, in_specs=(), out_specs=places, check_vma=False)()
 
 
 def abstract_state(
-    config: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int,
-    mesh: Mesh | None,
+    config: ModelConfig, paged: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int,
+    max_drafts: int, mesh: Mesh | None,
 ) -> State:  # fmt: skip
     """The same without memory."""
-    state = jax.eval_shape(lambda: make_state(config, stage, num_pages, page_size, max_seqs, max_drafts, mesh))
+    state = jax.eval_shape(lambda: make_state(config, paged, stage, num_pages, page_size, max_seqs, max_drafts, mesh))
     if mesh is None:
         return state
 
@@ -224,7 +225,8 @@ def step_of_one(
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
     if drafter is not None:
-        seen = Seen(batch, tokens_T, hidden_TD, features, sampled)
+        rows, padded_T = [rows_of(group) for group in range(layout.groups)], jnp.pad(tokens_T, (0, spare))
+        seen = Seen(batch, rows, padded_T, hidden_TD, features, sampled, axes, fetch)
         drafts_BK, state = draft(drafter, both, state, seen, accepted_R, plain)
         sampled = sampled.replace(drafts_BK=drafts_BK)
     return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
@@ -233,6 +235,11 @@ def step_of_one(
 def model_of(weights: Any) -> Any:
     """The model's own weights, where a drafter's come with them."""
     return weights.model if isinstance(weights, WithDrafter) else weights
+
+
+def with_model(weights: Any, model: Any) -> Any:
+    """The same with other weights of the model."""
+    return weights.replace(model=model) if isinstance(weights, WithDrafter) else model
 
 
 @jax.jit

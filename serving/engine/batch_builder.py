@@ -100,6 +100,8 @@ class BatchBuilder:
                 plain.append(self.advance(steps, part, own))
             else:
                 plain.append(self.fill(steps, part, size, own))
+        # All replicas draft as often, since they wait for each other where they share experts.
+        buffer.reshape(len(plan.parts), -1)[:, self.layouts[size].offsets.num_drafts_1] = self.num_drafts(plan.items)
         self.draws_plainly = all(plain)
         return size, buffer
 
@@ -119,7 +121,6 @@ class BatchBuilder:
         at, n, width = self.layouts[last.size].offsets, len(part), self.tables[0].shape[1]
         positions = last.positions + 1
         buffer[:] = last.buffer
-        buffer[at.num_drafts_1] = self.num_drafts(part)
         buffer[at.tokens_T :][:n] = -1 - last.slots if self.num_stages == 1 else [tokens_of(item)[0] for item in part]
         buffer[at.positions_T :][:n] = positions
         buffer[at.sampling.positions_R :][:n] = positions + 1
@@ -150,7 +151,6 @@ class BatchBuilder:
         for seq in seqs:
             self.sync_tables(seq)
 
-        b.num_drafts_1[:] = self.num_drafts(part)
         b.following_B[:n] = [following(item) for item in part]
         b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = ends, T
         places_T = np.repeat(places, counts)
@@ -176,9 +176,9 @@ class BatchBuilder:
             steps.append(DecodeStep(seqs, size, slots, places, num_pages, positions, buffer, plain))
         return plain
 
-    def num_drafts(self, part: Seq[ScheduledSequence]) -> int:
+    def num_drafts(self, items: Seq[ScheduledSequence]) -> int:
         """How many tokens the step itself is to draft, where it can: for those that wait for them."""
-        return self.max_drafts if self.max_drafts and any(item.draws and item.seq.waits for item in part) else 0
+        return self.max_drafts if self.max_drafts and any(item.draws and item.seq.waits for item in items) else 0
 
     def busy(self, layout: Layout, num_drafts: int) -> np.ndarray:
         """A batch whose rows are all computed and drawn, evenly of all its sequences, at the beginning of page 0."""

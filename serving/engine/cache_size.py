@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig, ModelError
 from ...model.expert_copies import spare_of
-from ...model.partition import local_config, whole_model
+from ...model.partition import local_config
 from ...sharding.mesh import device_axes
 from ..api.options import CPU_CACHE, SHARE, EngineOptions, SizedOptions
 from ..cache.page_pool import PagePool, largest
@@ -21,6 +21,7 @@ from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.graphs import compile_step
 from ..device.pipeline import Pipeline
 from ..device.state import owners, page_bytes, stored_page_bytes
+from ..device.step import model_of
 from .batch_builder import BatchBuilder
 from .scheduler import Limits
 
@@ -116,18 +117,22 @@ def working_bytes(
     moving = [0]
     if mesh is not None and spare_of(config):
         balance = ExpertRebalancer(ExpertLoads(config, device_axes(mesh).experts.size), config, mesh, 0)
-        moving = [memory_of(lowered.compile()).temporaries for _, lowered in balance.lower(weights)]
+        moving = [memory_of(lowered.compile()).temporaries for _, lowered in balance.lower(model_of(weights))]
     return max(found) + max(moving)
 
 
 def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
     """Bytes of a page on all devices that hold a part of it: what it takes on the host."""
     pages = Pipeline(config, mesh).abstract_state((1,) * len(config.windows), page_size, 1).pages
-    return stored_page_bytes([pages[index] for index in owners(config, whole_model(config), group)])
+    return stored_page_bytes([pages[index] for index in owners(config, pages, group)])
 
 
 def size_cache(
-    config: ModelConfig, options: SizedOptions, budget: int, mesh: Mesh | None = None
+    config: ModelConfig,
+    options: SizedOptions,
+    budget: int,
+    mesh: Mesh | None = None,
+    drafter: StepDrafter | None = None,
 ) -> tuple[int, tuple[int, ...]]:
     """(max_model_len, pages a cache group): enough for every sequence at full length, or what a device's budget holds.
 
@@ -137,8 +142,12 @@ def size_cache(
     S, chunk = options.block_size, options.max_num_batched_tokens
     groups = [PagePool(1, S, window) for window in config.windows]
     held = S if mesh is None else S // mesh.shape["context"]  # positions of a page that a device has
-    own, parts = local_config(config, mesh), Pipeline(config, mesh).stages
-    costs = [max(page_bytes(own, group, held, stage) for stage in parts) for group in range(len(config.windows))]
+    pipeline = Pipeline(config, mesh, drafter)
+    own = local_config(pipeline.paged, mesh)
+    costs = [
+        max(page_bytes(own, group, held, owned) for owned in pipeline.page_owners(group))
+        for group in range(len(config.windows))
+    ]
 
     def needs(length: int) -> list[int]:
         return [group.most_pages(length, chunk) for group in groups]

@@ -27,7 +27,7 @@ from ..device.host_snapshot import to_device, to_host
 from ..device.page_copier import Offload, PageCopier
 from ..device.pipeline import Pipeline
 from ..device.state import State
-from ..device.step import reset_slot, set_bias
+from ..device.step import model_of, reset_slot, set_bias, with_model
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
 from ..request.sequence import Sequence
@@ -171,7 +171,7 @@ class Runner:
             if self.expert_loads is not None:
                 self.expert_loads.program = self.expert_loads.lower(self.state).compile()
             if self.rebalancer is not None:
-                found = self.rebalancer.lower(self.weights)
+                found = self.rebalancer.lower(model_of(self.weights))
                 self.rebalancer.programs = {key: lowered.compile() for key, lowered in found}
             for size, programs in futures.items():
                 progress(size)
@@ -247,7 +247,7 @@ class Runner:
             if item.draws and item.seq.constraint is not None:
                 self.constrain(item, item.seq.constraint)
         if self.rebalancer is not None:
-            self.weights = self.rebalancer.launching(self.weights)
+            self.weights = with_model(self.weights, self.rebalancer.launching(model_of(self.weights)))
         size, buffer = self.batch_builder.build(plan)
         sampled, hidden_RD = self.step(size, self.batch_builder.draws_plainly, buffer)
         if self.expert_loads is not None:
@@ -290,12 +290,14 @@ class Runner:
             sampled = jax.device_get(sampled)
         hidden_RD = np.asarray(launched.hidden_RD) if any(item.seq.pool is not None for item in items) else None
         tokens = np.asarray(sampled.tokens_R).tolist()  # -1 where a row is not ok
-        drafts_BK = [None] * len(items) if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
-        drawn, row, replica = [], 0, 0
-        for item, drafts in zip(items, drafts_BK, strict=False):
+        drafts_BK = None if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
+        drawn, row, number, replica = [], 0, 0, 0
+        for item in items:
             if item.seq.replica != replica:
                 replica = item.seq.replica
-                row = replica * launched.size.samples
+                row, number = replica * launched.size.samples, replica * launched.size.seqs
+            drafts = None if drafts_BK is None else drafts_BK[number]
+            number += 1
             if item.draws == 1 and not item.scores:
                 drawn.append(Drawn(item, row, tokens[row] >= 0, [tokens[row]], sampled, hidden_RD, drafts))
                 row += 1

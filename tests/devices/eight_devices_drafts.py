@@ -1,0 +1,170 @@
+"""Drafts over several devices leave the answers as they are: run by test_eight_devices.py, in its own process."""
+
+import random
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from cases import cases
+from golden.families import VARIANTS
+from golden.recorded import Golden
+from jax.sharding import PartitionSpec as P
+from mixes import mix, serve
+
+import quire
+from quire import LLM, SamplingParams
+from quire.model.config import ModelError
+from quire.serving.device.drafts import fitted
+from quire.sharding.mesh import device_axes, make_mesh
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+assert len(jax.devices()) == 8
+
+NAMED = {variant.name: variant for variant in VARIANTS}
+SIZES = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 24, "kv_cache_memory_bytes": 2 << 20}
+NGRAM, SUFFIX = {"method": "ngram"}, {"method": "suffix"}
+MODEL = {"method": "draft_model", "model": str(Path(quire.__file__).parent / "model" / "quill_draft")}
+LAYERS = {"method": "self", "num_layers": 4}
+BITS = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
+MESHES = {
+    "tensor": ({"tensor": 2}, [NGRAM, SUFFIX, MODEL, BITS]),
+    "replicas": ({"data": 2}, [NGRAM, MODEL, LAYERS]),
+    "context": ({"context": 2}, [SUFFIX, MODEL, LAYERS]),
+    "stages": ({"pipeline": 2}, [NGRAM, SUFFIX, MODEL]),
+    "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL, BITS]),
+    "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [SUFFIX, MODEL]),
+}
+
+
+def over(mesh: dict[str, int]) -> dict[str, int]:
+    return {f"{axis}_parallel_size": size for axis, size in mesh.items()}
+
+
+@pytest.mark.parametrize(("mesh", "drafters"), MESHES.values(), ids=MESHES)
+def test_the_answers_of_plain_decoding(mesh, drafters, tmp_path):
+    """Random requests, asked twice, where pages are short and go to host memory: tokens, and scores to the last bit.
+
+    Over `context` the rows of larger steps are split, and XLA's products give other last bits for fewer rows.
+    """
+    rng, options = random.Random(4), SIZES | over(mesh) | {"max_model_len": 256}
+    plain = LLM(**options)
+    mixes = [mix(rng, plain.engine.config.vocab_size) for _ in range(cases(20, least=2))]
+    again = plain.engine.tokenizer.encode("The lamp is in the sand. The boat is in the lake. " * 3)
+    mixes[0][0]["again"] = again, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    mixes[0][1]["again"] = 0
+    expected = [serve(plain.engine, *each) for each in mixes]
+    plain.close()
+    for number, drafter in enumerate(drafters):
+        room = {"kv_cache_host_bytes": 1 << 20, "kv_cache_memory_bytes": 1 << 20} if number % 2 else {}
+        llm = LLM(**options | room, speculative_config=drafter | {"adapts": False})
+        for (requests, arrivals), wanted in [*zip(mixes, expected, strict=True)] * 2:
+            same(serve(llm.engine, requests, arrivals), wanted, exact="context" not in mesh)
+        assert llm.engine.speculator.counts.accepted[0] > 0
+        assert llm.engine.runner.compiles.recompiles == 0
+        llm.close()
+
+
+def same(found: dict[str, list], wanted: dict[str, list], exact: bool) -> None:
+    """The answers of `mixes.serve`, with the same scores, or nearly."""
+    if exact:
+        assert found == wanted
+        return
+    assert {name: [answer[:4] for answer in answers] for name, answers in found.items()} == {
+        name: [answer[:4] for answer in answers] for name, answers in wanted.items()
+    }
+    for name, answers in wanted.items():
+        for one, other in zip(found[name], answers, strict=True):
+            for entry, entries in zip(one[4] + one[5], other[4] + other[5], strict=True):
+                np.testing.assert_allclose(np.array(entry), np.array(entries), rtol=0, atol=5e-5)
+
+
+EXPERTS = [
+    ("qwen3-moe", {"expert": 2, "data": 2}, {"quantization": "int8-weights"}, {}),
+    ("qwen3-moe", {"expert": 2, "tensor": 2}, {"num_layers": 2}, {"expert_redundancy": 2, "expert_rebalance_steps": 5}),
+    ("deepseek-v3", {"expert": 2, "context": 2}, {"quantization": "int8-weights"}, {}),
+    ("llama", {"context": 2, "tensor": 2}, {"num_layers": 2}, {"shard_weights": True}),
+    ("llama", {"tensor": 2}, {"num_layers": 2}, {"weights_host_bytes": 1 << 40}),
+    ("gpt-oss", {}, {"num_layers": 2}, {"weights_host_bytes": 1 << 40}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "drafter", "more"), EXPERTS)
+def test_experts_and_weights_that_do_not_lie_ready(name, mesh, drafter, more, tmp_path):
+    """A part of the model drafts, with its experts on several devices, or with layers that are brought to it."""
+    folder = Golden(NAMED[name], tmp_path).folder
+    options = SIZES | over(mesh) | more | {"max_model_len": NAMED[name].max_len, "skip_tokenizer_init": True}
+    prompts = [{"prompt_token_ids": [(i * 11 + j * 3) % 160 for j in range(5 + i)]} for i in range(9)]
+    params = [
+        SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=16, logprobs=2, ignore_eos=True, n=1 + (i == 4))
+        for i in range(9)
+    ]
+    plain = LLM(str(folder), **options).generate(prompts, params, use_tqdm=False)
+    llm = LLM(str(folder), **options, speculative_config={"method": "self", "adapts": False} | drafter)
+    for output, wanted in zip(llm.generate(prompts, params, use_tqdm=False), plain, strict=True):
+        for one, other in zip(output.outputs, wanted.outputs, strict=True):
+            assert one.token_ids == other.token_ids
+            for entry, entries in zip(one.logprobs, other.logprobs, strict=True):
+                assert [*entry] == [*entries]
+                for token, value in entry.items():
+                    assert value.logprob == pytest.approx(entries[token].logprob, abs=2e-5)
+    engine = llm.engine
+    engine.scheduler.check()
+    assert engine.speculator.counts.accepted[0] > 0 and engine.runner.compiles.recompiles == 0
+    if "expert_redundancy" in more:
+        assert engine.snapshot().experts.moved > 0
+
+
+def test_weights_and_pages_of_the_drafter_are_split():
+    """Each device has its part of both, and after sleep too."""
+    llm = LLM(**SIZES, max_model_len=64, tensor_parallel_size=2, context_parallel_size=2, speculative_config=MODEL)
+    runner, params = llm.engine.runner, SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
+
+    def answer():
+        return [(x.token_ids, x.logprobs) for x in llm.generate(["Once upon a time"], params)[0].outputs]
+
+    def check():
+        leaves = jax.tree.leaves(runner.weights.drafter)
+        local = sum(leaf.addressable_shards[0].data.size for leaf in leaves)
+        assert local < 0.55 * sum(leaf.size for leaf in leaves)
+        own = runner.state.pages[len(runner.config.layers)]
+        assert own.k_PSKH.addressable_shards[0].data.shape[1] == runner.page_size // 2
+
+    wanted = answer()
+    for level, keep in product((1, 2), (True, False)):
+        check()
+        llm.sleep(level, keep_pages=keep)
+        llm.wake_up()
+        assert answer() == wanted
+    check()
+    assert llm.engine.speculator.counts.accepted[0] > 0 and runner.compiles.recompiles == 0
+
+
+@pytest.mark.parametrize(("own", "target"), [(61, 64), (64, 57), (60, 60), (160, 130), (33, 97)])
+def test_another_padding_of_the_vocabulary(own, target):
+    """The drafter's logits are brought to the devices that have the target's tokens."""
+    mesh, B = make_mesh(tensor=4), 3
+    axis = device_axes(mesh).tensor
+    logits_BV = np.random.default_rng(own).normal(size=(B, own)).astype(np.float32)
+    given_BV = np.pad(logits_BV, ((0, 0), (0, -own % 4)), constant_values=-np.inf)
+    run = partial(fitted, V=-(-target // 4), axis=axis)
+    places = P(None, "tensor")
+    found_BV = np.asarray(jax.jit(jax.shard_map(run, mesh=mesh, in_specs=places, out_specs=places))(given_BV))
+    both = min(own, found_BV.shape[1])
+    assert found_BV.shape[1] == target + -target % 4
+    np.testing.assert_array_equal(found_BV[:, :both], logits_BV[:, :both])
+    assert (found_BV[:, both:] == -np.inf).all()
+
+
+REFUSED = [
+    ({"tensor": 4}, MODEL, "draft_model: the drafter cannot be spread .* tensor_parallel_size is 4, .* can be 1, 2$"),
+    ({"pipeline": 2}, LAYERS, "method is 'self' with pipeline_parallel_size 2: .* draft_model, ngram or suffix"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "drafter", "message"), REFUSED)
+def test_what_cannot_be_spread_is_refused(mesh, drafter, message):
+    with pytest.raises(ModelError, match=message):
+        LLM(**SIZES, **over(mesh), speculative_config=drafter)

@@ -38,12 +38,18 @@ ASKED = [
 ]
 
 
+DRAFTS = {"method": "self", "num_layers": 2, "adapts": False}
+
+
 @pytest.fixture(scope="module")
 def two():
-    """(what runs coroutines, the applications of two servers whose own seeds differ)."""
+    """(what runs coroutines, the applications of two servers whose own seeds differ, of which the second drafts)."""
     models = []
-    for seed in (1, 2):
-        options = options_of(str(FOLDER), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, seed=seed)
+    for seed, drafts in ((1, None), (2, DRAFTS)):
+        options = options_of(
+            str(FOLDER), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, seed=seed,
+            speculative_config=drafts,
+        )  # fmt: skip
         models.append(Models([Model(("m",), lambda options=options: make_engine(options))]))
     with asyncio.Runner() as runner:
         yield runner, [make_app(Service(one, ServerSettings())) for one in models]

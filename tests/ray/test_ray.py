@@ -1,4 +1,7 @@
-"""Replicas on Ray Serve: one of them is killed under load, all are replaced under load, and no request is lost."""
+"""Replicas on Ray Serve: one of them is killed under load, all are replaced under load, and no request is lost.
+
+The replicas draft, and the engine with which their answers are compared does not.
+"""
 
 import json
 import os
@@ -44,8 +47,9 @@ pytestmark = pytest.mark.slow
 
 def plan_of(port: int, **scale: Any) -> DeploymentPlan:
     chosen = ReplicaOptions(replica_resources={"CPU": 0.1}, **scale)
+    options = OPTIONS | {"speculative_config": {"method": "self", "num_layers": 2, "adapts": False}}
     return DeploymentPlan(
-        ((FOLDER, ("m",)),), ServerSettings(port=port, api_keys=("key",)), OPTIONS, chosen, log_level="warning"
+        ((FOLDER, ("m",)),), ServerSettings(port=port, api_keys=("key",)), options, chosen, log_level="warning"
     )
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": ".scripts.plan.command",
     "convert": ".scripts.convert",
     "quantize": ".scripts.quantize",
+    "train-heads": ".scripts.train_heads.command",
     "build-kernels": ".scripts.build_kernels",
     "collect-env": ".scripts.collect_env",
 }

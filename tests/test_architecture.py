@@ -35,7 +35,7 @@ ROOMS = """
 
     scripts/command scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env
     scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/chat scripts/run_batch
-    scripts/plan scripts/serve scripts/bench scripts/peers scripts/gpu scripts/quill
+    scripts/plan scripts/serve scripts/bench scripts/train_heads scripts/peers scripts/gpu scripts/quill
 """.split()
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]

@@ -1,4 +1,4 @@
-"""Training quill's decoder: attention in blocks, bfloat16 products in both directions, the loss."""
+"""Training quill's decoder: bfloat16 products in both directions, the loss."""
 
 from __future__ import annotations
 
@@ -12,36 +12,7 @@ from flax import struct
 from ...model import decoder
 from ...model.config import ModelConfig
 from ...ops.weight import Weight
-
-BLOCK = 128  # queries a block: a window layer then reads a few hundred keys and not the whole row
-
-
-def attention(config: ModelConfig, documents_BT):
-    """Causal attention inside each document: every block of queries meets only the keys it can see."""
-    B, T = documents_BT.shape
-
-    def attend(index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None):
-        if soft_cap is not None or sinks_N is not None:
-            raise NotImplementedError("training has no soft caps and no sinks")
-        if k_TKH is not None:
-            cache = {**cache, index: tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))}
-        k_BJKH, v_BJKH = cache[config.kv_owner[index]]
-        K, N, H = k_BJKH.shape[2], q_TNH.shape[1], q_TNH.shape[2]
-        q_BTKGH = (q_TNH * scale).reshape(B, T, K, N // K, H)
-        out = []
-        for start in range(0, T, BLOCK):
-            stop = min(start + BLOCK, T)
-            first = 0 if window is None else max(0, start - window + 1)
-            ahead = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None]
-            seen = (ahead >= 0) & (ahead < (window or T))
-            seen = seen & (documents_BT[:, start:stop, None] == documents_BT[:, None, first:stop])
-            score = jnp.einsum("BQKGH,BJKH->BKQGJ", q_BTKGH[:, start:stop], k_BJKH[:, first:stop])
-            score = jnp.where(seen[:, None, :, None], score, -1e30)
-            weight = jax.nn.softmax(score, axis=-1)
-            out.append(jnp.einsum("BKQGJ,BJKH->BQKGH", weight, v_BJKH[:, first:stop]))
-        return jnp.concatenate(out, axis=1).reshape(B * T, N, H), cache
-
-    return attend
+from ..train_heads.attention import attention
 
 
 def looking_back(weights, config: ModelConfig):

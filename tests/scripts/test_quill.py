@@ -24,8 +24,9 @@ from quire.scripts.quill import stories as stories
 from quire.scripts.quill import tasks as tasks
 from quire.scripts.quill.eval import evaluate
 from quire.scripts.quill.export import export
-from quire.scripts.quill.model import Narrow, attention, logits_of, loss_of
+from quire.scripts.quill.model import Narrow, logits_of, loss_of
 from quire.scripts.quill.recogniser import recognise
+from quire.scripts.train_heads.attention import attention
 from quire.sharding.spec import random_arrays
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,32 @@
+"""Prompts of quill's tasks for `quire train-heads`: `python -m quire.scripts.quill.prompts prompts.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import typer
+
+from .corpus import MIX
+from .tasks import TASKS
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="file to write, an object a line")],
+    count: Annotated[int, typer.Option(min=1, help="prompts")] = 8000,
+    seed: Annotated[int, typer.Option(help="another seed draws other prompts")] = 0,
+):
+    """Write prompts, none of which evaluation asks: its samples come from other generators."""
+    rng, weights = Random(f"heads/{seed}"), {task: weight for task, weight in MIX.items() if task in TASKS}
+    weights |= dict.fromkeys(("lookup_200", "lookup_400", "lookup_600"), 0.3)
+    with out.open("w") as file:
+        for task in rng.choices(list(weights), list(weights.values()), k=count):
+            example = TASKS[task](rng)
+            asked = {"prompt": example.prompt} if example.plain else {"messages": example.messages}
+            file.write(json.dumps(asked) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,87 @@
+"""Attention over whole rows of a training batch, which hold several documents each; differentiable."""
+
+import jax
+import jax.numpy as jnp
+
+from ...model.config import ModelConfig
+
+BLOCK = 128  # queries a block: a window layer then reads a few hundred keys and not the whole row
+OUTSIDE = -1e30  # the score of a key that is not seen
+
+
+def attention(config: ModelConfig, documents_BT):
+    """`attend` of `decoder.run_layers`: causal, inside each document; a block of queries meets only keys it can see."""
+    B, T = documents_BT.shape
+
+    def attend(index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None):
+        if k_TKH is not None:
+            v_TKH = k_TKH[..., :value_dim] if v_TKH is None else v_TKH
+            cache = {**cache, index: tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))}
+        k_BJKH, v_BJKH = cache[config.kv_owner[index]]
+        q_BTKGH = grouped(q_TNH * scale, B, k_BJKH.shape[2])
+        out = []
+        for start in range(0, T, BLOCK):
+            stop = min(start + BLOCK, T)
+            first = 0 if window is None else max(0, start - window + 1)
+            ahead = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None]
+            seen = (ahead >= 0) & (ahead < (window or T))
+            seen = seen & (documents_BT[:, start:stop, None] == documents_BT[:, None, first:stop])
+            score = jnp.einsum(
+                "BQKGH,BJKH->BKQGJ", q_BTKGH[:, start:stop], k_BJKH[:, first:stop], preferred_element_type=jnp.float32
+            )
+            if soft_cap is not None:
+                score = soft_cap * jnp.tanh(score / soft_cap)
+            score = jnp.where(seen[:, None, :, None], score, OUTSIDE)
+            if sinks_N is not None:
+                sink = sinks_N.reshape(score.shape[1], 1, -1, 1)
+                score = jnp.concatenate([score, jnp.broadcast_to(sink, (*score.shape[:-1], 1))], axis=-1)
+            weight = jax.nn.softmax(score, axis=-1)[..., : stop - first].astype(v_BJKH.dtype)
+            out.append(jnp.einsum("BKQGJ,BJKH->BQKGH", weight, v_BJKH[:, first:stop]))
+        return jnp.concatenate(out, axis=1).reshape(*q_TNH.shape[:2], -1), cache
+
+    return attend
+
+
+def attention_of_pass(number: int, documents_BT):
+    """The same for drafting layers that run over their own features, as often as tokens are drafted.
+
+    In pass `number`, from 0, each row holds what the pass before made, as if that many tokens had been drafted up to
+    it. So it sees what was drafted with it, a row of each pass, and of what stands before these the rows of the first
+    pass, which hold the model's features.
+    """
+    B, T = documents_BT.shape
+
+    def attend(index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None):
+        own = tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))
+        passes = [*cache.get(index, ()), own]
+        cache = {**cache, index: passes}
+        (k_BJKH, v_BJKH), *drafted = passes
+        q_BTKGH = grouped(q_TNH * scale, B, k_BJKH.shape[2])
+        ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+        seen = (ahead >= number) & (documents_BT[:, :, None] == documents_BT[:, None])
+        score = jnp.einsum("BQKGH,BJKH->BKQGJ", q_BTKGH, k_BJKH, preferred_element_type=jnp.float32)
+        scores, values = [jnp.where(seen[:, None, :, None], score, OUTSIDE)], []
+        for place, (k, v) in enumerate(drafted, 1):
+            k, v = (shifted(x, number - place) for x in (k, v))
+            score = jnp.einsum("BQKGH,BQKH->BKQG", q_BTKGH, k, preferred_element_type=jnp.float32)
+            scores.append(score[..., None])
+            values.append(v)
+        weight = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(v_BJKH.dtype)
+        out = jnp.einsum("BKQGJ,BJKH->BQKGH", weight[..., :T], v_BJKH)
+        for place, v in enumerate(values):
+            out = out + jnp.einsum("BKQG,BQKH->BQKGH", weight[..., T + place], v)
+        return out.reshape(q_TNH.shape), cache
+
+    return attend
+
+
+def grouped(q_TNH, B: int, K: int):
+    return q_TNH.reshape(B, -1, K, q_TNH.shape[1] // K, q_TNH.shape[2])
+
+
+def shifted(x_BT, count: int):
+    """Rows moved `count` places to the right, or to the left if it is negative; zeros come in."""
+    if count == 0:
+        return x_BT
+    gap = jnp.zeros_like(x_BT[:, : abs(count)])
+    return jnp.concatenate([gap, x_BT[:, :-count]] if count > 0 else [x_BT[:, -count:], gap], axis=1)

@@ -1,0 +1,79 @@
+"""Heads before any training, and the config.json that says what they are."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...model.config import Attention, ModelConfig, ModelError
+from ...model.draft_heads import DraftHeads, DraftHeadsWeights, abstract, heads_of
+from ...model.weights import ModelWeights
+from ...sharding.spec import random_arrays
+from .answers import Answers
+
+KINDS = ("medusa", "eagle", "eagle3")  # that can be trained
+
+
+def new_heads(
+    kind: str, target: ModelConfig, count: int, depth: int, own_head: bool, vocab: int
+) -> tuple[DraftHeads, dict[str, Any]]:
+    """Heads for a model and their config.json; what is said of another kind than this has no meaning."""
+    if kind not in KINDS:
+        raise ModelError(f"heads of kind {kind!r} cannot be trained; those of kind {', '.join(KINDS)} can")
+    names, of_all = (), {"vocab_size": target.vocab_size, "hidden_size": target.dim, "torch_dtype": target.dtype}
+    if kind == "medusa":
+        names = ("blocks.0.layers.0.bias",)
+        hf = of_all | {
+            "architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": count, "num_hidden_layers": depth,
+            "truncated_vocab_size": target.vocab_size, "original_lm_head": not own_head, "medusa_fc_bias": True,
+        }  # fmt: skip
+    else:
+        hf = of_all | layer_like(target)
+    if kind == "eagle3":
+        hf |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": min(vocab or target.vocab_size, target.vocab_size),
+        }
+    return heads_of(hf, names, target, kind), hf
+
+
+def layer_like(target: ModelConfig) -> dict[str, Any]:
+    """One layer of Llama's form, about as large as one of the target's."""
+    found = target.layers[-1]
+    attention, D = found.attention, target.dim
+    H = attention.head_dim if isinstance(attention, Attention) else 128
+    H = next(size for size in (H, 64, 32, 16, 8, 4, 2) if D % size == 0)
+    N = D // H
+    F = found.mlp.dim if found.mlp is not None and found.moe is None else 4 * D
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
+        "num_attention_heads": N, "num_key_value_heads": max(1, N // 4) if N % 4 == 0 else 1, "head_dim": H,
+        "intermediate_size": F, "hidden_act": "silu", "rms_norm_eps": target.norm_eps, "rope_theta": 10000.0,
+        "max_position_embeddings": target.max_len, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def first_weights(heads: DraftHeads, target_weights: ModelWeights, answers: Answers, seed: int) -> DraftHeadsWeights:
+    """Medusa's heads begin as the model's own, layers at random."""
+    own = random_arrays(abstract(heads), seed)
+    table_VD = target_weights.embed_VD if target_weights.head_VD is None else target_weights.head_VD
+    if heads.kind == "medusa":
+
+        def begun(head):
+            blocks = tuple(block.replace(weight_DE=jnp.zeros_like(block.weight_DE)) for block in head.blocks)
+            return head.replace(blocks=blocks, head_VD=None if head.head_VD is None else jnp.array(table_VD))
+
+        return own.replace(heads=tuple(map(begun, own.heads)))
+    if not heads.own_head:
+        return own
+    tokens_V = np.arange(heads.model.vocab_size)
+    if heads.vocab:  # those that were written most
+        counts_V = np.bincount(answers.tokens, minlength=heads.model.vocab_size)
+        tokens_V = np.sort(np.argsort(-counts_V, kind="stable")[: heads.vocab])
+        own = own.replace(tokens_U=jnp.asarray(tokens_V, jnp.int32))
+    return own.replace(head_VD=jnp.asarray(table_VD)[tokens_V])
+
+
+def at_dtype(heads: DraftHeads, dtype: str) -> DraftHeads:
+    return replace(heads, model=replace(heads.model, dtype=dtype))

@@ -1,6 +1,7 @@
 """Drafting heads from a published folder to arrays, and back."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,20 @@ def save(folder: Path, heads: DraftHeads, weights: DraftHeadsWeights, config: di
 
     matrices, own = sources(heads).replace(tokens_U=None), weights.replace(tokens_U=None)
     jax.tree.map(put, matrices, own, is_leaf=lambda node: isinstance(node, Source))
-    if heads.vocab:
-        tokens_U = np.asarray(weights.tokens_U, np.int64)
-        offsets = {"token_map": tokens_U} if heads.kind == "medusa" else {"d2t": tokens_U - np.arange(heads.vocab)}
-        tensors.update(offsets)
-    tensors = dict(sorted(tensors.items()))
+    if heads.kind == "eagle3":
+        tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): value for name, value in tensors.items()}
+    tensors = dict(sorted((tensors | maps(heads, weights)).items()))
     layout = {name: (value.dtype, value.shape) for name, value in tensors.items()}
     write_tensors(folder / SINGLE, layout, tensors.values())
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def maps(heads: DraftHeads, weights: DraftHeadsWeights) -> dict[str, np.ndarray]:
+    """The tensors that say which tokens a smaller vocabulary has."""
+    if weights.tokens_U is None:
+        return {}
+    tokens_U = np.asarray(weights.tokens_U, np.int64)
+    if heads.kind == "medusa":
+        return {"token_map": tokens_U}
+    offset_U = tokens_U - np.arange(len(tokens_U))
+    return {"d2t": offset_U, "t2d": np.isin(np.arange(heads.model.vocab_size), tokens_U)}

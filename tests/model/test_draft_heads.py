@@ -11,7 +11,7 @@ import pytest
 import tiny
 import tiny_deepseek
 import uncached
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from quire.model import decoder, draft_heads
 from quire.model.checkpoint.loader import load_weights, read_config
@@ -315,6 +315,12 @@ def test_written_and_read_again(tmp_path, target, kind, dtype):
     draft_heads.save(tmp_path / "out", heads, own, hf)
     again = draft_heads.read_heads(tmp_path / "out", config, kind)
     assert again == heads
+    names = {
+        "medusa": "blocks.1.layers.0.weight",
+        "eagle": "layers.0.mlp.up_proj.weight",
+        "eagle3": "midlayer.hidden_norm.weight",
+    }
+    assert names[kind] in load_file(tmp_path / "out" / "model.safetensors")
     read = draft_heads.load(tmp_path / "out", again, plain=True)
     for one, other in zip(*map(jax.tree.leaves, (own, read)), strict=True):
         assert one.dtype == other.dtype and np.array_equal(one, other)

@@ -31,10 +31,10 @@ def new_heads(
     else:
         hf = of_all | layer_like(target)
     if kind == "eagle3":
-        hf |= {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": min(vocab or target.vocab_size, target.vocab_size),
-        }
+        count, L = min(vocab or target.vocab_size, target.vocab_size), len(target.layers)
+        hf |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": count}
+        if L < 5:  # too few for the places that features are taken from elsewhere
+            hf |= {"eagle_aux_hidden_state_layer_ids": [1, (L + 1) // 2, L]}
     return heads_of(hf, names, target, kind), hf
 
 

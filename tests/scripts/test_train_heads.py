@@ -12,10 +12,11 @@ import pytest
 import tiny
 import uncached
 from cases import thinned
+from golden.families import VARIANTS
 
 import quire
 from quire.model import decoder, draft_heads
-from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.checkpoint.loader import load, load_weights, read_config
 from quire.model.config import ModelError
 from quire.scripts.train_heads import answers as kept
 from quire.scripts.train_heads.answers import Rows, batches, none_yet, pack, parts, read_prompts
@@ -29,6 +30,7 @@ from quire.sharding.spec import random_arrays
 V, LENGTH = 6, 24
 TARGET = tiny.LLAMA | {"num_hidden_layers": 6, "vocab_size": V}
 KINDS = ["medusa", "eagle", "eagle3"]
+FAMILIES = ["gemma2", "gemma4-shared", "gpt-oss", "deepseek-v3", "qwen3-moe", "phi3"]
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +227,30 @@ def test_heads_begin_as_the_model(target, written):
     own, hidden = first_weights(heads, weights, written, 0), np.random.default_rng(0).random((3, 32), np.float32)
     for logits in draft_heads.guess(heads, own, weights, jnp.asarray(hidden)):
         np.testing.assert_allclose(logits, decoder.logits(weights, jnp.asarray(hidden), config), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", thinned(FAMILIES, ["gemma4-shared", "deepseek-v3"]))
+def test_heads_are_taught_by_models_of_every_form(tmp_path, name):
+    """Latent attention, windows, caps, sinks, experts, shared keys: the loss falls along its gradient."""
+    variant = next(variant for variant in VARIANTS if variant.name == name)
+    (tmp_path / "config.json").write_text(json.dumps(variant.config))
+    config = read_config(tmp_path, "float32")
+    weights = load(tmp_path, config, plain=True, load_format="dummy")
+    rng = np.random.default_rng(0)
+    documents = [(rng.integers(0, config.vocab_size, 5).tolist(), rng.integers(0, config.vocab_size, 20).tolist())]
+    rows = pack(none_yet().joined(documents), [0], 32)
+    heads, _ = new_heads("eagle3", config, 1, 1, True, 0)
+    own = first_weights(heads, weights, none_yet().joined(documents), 0)
+
+    @jax.jit
+    @jax.value_and_grad
+    def lost(own):
+        return loss_of(judge(heads, own, weights, config, rows, 2))
+
+    before, slope = lost(own)
+    norm = sum((leaf**2).sum() for leaf in jax.tree.leaves(slope)) ** 0.5
+    after, _ = lost(jax.tree.map(lambda w, g: w - 0.03 * g / norm, own, slope))
+    assert np.isfinite(before) and after < before
 
 
 QUICK = {"steps": 6, "rows": 2, "length": 32, "check": 2, "samples": 12, "max_tokens": 8, "held_out": 0.25, "warmup": 2}

@@ -20,6 +20,8 @@ from ...model import draft_heads
 from ...model.checkpoint import hub, loader
 from ...model.config import ModelConfig, ModelError
 from ...model.draft_heads import DraftHeads, DraftHeadsWeights
+from ...model.weights import ModelWeights
+from ...ops.linear import rows
 from .answers import Answers, Rows, batches, load, pack, parts, read_prompts, write
 from .beginning import at_dtype, first_weights, new_heads
 from .lesson import judge, loss_of
@@ -56,6 +58,9 @@ class Session:
                 signal.signal(number, handler)
 
     def end(self, *_) -> None:
+        """Stop after what is under way; when asked again, at once."""
+        if self.stop:
+            raise KeyboardInterrupt
         self.stop.append(True)
 
     def bar(self) -> Progress:
@@ -89,7 +94,7 @@ class Session:
     def train(self, answers: Answers) -> None:
         s, console = self.settings, self.console
         learned, held = halves(len(answers), s.held_out)
-        config, weights = self.target, loader.load(self.folder, self.target, plain=True)
+        config, weights = self.target, with_dense_head(loader.load(self.folder, self.target, plain=True))
         own = first_weights(self.heads, weights, answers, s.seed)
         tokens_U, own = own.tokens_U, master(own.replace(tokens_U=None))
         tx = optimizer(s)
@@ -111,9 +116,8 @@ class Session:
             manager.wait_until_finished()
 
         def trial(most: int | None) -> list[tuple[int, int]]:
-            rows = parts(pack(answers, held, s.length), s.rows)
-            given = cast(self.heads, state["own"], tokens_U)
-            return added(look(given, weights, batch) for batch in islice(rows, most))
+            given, every = cast(self.heads, state["own"], tokens_U), parts(pack(answers, held, s.length), s.rows)
+            return added(look(given, weights, batch) for batch in islice(every, most))
 
         with self.bar() as bar:
             line, losses = bar.add_task("training", total=s.steps, completed=step), []
@@ -148,6 +152,14 @@ class Session:
             table.add_row(str(place), f"{share:.1%}", f"{share / before:.1%}" if before else "")
             before = share
         self.console.print(table)
+
+
+def with_dense_head(weights: ModelWeights) -> ModelWeights:
+    """The model with its output matrix as an array: rows that are rounded to int8 for a product have no gradient."""
+    tied = weights.head_VD is None
+    table: Any = weights.embed_VD if tied else weights.head_VD
+    dense_VD = table[jnp.arange(rows(table))]
+    return weights.replace(embed_VD=dense_VD) if tied else weights.replace(head_VD=dense_VD)
 
 
 def beginning(llm: Any) -> list[int]:

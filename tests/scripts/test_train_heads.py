@@ -16,6 +16,7 @@ from golden.families import VARIANTS
 
 import quire
 from quire.model import decoder, draft_heads
+from quire.model.checkpoint import quantized
 from quire.model.checkpoint.loader import load, load_weights, read_config
 from quire.model.config import ModelError
 from quire.scripts.train_heads import answers as kept
@@ -23,7 +24,7 @@ from quire.scripts.train_heads.answers import Rows, batches, none_yet, pack, par
 from quire.scripts.train_heads.attention import attention
 from quire.scripts.train_heads.beginning import first_weights, new_heads
 from quire.scripts.train_heads.lesson import judge, loss_of, passes
-from quire.scripts.train_heads.session import Session, halves
+from quire.scripts.train_heads.session import Session, halves, with_dense_head
 from quire.scripts.train_heads.settings import Settings
 from quire.sharding.spec import random_arrays
 
@@ -251,6 +252,29 @@ def test_heads_are_taught_by_models_of_every_form(tmp_path, name):
     norm = sum((leaf**2).sum() for leaf in jax.tree.leaves(slope)) ** 0.5
     after, _ = lost(jax.tree.map(lambda w, g: w - 0.03 * g / norm, own, slope))
     assert np.isfinite(before) and after < before
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_learn_through_the_output_matrix_of_a_rounded_model(tmp_path, written, tied):
+    hf = tiny.LLAMA | {"tie_word_embeddings": tied, "hidden_size": 32, "num_hidden_layers": 6}
+    tiny.write(tmp_path / "dense", hf)
+    quantized.save(tmp_path / "dense", tmp_path / "int8", read_config(tmp_path / "dense", quantization="int8"))
+    config = read_config(tmp_path / "int8")
+    weights, rows = load(tmp_path / "int8", config, plain=True), pack(written, range(len(written)), LENGTH)
+    heads, _ = new_heads("eagle", config, 1, 1, True, 0)
+    own = random_arrays(draft_heads.abstract(heads), 0)
+
+    def slope(weights):
+        def lost(own):
+            return judge(heads, own, weights, config, rows, 1)[0].loss
+
+        return float(jnp.abs(jax.jit(jax.grad(lost))(own).layers[0].mlp.down_FD).sum())
+
+    assert slope(with_dense_head(weights)) > 1e-3
+    opened = with_dense_head(weights)
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((4, 32)), jnp.float32)
+    near = decoder.logits(opened, hidden, config) - decoder.logits(weights, hidden, config)
+    assert float(jnp.abs(near).max()) < 0.3  # its rows are not rounded any more
 
 
 QUICK = {"steps": 6, "rows": 2, "length": 32, "check": 2, "samples": 12, "max_tokens": 8, "held_out": 0.25, "warmup": 2}

@@ -6,7 +6,12 @@ from pathlib import Path
 from ..config import ModelError
 from .folder import GGUF_REMEDY, refuse_other_weights
 
-BUNDLED = {"quill": "quill", "quill-draft": "quill_draft"}
+BUNDLED = {
+    "quill": "quill",
+    "quill-draft": "quill_draft",
+    "quill-eagle": "quill_eagle",  # heads that draft for quill
+    "quill-medusa": "quill_medusa",
+}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code, and one format of weights
 WITHOUT_WEIGHTS = ["*.json", "*.jinja"]

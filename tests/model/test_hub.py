@@ -23,6 +23,7 @@ def test_bundled():
     here = Path(quire.model.__file__).parent
     assert hub.resolve(None) == hub.resolve("quill") == here / "quill"
     assert hub.resolve("quill-draft") == here / "quill_draft"
+    assert hub.resolve("quill-eagle") == here / "quill_eagle"
 
 
 def test_folders(tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ def heads_on(
     mesh: Mesh | None,
 ) -> DraftSource:
     """Heads that were trained for the model, from a folder of their own or its own."""
-    for name in PARALLEL.values():
+    for name in (*PARALLEL.values(), "num_processes"):
         if name != "data_parallel_size" and getattr(options, name) > 1:
             raise ModelError(
                 f"{FIELD}.method is {chosen.method!r} with {name} {getattr(options, name)}: heads are not split over "

@@ -132,6 +132,8 @@ CONFIGS = [
     {"method": "draft_model", "model": str(Path(quire.__file__).parent / "model" / "quill_draft")},
     {"method": "self", "num_layers": 4},
     {"method": "self", "quantization": "int8-weights", "num_layers": 6},
+    {"method": "medusa", "model": "quill-medusa"},
+    {"method": "eagle", "model": "quill-eagle"},
 ]
 
 
@@ -299,8 +301,8 @@ BAD = [
     ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens is True"),
     ({"method": "ngram", "num_speculative_tokens": 8}, "8; with the token before them they must fit into .*, 8"),
     ({"method": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_max is 5; .* prompt_lookup_min, 6"),
-    ({"method": "draft_model"}, "model is missing; it goes with the method draft_model"),
-    ({"method": "ngram", "model": "x"}, "model is 'x'; it goes with the method draft_model, and only"),
+    ({"method": "draft_model"}, "model is missing; it goes with the methods draft_model"),
+    ({"method": "ngram", "model": "x"}, "model is 'x'; it goes with the methods draft_model, .*, and only"),
     ({"method": "draft_model", "model": "/nowhere"}, "/nowhere"),
     ({"method": "self"}, "num_layers and quantization are missing"),
     ({"method": "self", "num_layers": 8}, "num_layers is 8; the model has 8 layers, and fewer"),

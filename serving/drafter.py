@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..model import draft_heads, partition
 from ..model.checkpoint import hub, loader
-from ..model.checkpoint.placement import Placement
+from ..model.checkpoint.placement import Location, Placement
 from ..model.config import ModelConfig, ModelError
 from ..model.draft_heads import DraftHeads
+from ..model.expert_copies import spare_of
 from ..model.text.tokenizer import Tokenizer
 from ..sharding.mesh import Mesh, stage_meshes
-from .api.options import PARALLEL, EngineOptions
+from .api.options import EngineOptions
 from .api.speculation import HEADS, SpeculativeConfig
 from .device.drafts import DraftModel, StepDrafter, with_layers
 from .device.head_drafter import FeatureDrafter, MedusaDrafter
@@ -126,11 +128,11 @@ def heads_on(
     mesh: Mesh | None,
 ) -> DraftSource:
     """Heads that were trained for the model, from a folder of their own or its own."""
-    for name in (*PARALLEL.values(), "num_processes"):
-        if name != "data_parallel_size" and getattr(options, name) > 1:
+    for name in ("pipeline_parallel_size", "num_processes"):
+        if getattr(options, name) > 1:
             raise ModelError(
-                f"{FIELD}.method is {chosen.method!r} with {name} {getattr(options, name)}: heads are not split over "
-                "devices; use the method draft_model, ngram or suffix"
+                f"{FIELD}.method is {chosen.method!r} with {name} {getattr(options, name)}: heads draft with tables of "
+                "both ends of the model; use the method draft_model, ngram or suffix"
             )
     if options.weights_host_bytes is not None:
         raise ModelError(
@@ -139,6 +141,8 @@ def heads_on(
         )
     own_folder = folder if chosen.model is None else draft_folder(chosen, options)
     heads = draft_heads.read_heads(own_folder, config, chosen.method)
+    if spare_of(heads.model):
+        raise ModelError(f"{FIELD}.method is {chosen.method!r} with expert_redundancy: its experts have one copy each")
     load = partial(load_heads, own_folder, heads, options.load_format, mesh)
     if chosen.method == "medusa":
         if heads.count < chosen.num_speculative_tokens:
@@ -148,17 +152,24 @@ def heads_on(
             )
         return DraftSource(MedusaDrafter(heads, config), heads.model, load)
     check_pages(heads.model, config, max_len)
+    check_split(heads.model, chosen, mesh)
     drafter = FeatureDrafter(heads, with_layers(config, heads.model), len(config.layers))
     return DraftSource(drafter, heads.model, load)
 
 
 def load_heads(folder: Path, heads: DraftHeads, load_format: str, mesh: Mesh | None) -> Any:
-    """Their weights; each replica has all of them."""
+    """Their weights. On several devices layers are split as the model's, and each has the whole of the rest."""
     if load_format == "dummy":
         weights = loader.draw(draft_heads.abstract(heads))
     else:
         weights = draft_heads.load(folder, heads, plain=mesh is not None)
-    return weights if mesh is None else jax.device_put(weights, NamedSharding(mesh, P()))
+    if mesh is None:
+        return weights
+    place, whole = Location(mesh), NamedSharding(mesh, P())
+    layers = jax.tree.map(
+        lambda spec, leaf: place.split(spec, np.asarray(leaf)), draft_heads.abstract(heads).layers, weights.layers
+    )
+    return jax.device_put(weights.replace(layers=()), whole).replace(layers=layers)
 
 
 def check_pages(own: ModelConfig, config: ModelConfig, max_len: int) -> None:

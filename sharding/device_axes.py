@@ -41,6 +41,13 @@ class Axis:
         each = x.shape[0] // self.size
         return lax.dynamic_slice_in_dim(x, self.index() * each, each) if self.size > 1 else x
 
+    def take(self, x, rows_R):
+        """Some of all rows, of which each device has a part of the leading axis; zeros for those that there are not."""
+        own = x.shape[0]
+        at_R = rows_R - self.index() * own
+        at_R = jnp.where(at_R < 0, own, at_R)  # a negative one would count from the end
+        return self.sum(x.at[at_R].get(mode="fill", fill_value=0))
+
     def exchange(self, x):
         """Sends x[d] to device d, and gives what the devices sent to this one: [sender, ...]."""
         return lax.all_to_all(x, self.name, 0, 0) if self.size > 1 else x

@@ -4,13 +4,20 @@ import jax.numpy as jnp
 
 from ...ops.activation import ACTIVATIONS
 from ...ops.linear import project
+from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ..weights import ModelWeights
 from .draft_layers import table_logits
 from .heads import DraftHeads
 from .weights import DraftHeadsWeights
 
 
-def guess(heads: DraftHeads, weights: DraftHeadsWeights, target_weights: ModelWeights, hidden_RD):
+def guess(
+    heads: DraftHeads,
+    weights: DraftHeadsWeights,
+    target_weights: ModelWeights,
+    hidden_RD,
+    axes: DeviceAxes = ONE_DEVICE,
+):
     """Float32 logits [C, R, V]: head c guesses the token c + 2 places after that of the row.
 
     The token one place after it is the target's to draw. `hidden_RD` is after the target's final norm.
@@ -20,5 +27,5 @@ def guess(heads: DraftHeads, weights: DraftHeadsWeights, target_weights: ModelWe
         x_RD = hidden_RD
         for block in head.blocks:
             x_RD = x_RD + ACTIVATIONS["silu"](project("RD,DE->RE", x_RD, block.weight_DE, block.bias_E))
-        logits.append(table_logits(heads, head.head_VD, weights.tokens_U, target_weights, x_RD))
+        logits.append(table_logits(heads, head.head_VD, weights.tokens_U, target_weights, x_RD, axes))
     return jnp.stack(logits)

@@ -40,7 +40,7 @@ class StepDrafter(Protocol):
         """(what it knows of each of the step's rows, the state with their keys and values)."""
         ...
 
-    def begin(self, known, at_B) -> Any:
+    def begin(self, known, seen: "Seen", at_B) -> Any:
         """The first `carry`: `at_B` are the rows that drew the sequences' next tokens."""
         ...
 
@@ -63,10 +63,6 @@ class Seen:
     sampled: sampling.Sampled
     axes: DeviceAxes
     fetch: Any  # brings the target's layers where they do not lie ready
-
-    def singly(self) -> "Seen":
-        """With a row of each sequence, which all devices have."""
-        return replace(self, axes=replace(self.axes, rows=UNSPLIT))
 
     def single_rows(self, state: State, position_B) -> list[QueryRows]:
         """A row of each sequence, by cache group; at position -1 there is none."""
@@ -104,7 +100,7 @@ class DraftModel:
             return (), state  # the target has written its keys and values
         return (), self.run(weights, state, seen, seen.rows, seen.tokens_T)[1]
 
-    def begin(self, known, at_B) -> Any:
+    def begin(self, known, seen: Seen, at_B) -> Any:
         return ()
 
     def guess(self, weights: "WithDrafter", state: State, seen: Seen, token_B, position_B, number, carry):
@@ -156,7 +152,6 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
     """
     batch, sampled, axis = seen.batch, seen.sampled, seen.axes.tensor
     known, state = drafter.follow(weights, state, seen)
-    seen = seen.singly()
     B, (R, J) = batch.starts_B1.shape[0] - 1, batch.sampling.drafted_RJ.shape
     ends_R = sampling.ends(accepted_R, batch.depths_R) & (batch.store_R < state.last_tokens_B.shape[0]) & sampled.ok_R
     seq_R = (batch.starts_B1[None, 1:] <= batch.sample_rows_R[:, None]).sum(axis=1)
@@ -172,18 +167,20 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
     tokens_BJ = jnp.full((B, J), -1).at[:, 0].set(token_B)  # the next token, and the drafts after it
     length = batch.tables_GBM[0].shape[1] * page_size_of(state) * seen.axes.context.size
 
+    single = replace(seen, axes=replace(seen.axes, rows=UNSPLIT))  # a row of each sequence, which all devices have
+
     def one(number, held):
         tokens_BJ, carry, state = held
         position_B = inputs.positions_R + number
         position_B = jnp.where(goes_B & (position_B < length), position_B, -1)
         token_B = jnp.maximum(jax.lax.dynamic_index_in_dim(tokens_BJ, number, 1, False), 0)
-        logits_BV, carry, state = drafter.guess(weights, state, seen, token_B, position_B, number, carry)
+        logits_BV, carry, state = drafter.guess(weights, state, single, token_B, position_B, number, carry)
         logits_BV = fitted(logits_BV, state.slots.stop_BV.shape[1], axis)
         given = inputs.replace(positions_R=inputs.positions_R + 1 + number, drafted_RJ=tokens_BJ)
         drawn = sampling.sample(logits_BV, state.slots, given, plain, axis)
         return tokens_BJ.at[:, number + 1].set(drawn.tokens_R), carry, state
 
-    held = tokens_BJ, drafter.begin(known, jnp.minimum(batch.sample_rows_R[row_B], seen.tokens_T.shape[0] - 1)), state
+    held = tokens_BJ, drafter.begin(known, seen, batch.sample_rows_R[row_B]), state
     tokens_BJ, _, state = jax.lax.fori_loop(0, batch.num_drafts_1[0], one, held)
     return tokens_BJ[:, 1:], state
 

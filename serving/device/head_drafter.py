@@ -1,6 +1,6 @@
 """Heads on the target that draft: Medusa's, and layers that go on from its hidden states, as EAGLE's do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from ...model import draft_heads
 from ...model.config import ModelConfig
 from ...model.draft_heads import DraftHeads
+from ...model.partition import local_config
+from ...ops.attention import QueryRows
 from ...sharding.mesh import Mesh
 from .attend import attend_with
 from .drafts import Seen, WithDrafter
@@ -25,18 +27,18 @@ class MedusaDrafter:
     features = ()
 
     def on(self, mesh: Mesh) -> "MedusaDrafter":
-        return self  # each replica has the whole
+        return self  # each device has all heads
 
     def follow(self, weights: WithDrafter, state: State, seen: Seen) -> tuple[Any, State]:
         return seen.hidden_TD, state
 
-    def begin(self, known, at_B) -> Any:
-        return known[at_B]
+    def begin(self, known, seen: Seen, at_B) -> Any:
+        return seen.axes.rows.take(known, at_B)
 
     def guess(self, weights: WithDrafter, state: State, seen: Seen, token_B, position_B, number, carry):
         def guess(head, hidden_BD):
             own = weights.drafter.replace(heads=(head,))
-            return draft_heads.guess(self.heads, own, weights.model, hidden_BD)[0]
+            return draft_heads.guess(self.heads, own, weights.model, hidden_BD, seen.axes)[0]
 
         ways = [partial(guess, head) for head in weights.drafter.heads]
         return jax.lax.switch(number, ways, carry), carry, state
@@ -60,28 +62,31 @@ class FeatureDrafter:
         return self.heads.features
 
     def on(self, mesh: Mesh) -> "FeatureDrafter":
-        return self  # each replica has the whole
+        heads = replace(self.heads, model=local_config(self.heads.model, mesh))
+        return replace(self, heads=heads, paged=local_config(self.paged, mesh))
 
     def follow(self, weights: WithDrafter, state: State, seen: Seen) -> tuple[Any, State]:
         raw_TF = seen.hidden_TD
         if self.features:
             raw_TF = jnp.concatenate([seen.features[index] for index in self.features], axis=1)
         features_TD = draft_heads.take_features(self.heads, weights.drafter, raw_TF)
-        return features_TD, self.run(weights, state, seen.rows, next_tokens(seen, state), features_TD)[2]
+        return features_TD, self.run(weights, state, seen, seen.rows, next_tokens(seen, state), features_TD)[2]
 
-    def begin(self, known, at_B) -> Any:
-        return known[at_B]
+    def begin(self, known, seen: Seen, at_B) -> Any:
+        return seen.axes.rows.take(known, at_B)
 
     def guess(self, weights: WithDrafter, state: State, seen: Seen, token_B, position_B, number, carry):
         rows = seen.single_rows(state, jnp.maximum(position_B - 1, -1))
-        feature_BD, hidden_BD, state = self.run(weights, state, rows, token_B, carry)
-        return draft_heads.logits(self.heads, weights.drafter, weights.model, hidden_BD), feature_BD, state
+        feature_BD, hidden_BD, state = self.run(weights, state, seen, rows, token_B, carry)
+        logits_BV = draft_heads.logits(self.heads, weights.drafter, weights.model, hidden_BD, seen.axes)
+        return logits_BV, feature_BD, state
 
-    def run(self, weights: WithDrafter, state: State, rows, tokens_T, features_TD):
-        """(features for the next tokens, hidden states, state) of some rows; `rows` by cache group."""
-        own, model, positions_T = weights.drafter, weights.model, rows[0].positions_T
-        prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first)
-        return draft_heads.run(self.heads, own, model, tokens_T, features_TD, positions_T, state, attend, prepare)
+    def run(self, weights: WithDrafter, state: State, seen: Seen, rows: list[QueryRows], tokens_T, features_TD):
+        """(features for the next tokens, hidden states, state) of some rows, of which each device has its features."""
+        own, model, axes = weights.drafter, weights.model, seen.axes
+        positions_T, tokens_T = axes.rows.part(rows[0].positions_T), axes.rows.part(tokens_T)
+        prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
+        return draft_heads.run(self.heads, own, model, tokens_T, features_TD, positions_T, state, attend, prepare, axes)
 
 
 def next_tokens(seen: Seen, state: State):

@@ -16,7 +16,7 @@ from ...model.config import ModelConfig
 from ...model.partition import Stage, local_config, whole_model
 from ...ops import sampling
 from ...ops.attention import KVPages, QueryRows
-from ...sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
+from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with
 from .batch import Layout
@@ -211,7 +211,7 @@ def step_of_one(
     if not stage.ends:
         return x, None, state
     hidden_TD = decoder.final_norm(weights, x[0], config)
-    hidden_RD = take_rows(hidden_TD, batch.sample_rows_R, axes.rows)
+    hidden_RD = axes.rows.take(hidden_TD, batch.sample_rows_R)
     logits_RV = decoder.logits(weights, hidden_RD, config, axes)
     with jax.named_scope("sample"):
         axis = axes.tensor
@@ -246,14 +246,6 @@ def with_model(weights: Any, model: Any) -> Any:
 def read_loads(loads_nLE) -> jax.Array:
     """A copy that the next step does not take, of all devices together."""
     return jnp.sum(loads_nLE, axis=0)
-
-
-def take_rows(hidden_TD, rows_R, axis: Axis):
-    """Some of all rows, of which each device has a part; zeros for those that there are not."""
-    own = hidden_TD.shape[0]
-    at_R = rows_R - axis.index() * own
-    at_R = jnp.where(at_R < 0, own, at_R)  # a negative one would count from the end
-    return axis.sum(hidden_TD.at[at_R].get(mode="fill", fill_value=0))
 
 
 @jax.jit

@@ -29,12 +29,13 @@ NGRAM, SUFFIX = {"method": "ngram"}, {"method": "suffix"}
 MODEL = {"method": "draft_model", "model": str(Path(quire.__file__).parent / "model" / "quill_draft")}
 LAYERS = {"method": "self", "num_layers": 4}
 BITS = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
+EAGLE, MEDUSA = [{"method": kind, "model": f"quill-{kind}"} for kind in ("eagle", "medusa")]
 MESHES = {
-    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS]),
-    "replicas": ({"data": 2}, [SUFFIX, MODEL]),
-    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS]),
+    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, EAGLE, MEDUSA]),
+    "replicas": ({"data": 2}, [SUFFIX, MODEL, EAGLE]),
+    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, EAGLE, MEDUSA]),
     "stages": ({"pipeline": 2}, [SUFFIX, MODEL]),
-    "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL]),
+    "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL, EAGLE]),
     "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [MODEL]),
 }
 
@@ -161,6 +162,7 @@ def test_another_padding_of_the_vocabulary(own, target):
 REFUSED = [
     ({"tensor": 4}, MODEL, "draft_model: the drafter cannot be spread .* tensor_parallel_size is 4, .* can be 1, 2$"),
     ({"pipeline": 2}, LAYERS, "method is 'self' with pipeline_parallel_size 2: .* draft_model, ngram or suffix"),
+    ({"pipeline": 2}, EAGLE, "method is 'eagle' with pipeline_parallel_size 2: heads draft with tables of both ends"),
 ]
 
 

@@ -13,7 +13,7 @@ import uncached
 from cases import thinned
 
 from quire import LLM, SamplingParams
-from quire.model import decoder
+from quire.model import decoder, draft_heads
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
@@ -26,7 +26,9 @@ from quire.scripts.quill.eval import evaluate
 from quire.scripts.quill.export import export
 from quire.scripts.quill.model import Narrow, logits_of, loss_of
 from quire.scripts.quill.recogniser import recognise
+from quire.scripts.train_heads.answers import none_yet, pack
 from quire.scripts.train_heads.attention import attention
+from quire.scripts.train_heads.lesson import judge
 from quire.sharding.spec import random_arrays
 
 ROOT = Path(__file__).parents[2]
@@ -204,6 +206,24 @@ def message(text: str) -> dict[str, str]:
 def test_the_bundled_model_knows_its_tasks(llm):
     result = evaluate(llm, 12, only=[task for task in tasks.TASKS if not task.startswith("story")])
     assert sum(row["right"] for row in result.values()) >= 0.97 * 12 * len(result), result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "least"), [("eagle", 0.7), ("medusa", 0.5)])
+def test_the_bundled_heads_foretell_what_quill_writes(llm, kind, least):
+    """Of greedy answers, so many second tokens; and at each further place fewer, but some."""
+    documents, params = none_yet(), SamplingParams(temperature=0, max_tokens=200)
+    for example in [example for task in ("story", "json", "sort_numbers", "copy") for example in tasks.fresh(task, 6)]:
+        (out,) = llm.chat(example.messages, params, use_tqdm=False)
+        documents = documents.joined([(out.prompt_token_ids, out.outputs[0].token_ids)])
+    folder = ROOT / "model" / f"quill_{kind}"
+    config = read_config(ROOT / "model" / "quill", "float32")
+    heads = draft_heads.read_heads(folder, config, kind)
+    own, weights = draft_heads.load(folder, heads, plain=True), load_weights(ROOT / "model" / "quill", config)
+    rows = pack(documents, range(len(documents)), 256)
+    found = jax.jit(lambda rows: judge(heads, own, weights, config, rows, 4))(rows)
+    shares = [int(one.right) / int(one.asked) for one in found]
+    assert shares[0] >= least and shares == sorted(shares, reverse=True) and shares[3] > 0.1, shares
 
 
 @pytest.mark.slow

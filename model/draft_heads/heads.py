@@ -26,8 +26,8 @@ OF_THE_TARGET = (
 class DraftHeads:
     """Heads of one kind for one model, the target.
 
-    The features that they draft from are the target's hidden states after its final norm, or what some of its layers
-    give, side by side (`features`).
+    The features that they draft from are the target's hidden states, after its final norm or before it (`normed`), or
+    what some of its layers give, side by side (`features`).
     """
 
     kind: str  # one of KINDS
@@ -35,9 +35,7 @@ class DraftHeads:
     count: int = 1  # medusa: heads, each for one place; the first is for the token after the next one
     depth: int = 1  # medusa: residual blocks of a head
     features: tuple[int, ...] = ()  # eagle3: the target's layers whose rows are features, by number, from 0
-    normed: bool = (
-        True  # features are normed: the target's by its final norm, the layers' own by theirs if they have one
-    )
+    normed: bool = True  # features are what norms give: the target's its final norm, the layers' own theirs, if any
     feature_dim: int = 0  # the width of the target's hidden states
     bias: bool = False  # of the product that joins token and feature; medusa: of the blocks
     vocab: int = 0  # tokens that can be drafted, where these are fewer than all; 0: all
@@ -172,7 +170,8 @@ def mtp(hf: dict[str, Any], names: Collection[str], target: ModelConfig) -> Draf
             f"--quantization {target.stored.quant}"
         )
     made = model(target, target.layers[-1:], target.dim, target.norm_eps, target.final_soft_cap)
-    return DraftHeads("mtp", made, place=len(target.layers))
+    # Checkpoints count the norm to the head (`shared_head`): what goes from layer to layer has not passed it.
+    return DraftHeads("mtp", made, normed=False, place=len(target.layers))
 
 
 def decoder_of(keys: Keys, names: Collection[str], target: ModelConfig, dim: int, soft_cap: float | None):

@@ -116,10 +116,10 @@ def experts(w: Tensors, here: str, x, config: dict):
 
 
 def mtp(w: Tensors, config: dict, embed, tokens, features):
-    """The hidden state after the layer's norm, which is also the next feature."""
+    """(next feature, hidden state): the first is before the norm of the layer's head."""
     eps, here = config["rms_norm_eps"], f"model.layers.{config['num_hidden_layers']}"
     token, feature = norm(embed[tokens], w[f"{here}.enorm.weight"], eps), norm(features, w[f"{here}.hnorm.weight"], eps)
     x = np.concatenate([token, feature], axis=-1) @ w[f"{here}.eh_proj.weight"].T
     x = x + latent_attention(w, f"{here}.self_attn", norm(x, w[f"{here}.input_layernorm.weight"], eps), config)
     x = x + experts(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps), config)
-    return norm(x, w[f"{here}.shared_head.norm.weight"], eps)
+    return x, norm(x, w[f"{here}.shared_head.norm.weight"], eps)

@@ -21,6 +21,11 @@ OF_THE_TARGET = (
     "sliding_window", "attention_bias", "mlp_bias",
 )  # fmt: skip
 
+AS_MADE = {  # what an eagle_config may say that the makers' code does anyway
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "parallel_draft_step": 1,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class DraftHeads:
@@ -217,11 +222,13 @@ def smaller(keys: Keys, name: str, target: ModelConfig) -> int:
 
 def feature_layers(keys: Keys, count: int) -> tuple[int, ...]:
     """The layers after which features are taken: those of the makers' code where the file names none."""
-    inside = keys("eagle_config", {})  # sglang's: numbers of the layers
-    if inside.get("use_aux_hidden_state") is False:
-        raise ModelError("config.json: use_aux_hidden_state = false is not supported; supported is true")
-    after, before = inside.get("eagle_aux_hidden_state_layer_ids"), keys("eagle_aux_hidden_state_layer_ids", None)
-    if after is None:  # vLLM's: numbers of the layers that get them
+    inside = Keys(keys("eagle_config", {}), "eagle_config")  # sglang's and NVIDIA's
+    for name, value in AS_MADE.items():
+        inside.refuse(name, value)
+    name = "eagle_aux_hidden_state_layer_ids"
+    after, before = inside(name, []), keys(name, [])
+    done(inside, "eagle3")
+    if not after:  # vLLM's: numbers of the layers that get them
         after = [number - 1 for number in before or (2, count // 2, count - 3)]
     if len(after) != 3 or not all(type(number) is int and 0 <= number < count for number in after):
         raise ModelError(

@@ -238,6 +238,7 @@ def test_eagle3(tmp_path, target, form):
     [
         ({}, (1, 3, 4)),  # what goes into layers 2, L // 2 and L - 3
         ({"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, (0, 4, 7)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [], "use_last_layernorm": True}}, (1, 3, 4)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 7], "use_aux_hidden_state": True}}, (1, 5, 7)),
     ],
 )
@@ -351,6 +352,15 @@ def test_written_and_read_again(tmp_path, target, kind, dtype):
         ("eagle3", LAYER | {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "numbered from 0 to 7"),
         ("eagle3", LAYER | {"eagle_aux_hidden_state_layer_ids": [0, 4, 8]}, "numbered from 0 to 7"),
         ("eagle3", LAYER | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        (
+            "eagle3",
+            LAYER | {"eagle_config": {"use_last_layernorm": False}},
+            "use_last_layernorm = False is not supported",
+        ),
+        ("eagle3", LAYER | {"eagle_config": {"parallel_draft_step": 2}}, "parallel_draft_step = 2 is not supported"),
+        ("eagle3", LAYER | {"eagle_config": {"gate": 2}}, "gate = 2 is not understood for eagle3 heads"),
+        ("eagle3", LAYER | {"eagle_config": 3}, "eagle_config = 3; it must be an object"),
+        ("eagle3", LAYER | {"eagle_aux_hidden_state_layer_ids": ["a"]}, "of the wrong kind"),
         ("eagle3", LAYER | {"fc_norm": True}, "fc_norm = True is not understood for eagle3 heads"),
         ("mtp", LAYER, "llama model: it brings no layer"),
         ("hydra", LAYER, "kind 'hydra'; they can be medusa, eagle, eagle3, mtp"),

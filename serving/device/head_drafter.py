@@ -59,7 +59,8 @@ class FeatureDrafter:
 
     @property
     def features(self) -> tuple[int, ...]:
-        return self.heads.features
+        last = () if self.heads.normed else (self.first - 1,)
+        return self.heads.features or last
 
     def on(self, mesh: Mesh) -> "FeatureDrafter":
         heads = replace(self.heads, model=local_config(self.heads.model, mesh))

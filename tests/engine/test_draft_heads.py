@@ -97,7 +97,9 @@ class Naive:
             hidden = decoder.final_norm(weights, x_TD, config)
             if self.kind == "medusa":
                 return draft_heads.guess(heads, own, weights, hidden)
-            raw = jnp.concatenate([seen[index] for index in heads.features], axis=1) if heads.features else hidden
+            raw = hidden if heads.normed else x_TD
+            if heads.features:
+                raw = jnp.concatenate([seen[index] for index in heads.features], axis=1)
             return draft_heads.take_features(heads, own, raw)
 
         @jax.jit

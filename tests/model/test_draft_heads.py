@@ -271,7 +271,9 @@ def test_mtp(tmp_path):
     own, raw = draft_heads.load(tmp_path, heads), rows(1, T, D)
     feature, hidden, logits = drafted(heads, own, weights, TOKENS, raw, FURTHER)
     embed = w["model.embed_tokens.weight"]
-    next_feature, expected = naive_drafted(lambda *x: naive.mtp(w, tiny_deepseek.CONFIG, embed, *x), TOKENS, raw, FURTHER)
+    next_feature, expected = naive_drafted(
+        lambda *x: naive.mtp(w, tiny_deepseek.CONFIG, embed, *x), TOKENS, raw, FURTHER
+    )
     assert not heads.normed
     assert_close(hidden, expected)
     assert_close(feature, next_feature)

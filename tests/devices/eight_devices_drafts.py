@@ -16,6 +16,8 @@ from mixes import mix, serve
 
 import quire
 from quire import LLM, SamplingParams
+from quire.model import draft_heads
+from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.serving.device.drafts import fitted
 from quire.sharding.mesh import device_axes, make_mesh
@@ -31,11 +33,11 @@ LAYERS = {"method": "self", "num_layers": 4}
 BITS = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
 EAGLE, MEDUSA = [{"method": kind, "model": f"quill-{kind}"} for kind in ("eagle", "medusa")]
 MESHES = {
-    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, EAGLE, MEDUSA]),
+    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, MEDUSA]),
     "replicas": ({"data": 2}, [SUFFIX, MODEL, EAGLE]),
     "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, EAGLE, MEDUSA]),
     "stages": ({"pipeline": 2}, [SUFFIX, MODEL]),
-    "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL, EAGLE]),
+    "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL]),
     "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [MODEL]),
 }
 
@@ -159,9 +161,51 @@ def test_another_padding_of_the_vocabulary(own, target):
     assert (found_BV[:, both:] == -np.inf).all()
 
 
+class Recorded:
+    """A drafter, with all that was proposed after each text."""
+
+    def __init__(self, engine):
+        self.drafter, self.proposed = engine.speculator.drafter, {}
+        engine.speculator.drafter = self
+
+    def propose(self, seq, most):
+        self.proposed[tuple(seq.tokens)] = tuple(seq.proposed)
+        return self.drafter.propose(seq, most)
+
+    def end(self, seq):
+        self.drafter.end(seq)
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "data": 2, "context": 2}], ids=str)
+def test_heads_that_are_split_propose_what_whole_ones_do(mesh, tmp_path):
+    """Random EAGLE-3 heads, with an embedding and fewer tokens of their own, on quill."""
+    target = loader.read_config(hub.resolve(None), "float32", 256)
+    hf = {
+        "model_type": "llama", "hidden_size": target.dim, "vocab_size": target.vocab_size, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "draft_vocab_size": 601,
+    }  # fmt: skip
+    heads = draft_heads.heads_of(hf, ["embed_tokens.weight"], target, "eagle3")
+    weights = loader.draw(draft_heads.abstract(heads)).replace(tokens_U=np.arange(601) * 2)
+    draft_heads.save(tmp_path, heads, weights, hf)
+    config = {"method": "eagle3", "model": str(tmp_path), "adapts": False}
+    prompts, params = ["Once upon a time", "The lamp is in the sand."], SamplingParams(temperature=0, max_tokens=24)
+    found = []
+    for devices in ({}, mesh):
+        llm = LLM(**SIZES, **over(devices), max_model_len=256, speculative_config=config)
+        recorded = Recorded(llm.engine)
+        llm.generate(prompts, params, use_tqdm=False)
+        found.append(recorded.proposed)
+        llm.close()
+    assert len(found[0]) > 20 and found[0].keys() == found[1].keys()
+    equal = sum(found[1][text] == proposed for text, proposed in found[0].items())
+    assert equal >= 0.95 * len(found[0])  # sums over devices have other last bits
+
+
 REFUSED = [
     ({"tensor": 4}, MODEL, "draft_model: the drafter cannot be spread .* tensor_parallel_size is 4, .* can be 1, 2$"),
     ({"pipeline": 2}, LAYERS, "method is 'self' with pipeline_parallel_size 2: .* draft_model, ngram or suffix"),
+    ({"tensor": 2}, EAGLE, "eagle: the drafter cannot be spread .* it can be 1$"),
     ({"pipeline": 2}, EAGLE, "method is 'eagle' with pipeline_parallel_size 2: heads draft with tables of both ends"),
 ]
 

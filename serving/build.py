@@ -203,7 +203,7 @@ def limits_of(options: SizedOptions, config: ModelConfig) -> Limits:
         max_samples=max(options.max_num_seqs, 16),
         listed=config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS),
         max_drafts=0 if chosen is None else chosen.num_speculative_tokens,
-        steps_draft=chosen is not None and chosen.in_step,
+        follows=chosen is not None and chosen.follows,
     )
 
 

@@ -34,6 +34,11 @@ class SpeculativeConfig:
         return self.method in IN_STEP
 
     @property
+    def follows(self) -> bool:
+        """It has keys and values of its own, and must compute the text before it can go on with it."""
+        return self.method == "draft_model"
+
+    @property
     def num_rows(self) -> int:
         """Of a sequence in a step: the drafts, and the token before them."""
         return 1 + self.num_speculative_tokens

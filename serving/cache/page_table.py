@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from ..request.sequence import Sequence
@@ -109,6 +109,11 @@ class PageTable:
                 self.unwritten.add((index, page))
                 pages[index].append(page)
         seq.num_computed = len(path) * self.page_size + num_partial
+        unfollowed = next((page for page, node in enumerate(path) if not node.followed), None)
+        if unfollowed is None:
+            seq.followed = seq.num_computed if source and source.followed else len(path) * self.page_size
+        else:
+            seq.followed = unfollowed * self.page_size
         seq.cache.pages, seq.cache.num_indexed = pages, len(path)
         if path:
             self.last_nodes[seq] = path[-1]
@@ -138,6 +143,9 @@ class PageTable:
             if (page + 1) * self.page_size > seq.num_computed:
                 self.unwritten.update((index, table[page]) for index, table in enumerate(own.pages))
         self.last_nodes[seq], own.num_indexed = node, full
+        if seq.followed >= full * self.page_size:
+            for above in takewhile(lambda above: not above.followed, self.tree.upwards(node)):
+                above.followed = True
         self.tree.prune(node)  # pages of a window may all be gone
 
     def insert_last(self, seq: Sequence) -> None:
@@ -151,6 +159,7 @@ class PageTable:
         if parent is not None and self.tree.attached(parent):
             node = self.tree.child(parent, self.tree.key(seq.tokens, page)[:count])
             self.place(seq, page, node)
+            node.followed = seq.followed >= computed
             self.tree.prune(node)
 
     def place(self, seq: Sequence, page: int, node: Node) -> None:

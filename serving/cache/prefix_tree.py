@@ -44,6 +44,7 @@ class Node:
     children: dict[Hashable, "Node"] = field(default_factory=dict)
     copies: dict[int, HostCopy] = field(default_factory=dict)  # by cache group
     digest: bytes = b""  # of its tokens and all before them, once a file was named after it
+    followed: bool = False  # a drafter with keys and values of its own has computed it, too
 
     def holds(self, group: int) -> bool:
         """Whether the page's content can be had now, from the device or from the host."""
@@ -103,6 +104,12 @@ class PrefixTree:
             if node is None:
                 return
             yield node
+
+    def upwards(self, node: Node) -> Iterator[Node]:
+        """A page's node and those before it."""
+        while node.parent is not None:
+            yield node
+            node = node.parent
 
     def child(self, node: Node, key: Hashable) -> Node:
         """The node of the page that follows, made if it is not there."""

@@ -40,6 +40,7 @@ class Batch:
     drafts_R: np.ndarray  # the draft that the token drawn here is compared with; -1 = none
     depths_R: np.ndarray  # drafts of the sequence before this row
     num_drafts_1: np.ndarray  # how many tokens the step itself is to draft
+    follows_1: np.ndarray  # whether the drafter computes these rows too
     sampling: SamplingInputs
 
 
@@ -167,6 +168,7 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int, max_draf
         drafts_R=np.full(R, -1, i32),
         depths_R=np.zeros(R, i32),
         num_drafts_1=np.zeros(1, i32),
+        follows_1=np.zeros(1, bool),
         sampling=SamplingInputs(
             slots_R=np.zeros(R, i32),
             bias_rows_R=np.zeros(R, i32),

@@ -32,6 +32,11 @@ class StepDrafter(Protocol):
         """The target's layers whose rows it wants to see."""
         ...
 
+    @property
+    def catches_up(self) -> bool:
+        """What it did not follow it can compute later, from the tokens alone."""
+        ...
+
     def on(self, mesh: Mesh) -> "StepDrafter":
         """As one device of a mesh computes it."""
         ...
@@ -92,6 +97,10 @@ class DraftModel:
     first: int  # of its layers among these; 0: those of the target
     features = ()
 
+    @property
+    def catches_up(self) -> bool:
+        return self.first > 0
+
     def on(self, mesh: Mesh) -> "DraftModel":
         return replace(self, config=local_config(self.config, mesh), paged=local_config(self.paged, mesh))
 
@@ -150,8 +159,25 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
 
     With the same seed and position, so that it says the same wherever its distribution is the same.
     """
+    batch, known = seen.batch, ()
+    if not drafter.catches_up:  # what it does not follow now, it never knows
+        known, state = drafter.follow(weights, state, seen)
+
+    def one(_, held):
+        state = held[1]
+        if drafter.catches_up:
+            state = drafter.follow(weights, state, seen)[1]
+        return propose(drafter, weights, state, seen, known, accepted_R, plain)
+
+    # A loop of one turn or none: it leaves the pages where they are, as a branch may not.
+    turns = (batch.follows_1[0] | (batch.num_drafts_1[0] > 0)).astype(jnp.int32)
+    B, J = batch.starts_B1.shape[0] - 1, batch.sampling.drafted_RJ.shape[1]
+    return jax.lax.fori_loop(0, turns, one, (jnp.full((B, J - 1), -1), state))
+
+
+def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, known, accepted_R, plain):
+    """The same, once the drafter has followed."""
     batch, sampled, axis = seen.batch, seen.sampled, seen.axes.tensor
-    known, state = drafter.follow(weights, state, seen)
     B, (R, J) = batch.starts_B1.shape[0] - 1, batch.sampling.drafted_RJ.shape
     ends_R = sampling.ends(accepted_R, batch.depths_R) & (batch.store_R < state.last_tokens_B.shape[0]) & sampled.ok_R
     seq_R = (batch.starts_B1[None, 1:] <= batch.sample_rows_R[:, None]).sum(axis=1)

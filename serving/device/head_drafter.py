@@ -25,6 +25,7 @@ class MedusaDrafter:
     heads: DraftHeads
     paged: ModelConfig
     features = ()
+    catches_up = False
 
     def on(self, mesh: Mesh) -> "MedusaDrafter":
         return self  # each device has all heads
@@ -56,6 +57,7 @@ class FeatureDrafter:
     heads: DraftHeads
     paged: ModelConfig
     first: int  # of its layers among these
+    catches_up = False  # the target's hidden states are gone
 
     @property
     def features(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from ...sharding.mesh import stage_meshes
 from .batch import Layout
 from .drafts import StepDrafter
 from .state import State, owners, paged_layers
-from .step import Places, abstract_state, make_state, model_of, step, with_model
+from .step import Places, abstract_state, catch_up, make_state, model_of, step, with_model
 
 
 class Pipeline:
@@ -70,6 +70,17 @@ class Pipeline:
             lowered.append(traced.lower())
             x = (lowered[-1].out_info[0],)
         return lowered
+
+    def lower_catch_up(self, weights, state: State, layout: Layout) -> jax.stages.Lowered:
+        """The program by which a drafter, on the last stage, computes what it has not followed."""
+        own, held = self.parts(weights, state)[-1]
+        return catch_up.lower(own, held, layout.nothing, layout, self.drafter, Places.of(own, self.meshes[-1]))
+
+    def caught_up(self, compiled: Any, weights, state: State, buffer) -> State:
+        """The state after that program ran."""
+        parts = self.parts(weights, state)
+        own, held = parts[-1]
+        return join([*(held for _, held in parts[:-1]), compiled(own, held, buffer)])
 
     def program(self, compiled: list[Any]) -> Any:
         """Runs a whole step: (weights, state, buffer) -> (what is drawn, hidden states, state)."""

@@ -19,7 +19,7 @@ from ...ops.attention import KVPages, QueryRows
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with
-from .batch import Layout
+from .batch import Batch, Layout
 from .drafts import Seen, StepDrafter, WithDrafter, draft
 from .state import State, empty_state, state_places
 
@@ -180,14 +180,10 @@ def step_of_one(
     if stage.begins and stage.ends:  # with several stages the host knows all tokens
         held_T = jnp.maximum(-1 - tokens_T, 0)
         tokens_T = jnp.where(tokens_T < 0, state.last_tokens_B[held_T], tokens_T)
-    spare = -layout.size.rows % axes.rows.size
-    positions_T = jnp.pad(batch.positions_T, (0, spare), constant_values=-1)
-
-    def rows_of(group: int) -> QueryRows:
-        slots_T = jnp.pad(batch.slots_GT[group], (0, spare))
-        return QueryRows(positions_T, batch.starts_B1, batch.tables_GBM[group], slots_T)
-
-    prepare, attend = attend_with(config, rows_of, axes=axes)
+    rows = rows_in(batch, layout, axes)
+    positions_T = rows[0].positions_T
+    spare = positions_T.shape[0] - layout.size.rows
+    prepare, attend = attend_with(config, rows.__getitem__, axes=axes)
 
     def note(index, experts_TX, state: State) -> State:
         # Where the devices of `context` have the same rows, the first counts them.
@@ -225,11 +221,44 @@ def step_of_one(
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
     if drafter is not None:
-        rows, padded_T = [rows_of(group) for group in range(layout.groups)], jnp.pad(tokens_T, (0, spare))
-        seen = Seen(batch, rows, padded_T, hidden_TD, features, sampled, axes, fetch)
+        seen = Seen(batch, rows, jnp.pad(tokens_T, (0, spare)), hidden_TD, features, sampled, axes, fetch)
         drafts_BK, state = draft(drafter, both, state, seen, accepted_R, plain)
         sampled = sampled.replace(drafts_BK=drafts_BK)
     return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
+
+
+@partial(jax.jit, static_argnames=("layout", "drafter", "places"), donate_argnames="state")
+def catch_up(
+    weights, state: State, buffer, layout: Layout, drafter: StepDrafter, places: Places | None = None
+) -> State:
+    """The drafter computes rows that it did not follow in their step; the host knows their tokens."""
+
+    def part(weights, state, buffer, drafter: StepDrafter, axes: DeviceAxes):
+        batch = layout.read(buffer)
+        rows = rows_in(batch, layout, axes)
+        tokens_T = jnp.pad(batch.tokens_T, (0, rows[0].positions_T.shape[0] - layout.size.rows))
+        return drafter.follow(weights, state, Seen(batch, rows, tokens_T, None, {}, None, axes, None))[1]
+
+    if places is None or places.mesh is None:
+        return part(weights, state, buffer, drafter, ONE_DEVICE)
+    devices, own = axes_of(places.mesh, layout), drafter.on(places.mesh)
+    of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
+    run = jax.shard_map(
+        lambda weights, state, buffer: part(weights, state, devices.data.part(buffer), own, devices),
+        mesh=places.mesh, in_specs=(of_weights, state_places(state), P()), out_specs=state_places(state),
+        check_vma=False,
+    )  # fmt: skip
+    return run(weights, state, buffer)
+
+
+def rows_in(batch: Batch, layout: Layout, axes: DeviceAxes) -> list[QueryRows]:
+    """A step's rows by cache group, as many as divide over the devices that have a part of them."""
+    spare = -layout.size.rows % axes.rows.size
+    positions_T = jnp.pad(batch.positions_T, (0, spare), constant_values=-1)
+    return [
+        QueryRows(positions_T, batch.starts_B1, table_BM, jnp.pad(slots_T, (0, spare)))
+        for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
+    ]
 
 
 def model_of(weights: Any) -> Any:

@@ -42,13 +42,14 @@ class BatchBuilder:
         replicas: int = 1,
     ):
         self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
-        self.max_drafts = limits.max_drafts
         self.num_stages = num_stages  # as many steps are under way at once
         options = sizes(
             limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts
         )  # the smallest first
         common = num_groups, table_width, limits.max_seqs, replicas, limits.listed, limits.max_drafts
         self.layouts = {size: Layout(size, *common) for size in options}
+        mixed = [size for size in options if size.rows > size.seqs == options[-1].seqs]
+        self.catching = sorted({mixed[0], mixed[-1]})  # sizes of steps in which a drafter computes what it is behind
         self.tables = [np.zeros((places, table_width), np.int32) for _ in range(num_groups)]
         self.num_synced = [0] * places  # pages of each place's sequence that are in its tables
         self.seeds = np.zeros((places, 2), np.uint32)
@@ -101,8 +102,19 @@ class BatchBuilder:
             else:
                 plain.append(self.fill(steps, part, size, own))
         # All replicas draft as often, since they wait for each other where they share experts.
-        buffer.reshape(len(plan.parts), -1)[:, self.layouts[size].offsets.num_drafts_1] = self.num_drafts(plan.items)
+        at, each = self.layouts[size].offsets, buffer.reshape(len(plan.parts), -1)
+        each[:, at.num_drafts_1], each[:, at.follows_1] = drafting(plan.items)
         self.draws_plainly = all(plain)
+        return size, buffer
+
+    def build_behind(self, parts: Seq[Seq[ScheduledSequence]]) -> tuple[Size, np.ndarray]:
+        """Rows that only the drafter computes."""
+        rows = max(sum(item.num_rows for item in part) for part in parts)
+        size = choose(self.catching, rows, max(map(len, parts)), 0, False)
+        buffer = self.layouts[size].nothing.copy()
+        for part, own in zip(parts, buffer.reshape(len(parts), -1), strict=True):
+            if part:
+                self.fill(deque(), part, size, own)
         return size, buffer
 
     def continued(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence]) -> DecodeStep | None:
@@ -176,10 +188,6 @@ class BatchBuilder:
             steps.append(DecodeStep(seqs, size, slots, places, num_pages, positions, buffer, plain))
         return plain
 
-    def num_drafts(self, items: Seq[ScheduledSequence]) -> int:
-        """How many tokens the step itself is to draft, where it can: for those that wait for them."""
-        return self.max_drafts if self.max_drafts and any(item.draws and item.seq.waits for item in items) else 0
-
     def busy(self, layout: Layout, num_drafts: int) -> np.ndarray:
         """A batch whose rows are all computed and drawn, evenly of all its sequences, at the beginning of page 0."""
         buffer = layout.nothing.copy()
@@ -188,7 +196,7 @@ class BatchBuilder:
             b.starts_B1[:] = np.arange(size.seqs + 1) * size.rows // size.seqs
             b.positions_T[:] = np.arange(size.rows) - np.repeat(b.starts_B1[:-1], np.diff(b.starts_B1))
             b.sample_rows_R[:] = np.minimum(np.arange(size.samples), size.rows - 1)
-            b.num_drafts_1[:] = num_drafts
+            b.num_drafts_1[:], b.follows_1[:] = num_drafts, num_drafts > 0
         return buffer
 
     def kv_slots(self, places, positions) -> list[np.ndarray]:
@@ -254,6 +262,11 @@ def needs_of(part: Seq[ScheduledSequence], continued: DecodeStep | None) -> tupl
         return len(part), len(part), len(part), True
     counts = [item.num_rows for item in part]
     return sum(counts), len(part), sum(len(item.scores) + item.draws for item in part), counts.count(1) == len(part)
+
+
+def drafting(items: Seq[ScheduledSequence]) -> tuple[int, bool]:
+    """How many tokens the step itself is to draft, and whether the drafter follows its rows."""
+    return max([item.asks for item in items]), any(item.asks or item.seq.waits for item in items)
 
 
 def tokens_of(item: ScheduledSequence) -> list[int]:

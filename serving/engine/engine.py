@@ -181,17 +181,18 @@ class Engine:
         for item in plan.items:
             item.seq.request.scheduled(began)
         results = self.runner.launch(plan, self.scheduler.take_moves())
-        launched = self.clock()
-        if self.speculator is not None and not self.under_way and plan.waited:
-            self.speculator.waited(launched - self.device_free)
-        return UnderWay(plan, results, began, scheduled, launched)
+        return UnderWay(plan, results, began, scheduled, self.clock())
 
     def collect(self, step: UnderWay) -> TakenIn:
         """Wait for the results of a step."""
         began = self.clock()
         drawn = self.runner.collect(step.results)
-        device_began, self.device_free = max(step.launched, self.device_free), self.clock()
-        return TakenIn(step.plan, drawn, began, self.device_free, device_began)
+        before, self.device_free = self.device_free, self.clock()
+        if self.speculator is not None and step.plan.decodes and not step.plan.behind:
+            items = step.plan.items
+            drafts, asks = sum(len(item.drafts) for item in items), max(item.asks for item in items)
+            self.speculator.took(len(items), drafts, asks, step.plan.waited, self.device_free - before)
+        return TakenIn(step.plan, drawn, began, self.device_free, max(step.launched, before))
 
     def take_in(self, step: TakenIn) -> Iterator[Request]:
         """Give each sequence its token, and end those that are done; yields the request of each."""
@@ -225,7 +226,7 @@ class Engine:
                 seq.accepted.extend(range(first, first + right))
                 self.speculator.counts.add(len(item.drafts), right)
             if self.speculator is not None and item.draws and seq.finish_reason is None:
-                seq.proposed = drawn.drafts or []
+                seq.proposed = drawn.drafts if item.asks and drawn.drafts else []
                 self.speculator.take_in(seq, len(item.drafts), len(drawn.tokens) - 1)
 
     def fail(self, seq: Sequence) -> None:

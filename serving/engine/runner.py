@@ -70,7 +70,8 @@ class Drawn(NamedTuple):  # hundreds are made a step
         return token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row]
 
 
-MEASURED = 4  # runs of a size
+MEASURED = 2, 12  # runs of a size, at least and at most,
+MEASURING = 1.0  # of all together in so many seconds, as far as it depends on their number
 
 
 class DeviceLost(RuntimeError):
@@ -107,7 +108,8 @@ class Runner:
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
         self.plain: dict[Size, Any] = {}  # the same for steps that only decode, and draw plainly
-        # Where drafts ask what they cost: of a step without drafts of its own, and with them.
+        self.drafters: dict[Size, Any] = {}  # for rows that only the drafter computes
+        # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
         self.compiles = CompileCounter()
         self.leader: Leader | None = None  # to the other processes, which make the same calls
@@ -166,6 +168,10 @@ class Runner:
                 if self.remote and size.rows == size.seqs:
                     lowered = self.pipeline.lower(self.weights, self.state, layout, plain=True)
                     plain[size] = [threads.submit(compile_step, stage) for stage in lowered]
+            behind = {}
+            for size in self.batch_builder.catching if self.limits.follows else ():
+                lowered = self.pipeline.lower_catch_up(self.weights, self.state, self.batch_builder.layouts[size])
+                behind[size] = threads.submit(compile_step, lowered)
             for name, lowered in self.page_copier.lower(self.state.pages):
                 copies[name] = threads.submit(lowered.compile)
             if self.expert_loads is not None:
@@ -178,6 +184,7 @@ class Runner:
                 self.compiled[size] = self.pipeline.program([future.result() for future in programs])
             for size, programs in plain.items():
                 self.plain[size] = self.pipeline.program([future.result() for future in programs])
+            self.drafters = {size: future.result() for size, future in behind.items()}
             self.page_copier.programs = {name: future.result() for name, future in copies.items()}
         finally:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
@@ -195,25 +202,42 @@ class Runner:
         self.compiles.mark()
 
     def measure(self) -> None:
-        """How long a step of each size takes in which every row draws."""
-        for size, layout in self.batch_builder.layouts.items():
-            if size.samples < size.rows:
-                continue
-            self.step_seconds[size] = tuple(
-                min(self.timed(size, self.batch_builder.busy(layout, drafts)) for _ in range(MEASURED))
-                for drafts in (0, self.limits.max_drafts)
-            )
+        """How long a step of each size takes in which every row draws: the shortest of some runs, in turns.
+
+        A larger step may stand in for a smaller one, so none takes longer than one that holds more.
+        """
+        layouts = {size: layout for size, layout in self.batch_builder.layouts.items() if size.samples >= size.rows}
+        most = self.limits.max_drafts
+        busy = {(size, n): self.batch_builder.busy(layout, n) for size, layout in layouts.items() for n in (0, most)}
+        for (size, _), buffer in busy.items():  # the first runs of a program are longer
+            self.timed(size, buffer)
+        found, began = dict.fromkeys(busy, float("inf")), time.perf_counter()
+        for turn in range(MEASURED[1]):
+            if turn >= MEASURED[0] and time.perf_counter() - began > MEASURING:
+                break
+            for (size, n), buffer in busy.items():
+                found[size, n] = min(found[size, n], self.timed(size, buffer))
+        for size in layouts:
+            larger = [other for other in layouts if other.rows >= size.rows and other.seqs >= size.seqs]
+            plain, drafting = (min(found[other, n] for other in larger) for n in (0, most))
+            self.step_seconds[size] = plain, max(0.0, drafting - plain) / most
 
     def timed(self, size: Size, buffer: np.ndarray) -> float:
         began = time.perf_counter()
         jax.block_until_ready(self.step(size, False, buffer)[0])
         return time.perf_counter() - began
 
-    def seconds(self, rows: int, seqs: int, drafts: bool) -> float:
-        """What a step takes in which these rows of so many sequences all draw; with `drafts` it also drafts."""
+    def seconds(self, rows: int, seqs: int, drafts: int = 0) -> float:
+        """What a step takes in which these rows of so many sequences all draw, and which drafts so many tokens each."""
         if not self.step_seconds:
             return 0.0
-        return self.step_seconds[choose(self.step_seconds, rows, seqs, rows, rows == seqs)][drafts]
+        replicas = device_axes(self.mesh).data.size
+        seqs = min(-(-seqs // replicas), self.limits.max_seqs)
+        rows = max(-(-rows // replicas), seqs)
+        if rows > max(size.rows for size in self.step_seconds):
+            return float("inf")
+        plain, one = self.step_seconds[choose(self.step_seconds, rows, seqs, rows, rows == seqs)]
+        return plain + drafts * one
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
         """Free the device's memory; what is kept goes to host memory."""
@@ -248,6 +272,8 @@ class Runner:
                 self.constrain(item, item.seq.constraint)
         if self.rebalancer is not None:
             self.weights = with_model(self.weights, self.rebalancer.launching(model_of(self.weights)))
+        for parts in chunks(plan.behind, self.limits.max_rows):
+            self.catch_up(*self.batch_builder.build_behind(parts))
         size, buffer = self.batch_builder.build(plan)
         sampled, hidden_RD = self.step(size, self.batch_builder.draws_plainly, buffer)
         if self.expert_loads is not None:
@@ -269,6 +295,11 @@ class Runner:
             self.leader.step(size, plain, buffer)
         sampled, hidden_RD, self.state = self.program(size, plain)(self.weights, self.state, buffer)
         return sampled, hidden_RD
+
+    def catch_up(self, size: Size, buffer: np.ndarray) -> None:
+        """The drafter computes rows that it has not followed."""
+        self.tell("catch_up", tuple(size), buffer)
+        self.state = self.pipeline.caught_up(self.drafters[size], self.weights, self.state, buffer)
 
     def program(self, size: Size, plain: bool = False) -> Any:
         """The compiled step for a batch of this size."""
@@ -340,6 +371,24 @@ class Runner:
         slots = self.state.slots
         slots = slots.replace(bias_BJV=set_bias(slots.bias_BJV, np.int32(slot), np.int32(row), bias_V))
         self.state = self.state.replace(slots=slots)
+
+
+def chunks(parts: Seq[Seq[ScheduledSequence]], max_rows: int) -> Iterator[tuple[tuple[ScheduledSequence, ...], ...]]:
+    """The same rows, not more of a replica at a time."""
+    left = [list(part) for part in parts]
+    while any(left):
+        taken = []
+        for items in left:
+            own, room = [], max_rows
+            while items and room:
+                item = items.pop(0)
+                count = min(item.num_rows, room)
+                own.append(item._replace(num_rows=count))
+                if count < item.num_rows:
+                    items.insert(0, item._replace(start=item.start + count, num_rows=item.num_rows - count))
+                room -= count
+            taken.append(tuple(own))
+        yield tuple(taken)
 
 
 def accepted(drafts: Seq[int], drawn: Seq[int]) -> Iterator[int]:

@@ -1,5 +1,6 @@
 """Who is served when: pure Python over sequences and pages; it knows neither JAX nor the model."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen d
     begins: bool  # the first since the sequence got its slot
     scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
     drafts: tuple[int, ...] = ()
+    asks: int = 0  # tokens that the step is to draft after the one that it draws
 
     @property
     def num_known(self) -> int:
@@ -35,6 +37,8 @@ class StepPlan:
     """One step: what every sequence that takes part computes."""
 
     parts: tuple[tuple[ScheduledSequence, ...], ...]  # of each replica; an empty one computes nothing
+    # Of each replica, what its drafter has not followed and is to compute before.
+    behind: tuple[tuple[ScheduledSequence, ...], ...] = ()
 
     @cached_property
     def items(self) -> tuple[ScheduledSequence, ...]:
@@ -64,7 +68,7 @@ class Limits:
     max_samples: int  # rows of a step whose logits are computed
     listed: int = MAX_LOGPROBS  # log-probabilities of a position
     max_drafts: int = 0  # of a sequence
-    steps_draft: bool = False  # by themselves, into pages after the tokens that they draw
+    follows: bool = False  # the drafter has keys and values of its own, and must compute what it is to know
 
 
 POINT = 30.0  # seconds of waiting that make up for a point of priority
@@ -117,7 +121,8 @@ class Scheduler:
         # Only drafts ask, and it looks at every sequence.
         decodes = self.limits.max_drafts > 0 and all(replica.decodes for replica in self.replicas)
         parts = tuple([replica.schedule(decodes) for replica in self.replicas])
-        return StepPlan(parts) if any(parts) else None
+        behind = tuple([replica.behind for replica in self.replicas]) if self.limits.follows else ()
+        return StepPlan(parts, behind if any(behind) else ()) if any(parts) else None
 
     def take_moves(self) -> PageMoves:
         """What is to be copied before the next step, of all replicas."""
@@ -147,6 +152,7 @@ class Scheduler:
         """So many of its drafts were rejected: what was computed for them is overwritten."""
         if seq.slot >= 0:  # else it was preempted since, and nothing of it counts as computed
             seq.num_computed -= num_drafts
+            seq.followed = min(seq.followed, seq.num_computed)
 
     def preempt(self, seq: Sequence) -> None:
         self.replicas[seq.replica].preempt(seq)
@@ -183,6 +189,8 @@ class ReplicaScheduler:
         self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
         self.refused: tuple[Sequence, int, int] | None = None  # who was not admitted, and the state it waits to change
         self.rows = self.samples = self.drafts = 0  # left in the step that is being planned
+        self.follows = False  # in the step that is being planned
+        self.behind: tuple[ScheduledSequence, ...] = ()  # before it
 
     @property
     def full(self) -> bool:
@@ -199,6 +207,7 @@ class ReplicaScheduler:
         self.rows, self.samples, page_size = self.limits.max_rows, self.limits.max_samples, self.table.page_size
         if decodes:
             self.samples = self.rows
+        self.follows = self.limits.follows and any(seq.waits or seq.asks for seq in self.running)
         items: dict[Sequence, ScheduledSequence] = {}
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
@@ -210,7 +219,8 @@ class ReplicaScheduler:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            if missing == 1 and start % page_size and self.samples and seq.prompt_scores is None and not seq.waits:
+            plain = seq.prompt_scores is None and not (seq.waits or seq.asks)
+            if missing == 1 and start % page_size and self.samples and plain:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
                 items[seq] = ScheduledSequence(seq, start, 1, 1, not seq.begun)
                 self.rows, self.samples = self.rows - 1, self.samples - 1
@@ -220,6 +230,7 @@ class ReplicaScheduler:
             self.waiting.remove(seq)
             if item := self.take(seq, seq.missing, items):
                 items[seq] = item
+        self.behind = self.follow(items.values()) if self.follows else ()
         for seq, item in items.items():  # they count as computed: every later step runs after this one on the device
             seq.num_computed += item.num_rows
             seq.pending += item.draws
@@ -228,6 +239,18 @@ class ReplicaScheduler:
             for item in items.values():
                 self.waiting.serve(item.seq, item.num_rows)
         return tuple(items.values())
+
+    def follow(self, items: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
+        """The drafter computes this step's rows; what it lacks of those that it drafts for, it computes before."""
+        behind = []
+        for item in items:
+            seq = item.seq
+            if item.asks and seq.followed < item.start:
+                behind.append(ScheduledSequence(seq, seq.followed, item.start - seq.followed, 0, False))
+                seq.followed = item.start
+            if seq.followed >= item.start:
+                seq.followed = item.start + item.num_rows
+        return tuple(behind)
 
     def ready(self, seq: Sequence) -> bool:
         """Whether a waiting sequence is for this replica, and what it wants from disk has come."""
@@ -271,15 +294,21 @@ class ReplicaScheduler:
             if victim is None or victim is seq:
                 return None  # nobody of a higher rank to take from: wait until somebody ends
             self.preempt(victim)
+        self.follows |= self.limits.follows and seq.waits  # it may be new
+        if self.follows and seq.followed >= start:
+            seq.followed = start + count  # before its pages are found by others
         self.table.insert(seq, start + count)
         self.samples -= len(scores) + draws
         drafts = self.drafts_of(seq, start + count) if draws and seq.drafts else ()
-        if draws and seq.waits and self.limits.steps_draft:
-            self.make_room(seq, start + count + len(drafts))
+        asks = seq.asks if draws else 0
+        if asks:
+            self.make_room(seq, start + count + len(drafts), asks)
         self.rows -= count + len(drafts)
         self.samples -= len(drafts)
         self.drafts -= len(drafts)
-        return ScheduledSequence(seq, start, count + len(drafts), draws + len(drafts), not seq.begun, scores, drafts)
+        return ScheduledSequence(
+            seq, start, count + len(drafts), draws + len(drafts), not seq.begun, scores, drafts, asks
+        )
 
     def drafts_of(self, seq: Sequence, known: int) -> tuple[int, ...]:
         """The drafts for which there is room, in the step and in pages that nobody else needs to give."""
@@ -289,9 +318,9 @@ class ReplicaScheduler:
             drafts.pop()
         return tuple(drafts)
 
-    def make_room(self, seq: Sequence, known: int) -> None:
+    def make_room(self, seq: Sequence, known: int, asks: int) -> None:
         """Pages for what the step itself drafts after these tokens, if any are free: without, it drafts worse."""
-        most = min(known + self.limits.max_drafts, seq.num_prompt + seq.max_tokens)
+        most = min(known + asks, seq.num_prompt + seq.max_tokens)
         while most > known and not self.table.grow(seq, most):
             most -= 1
 

@@ -75,7 +75,7 @@ class Metrics(Observer):
         """The tokens of a step have been given to their sequences."""
         now, came = step.collected, self.collected
         written, read, got = 0, 0, set()
-        for seq, start, num_rows, draws, _, _, drafts in step.plan.items:
+        for seq, start, num_rows, draws, _, _, drafts, _ in step.plan.items:
             known = num_rows - len(drafts)
             read += known if known > 1 else 0
             # A sequence that has ended may have done so before.

@@ -59,7 +59,9 @@ class Sequence:
     tenant: Hashable = None  # for whom it is served: tenants get equal shares
     cache: SequenceCache = field(default_factory=SequenceCache)
     drafts: list[int] = field(default_factory=list)  # for its next step
-    proposed: list[int] = field(default_factory=list)  # what its last step said may come next, where steps draft
+    asks: int = 0  # tokens that its next step is to draft after the one that it draws, where steps draft
+    proposed: list[int] = field(default_factory=list)  # what its last step said may come next, where it was asked
+    followed: int = 0  # of its first tokens, those that a drafter with keys and values of its own has computed
     num_drafts: int = 0  # that were verified so far
     accepted: list[int] = field(default_factory=list)  # places in the output of those that it took over
     waits: bool = False  # that step is not planned before the last token is known, so that drafts can follow it

@@ -1,38 +1,70 @@
 """How many tokens are drafted: as many as pay, by what was accepted of late and by what a step costs."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil, inf
+from time import perf_counter
 
 from ..api.speculation import SpeculativeConfig
 from ..request.sequence import Sequence
 from . import Drafter, make_drafter
 
 PRIOR, WEIGHT = 0.7, 4.0  # the share of drafts that is accepted, before anything is known, and for how many it counts
-MEMORY = 24.0  # drafts after which an old one counts e times less
-PAUSES = 8, 64  # tokens, or steps, without drafts where these do not pay: at first, and at most
-IDLE = 0.05  # seconds after which there was nothing to do
-MISSES = 3  # times in a row that a drafter has no idea, before the sequence goes on without
+MEMORY = 24.0  # drafts of a sequence after which an old one counts e times less,
+COMMON = 192.0  # and drafts of all
+STEPS = 32.0  # that tell how long they take; an old one counts e times less after so many
+FORGOTTEN = 512.0  # the same for steps with drafts, while there are none
+WAITING = 1e-4  # seconds that the device waits for the host in a step with drafts, before any was seen
+GAIN = 1.03  # of tokens a second, to begin with drafts: to change costs something
+LOOKS = 0.01  # share of the time that may go into drafts which are only compared with what comes
+LOOKED = 2  # so far ahead, where the step drafts
+SOONEST = 16  # steps between two such looks, at least
+BEST = 0.98  # the share of accepted drafts above which nobody hopes
+
+
+@dataclass
+class Rate:
+    """The share of drafts that was right, of late."""
+
+    memory: float
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def learn(self, accepted: int, drafts: int) -> None:
+        """The drafts after the first wrong one tell nothing."""
+        tried = accepted + (accepted < drafts)
+        kept = max(0.0, 1 - tried / self.memory)
+        self.accepted, self.tried = self.accepted * kept + accepted, self.tried * kept + tried
 
 
 @dataclass
 class Record:
     """What is known of a sequence."""
 
-    accepted: float = PRIOR * WEIGHT
-    tried: float = WEIGHT
-    misses: int = 0
-    pause: int = PAUSES[0]
-    resumes: int = 0  # output tokens after which it drafts again
+    rate: Rate = field(default_factory=lambda: Rate(MEMORY))
+    ideas: int = 0  # tokens that it would have drafted when it was asked last
+    depth: int = 0  # drafts that pay
+    guess: list[int] = field(default_factory=list)  # what was to come after the output token `since`
+    since: int = 0
+    looks: int = 0  # output tokens after which it guesses again
+    looked: int = 0  # the step in which it was asked to, where steps draft
+
+
+@dataclass
+class Pace:
+    """How much longer steps take in service than they did alone, of late."""
+
+    found: float  # seconds,
+    expected: float  # and those by the table
 
     @property
-    def rate(self) -> float:
-        return self.accepted / self.tried
+    def factor(self) -> float:
+        return self.found / self.expected
 
-    def learn(self, accepted: int, drafts: int) -> None:
-        """The drafts after the first rejected one tell nothing."""
-        tried = accepted + (accepted < drafts)
-        kept = max(0.0, 1 - tried / MEMORY)
-        self.accepted, self.tried = self.accepted * kept + accepted, self.tried * kept + tried
+    def learn(self, found: float, expected: float) -> None:
+        found = min(found, 8 * self.factor * expected)  # the process may have been stopped
+        kept = 1 - 1 / STEPS
+        self.found, self.expected = self.found * kept + found, self.expected * kept + expected
 
 
 @dataclass
@@ -51,29 +83,44 @@ class Counts:
 
 
 class Speculator:
-    """Gives sequences their drafts, and lets them go on without where these do not pay.
+    """Gives sequences their drafts where these pay.
 
     While one drafts (`Sequence.waits`), the next step is planned when the tokens of the last are known, and has all
-    sequences. If none does, the engine stays a step ahead, as in plain decoding. One that has stopped to draft tries
-    again after a pause.
+    sequences. If none does, the engine stays a step ahead, as in plain decoding. Then a drafter only guesses now and
+    then, and what comes says whether it was right: nobody waits for it, and no row is computed for a guess. Where not
+    even drafts that are all right would pay, it does not guess at all.
 
-    `seconds(rows, sequences, drafts)` is what a step takes, and one that drafts itself.
+    `seconds(rows, sequences, drafts)` is what a step takes that drafts so many tokens of each sequence itself, as
+    measured at the start. What steps take in service, with the host's part, corrects it for both kinds.
     """
 
-    def __init__(self, config: SpeculativeConfig, seconds: Callable[[int, int, bool], float]):
-        self.config, self.seconds = config, seconds
+    def __init__(self, config: SpeculativeConfig, seconds: Callable[[int, int, int], float]):
+        self.config, self.seconds, self.in_step = config, seconds, config.in_step
         self.drafter: Drafter = make_drafter(config)
         self.most = config.num_speculative_tokens
         self.records: dict[Sequence, Record] = {}
-        self.step, self.resumes, self.pause = 0, 0, PAUSES[0]  # nobody drafts before step `resumes`
-        self.gap = 1e-4  # seconds that the device waits for the host where a sequence waits for its token
+        self.common = Rate(COMMON, PRIOR * WEIGHT, WEIGHT)  # of all sequences: what a new one begins with
+        self.step, self.drafting = 0, not config.adapts
+        self.depth = self.most  # of the drafts that steps make
+        self.least = 0.0  # chance of the last draft that pays
+        self.decided: tuple[int, int] = 0, 0  # sequences, and the step from which it is asked again what pays
+        self.news = True  # something was learnt since
+        self.next_look = 0  # the step, where steps draft
+        self.asked: list[Sequence] = []  # to look
+        self.paces: dict[
+            tuple[int, bool], Pace
+        ] = {}  # by the number of sequences, in powers of two; with drafts or not
+        self.costs: dict[int, tuple[list[float], float]] = {}  # by number of sequences
+        self.proposing = 1e-5  # seconds that a proposal takes on the host
         self.counts = Counts(0, 0, [0] * self.most)
 
     def begin(self, seq: Sequence) -> None:
         """A sequence comes."""
         if seq.pool is None and seq.max_tokens > 1:
-            self.records[seq] = Record()
-            seq.waits = self.step >= self.resumes
+            self.records[seq] = Record(ideas=self.most if self.in_step else 0)
+            seq.waits, self.news = self.drafting, True
+            if self.drafting and self.in_step:
+                seq.asks = self.depth
 
     def end(self, seq: Sequence) -> None:
         """A sequence is over."""
@@ -81,10 +128,35 @@ class Speculator:
             self.drafter.end(seq)
             seq.drafts = []
 
-    def waited(self, seconds: float) -> None:
-        """The device had nothing to do for so long, since a token was waited for."""
-        if seconds < IDLE:
-            self.gap += (seconds - self.gap) / 16
+    def took(self, count: int, drafts: int, asks: int, waited: bool, seconds: float) -> None:
+        """A step in which so many sequences decoded was done so long after the one before."""
+        times, drafting = self.cost(count)
+        expected = times[min(drafts, len(times) - 1)] + asks * drafting
+        if not 0 < expected < inf or (asks and not waited):
+            return
+        self.pace(count, waited).learn(seconds, expected)
+        if not waited and (other := self.paces.get((count.bit_length(), True))):  # it may be worth another try
+            other.found += (other.expected * self.pace(count, False).factor - other.found) / FORGOTTEN
+
+    def pace(self, count: int, waited: bool) -> Pace:
+        key = count.bit_length(), waited
+        if key not in self.paces:
+            step = self.cost(count)[0][0] or inf
+            factor = self.pace(count, False).factor if waited else 1.0
+            self.paces[key] = (
+                Pace(8 * step * (factor + WAITING * waited / step), 8 * step) if step < inf else Pace(1, 1)
+            )
+        return self.paces[key]
+
+    def rate(self, record: Record) -> float:
+        """The share of a sequence's drafts that will be right: as of all, until more is known."""
+        own, common = record.rate, self.common
+        return (own.accepted + WEIGHT * common.accepted / common.tried) / (own.tried + WEIGHT)
+
+    def learn(self, record: Record, accepted: int, drafts: int) -> None:
+        record.rate.learn(accepted, drafts)
+        self.common.learn(accepted, drafts)
+        self.news = True
 
     def take_in(self, seq: Sequence, drafts: int, accepted: int) -> None:
         """A sequence got its tokens: so many of its drafts were right. It gets the next ones, if it waits for them."""
@@ -93,59 +165,152 @@ class Speculator:
             return
         seq.drafts = []
         if drafts:
-            record.learn(accepted, drafts)
-            if accepted == drafts:
-                record.pause = PAUSES[0]
-        if not seq.waits and seq.num_output >= record.resumes and self.step >= self.resumes:
-            seq.waits = True
-            record.accepted += PRIOR  # enough for another try, soon forgotten if it fails
-            record.tried += 1
-        if not seq.waits or seq.pending:
-            return
+            self.learn(record, accepted, drafts)
+        if not self.config.adapts or (seq.waits and not seq.pending):
+            if not seq.pending:
+                seq.drafts = self.propose(seq)
+            if self.config.adapts and not (self.in_step or seq.drafts):
+                self.rest(seq, record)
+        else:
+            self.look(seq, record)
+
+    def propose(self, seq: Sequence) -> list[int]:
         most = min(self.most, seq.max_tokens - seq.num_output - 1)
         proposed = self.drafter.propose(seq, most) if most > 0 else []
         if proposed and seq.constraint is not None:
             proposed = seq.constraint.open_beginning(proposed)
-        seq.drafts = proposed
-        record.misses = 0 if proposed else record.misses + 1
-        if self.config.adapts and record.misses >= MISSES:
-            self.rest(seq, record)
+        return proposed
 
     def rest(self, seq: Sequence, record: Record) -> None:
-        """Let a sequence go on without drafts for a while."""
-        seq.drafts, seq.waits, record.misses = [], False, 0
-        record.resumes = seq.num_output + record.pause
-        record.pause = min(2 * record.pause, PAUSES[1])
+        """A sequence goes on without drafts, until it would have some again that pay."""
+        seq.drafts, seq.waits, seq.asks = [], False, 0
+        record.guess, record.looks = [], seq.num_output
+        if not self.in_step:
+            record.ideas = 0
+
+    def look(self, seq: Sequence, record: Record) -> None:
+        """What a sequence without drafts would have drafted; what came meanwhile says how much of it was right."""
+        if record.guess:
+            count = seq.num_output - record.since
+            if count >= len(record.guess):
+                came = seq.tokens[seq.num_prompt + record.since :]
+                right = next((at for at, token in enumerate(record.guess) if came[at] != token), len(record.guess))
+                self.learn(record, right, len(record.guess))
+                record.guess = []
+        elif seq.proposed if self.in_step else seq.num_output >= record.looks:
+            began = perf_counter()
+            record.guess, record.since = self.drafter.propose(seq, self.most), seq.num_output
+            if self.in_step:
+                return
+            record.ideas, self.news = len(record.guess), True
+            seq.waits = self.drafting and record.ideas > 0 and self.rate(record) >= self.least
+            self.proposing += (perf_counter() - began - self.proposing) / 16
+            share = len(self.records) * self.proposing / LOOKS
+            record.looks = seq.num_output + max(1, ceil(share / max(self.seconds(1, 1, 0), 1e-4)))
 
     def trim(self, running: Iterable[Sequence]) -> None:
-        """Before a step is planned: leave as many drafts as make the most tokens a second of all who decode.
-
-        Where none do, nobody drafts for a while: one sequence that does holds up all others.
-        """
+        """Before a step is planned: leave as many drafts as make the most tokens a second of all who decode."""
         self.step += 1
+        if not self.config.adapts:
+            for seq in running if self.in_step else ():
+                seq.asks = self.most if seq in self.records else 0
+            return
+        for seq in self.asked:
+            seq.asks = 0
+        self.asked = []
         ready = [seq for seq in running if seq.missing == 1]
-        drafting = [seq for seq in ready if seq.drafts]
-        if not drafting or not self.config.adapts:
+        if not self.drafting:
+            self.wait(ready)
+        elif ready:
+            self.draft(ready)
+
+    def draft(self, ready: list[Sequence]) -> None:
+        """Keep the drafts that pay; where none would, all go on without."""
+        n, records = len(ready), self.records
+        of = [(seq, records[seq]) for seq in ready if seq in records]
+        asked = [(record, record.ideas if self.in_step else len(seq.drafts)) for seq, record in of if seq.waits]
+        if not any(ideas for _, ideas in asked):
+            self.drafting = any(seq.waits for seq in self.records)
             return
-        n, depth = len(ready), 0
-        best = n / max(self.seconds(n, n, False), self.gap)  # without drafts the host works while the device does
-        expected = [0.0] * len(drafting)
-        chances = [1.0] * len(drafting)
-        rows = n
-        for k in range(1, self.most + 1):
-            for index, seq in enumerate(drafting):
-                if k <= len(seq.drafts):
-                    chances[index] *= self.records[seq].rate
-                    expected[index] += chances[index]
-                    rows += 1
-            speed = (n + sum(expected)) / (self.seconds(rows, n, True) + self.gap)
-            if speed > best:
-                best, depth = speed, k
-        for seq in drafting:
-            del seq.drafts[depth:]
-        if depth:
-            self.pause = PAUSES[0]
-            return
-        self.resumes, self.pause = self.step + self.pause, min(2 * self.pause, PAUSES[1])
-        for seq in ready:
-            seq.waits = False
+        count, until = self.decided
+        if n != count or self.step >= until or not self.in_step:
+            if self.decide(n, asked) <= 1:
+                self.drafting, self.news = False, False
+                for seq, record in records.items():
+                    self.rest(seq, record)
+                return
+            self.decided = n, self.step + 1 + n // 4
+        for seq, record in of:
+            del seq.drafts[record.depth :]
+            if self.in_step and seq.waits:
+                seq.asks = self.depth
+
+    def wait(self, ready: list[Sequence]) -> None:
+        """While nobody drafts: begin where it would pay by what is known, and look where that is to be known.
+
+        Where all are new it is decided for their prompts.
+        """
+        records = self.records
+        n = len(ready) or len(records)
+        if self.news or n != self.decided[0]:
+            self.decided, self.news = (n, 0), False
+            asked = [(record, record.ideas) for seq in ready or records if (record := records.get(seq))]
+            if any(ideas for _, ideas in asked) and self.decide(n, asked) > GAIN:
+                self.drafting = True
+                for seq in records:
+                    seq.waits = self.in_step or records[seq].ideas > 0
+                    if self.in_step and not seq.pending:
+                        seq.asks = self.depth
+                return
+        if self.in_step and ready and self.step >= self.next_look:
+            times, drafting = self.cost(n)
+            interval = ceil((LOOKED + 2) * drafting / (2 * LOOKS * times[0])) if times[0] else 0
+            self.next_look = self.step + max(SOONEST, interval)
+            hope = Record(Rate(1.0, 1e6 * BEST, 1e6), depth=0)
+            able = [seq for seq in ready if seq in records and not records[seq].guess]
+            if not able or self.decide(n, [(hope, self.most)] * n) <= 1:
+                return
+            if self.config.follows:  # it has to be told what it has missed: one at a time
+                able = [min(able, key=lambda seq: records[seq].looked)]
+            for seq in able:
+                records[seq].looked, seq.asks = self.step, LOOKED
+            self.asked = able
+
+    def decide(self, n: int, asked: list[tuple[Record, int]]) -> float:
+        """Tokens a second with the drafts that pay most, over those without; how many of each sequence these are.
+
+        Of all drafts the likeliest are verified, and a step costs what its rows cost.
+        """
+        times, drafting = self.cost(n)
+        slower = self.pace(n, True).factor / self.pace(n, False).factor
+        chances = []
+        for record, ideas in asked:
+            chance = rate = self.rate(record)
+            for position in range(1, min(ideas, self.most) + 1):
+                chances.append((chance, position))
+                chance *= rate
+        chances.sort(reverse=True)
+        plain = n / max(times[0], 1e-9)
+        best, self.least, self.depth = plain, inf, 0
+        for depth in range(1, self.most + 1) if self.in_step and drafting else (self.most,):
+            tokens, rows = float(n), 0
+            for chance, position in chances:
+                if position > depth:
+                    continue
+                tokens, rows = tokens + chance, rows + 1
+                speed = tokens / slower / max(times[rows] + depth * drafting * self.in_step, 1e-9)
+                if speed > best:
+                    best, self.least, self.depth = speed, chance, depth
+        for record, _ in asked:
+            chance = rate = self.rate(record)
+            record.depth = 0
+            while record.depth < self.depth and chance >= self.least:
+                record.depth, chance = record.depth + 1, chance * rate
+        return best / plain
+
+    def cost(self, n: int) -> tuple[list[float], float]:
+        """Seconds of a step of so many sequences by the drafts in it, and of each token that it drafts for all."""
+        if n not in self.costs:
+            times = [self.seconds(n + drafts, n, 0) for drafts in range(n * self.most + 1)]
+            self.costs[n] = times, self.seconds(n, n, 1) - times[0]
+        return self.costs[n]

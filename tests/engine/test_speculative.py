@@ -29,7 +29,7 @@ from quire.serving.engine.step_record import Observer
 from quire.serving.request.grammar import Grammars
 from quire.serving.speculative import DRAFTERS
 from quire.serving.speculative.ngram import NgramDrafter
-from quire.serving.speculative.speculator import Record, Speculator
+from quire.serving.speculative.speculator import Rate, Record, Speculator
 from quire.serving.speculative.suffix import SuffixDrafter
 
 LENGTH, DRAFTS = 256, 4
@@ -261,13 +261,59 @@ def test_most_votes_win_among_the_longest_matches():
     assert drafter.propose(sequence([7, 1, 2]), 1) == [6], "what agrees further back is more like it"
 
 
+class Proposed(Observer):
+    """What steps drafted, by the tokens that were known."""
+
+    def __init__(self):
+        self.drafts: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def observe(self, record):
+        for drawn in record.taken.drawn if record.taken else ():
+            seq = drawn.item.seq
+            if drawn.item.asks and seq.proposed and seq.finish_reason is None:
+                self.drafts[tuple(seq.tokens)] = tuple(seq.proposed)
+
+
+def test_a_drafter_catches_up_on_what_it_has_not_followed():
+    """After steps without drafts it says what it would have said; so it does where it finds pages that it never saw."""
+    rng, asked = random.Random(8), [list(range(300, 370)), list(range(300, 350)) + [20, 21]]
+    config = {"method": "draft_model", "model": CONFIGS[2]["model"], "adapts": False}
+    params, found = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), {}
+    for kind in ("always", "at times"):
+        llm = LLM(max_num_seqs=4, max_num_batched_tokens=32, speculative_config=config)
+        seen, trim = Proposed(), llm.engine.speculator.trim
+        llm.engine.observers[:] = [seen]
+
+        def at_times(running, step=trim, speculator=llm.engine.speculator):
+            """Rests for some steps, begins again for some."""
+            step(running)
+            for seq in speculator.records:
+                seq.waits = rng.random() < (0.95 if seq.waits else 0.1)
+                seq.asks = seq.asks if seq.waits else 0
+                seq.drafts = seq.drafts if seq.waits else []
+
+        if kind == "at times":
+            llm.engine.speculator.trim = at_times
+        answers, compiles = [], llm.engine.snapshot().recompiles
+        for prompt in asked:
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+        assert llm.engine.snapshot().recompiles == compiles
+        found[kind] = answers, seen.drafts
+        llm.close()
+    (expected, always), (answers, times) = found["always"], found["at times"]
+    both = always.keys() & times.keys()
+    assert answers == expected and len(both) > 15
+    assert {known: always[known] for known in both} == {known: times[known] for known in both}
+
+
 def speculator(seconds, **config):
     return Speculator(speculation_of({"method": "ngram", **config}), seconds)
 
 
 def running(count, drafts, tokens=50):
     return [
-        Pretended(missing=1, drafts=list(range(drafts)), waits=True, num_output=tokens, index=index)
+        Pretended(missing=1, pending=0, drafts=list(range(drafts)), waits=True, num_output=tokens, index=index, asks=0)
         for index in range(count)
     ]
 
@@ -277,21 +323,11 @@ def test_as_many_drafts_as_pay(rate, slope, expected):
     """Beside the best depth by the formula (1 - a^(k+1)) / (1 - a) over the time of a step."""
     own = speculator(lambda rows, seqs, drafts: 1 + slope * (rows - seqs))
     (seq,) = running(1, 4)
-    own.records = Keyed(Record(accepted=rate * 100, tried=100))
+    own.records, own.drafting = {seq: Record(Rate(24, rate * 1e6, 1e6))}, True
     own.trim([seq])
     speeds = [sum(rate**i for i in range(k + 1)) / (1 + slope * k) for k in range(5)]
     assert speeds.index(max(speeds)) == len(seq.drafts) == expected
     assert seq.waits == (expected > 0)
-
-
-class Keyed(dict):
-    """The same record for everybody."""
-
-    def __init__(self, record):
-        self.record = record
-
-    def __missing__(self, key):
-        return self.record
 
 
 BAD = [

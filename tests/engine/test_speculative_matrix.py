@@ -1,0 +1,135 @@
+"""Every drafter with everything else that an engine does: tokens and log-probabilities are those of plain decoding."""
+
+import random
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire import LLM, SamplingParams
+from quire.serving.engine.step_record import Observer
+
+DRAFT = str(Path(quire.__file__).parent / "model" / "quill_draft")
+DRAFTERS = {
+    "ngram": {"method": "ngram"},
+    "suffix": {"method": "suffix"},
+    "draft_model": {"method": "draft_model", "model": DRAFT},
+    "layers": {"method": "self", "num_layers": 4},
+    "bits": {"method": "self", "quantization": "int8-weights"},
+}
+KINDS = {"plain": {}, "int8 KV": {"kv_cache_dtype": "int8"}, "int4 weights": {"quantization": "int4-64"}}
+ROWS, PAGE = 32, 16
+SHARED = list(range(300, 340))
+
+
+class Seen(Observer):
+    """What happened while a case was served."""
+
+    def __init__(self):
+        self.preempted = self.chunks = 0
+
+    def observe(self, record):
+        self.preempted += sum(seq.num_preemptions for request in record.changed for seq in request.sequences)
+        for item in record.launched.plan.items if record.launched else ():
+            self.chunks += not item.draws
+
+
+def words(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(6, 1280) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Batches of prompts that are asked one after the other, and what must have happened."""
+
+    batches: tuple[tuple[list[int], ...], ...]
+    params: dict
+    cached: bool = False  # the last batch found its beginning
+    preempted: bool = False
+    chunks: bool = False
+
+
+LONG = tuple(SHARED[:8] + words(seed, 40) for seed in range(4))
+CASES = {
+    "prefix hit": Case((((SHARED + [7, 8, 9]),), (SHARED + [9, 9], SHARED[:37] + [50])), {}, cached=True),
+    "chunks": Case(((words(1, 100), words(2, 70)),), {}, chunks=True),
+    "preemption": Case((LONG,), {"max_tokens": 90, "ignore_eos": True}, preempted=True),
+    "disk": Case(((SHARED + [5],), LONG, (SHARED + [5],)), {"ignore_eos": True, "max_tokens": 40}, cached=True),
+    "logprobs": Case(((words(3, 20), SHARED),), {"logprobs": 3, "prompt_logprobs": 2, "temperature": 0.8}),
+    "several choices": Case(((SHARED, words(4, 5)),), {"n": 2, "temperature": 1.0}),
+    "windows": Case(((SHARED + words(5, 30),),), {"max_tokens": 120, "ignore_eos": True}),
+    "grammar": Case(((SHARED, words(6, 9)),), {"structured_outputs": {"regex": "[a-z ]{10,30}[.]"}, "logprobs": 1}),
+    "penalties": Case(((SHARED, words(7, 9)),), {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 1}),
+}
+FEW = {
+    ("plain", drafter, case) for drafter, case in product(("ngram", "draft_model"), ("chunks", "preemption", "disk"))
+}
+CELLS = [
+    pytest.param(*cell, id="-".join(cell), marks=[] if cell in FEW else pytest.mark.slow)
+    for cell in product(KINDS, DRAFTERS, CASES)
+]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Answers to a case, once for each engine; of the engines those of one kind are there at a time."""
+    llms, answers = {}, {}
+
+    def serve(kind: str, drafter: str | None, name: str) -> tuple[list, Seen, int]:
+        if (kind, drafter, name) in answers:
+            return answers[kind, drafter, name]
+        if (kind, drafter) not in llms:
+            for key in [key for key in llms if key[0] != kind or key[1] is not None]:
+                llms.pop(key).close()
+            chosen = None if drafter is None else DRAFTERS[drafter] | {"adapts": False}
+            llms[kind, drafter] = LLM(
+                max_num_seqs=4,
+                max_num_batched_tokens=ROWS,
+                max_model_len=256,
+                block_size=PAGE,
+                kv_cache_memory_bytes=340_000 if kind != "int8 KV" else 230_000,
+                kv_cache_host_bytes=1 << 20,
+                kv_cache_disk=str(tmp_path_factory.mktemp("kv")),
+                speculative_config=chosen,
+                **KINDS[kind],
+            )
+        llm, seen = llms[kind, drafter], Seen()
+        llm.engine.observers[:] = [seen]
+        case = CASES[name]
+        params = SamplingParams(**{"temperature": 0, "max_tokens": 48, "seed": 3} | case.params)
+        outputs = [llm.generate(list(batch), params, use_tqdm=False) for batch in case.batches]
+        found = [
+            [bits(answer) for answer in output.outputs] + [scores(output.prompt_logprobs)]
+            for batch in outputs
+            for output in batch
+        ]
+        cached = min(output.num_cached_tokens for output in outputs[-1])
+        llm.engine.scheduler.check()
+        answers[kind, drafter, name] = found, seen, cached
+        return found, seen, cached
+
+    yield serve
+    for llm in llms.values():
+        llm.close()
+
+
+def bits(answer) -> tuple:
+    return list(answer.token_ids), answer.finish_reason, answer.text, scores(answer.logprobs)
+
+
+def scores(entries) -> list:
+    return [entry and sorted((token, one.logprob, one.rank) for token, one in entry.items()) for entry in entries or ()]
+
+
+@pytest.mark.parametrize(("kind", "drafter", "name"), CELLS)
+def test_the_answers_are_those_of_plain_decoding(served, kind, drafter, name):
+    expected, *_ = served(kind, None, name)
+    found, seen, cached = served(kind, drafter, name)
+    case = CASES[name]
+    assert found == expected
+    assert not case.preempted or seen.preempted
+    assert not case.chunks or seen.chunks
+    assert not case.cached or cached >= PAGE

@@ -282,7 +282,7 @@ class Speculator:
         Of all drafts the likeliest are verified, and a step costs what its rows cost.
         """
         times, drafting = self.cost(n)
-        slower = self.pace(n, True).factor / self.pace(n, False).factor
+        slower = max(1.0, self.pace(n, True).factor / self.pace(n, False).factor)  # below it is chance
         chances = []
         for record, ideas in asked:
             chance = rate = self.rate(record)

@@ -330,6 +330,100 @@ def test_as_many_drafts_as_pay(rate, slope, expected):
     assert seq.waits == (expected > 0)
 
 
+class Chance:
+    """Drafts zeros, which are right, each with a chance; and has an idea at all with another."""
+
+    def __init__(self, rng, rate, ideas):
+        self.rng, self.rate, self.ideas = rng, rate, ideas
+
+    def propose(self, seq, most):
+        return drawn(self.rng, self.rate, most if self.rng.random() < self.ideas else 0)
+
+    def end(self, seq):
+        pass
+
+
+def drawn(rng, rate, count):
+    return [int(rng.random() >= rate) for _ in range(count)]
+
+
+def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500) -> float:
+    """Tokens a second over those of plain decoding, by a clock that goes as the table of step times says.
+
+    Where tokens are waited for, the host's tenth of a millisecond comes on top.
+    """
+
+    def seconds(rows, seqs, drafts):
+        return 8e-4 + 2.5e-5 * rows + drafts * draft
+
+    def new():
+        seq = Pretended(
+            tokens=[0, 0], num_prompt=1, num_output=1, max_tokens=200, missing=1, pending=0, drafts=[], waits=False,
+            asks=0, proposed=[], constraint=None, pool=None,
+        )  # fmt: skip
+        own.begin(seq)
+        return seq
+
+    rng, own = random.Random(1), Speculator(speculation_of(config), seconds)
+    if not own.in_step:
+        own.drafter = Chance(rng, rate, ideas)
+    seqs, now, tokens = [new() for _ in range(count)], 0.0, 0
+    for _ in range(steps):
+        own.trim(seqs)
+        waited, asks = any(seq.waits for seq in seqs), max(seq.asks for seq in seqs)
+        drafts = sum(len(seq.drafts) for seq in seqs)
+        took = seconds(count + drafts, count, asks) + 1e-4 * waited
+        own.took(count, drafts, asks, waited, took)
+        now += took
+        for index, seq in enumerate(seqs):
+            length = len(seq.drafts)
+            right = next((at for at, token in enumerate(seq.drafts) if token), length)
+            seq.tokens += [0] * (1 + right)
+            seq.num_output += 1 + right
+            tokens += 1 + right
+            seq.proposed, seq.pending = drawn(rng, rate, seq.asks), int(not waited)
+            if seq.num_output < seq.max_tokens:
+                own.take_in(seq, length, right)
+            else:
+                own.end(seq)
+                seqs[index] = new()
+            seq.pending = 0
+    return tokens / now * seconds(count, count, 0) / count
+
+
+LAYERS = {"method": "self", "num_layers": 4}
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("config", "draft", "ideas"),
+    [({"method": "ngram"}, 0, 1), ({"method": "ngram"}, 0, 0.3), (LAYERS, 1.5e-4, 1), (LAYERS, 5e-4, 1)],
+)
+def test_drafts_gain_what_they_can_and_cost_next_to_nothing(config, draft, ideas, count):
+    """Beside plain decoding, and beside the best depth for drafts that are right so often, by the formula."""
+    for rate in (0, 0.3, 0.7, 0.95, 1):
+        own = 8e-4 + 2.5e-5 * count
+        best = max(
+            sum(rate**i for i in range(k + 1)) / ((own + 2.5e-5 * count * k + k * draft + 1e-4) / own)
+            for k in range(1, 5)
+        )
+        found = gain(config, count, rate, ideas, draft)
+        assert found > 0.97
+        assert ideas < 1 or found > 0.93 * best
+
+
+def test_drafts_that_cannot_pay_are_not_even_tried():
+    """A step that takes as much longer as it drafts tokens: no draft, and no look, whatever would be accepted."""
+    own = Speculator(speculation_of(LAYERS), lambda rows, seqs, drafts: seqs * 1e-3 + drafts)
+    seqs = running(16, 0)
+    for seq in seqs:
+        seq.pool, seq.max_tokens, seq.waits = None, 100, False
+        own.begin(seq)
+    for _ in range(200):
+        own.trim(seqs)
+        assert not any(seq.asks or seq.waits for seq in seqs)
+
+
 BAD = [
     ({}, "method is missing"),
     ({"method": "oracle"}, "method is 'oracle'; it must be one of ngram"),

@@ -73,6 +73,8 @@ class Pages(RuleBasedStateMachine):
         self.table = PageTable(pages, size, [None, 3 * size, 5], host_cache=host_cache)
         self.live: list[Sequence] = []
         self.planned: dict[Sequence, int] = {}  # up to which position
+        self.accepted: dict[Sequence, list[int]] = {}  # of the drafts after that
+        self.followed: set[tuple] = set()  # texts that a drafter has computed, too
         self.holds: list[dict[int, tuple]] = [{}, {}, {}]
 
     def first_seen(self, group: int, position: int) -> int:
@@ -119,6 +121,8 @@ class Pages(RuleBasedStateMachine):
         self.table.begin(seq, found)
         self.live.append(seq)
         assert seq.num_computed == longest * self.size + found.num_partial < len(tokens)
+        assert seq.followed <= seq.num_computed
+        assert not seq.followed or (salt, *tokens[: seq.followed]) in self.followed
 
     def written(self, seq: Sequence, end: int, group: int) -> dict[int, tuple]:
         """What the rows up to `end` make of its pages."""
@@ -131,7 +135,7 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def plan(self, data):
-        """A sequence is to compute rows; once its prompt is computed, a token is drawn."""
+        """A sequence is to compute rows; once its prompt is computed, a token is drawn, and drafts are verified."""
         seq = data.draw(st.sampled_from(self.live))
         if seq in self.planned:
             return
@@ -148,8 +152,16 @@ class Pages(RuleBasedStateMachine):
             assert free == [group.free for group in self.table.pools], "a refusal must change nothing"
             self.end(seq)
             return
+        if seq.followed == seq.num_computed and data.draw(st.booleans()):
+            seq.followed = end
+            self.followed |= {(seq.cache.salt, *seq.tokens[:count]) for count in range(1, end + 1)}
         self.table.insert(seq, end)
         self.planned[seq] = end
+        if end == len(seq.tokens):
+            drafts = data.draw(st.lists(st.integers(0, 1), max_size=4))
+            while drafts and not self.table.grow(seq, end + len(drafts)):
+                drafts.pop()
+            self.accepted[seq] = drafts[: data.draw(st.integers(0, len(drafts)))]
         for group, pages in enumerate(seq.cache.pages):
             assert all(new == old for old, new in zip(before[group], pages, strict=False))
             assert all(pages[page] for page in range(self.first_seen(group, seq.num_computed), len(pages)))
@@ -165,12 +177,15 @@ class Pages(RuleBasedStateMachine):
         for (group, page), copy in moves.restores.items():
             assert self.table.tree.node_of[group].get(page) is copy.node, "the page is for somebody else by now"
             self.holds[group][page] = copy.data
+        for seq, drafts in self.accepted.items():
+            seq.tokens += drafts
+            self.planned[seq] += len(drafts)
         for seq, end in self.planned.items():
             for group in range(3):
                 self.holds[group] |= self.written(seq, end, group)
         for seq, end in self.planned.items():
             seq.num_computed = end
-        self.planned = {}
+        self.planned, self.accepted = {}, {}
         for seq in self.live:
             for group, table in enumerate(seq.cache.pages):
                 for page in range(self.first_seen(group, seq.num_computed), -(-seq.num_computed // self.size)):
@@ -212,7 +227,7 @@ class Pages(RuleBasedStateMachine):
         """A step fails: the device's pages are gone with all that runs, and what the host has is not."""
         for seq, end in self.planned.items():
             seq.num_computed = end
-        self.planned = {}
+        self.planned, self.accepted = {}, {}
         for seq in list(self.live):
             self.end(seq)
         self.table.forget_device()

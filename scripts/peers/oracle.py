@@ -1,4 +1,4 @@
-"""What drafts gain that are right as often as one wishes: `python -m quire.scripts.bench.oracle`."""
+"""What drafts gain that are right as often as one wishes: `python -m quire.scripts.peers.oracle`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..peers import checkpoint
+from . import checkpoint
 
 PROMPT = 32  # random tokens
 

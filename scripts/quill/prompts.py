@@ -17,13 +17,17 @@ def main(
     out: Annotated[Path, typer.Argument(help="file to write, an object a line")],
     count: Annotated[int, typer.Option(min=1, help="prompts")] = 8000,
     seed: Annotated[int, typer.Option(help="another seed draws other prompts")] = 0,
+    task: Annotated[list[str] | None, typer.Option(help="only these tasks, equally often; may be repeated")] = None,
 ):
     """Write prompts, none of which evaluation asks: its samples come from other generators."""
-    rng, weights = Random(f"heads/{seed}"), {task: weight for task, weight in MIX.items() if task in TASKS}
+    if unknown := [name for name in task or [] if name not in TASKS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not a task; there are {', '.join(TASKS)}", param_hint="--task")
+    rng, weights = Random(f"heads/{seed}"), {name: weight for name, weight in MIX.items() if name in TASKS}
     weights |= dict.fromkeys(("lookup_200", "lookup_400", "lookup_600"), 0.3)
+    weights = dict.fromkeys(task, 1.0) if task else weights
     with out.open("w") as file:
-        for task in rng.choices(list(weights), list(weights.values()), k=count):
-            example = TASKS[task](rng)
+        for name in rng.choices(list(weights), list(weights.values()), k=count):
+            example = TASKS[name](rng)
             asked = {"prompt": example.prompt} if example.plain else {"messages": example.messages}
             file.write(json.dumps(asked) + "\n")
 

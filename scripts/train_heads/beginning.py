@@ -19,8 +19,7 @@ def new_heads(
     kind: str, target: ModelConfig, count: int, depth: int, own_head: bool, vocab: int
 ) -> tuple[DraftHeads, dict[str, Any]]:
     """Heads for a model and their config.json; what is said of another kind than this has no meaning."""
-    if kind not in KINDS:
-        raise ModelError(f"heads of kind {kind!r} cannot be trained; those of kind {', '.join(KINDS)} can")
+    check_kind(kind)
     names, of_all = (), {"vocab_size": target.vocab_size, "hidden_size": target.dim, "torch_dtype": target.dtype}
     if kind == "medusa":
         names = ("blocks.0.layers.0.bias",)
@@ -36,6 +35,11 @@ def new_heads(
         if L < 5:  # too few for the places that features are taken from elsewhere
             hf |= {"eagle_aux_hidden_state_layer_ids": [1, (L + 1) // 2, L]}
     return heads_of(hf, names, target, kind), hf
+
+
+def check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ModelError(f"heads of kind {kind!r} cannot be trained; those of kind {', '.join(KINDS)} can")
 
 
 def layer_like(target: ModelConfig) -> dict[str, Any]:

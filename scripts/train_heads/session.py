@@ -18,12 +18,13 @@ from rich.table import Table
 
 from ...model import draft_heads
 from ...model.checkpoint import hub, loader
+from ...model.checkpoint.folder import CONFIG, read_json
 from ...model.config import ModelConfig, ModelError
 from ...model.draft_heads import DraftHeads, DraftHeadsWeights
 from ...model.weights import ModelWeights
 from ...ops.linear import rows
 from .answers import Answers, Rows, batches, load, pack, parts, read_prompts, write
-from .beginning import at_dtype, first_weights, new_heads
+from .beginning import at_dtype, check_kind, first_weights, new_heads
 from .lesson import judge, loss_of
 from .settings import Settings
 
@@ -42,7 +43,11 @@ class Session:
         if settings.length > served.max_len:
             raise ModelError(f"length is {settings.length}; the model reads at most {served.max_len} tokens")
         s = settings
-        found, self.hf = new_heads(s.kind, served, s.heads, s.depth, not s.shared_head, s.draft_vocab)
+        if s.start is None:
+            found, self.hf = new_heads(s.kind, served, s.heads, s.depth, not s.shared_head, s.draft_vocab)
+        else:
+            check_kind(s.kind)
+            found, self.hf = draft_heads.read_heads(s.start, served, s.kind), read_json(s.start / CONFIG)
         self.written, self.heads = found, at_dtype(found, self.target.dtype)
 
     def run(self) -> None:
@@ -95,7 +100,10 @@ class Session:
         s, console = self.settings, self.console
         learned, held = halves(len(answers), s.held_out)
         config, weights = self.target, with_dense_head(loader.load(self.folder, self.target, plain=True))
-        own = first_weights(self.heads, weights, answers, s.seed)
+        if s.start is None:
+            own = first_weights(self.heads, weights, answers, s.seed)
+        else:
+            own = draft_heads.load(s.start, self.heads, plain=True)
         tokens_U, own = own.tokens_U, master(own.replace(tokens_U=None))
         tx = optimizer(s)
         state, step = {"own": own, "opt": tx.init(own)}, 0
@@ -106,7 +114,7 @@ class Session:
             state, step = manager.restore(latest, args=ocp.args.StandardRestore(state)), latest
         count = sum(leaf.size for leaf in jax.tree.leaves(own))
         console.print(f"{s.kind}: {count / 1e6:.2f} M parameters; step {step} of {s.steps}", highlight=False)
-        places = s.heads if s.kind == "medusa" else s.places
+        places = self.heads.count if s.kind == "medusa" else s.places
         train = make_step(self.heads, config, tx, places)
         look = jax.jit(lambda own, weights, batch: judge(self.heads, own, weights, config, batch, places + 1))
 

@@ -23,6 +23,9 @@ class Settings:
     depth: int = flag(1, SHAPE, "medusa: residual blocks of a head.", "N")
     shared_head: bool = flag(False, SHAPE, "medusa: use the model's output matrix, in place of one for each head.")
     draft_vocab: int = flag(0, SHAPE, "eagle3: tokens that can be drafted, those written most.", "N", "all")
+    start: Path | None = flag(
+        None, SHAPE, "Folder of heads to go on from; they are what it says.", "FOLDER", "new ones"
+    )
     prompts: Path | None = flag(
         None, DATA, "A prompt a line; or .jsonl, objects with prompt or messages.", "FILE", "the beginning of a text"
     )

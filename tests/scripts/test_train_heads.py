@@ -341,6 +341,17 @@ def test_training_that_was_left_ends_with_the_same_weights(tmp_path, bundled, sa
     assert same(whole, parted) and not again.stop
 
 
+def test_heads_go_on_from_others(tmp_path, bundled, said):
+    """Where nothing is learned they are those that it was begun with; of another kind they are refused."""
+    session(bundled, tmp_path / "a", said, kind="medusa", heads=2, shared_head=True).run()
+    start = tmp_path / "a" / "heads"
+    session(bundled, tmp_path / "b", said, kind="medusa", start=start, rate=1e-12, steps=2).run()
+    assert same(tmp_path / "a", tmp_path / "b")
+    for kind in ("eagle", "mtp"):
+        with pytest.raises(ModelError):
+            session(bundled, tmp_path / "c", said, kind=kind, start=start)
+
+
 def test_a_folder_goes_on_as_it_was_begun(tmp_path, bundled, said):
     Settings(**QUICK).begin(tmp_path)
     Settings(**QUICK).begin(tmp_path)

@@ -45,6 +45,11 @@ def draft_source(
     chosen = options.speculation
     if chosen is None or not chosen.in_step:
         return None
+    if options.num_processes > 1:
+        raise ModelError(
+            f"{FIELD}.method is {chosen.method!r} with num_processes {options.num_processes}: a drafter that computes "
+            "is for the devices of one process; use the method ngram or suffix"
+        )
     last = None if mesh is None else stage_meshes(mesh)[-1]
     if chosen.method == "self":
         return part_of(chosen, options, folder, config, last)
@@ -128,12 +133,11 @@ def heads_on(
     mesh: Mesh | None,
 ) -> DraftSource:
     """Heads that were trained for the model, from a folder of their own or its own."""
-    for name in ("pipeline_parallel_size", "num_processes"):
-        if getattr(options, name) > 1:
-            raise ModelError(
-                f"{FIELD}.method is {chosen.method!r} with {name} {getattr(options, name)}: heads draft with tables of "
-                "both ends of the model; use the method draft_model, ngram or suffix"
-            )
+    if options.pipeline_parallel_size > 1:
+        raise ModelError(
+            f"{FIELD}.method is {chosen.method!r} with pipeline_parallel_size {options.pipeline_parallel_size}: heads "
+            "draft with tables of both ends of the model; use the method draft_model, ngram or suffix"
+        )
     if options.weights_host_bytes is not None:
         raise ModelError(
             f"{FIELD}.method is {chosen.method!r}, and weights_host_bytes is given: heads draft with the model's own "

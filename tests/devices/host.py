@@ -73,8 +73,6 @@ def main() -> None:
         runner.reset()
         llm.reset_prefix_cache()
         found |= {"again": answers(llm, 32), "recompiles": runner.compiles.recompiles}
-        drafts = llm.engine.snapshot().drafts
-        found["accepted"] = 0 if drafts is None else drafts.accepted[0]
         with open(out, "w") as file:
             json.dump(found, file)
 

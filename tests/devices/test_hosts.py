@@ -30,7 +30,6 @@ from quire.serving.multihost.leader import EXIT
 HERE = Path(__file__).parent
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 4 << 20}
 FEW = {"max_num_seqs": 4, "max_num_batched_tokens": 16}  # and few programs
-DRAFTS = {"speculative_config": {"method": "self", "num_layers": 2, "adapts": False}}
 LIMIT = 240  # seconds; a test that waits longer has failed
 
 
@@ -105,12 +104,10 @@ def converted(folder, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "stored", "data", "more"), [(2, "folder", 1, {}), (4, "converted", 2, {}), (2, "folder", 2, DRAFTS)]
-)
-def test_the_same_answers(processes, stored, data, more, folder, alone, started, tmp_path, request):
+@pytest.mark.parametrize(("processes", "stored", "data"), [(2, "folder", 1), (4, "converted", 2)])
+def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_path, request):
     """200 requests; some of them again after sleep and a reset. Sums go another way, so scores differ a little."""
-    shared, out = engine_options(data, **together(processes), **more), tmp_path / "found"
+    shared, out = engine_options(data, **together(processes)), tmp_path / "found"
     model = request.getfixturevalue(stored)
     running = [
         started(
@@ -129,7 +126,6 @@ def test_the_same_answers(processes, stored, data, more, folder, alone, started,
             np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-4)
     assert len(found["first"]) == 225  # some of the 200 have two
     assert found["recompiles"] == alone["recompiles"] == 0
-    assert (found["accepted"] > 20) == bool(more)
     if data == 1:
         assert found["read"] < alone["read"] / 20  # norms; of the rest each process reads its part
     for index in range(1, processes):

@@ -1,7 +1,4 @@
-"""Replicas on Ray Serve: one of them is killed under load, all are replaced under load, and no request is lost.
-
-The replicas draft, and the engine with which their answers are compared does not.
-"""
+"""Replicas on Ray Serve: one of them is killed under load, all are replaced under load, and no request is lost."""
 
 import json
 import os
@@ -47,9 +44,8 @@ pytestmark = pytest.mark.slow
 
 def plan_of(port: int, **scale: Any) -> DeploymentPlan:
     chosen = ReplicaOptions(replica_resources={"CPU": 0.1}, **scale)
-    options = OPTIONS | {"speculative_config": {"method": "self", "num_layers": 2, "adapts": False}}
     return DeploymentPlan(
-        ((FOLDER, ("m",)),), ServerSettings(port=port, api_keys=("key",)), options, chosen, log_level="warning"
+        ((FOLDER, ("m",)),), ServerSettings(port=port, api_keys=("key",)), OPTIONS, chosen, log_level="warning"
     )
 
 

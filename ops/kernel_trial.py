@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -30,7 +30,10 @@ SECONDS = 240  # for a trial: it starts JAX and compiles a few kernels
 WAIT = 1800  # seconds for the verdicts of other processes, which may still be reading weights
 REPEATS = 50
 A_ROW = 2  # times the error allowed of all rows together is allowed of one
-PACKAGES = "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc"
+PACKAGES = (
+    "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc",
+    "flashinfer-python", "jax-tvm-ffi", "apache-tvm-ffi",
+)  # fmt: skip
 log = logging.getLogger("quire")
 lock = Lock()
 
@@ -62,6 +65,7 @@ class TriedKernel:
     module: str  # has `cases(kind) -> list[Case]`, where kind is a dict of JSON; the process that tries imports it
     work: str  # "attention": what it serves, for the log
     sources: Iterable[Path]  # on which its results depend, beside this file
+    ready: Callable[[dict], str | None] = lambda kind: None  # why it is not there, once it was built for a kind
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def require_pass(kernel: TriedKernel, kind: dict, declined: str | None = None) -
 
 @cache
 def warn_once(work: str, reason: str) -> None:
-    log.warning("%s runs in XLA on this GPU, which is slow: its kernel is not in use: %s", work, reason)
+    log.warning("%s: its kernel is not in use on this GPU, and what serves in its place is slower: %s", work, reason)
 
 
 @cache
@@ -154,6 +158,8 @@ def refusal(kernel: TriedKernel, kind: str, setting: str) -> str | None:
         return "QUIRE_MOSAIC is off"
     if setting not in ("", "trusted"):
         return f"QUIRE_MOSAIC is {setting!r}, and can be off or trusted"
+    if (lacking := kernel.ready(json.loads(kind))) is not None:
+        return lacking
     passed = folder() / f"{digest(kernel, kind)}.json"
     if setting == "trusted" or os.path.exists(passed):  # Path.exists raises where reading is not allowed
         return None

@@ -11,7 +11,7 @@ from .. import __version__
 
 PACKAGES = (
     "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub",
-    "minijinja", "typer", "rich", "matplotlib",
+    "minijinja", "typer", "rich", "matplotlib", "flashinfer-python", "jax-tvm-ffi",
 )  # fmt: skip
 CPU_FLAGS = (
     "avx2",
@@ -119,10 +119,10 @@ def kernels():
 
 def attention():
     """Each kind of attention, and the first implementation in order that takes it."""
-    from ..ops.attention.mosaic_gpu import has_gpu
+    from ..ops.attention.mosaic_gpu import is_gpu
 
-    if has_gpu():
-        print("(a GPU's kernels are tried the first time that they are asked for: a minute or two)", file=sys.stderr)
+    if is_gpu():
+        print("(a GPU's kernels are tried the first time that they are asked for: some minutes)", file=sys.stderr)
     for case, trace in cases():
         name, declined = first_to(trace)
         yield case, "; ".join((name, *declined))

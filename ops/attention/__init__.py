@@ -10,7 +10,10 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from ..implementations import choose
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with the reason.
-IMPLEMENTATIONS = {"native": ".native", "mosaic_tpu": ".mosaic_tpu", "mosaic_gpu": ".gated_mosaic_gpu", "xla": ".xla"}
+IMPLEMENTATIONS = {
+    "native": ".native", "mosaic_tpu": ".mosaic_tpu", "mosaic_gpu": ".gated_mosaic_gpu",
+    "flashinfer": ".flashinfer_gpu", "xla": ".xla",
+}  # fmt: skip
 
 
 @struct.dataclass

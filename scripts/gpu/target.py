@@ -15,6 +15,7 @@ from jax.experimental import topologies
 
 from ...model.planning.cost import DEVICES
 from ...ops.attention import mosaic_gpu
+from ...ops.attention.flashinfer import library
 from ...serving.device import graphs
 
 DRIVER = (12, 9)  # CUDA's; without it XLA leaves calls and products out of its graphs
@@ -116,6 +117,10 @@ def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
             (jax, "devices", lambda *asked: devices),
             (jax, "local_devices", lambda *asked: devices),
             (graphs, "driver_version", lambda: 1000 * DRIVER[0] + 10 * DRIVER[1]),
+            # Nothing is run here, so that a call of FlashInfer's kernel needs no FlashInfer.
+            (library, "PACKAGES", ("jax-tvm-ffi",)),
+            (library, "built", lambda kernel: ("", None)),
+            (library, "load", lambda path: None),
         ):
             changed.enter_context(mock.patch.object(target, attribute, value))
         # No card is here on which the kernels could be tried.

@@ -60,9 +60,14 @@ BOUNDS = (
 @pytest.fixture(scope="module")
 def results():
     """What the command says of every step."""
+    return compiled("h200", *(bound.case for bound in BOUNDS))
+
+
+def compiled(target: str, *names: str) -> dict[str, dict]:
+    """What the command says of the steps of these names."""
     assert LACKING is None, LACKING
     plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "QUIRE_GRAPHS")}
-    command = [sys.executable, "-m", "quire.scripts.gpu.ahead", "--json", *(bound.case for bound in BOUNDS)]
+    command = [sys.executable, "-m", "quire.scripts.gpu.ahead", "--json", "--target", target, *names]
     done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=1500)
     assert not done.returncode, done.stderr[-3000:]
     return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
@@ -78,6 +83,17 @@ def test_a_step_within_its_bounds(results, bound):
     assert found["temporaries"] <= bound.temporaries * 1e6
     assert found["moved"] <= bound.moved * found["needed"]
     assert not any(found["copied"].values()), found["copied"]
+
+
+@pytest.mark.parametrize("target", ["a100", "b200"])
+def test_on_other_cards_attention_is_a_call_of_flashinfer(target):
+    """In the step's one graph, with a plan that is made once: XLA's attention runs thousands of launches."""
+    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'")
+    name = "llama-3-8b, bf16, batch 64"
+    found = compiled(target, name)[name]
+    assert found["graphs"] == 1 and found["outside"] == {} and not any(found["copied"].values())
+    assert found["launches_a_layer"] <= 14 and found["launches"] <= 45 and found["executed"] <= 500
+    assert found["temporaries"] <= 35e6 and found["moved"] <= 1.13 * found["needed"]
 
 
 def test_bounds_are_of_cases():

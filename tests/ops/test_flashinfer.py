@@ -1,0 +1,390 @@
+"""Attention by FlashInfer without a card: its plan, its arguments, what it declines, and what happens without it.
+
+In the kernel's place is a function of numpy (`flashinfer_kernel.py`), which jax-tvm-ffi calls as it calls FlashInfer.
+"""
+
+import dataclasses
+import json
+import tomllib
+from functools import partial
+from pathlib import Path
+
+import flashinfer_kernel
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run
+from cases import cases
+
+from quire import LLM
+from quire.model.config import ModelError
+from quire.ops import attention, kernel_trial
+from quire.ops.attention import KVPages, QueryRows, accuracy_trial, flashinfer_gpu, mosaic_gpu, native
+from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays, attend
+from quire.ops.attention.flashinfer import library
+from quire.ops.attention.flashinfer.plan import PlanShape, make_plan
+from quire.ops.implementations import NoImplementation, variance
+from quire.ops.kernel_trial import Found, measure
+from quire.serving.api.params import SamplingParams
+
+PROCESSORS = 108
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch, tmp_path):
+    """A machine with an A100, to believe what it says."""
+    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: False)
+    monkeypatch.setattr(mosaic_gpu, "capability", lambda: "8.0")
+    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: PROCESSORS)
+    monkeypatch.setattr(library, "built", lambda kernel: ("", None))
+    monkeypatch.setattr(library, "missing", lambda: None)
+    # XLA keeps a function for each name as long as the process lives: so each name has this one.
+    monkeypatch.setattr(library, "PLATFORM", "cpu")
+    monkeypatch.setattr(library, "load", lambda path: lambda *given: flashinfer_kernel.paged_run(*given))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
+    another_process()
+    yield
+    another_process()
+
+
+def another_process() -> None:
+    kernel_trial.verdict.cache_clear()
+    kernel_trial.warn_once.cache_clear()
+    jax.clear_caches()
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The function of numpy is called, on the CPU; it serves float32 and small heads besides."""
+    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'")
+    monkeypatch.setattr(flashinfer_gpu, "DTYPES", ("float32", "bfloat16", "float16"))
+    monkeypatch.setattr(flashinfer_gpu, "WIDTHS", (16, 32, 64, 128, 256))
+
+
+SHAPES = {
+    "gqa": Shape(),
+    "mha": Shape(K=4, G=1),
+    "mqa": Shape(K=1, G=4, H=32),
+    "wide group": Shape(K=1, G=60, T=32),
+    "seven heads": Shape(K=2, G=7),
+    "page 1": Shape(S=1),
+    "page 96": Shape(S=96),
+    "window": Shape(window=40),
+    "window 1": Shape(window=1, S=8),
+    "soft cap": Shape(soft_cap=2.0, window=70),
+    "sinks": Shape(sinks=True, window=24),
+    "sinks alone": Shape(sinks=True),
+    "few rows": Shape(T=5, B=4),
+    "one sequence": Shape(T=64, B=1),
+    "decoding": Shape(T=16, B=16),
+    "decoding, window": Shape(T=16, B=16, window=33, S=8),
+}
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_is_attention(kernel, name):
+    """Against float64: random steps, NaN in all that nobody owns, stale numbers in tables."""
+    shape, rng = SHAPES[name], np.random.default_rng(3)
+    for _ in range(cases(20, least=4)):
+        check(shape, ragged(shape, rng), rng, partial(attention.paged_attention, implementation="flashinfer"))
+
+
+@pytest.mark.parametrize("processors", [1, 8, 500])
+def test_contexts_are_cut_for_any_number_of_processors(kernel, monkeypatch, processors):
+    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: processors)
+    rng = np.random.default_rng(processors)
+    for shape in (Shape(S=8, T=3, B=3), Shape(S=8, T=40, B=3, window=150)):
+        sequences = [Sequence(1, LONGEST - 1, 1), Sequence(2, 3, 1), Sequence(3, 130, 1)]
+        check(shape, sequences, rng, partial(attention.paged_attention, implementation="flashinfer"))
+
+
+def test_a_step_without_rows(kernel):
+    shape = Shape(T=4, B=2)
+    case = build(shape, [Sequence(1, 20, 0)], np.random.default_rng(0))
+    out, _ = run(shape, case, partial(attention.paged_attention, implementation="flashinfer"))
+    assert not out.any()
+
+
+def naive(shape: PlanShape, rows: QueryRows) -> set[tuple[int, int, int, int]]:
+    """Every (row, head of a KV head, first key, end) that must be there, with contexts whole."""
+    found = set()
+    starts, positions = np.asarray(rows.starts_B1), np.asarray(rows.positions_T)
+    for b in range(shape.sequences):
+        for row in range(starts[b], starts[b + 1]):
+            for head in range(shape.group):
+                seen = positions[row] + 1
+                first = 0 if shape.window is None else max(0, seen - shape.window)
+                found.add((row, head, first, seen))
+    return found
+
+
+@pytest.mark.random
+def test_a_plan_covers_each_key_of_each_row_once():
+    """In real sizes, for any lengths: parts follow each other, and each result has a place of its own."""
+    rng, cut = np.random.default_rng(5), 0
+    for _ in range(cases(60, least=12)):
+        shape = PlanShape(
+            rows=int(rng.choice([8, 64, 300])), sequences=int(rng.choice([1, 8, 40])), heads=32,
+            kv_heads=int(rng.choice([1, 2, 8, 32])), width=128, page=int(rng.choice([1, 16, 64, 256])), table=4096,
+            window=None if rng.random() < 0.5 else int(rng.choice([1, 500, 4096])),
+            processors=int(rng.choice([1, 46, 108, 148])),
+        )  # fmt: skip
+        rows = random_rows(shape, rng)
+        plan = jax.tree.map(np.asarray, jax.jit(partial(make_plan, shape))(rows))
+        cut += covers(shape, rows, plan)
+    assert cut > 5, "few contexts were cut"
+
+
+def random_rows(shape: PlanShape, rng: np.random.Generator) -> QueryRows:
+    """Sequences that decode or bring a chunk, some of them without rows, and padding."""
+    B, T, left = shape.sequences, shape.rows, shape.rows
+    counts, positions = np.zeros(B, int), rng.integers(0, 9, T)
+    for b in rng.permutation(B):
+        counts[b] = min(left, int(rng.choice([0, 1, 1, 1, rng.integers(1, T + 1)])))
+        left -= counts[b]
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    for b in range(B):
+        most = shape.table * shape.page - counts[b]
+        first = int(rng.integers(0, most + 1)) if rng.random() < 0.5 else int(rng.integers(0, min(most, 900) + 1))
+        positions[starts[b] : starts[b + 1]] = first + np.arange(counts[b])
+    tables = rng.integers(0, 1 << 20, (B, shape.table))
+    return QueryRows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, np.zeros(T))))
+
+
+def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
+    """That a plan is right, by what it lists; whether it cuts a context."""
+    at, words, G = shape.places, plan.words, shape.group
+    assert len(words) == at["end"]
+
+    def listed(name: str, count: int) -> np.ndarray:
+        return words[at[name] : at[name] + count]
+
+    counts = words[at["counts"] : at["end"]].view(np.uint8)[: shape.items].astype(bool)
+    (keys,), (total,) = listed("keys_a_part", 1), listed("rows", 1)
+    starts, positions = np.asarray(rows.starts_B1), np.asarray(rows.positions_T)
+    assert total == starts[-1] and keys >= 1 and keys % shape.page == 0 and not counts[counts.sum() :].any()
+    first, before = listed("first_result", shape.sequences + 1), listed("results_before", shape.rows + 1)
+    assert before[total] <= shape.parts and before[0] == 0 and (before[total:] == before[total]).all()
+    found, places = {}, set()
+    for b, tile, part in np.stack([listed(name, shape.items)[counts] for name in ("sequence", "tile", "part")], axis=1):
+        count = starts[b + 1] - starts[b]
+        length = positions[starts[b + 1] - 1] + 1
+        left = length if shape.window is None else shape.window - 1
+        start = max(length + tile * shape.tile // G - count - left, 0)
+        low, high = min(part * keys + start, length), min((part + 1) * keys + start, length)
+        each = -(-min(length, left + shape.tile) // keys)
+        for pair in range(tile * shape.tile, min((tile + 1) * shape.tile, count * G)):
+            row, head = pair // G, pair % G
+            place = first[b] + row * each + part
+            assert before[starts[b] + row] <= place < before[starts[b] + row + 1]
+            assert (place, head) not in places
+            places.add((place, head))
+            found.setdefault((starts[b] + row, head), []).append((low, high))
+    assert len(places) == before[total] * G, "a place that is read is not written"
+    for row, head, low, end in naive(shape, rows):
+        pieces = sorted(found.pop((row, head)))
+        assert pieces[0][0] <= low and pieces[-1][1] >= end
+        assert all(one[1] == two[0] for one, two in zip(pieces, pieces[1:], strict=False))
+    assert not found
+    for b in range(shape.sequences):
+        own = plan.pages[plan.first_page_B1[b] : plan.first_page_B1[b + 1]]
+        length = positions[starts[b + 1] - 1] + 1 if starts[b + 1] > starts[b] else 0
+        np.testing.assert_array_equal(own, np.asarray(rows.tables_BM)[b, : -(-length // shape.page)])
+        assert not length or (len(own) - 1) * shape.page + plan.last_page_B[b] == length
+    return len(places) > total * G
+
+
+@pytest.mark.parametrize("processors", [2, 108])
+def test_its_trials_find_it_right_and_find_a_fault(kernel, monkeypatch, processors):
+    """A small kind, in float16: the trial's own cases, then a kernel that forgets a key."""
+    kind = {"heads": 4, "kv_heads": 2, "width": 64, "window": 100, "soft_cap": None, "sinks": True, "page": 16}
+    kind |= {"dtype": "float16"}
+    most = {"sequences": 6, "length": 400, "layers": 2}
+    small = [
+        dataclasses.replace(trial, **{name: min(getattr(trial, name), bound) for name, bound in most.items()})
+        for trial in flashinfer_gpu.trials(kind)
+    ]
+    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: processors)
+    for trial in small:
+        found = measure(AttentionCase(trial, flashinfer_gpu.attend), 0, repeats=2)
+        assert found.wrong is None, (trial, found)
+
+    right = flashinfer_kernel.paged_run
+
+    def forgets(*given):
+        right(*given[:14], given[14] - 8, *given[15:])
+
+    monkeypatch.setattr(flashinfer_kernel, "paged_run", forgets)
+    assert measure(AttentionCase(small[0], flashinfer_gpu.attend), 0, repeats=1).wrong
+
+
+def lowered(trial: Trial) -> str:
+    q, pages, rows, sinks = arrays(trial, 1)
+    step = partial(attend, trial, partial(attention.paged_attention, implementation="flashinfer"))
+    return jax.jit(step).trace(q, pages, rows, sinks).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_what_xla_calls():
+    """Operands and attributes of the call, as a program for CUDA has them; nothing asks the host."""
+    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'")
+    text = lowered(Trial("", 16, 300, heads=32, kv_heads=8, window=128, sinks=True))
+    (call,) = [line for line in text.splitlines() if "custom_call @quire.flashinfer" in line]
+    assert "@quire.flashinfer.quire_bfloat16_128_window_sinks.8.0(" in call
+    shape = PlanShape(16, 16, 32, 8, 128, 16, 19, 128, PROCESSORS)
+    info = ", ".join(map(str, shape.info))
+    assert f"info = dense<[{info}]> : tensor<15xi64>" in call
+    assert "window_left = 127 : i64" in call and "soft_cap = 0.000000e+00 : f64" in call
+    assert "scale = 0.0883883476" in call
+    end, pages = shape.places["end"], 16 * 19
+    operands = [
+        "16x32x128xbf16", "305x16x8x128xbf16", "305x16x8x128xbf16", f"{end}xi32", "17xi32", "17xi32", f"{pages}xi32",
+        "16xi32", "32xf32",
+    ]  # fmt: skip
+    results = "16x32x128xbf16", f"{shape.scratch}xf32"
+    types = ", ".join(f"tensor<{each}>" for each in operands)
+    assert f"({types}) -> ({', '.join(f'tensor<{each}>' for each in results)})" in call
+    assert "callback" not in text and text.count("custom_call @quire") == 1
+
+
+DECLINED = {
+    "queries and pages must both be": Trial("", 2, 30, dtype="float32"),
+    "not codes of eight bits": Trial("", 2, 30, page=32, codes="int8"),
+    "none within the other (MLA)": Trial("", 2, 30, heads=8, kv_heads=1, width=576, values=512),
+    "of one width of (64, 128, 256), not 96": Trial("", 2, 30, width=96),
+    "both sinks and a soft cap": Trial("", 2, 30, sinks=True, soft_cap=5.0),
+}
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_it_declines(reason, caplog):
+    trial = DECLINED[reason]
+    with pytest.raises(NoImplementation) as failure:
+        lowered(trial)
+    assert reason in str(failure.value) and "attention by FlashInfer" in caplog.text
+
+
+def test_pages_of_pairs_are_declined():
+    q, pages, rows, _ = arrays(Trial("", 2, 30), 1)
+    both_PSKYH = jnp.stack([pages.k_PSKH, pages.v_PSKH], axis=3)
+    paired = KVPages(kv_PSYH=both_PSKYH.reshape(*both_PSKYH.shape[:2], -1, 128))
+    with pytest.raises(NotImplementedError, match="arrays of their own"):
+        flashinfer_gpu.require(q, paired, soft_cap=None, sinks_N=None, value_dim=None)
+
+
+@pytest.mark.parametrize(("capability", "serves"), [
+    ("7.5", False), ("8.0", True), ("8.9", True), ("10.0", True), ("12.0", True), ("gfx942", False),
+])  # fmt: skip
+def test_the_cards_that_it_is_for(monkeypatch, capability, serves):
+    monkeypatch.setattr(mosaic_gpu, "capability", lambda: capability)
+    assert (flashinfer_gpu.card_declines() is None) == serves
+    assert serves or capability in flashinfer_gpu.card_declines()
+
+
+def test_without_the_extra_the_reason_names_the_remedy(monkeypatch, caplog):
+    monkeypatch.setattr(library, "missing", MISSING)
+    monkeypatch.setattr(library, "version", lambda package: absent(package))
+    with pytest.raises(NoImplementation, match=r"pip install 'quire\[flashinfer\]'"):
+        lowered(Trial("", 2, 30))
+    assert "flashinfer-python is not installed: pip install 'quire[flashinfer]'" in caplog.text
+    monkeypatch.setattr(library, "version", lambda package: "0.5.0")
+    another_process()
+    with pytest.raises(NoImplementation, match=r"of version 0.5.0, and the arguments of 0.7.2.post1 are known"):
+        lowered(Trial("", 2, 30))
+
+
+MISSING = library.missing  # before a test says that nothing is
+
+
+def test_the_extra_installs_the_version_that_is_known():
+    project = tomllib.loads((Path(attention.__file__).parents[2] / "pyproject.toml").read_text())
+    assert f"flashinfer-python=={library.KNOWN}" in project["project"]["optional-dependencies"]["flashinfer"]
+
+
+def absent(package: str) -> str:
+    raise library.PackageNotFoundError(package)
+
+
+def test_what_cannot_be_built_is_left_to_xla(monkeypatch, caplog):
+    monkeypatch.setattr(library, "built", lambda kernel: ("", f"nvcc: no {kernel.capability}"))
+    trial = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
+    inputs = arrays(trial, 1)
+    monkeypatch.setattr(native, "paged_attention", declines)
+    out = jax.jit(partial(attend, trial, attention.paged_attention))(*inputs)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), accuracy_trial.reference(trial, *inputs), rtol=2e-2, atol=1e-2
+    )
+    assert "attention by FlashInfer: its kernel is not in use on this GPU" in caplog.text
+    assert "nvcc: no 8.0" in caplog.text
+
+
+def declines(*_, **__):
+    raise NotImplementedError("there is another")
+
+
+def test_a_build_that_fails_says_why(monkeypatch):
+    """Without FlashInfer, or without nvcc, the process that builds ends."""
+    monkeypatch.undo()
+    library.built.cache_clear()
+    path, reason = library.built(library.Kernel("nothing", 64, False, False, False, "8.0"))
+    library.built.cache_clear()
+    assert not path and reason is not None and "could not be built" in reason and "rror" in reason
+
+
+def test_it_is_tried_before_it_serves(monkeypatch):
+    tried = []
+
+    def test(module: str, kind: str):
+        tried.append((module, json.loads(kind)))
+        return {"decoding": Found(0.5, 0.5, 0, 6e-3)}
+
+    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.delenv("QUIRE_MOSAIC")
+    with pytest.raises(NoImplementation, match="it is wrong on this GPU: decoding by 5.0e-01"):
+        lowered(Trial("", 2, 30, window=20))
+    assert tried == [
+        ("quire.ops.attention.flashinfer_gpu",
+         {"heads": 32, "kv_heads": 8, "width": 128, "window": 20, "soft_cap": None, "sinks": False, "page": 16,
+          "dtype": "bfloat16"}),
+    ]  # fmt: skip
+    monkeypatch.setenv("QUIRE_MOSAIC", "off")
+    another_process()
+    with pytest.raises(NoImplementation, match="QUIRE_MOSAIC is off"):
+        lowered(Trial("", 2, 30, window=20))
+    assert len(tried) == 1
+
+
+def test_its_bits_vary_and_a_program_says_so(kernel):
+    trial = Trial("", 2, 30, heads=4, kv_heads=2, width=64, dtype="float16")
+    step = partial(attend, trial, partial(attention.paged_attention, implementation="flashinfer"))
+    traced = jax.jit(step).trace(*arrays(trial, 1))
+    assert variance(traced.jaxpr.jaxpr) == {flashinfer_gpu.varies()}
+
+
+def test_an_engine_gives_the_same_tokens(kernel, monkeypatch):
+    """Prompts in chunks, shared beginnings and decoding together, in the engine's step; invariance is refused."""
+    options = {"dtype": "float32", "max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+    prompts = ["Once upon a time", "Long ago there was", "Sort: 52 31 90", "Once upon a time there was a fox. " * 3]
+    params = [SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=20) for n in range(len(prompts))]
+
+    def answers() -> list[list[int]]:
+        another_process()
+        with LLM(**options) as llm:
+            return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+
+    wanted, calls = answers(), []
+    right = flashinfer_kernel.paged_run
+
+    def counted(*given):
+        calls.append(len(given))
+        right(*given)
+
+    monkeypatch.setattr(flashinfer_kernel, "paged_run", counted)
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"flashinfer": ".flashinfer_gpu"})
+    assert answers() == wanted and len(calls) > 20
+    another_process()
+    with pytest.raises(ModelError, match="require_invariance is set, and here .*: attention by FlashInfer cuts"):
+        LLM(**options, require_invariance=True)

@@ -39,6 +39,17 @@ class QueryRows:
     starts_B1: Any  # sequence b has the rows starts[b] .. starts[b + 1]; padding rows come after the last
     tables_BM: Any  # page numbers of each sequence; page 0 is a dummy
     slots_T: Any  # page * S + offset: where each row's key and value are written; for padding page 0
+    arrivals: Any = None  # a reference to zeros in which a kernel counts; they are zeros again after it
+
+
+def new_arrivals():
+    """`QueryRows.arrivals` for all layers of a step, which a layer alone makes for itself; None without a GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    from .mosaic import paged  # only now: it imports a compiler
+    from .mosaic_gpu import num_processors
+
+    return paged.new_arrivals(num_processors())
 
 
 def page_dtype(dtype):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..kernel_trial import Found, measure
-from . import KVPages, QueryRows, xla
+from . import KVPages, QueryRows, new_arrivals, xla
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
 
@@ -82,9 +82,10 @@ class AttentionCase:
         return held, given, np.stack(wanted)
 
     def run(self, held, given):
-        outs, after, out = [], [], None
+        outs, after, out, arrivals = [], [], None, new_arrivals()
         for pages, (q, k, v, rows, sinks) in zip(held, given, strict=True):
             q, _ = jax.lax.optimization_barrier((q, out))  # a layer comes after the one before
+            rows = rows.replace(arrivals=arrivals)
             out, pages = self.implementation(q, k, v, pages, rows, sinks_N=sinks, **self.trial.options)
             outs.append(out)
             after.append(pages)

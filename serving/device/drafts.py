@@ -11,7 +11,7 @@ from ...model import decoder
 from ...model.config import ModelConfig
 from ...model.partition import local_config
 from ...ops import sampling
-from ...ops.attention import QueryRows
+from ...ops.attention import QueryRows, new_arrivals
 from ...sharding.device_axes import UNSPLIT, Axis, DeviceAxes
 from ...sharding.mesh import Mesh
 from .attend import attend_with
@@ -73,12 +73,14 @@ class Seen:
         """A row of each sequence, by cache group; at position -1 there is none."""
         B, page_size = position_B.shape[0], page_size_of(state) * self.axes.context.size
         page_B, offset_B = jnp.divmod(jnp.maximum(position_B, 0), page_size)
+        arrivals = new_arrivals()
         return [
             QueryRows(
                 position_B,
                 jnp.arange(B + 1),
                 table_BM,
                 jnp.where(position_B < 0, 0, table_BM[jnp.arange(B), page_B] * page_size + offset_B),
+                arrivals,
             )
             for table_BM in self.batch.tables_GBM
         ]

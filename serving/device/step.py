@@ -15,7 +15,7 @@ from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig
 from ...model.partition import Stage, local_config, whole_model
 from ...ops import sampling
-from ...ops.attention import KVPages, QueryRows
+from ...ops.attention import KVPages, QueryRows, new_arrivals
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with
@@ -254,9 +254,9 @@ def catch_up(
 def rows_in(batch: Batch, layout: Layout, axes: DeviceAxes) -> list[QueryRows]:
     """A step's rows by cache group, as many as divide over the devices that have a part of them."""
     spare = -layout.size.rows % axes.rows.size
-    positions_T = jnp.pad(batch.positions_T, (0, spare), constant_values=-1)
+    positions_T, arrivals = jnp.pad(batch.positions_T, (0, spare), constant_values=-1), new_arrivals()
     return [
-        QueryRows(positions_T, batch.starts_B1, table_BM, jnp.pad(slots_T, (0, spare)))
+        QueryRows(positions_T, batch.starts_B1, table_BM, jnp.pad(slots_T, (0, spare)), arrivals)
         for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
     ]
 

@@ -10,11 +10,12 @@ import pytest
 from attention_cases import Sequence, Shape, build, check, run
 from cases import thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jaxlib.mlir import ir
 
 from quire.ops.attention import KVPages, QueryRows, mosaic_gpu
-from quire.ops.attention.mosaic import task
+from quire.ops.attention.mosaic import merge, paged, task
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 attend = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams(detect_races=True))
@@ -99,6 +100,36 @@ def test_the_same_bits_in_any_step(more):
     compare(1, 1, 133, 1, [])
     compare(4, 4, 137, 1, DECODE[:2])
     compare(6, 6, 133, 1, [Sequence(other, 130, 1) for other in range(5)])  # even shares, so that no context is cut
+
+
+@pytest.mark.parametrize("ahead", [8, 2])
+def test_the_last_to_save_a_span_merges(ahead, monkeypatch):
+    """Whichever processor it is, the bits are the same, and the next layer finds zeros where they counted."""
+    monkeypatch.setattr(task, "SPANS", 4)
+    monkeypatch.setattr(merge, "AHEAD", ahead)  # spans that are read at once, and heads
+    monkeypatch.setattr(merge, "READ", 2 * ahead)
+    shape = decoding(K=1, G=10, T=2, B=2, sinks=True)
+    case = build(shape, [Sequence(77, 190, 1), Sequence(3, 140, 1)], np.random.default_rng(0))
+    axis_index, found = JaxprInterpreter._interpret_axis_index_p, []
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+
+        def turned(self, eqn, order=order):
+            index = axis_index(self, eqn)
+            return jnp.asarray(order)[index] if eqn.params["axis_name"] == "processor" else index
+
+        def layers(q, k, v, pages, rows, **options):
+            rows = rows.replace(arrivals=paged.new_arrivals(3))
+            one, pages = attend(q, k, v, pages, rows, **options)
+            other, pages = attend(q, k, v, pages, rows, **options)
+            counted = jnp.broadcast_to(jnp.max(jnp.abs(rows.arrivals[...])), one.shape).astype(one.dtype)
+            return jnp.stack([one, other, counted]), pages
+
+        monkeypatch.setattr(JaxprInterpreter, "_interpret_axis_index_p", turned)
+        out, _ = run(shape, case, layers)
+        assert not gpu_callbacks.get_races().races_found
+        assert out[0].tobytes() == out[1].tobytes() and not out[2].any()
+        found.append(out[0].tobytes())
+    assert len(set(found)) == 1
 
 
 # What is lowered for a device, at the sizes that are served.

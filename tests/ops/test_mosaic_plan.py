@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_plan import tasks_of
+from attention_plan import contexts_of, tasks_of
 from cases import cases
 
 from quire.ops.attention import KVPages, QueryRows
 from quire.ops.attention.mosaic import task
 from quire.ops.attention.mosaic.paged import A_TASK, plan, shape_of, span_blocks
-from quire.ops.attention.mosaic.task import KernelShape, Share, saved_rows
+from quire.ops.attention.mosaic.task import CutContext, KernelShape, Share, saved_rows
 
 KINDS = {  # query heads, KV heads, width, values within keys, window
     "Llama-3-8B": (32, 8, 128, None, None),
@@ -57,6 +57,8 @@ def examine(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
     positions = np.concatenate([start + np.arange(count) for start, count in sequences])
     seq_T = np.repeat(np.arange(len(sequences)), [count for _, count in sequences])
     seen: dict[tuple[int, int], list] = {}
+    contexts = [one for mine in contexts_of(shape, shared) for one in mine]
+    context_of = dict(zip((id(one) for mine in found for one in mine), contexts, strict=True))
     for one in (one for mine in found for one in mine):
         assert (one.seq, one.position) == (seq_T[one.row], positions[one.row])
         assert 1 <= one.count <= shape.positions * shape.tiles and one.row + one.count <= len(positions)
@@ -69,8 +71,8 @@ def examine(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
     assert sum(count for _, count in rows) == len(positions) and len(seen) == len(rows) * shape.parts
     share_RF = [Share(*map(int, x)) for x in np.asarray(shared.shares_RF)]
     tile_of = {int(x[0]): n for n, x in enumerate(np.asarray(shared.tiles_CF)) if x[1] > 0}
-    merges = {share.unit: share for share in share_RF if share.merged}
-    assert len(merges) == sum(share.merged > 0 for share in share_RF)
+    merges = {share.unit: share for n, share in enumerate(share_RF) if share.spans and share.first == n}
+    assert len(merges) == len({share.unit for share in share_RF if share.spans})
     taken = np.zeros(shape.places, int)
     for (row, part), pieces in seen.items():
         one = pieces[0]
@@ -91,9 +93,10 @@ def examine(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
             for n, span in enumerate(range(piece.first // one.span, piece.last // one.span + 1)):
                 places[span] = piece.place + n * stride
         share = merges.pop(unit)
-        assert sorted(places) == list(range(min(places), min(places) + share.merged))
+        assert {context_of[id(piece)] for piece in pieces} == {CutContext(share.place, len(places), share.first)}
+        assert sorted(places) == list(range(min(places), max(places) + 1))
         assert all(place == share.place + (span - min(places)) * stride for span, place in places.items())
-        assert share.merged <= shape.spans
+        assert len(places) <= shape.spans
         for place in places.values():
             taken[place : place + stride] += 1
             assert place >= 0 and place + stride <= shape.places

@@ -8,11 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from quire.ops.attention.mosaic import task
-from quire.ops.attention.mosaic.task import KernelShape, Plan, Task
+from quire.ops.attention.mosaic.task import CutContext, KernelShape, Plan, Task
 
 
 def tasks_of(shape: KernelShape, plan: Plan) -> list[list[Task]]:
     """Those of each processor, by the code that the kernel runs."""
+    return read(shape, plan, lambda held, one: Task(*map(int, one)))
+
+
+def contexts_of(shape: KernelShape, plan: Plan) -> list[list[CutContext]]:
+    """Those of the same tasks; of one that is whole it says nothing."""
+    return read(shape, plan, lambda held, one: CutContext(*map(int, task.context_of(shape, held, one))))
+
+
+def read(shape: KernelShape, plan: Plan, take) -> list[list[Any]]:
+    """What is taken of each task of each processor, without a kernel."""
     held, found = jax.tree.map(np.asarray, plan), []
 
     def each(first, last, body, carry):
@@ -23,9 +33,9 @@ def tasks_of(shape: KernelShape, plan: Plan) -> list[list[Task]]:
     plain = {"axis_index": None, "fori_loop": each, "div": lambda a, b: a // b, "rem": lambda a, b: a % b}
     plain_numbers: dict[str, Any] = {"int32": np.int32, "where": np.where}
     for processor in range(shape.processors):
-        mine: list[Task] = []
+        mine: list[Any] = []
         plain["axis_index"] = lambda _, at=processor: at
         with mock.patch.multiple(task.lax, **plain), mock.patch.multiple(jnp, **plain_numbers):
-            task.each_task(shape, held, lambda one, step, mine=mine: mine.append(Task(*map(int, one))) or step)
+            task.each_task(shape, held, lambda one, step, mine=mine: mine.append(take(held, one)) or step)
         found.append(mine)
     return found

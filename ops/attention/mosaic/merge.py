@@ -1,4 +1,7 @@
-"""The second reduction of contexts that are cut: merges the spans of each row, in order."""
+"""The second reduction of contexts that are cut: merges the spans of each row, in order.
+
+Either the processor that is the last to save spans of a context does it, or a kernel of its own does.
+"""
 
 import functools
 from typing import Any
@@ -9,12 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .multiply import divisor, merge
-from .task import ROWS, KernelShape, Plan, Share, saved_rows
+from .softmax import divisor, merge
+from .task import ROWS, CutContext, KernelShape, Plan, Task, saved_rows, spans_of
 from .tile import Tiles
 
 WARPGROUPS = 4  # of a processor, each with rows of its own
-AHEAD = 8  # spans that are read at once
+AHEAD = 8  # spans of a row that are read at once
+READ = 32  # spans of all rows that are read at once
 
 
 def merge_spans(shape: KernelShape, saved, out_TNH, sinks_N, plan: Plan, *, interpret: Any = None):
@@ -35,56 +39,78 @@ def merge_spans(shape: KernelShape, saved, out_TNH, sinks_N, plan: Plan, *, inte
 
 def run(shape: KernelShape, tiles: Tiles, saved, sinks, tiles_CF, shares_RF, out) -> None:
     """What one warpgroup does: every so many rows of the contexts that are cut."""
+    plan = Plan(tiles_CF, shares_RF, None)
     own = lax.axis_index("processor") * WARPGROUPS + lax.axis_index("part")
     workers, rows = jnp.int32(shape.processors * WARPGROUPS), jnp.int32(shape.task_rows)
 
     def each(n, _):
         at = own + n * workers
-        share = Share(*[shares_RF[lax.div(at, rows), f] for f in range(len(Share._fields))])
+        number = lax.div(at, rows)
+        share = plan.share(number)
         tile, part = lax.div(share.unit, jnp.int32(shape.parts)), lax.rem(share.unit, jnp.int32(shape.parts))
         inside = lax.rem(at, rows)
 
-        @pl.when(share.merged > 0)
+        @pl.when((share.spans > 0) & (share.first == number))
         def _():
-            count = tiles_CF[tile, 1]
+            row, count, _, _, first, last, span = plan.tile(tile)
 
             @pl.when(inside < count * shape.group)
             def _():
-                token = tiles_CF[tile, 0] + lax.div(inside, jnp.int32(shape.group))
+                token = row + lax.div(inside, jnp.int32(shape.group))
                 head = part * shape.group + lax.rem(inside, jnp.int32(shape.group))
-                place, stride = share.place + inside, saved_rows(shape, count)
-                merge_row(shape, tiles, saved, sinks[head], place, stride, share.merged, out.at[token, head])
+                stride, spans = saved_rows(shape, count), spans_of(first, last, span)
+                merge_rows(shape, tiles, saved, sinks, [share.place + inside], stride, spans, out, token, [head])
 
     items = jnp.int32(shape.processors) * rows
     lax.fori_loop(0, lax.div(items - own + workers - 1, workers), each, None)
 
 
-def merge_row(shape: KernelShape, tiles: Tiles, saved, sink, place, stride, spans, out_ref) -> None:
-    """Merge the spans of one row and head, some columns at a time."""
+def merge_task(shape: KernelShape, tiles: Tiles, saved, sinks, task: Task, context: CutContext, out) -> None:
+    """Merge the spans of all heads of a task of one position."""
+    some = min(shape.group, AHEAD)
+
+    def each(n, _):
+        inside = jnp.minimum(n * some, shape.group - some)  # the last ones again, where some do not divide all
+        places = [context.place + inside + h for h in range(some)]
+        heads = [task.part * shape.group + inside + h for h in range(some)]
+        stride = saved_rows(shape, task.count)
+        merge_rows(shape, tiles, saved, sinks, places, stride, context.spans, out, task.row, heads)
+
+    lax.fori_loop(0, -(-shape.group // some), each, None)
+
+
+def merge_rows(shape: KernelShape, tiles: Tiles, saved, sinks, places, stride, spans, out, token, heads) -> None:
+    """Merge the spans of some heads of a row, some columns at a time."""
     size = ROWS if shape.values % 128 else shape.values
     full = functools.partial(tiles.full_line, size)
+    ahead = min(AHEAD, READ // len(places))
 
     for column in range(0, shape.values, size):
         columns = pl.ds(column, size)
 
-        def some(n, before, columns=columns):
+        def some(n, rows, columns=columns):
             """The next few spans, which are all read before the first is merged."""
-            ats = [place + jnp.minimum(n * AHEAD + s, spans - 1) * stride for s in range(AHEAD)]
-            read = [
-                (saved[at, shape.values], saved[at, shape.values + 4], tiles.load_line(saved.at[at, columns]))
-                for at in ats
-            ]
-            for s, (best, total, sum_H) in enumerate(read):
-                best, total, sum_of = merge(as_parts(*before), as_parts(full(best), full(total), sum_H))
-                merged = best, total, sum_of(0, size)
-                there = n * AHEAD + s < spans
-                before = [jnp.where(there, new, old) for new, old in zip(merged, before, strict=True)]
-            return tuple(before)
+
+            def read(place, s):
+                at = place + jnp.minimum(n * ahead + s, spans - 1) * stride
+                return saved[at, shape.values], saved[at, shape.values + 4], tiles.load_line(saved.at[at, columns])
+
+            found = [[read(place, s) for place in places] for s in range(ahead)]
+            for s, after in enumerate(found):
+                there = n * ahead + s < spans
+                rows = [merged(before, new, there) for before, new in zip(rows, after, strict=True)]
+            return rows
+
+        def merged(before, after, there):
+            best, total, sum_H = after
+            *found, sum_of = merge(as_parts(*before), as_parts(full(best), full(total), sum_H))
+            return tuple(jnp.where(there, new, old) for new, old in zip((*found, sum_of(0, size)), before, strict=True))
 
         nothing = full(-jnp.inf), full(0.0), full(0.0)
-        best, total, sum_H = lax.fori_loop(0, lax.div(spans + AHEAD - 1, jnp.int32(AHEAD)), some, nothing)
-        total = divisor(best, total, full(sink) if shape.sinks else None)
-        out_ref[columns] = (sum_H / total).astype(out_ref.dtype)
+        rows = lax.fori_loop(0, lax.div(spans + ahead - 1, jnp.int32(ahead)), some, [nothing] * len(places))
+        for head, (best, total, sum_H) in zip(heads, rows, strict=True):
+            total = divisor(best, total, full(sinks[head]) if shape.sinks else None)
+            out[token, head, columns] = (sum_H / total).astype(out.dtype)
 
 
 def as_parts(best_H, total_H, sum_H):

@@ -8,15 +8,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .merge import merge_task
 from .shared import SharedMemory
-from .task import NUMBERS, ROWS, STAGED, Inputs, KernelShape, Task, saved_rows
+from .softmax import by_part, divisor, either, merge, parts, whole
+from .task import (
+    NUMBERS,
+    ROWS,
+    STAGED,
+    CutContext,
+    Inputs,
+    KernelShape,
+    Plan,
+    Task,
+    context_of,
+    saved_rows,
+)  # fmt: skip
 from .tile import LOG2_E, Tiles, along_columns, along_rows
 
 COLUMNS = 64  # that are zeroed at once
-PART = 64  # columns that are merged at once
 
 
-def multiply(shape: KernelShape, tiles: Tiles, inputs: Inputs, shared: SharedMemory, outs, own: int, task: Task, step):
+def multiply(
+    shape: KernelShape, tiles: Tiles, inputs: Inputs, plan: Plan, shared: SharedMemory, outs, own: int, task: Task, step
+):
     """One warpgroup's part of a task. Returns `step`, the number of blocks so far."""
     plgpu.barrier_wait(shared.q_here)
     mine = WarpgroupTask(shape, tiles, inputs, shared, outs, own, task)
@@ -59,6 +73,8 @@ def multiply(shape: KernelShape, tiles: Tiles, inputs: Inputs, shared: SharedMem
         pl.when(~cut)(lambda: mine.finish(*by_part(*found)))
     else:
         step = lax.fori_loop(first_span, last_span + 1, add_span_in_memory, step)
+    if shape.merges:
+        pl.when(cut)(lambda: mine.saved(last_span + 1 - first_span, context_of(shape, plan, task)))
     plgpu.commit_smem()  # the queries are read before the next ones are copied
     plgpu.barrier_arrive(shared.q_free)
     return step
@@ -275,6 +291,14 @@ class WarpgroupTask:
                 copy(shared.numbers.at[self.own], shape.values, NUMBERS)
             plgpu.wait_smem_to_gmem(0)  # for the next span, the results of this one are there
 
+    def saved(self, spans, context: CutContext) -> None:
+        """So many spans more have been saved of a context; who has saved the last of them merges them all."""
+        inputs, outs = self.inputs, self.outs
+        all_are = self.tiles.arrive(inputs.arrivals.at[context.first_cut], spans, context.spans)
+        pl.when(all_are)(
+            lambda: merge_task(self.shape, self.tiles, outs.saved, inputs.sinks, self.task, context, outs.out)
+        )
+
     def finish(self, best_M, total_M, sum_of) -> None:
         """Write the results of the tile, through the shared memory of its queries."""
         if self.shape.latent:
@@ -309,60 +333,3 @@ def new_zero(block):
     registers for each sixteenth of a block's width: seventy for MLA, where none is free.
     """
     return jnp.minimum(block, 0)
-
-
-# At a width of 256 a warpgroup's registers cannot hold the sums of two spans. So where spans are merged, sums are
-# functions of (first column, number of columns), and are loaded and saved part by part.
-
-
-def parts(shape: KernelShape):
-    """(first column, number of columns) of each part."""
-    return [(start, min(PART, shape.columns)) for start in range(0, shape.columns, PART)]
-
-
-def by_part(best_M, total_M, sum_MH):
-    """A softmax with its sum as a function of the part."""
-    return best_M, total_M, lambda start, size: lax.slice(sum_MH, (0, start), (ROWS, start + size))
-
-
-def whole(shape: KernelShape, best_M, total_M, sum_of):
-    """A softmax with its whole sum."""
-    return best_M, total_M, sum_of(0, shape.columns)
-
-
-def either(first, one, other):
-    """The softmax of `one()` or `other()`; of the sums only the parts that are asked for."""
-    best_M, total_M = lax.cond(first, lambda: one()[:2], lambda: other()[:2])
-    return best_M, total_M, lambda *part: lax.cond(first, lambda: one()[2](*part), lambda: other()[2](*part))
-
-
-def merge(before, after):
-    """The softmax of two spans: (largest score, sum of weights, weighted sum of values) of each row.
-
-    Largest scores are whole numbers: see `WarpgroupTask.block`.
-    """
-    best_M = jnp.maximum(before[0], after[0])
-    finite_M = jnp.where(best_M == -jnp.inf, 0.0, best_M)
-    shrinks = [jnp.exp2(part[0] - finite_M) for part in (before, after)]
-    total_M = before[1] * shrinks[0] + after[1] * shrinks[1]
-
-    def sum_of(start, size):
-        old_MC, new_MC = (
-            spread(shrink_M, found_MC) * found_MC
-            for shrink_M, found_MC in zip(shrinks, (part[2](start, size) for part in (before, after)), strict=True)
-        )
-        return old_MC + new_MC
-
-    return best_M, total_M, sum_of
-
-
-def divisor(best_M, total_M, sink_M):
-    """What sums of values are divided by: the sum of all weights; where there is none the sums are zero."""
-    if sink_M is not None:
-        total_M = total_M + jnp.exp2(sink_M - jnp.where(best_M == -jnp.inf, 0.0, best_M))
-    return jnp.where(total_M == 0, 1.0, total_M)
-
-
-def spread(x_M, like):
-    """One number for each row, or for each number."""
-    return x_M if like.ndim == 1 else along_rows(x_M, like.shape)

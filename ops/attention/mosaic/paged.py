@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..xla import tiles
 from .merge import merge_spans
@@ -16,18 +17,25 @@ A_TASK = 2  # blocks that could be computed while a task begins and ends
 UNEVEN = 8  # shares of whole tasks are taken if the largest is no more than an eighth above the even one
 
 
-def attend(q_TNH, pages, rows, sinks_N, *, interpret: Any = None, **options):
+def attend(q_TNH, pages, rows, sinks_N, *, processors: int, interpret: Any = None, **options):
     """[T, N, values]; padding rows are zero. For the options see `shape_of`."""
-    shape = shape_of(q_TNH, pages, rows, sinks=sinks_N is not None, **options)
+    shape = shape_of(q_TNH, pages, rows, sinks=sinks_N is not None, processors=processors, **options)
     shared = plan(shape, rows)
+    arrivals = new_arrivals(processors) if rows.arrivals is None else rows.arrivals
     inputs = Inputs(
         q_TNH, as_bytes(pages.k_PSKH), as_bytes(pages.v_PSKH), pages.k_scale_PKS, pages.v_scale_PKS,
         None if sinks_N is None else sinks_N.astype(jnp.float32) * LOG2_E, rows.tables_BM,
+        arrivals if shape.merges else None,
     )  # fmt: skip
     saved, out_TNH = run_tasks(shape, inputs, shared, interpret=interpret)
-    if shape.cut:
+    if shape.cut and not shape.merges:
         out_TNH = merge_spans(shape, saved, out_TNH, inputs.sinks, shared, interpret=interpret)
     return out_TNH
+
+
+def new_arrivals(processors: int):
+    """A reference to zeros, for all the layers of a step."""
+    return jax.new_ref(jnp.zeros(processors, jnp.int32), memory_space=plgpu.GMEM)
 
 
 def shape_of(
@@ -120,9 +128,7 @@ def shares(shape: KernelShape, tiles_CF, cost_C, count):
     place_R = jnp.cumsum(jnp.where(cut_R & ~same_R, rows_R, 0)) - rows_R
     cut_R &= place_R + rows_R <= shape.places
     later_R = jnp.where(uneven & ~inner_R, before_R == spans_R, later_R & ~cut_R)
-    found = Share(
-        unit_R + later_R, jnp.where(cut_R, before_R, 0), jnp.where(cut_R, place_R, 0),
-        jnp.where(cut_R & ~same_R, spans_R, 0),
-    )  # fmt: skip
+    first_R = jax.lax.cummax(jnp.where(cut_R & ~same_R, jnp.arange(R), 0))
+    found = Share(unit_R + later_R, *(jnp.where(cut_R, x_R, 0) for x_R in (before_R, place_R, first_R)))
     end = Share(count * parts, *[jnp.int32(0)] * 3)
     return jnp.stack([jnp.append(*x) for x in zip(found, end, strict=True)], axis=1).astype(jnp.int32)

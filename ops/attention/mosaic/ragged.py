@@ -42,16 +42,21 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
     if not shape.held:
         own = shape.processors * shape.warpgroups, ROWS
         out += [jax.ShapeDtypeStruct((*own, *size), jnp.float32) for size in ((shape.columns,), (), ())]
-    kernel = plgpu.kernel(
-        functools.partial(run, shape, tiles, [name for name, x in inputs._asdict().items() if x is not None]),
-        out_type=out,
-        scratch_types=shared_types(shape, dtype),
-        grid=(shape.processors,),
-        grid_names=("processor",),
-        num_threads=shape.warpgroups + 1,
-        thread_name="part",
+    given = [name for name, x in inputs._asdict().items() if x is not None]
+
+    def body(*refs):  # `plgpu.kernel` would do this, but takes no references
+        do = functools.partial(run, shape, tiles, given, *refs)
+        pl.run_scoped(do, collective_axes="part", **shared_types(shape, dtype))
+
+    kernel = pl.kernel(
+        body,
+        out,
+        mesh=plgpu.Mesh(
+            grid=(shape.processors,), grid_names=("processor",), num_threads=shape.warpgroups + 1, thread_name="part"
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=False if interpret is None else interpret,
+        name="attend",
     )
     return kernel(*(x for x in inputs if x is not None), *plan)[:2]
 
@@ -73,7 +78,7 @@ def run(shape: KernelShape, tiles: Tiles, names, *refs, **scratch):
         @pl.when(part == own)
         def _(own=own):
             plgpu.set_max_registers(shape.registers[1], action="increase")
-            each_task(shape, plan, functools.partial(multiply, shape, tiles, inputs, shared, outs, own))
+            each_task(shape, plan, functools.partial(multiply, shape, tiles, inputs, plan, shared, outs, own))
             if own == 0:
                 clear(shape, tiles, plan, outs.out)
 

@@ -99,6 +99,14 @@ class KernelShape(NamedTuple):
         return self.reach > 2 * self.span * self.block
 
     @property
+    def merges(self) -> bool:
+        """Whether the processor that is the last to save spans of a context merges them all.
+
+        Where tasks have many rows it would take long over them, and another kernel has all processors merge.
+        """
+        return self.cut and not self.latent and self.positions * self.tiles == 1
+
+    @property
     def spans(self) -> int:
         """Of a tile, at most: at its ends a window can see parts of spans."""
         seen = self.reach + self.positions * self.tiles
@@ -148,6 +156,7 @@ class Inputs(NamedTuple):
     v_scale: Any
     sinks: Any
     tables: Any
+    arrivals: Any  # [processors], zeros: of a context that is cut, the spans that have been saved
 
 
 class Plan(NamedTuple):
@@ -157,6 +166,13 @@ class Plan(NamedTuple):
     shares_RF: Any  # where each processor's share begins, and where the last one ends: see `Share`
     owned_1: Any  # rows that are not padding
 
+    def share(self, number) -> "Share":
+        return Share(*[self.shares_RF[number, f] for f in range(len(Share._fields))])
+
+    def tile(self, number):
+        """The fields of a tile."""
+        return [self.tiles_CF[number, f] for f in range(7)]
+
 
 class Share(NamedTuple):
     """A place in all work."""
@@ -164,7 +180,7 @@ class Share(NamedTuple):
     unit: Any  # tile * parts + part
     spans: Any  # of it that come before
     place: Any  # where the first span of this unit is saved, if it is cut
-    merged: Any  # spans to be merged here, if this is the first cut of its unit
+    first: Any  # the number of the share that begins at the first cut of this unit, if it is cut
 
 
 class Task(NamedTuple):
@@ -185,14 +201,21 @@ class Task(NamedTuple):
         return lax.div(self.part * shape.group, jnp.int32(shape.heads // shape.kv_heads))
 
 
+class CutContext(NamedTuple):
+    """A context of which several processors have some spans each."""
+
+    place: Any  # where its first span is saved
+    spans: Any
+    first_cut: Any  # `Share.first`
+
+
 def each_task(shape: KernelShape, plan: Plan, do):
     """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which counts blocks."""
     parts, processor = jnp.int32(shape.parts), lax.axis_index("processor")
-    begin, end = (Share(*[plan.shares_RF[processor + n, f] for f in range(len(Share._fields))]) for n in (0, 1))
+    begin, end = plan.share(processor), plan.share(processor + 1)
 
     def run(unit, step):
-        tile = lax.div(unit, parts)
-        row, count, seq, position, first, last, span = (plan.tiles_CF[tile, f] for f in range(7))
+        row, count, seq, position, first, last, span = plan.tile(lax.div(unit, parts))
         cut_before = (unit == begin.unit) & (begin.spans > 0)
         cut_after = (unit == end.unit) & (end.spans > 0)
         first_span = lax.div(first, span)
@@ -206,6 +229,21 @@ def each_task(shape: KernelShape, plan: Plan, do):
     stop = end.unit + jnp.where(end.spans > 0, jnp.int32(1), jnp.int32(0))
     nothing = (begin.unit == end.unit) & (begin.spans == end.spans)
     return lax.fori_loop(begin.unit, jnp.where(nothing, begin.unit, stop), run, jnp.int32(0))
+
+
+def context_of(shape: KernelShape, plan: Plan, task: Task) -> CutContext:
+    """That of a task that is not whole; read again, rather than kept where registers are needed for the task."""
+    processor = lax.axis_index("processor")
+    begin, end = plan.share(processor), plan.share(processor + 1)
+    cut_before = (task.number == 0) & (begin.spans > 0)
+    *_, first, last, span = plan.tile(lax.div(begin.unit + task.number, jnp.int32(shape.parts)))
+    place, first_cut = (jnp.where(cut_before, a, b) for a, b in ((begin.place, end.place), (begin.first, end.first)))
+    return CutContext(place, spans_of(first, last, span), first_cut)
+
+
+def spans_of(first, last, span):
+    """Spans of so many blocks in which these blocks lie."""
+    return lax.div(last, span) - lax.div(first, span) + 1
 
 
 def saved_rows(shape: KernelShape, count):

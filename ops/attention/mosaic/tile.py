@@ -7,7 +7,10 @@ It reads shared memory at the same places as the GPU, so that it finds the same 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 LOG2_E = 1.4426950408889634
 
@@ -87,6 +90,20 @@ class Tiles:
 
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((q_MH.shape[0], k_JH_ref.shape[0]), jnp.float32))
 
+    def arrive(self, ref, count, all_of_them):
+        """Adds to a number in the card's memory: whether it is `all_of_them` by that, and zero again.
+
+        Whoever adds the last finds what the others wrote before they added.
+        """
+        if self.interpreted:  # which computes one processor after the other
+            found = ref[()] + count
+            ref[()] = jnp.where(found == all_of_them, 0, found)
+            return found == all_of_them
+        number = plgpu.Layout.WG_SPLAT(())
+        there = plgpu.ShapeDtypeStruct((), jnp.int32, number)
+        arrive = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), number, number), return_type=there)(add_to)
+        return arrive(ref, count, all_of_them) != 0
+
     def operand(self, x):
         """An operand in the interpreter. wgmma reads shared memory as copies do and needs no fence; a load does."""
         read = x[...].astype(jnp.float32)
@@ -102,6 +119,33 @@ class Tiles:
             plgpu.wgmma(sum_ref, p_MJ, v_JH_ref)
 
         return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sum_MH))
+
+
+def add_to(context, ref, count, all_of_them):
+    """The instructions of `Tiles.arrive`: one thread adds, and a barrier tells the others of its warpgroup.
+
+    It releases what its warpgroup has written, which has waited for its copies together, and acquires what others have.
+    """
+    del context
+    number = ir.IntegerType.get_signless(32)
+    barrier = arith.addi(mgpu.utils.warpgroup_idx(sync=False), mgpu.utils.c(1, number))  # its own: zero is for all
+    one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
+    operands = [mgpu.utils.memref_ptr(ref), *(x.registers.item() for x in (count, all_of_them)), one, barrier]
+    found = llvm.inline_asm(number, operands, ADD, "=r,l,r,r,b,r,~{memory}", has_side_effects=True)
+    return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+
+ADD = """{
+    .reg .pred all;
+    .reg .b32 found;
+    setp.ne.u32 all, $2, $2;
+    @$4 atom.acq_rel.gpu.global.add.u32 found, [$1], $2;
+    @$4 add.u32 found, found, $2;
+    @$4 setp.eq.u32 all, found, $3;
+    @all st.relaxed.gpu.global.u32 [$1], 0;
+    barrier.cta.red.or.pred all, $5, 128, all;
+    selp.b32 $0, 1, 0, all;
+}"""
 
 
 def line(size: int):

@@ -41,7 +41,9 @@ def multiply(
     def span(s, step):
         """(the softmax of a span by itself, step)."""
         first, last = jnp.maximum(task.first, s * task.span), jnp.minimum(task.last + 1, (s + 1) * task.span)
+        mine.take_turn()
         *found, step = lax.fori_loop(first, last, lambda b, carry: mine.block(q, b, *carry), (*nothing, step))
+        mine.pass_turn()
         return by_part(*found), step
 
     def add_span(s, carry):
@@ -156,7 +158,7 @@ class WarpgroupTask:
         else:
             if shape.latent:
                 self.scrub(b, shared.k_ref.at[slot])
-            score_MJ = tiles.scores(q, shared.k_ref.at[slot])
+            score_MJ = tiles.scores(q, shared.k_ref.at[slot], self.pass_turn)
             if not shape.latent:
                 plgpu.barrier_arrive(shared.k_free.at[slot])
         if shape.soft_cap is None:
@@ -192,6 +194,7 @@ class WarpgroupTask:
         plgpu.barrier_wait(shared.v_here.at[slot])
         if shape.codes is None:
             self.scrub(b, shared.v_ref.at[slot])
+            self.take_turn()
             sum_MH = tiles.add_product(sum_MH, weight_MJ.astype(dtype), shared.v_ref.at[slot])
             plgpu.barrier_arrive(shared.v_free.at[slot])
             return sum_MH
@@ -222,6 +225,18 @@ class WarpgroupTask:
                 v_JC_ref[...] = jnp.where(own, v_JC, 0).astype(v_JC.dtype)
             plgpu.commit_smem()
             self.wait_for_all()
+
+    def take_turn(self) -> None:
+        """Wait until the other warpgroup does not multiply: then it computes its softmax.
+
+        A turn is the product with a block's values and with the next block's keys; at a span's ends one of them.
+        """
+        if self.shape.turns:
+            plgpu.barrier_wait(self.shared.turn.at[self.own])
+
+    def pass_turn(self) -> None:
+        if self.shape.turns:
+            plgpu.barrier_arrive(self.shared.turn.at[1 - self.own])
 
     def wait_for_all(self) -> None:
         if self.shape.warpgroups > 1:

@@ -78,7 +78,11 @@ def run(shape: KernelShape, tiles: Tiles, names, *refs, **scratch):
         @pl.when(part == own)
         def _(own=own):
             plgpu.set_max_registers(shape.registers[1], action="increase")
+            if shape.turns and own == 1:
+                plgpu.barrier_arrive(shared.turn.at[0])  # the first turn is the other's
             each_task(shape, plan, functools.partial(multiply, shape, tiles, inputs, plan, shared, outs, own))
+            if shape.turns and own == 0:
+                plgpu.barrier_wait(shared.turn.at[0])  # the last one, which nobody takes
             if own == 0:
                 clear(shape, tiles, plan, outs.out)
 

@@ -26,6 +26,7 @@ class SharedMemory(NamedTuple):
     k_tile: Any = None  # a decoded block
     v_tile: Any = None
     together: Any = None  # where warpgroups wait for each other
+    turn: Any = None  # whose turn it is to multiply
     sums: Any = None  # some columns of a span that is saved, of each warpgroup
     numbers: Any = None  # its largest score and its sum of weights
 
@@ -59,6 +60,8 @@ def shared_types(shape: KernelShape, dtype) -> dict[str, Any]:
     if shape.staged:
         for name, columns in (("sums", STAGED), ("numbers", NUMBERS)):
             found[name] = plgpu.SMEM((shape.warpgroups, ROWS, columns), jnp.float32)
+    if shape.turns:
+        found["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=shape.warpgroups)
     if shape.warpgroups > 1:
         found["together"] = plgpu.Barrier(num_arrivals=shape.warpgroups)
     return found

@@ -52,6 +52,11 @@ class KernelShape(NamedTuple):
         return 1 if self.latent else self.warpgroups
 
     @property
+    def turns(self) -> bool:
+        """Whether one warpgroup multiplies while another computes its softmax, and then the other way round."""
+        return self.tiles > 1
+
+    @property
     def columns(self) -> int:
         """Columns of the values that a warpgroup sums."""
         return self.values * self.tiles // self.warpgroups

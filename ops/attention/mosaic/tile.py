@@ -79,13 +79,15 @@ class Tiles:
             return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
-    def scores(self, q_MH, k_JH_ref):
-        """q @ k.T, of a tile in registers or shared memory and one in shared memory."""
+    def scores(self, q_MH, k_JH_ref, begun=lambda: None):
+        """q @ k.T, of a tile in registers or shared memory and one in shared memory; `begun` is called beside it."""
         if self.interpreted:
+            begun()
             return jnp.dot(self.operand(q_MH), self.operand(k_JH_ref).T)
 
         def multiply(sum_ref):
             plgpu.wgmma(sum_ref, q_MH, k_JH_ref.transpose((1, 0)))
+            begun()
             return sum_ref[...]
 
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((q_MH.shape[0], k_JH_ref.shape[0]), jnp.float32))

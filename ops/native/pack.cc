@@ -55,18 +55,25 @@ extern "C" void quire_tile(const void* from, void* to, int64_t size, int64_t K, 
     tile(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), K, padded, O, group, stride_k, stride_o);
 }
 
-// Codes of four bits, two a byte along K ([K / 2, O], the even one low), to [O / 16][padded / 8][16]; see formats.h.
+// Codes of four bits, two a byte ([bytes, O], as in ops/quant/four_bits.py), to [O / 16][padded / 8][16]; see formats.h.
 extern "C" void quire_tile_int4(const uint8_t* from, uint32_t* to, int64_t K, int64_t padded, int64_t O) {
+  int64_t side = std::min<int64_t>(K, 128), half = side / 2;
   each_block((O + LANES - 1) / LANES, [&](int64_t block) {
     uint32_t* out = to + block * padded / 8 * LANES;
     std::memset(out, 0, padded / 8 * LANES * 4);
     int64_t lanes = std::min(LANES, O - block * LANES);
-    for (int64_t k = 0; k < K; k += 2)
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        uint32_t pair = from[k / 2 * O + block * LANES + lane];
-        uint32_t spread = (pair & 15) | (pair >> 4) << 16;
-        out[k / 8 * LANES + lane] |= spread << (k % 8 / 2 * 4);
-      }
+    auto put = [&](int64_t k, uint32_t code, int64_t lane) {
+      out[k / 8 * LANES + lane] |= code << (k % 8 / 2 * 4 + k % 2 * 16);
+    };
+    const uint8_t* in = from + block * LANES;
+    for (int64_t begin = 0; begin < K; begin += side) {
+      int64_t first = std::min(begin, K - side);  // the last block ends with the last input
+      for (int64_t k = first; k < first + half; ++k, in += O)
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+          if (k >= begin) put(k, in[lane] & 15, lane);
+          if (k + half >= begin) put(k + half, in[lane] >> 4, lane);
+        }
+    }
   });
 }
 

@@ -56,7 +56,7 @@ def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:
 
 
 def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
-    """[K / 2, O], two codes a byte, in blocks of sixteen outputs."""
+    """[four_bits.count(K), O], two codes a byte, in blocks of sixteen outputs."""
     O, packed_KO = packed_KO.shape[1], np.ascontiguousarray(packed_KO)
     tiles = empty((-(-O // LANES), padded // 8, LANES), np.uint32)
     library("pack").quire_tile_int4(address(packed_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))

@@ -94,8 +94,8 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
             def _():
                 plgpu.barrier_wait(shared["free"].at[slot])
 
-            inputs, here = pl.ds(k * shape.step, shape.step), shared["here"].at[slot]
-            stored = packed_at(shape, k, 2) if shape.packed else inputs
+            inputs, here = step_at(shape, k), shared["here"].at[slot]
+            stored = pl.ds(k * (shape.step // 2), shape.step // 2) if shape.packed else inputs
             rows = operands.x.at[pl.ds(task.row, shape.rows), inputs]
             plgpu.copy_gmem_to_smem(rows, shared["x_ref"].at[slot], here)
             for place in range(shape.warpgroups * shape.parts):
@@ -104,11 +104,11 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
                 at = (features, inputs) if shape.turned else (stored, part, features)
                 plgpu.copy_gmem_to_smem(operands.weight.at[task.expert, *at], shared["w_ref"].at[slot, place], here)
                 if shape.packed:
-                    groups = packed_at(shape, k, shape.group)
+                    groups = step_at(shape, k, shape.group)
                     scales = operands.group_scale.at[task.expert, groups, part, features]
                     plgpu.copy_gmem_to_smem(scales, shared["scale_ref"].at[slot, place], here)
                 if shape.zeros:
-                    groups = pl.ds(packed_at(shape, k, shape.group).start - zeros_before(shape, k), shape.zero_rows)
+                    groups = pl.ds(step_at(shape, k, shape.group).start - zeros_before(shape, k), shape.zero_rows)
                     zeros = operands.group_zero.at[task.expert, groups, part, features]
                     plgpu.copy_gmem_to_smem(zeros, shared["zero_ref"].at[slot, place], here)
             return step + 1
@@ -123,8 +123,8 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
             plgpu.barrier_wait(shared["free"].at[slot])
 
 
-def packed_at(shape: ProductShape, k, each: int):
-    """Where a step of codes of four bits lies along an axis that has one place for so many inputs."""
+def step_at(shape: ProductShape, k, each: int = 1):
+    """Where a step lies along an axis that has one place for so many inputs: the last step ends with them."""
     at = k * (shape.step // each)
     if shape.again:
         at = jnp.where(k == shape.steps - 1, (shape.inputs - shape.step) // each, at)
@@ -154,7 +154,9 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
                     scale_ref, zero_ref = shared["scale_ref"].at[slot, place], None
                     if shape.zeros:
                         zero_ref = shared["zero_ref"].at[slot, place, pl.ds(zeros_before(shape, k), shape.groups)]
-                    decode_packed(shape.codes, tiles, codes_ref, scale_ref, zero_ref, w_ref)
+                    # What the last step holds once more was multiplied in the step before.
+                    kept = jnp.where(k == shape.steps - 1, 0.0, 1.0) if shape.again else None
+                    decode_packed(shape.codes, tiles, codes_ref, scale_ref, zero_ref, w_ref, kept)
                 else:
                     decode_bytes(shape.codes, tiles, codes_ref, w_ref)
         return weights, shared["x_ref"].at[slot]

@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from ..attention import mosaic_gpu
+from ..quant import four_bits, mxfp4
+from ..quant.four_bits import BLOCK
 from ..quant.fp8 import Fp8, as_floats
 from ..quant.int4 import Int4
 from ..quant.int8 import Int8
-from ..quant.mxfp4 import BLOCK, Mxfp4
+from ..quant.mxfp4 import Mxfp4
 from ..quant.stack import Stack
 from ..rounding import round_rows
 from .gate import require_trial
-from .shape import FEATURES, FOUR_BITS, PACKED, Operands, ProductShape
+from .shape import FEATURES, FOUR_BITS, Operands, ProductShape
 
 BLOCKS = 16, 32, 64, 128  # rows of a block
 ACTIVATIONS = "silu", "gelu_tanh", "relu"
@@ -42,8 +44,8 @@ def require(x, matrix: "Matrix", inputs: int, outputs: int, activation: str | No
         reasons.append(f"weights must be bfloat16 or codes, not {matrix.array.dtype}")
     if inputs % FEATURES or outputs % FEATURES:
         reasons.append(f"inputs and outputs must divide by {FEATURES}, and are {inputs} and {outputs}")
-    elif matrix.group and (inputs < PACKED or inputs % matrix.group):
-        reasons.append(f"inputs must be {PACKED} or more and divide by the group of {matrix.group}, and are {inputs}")
+    elif matrix.group and (inputs < BLOCK or inputs % matrix.group):
+        reasons.append(f"inputs must be {BLOCK} or more and divide by the group of {matrix.group}, and are {inputs}")
     if matrix.zero is not None and inputs < 2 * matrix.group:
         reasons.append(f"inputs with zero points must be of two groups of {matrix.group} or more, and are {inputs}")
     if activation is not None and activation not in ACTIVATIONS:
@@ -99,7 +101,7 @@ def matrix(weight) -> Matrix:
     if isinstance(weight, Int4):
         return packed(weight)
     if isinstance(weight, Mxfp4):
-        return Matrix(weight.blocks, "float4", weight.scales, BLOCK)
+        return Matrix(weight.nibbles, "float4", weight.scales, mxfp4.BLOCK)
     if not hasattr(weight, "dtype"):
         raise NotImplementedError(f"weights must be arrays, int8, int4, fp8 or MXFP4, not {type(weight).__name__}")
     return Matrix(weight)
@@ -107,15 +109,13 @@ def matrix(weight) -> Matrix:
 
 def packed(weight: Int4) -> Matrix:
     """Codes of four bits, or a stack of them, with the axes of their outputs."""
-    arrays = weight.codes, weight.scale, weight.zero
+    arrays = weight.nibbles, weight.scale, weight.zero
     codes, scale, zero = (None if each is None else each.reshape(*each.shape[:-1], *weight.out) for each in arrays)
     return Matrix(codes, "int4", scale, weight.group, zero=zero)
 
 
 def meeting_rows(x_PK, matrix: Matrix):
     """The rows as the kernel takes them, and the scale of each if they are rounded: bfloat16 holds codes exactly."""
-    if matrix.codes in FOUR_BITS:
-        return in_order(x_PK), None
     if not matrix.rounded:
         return x_PK, None
     if matrix.codes == "float8":
@@ -124,22 +124,13 @@ def meeting_rows(x_PK, matrix: Matrix):
     return round_rows(x_PK)
 
 
-def in_order(x_PK):
-    """Rows in the order in which the kernel decodes inputs of four bits; where a step holds inputs again, zeros."""
-    P, K = x_PK.shape
-    if again := -K % PACKED:
-        whole = K - K % PACKED
-        x_PK = jnp.concatenate([x_PK[:, :whole], jnp.zeros((P, again), x_PK.dtype), x_PK[:, whole:]], 1)
-    return x_PK.reshape(P, -1, PACKED // 2, 2).swapaxes(2, 3).reshape(P, -1)
-
-
 def dense(
     x_RK, matrix: Matrix, bias=None, *, dtype, parts: int = 1, turned: bool = False, activation: str | None = None,
     interpret: Any = None,
 ):  # fmt: skip
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
     weight, (rows, inputs) = matrix.array, x_RK.shape
-    stored = inputs // 2 if matrix.codes in FOUR_BITS else inputs
+    stored = four_bits.count(inputs) if matrix.codes in FOUR_BITS else inputs
     outputs = math.prod(weight.shape) // stored // parts
     require(x_RK, matrix, inputs, outputs, activation)
     size = block_rows(rows)

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from ..quant.four_bits import BLOCK
+
 FEATURES = 64  # outputs that a warpgroup computes at once: the rows of the hardware's tiles
 MEMORY = (227 - 6) << 10  # bytes of shared memory for blocks; the rest is for barriers and gaps
-PACKED = 128  # inputs of 64 bytes of codes of four bits: their even ones are multiplied first, then the odd ones
 FOUR_BITS = "int4", "float4"
 DECODED = 2  # steps whose codes are numbers at once: one is multiplied while the next is decoded
 DEEPEST = 12  # blocks that are on their way at once, at most
@@ -56,7 +57,7 @@ class ProductShape(NamedTuple):
     @property
     def step(self) -> int:
         """Inputs that are copied at once."""
-        return PACKED if self.packed or (self.inputs % 128 == 0 and self.rows <= 64) else 64
+        return BLOCK if self.packed or (self.inputs % BLOCK == 0 and self.rows <= 64) else 64
 
     @property
     def groups(self) -> int:
@@ -74,7 +75,7 @@ class ProductShape(NamedTuple):
 
     @property
     def again(self) -> int:
-        """Inputs that the last step holds once more, whose rows are zeros there: it ends with the weight."""
+        """Inputs that the last step holds once more, and does not count: it ends with the weight."""
         return self.steps * self.step - self.inputs
 
     @property
@@ -91,9 +92,9 @@ class ProductShape(NamedTuple):
 
 
 class Operands(NamedTuple):
-    x: Any  # [blocks * rows, steps * step]; of weights in four bits as `in_order` of `prepare.py` makes it
+    x: Any  # [blocks * rows, inputs]
     weight: Any  # [experts, inputs, parts, outputs], or turned [experts, outputs, inputs]; bfloat16, or codes;
-    # of codes of four bits half the inputs, each byte with an even input in its low half and the next in its high one
+    # of codes of four bits bytes in place of inputs, as in `quant/four_bits.py`
     bias: Any  # float32 [experts, parts, outputs]
     scale: Any  # float32 [blocks * rows]: the weight of each row
     experts: Any  # int32 [blocks]: whose the rows of each block are

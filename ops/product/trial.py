@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from ..attention import mosaic_gpu
-from .prepare import BLOCKS, in_order
-from .shape import FOUR_BITS, Operands, ProductShape
+from ..quant import four_bits
+from .prepare import BLOCKS
+from .shape import FEATURES, FOUR_BITS, Operands, ProductShape
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # what E2M1 codes stand for
@@ -45,7 +46,8 @@ class ProductCase:
         output_scale = row_scale = group_scale = group_zero = None
         numbers, small = np.asarray(weight, np.float64), self.inputs**-0.5
         if kind["codes"] in FOUR_BITS:
-            weight = jnp.asarray(rng.integers(0, 256, (experts, self.inputs // 2, *each[1:])), jnp.uint8)
+            code = rng.integers(0, 16, (experts, *each), np.uint8)
+            weight = jnp.asarray(np.stack([four_bits.join(one) for one in code]))
             groups = experts, self.inputs // kind["group"], *each[1:]
             if kind["codes"] == "float4":
                 group_scale = jnp.asarray(rng.integers(-3, 2, groups) + round(127 + np.log2(small)), jnp.uint8)
@@ -53,7 +55,7 @@ class ProductCase:
                 group_scale = jnp.asarray(rng.uniform(0.5, 2, groups) / 8 * small, jnp.float16)
             if kind["zeros"]:
                 group_zero = jnp.asarray(rng.integers(0, 16, groups), jnp.uint8)
-            numbers = unpacked(kind["codes"], *map(np.asarray, (weight, group_scale)), group_zero)
+            numbers = decoded(kind["codes"], code.astype(int), np.asarray(group_scale), group_zero)
         elif kind["codes"]:
             numbers = EIGHT_BITS[kind["codes"]](rng, weight.shape)
             weight, most = jnp.asarray(numbers.view(np.int8)), np.abs(numbers.astype(np.float64)).max()
@@ -65,13 +67,12 @@ class ProductCase:
         bias = array(experts, *each[1:], dtype=jnp.float32) if kind["bias"] else None
         scale = array(pairs, dtype=jnp.float32) if kind["weighed"] else None
         whose = np.sort(np.r_[np.arange(experts), rng.integers(0, experts, pairs // BLOCKS[-1] - experts)])
-        x_PK = in_order(x) if kind["codes"] in FOUR_BITS else x
         given = []
         for rows in BLOCKS:
             spare = 3 * rows  # of blocks that there are not
             given.append(
                 Operands(
-                    jnp.pad(x_PK, ((0, spare), (0, 0)), constant_values=jnp.nan), weight, bias,
+                    jnp.pad(x, ((0, spare), (0, 0)), constant_values=jnp.nan), weight, bias,
                     None if scale is None else jnp.pad(scale, (0, spare), constant_values=jnp.nan),
                     jnp.asarray(np.pad(np.repeat(whose, BLOCKS[-1] // rows), (0, 3)), jnp.int32),
                     jnp.full(1, pairs // rows, jnp.int32), output_scale,
@@ -98,8 +99,9 @@ class ProductCase:
 
 
 def cases(kind: dict) -> list[ProductCase]:
-    """What the process that tries runs."""
-    return [ProductCase(kind)]
+    """What the process that tries runs; steps of four bits may end with half of one."""
+    halves = kind["group"] and FEATURES % kind["group"] == 0
+    return [ProductCase(kind), *[ProductCase(kind, 2048 + FEATURES, name="half a step")] * bool(halves)]
 
 
 def product(shape: ProductShape, operands: Operands, interpret: Any):
@@ -108,9 +110,8 @@ def product(shape: ProductShape, operands: Operands, interpret: Any):
     return multiply(shape, operands, interpret=interpret)
 
 
-def unpacked(codes: str, weight, scale, zero=None) -> np.ndarray:
-    """[experts, inputs, ...] of codes of four bits, rounded to bfloat16 as products see them."""
-    code = np.stack([weight & 15, weight >> 4], 2).reshape(len(weight), -1, *weight.shape[2:]).astype(int)
+def decoded(codes: str, code, scale, zero=None) -> np.ndarray:
+    """The numbers of codes of four bits [experts, inputs, ...], rounded to bfloat16 as products see them."""
     if codes == "float4":
         numbers, scale = FLOAT4[code], 2.0 ** (scale.astype(np.float64) - 127)
     else:

@@ -1,7 +1,7 @@
 """INT4: four bits a weight, two a byte; `group` inputs of an output share a scale and perhaps a zero.
 
-In a checkpoint each code is stored plus 8, so that it is never negative, as an `Int4` has it; eight share a word, the
-first in the lowest bits.
+In a checkpoint each code is stored plus 8, so that it is never negative, as an `Int4` has it; eight neighbouring inputs
+share a word, the first in the lowest bits.
 
     weight_packed      int32 [out, in / 8]
     weight_shape       out, in
@@ -22,6 +22,7 @@ from ..native import has
 from ..native.linear import Product
 from ..native.pack import by_block, tile_nibbles
 from ..weight import Weight, check_subscripts
+from . import four_bits
 from .compressed import FormatError, Layout, Rounded, Scheme, join_words, split, split_words, words
 
 GROUPS = ("32", "64", "128")
@@ -43,14 +44,9 @@ STORED = {
 
 @struct.dataclass
 class Int4(Rounded):
-    """weight = (code - zero) * scale.
+    """weight = (code - zero) * scale; the codes lie as in `four_bits.py`."""
 
-    input        0 1 2 3 ... 31 | 32 33 ...
-    codes        0   1   ... 15 | 16  ...      the even input in a byte's low half, the odd one in its high half
-    scale, zero       0         |      1 ...   with a group of 32
-    """
-
-    codes: Any  # uint8 [K / 2, O]
+    nibbles: Any  # uint8 [four_bits.count(K), O]
     scale: Any  # float16 [K / group, O]
     zero: Any  # uint8 [K / group, O], or None: 8
     group: int = struct.field(pytree_node=False)
@@ -65,9 +61,7 @@ class Int4(Rounded):
 
     def dense(self):
         """The weight as one float32 matrix [K, O]."""
-        half, O = self.codes.shape
-        shift = jnp.array([0, 4], jnp.uint8).reshape(1, 2, 1)
-        code_KO = ((self.codes[:, None] >> shift) & 15).reshape(2 * half, O).astype(jnp.float32)
+        code_KO = four_bits.split(self.nibbles, math.prod(self.into)).astype(jnp.float32)
         zero = MIDDLE if self.zero is None else self.spread(self.zero)
         return (code_KO - zero) * self.spread(self.scale)
 
@@ -80,7 +74,7 @@ class Int4(Rounded):
             return self
         K, O = math.prod(self.into), math.prod(self.out)
         padded = np.asarray(self.scale).reshape(-1, O).shape[0] * self.group
-        tiles = tile_nibbles(np.asarray(self.codes).reshape(-1, O), K, padded)
+        tiles = tile_nibbles(np.asarray(self.nibbles).reshape(-1, O), K, padded)
         scale = by_block(np.asarray(self.scale).reshape(-1, O))
         zero = np.zeros(0, np.uint8) if self.zero is None else by_block(np.asarray(self.zero).reshape(-1, O))
         return TiledInt4(tiles, scale, zero, into=self.into, out=self.out, inputs=self.inputs)
@@ -103,7 +97,7 @@ class Int4(Rounded):
         codes = np.rint(grouped * inverted(scale.astype(np.float32))[:, None]) + zero
         codes = np.clip(codes, 0, 15).astype(np.uint8).reshape(-1, O)[:K]
         zeros = None if self.zero is None else zero[:, 0].astype(np.uint8)
-        return self.replace(codes=codes[::2] | codes[1::2] << 4, scale=scale, zero=zeros)
+        return self.replace(nibbles=four_bits.join(codes), scale=scale, zero=zeros)
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         if columns % self.group:  # no other reader takes a group that is not full as Quire would
@@ -117,23 +111,24 @@ class Int4(Rounded):
 
     def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
         codes = split_words(parts[".weight_packed"], 4)[:, :columns]
-        found = {"codes": codes, "scale": parts[".weight_scale"].astype(np.float32).reshape(len(codes), -1)}
+        found = {"nibbles": codes, "scale": parts[".weight_scale"].astype(np.float32).reshape(len(codes), -1)}
         if self.zero is not None:
             found["zero"] = split_words(parts[".weight_zero_point"].T, 4)[:, : len(codes)].T
         return found
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         middle = MIDDLE if self.zero is None else fields["zero"].astype(np.float32)
-        return (fields["codes"].astype(np.float32) - middle) * fields["scale"]
+        return (fields["nibbles"].astype(np.float32) - middle) * fields["scale"]
 
     def join(self, fields: dict[str, np.ndarray]) -> "Int4":
         flat = {name: value.reshape(len(value), -1) for name, value in fields.items()}
-        return self.replace(**flat | {"codes": flat["codes"][::2] | flat["codes"][1::2] << 4})
+        return self.replace(**flat | {"nibbles": four_bits.join(flat["nibbles"])})
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
         (columns,), (rows,) = self.into, self.out
+        codes = four_bits.split(self.nibbles, columns).T
         found = {
-            ".weight_packed": join_words(np.ascontiguousarray(self.codes.T)),
+            ".weight_packed": join_words(codes[:, ::2] | codes[:, 1::2] << 4),
             ".weight_shape": np.array([rows, columns]),
             ".weight_scale": self.scale.T,
         }
@@ -171,7 +166,7 @@ def spec(dense: ArraySpec, *options: str) -> Int4:
     axes = (ordered[0], ordered[len(into)])
     shared = (-(-K // group), O)
     return Int4(
-        codes=replace(dense, shape=(K // 2, O), axes=axes, dtype=jnp.uint8, init="bytes", inputs=()),
+        nibbles=replace(dense, shape=(four_bits.count(K), O), axes=axes, dtype=jnp.uint8, init="bytes", inputs=()),
         scale=ArraySpec(shared, jnp.float16, (None, axes[1]), f"scale/{MIDDLE}", dense.fan_in),
         zero=ArraySpec(shared, jnp.uint8, (None, axes[1]), "zeros") if "zero" in options else None,
         into=into,

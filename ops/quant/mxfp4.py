@@ -16,6 +16,7 @@ from ..native import has
 from ..native.linear import Product
 from ..native.pack import by_block, pack_stack, tile_nibbles
 from ..weight import Weight
+from . import four_bits
 from .compressed import FormatError, StoredTensor
 
 BLOCK = 32
@@ -28,25 +29,20 @@ METHOD, MULTIPLE = "mxfp4", BLOCK
 
 @struct.dataclass
 class Mxfp4(Weight):
-    """A stack [E, D, ...] of matrices.
+    """A stack [E, D, ...] of matrices, whose codes lie as in `four_bits.py`."""
 
-    row of D     0 1 2 3 ... 30 31 | 32 33 ...
-    blocks       0   1   ...  15   | 16  ...      the even row in a byte's low half, the odd one in its high half
-    scales               0         |      1 ...   127 + the exponent of the power of two
-    """
-
-    blocks: Any  # uint8 [E, D / 2, ...]
-    scales: Any  # uint8 [E, D / 32, ...]
+    nibbles: Any  # uint8 [E, four_bits.count(D), ...]
+    scales: Any  # uint8 [E, D / 32, ...]: 127 + the exponent of the power of two
 
     def __getitem__(self, index):
         """One matrix [D, ...] in bfloat16, which holds each value exactly."""
-        return decode(self.blocks[index], self.scales[index])
+        return decode(self.nibbles[index], self.scales[index])
 
     def for_kernels(self, narrow: bool) -> Weight:
         """These round the rows to bfloat16, so wider ones are not for them."""
         if not narrow or not has("pack", "mxfp4"):
             return self
-        return pack_stack(len(self.blocks), lambda e: tiled(self.blocks[e], self.scales[e])) or self
+        return pack_stack(len(self.scales), lambda e: tiled(self.nibbles[e], self.scales[e])) or self
 
 
 @struct.dataclass
@@ -58,30 +54,28 @@ class TiledMxfp4(Product):
     kernel = "mxfp4"
 
 
-def tiled(blocks: np.ndarray, scales: np.ndarray) -> TiledMxfp4:
-    half, *out = blocks.shape
-    tiles = tile_nibbles(blocks.reshape(half, -1), 2 * half, 2 * half)
+def tiled(data: np.ndarray, scales: np.ndarray) -> TiledMxfp4:
+    K, out = BLOCK * len(scales), data.shape[1:]
+    tiles = tile_nibbles(data.reshape(len(data), -1), K, K)
     scale = by_block(scales.reshape(len(scales), -1))
-    return TiledMxfp4(tiles, scale, into=(2 * half,), out=tuple(out), inputs=(0,))
+    return TiledMxfp4(tiles, scale, into=(K,), out=out, inputs=(0,))
 
 
 def kernels(*options: str) -> tuple[str, ...]:
     return ("mxfp4",)
 
 
-def decode(blocks, scales):
-    """The values of [D / 2, ...] bytes and [D / 32, ...] scales."""
-    # Both halves by one broadcast shift: joined from two arrays they would cost ten times as much on a CPU.
-    shift = jnp.array([0, 4]).reshape(1, 2, *[1] * (blocks.ndim - 1))
-    code = blocks[:, None].astype(jnp.int32) >> shift
+def decode(data, scales):
+    """The values of [four_bits.count(D), ...] bytes and [D / 32, ...] scales."""
+    code = four_bits.split(data, BLOCK * len(scales)).astype(jnp.int32)
     exponent, mantissa = (code >> 1) & 3, code & 1
     # Twice the magnitude is a whole number; exponent 0 has no hidden bit.
     doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
-    halves = jnp.where(code & 8 == 0, doubled, -doubled).reshape(-1, BLOCK, *blocks.shape[1:])
+    halves = jnp.where(code & 8 == 0, doubled, -doubled).reshape(-1, BLOCK, *data.shape[1:])
     # The power of two from its bits: exact everywhere. Scale 0 (2^-127) comes out as zero, far below any weight.
     power = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
     values = halves.astype(jnp.float32) * 0.5 * power[:, None]
-    return values.reshape(-1, *blocks.shape[1:]).astype(jnp.bfloat16)
+    return values.reshape(-1, *data.shape[1:]).astype(jnp.bfloat16)
 
 
 def spec(dense: ArraySpec, *options: str) -> Mxfp4:
@@ -90,25 +84,31 @@ def spec(dense: ArraySpec, *options: str) -> Mxfp4:
     if D % BLOCK:
         raise FormatError(f"an axis of {D} does not divide into blocks of {BLOCK}")
     return Mxfp4(
-        blocks=replace(dense, shape=(E, D // 2, *rest), dtype=jnp.uint8, init="bytes"),
+        nibbles=replace(dense, shape=(E, four_bits.count(D), *rest), dtype=jnp.uint8, init="bytes"),
         scales=replace(dense, shape=(E, D // BLOCK, *rest), dtype=jnp.uint8, init="exponents"),
     )
 
 
 def tensors(E: int, into: int, out: tuple[int, ...]) -> Mxfp4:
-    """Blocks and scales lie [E, rows, into / 32, ...] in the file; `rows` are the axes of `out`, the last one first."""
+    """Blocks and scales lie [E, rows, into / 32, ...] in the file; `rows` are the axes of `out`, the last one first.
+
+    A byte of a block there has neighbouring inputs, the even one in its low half.
+    """
     rows, groups = int(np.prod(out)), into // BLOCK
 
-    def turn(x: np.ndarray) -> np.ndarray:
-        x = x.reshape(E, *reversed(out), -1)
-        return x.transpose(0, *range(x.ndim - 1, 0, -1))
+    def turn_codes(x: np.ndarray) -> np.ndarray:
+        found = np.empty((E, four_bits.count(into), rows), np.uint8)
+        for e, data in enumerate(x.reshape(E, rows, -1)):
+            found[e] = four_bits.join(np.stack([data & 15, data >> 4], -1).reshape(rows, into).T)
+        return found.reshape(E, -1, *reversed(out)).transpose(0, 1, *range(len(out) + 1, 1, -1))
 
     def turn_scales(x: np.ndarray) -> np.ndarray:
         if (x == 255).any():
             raise FormatError("holds 255, which stands for no number")
-        return turn(x)
+        x = x.reshape(E, *reversed(out), -1)
+        return x.transpose(0, *range(x.ndim - 1, 0, -1))
 
     return Mxfp4(
-        blocks=StoredTensor("_blocks", (E, rows, groups, BLOCK // 2), turn),
+        nibbles=StoredTensor("_blocks", (E, rows, groups, BLOCK // 2), turn_codes),
         scales=StoredTensor("_scales", (E, rows, groups), turn_scales),
     )

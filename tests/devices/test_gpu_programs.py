@@ -40,7 +40,7 @@ BOUNDS = (
     Bound("llama-3-8b, bf16, batch 64", 8, 35, 1.04),
     Bound("llama-3-8b, int8, batch 64", 12, 35, 1.07),
     Bound("llama-3-8b, int8-weights, batch 64", 8, 35, 1.06),
-    Bound("llama-3-8b, int4, batch 64", 12, 35, 1.10),
+    Bound("llama-3-8b, int4, batch 64", 8, 35, 1.08),
     Bound("llama-3-8b, fp8, batch 64", 20, 35, 1.09),
     Bound("llama-3-8b, fp8-weights, batch 64", 8, 35, 1.06),
     Bound("llama-3-8b, bf16, batch 64, KV fp8", 8, 35, 1.05),
@@ -49,10 +49,10 @@ BOUNDS = (
     Bound("gemma-3-12b, bf16, batch 64", 8, 71, 1.04),
     Bound("qwen3-30b-a3b, bf16, batch 64", 16, 41, 1.07),
     Bound("qwen3-30b-a3b, int8, batch 64", 20, 41, 1.16),
-    Bound("qwen3-30b-a3b, int4, batch 64", 19, 41, 1.20),
-    Bound("qwen3-30b-a3b, int4-128-zero, batch 64", 19, 41, 1.21),
+    Bound("qwen3-30b-a3b, int4, batch 64", 16, 41, 1.18),
+    Bound("qwen3-30b-a3b, int4-128-zero, batch 64", 16, 41, 1.19),
     Bound("qwen3-30b-a3b, fp8, batch 64", 28, 41, 1.14),
-    Bound("gpt-oss-20b, mxfp4, batch 64", 25, 54, 1.12),
+    Bound("gpt-oss-20b, mxfp4, batch 64", 24, 54, 1.10),
     Bound("deepseek-v3, bf16, batch 64", 27, 146, 1.03),
 )
 

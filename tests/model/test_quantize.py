@@ -376,8 +376,10 @@ def dense_of(leaf) -> np.ndarray:
     if not isinstance(leaf, Int4):
         return leaf.astype(np.float64)
     out = np.zeros((math.prod(leaf.into), math.prod(leaf.out)))
+    side = min(len(out), 128)  # inputs of a block, of which the last one ends with the last input
     for k in range(len(out)):
-        code = leaf.codes[k // 2] >> 4 if k % 2 else leaf.codes[k // 2] & 15
+        half, place = divmod(k - min(k // side * side, len(out) - side), side // 2)
+        code = leaf.nibbles[k // side * (side // 2) + place] >> 4 * half & 15
         zero = 8.0 if leaf.zero is None else leaf.zero[k // leaf.group].astype(np.float64)
         out[k] = (code - zero) * leaf.scale[k // leaf.group]
     return out.reshape(*leaf.into, *leaf.out)

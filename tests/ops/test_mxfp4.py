@@ -12,7 +12,7 @@ from quire.model.checkpoint import loader
 from quire.ops import native
 from quire.ops.native.linear import Many
 from quire.ops.quant import packed
-from quire.ops.quant.mxfp4 import Mxfp4, decode
+from quire.ops.quant.mxfp4 import Mxfp4, decode, tensors
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
 
 
@@ -24,13 +24,13 @@ def e2m1(code: int) -> float:
 
 
 def decode_slowly(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """[D / 2, F] bytes and [D / 32, F] scales, value by value in float64."""
-    half, F = blocks.shape
-    out = np.zeros((2 * half, F))
-    for d in range(2 * half):
+    """Bytes, as `four_bits.py` describes them, and [D / 32, F] scales, value by value in float64."""
+    D, F = 32 * len(scales), scales.shape[1]
+    side, out = min(D, 128), np.zeros((D, F))
+    for d in range(D):
+        half, place = divmod(d - min(d // side * side, D - side), side // 2)
         for f in range(F):
-            byte = int(blocks[d // 2, f])
-            code = byte >> 4 if d % 2 else byte & 15
+            code = int(blocks[d // side * (side // 2) + place, f]) >> 4 * half & 15
             out[d, f] = e2m1(code) * 2.0 ** (int(scales[d // 32, f]) - 127)
     return out
 
@@ -40,20 +40,20 @@ def test_the_sixteen_values():
     blocks = np.arange(16, dtype=np.uint8)[:, None]  # each code once in a low half, the high halves hold zero
     values = decode(jnp.asarray(blocks), jnp.full((1, 1), 127, jnp.uint8))
     assert values.shape == (32, 1)
-    assert np.asarray(values, np.float32)[::2, 0].tolist() == [e2m1(code) for code in range(16)]
-    assert not np.asarray(values, np.float32)[1::2].any()
+    assert np.asarray(values, np.float32)[:16, 0].tolist() == [e2m1(code) for code in range(16)]
+    assert not np.asarray(values, np.float32)[16:].any()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_decode(seed):
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (5, 48, 7), np.uint8)
-    scales = rng.integers(3, 252, (5, 3, 7), np.uint8)  # values that float32 holds without subnormals
+@pytest.mark.parametrize(("D", "half"), [(32, 16), (96, 48), (128, 64), (160, 128), (320, 192)])
+def test_decode(D, half):
+    rng = np.random.default_rng(D)
+    blocks = rng.integers(0, 256, (5, half, 7), np.uint8)
+    scales = rng.integers(3, 252, (5, D // 32, 7), np.uint8)  # values that float32 holds without subnormals
     node = Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))
     take = jax.jit(lambda node, e: node[e])
     for e in range(5):
         dense = take(node, e)
-        assert (dense.dtype, dense.shape) == (jnp.bfloat16, (96, 7))
+        assert (dense.dtype, dense.shape) == (jnp.bfloat16, (D, 7))
         np.testing.assert_array_equal(np.asarray(dense, np.float64), decode_slowly(blocks[e], scales[e]))
 
 
@@ -64,6 +64,24 @@ def test_more_axes():
     whole = np.asarray(Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))[0], np.float32)
     for g in range(2):
         np.testing.assert_array_equal(whole[:, g], decode_slowly(blocks[0, :, g], scales[0, :, g]))
+
+
+@pytest.mark.parametrize(("into", "out"), [(64, (5,)), (128, (2, 3)), (320, (2, 3))])
+def test_blocks_of_a_checkpoint(into, out):
+    """A byte has neighbouring inputs there; rows of gate and up take turns."""
+    rng, E, rows = np.random.default_rng(0), 2, int(np.prod(out))
+    blocks = rng.integers(0, 256, (E, rows, into // 32, 16), np.uint8)
+    scales = rng.integers(120, 130, (E, rows, into // 32), np.uint8)
+    stored, spec = tensors(E, into, out), packed("mxfp4", ArraySpec((E, into, *out), None, (None,) * (2 + len(out))))
+    node = Mxfp4(jnp.asarray(stored.nibbles.turn(blocks)), jnp.asarray(stored.scales.turn(scales)))
+    assert node.nibbles.shape == spec.nibbles.shape and node.scales.shape == spec.scales.shape
+    for e in range(E):
+        found = np.asarray(node[e], np.float32).reshape(into, *out)
+        for k in range(into):
+            for row in range(rows):
+                code = int(blocks[e, row, k // 32, k % 32 // 2]) >> 4 * (k % 2) & 15
+                place = divmod(row, 2)[::-1] if len(out) == 2 else (row,)
+                assert found[k, *place] == e2m1(code) * 2.0 ** (int(scales[e, row, k // 32]) - 127)
 
 
 def test_by_the_kernels(tmp_path):

@@ -17,6 +17,7 @@ from quire.ops.activation import glu
 from quire.ops.linear import einsum, gated, project
 from quire.ops.native import build
 from quire.ops.native.pack import pack
+from quire.ops.quant import four_bits
 from quire.ops.quant.mxfp4 import Mxfp4, decode
 from quire.ops.quant.stack import Stack
 from quire.sharding.spec import ArraySpec
@@ -120,7 +121,7 @@ def test_matrices_of_a_stack(isa, name):
 def check_mxfp4(rows, padding, K, out, bias, seed):
     """As it is decoded: what JAX makes of the codes is exact in bfloat16, scales of 2^-127 being zero."""
     rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (3, K // 2, *out), np.uint8)
+    blocks = rng.integers(0, 256, (3, four_bits.count(K), *out), np.uint8)
     scales = rng.integers(110, 130, (3, K // 32, *out)).astype(np.uint8)
     scales[rng.random(scales.shape) < 0.05] = 0
     leaf, x = Mxfp4(blocks, scales), made(rng, (rows,), (K,), ml_dtypes.bfloat16)

@@ -116,12 +116,23 @@ def in_four_bits(weight, group: int, into: int = 1, zero: bool = False) -> Int4:
     return jax.tree.map(jnp.asarray, spec.quantize(np.asarray(weight, np.float32)))
 
 
+def codes_of(data: np.ndarray, inputs: int) -> list[np.ndarray]:
+    """A loop over the inputs of bytes, 64 for 128 inputs, of which the last ones end with the last input."""
+    found = []
+    for k in range(inputs):
+        block = k // 128
+        place = k - min(128 * block, inputs - 128)
+        found.append(data[64 * block + place % 64] >> 4 * (place // 64) & 15)
+    return found
+
+
 def unpacked(weight: Int4) -> np.ndarray:
     """A loop over the inputs, in bfloat16, as products see it."""
-    codes, scale = np.asarray(weight.codes), np.asarray(weight.scale, np.float32)
+    scale = np.asarray(weight.scale, np.float32)
     zero = np.full(scale.shape, 8.0) if weight.zero is None else np.asarray(weight.zero, np.float32)
-    groups = [k // weight.group for k in range(2 * len(codes))]
-    found = [((codes[k // 2] >> 4 * (k % 2) & 15) - zero[g]) * scale[g] for k, g in enumerate(groups)]
+    groups = [k // weight.group for k in range(np.prod(weight.into))]
+    codes = codes_of(np.asarray(weight.nibbles), len(groups))
+    found = [(codes[k] - zero[g]) * scale[g] for k, g in enumerate(groups)]
     return exact(jnp.asarray(np.array(found), jnp.bfloat16)).reshape(weight.into + weight.out)
 
 
@@ -315,13 +326,13 @@ def test_int4_experts_against_float64(zero):
 def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
     """A stack of any bits, and what they mean, input by input."""
     E, K, *out = axes
-    blocks, scales = (
-        rng.integers(0, 256, (E, K // 2, *out), np.uint8),
+    data, scales = (
+        rng.integers(0, 256, (E, -(-K // 128) * 64, *out), np.uint8),
         rng.integers(120, 126, (E, K // 32, *out), np.uint8),
     )
-    nibble = [blocks[:, k // 2] >> 4 * (k % 2) & 15 for k in range(K)]
-    found = [trial.FLOAT4[nibble[k]] * 2.0 ** (scales[:, k // 32] - 127.0) for k in range(K)]
-    return Mxfp4(jnp.asarray(blocks), jnp.asarray(scales)), np.stack(found, 1)
+    codes = codes_of(data.swapaxes(0, 1), K)
+    found = [trial.FLOAT4[codes[k]] * 2.0 ** (scales[:, k // 32] - 127.0) for k in range(K)]
+    return Mxfp4(jnp.asarray(data), jnp.asarray(scales)), np.stack(found, 1)
 
 
 @pytest.mark.parametrize(("T", "D", "F"), [(20, 128, 192), (70, 192, 128)])

@@ -8,6 +8,7 @@ from dense_values import restored
 
 from quire.ops import quant
 from quire.ops.linear import einsum
+from quire.ops.quant import four_bits
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
 
 FORMATS = {
@@ -65,6 +66,20 @@ def test_inputs_that_do_not_fill_the_last_group(name):
     x = np.random.default_rng(3).standard_normal((3, 6, 13)).astype(np.float32)
     got = einsum("TNH,NHD->TD", jnp.asarray(x), node, jnp.float32)
     np.testing.assert_allclose(got, np.einsum("tnh,nhd->td", x, weight), atol=2.5)
+
+
+@pytest.mark.parametrize("inputs", [2, 6, 126, 128, 130, 192, 256, 2880])
+def test_codes_of_four_bits_two_a_byte(inputs):
+    """Each byte has two inputs of one block, half a block apart, and the last block ends with the last input."""
+    codes = np.random.default_rng(inputs).integers(0, 16, (inputs, 3), np.uint8)
+    data, side = four_bits.join(codes), min(inputs, 128)
+    assert data.shape == (four_bits.count(inputs), 3) and len(data) == -(-inputs // side) * side // 2
+    for place, both in enumerate(data):
+        block, at = divmod(place, side // 2)
+        k = min(block * side, inputs - side) + at
+        assert np.array_equal(both & 15, codes[k]) and np.array_equal(both >> 4, codes[k + side // 2])
+    for array in (data, jnp.asarray(data)):
+        assert np.array_equal(four_bits.split(array, inputs), codes)
 
 
 @pytest.mark.parametrize(

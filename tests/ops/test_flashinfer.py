@@ -5,7 +5,9 @@ In the kernel's place is a function of numpy (`flashinfer_kernel.py`), which jax
 
 import dataclasses
 import json
+import time
 import tomllib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import flashinfer_kernel
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run
 from cases import cases
@@ -332,6 +335,24 @@ def test_a_build_that_fails_says_why(monkeypatch):
     path, reason = library.built(library.Kernel("nothing", 64, False, False, False, "8.0"))
     library.built.cache_clear()
     assert not path and reason is not None and "could not be built" in reason and "rror" in reason
+
+
+def test_a_build_that_takes_too_long_leaves_nothing_behind(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    library.built.cache_clear()
+    started = tmp_path / "started"
+    code = f"import pathlib, subprocess; child = subprocess.Popen(['sleep', '600']); pathlib.Path({str(started)!r})"
+    (tmp_path / "slow.py").write_text(f"{code}.write_text(str(child.pid)); child.wait()")
+    monkeypatch.setattr(library, "BUILDER", "slow")
+    monkeypatch.setattr(library, "SECONDS", 20)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path, reason = library.built(library.Kernel("bfloat16", 64, False, False, False, "8.0"))
+    library.built.cache_clear()
+    assert not path and reason == "nvcc did not build FlashInfer's kernel within 20 s"
+    with suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int(started.read_text()))
+        while child.status() != psutil.STATUS_ZOMBIE:  # an end may take a moment
+            time.sleep(0.05)
 
 
 def test_it_is_tried_before_it_serves(monkeypatch):

@@ -4,10 +4,13 @@ A process of its own builds them (`builder.py`): FlashInfer's builder imports to
 """
 
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +22,7 @@ PLATFORM = "gpu"
 BUILDER = f"{__package__}.builder"
 SECONDS = 1800  # for a build: four files of templates
 CAUSAL, POSITION_MAJOR = 1, 0  # FlashInfer's MaskMode and QKVLayout
+log = logging.getLogger("quire")
 ARGUMENTS = ["args", "rets", "attrs.info", "attrs.window_left", "attrs.soft_cap", "attrs.scale"]
 
 
@@ -91,18 +95,24 @@ def called(run: Callable[..., None], sinks: bool) -> Callable[..., None]:
 @cache
 def built(kernel: Kernel) -> tuple[str, str | None]:
     """(the library's path, why there is none)."""
+    log.info("building FlashInfer's kernel with nvcc, which takes some minutes the first time: %s", kernel.name)
     command = [sys.executable, "-P", "-m", BUILDER, json.dumps(asdict(kernel))]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     env = {"FLASHINFER_CUDA_ARCH_LIST": kernel.capability, **os.environ, "PYTHONPATH": path}
-    try:
-        done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"nvcc did not build FlashInfer's kernel within {SECONDS} s"
-    said = [line for line in done.stdout.splitlines() if line.strip()]
-    if done.returncode:
-        wrong = [line for line in (done.stdout + done.stderr).splitlines() if "rror" in line]
-        why = wrong[-1] if wrong else f"status {done.returncode}"
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return "", f"nvcc did not build FlashInfer's kernel within {SECONDS} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it has started, whatever ended this
+    if process.returncode:
+        wrong = [line for line in (out + err).splitlines() if "rror" in line]
+        why = wrong[-1] if wrong else f"status {process.returncode}"
         return "", f"FlashInfer's kernel could not be built, which takes nvcc and g++: {why}"
+    said = [line for line in out.splitlines() if line.strip()]
     return said[-1], None

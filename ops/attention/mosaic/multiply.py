@@ -44,6 +44,10 @@ def multiply(
         mine.take_turn()
         *found, step = lax.fori_loop(first, last, lambda b, carry: mine.block(q, b, *carry), (*nothing, step))
         mine.pass_turn()
+        if shape.latent:
+            best_M, total_M, sum_MH = found
+            found = best_M, total_M + mine.other(total_M), sum_MH
+            mine.wait_for_all()  # the other has read the sum of weights
         return by_part(*found), step
 
     def add_span(s, carry):
@@ -104,6 +108,11 @@ class WarpgroupTask:
         return pl.ds(self.own * self.shape.columns if self.shape.latent else 0, self.shape.columns)
 
     @property
+    def first_key(self) -> int:
+        """The first of a block's keys whose scores this warpgroup computes."""
+        return self.own * self.shape.keys if self.shape.latent else 0
+
+    @property
     def position(self):
         """The position of the first row."""
         return self.task.position + self.tile * self.shape.positions
@@ -135,6 +144,8 @@ class WarpgroupTask:
         slot = lax.rem(step, jnp.int32(self.shape.stages))
         score_MJ = self.masked(b, self.scores(q, b, slot))
         new_M = jnp.maximum(best_M, jnp.round(jnp.max(score_MJ, axis=1)))
+        if self.shape.latent:
+            new_M = jnp.maximum(new_M, self.other(new_M))
         finite_M = jnp.where(new_M == -jnp.inf, 0.0, new_M)
         shrink_M = jnp.exp2(best_M - finite_M)
         weight_MJ = jnp.exp2(score_MJ - along_rows(finite_M, score_MJ.shape))
@@ -158,7 +169,7 @@ class WarpgroupTask:
         else:
             if shape.latent:
                 self.scrub(b, shared.k_ref.at[slot])
-            score_MJ = tiles.scores(q, shared.k_ref.at[slot], self.pass_turn)
+            score_MJ = tiles.scores(q, shared.k_ref.at[slot, pl.ds(self.first_key, shape.keys)], self.pass_turn)
             if not shape.latent:
                 plgpu.barrier_arrive(shared.k_free.at[slot])
         if shape.soft_cap is None:
@@ -172,7 +183,7 @@ class WarpgroupTask:
         def mask(score_MJ):
             row_MJ, column_MJ = (self.tiles.index(score_MJ.shape, axis) for axis in (0, 1))
             position_MJ = self.position + lax.div(row_MJ, jnp.int32(self.shape.group))
-            key_MJ = b * J + column_MJ
+            key_MJ = b * J + self.first_key + column_MJ
             seen_MJ = key_MJ <= position_MJ
             if window is not None:
                 seen_MJ &= key_MJ > position_MJ - window
@@ -188,7 +199,11 @@ class WarpgroupTask:
         shape, tiles, shared = self.shape, self.tiles, self.shared
         dtype = self.inputs.q.dtype
         if shape.latent:
-            sum_MH = tiles.add_product(sum_MH, weight_MJ.astype(dtype), shared.k_ref.at[slot, :, self.columns])
+            tiles.store(shared.weights.at[:, pl.ds(self.first_key, shape.keys)], weight_MJ.astype(dtype), True)
+            plgpu.commit_smem()
+            self.wait_for_all()
+            weight_MJ = tiles.load(shared.weights, swizzled=True)
+            sum_MH = tiles.add_product(sum_MH, weight_MJ, shared.k_ref.at[slot, :, self.columns])
             plgpu.barrier_arrive(shared.k_free.at[slot])
             return sum_MH
         plgpu.barrier_wait(shared.v_here.at[slot])
@@ -237,6 +252,13 @@ class WarpgroupTask:
     def pass_turn(self) -> None:
         if self.shape.turns:
             plgpu.barrier_arrive(self.shared.turn.at[1 - self.own])
+
+    def other(self, x_M):
+        """The number of each row that the other warpgroup has, which shares the tile."""
+        self.tiles.store(self.shared.numbers_of_rows.at[self.own], x_M, False)
+        plgpu.commit_smem()
+        self.wait_for_all()
+        return self.tiles.load_rows(self.shared.numbers_of_rows.at[1 - self.own])
 
     def wait_for_all(self) -> None:
         if self.shape.warpgroups > 1:

@@ -54,7 +54,8 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
         mesh=plgpu.Mesh(
             grid=(shape.processors,), grid_names=("processor",), num_threads=shape.warpgroups + 1, thread_name="part"
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Rows are reduced within a warp, which takes no shared memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=False if interpret is None else interpret,
         name="attend",
     )

@@ -26,6 +26,8 @@ class SharedMemory(NamedTuple):
     k_tile: Any = None  # a decoded block
     v_tile: Any = None
     together: Any = None  # where warpgroups wait for each other
+    weights: Any = None  # of a block, where each warpgroup computes those of some keys and needs all
+    numbers_of_rows: Any = None  # which warpgroups tell each other
     turn: Any = None  # whose turn it is to multiply
     sums: Any = None  # some columns of a span that is saved, of each warpgroup
     numbers: Any = None  # its largest score and its sum of weights
@@ -52,7 +54,11 @@ def shared_types(shape: KernelShape, dtype) -> dict[str, Any]:
     }
     if not shape.in_registers and not shape.straight:
         found["q_tile"] = plgpu.SMEM(queries, dtype, transforms=swizzled)
-    if not shape.latent:
+    if shape.latent:
+        half = (plgpu.TilingTransform((8, shape.keys)), plgpu.SwizzleTransform(2 * shape.keys))
+        found["weights"] = plgpu.SMEM((ROWS, J), dtype, transforms=half)
+        found["numbers_of_rows"] = plgpu.SMEM((shape.warpgroups, ROWS), jnp.float32)
+    else:
         found |= {"v_ref": stage, "v_here": found["k_here"], "v_free": found["k_free"]}
     if coded:
         scales, tile = plgpu.SMEM((stages, J), jnp.float32), plgpu.SMEM((1, J, H), dtype, transforms=swizzled)

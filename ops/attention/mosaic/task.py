@@ -12,7 +12,7 @@ SCRATCH = 64 << 20  # bytes for the spans of contexts that are cut
 NUMBERS = 8  # columns of a saved span after those of its sum: four with the largest score, four with the sum of weights
 STAGED = 32  # columns that are saved at once
 MEMORY = 227 << 10  # bytes of shared memory that a kernel can use
-SMALL = 5120  # bytes of it for barriers, and for the gaps between arrays
+SMALL = 2048  # bytes of it for barriers, and for the gaps between arrays
 
 
 class KernelShape(NamedTuple):
@@ -55,6 +55,11 @@ class KernelShape(NamedTuple):
     def turns(self) -> bool:
         """Whether one warpgroup multiplies while another computes its softmax, and then the other way round."""
         return self.tiles > 1
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block whose scores a warpgroup computes."""
+        return self.block * self.tiles // self.warpgroups
 
     @property
     def columns(self) -> int:
@@ -145,6 +150,8 @@ class KernelShape(NamedTuple):
         kinds = 1 if self.latent else 2
         block = self.block * self.width * kinds
         taken = 2 * ROWS * self.width * self.tiles * (1 if self.in_registers or self.straight else 2)
+        if self.latent:
+            taken += 2 * ROWS * self.block + 1024
         if self.staged:
             taken += 4 * ROWS * (STAGED + NUMBERS) * self.warpgroups
         if self.codes is None:

@@ -47,7 +47,7 @@ BOUNDS = (
     Bound("llama-3-8b, bf16, batch 64, top-k, top-p", 8, 225, 1.13),
     Bound("llama-3-8b, bf16, batch 64, tensor 8", 10, 13, 1.15),
     Bound("gemma-3-12b, bf16, batch 64", 8, 71, 1.04),
-    Bound("qwen3-30b-a3b, bf16, batch 64", 16, 41, 1.07),
+    Bound("qwen3-30b-a3b, bf16, batch 64", 15, 41, 1.06),
     Bound("qwen3-30b-a3b, int8, batch 64", 20, 41, 1.16),
     Bound("qwen3-30b-a3b, int4, batch 64", 16, 41, 1.18),
     Bound("qwen3-30b-a3b, int4-128-zero, batch 64", 16, 41, 1.19),

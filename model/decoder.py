@@ -11,12 +11,13 @@ from ..ops.activation import ACTIVATIONS, soft_cap
 from ..ops.expert_dispatch import mix_over
 from ..ops.heads import Heads
 from ..ops.heads.xla import turn
-from ..ops.linear import einsum, gated, project, rows
+from ..ops.linear import einsum, gated, project, rounds, rows
 from ..ops.norm import rms_norm
 from ..ops.residual import Residual, add_and_norm
 from ..ops.residual.xla import add
 from ..ops.rope import angles, rotate
 from ..ops.routing import Rule, route
+from ..ops.weight import plain
 from ..sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
 from .config import Attention, LatentAttention, Layer, ModelConfig, Moe
 from .weights import (
@@ -124,14 +125,16 @@ def attention_block(
     """(rows, cache) after the layer's attention and its norms; `attend`, `prepare` are of this layer."""
     latent = isinstance(layer.attention, LatentAttention)
     run: Any = latent_attention if latent else partial(attention, prepare=prepare)
-    x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, config.norm_eps)
+    first = w.attention.kv_down_DA if isinstance(w.attention, LatentWeights) else w.attention.qkv_DGH
+    x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, config.norm_eps, rounds(first))
     y_TD, cache = run(layer.attention, w.attention, normed_TD, rope, cache, attend, config.norm_eps, axes)
     return Residual(x_TD, y_TD, w.post_attention_norm_D), cache
 
 
 def feed_forward_block(layer: Layer, w: LayerWeights, rows: Residual, live_T, config: ModelConfig, axes: DeviceAxes):
     """(rows, chosen experts) after the dense block and the experts and their norms."""
-    x_TD, normed_TD = add_and_norm(rows, w.pre_mlp_norm_D, config.norm_eps)
+    first = None if w.mlp is None else w.mlp.up_DGF
+    x_TD, normed_TD = add_and_norm(rows, w.pre_mlp_norm_D, config.norm_eps, rounds(first))
     y_TD, experts_TX = feed_forward(layer, w, x_TD, normed_TD, live_T, config, axes)
     return Residual(x_TD, y_TD, w.post_mlp_norm_D), experts_TX
 
@@ -183,10 +186,11 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, confi
     if layer.moe is None:
         return out_TD, None
     if not layer.moe.own_norms:
-        routed_TD, experts_TX = mix(layer.moe, w.moe, x_TD, x_TD, live_T, axes)
+        rows_TD = plain(x_TD)
+        routed_TD, experts_TX = mix(layer.moe, w.moe, rows_TD, rows_TD, live_T, axes)
         return out_TD + routed_TD, experts_TX
     eps = config.norm_eps
-    router_TD = rms_norm(residual_TD, None, eps) * (w.moe.router_scale_D * config.dim**-0.5).astype(x_TD.dtype)
+    router_TD = rms_norm(residual_TD, None, eps) * (w.moe.router_scale_D * config.dim**-0.5).astype(residual_TD.dtype)
     routed_TD, experts_TX = mix(layer.moe, w.moe, router_TD, rms_norm(residual_TD, w.moe.pre_norm_D, eps), live_T, axes)
     out_TD = rms_norm(out_TD, w.moe.mlp_post_norm_D, eps) + rms_norm(routed_TD, w.moe.post_norm_D, eps)
     return out_TD, experts_TX

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .implementations import choose
-from .weight import Weight
+from .weight import RoundedRows, Weight
 
 # Tried in order; one that cannot serve a weight, or a product with it, raises NotImplementedError.
 IMPLEMENTATIONS = {"native": ".native.linear", "mosaic": ".product.linear", "xla": ".weight"}
@@ -27,12 +27,22 @@ def einsum(subscripts: str, x, w, dtype=None, implementation: str | None = None)
 
 def project(subscripts: str, x, w, bias=None, dtype=None, implementation: str | None = None):
     """A product plus its bias, if it has one; the bias is added before rounding."""
-    return of_weight(w, implementation, lambda weight: weight.einsum(subscripts, x, bias, dtype))
+    return of_weight(w, implementation, lambda weight: weight.einsum(subscripts, meeting(weight, x), bias, dtype))
 
 
 def gated(subscripts: str, x, w, activation: str, implementation: str | None = None):
     """activation(gate) * up of a product whose last axes are [2, F]."""
-    return of_weight(w, implementation, lambda weight: weight.gated(subscripts, x, activation))
+    return of_weight(w, implementation, lambda weight: weight.gated(subscripts, meeting(weight, x), activation))
+
+
+def meeting(weight: Weight, x):
+    """Rows as a weight's products take them."""
+    return x.rows if isinstance(x, RoundedRows) and not weight.takes_rounded else x
+
+
+def rounds(w) -> str | None:
+    """The codes that a product with a weight makes of its rows, or None."""
+    return w.rounds if isinstance(w, Weight) else None
 
 
 def rows(table) -> int:

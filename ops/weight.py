@@ -10,6 +10,24 @@ from .activation import glu
 from .precision import precision
 
 
+@struct.dataclass
+class RoundedRows:
+    """Rows beside their codes of eight bits, which products with some weights take in their place."""
+
+    rows: Any  # [T, D]
+    codes: Any  # the same in numbers that codes stand for, in the dtype of the rows
+    scale: Any  # float32 [T]: rows = codes * scale, nearly
+    kind: str = struct.field(pytree_node=False)  # as `Weight.rounds`
+
+    def reshape(self, *shape: int) -> "RoundedRows":
+        return self.replace(rows=self.rows.reshape(*shape), codes=self.codes.reshape(*shape))
+
+
+def plain(x):
+    """The rows themselves."""
+    return x.rows if isinstance(x, RoundedRows) else x
+
+
 class Weight:
     """A matrix, or a stack of matrices along its first axis, that stands where an array could.
 
@@ -18,7 +36,13 @@ class Weight:
     `sharding.spec.nbytes`, since a node's arrays are its leaves.
     """
 
+    takes_rounded = False  # whether its products take `RoundedRows`
     native = False  # whether it is laid out for the native kernels, which alone can read it then
+
+    @property
+    def rounds(self) -> str | None:
+        """The codes that a product makes of the rows that meet it: "int8" or "float8"; None where it makes none."""
+        return None
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None) -> Any:
         """The product with x, summed in float32, plus `bias`, rounded once to `dtype` (x's by default)."""

@@ -8,7 +8,7 @@ from flax import struct
 
 from .. import weight as xla
 from ..quant.compressed import Rounded
-from ..weight import Weight, check_subscripts
+from ..weight import Weight, check_subscripts, plain
 from . import prepare
 
 
@@ -18,29 +18,30 @@ class Multiplied(Weight):
 
     weight: Any
     interpret: Any = struct.field(pytree_node=False, default=None)
+    takes_rounded = True
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         rows, flat, turned, lead, out = self.read(subscripts, x)
-        y = prepare.dense(rows, flat, bias, dtype=dtype or x.dtype, turned=turned, interpret=self.interpret)
+        y = prepare.dense(rows, flat, bias, dtype=dtype or plain(x).dtype, turned=turned, interpret=self.interpret)
         return y.reshape(*lead, *out)
 
     def gated(self, subscripts: str, x, activation: str):
         rows, flat, turned, lead, out = self.read(subscripts, x)
         if turned or len(out) != 2 or out[0] != 2:
             raise NotImplementedError("gate and up must be the last axes but one of a weight whose inputs come first")
-        y = prepare.dense(rows, flat, dtype=x.dtype, parts=2, activation=activation, interpret=self.interpret)
+        y = prepare.dense(rows, flat, dtype=plain(x).dtype, parts=2, activation=activation, interpret=self.interpret)
         return y.reshape(*lead, out[-1])
 
     def read(self, subscripts: str, x):
         """(rows, the weight, whether its inputs come last, axes of the rows, axes of the outputs)."""
-        matrix = prepare.matrix(self.weight)
+        matrix, given, x = prepare.matrix(self.weight), x, plain(x)
         if isinstance(self.weight, Rounded):  # its codes have the inputs first, wherever they stand in the subscripts
             axes = len(self.weight.into)
             into, out = self.weight.into, self.weight.out
             if not matrix.group:  # of this device's part, where it is split
                 into, out = matrix.array.shape[:axes], matrix.array.shape[axes:]
             check_subscripts(subscripts, x, into, out, self.weight.inputs)
-            return x.reshape(-1, math.prod(into)), matrix, False, x.shape[: x.ndim - axes], out
+            return given.reshape(-1, math.prod(into)), matrix, False, x.shape[: x.ndim - axes], out
         if not isinstance(self.weight, jax.Array):
             raise NotImplementedError("a stack of matrices is no weight of one product")
         operands, _, result = subscripts.partition("->")

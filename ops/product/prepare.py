@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from ..attention import mosaic_gpu
 from ..quant import four_bits, mxfp4
 from ..quant.four_bits import BLOCK
-from ..quant.fp8 import Fp8, as_floats
+from ..quant.fp8 import Fp8
 from ..quant.int4 import Int4
 from ..quant.int8 import Int8
 from ..quant.mxfp4 import Mxfp4
 from ..quant.stack import Stack
 from ..rounding import round_rows
+from ..weight import RoundedRows, plain
 from .gate import require_trial
 from .shape import FEATURES, FOUR_BITS, Operands, ProductShape
 
@@ -117,11 +118,10 @@ def packed(weight: Int4) -> Matrix:
 def meeting_rows(x_PK, matrix: Matrix):
     """The rows as the kernel takes them, and the scale of each if they are rounded: bfloat16 holds codes exactly."""
     if not matrix.rounded:
-        return x_PK, None
-    if matrix.codes == "float8":
-        codes_PK, scale_P1 = as_floats(x_PK)
-        return codes_PK.astype(jnp.bfloat16), scale_P1[:, 0]
-    return round_rows(x_PK)
+        return plain(x_PK), None
+    if isinstance(x_PK, RoundedRows) and x_PK.kind == matrix.codes:
+        return x_PK.codes, x_PK.scale
+    return round_rows(plain(x_PK), matrix.codes or "")
 
 
 def dense(
@@ -129,10 +129,10 @@ def dense(
     interpret: Any = None,
 ):  # fmt: skip
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
-    weight, (rows, inputs) = matrix.array, x_RK.shape
+    weight, (rows, inputs) = matrix.array, plain(x_RK).shape
     stored = four_bits.count(inputs) if matrix.codes in FOUR_BITS else inputs
     outputs = math.prod(weight.shape) // stored // parts
-    require(x_RK, matrix, inputs, outputs, activation)
+    require(plain(x_RK), matrix, inputs, outputs, activation)
     size = block_rows(rows)
     blocks = -(-rows // size)
     shape = ProductShape(
@@ -140,7 +140,9 @@ def dense(
         processors=processors(interpret), out_dtype=jnp.dtype(dtype).name, activation=activation,
         bias=bias is not None, turned=turned, **matrix.options,
     )  # fmt: skip
-    x_PK, row_scale_P = meeting_rows(jnp.pad(x_RK, ((0, blocks * size - rows), (0, 0))), matrix)
+    missing = blocks * size - rows
+    x_PK = jax.tree.map(lambda x: jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))), x_RK)
+    x_PK, row_scale_P = meeting_rows(x_PK, matrix)
     weight = weight.reshape((1, outputs, inputs) if turned else (1, stored, parts, outputs))
     scales = matrix.scales(1, parts, outputs)
     bias = None if bias is None else bias.astype(jnp.float32).reshape(1, parts, outputs)

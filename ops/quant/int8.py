@@ -41,6 +41,10 @@ class Int8(Rounded):
     scale: Any  # float32 [*out]
     dynamic: bool = struct.field(pytree_node=False)
 
+    @property
+    def rounds(self) -> str | None:
+        return "int8" if self.dynamic else None
+
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         axes = len(self.into)
         into, out = self.codes.shape[:axes], self.codes.shape[axes:]  # of this device's part, where it is split

@@ -16,6 +16,13 @@ class Residual(NamedTuple):
     scale_D: Any = None
 
 
-def add_and_norm(rows: Residual, scale_D, eps: float, implementation: str | None = None):
-    """(the sum, its RMS norm); without a scale there is no norm. `implementation` forces one of IMPLEMENTATIONS."""
-    return choose(IMPLEMENTATIONS, __name__, lambda module: module.add_and_norm(rows, scale_D, eps), implementation)
+def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None, implementation: str | None = None):
+    """(the sum, its RMS norm); without a scale there is no norm. `implementation` forces one of IMPLEMENTATIONS.
+
+    `rounds`: the codes that products will make of the norm (`Weight.rounds`), which then may be `RoundedRows`.
+    """
+
+    def run(module):
+        return module.add_and_norm(rows, scale_D, eps, rounds)
+
+    return choose(IMPLEMENTATIONS, __name__, run, implementation)

@@ -18,17 +18,17 @@ SOURCES = *Path(__file__).parent.glob("*.py"), Path(mosaic.__file__).parent / "t
 KERNEL = TriedKernel(f"{__package__}.trial", "sum and norm", SOURCES)
 
 
-def add_and_norm(rows: Residual, scale_D, eps: float, *, interpret: Any = None):
+def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None, *, interpret: Any = None):
     """See `quire.ops.residual.add_and_norm`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     if interpret is None and (declined := mosaic_gpu.card_declines()):
         raise NotImplementedError(declined)
     if reasons := refusals(rows, scale_D):
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
-        require_pass(KERNEL, kind(rows))
+        require_pass(KERNEL, kind(rows, rounds))
     from .mosaic_kernel import sum_and_norm  # only now: it imports a compiler
 
-    return sum_and_norm(rows, scale_D, eps, interpret)
+    return sum_and_norm(rows, scale_D, eps, rounds, interpret)
 
 
 def refusals(rows: Residual, scale_D) -> list[str]:
@@ -44,9 +44,9 @@ def refusals(rows: Residual, scale_D) -> list[str]:
     return found
 
 
-def kind(rows: Residual) -> dict:
+def kind(rows: Residual, rounds: str | None = None) -> dict:
     """What the kernel is compiled for."""
-    return {"width": rows.x_TD.shape[-1], "normed": rows.scale_D is not None}
+    return {"width": rows.x_TD.shape[-1], "normed": rows.scale_D is not None, "rounds": rounds}
 
 
 def varies() -> None:

@@ -12,7 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..attention.mosaic.tile import Tiles
+from ..attention.mosaic.tile import Tiles, from_float8
+from ..quant import fp8, int8
+from ..weight import RoundedRows
 from . import Residual
 from .shape import LINE, VECTOR, RowShape
 
@@ -29,21 +31,29 @@ class Refs(NamedTuple):
     own_y: Any
     own_scale: Any
     here: Any
+    codes: Any = None
+    code_scale: Any = None
+    own_codes: Any = None
     y_scale: Any = None
     own_y_scale: Any = None
 
 
-def sum_and_norm(rows: Residual, scale_D, eps: float, interpret: Any = None):
-    """(the sum, its norm)."""
+def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None, interpret: Any = None):
+    """(the sum, its norm), and the norm's codes if it `rounds`."""
     T, D = rows.x_TD.shape
-    shape = RowShape(D // LINE, eps)
+    shape = RowShape(D // LINE, eps, rounds)
     given = {"x": rows.x_TD, "y": rows.y_TD, "scale": scale_D.astype(jnp.float32)}
     if rows.scale_D is not None:
         given["y_scale"] = rows.scale_D.astype(jnp.float32)
     given = {name: array.reshape(*array.shape[:-1], shape.lines, LINE) for name, array in given.items()}
     scratch = {f"own_{name}": plgpu.SMEM((shape.padded, LINE), array.dtype) for name, array in given.items()}
     scratch["here"] = plgpu.Barrier(num_arrivals=len(given))
-    names = [*given, "sum", "normed"]
+    row = jax.ShapeDtypeStruct(given["x"].shape, rows.x_TD.dtype)
+    results = {"sum": row, "normed": row}
+    if rounds is not None:
+        results |= {"codes": row, "code_scale": jax.ShapeDtypeStruct((T,), jnp.float32)}
+        scratch["own_codes"] = scratch["own_x"]
+    names = [*given, *results]
 
     def body(*refs) -> None:
         named, tiles = dict(zip(names, refs, strict=True)), Tiles(interpret is not None)
@@ -51,14 +61,16 @@ def sum_and_norm(rows: Residual, scale_D, eps: float, interpret: Any = None):
 
     found: Any = pl.kernel(
         body,
-        (jax.ShapeDtypeStruct(given["x"].shape, rows.x_TD.dtype),) * 2,
+        tuple(results.values()),
         mesh=plgpu.Mesh(grid=(T,), grid_names=("row",)),
         compiler_params=plgpu.CompilerParams(),
         interpret=False if interpret is None else interpret,
         name="sum_and_norm",
     )(*given.values())
-    sum_TLC, normed_TLC = found
-    return sum_TLC.reshape(T, D), normed_TLC.reshape(T, D)
+    sum_TD, normed_TD, *coded = (array.reshape(T, -1) for array in found)
+    if rounds is None:
+        return sum_TD, normed_TD
+    return sum_TD, RoundedRows(normed_TD, coded[0], coded[1][:, 0], rounds)
 
 
 def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
@@ -78,10 +90,17 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
     sum_LC = (x_LC + y_LC).astype(dtype)
     refs.own_x[...] = sum_LC
     wide_LC = sum_LC.astype(jnp.float32)
-    refs.own_y[...] = (normal(shape, wide_LC) * load(refs.own_scale)).astype(dtype)
+    normed_LC = (normal(shape, wide_LC) * load(refs.own_scale)).astype(dtype)
+    refs.own_y[...] = normed_LC
+    if shape.rounds is not None:
+        codes_LC, scale = code(shape.rounds, normed_LC.astype(jnp.float32))
+        refs.own_codes[...] = codes_LC.astype(dtype)
+        refs.code_scale[t] = scale
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs.own_x.at[row], refs.sum.at[t])
     plgpu.copy_smem_to_gmem(refs.own_y.at[row], refs.normed.at[t])
+    if shape.rounds is not None:
+        plgpu.copy_smem_to_gmem(refs.own_codes.at[row], refs.codes.at[t])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -97,3 +116,15 @@ def numbers(shape: RowShape, tiles: Tiles, ref):
 def normal(shape: RowShape, x_LC):
     """A row whose mean square is one."""
     return x_LC * lax.rsqrt(jnp.sum(x_LC * x_LC) * (1 / (shape.lines * LINE)) + shape.eps)
+
+
+def code(codes: str, x_LC):
+    """(numbers that codes of eight bits stand for, scale) of a row in float32."""
+    most, limit = jnp.max(jnp.abs(x_LC)), int8.LIMIT if codes == "int8" else fp8.LIMIT
+    inverse = jnp.where(most > 0, limit / most, 0.0)  # of a row with NaN none: its codes are zeros
+    exact_LC = jnp.where(jnp.abs(x_LC) < jnp.inf, x_LC, 0.0) * inverse
+    if codes == "int8":
+        codes_LC = jnp.round(exact_LC)
+    else:
+        codes_LC = from_float8(lax.bitcast_convert_type(exact_LC.astype(jnp.float8_e4m3fn), jnp.int8))
+    return codes_LC, most / limit + jnp.sum(x_LC * 0.0)  # NaN where the row is not finite

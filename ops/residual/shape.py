@@ -13,6 +13,7 @@ class RowShape(NamedTuple):
 
     lines: int  # of a row
     eps: float
+    rounds: str | None = None  # to which codes the norm is rounded besides
 
     @property
     def padded(self) -> int:

@@ -6,6 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..quant.fp8 import as_floats
+from ..quant.int8 import as_bytes
+from ..weight import RoundedRows, plain
 from . import Residual
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
@@ -35,13 +38,23 @@ class ResidualCase:
         given = Residual(rows(), rows(), scale() if self.kind["normed"] else None), scale()
         sum_TD, normed_TD = in_float64(*given, EPS)
         size_T1 = np.sqrt(np.mean(sum_TD**2, 1, keepdims=True))
-        return (), (*given, jnp.asarray(size_T1, jnp.float32)), np.concatenate((sum_TD / size_T1, normed_TD))
+        wanted = [sum_TD / size_T1, normed_TD, *[normed_TD] * (self.kind["rounds"] is not None)]
+        return (), (*given, jnp.asarray(size_T1, jnp.float32)), np.concatenate(wanted)
 
     def run(self, held, given):
-        """Rows of the same size, so that no large one hides what is wrong in a small one."""
+        """Rows of the same size, so that no large one hides what is wrong in a small one.
+
+        What codes stand for counts by how far it is from what XLA rounds the same norm to.
+        """
         *given, size_T1 = given
-        sum_TD, normed_TD = sum_and_norm(*given, EPS, self.interpret)
-        return jnp.concatenate((sum_TD / size_T1, normed_TD.astype(jnp.float32))), held
+        sum_TD, normed = sum_and_norm(*given, EPS, self.kind["rounds"], self.interpret)
+        wide_TD = plain(normed).astype(jnp.float32)
+        found = [sum_TD / size_T1, wide_TD]
+        if isinstance(normed, RoundedRows):
+            codes_TD, scale_T = round_rows(normed.rows, normed.kind)
+            right_TD = codes_TD.astype(jnp.float32) * scale_T[:, None]
+            found.append(wide_TD + normed.codes.astype(jnp.float32) * normed.scale[:, None] - right_TD)
+        return jnp.concatenate(found), held
 
 
 def cases(kind: dict) -> list[ResidualCase]:
@@ -49,10 +62,16 @@ def cases(kind: dict) -> list[ResidualCase]:
     return [ResidualCase(kind)]
 
 
-def sum_and_norm(rows: Residual, scale_D, eps: float, interpret: Any):
+def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None, interpret: Any):
     from .mosaic_kernel import sum_and_norm
 
-    return sum_and_norm(rows, scale_D, eps, interpret)
+    return sum_and_norm(rows, scale_D, eps, rounds, interpret)
+
+
+def round_rows(x_TD, kind: str):
+    """(codes, scale of each row) by XLA."""
+    codes_TD, scale_T1 = (as_bytes if kind == "int8" else as_floats)(x_TD)
+    return codes_TD, scale_T1[:, 0]
 
 
 def in_float64(rows: Residual, scale_D, eps: float) -> tuple[np.ndarray, np.ndarray]:

@@ -4,8 +4,8 @@ from ..norm import rms_norm
 from . import Residual
 
 
-def add_and_norm(rows: Residual, scale_D, eps: float):
-    """See `quire.ops.residual.add_and_norm`."""
+def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None):
+    """See `quire.ops.residual.add_and_norm`. Products round the rows by themselves."""
     sum_TD = add(rows, eps)
     return sum_TD, norm(sum_TD, scale_D, eps)
 

@@ -6,9 +6,9 @@ from ..implementations import choose
 IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "xla": ".xla"}
 
 
-def round_rows(x_RK, implementation: str | None = None):
-    """(codes in x's dtype, float32 scale of each row), such that its largest code is 127.
+def round_rows(x_RK, codes: str = "int8", implementation: str | None = None):
+    """(codes in x's dtype, float32 scale of each row), such that its largest code is 127, or 448 of `float8`.
 
     A row that is not finite has a scale of NaN. `implementation` forces one of IMPLEMENTATIONS.
     """
-    return choose(IMPLEMENTATIONS, __name__, lambda module: module.round_rows(x_RK), implementation)
+    return choose(IMPLEMENTATIONS, __name__, lambda module: module.round_rows(x_RK, codes), implementation)

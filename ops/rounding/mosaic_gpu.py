@@ -18,7 +18,7 @@ USED = Path(mosaic.__file__).parent / "tile.py", *Path(residual.__file__).parent
 KERNEL = TriedKernel(f"{__package__}.trial", "rounding of rows", (*Path(__file__).parent.glob("*.py"), *USED))
 
 
-def round_rows(x_RK, *, interpret: Any = None):
+def round_rows(x_RK, codes: str, *, interpret: Any = None):
     """See `quire.ops.rounding.round_rows`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     if interpret is None and (declined := mosaic_gpu.card_declines()):
         raise NotImplementedError(declined)
@@ -30,10 +30,10 @@ def round_rows(x_RK, *, interpret: Any = None):
     if reasons:
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
-        require_pass(KERNEL, {"width": K})
+        require_pass(KERNEL, {"width": K, "codes": codes})
     from .mosaic_kernel import code_rows  # only now: it imports a compiler
 
-    return code_rows(x_RK, interpret)
+    return code_rows(x_RK, codes, interpret)
 
 
 def varies() -> None:

@@ -9,30 +9,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..attention.mosaic.tile import Tiles
-from ..quant.int8 import LIMIT
-from ..residual.mosaic_kernel import numbers
+from ..residual.mosaic_kernel import code, numbers
 from ..residual.shape import LINE, RowShape
 
 
-def code_rows(x_RK, interpret: Any = None):
+def code_rows(x_RK, codes: str, interpret: Any = None):
     """(codes, scale of each row)."""
     R, K = x_RK.shape
-    shape, tiles = RowShape(K // LINE, 0.0), Tiles(interpret is not None)
+    shape, tiles = RowShape(K // LINE, 0.0, codes), Tiles(interpret is not None)
     x_RLC = x_RK.reshape(R, shape.lines, LINE)
 
-    def body(x, codes, scales) -> None:
+    def body(x, coded, scales) -> None:
         def run(own, here) -> None:
             row, some = lax.axis_index("row"), pl.ds(0, shape.lines)
             plgpu.copy_gmem_to_smem(x.at[row], own.at[some], here)
             plgpu.barrier_wait(here)
             x_LC = numbers(shape, tiles, own)
-            most = jnp.max(jnp.abs(x_LC))
-            inverse = jnp.where(most > 0, LIMIT / most, 0.0)  # of a row with NaN none: its codes are zeros
-            codes_LC = jnp.round(jnp.where(jnp.abs(x_LC) < jnp.inf, x_LC, 0.0) * inverse)
+            codes_LC, scale = code(codes, x_LC)
             own[...] = codes_LC.astype(own.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own.at[some], codes.at[row])
-            scales[row] = most / LIMIT + jnp.sum(x_LC * 0.0)  # NaN where the row is not finite
+            plgpu.copy_smem_to_gmem(own.at[some], coded.at[row])
+            scales[row] = scale
             plgpu.wait_smem_to_gmem(0)
 
         pl.run_scoped(run, plgpu.SMEM((shape.padded, LINE), x_RK.dtype), plgpu.Barrier())

@@ -24,7 +24,9 @@ from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8, as_bytes
 from quire.ops.quant.mxfp4 import Mxfp4
 from quire.ops.quant.stack import Stack
+from quire.ops.rounding.xla import round_rows
 from quire.ops.routing.blocks import align, most_blocks
+from quire.ops.weight import RoundedRows
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 INTERPRETED = InterpretGPUParams(detect_races=True)
@@ -164,6 +166,25 @@ def test_fp8_against_float64(name):
     np.testing.assert_allclose(exact(found), wanted, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(weight.einsum(subscripts, x, bias, jnp.float32), wanted, rtol=1e-4, atol=1e-4)
     assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("make", [rounded, in_float8])
+def test_rows_that_come_in_codes(make):
+    """They are multiplied as they come; codes of another kind are left, and all by weights that round no rows."""
+    rng, kind = np.random.default_rng(9), "int8" if make is rounded else "float8"
+    x, dense = draw(rng, 5, 2, 64), draw(rng, 2, 64, 2, 64, scale=0.1)
+    codes, scale = round_rows(x.reshape(5, -1), kind)
+
+    def product(given, dynamic: bool = True):
+        weight = linear.weight_of(make(dense, dynamic, 2), InterpretGPUParams())
+        return exact(weight.gated("TNH,NHGF->TGF", given, "silu")), exact(weight.einsum("TNH,NHGF->TGF", given))
+
+    for twice, dynamic, used in ((1, True, kind), (2, True, kind), (2, True, "other"), (2, False, kind)):
+        given = RoundedRows(x, codes.reshape(x.shape), scale * twice, used)
+        for found, wanted in zip(
+            product(given, dynamic), product(x * (twice if dynamic and used == kind else 1), dynamic), strict=True
+        ):
+            assert np.array_equal(found, wanted)
 
 
 def test_every_code_of_fp8_is_exact():

@@ -13,6 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from quire.ops import attention, kernel_trial, residual
 from quire.ops.norm import rms_norm
 from quire.ops.residual import Residual, mosaic_gpu, trial, xla
+from quire.ops.rounding.xla import round_rows
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 EPS = 1e-5
@@ -75,6 +76,25 @@ def test_a_row_has_the_same_bits_in_any_company():
         assert np.all(np.isnan(np.asarray(other[1], np.float32)))
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+@pytest.mark.parametrize("name", thinned(CASES, ["lines that no thread shares"]))
+def test_the_norm_in_codes_besides(name, kind):
+    """They are those that the norm's own bits are rounded to by themselves, and change neither norm nor sum."""
+    given = CASES[name].inputs()
+
+    def step(rows, scale_D):
+        return mosaic_gpu.add_and_norm(rows, scale_D, EPS, kind, interpret=InterpretGPUParams(detect_races=True))
+
+    total, normed = jax.jit(step)(*given)
+    assert not gpu_callbacks.get_races().races_found
+    for out, other in zip((total, normed.rows), run(*given), strict=True):
+        assert np.asarray(out).tobytes() == np.asarray(other).tobytes()
+    codes, scale = round_rows(normed.rows, kind)
+    assert normed.kind == kind and normed.codes.dtype == jnp.bfloat16
+    assert np.array_equal(np.asarray(normed.codes, np.float32), np.asarray(codes, np.float32))
+    assert np.array_equal(normed.scale, scale)
+
+
 @pytest.mark.parametrize(("D", "normed"), [(7, False), (48, True)])
 def test_xla_adds_and_normalises_as_separate_operations_do(D, normed):
     """To the bit: a model on a CPU keeps its own. It serves nothing to add, and no norm of the sum, too."""
@@ -98,7 +118,7 @@ def test_all_reasons_are_said():
     with pytest.raises(NotImplementedError, match="something to add, and a norm"):
         mosaic_gpu.add_and_norm(Residual(rows.x_TD), scale_D, EPS, interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
-        residual.add_and_norm(rows, scale_D, EPS, "mosaic_gpu")
+        residual.add_and_norm(rows, scale_D, EPS, implementation="mosaic_gpu")
 
 
 def spoil_a_sum(sum_TD, normed_TD):
@@ -109,9 +129,16 @@ def spoil_a_norm(sum_TD, normed_TD):
     return sum_TD, normed_TD.at[7].multiply(1.02)
 
 
-@pytest.mark.parametrize("spoil", [None, spoil_a_sum, spoil_a_norm])
+def spoil_a_scale(sum_TD, normed):
+    return sum_TD, normed.replace(scale=normed.scale.at[7].multiply(1.02))
+
+
+TRIALS = [(None, None), (None, spoil_a_sum), (None, spoil_a_norm), ("int8", None), ("float8", spoil_a_scale)]
+
+
+@pytest.mark.parametrize(("rounds", "spoil"), TRIALS)
 @pytest.mark.parametrize("normed", [False, True])
-def test_a_trial(normed, spoil, monkeypatch):
+def test_a_trial(normed, rounds, spoil, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
     real = trial.sum_and_norm
 
@@ -120,7 +147,7 @@ def test_a_trial(normed, spoil, monkeypatch):
         return found if spoil is None else spoil(*found)
 
     monkeypatch.setattr(trial, "sum_and_norm", kernel)
-    kind = mosaic_gpu.kind(Case(D=192, normed=normed).inputs()[0])
+    kind = mosaic_gpu.kind(Case(D=192, normed=normed).inputs()[0], rounds)
     found = kernel_trial.measure(trial.ResidualCase(kind, 12, InterpretGPUParams()), 0, repeats=2)
     assert (found.wrong is not None) == (spoil is not None)
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import thinned
@@ -16,12 +17,12 @@ pytestmark = pytest.mark.usefixtures("interpreted_once")
 
 def drawn(width: int, rows: int = 6):
     """Rows of all sizes; the second is zero."""
-    return trial.RoundingCase({"width": width}, rows).build(0)[1][0]
+    return trial.RoundingCase({"width": width, "codes": "int8"}, rows).build(0)[1][0]
 
 
-def run(x_RK):
+def run(x_RK, codes: str = "int8"):
     def step(x_RK):
-        return mosaic_gpu.round_rows(x_RK, interpret=InterpretGPUParams(detect_races=True))
+        return mosaic_gpu.round_rows(x_RK, codes, interpret=InterpretGPUParams(detect_races=True))
 
     codes_RK, scale_R = jax.jit(step)(x_RK)
     assert not gpu_callbacks.get_races().races_found
@@ -37,17 +38,35 @@ def test_against_float64_and_xla(width):
     np.testing.assert_allclose(scale_R, np.abs(exact).max(1) / 127, rtol=1e-6)
     assert np.all(np.abs(codes_RK * scale_R[:, None].astype(np.float64) - exact) <= 0.501 * scale_R[:, None])
     assert np.abs(codes_RK).max(1).tolist() == [127, 0, 127, 127, 127, 127]
-    by_xla = xla.round_rows(x_RK)
+    by_xla = xla.round_rows(x_RK, "int8")
     assert np.array_equal(codes_RK, np.asarray(by_xla[0], np.float32)) and np.array_equal(scale_R, by_xla[1])
 
 
-def test_a_row_has_the_same_bits_in_any_company():
+@pytest.mark.parametrize("width", thinned([64, 704, 4096], [704]))
+def test_to_float8_against_float64_and_xla(width):
+    """The nearest float of eight bits, one of its kind, and a scale that makes 448 of a row's largest."""
+    x_RK = drawn(width)
+    codes_RK, scale_R = run(x_RK, "float8")
+    exact = np.asarray(x_RK, np.float64)
+    np.testing.assert_allclose(scale_R, np.abs(exact).max(1) / 448, rtol=1e-6)
+    assert np.abs(codes_RK).max(1).tolist() == [448, 0, 448, 448, 448, 448]
+    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    every = every[np.isfinite(every)]
+    quotient = exact / np.where(scale_R > 0, scale_R, 1).astype(np.float64)[:, None]
+    least = np.abs(quotient[:, :64, None] - every).min(-1)
+    assert np.isin(codes_RK, every).all() and np.all(np.abs(codes_RK - quotient)[:, :64] <= least * 1.001 + 1e-5)
+    by_xla = xla.round_rows(x_RK, "float8")
+    assert np.array_equal(codes_RK, np.asarray(by_xla[0], np.float32)) and np.array_equal(scale_R, by_xla[1])
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_a_row_has_the_same_bits_in_any_company(kind):
     """Also beside rows that are not finite, which stay so by their scale."""
     x_RK = drawn(192)
-    codes_RK, scale_R = run(x_RK)
+    codes_RK, scale_R = run(x_RK, kind)
     order = np.array([3, 0, 5, 4])
     others = x_RK[order].at[1, 7].set(jnp.nan).at[2, 3].set(-jnp.inf)
-    codes, scale = run(others)
+    codes, scale = run(others, kind)
     for place in (0, 3):
         assert codes[place].tobytes() == codes_RK[order[place]].tobytes()
         assert scale[place] == scale_R[order[place]]
@@ -56,21 +75,22 @@ def test_a_row_has_the_same_bits_in_any_company():
 
 def test_all_reasons_are_said():
     with pytest.raises(NotImplementedError, match=r"bfloat16, not float32, and .* multiple of 64 .* not 100"):
-        mosaic_gpu.round_rows(jnp.zeros((2, 100)), interpret=True)
+        mosaic_gpu.round_rows(jnp.zeros((2, 100)), "int8", interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
-        rounding.round_rows(drawn(64), "mosaic_gpu")
+        rounding.round_rows(drawn(64), implementation="mosaic_gpu")
 
 
 def spoil_a_code(codes_RK, scale_R):
-    return codes_RK.at[5, 3].add(1), scale_R
+    return codes_RK.at[5, 3].add(codes_RK[5].max() / 127), scale_R
 
 
 def spoil_a_scale(codes_RK, scale_R):
     return codes_RK, scale_R.at[4].multiply(1.001)
 
 
+@pytest.mark.parametrize("codes", ["int8", "float8"])
 @pytest.mark.parametrize("spoil", [None, spoil_a_code, spoil_a_scale])
-def test_a_trial(spoil, monkeypatch):
+def test_a_trial(spoil, codes, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
     real = trial.code_rows
 
@@ -79,7 +99,7 @@ def test_a_trial(spoil, monkeypatch):
         return found if spoil is None else spoil(*found)
 
     monkeypatch.setattr(trial, "code_rows", kernel)
-    (case,) = trial.cases({"width": 192})
+    (case,) = trial.cases({"width": 192, "codes": codes})
     found = kernel_trial.measure(trial.RoundingCase(case.kind, 8, InterpretGPUParams()), 0, repeats=2)
     assert (found.wrong is not None) == (spoil is not None)
 

@@ -46,10 +46,7 @@ def new_arrivals():
     """`QueryRows.arrivals` for all layers of a step, which a layer alone makes for itself; None without a GPU."""
     if jax.default_backend() != "gpu":
         return None
-    from .mosaic import paged  # only now: it imports a compiler
-    from .mosaic_gpu import num_processors
-
-    return paged.new_arrivals(num_processors())
+    return jax.new_ref(jnp.zeros(jax.local_devices()[0].core_count, jnp.int32))
 
 
 def page_dtype(dtype):

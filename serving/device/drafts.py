@@ -168,7 +168,9 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
     def one(_, held):
         state = held[1]
         if drafter.catches_up:
-            state = drafter.follow(weights, state, seen)[1]
+            arrivals = new_arrivals()  # a loop cannot share it
+            rows = [each.replace(arrivals=arrivals) for each in seen.rows]
+            state = drafter.follow(weights, state, replace(seen, rows=rows))[1]
         return propose(drafter, weights, state, seen, known, accepted_R, plain)
 
     # A loop of one turn or none: it leaves the pages where they are, as a branch may not.

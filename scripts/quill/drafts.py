@@ -24,6 +24,8 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "draft_model": {"method": "draft_model", "model": DRAFT},
     "self, int8-weights": {"method": "self", "quantization": "int8-weights"},
     "self, 4 of 8 layers": {"method": "self", "num_layers": 4},
+    "medusa, quill-medusa": {"method": "medusa", "model": "quill-medusa"},
+    "eagle, quill-eagle": {"method": "eagle", "model": "quill-eagle"},
 }
 WORST = 64, 100  # random tokens of a prompt, and tokens of its answer
 

@@ -209,7 +209,9 @@ def test_one_is_forced_by_its_name():
     with pytest.raises(NoImplementation, match="mosaic_tpu: there is no TPU") as error:
         run(PLAIN, case, partial(paged_attention, implementation="mosaic_tpu"))
     assert len(error.value.exceptions) == 1
-    with pytest.raises(ValueError, match="implementation is 'cuda'; it can be native, mosaic_tpu, mosaic_gpu, xla"):
+    with pytest.raises(
+        ValueError, match="implementation is 'cuda'; it can be native, mosaic_tpu, mosaic_gpu, flashinfer, xla"
+    ):
         run(PLAIN, case, partial(paged_attention, implementation="cuda"))
 
 

@@ -83,7 +83,7 @@ def test_a_value_of_the_wrong_kind_is_a_model_error(name, tmp_path):
 
 
 def test_mxfp4_stays_packed():
-    """Models of 13.8 and 65.3 GB in their files take two hundredths more: the last block of 2,880 inputs is filled up."""
+    """13.8 and 65.3 GB in files take two hundredths more here: the last block of 2,880 inputs is filled up."""
     for name, size in {"gpt-oss-20b": 13.98e9, "gpt-oss-120b": 66.55e9}.items():
         assert nbytes(abstract(read(PUBLISHED_MOE[name].config))) == pytest.approx(size, rel=0.002)
     wide = dict(PUBLISHED_MOE["gpt-oss-20b"].config)

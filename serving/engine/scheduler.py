@@ -299,7 +299,7 @@ class ReplicaScheduler:
             seq.followed = start + count  # before its pages are found by others
         self.table.insert(seq, start + count)
         self.samples -= len(scores) + draws
-        drafts = self.drafts_of(seq, start + count) if draws and seq.drafts else ()
+        drafts = self.drafts_of(seq, start + count, self.rows - count) if draws and seq.drafts else ()
         asks = seq.asks if draws else 0
         if asks:
             self.make_room(seq, start + count + len(drafts), asks)
@@ -310,10 +310,10 @@ class ReplicaScheduler:
             seq, start, count + len(drafts), draws + len(drafts), not seq.begun, scores, drafts, asks
         )
 
-    def drafts_of(self, seq: Sequence, known: int) -> tuple[int, ...]:
+    def drafts_of(self, seq: Sequence, known: int, rows: int) -> tuple[int, ...]:
         """The drafts for which there is room, in the step and in pages that nobody else needs to give."""
         left = seq.max_tokens - (known - seq.num_prompt) - 1  # beyond the one that it draws anyway
-        drafts = seq.drafts[: max(0, min(self.drafts, self.samples, left))]
+        drafts = seq.drafts[: max(0, min(self.drafts, self.samples, rows, left))]
         while drafts and not self.table.grow(seq, known + len(drafts)):
             drafts.pop()
         return tuple(drafts)

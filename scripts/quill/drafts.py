@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -16,12 +15,11 @@ from .eval import LONGEST
 from .tasks import fresh
 
 ASKED = "copy", "reverse", "sort_numbers", "json", "story", "lookup_200"
-DRAFT = str(Path(__file__).parents[2] / "model" / "quill_draft")
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
-    "draft_model": {"method": "draft_model", "model": DRAFT},
+    "draft_model": {"method": "draft_model", "model": "quill-draft"},
     "self, int8-weights": {"method": "self", "quantization": "int8-weights"},
     "self, 4 of 8 layers": {"method": "self", "num_layers": 4},
     "medusa, quill-medusa": {"method": "medusa", "model": "quill-medusa"},

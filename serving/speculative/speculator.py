@@ -94,8 +94,13 @@ class Speculator:
     measured at the start. What steps take in service, with the host's part, corrects it for both kinds.
     """
 
-    def __init__(self, config: SpeculativeConfig, seconds: Callable[[int, int, int], float]):
-        self.config, self.seconds, self.in_step = config, seconds, config.in_step
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        seconds: Callable[[int, int, int], float],
+        clock: Callable[[], float] = perf_counter,
+    ):
+        self.config, self.seconds, self.clock, self.in_step = config, seconds, clock, config.in_step
         self.drafter: Drafter = make_drafter(config)
         self.most = config.num_speculative_tokens
         self.records: dict[Sequence, Record] = {}
@@ -198,13 +203,13 @@ class Speculator:
                 self.learn(record, right, len(record.guess))
                 record.guess = []
         elif seq.proposed if self.in_step else seq.num_output >= record.looks:
-            began = perf_counter()
+            began = self.clock()
             record.guess, record.since = self.drafter.propose(seq, self.most), seq.num_output
             if self.in_step:
                 return
             record.ideas, self.news = len(record.guess), True
             seq.waits = self.drafting and record.ideas > 0 and self.rate(record) >= self.least
-            self.proposing += (perf_counter() - began - self.proposing) / 16
+            self.proposing += (self.clock() - began - self.proposing) / 16
             share = len(self.records) * self.proposing / LOOKS
             record.looks = seq.num_output + max(1, ceil(share / max(self.seconds(1, 1, 0), 1e-4)))
 

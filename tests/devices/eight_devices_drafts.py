@@ -3,7 +3,6 @@
 import random
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,8 +12,8 @@ from golden.families import VARIANTS
 from golden.recorded import Golden
 from jax.sharding import PartitionSpec as P
 from mixes import mix, serve
+from recorded_drafts import Recorded
 
-import quire
 from quire import LLM, SamplingParams
 from quire.model import draft_heads
 from quire.model.checkpoint import hub, loader
@@ -28,7 +27,7 @@ assert len(jax.devices()) == 8
 NAMED = {variant.name: variant for variant in VARIANTS}
 SIZES = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 8, "kv_cache_memory_bytes": 2 << 20}
 NGRAM, SUFFIX = {"method": "ngram"}, {"method": "suffix"}
-MODEL = {"method": "draft_model", "model": str(Path(quire.__file__).parent / "model" / "quill_draft")}
+MODEL = {"method": "draft_model", "model": "quill-draft"}
 LAYERS = {"method": "self", "num_layers": 4}
 BITS = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
 EAGLE, MEDUSA = [{"method": kind, "model": f"quill-{kind}"} for kind in ("eagle", "medusa")]
@@ -161,21 +160,6 @@ def test_another_padding_of_the_vocabulary(own, target):
     assert (found_BV[:, both:] == -np.inf).all()
 
 
-class Recorded:
-    """A drafter, with all that was proposed after each text."""
-
-    def __init__(self, engine):
-        self.drafter, self.proposed = engine.speculator.drafter, {}
-        engine.speculator.drafter = self
-
-    def propose(self, seq, most):
-        self.proposed[tuple(seq.tokens)] = tuple(seq.proposed)
-        return self.drafter.propose(seq, most)
-
-    def end(self, seq):
-        self.drafter.end(seq)
-
-
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "data": 2, "context": 2}], ids=str)
 def test_heads_that_are_split_propose_what_whole_ones_do(mesh, tmp_path):
     """Random EAGLE-3 heads, with an embedding and fewer tokens of their own, on quill."""
@@ -193,7 +177,7 @@ def test_heads_that_are_split_propose_what_whole_ones_do(mesh, tmp_path):
     found = []
     for devices in ({}, mesh):
         llm = LLM(**SIZES, **over(devices), max_model_len=256, speculative_config=config)
-        recorded = Recorded(llm.engine)
+        recorded = Recorded.of(llm.engine)
         llm.generate(prompts, params, use_tqdm=False)
         found.append(recorded.proposed)
         llm.close()

@@ -1,7 +1,6 @@
 """Heads that draft in the step: what they propose is what they say of the whole text, and answers stay as they are."""
 
 import json
-from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 import tiny
 import tiny_deepseek
 import uncached
+from recorded_drafts import Recorded
 
 from quire import LLM, SamplingParams
 from quire.model import decoder, draft_heads
@@ -28,21 +28,6 @@ HEADS = {
     "eagle": LAYER,
     "eagle3": LAYER | {"draft_vocab_size": V - 10},
 }
-
-
-@dataclass
-class Recorded:
-    """The drafter of an engine, with all that it proposed after each text."""
-
-    drafter: object
-    proposed: dict = field(default_factory=dict)
-
-    def propose(self, seq, most):
-        self.proposed[tuple(seq.tokens)] = list(seq.proposed)
-        return self.drafter.propose(seq, most)
-
-    def end(self, seq):
-        self.drafter.end(seq)
 
 
 @pytest.fixture(scope="module", params=["medusa", "eagle", "eagle3", "mtp"])
@@ -128,8 +113,7 @@ class Naive:
 def test_they_propose_what_they_say_of_the_whole_text(made):
     """Prompts in chunks, several at once: each proposal beside the naive one."""
     rng, llm = np.random.default_rng(1), llm_of(made)
-    recorded = Recorded(llm.engine.speculator.drafter)
-    llm.engine.speculator.drafter = recorded
+    recorded = Recorded.of(llm.engine)
     prompts = [rng.integers(3, V, size).tolist() for size in (1, 5, 40, 60, 17)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)

@@ -1,8 +1,8 @@
 """Speculative decoding gives the bits of plain decoding, whatever the drafts, and whatever else is asked for."""
 
 import random
+from itertools import count as count_up
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +11,6 @@ from cases import cases
 from mixes import mix, serve
 from scipy import stats
 
-import quire
 from quire import LLM
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
@@ -129,7 +128,7 @@ class Preemptions(Observer):
 CONFIGS = [
     {"method": "ngram"},
     {"method": "suffix"},
-    {"method": "draft_model", "model": str(Path(quire.__file__).parent / "model" / "quill_draft")},
+    {"method": "draft_model", "model": "quill-draft"},
     {"method": "self", "num_layers": 4},
     {"method": "self", "quantization": "int8-weights", "num_layers": 6},
     {"method": "medusa", "model": "quill-medusa"},
@@ -364,7 +363,8 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500) -> float:
         own.begin(seq)
         return seq
 
-    rng, own = random.Random(1), Speculator(speculation_of(config), seconds)
+    rng = random.Random(1)
+    own = Speculator(speculation_of(config), seconds, count_up(step=1e-5).__next__)  # to propose takes 10 µs
     if not own.in_step:
         own.drafter = Chance(rng, rate, ideas)
     seqs, now, tokens = [new() for _ in range(count)], 0.0, 0
@@ -408,7 +408,7 @@ def test_drafts_gain_what_they_can_and_cost_next_to_nothing(config, draft, ideas
             for k in range(1, 5)
         )
         found = gain(config, count, rate, ideas, draft)
-        assert found > 0.96
+        assert found > 0.97
         assert ideas < 1 or found > 0.93 * best
 
 

@@ -3,21 +3,20 @@
 import random
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-import quire
 from quire import LLM, SamplingParams
 from quire.serving.engine.step_record import Observer
 
-DRAFT = str(Path(quire.__file__).parent / "model" / "quill_draft")
 DRAFTERS = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
-    "draft_model": {"method": "draft_model", "model": DRAFT},
+    "draft_model": {"method": "draft_model", "model": "quill-draft"},
     "layers": {"method": "self", "num_layers": 4},
     "bits": {"method": "self", "quantization": "int8-weights"},
+    "medusa": {"method": "medusa", "model": "quill-medusa"},
+    "eagle": {"method": "eagle", "model": "quill-eagle"},
 }
 KINDS = {"plain": {}, "int8 KV": {"kv_cache_dtype": "int8"}, "int4 weights": {"quantization": "int4-64"}}
 ROWS, PAGE = 32, 16

@@ -42,6 +42,7 @@ class BatchBuilder:
         replicas: int = 1,
     ):
         self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
+        self.drafts = limits.max_drafts > 0
         self.num_stages = num_stages  # as many steps are under way at once
         options = sizes(
             limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts
@@ -101,9 +102,9 @@ class BatchBuilder:
                 plain.append(self.advance(steps, part, own))
             else:
                 plain.append(self.fill(steps, part, size, own))
-        # All replicas draft as often, since they wait for each other where they share experts.
-        at, each = self.layouts[size].offsets, buffer.reshape(len(plan.parts), -1)
-        each[:, at.num_drafts_1], each[:, at.follows_1] = drafting(plan.items)
+        if self.drafts:  # all replicas as often, since they wait for each other where they share experts
+            at, each = self.layouts[size].offsets, buffer.reshape(len(plan.parts), -1)
+            each[:, at.num_drafts_1], each[:, at.follows_1] = drafting(plan.items)
         self.draws_plainly = all(plain)
         return size, buffer
 
@@ -163,7 +164,8 @@ class BatchBuilder:
         for seq in seqs:
             self.sync_tables(seq)
 
-        b.following_B[:n] = [following(item) for item in part]
+        if self.drafts:
+            b.following_B[:n] = [following(item) for item in part]
         b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = ends, T
         places_T = np.repeat(places, counts)
         positions = np.arange(T) + np.repeat(starts - (ends - counts), counts)

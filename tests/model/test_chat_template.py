@@ -247,10 +247,11 @@ def test_a_worker_that_died_is_replaced():
 
 def test_threads_share_a_worker():
     template = ChatTemplate("{{ messages[0] }}{{ 'x' * messages[0] }}")
+    others = set(threading.enumerate())
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda n: template.render([n]), range(200)))
     assert answers == [f"{n}{'x' * n}" for n in range(200)]
-    assert threading.active_count() < 8
+    assert set(threading.enumerate()) <= others  # its lock is waited for; no caller has a thread of its own
 
 
 def test_the_worker_ends_with_its_template():

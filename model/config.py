@@ -22,6 +22,18 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Temperature:
+    """Queries grow with their position, so that attention over long contexts stays sharp.
+
+    Those at position p are multiplied by 1 + scale * log(1 + floor((p + ahead) / floor)).
+    """
+
+    scale: float
+    floor: float
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
 class Attention:
     """Softmax attention over the layer's own keys and values, or over those of layer `kv_source`."""
 
@@ -32,13 +44,15 @@ class Attention:
     rope: Rope | None = None
     window: int | None = None  # a row sees the last `window` positions, its own included
     soft_cap: float | None = None
-    qk_norm: str | None = None  # "head": over each head; "all": over all heads
+    qk_norm: str | None = None  # "all": over all heads; "head": over each; "turned": over each, after the rotation;
+    # "plain": over each, without a scale
     v_norm: bool = False  # RMS norm of the values, without a scale
     bias: bool = False
     out_bias: bool = False
     sinks: bool = False
     tied_kv: bool = False  # the values are the keys' projection
     kv_source: int | None = None
+    temperature: Temperature | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,7 @@ class LatentAttention:
     bias: bool = False
     norm_eps: float = 1e-6
     interleaved: bool = True  # the checkpoint keeps rotary pairs side by side; loading moves them half the width apart
+    temperature: Temperature | None = None
 
     window = None
     kv_source = None
@@ -67,6 +82,8 @@ class Mlp:
 
     dim: int
     activation: str = "silu"
+    bias: bool = False
+    gate: bool = False  # what it gives is multiplied by the sigmoid of one more product with each row
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,7 @@ class Moe:
     clamp: float | None = None  # gpt-oss's form of the activation, see `ops.activation.glu`
     alpha: float = 1.0
     own_norms: bool = False  # Gemma 4: router and experts read the residual through norms of their own
+    weigh_rows: bool = False  # Llama 4: the one chosen expert's weight multiplies its input, not its output
     quant: str | None = None  # the format of the expert weights
     spare: int = 0  # slots for second and further copies of experts
 
@@ -107,6 +125,7 @@ class Layer:
     moe: Moe | None = None
     pre_norm: bool = True
     post_norm: bool = False
+    parallel: bool = False  # the feed-forward block reads what attention reads, and both are added to the rows at once
 
 
 @dataclass(frozen=True)
@@ -156,7 +175,10 @@ class ModelConfig:
     dtype: str = "bfloat16"
     tied: bool = False
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a block gives, before it is added to the rows
+    logit_scale: float = 1.0
     final_soft_cap: float | None = None
+    centred: bool = False  # norms take the mean off first: the rows are kept at mean zero, where RMS norms do the same
     per_layer_dim: int = 0  # Gemma 4: the width of a further embedding for each layer; 0: none
     per_layer_vocab: int = 0
     layer_scale: bool = False
@@ -243,6 +265,8 @@ def check_moe(index: int, moe: Moe) -> None:
     size = moe.experts // moe.groups
     if not 1 <= moe.top_groups <= moe.groups:
         raise ModelError(f"layer {index}: {moe.top_groups} groups are to be kept of {moe.groups}")
+    if moe.weigh_rows and moe.top_k != 1:
+        raise ModelError(f"layer {index}: {moe.top_k} experts a token; where weights multiply inputs it can only be 1")
     if not 1 <= moe.top_k <= size * moe.top_groups:
         raise ModelError(f"layer {index}: {moe.top_k} experts a token cannot be chosen from {size * moe.top_groups}")
     if moe.group_score == "top2" and moe.groups > moe.top_groups and size < 2:

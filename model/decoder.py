@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from ..ops import moe as experts
-from ..ops.activation import ACTIVATIONS, soft_cap
+from ..ops.activation import ACTIVATIONS, glu, soft_cap
 from ..ops.expert_dispatch import mix_over
 from ..ops.heads import Heads
 from ..ops.heads.xla import turn
 from ..ops.linear import einsum, gated, project, rounds, rows
-from ..ops.norm import rms_norm
+from ..ops.norm import mean, rms_norm
 from ..ops.residual import Residual, add_and_norm
 from ..ops.residual.xla import add
 from ..ops.rope import angles, rotate
 from ..ops.routing import Rule, route
 from ..ops.weight import plain
 from ..sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
-from .config import Attention, LatentAttention, Layer, ModelConfig, Moe
+from .config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe, Temperature
 from .weights import (
     AttentionWeights,
     LatentWeights,
@@ -50,7 +50,7 @@ def embed(weights: ModelWeights, tokens_T, positions_T, config: ModelConfig, axe
     """The first layer's input (x_TD, per_layer_TLA): the rows, and the per-layer embeddings or None."""
     dtype = jnp.dtype(config.dtype)
     x_TD = look_up(weights.embed_VD, tokens_T, axes).astype(dtype) * jnp.asarray(config.embed_scale, dtype)
-    x_TD = jnp.where(positions_T[:, None] >= 0, x_TD, 0)
+    x_TD = centred(jnp.where(positions_T[:, None] >= 0, x_TD, 0), config)
     return x_TD, per_layer_inputs(weights, tokens_T, x_TD, config, axes) if config.per_layer_dim else None
 
 
@@ -74,6 +74,7 @@ def run_layers(
     live_T = positions_T >= 0
     # Once a step, not once a layer.
     ropes = {rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)}
+    factors = {t: growth(positions_T, t) for t in {layer.attention.temperature for layer in config.layers} - {None}}
     for number, w in enumerate(layers):
         index = first + number
         if fetch is not None and number + 1 < len(layers):
@@ -83,9 +84,11 @@ def run_layers(
             with jax.named_scope("attention"):
                 rope = ropes.get(layer.attention.rope)
                 own = partial(attend, index), None if prepare is None else partial(prepare, index)
-                rows, cache = attention_block(layer, w, rows, rope, cache, *own, config, axes)
+                if layer.attention.temperature is not None:
+                    own = partial(grown, own[0], factors[layer.attention.temperature]), own[1]
+                rows, normed_TD, cache = attention_block(layer, w, rows, rope, cache, *own, config, axes)
             with jax.named_scope("mlp"):
-                rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes)
+                rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes, normed_TD)
                 if experts_TX is not None and note is not None:
                     cache = note(index, experts_TX, cache)
             if w.per_layer is not None:
@@ -107,7 +110,10 @@ def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAx
     """Float32 logits of the given rows; on several devices those of this device's part of the vocabulary."""
     head_VD = weights.embed_VD if weights.head_VD is None else weights.head_VD
     with jax.named_scope("logits"):
-        logits_RV = soft_cap(einsum("RD,VD->RV", hidden_RD, head_VD, jnp.float32), config.final_soft_cap)
+        logits_RV = einsum("RD,VD->RV", hidden_RD, head_VD, jnp.float32)
+        if config.logit_scale != 1:
+            logits_RV = logits_RV * config.logit_scale
+        logits_RV = soft_cap(logits_RV, config.final_soft_cap)
     V = logits_RV.shape[1]
     if V * axes.tensor.size == config.vocab_size:
         return logits_RV
@@ -119,24 +125,53 @@ def distinct_ropes(config: ModelConfig):
     return {layer.attention.rope for layer in config.layers if layer.attention.rope is not None}
 
 
+def growth(positions_T, temperature: Temperature):
+    """What multiplies the queries at each position."""
+    steps_T = jnp.floor((jnp.maximum(positions_T, 0) + temperature.ahead) / jnp.float32(temperature.floor))
+    return 1 + temperature.scale * jnp.log1p(steps_T)
+
+
+def grown(attend, factor_T, q_TNH, *rest, **options):
+    """`attend` with larger queries."""
+    return attend((q_TNH.astype(jnp.float32) * factor_T[:, None, None]).astype(q_TNH.dtype), *rest, **options)
+
+
+def centred(x_TD, config: ModelConfig):
+    """Rows less their mean, where the model's norms take it off."""
+    if not config.centred:
+        return x_TD
+    wide_TD = x_TD.astype(jnp.float32)
+    return (wide_TD - mean(wide_TD)[:, None]).astype(x_TD.dtype)
+
+
+def to_add(y_TD, config: ModelConfig):
+    """What a block gives, as it is added to the rows."""
+    return centred(y_TD if config.residual_scale == 1 else y_TD * config.residual_scale, config)
+
+
 def attention_block(
     layer: Layer, w: LayerWeights, rows: Residual, rope, cache, attend, prepare, config: ModelConfig, axes: DeviceAxes
 ):
-    """(rows, cache) after the layer's attention and its norms; `attend`, `prepare` are of this layer."""
+    """(rows, what attention read, cache) after attention and its norms; `attend`, `prepare` are of this layer."""
     latent = isinstance(layer.attention, LatentAttention)
     run: Any = latent_attention if latent else partial(attention, prepare=prepare)
     first = w.attention.kv_down_DA if isinstance(w.attention, LatentWeights) else w.attention.qkv_DGH
     x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, config.norm_eps, rounds(first))
     y_TD, cache = run(layer.attention, w.attention, normed_TD, rope, cache, attend, config.norm_eps, axes)
-    return Residual(x_TD, y_TD, w.post_attention_norm_D), cache
+    return Residual(x_TD, to_add(y_TD, config), w.post_attention_norm_D), normed_TD, cache
 
 
-def feed_forward_block(layer: Layer, w: LayerWeights, rows: Residual, live_T, config: ModelConfig, axes: DeviceAxes):
-    """(rows, chosen experts) after the dense block and the experts and their norms."""
+def feed_forward_block(
+    layer: Layer, w: LayerWeights, rows: Residual, live_T, config: ModelConfig, axes: DeviceAxes, read_TD=None
+):
+    """(rows, chosen experts) after the dense block, the experts and their norms; `read_TD` is what attention read."""
+    if layer.parallel:
+        y_TD, experts_TX = feed_forward(layer, w, rows.x_TD, read_TD, live_T, config, axes)
+        return Residual(rows.x_TD, rows.y_TD + to_add(y_TD, config)), experts_TX
     first = None if w.mlp is None else w.mlp.up_DGF
     x_TD, normed_TD = add_and_norm(rows, w.pre_mlp_norm_D, config.norm_eps, rounds(first))
     y_TD, experts_TX = feed_forward(layer, w, x_TD, normed_TD, live_T, config, axes)
-    return Residual(x_TD, y_TD, w.post_mlp_norm_D), experts_TX
+    return Residual(x_TD, to_add(y_TD, config), w.post_mlp_norm_D), experts_TX
 
 
 def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config: ModelConfig):
@@ -182,7 +217,7 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, confi
     """(what the dense block and the experts give together, chosen experts); `residual_TD` is x before its norm."""
     out_TD = 0
     if layer.mlp is not None:
-        out_TD = mlp(layer.mlp.activation, w.mlp, x_TD, axes)
+        out_TD = mlp(layer.mlp, w.mlp, x_TD, axes)
     if layer.moe is None:
         return out_TD, None
     if not layer.moe.own_norms:
@@ -196,8 +231,16 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, confi
     return out_TD, experts_TX
 
 
-def mlp(activation: str, w: MlpWeights, x_TD, axes: DeviceAxes):
-    return add_up("TF,FD->TD", gated("TD,DGF->TGF", x_TD, w.up_DGF, activation), w.down_FD, None, axes.tensor)
+def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes):
+    if w.up_bias_GF is None:
+        up_TF = gated("TD,DGF->TGF", x_TD, w.up_DGF, block.activation)
+    else:
+        up_TF = glu(project("TD,DGF->TGF", x_TD, w.up_DGF, w.up_bias_GF), block.activation)
+    out_TD = add_up("TF,FD->TD", up_TF, w.down_FD, w.down_bias_D, axes.tensor)
+    if w.gate_D1 is None:
+        return out_TD
+    gate_T1 = jax.nn.sigmoid(einsum("TD,DE->TE", plain(x_TD).astype(jnp.float32), w.gate_D1))
+    return (out_TD * gate_T1).astype(out_TD.dtype)
 
 
 def add_up(subscripts: str, x, w, bias, axis: Axis):
@@ -231,6 +274,8 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
     weights_TX, experts_TX = route(logits_TE, live_T, rule, w.choice_bias_E)
     if w.expert_scale_E is not None:
         weights_TX = weights_TX * w.expert_scale_E[experts_TX]
+    if moe.weigh_rows:
+        x_TD, weights_TX = (x_TD * weights_TX).astype(x_TD.dtype), jnp.ones_like(weights_TX)
     own = moe.slots // axes.experts.size
     down_bias_ED = w.down_bias_ED
     if down_bias_ED is not None and axes.tensor.size > 1:  # one of the devices that split the columns adds it

@@ -44,6 +44,9 @@ class LatentWeights:
 class MlpWeights:
     up_DGF: Array  # G = 2: gate, then up
     down_FD: Array
+    up_bias_GF: Array = None
+    down_bias_D: Array = None
+    gate_D1: Array = None
 
 
 @struct.dataclass
@@ -141,7 +144,7 @@ def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
         moe=layer.moe and moe_spec(config, layer.moe),
         pre_attention_norm_D=norm(D) if layer.pre_norm else None,
         post_attention_norm_D=norm(D) if layer.post_norm else None,
-        pre_mlp_norm_D=norm(D) if layer.pre_norm else None,
+        pre_mlp_norm_D=norm(D) if layer.pre_norm and not layer.parallel else None,
         post_mlp_norm_D=norm(D) if layer.post_norm else None,
         per_layer=per_layer,
         scale=ArraySpec((), jnp.float32, (), "ones") if config.layer_scale else None,
@@ -162,7 +165,8 @@ def attention_spec(config: ModelConfig, a: Attention) -> AttentionWeights:
     G, runs = sum(sizes), Runs("heads", sizes, shared=(1, 2)[: len(sizes) - 1])
     # Several devices may hold the same keys, and with them that part of the scale: hence the runs.
     whole = norm(N * H, Runs("heads", (N,))), norm(K * H, Runs("heads", (K,), shared=(0,)))
-    q_norm, k_norm = {None: (None, None), "head": (norm(H), norm(H)), "all": whole}[a.qk_norm]
+    none, each = (None, None), (norm(H), norm(H))
+    q_norm, k_norm = {None: none, "plain": none, "head": each, "turned": each, "all": whole}[a.qk_norm]
     return AttentionWeights(
         qkv_DGH=matrix(config, (D,), (G, H), ("embed", runs, None)),
         out_NHD=matrix(config, (N, H), (D,), ("heads", None, "embed")),
@@ -196,10 +200,13 @@ def latent_spec(config: ModelConfig, a: LatentAttention) -> LatentWeights:
 
 
 def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
-    D = config.dim
+    D, dtype = config.dim, jnp.dtype(config.dtype)
     return MlpWeights(
         up_DGF=matrix(config, (D,), (2, mlp.dim), ("embed", None, "ffn")),
         down_FD=matrix(config, (mlp.dim,), (D,), ("ffn", "embed")),
+        up_bias_GF=ArraySpec((2, mlp.dim), dtype, (None, "ffn"), "zeros") if mlp.bias else None,
+        down_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if mlp.bias else None,
+        gate_D1=ArraySpec((D, 1), jnp.float32, ("embed", None), fan_in=D, inputs=(0,)) if mlp.gate else None,
     )
 
 

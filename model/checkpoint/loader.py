@@ -4,6 +4,8 @@ import importlib
 import itertools
 import logging
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
@@ -23,7 +25,7 @@ from ...sharding.mesh import shardings
 from ...sharding.spec import ArraySpec, nbytes, random_arrays
 from .. import families
 from ..config import CACHES, ModelConfig, ModelError, StoredFormat
-from ..families import FAMILIES
+from ..families import FAMILIES, UNSUPPORTED, wrapper
 from ..weights import ModelWeights, abstract, dense_specs
 from . import compressed_tensors, orbax
 from .dense_leaf import read_leaf
@@ -40,7 +42,8 @@ def family_of(hf: dict) -> Any:
     """The module of the family that a config.json names."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ModelError(f"model type {kind!r} is not supported; supported are {', '.join(sorted(FAMILIES))}")
+        why = f": {UNSUPPORTED[kind]}" if isinstance(kind, str) and kind in UNSUPPORTED else ""
+        raise ModelError(f"model type {kind!r} is not supported{why}; supported are {', '.join(sorted(FAMILIES))}")
     return importlib.import_module(FAMILIES[kind], families.__name__)
 
 
@@ -265,7 +268,7 @@ def specs_of(config: ModelConfig) -> ModelWeights:
     if config.stored is None or config.quant is None:
         return specs
     family = module_of(config)
-    stored = config.stored.renamed(getattr(family, "canonical", lambda name: name))
+    stored = config.stored.renamed(partial(canonical, family))
 
     def choose(dense_spec: ArraySpec, spec, source):
         if isinstance(spec, ArraySpec):
@@ -288,16 +291,33 @@ def module_of(config: ModelConfig) -> Any:
     return importlib.import_module(FAMILIES[config.family], families.__name__)
 
 
+def canonical(family: Any, name: str) -> str:
+    """The one name of a tensor, or of a module, that a family knows."""
+    return getattr(family, "canonical", str)(wrapper.canonical(name))
+
+
+def left_out(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor of the checkpoint is not loaded."""
+    ignored = getattr(module_of(config), "ignored", None)
+    return wrapper.is_other(name) or (ignored is not None and ignored(name, config))
+
+
+def log_left_out(names: list[str]) -> None:
+    """One line about the tensors that are not loaded, by the places where they are."""
+    places = Counter(re.sub(r"^((?:model\.)?(?:layers\.\d+|\w+)).*", r"\1", name) for name in names)
+    if places:
+        said = ", ".join(f"{place} ({count})" for place, count in sorted(places.items()))
+        logging.getLogger("quire").info("tensors that are left out, since text is all that is served: %s", said)
+
+
 def find_parts(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:
     """The tensors of a folder by their family's own names, all known, and the parts of each leaf among them."""
     family, tensors = module_of(config), find_tensors(folder)
     if config.stored is not None:
         tensors = compressed_tensors.gather(tensors, config.stored)
-    if canonical := getattr(family, "canonical", None):
-        tensors = {canonical(name): tensor for name, tensor in tensors.items()}
+    tensors = {canonical(family, name): tensor for name, tensor in tensors.items()}
     parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense_specs(config), family.sources(config))
-    ignored = getattr(family, "ignored", lambda name, config: False)
-    check_tensors(folder, config, tensors, parts, lambda name: ignored(name, config))
+    check_tensors(folder, config, tensors, parts)
     return tensors, parts
 
 
@@ -315,7 +335,7 @@ def check_codes(dense, specs, parts, tensors: dict[str, Any]) -> None:
     jax.tree.map(check, dense, specs, parts)
 
 
-def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor], parts, ignored) -> None:
+def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor], parts) -> None:
     """Every tensor that the model needs is there and has its shape, and there is none that it does not know."""
     known = set()
     for part in jax.tree.leaves(parts):
@@ -328,5 +348,7 @@ def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor],
     if config.tied:
         known.add("lm_head.weight")
     extra = [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
-    if extra := sorted(name for name in extra if not ignored(name)):
+    other = [name for name in extra if left_out(config, name)]
+    log_left_out(other)
+    if extra := sorted({*extra} - {*other}):
         raise ModelError(f"{folder} holds the tensor {extra[0]!r}, which {config.family} models do not have")

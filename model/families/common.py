@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Moe
-from ..weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights
+from ..weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from .config_keys import Keys
 
 
@@ -60,7 +60,8 @@ def attention_sources(
     a: Attention, D: int, prefix: str, fused: bool = False, norm_offset: float = 0.0, interleaved: bool = False
 ) -> AttentionWeights:
     """Llama's names. `fused`: one qkv_proj; `interleaved`: rotary pairs lie side by side, see `part_pairs`."""
-    assert not (interleaved and (fused or a.qk_norm)), "the order of pairs is not undone in fused weights and norms"
+    scaled = a.qk_norm not in (None, "plain")
+    assert not (interleaved and (fused or scaled)), "the order of pairs is not undone in fused weights and norms"
     N, K, H = a.heads, a.kv_heads, a.head_dim
     parts = {"q": (0, N)}
     if a.kv_source is None:
@@ -92,20 +93,22 @@ def attention_sources(
             for x, (at, n) in parts.items()
         )
     )
-    q_size, k_size = (H, H) if a.qk_norm == "head" else (N * H, K * H)
+    q_size, k_size = (N * H, K * H) if a.qk_norm == "all" else (H, H)
     return AttentionWeights(
         qkv_DGH=qkv,
         out_NHD=tensor(f"{prefix}.o_proj.weight", (D, N * H), linear((D,), (N, H))),
         qkv_bias_GH=bias if a.bias else None,
         out_bias_D=tensor(f"{prefix}.o_proj.bias", (D,)) if a.out_bias else None,
-        q_norm=scale(f"{prefix}.q_norm.weight", q_size, norm_offset) if a.qk_norm else None,
-        k_norm=scale(f"{prefix}.k_norm.weight", k_size, norm_offset) if a.qk_norm and a.kv_source is None else None,
+        q_norm=scale(f"{prefix}.q_norm.weight", q_size, norm_offset) if scaled else None,
+        k_norm=scale(f"{prefix}.k_norm.weight", k_size, norm_offset) if scaled and a.kv_source is None else None,
         sinks_N=tensor(f"{prefix}.sinks", (N,)) if a.sinks else None,
     )
 
 
-def mlp_sources(F: int, D: int, prefix: str, fused: bool = False) -> MlpWeights:
+def mlp_sources(mlp: Mlp, D: int, prefix: str, fused: bool = False) -> MlpWeights:
     """gate_proj, up_proj and down_proj. `fused`: one gate_up_proj."""
+    F = mlp.dim
+    assert not (fused and mlp.bias), "no checkpoint with biases keeps gate and up in one tensor"
     if fused:
         up = tensor(f"{prefix}.gate_up_proj.weight", (2 * F, D), linear((2, F), (D,)))
     else:
@@ -115,7 +118,13 @@ def mlp_sources(F: int, D: int, prefix: str, fused: bool = False) -> MlpWeights:
                 for at, x in enumerate(("gate", "up"))
             )
         )
-    return MlpWeights(up_DGF=up, down_FD=tensor(f"{prefix}.down_proj.weight", (D, F), linear((D,), (F,))))
+    biases = (SourceTensor(f"{prefix}.{x}_proj.bias", (F,), at=at) for at, x in enumerate(("gate", "up")))
+    return MlpWeights(
+        up_DGF=up,
+        down_FD=tensor(f"{prefix}.down_proj.weight", (D, F), linear((D,), (F,))),
+        up_bias_GF=Source(tuple(biases)) if mlp.bias else None,
+        down_bias_D=tensor(f"{prefix}.down_proj.bias", (D,)) if mlp.bias else None,
+    )
 
 
 def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj", "down_proj")) -> dict[str, Source]:
@@ -144,6 +153,24 @@ def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj",
 
 def router_source(moe: Moe, D: int, name: str) -> Source:
     return tensor(name, (moe.experts, D), linear((moe.experts,), (D,)))
+
+
+def moe_sources(
+    moe: Moe,
+    D: int,
+    prefix: str,
+    router: str = "gate.weight",
+    choice_bias: str = "gate.e_score_correction_bias",
+    experts=("gate_proj", "up_proj", "down_proj"),
+) -> MoeWeights:
+    """Experts and their router, by the names that most checkpoints have."""
+    E = moe.experts
+    bias = Source((SourceTensor(f"{prefix}.{choice_bias}", (E,)),)) if moe.choice_bias else None
+    return MoeWeights(
+        router_DE=router_source(moe, D, f"{prefix}.{router}"),
+        choice_bias_E=bias,
+        **expert_sources(moe, D, f"{prefix}.experts", experts),
+    )
 
 
 # Field of LayerWeights: the norm's name in a checkpoint.
@@ -178,10 +205,22 @@ def layer_sources(
     assert isinstance(layer.attention, Attention)
     return LayerWeights(
         attention=attention_sources(layer.attention, D, f"{here}.self_attn", "qkv" in fused, norm_offset, interleaved),
-        mlp=layer.mlp and mlp_sources(layer.mlp.dim, D, f"{here}.mlp", "gate_up" in fused),
+        mlp=layer.mlp and mlp_sources(layer.mlp, D, f"{here}.mlp", "gate_up" in fused),
         moe=None,
         **own_norms,
     )
+
+
+def sparse_layer_sources(
+    config: ModelConfig, index: int, prefix: str, shared: str = "shared_experts", names: Any = None, **options
+) -> LayerWeights:
+    """A layer that may have experts, by `names` of `moe_sources`; `shared` is the dense block beside them."""
+    weights, layer = layer_sources(config, index, prefix, **options), config.layers[index]
+    here = f"{prefix}layers.{index}.mlp"
+    if layer.moe is None:
+        return weights
+    beside = layer.mlp and mlp_sources(layer.mlp, config.dim, f"{here}.{shared}")
+    return weights.replace(mlp=beside, moe=moe_sources(layer.moe, config.dim, here, **(names or {})))
 
 
 def model_sources(

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ..config import ModelError, Rope
+from ..config import Mlp, ModelError, Rope
 from . import rope
 
 # Keys that do not change the arithmetic of a forward pass: of training, of the code that wrote the file, of generation.
@@ -17,6 +17,7 @@ HARMLESS = {
     "max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "typical_p",
     "repetition_penalty", "length_penalty", "num_beams", "num_beam_groups", "num_return_sequences", "early_stopping",
 }  # fmt: skip
+INSIDE = "_inside"  # the key of the whole config.json that these keys are the value of
 TRAINING = ("dropout", "pdrop", "initializer")  # names with these in them
 SPECIAL = ("_token_id", "_token_ids")  # endings of the names of token ids
 HARMLESS_VALUES = {"activation": "swiglu"}  # what `hidden_act` says too
@@ -28,10 +29,10 @@ ACTIVATION_NAMES = {
 
 
 class Keys:
-    """A config.json, or its part `inside`, that is read key by key; `done` refuses keys that were not read."""
+    """A config.json, or a part of it, that is read key by key; `done` refuses keys that were not read."""
 
-    def __init__(self, hf: dict[str, Any], inside: str | None = None):
-        self.hf, self.inside, self.read = hf, inside, set(HARMLESS)
+    def __init__(self, hf: dict[str, Any]):
+        self.hf, self.inside, self.read = hf, hf.get(INSIDE), set(HARMLESS)
 
     def __call__(self, name: str, default: Any = ...):
         """The value of a key; a missing or null one gives the default, or an error if there is none."""
@@ -62,6 +63,11 @@ class Keys:
         N = self.count("num_attention_heads")
         H = self.count("head_dim", head_dim or self.count("hidden_size") // N)
         return {"heads": N, "kv_heads": self.count("num_key_value_heads", N), "head_dim": H, "scale": H**-0.5}
+
+    def mlp(self, **fields: Any) -> Mlp:
+        """The dense block, by the names that most files have."""
+        activation = self.activation("hidden_act")
+        return Mlp(self.count("intermediate_size"), activation, **({"bias": self("mlp_bias", False)} | fields))
 
     def ignore(self, *names: str) -> None:
         """Keys that this family knows to have no effect."""

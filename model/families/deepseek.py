@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, a few dense layers, then shared and routed experts side by side."""
+"""DeepSeek V2 and V3, Kimi K2: latent attention, a few dense layers, then shared and routed experts side by side."""
 
 import math
 import re
@@ -8,25 +8,24 @@ from typing import Any
 import numpy as np
 
 from ..config import LatentAttention, Layer, Mlp, ModelConfig, ModelError, Moe
-from ..weights import LatentWeights, LayerWeights, MoeWeights
+from ..weights import LatentWeights, LayerWeights
 from .common import (
     LLAMA_NORMS,
     Keys,
     Source,
-    expert_sources,
     linear,
     mlp_sources,
     model_config,
     model_sources,
+    moe_sources,
     part_pairs,
-    router_source,
     scale,
     tensor,
 )
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
-    keys, kind = Keys(hf), hf["model_type"]
+    keys, kind = Keys(hf), {"kimi_k2": "deepseek_v3"}.get(hf["model_type"], hf["model_type"])
     longest = keys.count("max_position_embeddings", {"deepseek_v2": 2048, "deepseek_v3": 4096}[kind])
     attention, activation = latent_attention(keys, max_len or longest), keys.activation("hidden_act")
     dense = Layer(attention, Mlp(keys.count("intermediate_size"), activation))
@@ -136,18 +135,10 @@ def attention_sources(a: LatentAttention, D: int, prefix: str) -> LatentWeights:
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
-    mlp, moe = this.mlp, None
-    if this.moe is not None:
-        bias = tensor(f"{here}.mlp.gate.e_score_correction_bias", (this.moe.experts,)) if this.moe.choice_bias else None
-        moe = MoeWeights(
-            router_DE=router_source(this.moe, D, f"{here}.mlp.gate.weight"),
-            choice_bias_E=bias,
-            **expert_sources(this.moe, D, f"{here}.mlp.experts"),
-        )
     return LayerWeights(
         attention=attention_sources(this.attention, D, f"{here}.self_attn"),
-        mlp=mlp and mlp_sources(mlp.dim, D, f"{here}.mlp.shared_experts" if moe else f"{here}.mlp"),
-        moe=moe,
+        mlp=this.mlp and mlp_sources(this.mlp, D, f"{here}.mlp.shared_experts" if this.moe else f"{here}.mlp"),
+        moe=this.moe and moe_sources(this.moe, D, f"{here}.mlp"),
         **{field: scale(f"{here}.{name}.weight", D) for field, name in LLAMA_NORMS.items()},
     )
 

@@ -16,7 +16,6 @@ from .common import (
     tensor,
 )
 from .gemma2 import gemma_config
-from .gemma3 import canonical, text_config
 
 MISSING = {  # what a config.json without these keys means
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
@@ -31,21 +30,13 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
-OTHER_KEYS = (
-    "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id",
-    "eoa_token_id", "eoa_token_index", "audio_token_id", "vision_soft_tokens_per_image",
-)  # fmt: skip
-OTHER_TENSORS = ("vision_tower.", "audio_tower.", "vision_embedder.", "embed_vision.", "embed_audio.")
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     missing = MISSING_UNIFIED if hf["model_type"].startswith("gemma4_unified") else MISSING
-    inside = "text_config" if "text_config" in hf else None
-    if inside:
-        hf = text_config(hf, *OTHER_KEYS) | {"model_type": f"{hf['model_type']}_text"}
     if not hf.get("rope_parameters"):
         hf = hf | {"rope_parameters": ROPES}
-    keys = Keys(missing | hf, inside)
+    keys = Keys(missing | hf)
     keys.refuse("use_bidirectional_attention", "vision")  # it concerns the tokens of images alone
     longest, L = keys.count("max_position_embeddings"), keys.count("num_hidden_layers")
     local = ["sliding_attention" if (i + 1) % 6 and i + 1 < L else "full_attention" for i in range(L)]
@@ -66,7 +57,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     if A and keys.count("vocab_size") > V:
         raise ModelError(f"config.json: vocab_size_per_layer_input = {V}; it must cover vocab_size")
     extra = {"per_layer_dim": A, "per_layer_vocab": V if A else 0, "layer_scale": True}
-    return gemma_config(keys, "gemma4", layers, longest, **extra)
+    return gemma_config(keys, "gemma4_text", layers, longest, **extra)
 
 
 def cache_sources(keys: Keys, kinds: list[str]) -> list[int | None]:
@@ -169,12 +160,9 @@ def sources(config: ModelConfig) -> ModelWeights:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The tensors for images and sound, and keys and values of layers that read another layer's cache."""
+    """Keys and values of layers that read another layer's cache."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"] and parts[3] == "self_attn":
         shares = config.layers[int(parts[2])].attention.kv_source is not None
         return shares and parts[4] in ("k_proj", "v_proj", "k_norm", "v_norm")
-    return name.removeprefix("model.").startswith(OTHER_TENSORS)
-
-
-__all__ = ["canonical", "config", "ignored", "sources"]
+    return False

@@ -1,8 +1,9 @@
 """Mixtral: Mistral with eight experts in place of one feed-forward block."""
 
+from functools import partial
+
 from ..config import Attention, Layer, ModelConfig, Moe
-from ..weights import LayerWeights, MoeWeights
-from .common import Keys, expert_sources, layer_sources, model_config, model_sources, narrower, router_source
+from .common import Keys, model_config, model_sources, narrower, sparse_layer_sources
 
 MISSING = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -25,18 +26,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     return model_config(keys, "mixtral", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
-def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    moe, D, here = config.layers[index].moe, config.dim, f"{prefix}layers.{index}.mlp"
-    experts = expert_sources(moe, D, f"{here}.experts", ("w1", "w3", "w2"))
-    return layer_sources(config, index, prefix).replace(
-        moe=MoeWeights(router_DE=router_source(moe, D, f"{here}.gate.weight"), **experts)
-    )
-
-
 def canonical(name: str) -> str:
     """A tensor's name as `transformers` 5 has it; checkpoints say `block_sparse_moe`."""
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
-def sources(config: ModelConfig):
-    return model_sources(config, layer=layer)
+sources = partial(model_sources, layer=sparse_layer_sources, names={"experts": ("w1", "w3", "w2")})

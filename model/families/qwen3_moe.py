@@ -1,8 +1,9 @@
 """Qwen3 with experts in most layers."""
 
+from functools import partial
+
 from ..config import Attention, Layer, Mlp, ModelConfig, Moe
-from ..weights import LayerWeights, MoeWeights
-from .common import Keys, expert_sources, layer_sources, model_config, model_sources, narrower, router_source
+from .common import Keys, model_config, model_sources, narrower, sparse_layer_sources
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -34,13 +35,4 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     return model_config(keys, "qwen3_moe", layers, longest)
 
 
-def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    weights, moe, here = layer_sources(config, index, prefix), config.layers[index].moe, f"{prefix}layers.{index}.mlp"
-    if moe is None:
-        return weights
-    router = router_source(moe, config.dim, f"{here}.gate.weight")
-    return weights.replace(moe=MoeWeights(router_DE=router, **expert_sources(moe, config.dim, f"{here}.experts")))
-
-
-def sources(config: ModelConfig):
-    return model_sources(config, layer=layer)
+sources = partial(model_sources, layer=sparse_layer_sources)

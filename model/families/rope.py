@@ -83,10 +83,10 @@ def proportional(params, freq, head_dim):
 def llama3(params, freq):
     factor, trained = params["factor"], params["original_max_position_embeddings"]
     low, high = params["low_freq_factor"], params["high_freq_factor"]
-    if low >= high:
-        raise ModelError(f"rope parameter high_freq_factor = {high}; it must be above low_freq_factor = {low}")
+    if low > high:
+        raise ModelError(f"rope parameter high_freq_factor = {high}; it must be at least low_freq_factor = {low}")
     wavelength = 2 * math.pi / freq
-    smooth = np.clip((trained / wavelength - low) / (high - low), 0, 1)
+    smooth = np.clip((trained / wavelength - low) / (high - low or 1e-12), 0, 1)
     return (1 - smooth) * freq / factor + smooth * freq
 
 

@@ -18,7 +18,10 @@ class Heads:
     queries: int
     keys: int  # 0: the layer reads pages that another one fills
     cos_sin: Any = None  # each [T, pairs]; None: no rotation
-    norm: str | None = None  # of queries and keys: "head", over each head; "all", over all heads
+    norm: str | None = (
+        None  # of queries and keys: "all", over all heads; "head" or "plain", over each; "turned", over each
+    )
+    # after the rotation
     q_scale: Any = None
     k_scale: Any = None
     eps: float = 1e-6

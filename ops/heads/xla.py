@@ -13,26 +13,31 @@ def prepare(qkv_TGH, heads: Heads, pages, rows):
 def turn(qkv_TGH, heads: Heads):
     """(q_TNH, k_TKH, v_TKH), the last two None where the layer has none of its own."""
     N, K = heads.queries, heads.keys
-    q_TNH = head_norm(qkv_TGH[:, :N], heads.q_scale, heads)
-    if heads.cos_sin is not None:
-        q_TNH = rotate(q_TNH, heads.cos_sin)
+    q_TNH = norm_and_rotate(qkv_TGH[:, :N], heads.q_scale, heads)
     if not K:
         return q_TNH, None, None
     k_TKH = qkv_TGH[:, N : N + K]
     v_TKH = k_TKH if heads.tied else qkv_TGH[:, N + K :]
-    k_TKH = head_norm(k_TKH, heads.k_scale, heads)
-    if heads.cos_sin is not None:
-        k_TKH = rotate(k_TKH, heads.cos_sin)
+    k_TKH = norm_and_rotate(k_TKH, heads.k_scale, heads)
     if heads.v_norm:
         v_TKH = rms_norm(v_TKH, None, heads.eps)
     return q_TNH, k_TKH, v_TKH
+
+
+def norm_and_rotate(x_TNH, scale, heads: Heads):
+    """Queries or keys, normalised and rotated in the layer's order."""
+    if heads.norm != "turned":
+        x_TNH = head_norm(x_TNH, scale, heads)
+    if heads.cos_sin is not None:
+        x_TNH = rotate(x_TNH, heads.cos_sin)
+    return head_norm(x_TNH, scale, heads) if heads.norm == "turned" else x_TNH
 
 
 def head_norm(x_TNH, scale, heads: Heads):
     """RMS norm of queries or keys, over each head or over all heads."""
     if heads.norm is None:
         return x_TNH
-    if heads.norm == "head":
+    if heads.norm != "all":
         return rms_norm(x_TNH, scale, heads.eps)
     return rms_norm(x_TNH.reshape(x_TNH.shape[0], -1), scale, heads.eps, heads.axis).reshape(x_TNH.shape)
 

@@ -85,7 +85,7 @@ def mixtures(name: str, config: ModelConfig, many: tuple[int, ...], seed: int) -
 
 def dense(config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
     mlp, w = config.layers[0].mlp, random_arrays(abstract(config).layers[0].mlp, seed, on_device=True)
-    run = jax.jit(lambda w, x_TD: decoder.mlp(mlp.activation, w, x_TD, decoder.ONE_DEVICE))
+    run = jax.jit(lambda w, x_TD: decoder.mlp(mlp, w, x_TD, decoder.ONE_DEVICE))
     for rows in many:
         inputs = w, rows_of(config, rows, seed)
         operations = 2 * rows * config.dim * 3 * mlp.dim

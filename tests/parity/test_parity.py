@@ -110,12 +110,14 @@ def test_published_tensors(name, tmp_path):
     hf = (PUBLISHED | PUBLISHED_MOE)[name].config
     hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config")}
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    family, config = loader.family_of(hf), loader.read_config(tmp_path)
-    canonical, ignored = getattr(family, "canonical", str), getattr(family, "ignored", lambda name, config: False)
+    config = loader.read_config(tmp_path)
+    family = loader.module_of(config)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+        model = reference.built(transformers.AutoConfig.from_pretrained(tmp_path))
     theirs = {
-        canonical(key): tuple(value.shape) for key, value in model.state_dict().items() if not ignored(key, config)
+        loader.canonical(family, key): tuple(value.shape)
+        for key, value in model.state_dict().items()
+        if not loader.left_out(config, loader.canonical(family, key))
     }
     if config.tied:
         del theirs["lm_head.weight"]

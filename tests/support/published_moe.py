@@ -68,6 +68,30 @@ def gemma4(windows: list[int | None], **text) -> dict:
     }  # fmt: skip
 
 
+def llama4(experts: int, every: int, rope_scaling: dict | None) -> dict:
+    """The text model's keys in those of the whole, which also sees."""
+    return {
+        "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "eoi_token_index": 200081,
+        "image_token_index": 200092, "model_type": "llama4",
+        "text_config": {
+            "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
+            "attn_temperature_tuning": True, "bos_token_id": 200000, "cache_implementation": "hybrid",
+            "eos_token_id": [200001, 200007, 200008], "floor_scale": 8192, "for_llm_compressor": False,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+            "interleave_moe_layer_step": every, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+            "max_position_embeddings": 10485760 if every == 1 else 1048576, "model_type": "llama4_text",
+            "no_rope_layers": [1, 1, 1, 0] * 12 if every == 1 else [],
+            "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+            "num_local_experts": experts, "output_router_logits": False, "pad_token_id": 200018,
+            "rms_norm_eps": 1e-05, "rope_scaling": rope_scaling, "rope_theta": 500000.0,
+            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "torch_dtype": "bfloat16", "use_cache": True,
+            "use_qk_norm": every == 1, "vocab_size": 202048,
+        },
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0.dev0",
+        "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model", "num_hidden_layers": 34},
+    }  # fmt: skip
+
+
 PUBLISHED_MOE = {
     "Mixtral-8x7B": Published(
         {
@@ -189,5 +213,171 @@ PUBLISHED_MOE = {
         ),
         30.7e9,
         kinds(60, 6, 1024),
+    ),
+    "Qwen1.5-MoE-A2.7B": Published(
+        {
+            "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+            "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
+            "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192,
+            "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 1408,
+            "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+            "num_hidden_layers": 24, "num_key_value_heads": 16, "output_router_logits": False,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": True,
+            "use_sliding_window": False, "vocab_size": 151936,
+        },
+        14.316e9,
+        [GLOBAL] * 24,
+    ),
+    "OLMoE-1B-7B": Published(
+        {
+            "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "clip_qkv": None, "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048,
+            "initializer_range": 0.02, "intermediate_size": 1024, "max_position_embeddings": 4096,
+            "model_type": "olmoe", "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64,
+            "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
+            "output_router_logits": False, "pad_token_id": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+            "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.46.0.dev0", "use_cache": True, "vocab_size": 50304,
+        },
+        6.919e9,
+        [GLOBAL] * 16,
+    ),
+    "GLM-4.5-Air": Published(
+        {
+            "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944,
+            "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1,
+            "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+            "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+            "num_nextn_predict_layers": 1, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
+            "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+        },
+        106.85e9,  # without the layer that predicts a second token
+        [GLOBAL] * 46,
+    ),
+    "GLM-4.7-Flash": Published(
+        {
+            "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "dtype": "bfloat16", "eos_token_id": [154820, 154827, 154829], "first_k_dense_replace": 1,
+            "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10240,
+            "kv_lora_rank": 512, "max_position_embeddings": 202752, "model_type": "glm4_moe_lite",
+            "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1,
+            "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47,
+            "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "pad_token_id": 154820,
+            "partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.8,
+            "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+            "transformers_version": "5.0.0rc0", "v_head_dim": 256, "vocab_size": 154880,
+        },
+        29.94e9,  # without the layer that predicts a second token
+        [GLOBAL] * 47,
+    ),
+    "MiniMax-M2": Published(
+        {
+            "architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "attn_type_list": [1] * 62,
+            "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}, "bos_token_id": None,
+            "eos_token_id": None, "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+            "initializer_range": 0.02, "intermediate_size": 1536, "layernorm_full_attention_beta": 1.0,
+            "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "max_position_embeddings": 196608,
+            "max_model_len": 196608, "mlp_intermediate_size": 8192, "model_type": "minimax_m2",
+            "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8,
+            "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3,
+            "output_router_logits": False, "qk_norm_type": "per_layer",
+            "quantization_config": {
+                "activation_scheme": "dynamic", "fmt": "float8_e4m3fn",
+                "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"], "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+            },
+            "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "router_aux_loss_coef": 0.001,
+            "router_jitter_noise": 0.0, "scoring_func": "sigmoid", "shared_intermediate_size": 0,
+            "shared_moe_mode": "sigmoid", "sliding_window": None, "swa_rope_theta": -1.0,
+            "tie_word_embeddings": False, "transformers_version": "4.46.1", "use_cache": True, "use_mtp": True,
+            "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+        },
+        228.69e9,
+        [GLOBAL] * 62,
+    ),
+    "ERNIE-4.5-21B-A3B": Published(
+        {
+            "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+            "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+            "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_gate": "topk",
+            "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27, "moe_layer_interval": 1,
+            "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+            "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4,
+            "num_nextn_predict_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False,
+            "use_cache": False, "vocab_size": 103424,
+        },
+        21.83e9,
+        [GLOBAL] * 28,
+    ),
+    "Hunyuan-A13B": Published(
+        {
+            "add_classification_head": False, "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False,
+            "attention_dropout": 0.1, "attention_head_dim": 128, "bos_token_id": 1, "cla_share_factor": 2,
+            "class_num": 0, "dense_list": [4096, 0], "eod_token_id": 127967, "eos_token_id": 127960,
+            "group_limited_greedy": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "im_end_id": 6, "im_newline_id": 12, "im_start_id": 5, "initializer_range": 0.02,
+            "intermediate_size": 3072, "kv_lora_rank": None, "mask_init_id": 13, "max_position_embeddings": 32768,
+            "mlp_bias": False, "model_type": "hunyuan_v1_moe", "moe_drop_tokens": False,
+            "moe_intermediate_size": [3072] * 32, "moe_layer_num_skipped": 0,
+            "moe_random_routing_dropped_token": False, "moe_topk": [8] * 32, "n_group": False,
+            "norm_topk_prob": True, "norm_type": "rms", "num_attention_heads": 32, "num_experts": 64,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "num_shared_expert": [1] * 32,
+            "org_vocab_size": 128167, "pad_id": 127961, "pad_token_id": 127961, "pool_type": "last",
+            "position_embedding_xdrope": False, "pretraining_tp": 1, "q_lora_rank": None, "qk_nope_head_dim": None,
+            "qk_rope_head_dim": None, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "type": "dynamic",
+            },
+            "rope_theta": 10000.0, "routed_scaling_factor": False, "sep_token_id": 127962, "text_end_id": 8,
+            "text_start_id": 7, "tie_word_embeddings": True, "topk_group": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.41.2", "use_cache": True, "use_cla": False, "use_mixed_mlp_moe": True,
+            "use_qk_norm": True, "use_rotary_pos_emb": True, "v_head_dim": None, "vocab_size": 128167,
+        },
+        80.39e9,
+        [GLOBAL] * 32,
+    ),
+    "Llama-4-Scout": Published(
+        llama4(16, 1, {
+            "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        }) | {"tie_word_embeddings": False},
+        107.77e9,  # 108.6e9 less what sees
+        [GLOBAL] * 48,
+    ),
+    "Llama-4-Maverick": Published(llama4(128, 2, None), 400.71e9, [GLOBAL] * 48),
+    "Kimi-K2": Published(
+        {
+            "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "auto_map": AUTO_MAP, "aux_loss_alpha": 0.001, "bos_token_id": 163584, "eos_token_id": 163585,
+            "ep_size": 1, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168,
+            "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+            "max_position_embeddings": 131072, "model_type": "kimi_k2", "moe_intermediate_size": 2048,
+            "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1,
+            "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+            "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "pretraining_tp": 1, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "quantization_config": {
+                "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+            },
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {
+                "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096, "type": "yarn",
+            },
+            "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True,
+            "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+            "transformers_version": "4.48.3", "use_cache": True, "v_head_dim": 128, "vocab_size": 163840,
+        },
+        1026.4e9,
+        [GLOBAL] * 61,
     ),
 }  # fmt: skip

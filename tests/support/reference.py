@@ -41,12 +41,23 @@ def rounded_once(rule):
 ROPE_INIT_FUNCTIONS.update({kind: rounded_once(rule) for kind, rule in ROPE_INIT_FUNCTIONS.items()})
 
 
+def auto_class(config):
+    """What makes a model of a config: some that also see are known by that alone."""
+    causal = transformers.AutoModelForCausalLM
+    return causal if type(config) in causal._model_mapping else transformers.AutoModelForImageTextToText
+
+
+def built(config):
+    """A model with random weights."""
+    return auto_class(config).from_config(config)
+
+
 def tensor_shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
     """The tensors that transformers saves for a config, under the names that the variant's checkpoints have."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(variant.config))
         config = transformers.AutoConfig.from_pretrained(folder)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        built(config).save_pretrained(folder)
         shapes = {}
         with safe_open(Path(folder) / "model.safetensors", "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
@@ -75,7 +86,7 @@ def rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
 
 def load(folder: Path):
     """The model of a folder; every tensor must have found its place."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    model, info = auto_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",

@@ -41,6 +41,72 @@ OLMO2 = SIZES | {
     "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_act": "silu", "rope_theta": 500000.0,
     "rope_scaling": None, "attention_bias": False, "tie_word_embeddings": False, "pad_token_id": 0,
 }  # fmt: skip
+GRANITE = SIZES | {
+    "model_type": "granite", "architectures": ["GraniteForCausalLM"], "hidden_act": "silu", "rope_theta": 10000.0,
+    "rope_scaling": None, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+    "attention_multiplier": 0.2, "embedding_multiplier": 2.0, "logits_scaling": 1.6, "residual_multiplier": 0.6,
+}  # fmt: skip
+SMOLLM3 = SIZES | {
+    "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "hidden_act": "silu", "rope_theta": 5000000.0,
+    "rope_scaling": None, "num_hidden_layers": 4, "attention_bias": False, "mlp_bias": False, "pad_token_id": 3,
+    "layer_types": ["full_attention"] * 4, "max_window_layers": 28, "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0], "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": True,
+}  # fmt: skip
+GLM4 = SIZES | {
+    "model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "hidden_act": "silu", "rope_theta": 10000.0,
+    "attention_bias": False, "head_dim": 32, "partial_rotary_factor": 0.5, "pad_token_id": 3,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SEED_OSS = SIZES | {
+    "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "hidden_act": "silu", "rope_theta": 10000000.0,
+    "rope_scaling": {"rope_type": "default"}, "attention_bias": True, "attention_out_bias": False, "head_dim": 32,
+    "mlp_bias": False, "pad_token_id": 3, "pretraining_tp": 1, "residual_dropout": 0.1, "tie_word_embeddings": False,
+}  # fmt: skip
+EXAONE4 = SIZES | {
+    "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "hidden_act": "silu", "rope_theta": 1000000,
+    "num_hidden_layers": 4, "head_dim": 32, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "sliding_window": 20, "sliding_window_pattern": "LLLG", "pad_token_id": 0, "tie_word_embeddings": False,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+MINISTRAL3 = SIZES | {
+    "model_type": "ministral3", "head_dim": 32, "hidden_act": "silu", "sliding_window": None,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.4, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "rope_theta": 1000000.0, "rope_type": "yarn",
+        "type": "yarn",
+    },
+}  # fmt: skip
+PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "num_channels": 3, "hidden_act": "silu",
+}  # fmt: skip
+MISTRAL3 = {
+    "model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 170,
+    "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+    "vision_config": PIXTRAL, "vision_feature_layer": -1, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+COHERE = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"} | {
+    "model_type": "cohere", "architectures": ["CohereForCausalLM"], "hidden_act": "silu", "rope_theta": 8000000.0,
+    "layer_norm_eps": 1e-5, "logit_scale": 0.8, "pad_token_id": 0, "attention_bias": False, "use_qk_norm": False,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+ERNIE = SIZES | {
+    "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "hidden_act": "silu", "rope_theta": 500000.0,
+    "head_dim": 32, "pad_token_id": 0, "use_bias": False, "tie_word_embeddings": True,
+}  # fmt: skip
+HUNYUAN = SIZES | {
+    "model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"], "hidden_act": "silu",
+    "rope_theta": 10000.0, "attention_bias": False, "head_dim": 32, "attention_head_dim": 32, "use_qk_norm": True,
+    "use_cla": False, "pad_token_id": 3, "mlp_bias": False, "tie_word_embeddings": True,
+    "rope_scaling": {
+        "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
+        "type": "dynamic",
+    },
+}  # fmt: skip
 OLMO3_KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
 VARIANTS = [
@@ -178,8 +244,41 @@ VARIANTS = [
             },
         },
     ),  # fmt: skip
+    Variant("llama-biases", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    Variant("granite", GRANITE),
+    Variant("smollm3", SMOLLM3),
+    Variant("glm", GLM4 | {"model_type": "glm", "architectures": ["GlmForCausalLM"], "attention_bias": True}),
+    Variant("glm4", GLM4),
+    Variant("seed-oss", SEED_OSS),
+    Variant("exaone4", EXAONE4),
+    Variant(
+        "exaone4-small",
+        EXAONE4
+        | {
+            "layer_types": ["full_attention"] * 4, "sliding_window": None, "sliding_window_pattern": None,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Variant("ministral3", MINISTRAL3 | {"tie_word_embeddings": True}),
+    Variant("mistral3", MISTRAL3 | {"text_config": MISTRAL | {"sliding_window": None, "head_dim": 24}}),
+    Variant("mistral3-devstral", MISTRAL3 | {"text_config": MINISTRAL3}),
+    Variant("cohere", COHERE),
+    Variant(
+        "cohere2",
+        COHERE
+        | {
+            "model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "num_hidden_layers": 4, "head_dim": 16,
+            "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0,
+            "position_embedding_type": "rope_gptj", "rope_scaling": None, "sliding_window": 20,
+            "sliding_window_pattern": 4, "use_embedding_sharing": True, "use_gated_activation": True,
+            "use_parallel_block": True, "use_parallel_embedding": False, "cache_implementation": "hybrid",
+        },
+    ),
+    Variant("ernie4-5", ERNIE),
+    Variant("ernie4-5-biases", ERNIE | {"use_bias": True, "tie_word_embeddings": False}),
+    Variant("hunyuan", HUNYUAN),
     *MOE_VARIANTS,
 ]  # fmt: skip
 
 # One of each kind of layer.
-KINDS = ["llama", "olmo2", "gemma3-text", "gemma4-shared", "gpt-oss", "deepseek-v3"]
+KINDS = ["llama", "olmo2", "gemma3-text", "gemma4-shared", "gpt-oss", "deepseek-v3", "cohere2", "llama4-text"]

@@ -53,6 +53,95 @@ GEMMA4 = {key: value for key, value in SIZES.items() if key != "torch_dtype"} | 
     },
     "tie_word_embeddings": True, "use_bidirectional_attention": None,
 }  # fmt: skip
+QWEN2_MOE = SIZES | {
+    "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu", "rope_theta": 1000000.0,
+    "decoder_sparse_step": 1, "max_window_layers": 3, "mlp_only_layers": [], "moe_intermediate_size": 32,
+    "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 3, "output_router_logits": False,
+    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 48, "sliding_window": 24,
+    "use_sliding_window": False, "tie_word_embeddings": False,
+}  # fmt: skip
+OLMOE = SIZES | {
+    "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "hidden_act": "silu", "rope_theta": 10000.0,
+    "attention_bias": False, "clip_qkv": None, "intermediate_size": 32, "norm_topk_prob": False, "num_experts": 8,
+    "num_experts_per_tok": 3, "output_router_logits": False, "rope_scaling": None, "router_aux_loss_coef": 0.01,
+    "num_key_value_heads": 4, "pad_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+SIGMOID = {
+    "attention_bias": True, "first_k_dense_replace": 1, "hidden_act": "silu", "moe_intermediate_size": 32, "n_group": 1,
+    "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 3, "pad_token_id": 3,
+    "num_nextn_predict_layers": 1, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.5,
+    "tie_word_embeddings": False, "topk_group": 1,
+}  # fmt: skip
+GLM4_MOE = SIZES | SIGMOID | {
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "head_dim": 32, "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+}  # fmt: skip
+GLM4_MOE_LITE = SIZES | SIGMOID | {
+    "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False,
+    "kv_lora_rank": 32, "num_key_value_heads": 4, "partial_rotary_factor": 1.0, "q_lora_rank": 48,
+    "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32, "topk_method": "noaux_tc",
+    "routed_scaling_factor": 1.8,
+}  # fmt: skip
+MISTRAL4 = SIZES | {
+    "model_type": "mistral4", "attention_bias": False, "first_k_dense_replace": 0, "hidden_act": "silu",
+    "kv_lora_rank": 32, "moe_intermediate_size": 32, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_experts_per_tok": 3, "num_key_value_heads": 4, "q_lora_rank": 48,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 20, "rope_interleave": True,
+    "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+    "rope_parameters": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.4, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0, "rope_type": "yarn",
+        "type": "yarn", "partial_rotary_factor": 0.5,
+    },
+}  # fmt: skip
+MINIMAX_M2 = SIZES | {
+    "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1, 1, 1],
+    "head_dim": 32, "hidden_act": "silu", "intermediate_size": 32, "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "mtp_transformer_layers": 1,
+    "num_experts_per_tok": 3, "num_local_experts": 8, "num_mtp_modules": 3, "output_router_logits": False,
+    "qk_norm_type": "per_layer", "rope_theta": 5000000, "rotary_dim": 16, "router_aux_loss_coef": 0.001,
+    "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_mtp": True,
+    "use_qk_norm": True, "use_routing_bias": True, "tie_word_embeddings": False,
+}  # fmt: skip
+ERNIE_MOE = SIZES | {
+    "model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_act": "silu",
+    "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 32, "moe_k": 3,
+    "moe_layer_end_index": 3, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 8,
+    "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_hidden_layers": 4, "num_nextn_predict_layers": 1,
+    "pad_token_id": 0, "rope_theta": 500000, "use_bias": False, "tie_word_embeddings": True,
+}  # fmt: skip
+HUNYUAN_MOE = SIZES | {
+    "model_type": "hunyuan_v1_moe", "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False,
+    "attention_head_dim": 32, "head_dim": 32, "hidden_act": "silu", "mlp_bias": False,
+    "moe_intermediate_size": [96] * 3,
+    "moe_topk": [3] * 3, "num_experts": 8, "num_shared_expert": [1] * 3, "pad_token_id": 3, "rope_theta": 10000.0,
+    "use_cla": False, "use_mixed_mlp_moe": True, "use_qk_norm": True, "tie_word_embeddings": True,
+    "rope_scaling": {
+        "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    },
+}  # fmt: skip
+LLAMA4 = SIZES | {
+    "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attn_scale": 0.1,
+    "attn_temperature_tuning": True, "floor_scale": 8, "for_llm_compressor": False, "head_dim": 32,
+    "hidden_act": "silu", "interleave_moe_layer_step": 2, "intermediate_size": 48, "intermediate_size_mlp": 96,
+    "no_rope_layers": [1, 1, 1, 0], "num_experts_per_tok": 1, "num_hidden_layers": 4, "num_local_experts": 8,
+    "output_router_logits": False, "pad_token_id": 3, "rope_theta": 500000.0, "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0, "use_qk_norm": True, "tie_word_embeddings": False,
+    "rope_scaling": {
+        "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64,
+        "rope_type": "llama3",
+    },
+}  # fmt: skip
+LLAMA4_VISION = {
+    "model_type": "llama4_vision_model", "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projector_input_dim": 16, "projector_output_dim": 16,
+    "vision_output_dim": 16,
+}  # fmt: skip
+KIMI_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14,
+    "pos_emb_height": 4, "pos_emb_width": 4,
+}  # fmt: skip
 
 MOE_VARIANTS = [
     Variant("mixtral", MIXTRAL),
@@ -134,5 +223,40 @@ MOE_VARIANTS = [
             "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
             "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
         },
+    ),
+    Variant("qwen2-moe", QWEN2_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    Variant(
+        "qwen2-moe-window",
+        QWEN2_MOE | {"use_sliding_window": True, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    Variant("olmoe", OLMOE),
+    Variant("glm4-moe", GLM4_MOE),
+    Variant("glm4-moe-lite", GLM4_MOE_LITE),
+    Variant("mistral4", MISTRAL4),
+    Variant("minimax-m2", MINIMAX_M2),
+    Variant("ernie4-5-moe", ERNIE_MOE),
+    Variant("hunyuan-moe", HUNYUAN_MOE),
+    Variant("llama4-text", LLAMA4),
+    Variant(
+        "llama4",
+        {
+            "model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 170,
+            "eoi_token_index": 171, "image_token_index": 172, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "text_config": LLAMA4 | {"interleave_moe_layer_step": 1, "use_qk_norm": False},
+            "vision_config": LLAMA4_VISION,
+        },
+        renames=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+    ),
+    Variant(
+        "kimi-k25",
+        {
+            "model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "ignore_index": -100,
+            "media_placeholder_token_id": 170, "image_token_id": 170, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "text_config": DEEPSEEK_V3 | {
+                "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8,
+                "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            }, "vision_config": KIMI_VISION,
+        },
+        renames=(("language_model.model.blocks.", "language_model.model.layers."),),
     ),
 ]  # fmt: skip

@@ -1,0 +1,68 @@
+"""ERNIE 4.5: Llama with rotary pairs side by side; larger ones have experts, chosen by softmax and a learned bias."""
+
+from functools import partial
+
+from ..config import Attention, Layer, Mlp, ModelConfig, Moe
+from ..weights import LayerWeights
+from .common import Keys, model_config, model_sources, sparse_layer_sources, tensor
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    kind = hf["model_type"]
+    keys = Keys({"num_key_value_heads": {"ernie4_5": 2, "ernie4_5_moe": 4}[kind]} | hf)
+    longest, bias = keys.count("max_position_embeddings", 131072), keys("use_bias", False)
+    heads = keys.heads(128 if kind == "ernie4_5" else None)
+    rope = keys.rope(heads["head_dim"], max_len or longest, theta=500000.0)
+    attention = Attention(**heads, rope=rope, bias=bias, out_bias=bias)
+    dense = Layer(attention, keys.mlp(bias=bias))
+    layers = (dense,) * keys.count("num_hidden_layers")
+    if kind == "ernie4_5_moe":
+        layers = with_experts(keys, dense)
+    keys.ignore("compression_ratio")
+    tied = keys("tie_word_embeddings", True)
+    return model_config(keys, kind, layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5), tied=tied)
+
+
+def with_experts(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
+    """All layers, of which most have experts."""
+    keys.refuse("moe_gate", "topk")
+    keys.refuse("moe_use_aux_free", True)
+    keys.ignore("moe_capacity", "moe_norm_min", "moe_num_experts_per_device")  # of training, and of a sum of zero
+    mlp, L = dense.mlp, keys.count("num_hidden_layers")
+    assert mlp is not None
+    moe = Moe(
+        experts=keys.count("moe_num_experts", 64),
+        top_k=keys.count("moe_k", 6),
+        dim=keys.count("moe_intermediate_size", 1536),
+        activation=mlp.activation,
+        choice_bias=True,
+    )
+    shared = keys("moe_num_shared_experts", 2)
+    beside = Mlp(shared * moe.dim, mlp.activation, mlp.bias) if shared else None
+    first, every = keys("moe_layer_start_index", 1), keys.count("moe_layer_interval", 1)
+    last = keys("moe_layer_end_index", -1)
+    last = L - 1 if last == -1 else last
+    sparse = Layer(dense.attention, beside, moe)
+    return tuple(sparse if (i + 1) % every == 0 and first <= i <= last else dense for i in range(L))
+
+
+def ignored(name: str, config: ModelConfig) -> bool:
+    """The layers that predict further tokens."""
+    return name.startswith("model.mtp_")
+
+
+def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
+    weights, moe = sparse_layer_sources(config, index, prefix, interleaved=True), config.layers[index].moe
+    if moe is None:
+        return weights
+    name = f"{prefix}layers.{index}.mlp.moe_statics.e_score_correction_bias"
+    bias = tensor(name, (1, moe.experts), lambda x: x.reshape(-1))
+    return weights.replace(moe=weights.moe.replace(choice_bias_E=bias))
+
+
+def canonical(name: str) -> str:
+    """A tensor's name as in published files; `transformers` 5 keeps the bias with the router."""
+    return name.replace(".gate.moe_statics.", ".moe_statics.")
+
+
+sources = partial(model_sources, layer=layer)

@@ -1,0 +1,83 @@
+"""Hunyuan: norms of each head after its rotation; the larger ones have experts beside a dense block in every layer."""
+
+from functools import partial
+from typing import Any
+
+from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Moe
+from .common import Keys, model_config, model_sources, sparse_layer_sources
+
+# Keys of other models of the maker, and of what is trained or encoded elsewhere: they name nothing in these layers.
+OTHERS = (
+    "add_classification_head", "class_num", "cla_share_factor", "dense_list", "mask_init_id", "norm_type", "pool_type",
+    "org_vocab_size", "text_start_id", "text_end_id", "num_media_embeds", "anyres_pooling_size",
+    "anyres_vit_max_image_size", "anyres_vit_two_views", "skip_cls_token", "moe_drop_tokens",
+    "moe_random_routing_dropped_token", "capacity_factor",
+    "group_limited_greedy", "n_group", "topk_group", "routed_scaling_factor", "kv_lora_rank", "q_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_num_skipped", "pad_id",
+)  # fmt: skip
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys, kind = Keys(plain_rope(hf)), hf["model_type"]
+    keys.refuse("use_qk_norm", True)
+    keys.refuse("use_cla", False)
+    keys.refuse("use_mla", False)
+    keys.refuse("use_rotary_pos_emb", True)
+    keys.ignore(*OTHERS, *(name for name in hf if name.startswith(("im_", "vit_", "video_", "position_embedding_"))))
+    longest, heads = keys.count("max_position_embeddings", 2048), keys.heads(keys.count("attention_head_dim", None))
+    bias = keys("attention_bias", False)
+    attention = Attention(
+        **heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=bias, out_bias=bias, qk_norm="turned"
+    )
+    mlp, L = keys.mlp(), keys.count("num_hidden_layers")
+    layers = (Layer(attention, mlp),) * L
+    if kind == "hunyuan_v1_moe":
+        layers = tuple(with_experts(keys, attention, mlp, index, L) for index in range(L))
+    return model_config(keys, kind, layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+
+
+def with_experts(keys: Keys, attention: Attention, mlp: Mlp, index: int, count: int) -> Layer:
+    """One layer; each number may be listed for all of them."""
+
+    def own(name: str, default: int) -> Any:
+        value = keys(name, default) if not isinstance(keys.hf.get(name), list) else keys(name)
+        if isinstance(value, list) and len(value) != count:
+            raise ModelError(f"config.json: {name} has {len(value)} entries for {count} layers")
+        number = value[index] if isinstance(value, list) else value
+        if type(number) is not int or number < 1:
+            raise ModelError(f"config.json: {name} = {number!r}; it must be a whole number of at least 1")
+        return number
+
+    if (shared := own("num_shared_expert", 1)) != 1:
+        raise ModelError(f"config.json: num_shared_expert = {shared}; supported is 1")
+    if not keys("use_mixed_mlp_moe", True):
+        raise ModelError("config.json: use_mixed_mlp_moe = False is not supported; supported is True")
+    keys.refuse("norm_topk_prob", True)
+    width = own("moe_intermediate_size", mlp.dim)
+    if width != mlp.dim:
+        raise ModelError(f"config.json: moe_intermediate_size = {width}; supported is that of intermediate_size")
+    moe = Moe(own("num_experts", 1), own("moe_topk", 1), width, mlp.activation)
+    return Layer(attention, mlp, moe)
+
+
+def plain_rope(hf: dict) -> dict:
+    """`hf` where a stretch by `alpha`, which goes by the name of dynamic and never changes, is in the base."""
+    for name in ("rope_parameters", "rope_scaling"):
+        params = hf.get(name)
+        if not isinstance(params, dict) or not (alpha := params.get("alpha")):
+            continue
+        heads = Keys(hf)
+        H = heads.heads(heads.count("attention_head_dim", None))["head_dim"]
+        theta = Keys(params).positive("rope_theta", heads.positive("rope_theta", 10000.0))
+        stretched = theta * Keys({"alpha": alpha}).positive("alpha", None) ** (H / (H - 2))
+        return hf | {name: {"rope_type": "default", "rope_theta": stretched}}
+    return hf
+
+
+def canonical(name: str) -> str:
+    """A tensor's name as other families have it."""
+    name = name.replace(".query_layernorm.", ".q_norm.").replace(".key_layernorm.", ".k_norm.")
+    return name.replace(".mlp.gate.wg.", ".mlp.gate.")
+
+
+sources = partial(model_sources, layer=sparse_layer_sources, shared="shared_mlp")

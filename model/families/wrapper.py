@@ -1,0 +1,71 @@
+"""Models that also see or hear: their config.json holds that of a text model, which is loaded; the rest is left out."""
+
+import importlib
+from typing import Any
+
+from ..config import ModelConfig, ModelError
+from ..weights import ModelWeights
+from .config_keys import INSIDE, Keys
+
+TEXT = {  # model_type: that of its text_config where it has none
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
+    "kimi_k25": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral",
+}  # fmt: skip
+SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")  # said once for the whole
+OTHERS = (  # words in the names of keys about the rest
+    "vision", "image", "video", "audio", "projector", "projection", "media", "mm_", "boi_", "eoi_", "boa_", "eoa_",
+    "spatial_merge",
+)  # fmt: skip
+NESTED = {  # beginnings of names in whole checkpoints, and what they are in text-only ones
+    "language_model.model.blocks.": "model.layers.",  # as transformers 5 writes Kimi K2.5
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+}  # fmt: skip
+TOWERS = (  # where the tensors of the rest are
+    "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.",
+    "multi_modal_projector.", "mm_projector.", "visual.",
+)  # fmt: skip
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    text = text_config(hf)
+    return module(text["model_type"]).config(text, max_len)
+
+
+def sources(config: ModelConfig) -> ModelWeights:
+    return module(config.family).sources(config)
+
+
+def module(kind: Any) -> Any:
+    """The family of a text model."""
+    from . import FAMILIES
+
+    if not isinstance(kind, str) or FAMILIES.get(kind) in (None, ".wrapper"):
+        raise ModelError(f"config.json: text_config has model_type {kind!r}, which is not supported in another model")
+    return importlib.import_module(FAMILIES[kind], __package__)
+
+
+def text_config(hf: dict) -> dict[str, Any]:
+    """The text model's config.json, with what is said once for the whole."""
+    outer = Keys(hf)
+    text = outer("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"config.json: text_config = {text!r}; it must be an object")
+    outer.ignore(*SHARED, "ignore_index", *(name for name in hf if any(word in name for word in OTHERS)))
+    outer.done()
+    shared = {key: hf[key] for key in SHARED if hf.get(key) is not None}
+    dtypes = ("dtype", "torch_dtype") if {"dtype", "torch_dtype"} & {*shared} else ()
+    own = {key: value for key, value in text.items() if key not in dtypes}
+    return {"model_type": TEXT[hf["model_type"]]} | own | shared | {INSIDE: "text_config"}
+
+
+def canonical(name: str) -> str:
+    """A tensor's name as in text-only checkpoints; those with vision nest it in one of two ways."""
+    for nested, plain in NESTED.items():
+        if name.startswith(nested):
+            return plain + name.removeprefix(nested)
+    return name
+
+
+def is_other(name: str) -> bool:
+    """Whether a tensor is of what sees or hears."""
+    return name.removeprefix("model.").startswith(TOWERS)

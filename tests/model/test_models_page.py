@@ -1,0 +1,25 @@
+"""docs/models.md says what the code does."""
+
+import models_table
+import pytest
+
+from quire.model.checkpoint import loader
+from quire.model.config import ModelError
+from quire.model.families import FAMILIES, UNSUPPORTED
+
+
+def test_the_page_is_what_is_true():
+    assert models_table.PAGE.read_text() == models_table.page()
+
+
+def test_every_model_type_is_tested():
+    """Each is that of a tiny model, of a published one, or of the model inside of one."""
+    tested = {*models_table.by_kind(models_table.TINY), *models_table.by_kind(models_table.WHOLE)}
+    assert {*FAMILIES} - tested <= {models_table.OWN, "gemma4_unified", "gemma4_unified_text", "deepseek_v3"}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_a_model_that_is_refused_says_why(kind):
+    with pytest.raises(ModelError, match="is not supported") as caught:
+        loader.family_of({"model_type": kind})
+    assert UNSUPPORTED[kind] in str(caught.value)

@@ -1,0 +1,116 @@
+"""docs/models.md: every `model_type` that is read, what it brings, how it is tested and what of it is refused.
+
+`python tests/support/models_table.py > docs/models.md` writes the page. What a family brings is the first line of its
+file; what is refused is what it refuses while it reads the tiny and the published configurations of the tests.
+"""
+
+import importlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+from golden.families import VARIANTS
+from published import PUBLISHED
+from published_moe import PUBLISHED_MOE
+
+from quire.model import families
+from quire.model.families import FAMILIES, UNSUPPORTED, wrapper
+from quire.model.families.config_keys import Keys
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+TINY = {variant.name: variant.config for variant in VARIANTS}
+WHOLE = {name: published.config for name, published in (PUBLISHED | PUBLISHED_MOE).items()}
+OWN = "quill"  # which transformers does not know
+HEAD = """# Models
+
+What a `config.json` may have as its `model_type`, and what each brings beside a plain decoder. All generate text: of a
+model that also sees or hears the text model is loaded, and a line of the log says which tensors are left out.
+
+**tiny**: random models of these names are compared with `transformers` in float32: logits within 2e-4 and 64 greedy
+tokens identical, in chunks, with pages of 8 and 16 tokens, alone and in a batch of unequal lengths. `make test`
+compares with stored answers (`tests/support/golden/`), `make parity` with `transformers` itself, on fresh weights.
+**published**: this configuration is read, and gives the model's number of parameters and the names and shapes of its
+tensors in `transformers`. The weights of the large ones have not been loaded.
+
+**refused**: keys whose other values are an error that names the key. So is, in all of them, a key that the family does
+not read and that could change the result (`model/families/config_keys.py`).
+
+The page is written by `tests/support/models_table.py`, and a test holds it against the code.
+"""
+
+
+def kinds(hf: dict) -> Iterator[str]:
+    """The model types that a configuration is of: its own, and that of the model inside."""
+    yield hf["model_type"]
+    if isinstance(text := hf.get("text_config"), dict):
+        yield text.get("model_type", wrapper.TEXT[hf["model_type"]])
+
+
+def by_kind(configs: dict[str, dict]) -> dict[str, list[str]]:
+    """The names of configurations by model type."""
+    found = defaultdict(list)
+    for name, hf in configs.items():
+        for kind in kinds(hf):
+            found[kind].append(name)
+    return found
+
+
+def refusals() -> dict[str, dict[str, tuple]]:
+    """By model type, the keys that are refused, with what each may be."""
+    found: dict[str, dict[str, tuple]] = defaultdict(dict)
+    refuse = Keys.refuse
+
+    def note(self: Keys, name: str, *harmless):
+        found[self.hf["model_type"]][name] = harmless
+        return refuse(self, name, *harmless)
+
+    with patch.object(Keys, "refuse", note):
+        for hf in (*TINY.values(), *WHOLE.values()):
+            module(hf["model_type"]).config(hf)
+    return found
+
+
+def module(kind: str):
+    return importlib.import_module(FAMILIES[kind], families.__name__)
+
+
+def may_be(values: tuple) -> str:
+    return " or ".join(f"`{value!r}`" for value in values) or "`null`"
+
+
+def row(kind: str, tiny: list[str], published: list[str], refused: dict[str, tuple]) -> str:
+    about = (module(kind).__doc__ or "").splitlines()[0].rstrip(".")
+    if FAMILIES[kind] == ".wrapper":
+        about = f"its text model, as a rule `{wrapper.TEXT[kind]}`; the rest is left out"
+    tests = [f"tiny: {', '.join(tiny)}"] if tiny else []
+    tests += [f"published: {', '.join(published)}"] if published else []
+    keys = [f"`{name}` other than {may_be(values)}" for name, values in sorted(refused.items())]
+    return f"| `{kind}` | {about} | {'; '.join(tests) or 'not by itself'} | {', '.join(keys)} |".replace("|  |", "| |")
+
+
+def page() -> str:
+    tiny, published, refused = by_kind(TINY), by_kind(WHOLE), refusals()
+    rows = [row(kind, tiny.get(kind, []), published.get(kind, []), refused.get(kind, {})) for kind in sorted(FAMILIES)]
+    others = [f"| `{kind}` | {why} |" for kind, why in sorted(UNSUPPORTED.items())]
+    return "\n".join(
+        [
+            HEAD,
+            "| `model_type` | what it brings | how it is tested | refused |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "## Refused as a whole",
+            "",
+            "Any other `model_type` is refused with a list of these. Of some the error says why:",
+            "",
+            "| `model_type` | why |",
+            "|---|---|",
+            *others,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -318,7 +318,22 @@ def find_parts(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:
     tensors = {canonical(family, name): tensor for name, tensor in tensors.items()}
     parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense_specs(config), family.sources(config))
     check_tensors(folder, config, tensors, parts)
+    if config.tied and "lm_head.weight" in tensors:
+        check_tied(folder, tensors["lm_head.weight"], tensors[parts.embed_VD[0].name])
     return tensors, parts
+
+
+def check_tied(folder: Path, head: Tensor, embedding: Tensor) -> None:
+    """Refuse a head that is said to be the embedding and is not: to leave it out would change every answer."""
+    if head.shape == embedding.shape and all(
+        np.array_equal(*(table.cut(row).read().astype(np.float32) for table in (head, embedding)))
+        for row in {0, head.shape[0] // 2, head.shape[0] - 1}
+    ):
+        return
+    raise ModelError(
+        f"{folder} holds a tensor 'lm_head.weight' that is not its embedding, and config.json says that it is: "
+        """tie_word_embeddings is true. To use it: --hf-overrides '{"tie_word_embeddings": false}'"""
+    )
 
 
 def check_codes(dense, specs, parts, tensors: dict[str, Any]) -> None:

@@ -69,6 +69,21 @@ def test_dtype(tmp_path, stored, asked, made):
     assert read_config(tmp_path, asked).dtype == made
 
 
+@pytest.mark.parametrize("row", [0, 48, 95])
+def test_a_head_that_is_not_the_embedding_it_is_said_to_be(tmp_path, row):
+    config = tiny.LLAMA | {"tie_word_embeddings": True}
+    tensors = tiny.draw(config)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tiny.write(tmp_path / "same", config, tensors)
+    assert loader.load_weights(tmp_path / "same", loader.read_config(tmp_path / "same")).head_VD is None
+    tensors["lm_head.weight"][row] += 1
+    tiny.write(tmp_path / "other", config, tensors)
+    with pytest.raises(ModelError, match="'lm_head.weight' that is not its embedding"):
+        loader.load_weights(tmp_path / "other", loader.read_config(tmp_path / "other"))
+    untied = loader.read_config(tmp_path / "other", hf_overrides={"tie_word_embeddings": False})
+    np.testing.assert_array_equal(loader.load_weights(tmp_path / "other", untied).head_VD, tensors["lm_head.weight"])
+
+
 def test_float16_says_what_is_computed(tmp_path, caplog):
     (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
     loader.warn_of_float16.cache_clear()
@@ -89,7 +104,8 @@ def test_dtype_that_is_not_known(tmp_path):
 def test_tied_head(tmp_path):
     """A tied model has no head of its own; a copy in the checkpoint is not read."""
     config = tiny.LLAMA | {"tie_word_embeddings": True}
-    tensors = tiny.draw(tiny.LLAMA)
+    tensors = tiny.draw(config)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tiny.write(tmp_path, config, tensors)
     weights = load_weights(tmp_path, read_config(tmp_path))
     assert weights.head_VD is None

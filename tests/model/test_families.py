@@ -1,13 +1,15 @@
 """Published config.json files: they load, say what is known of their models, and nothing in them goes unread."""
 
 import json
+import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published import PUBLISHED
+from published import PUBLISHED, RELATIVES
+from published_moe import PUBLISHED_MOE, RELATIVES_MOE
 
 from quire.model.checkpoint import loader
 from quire.model.config import Attention, ModelError, Rope
@@ -29,6 +31,17 @@ def test_published_config(name):
     assert [layer.attention.window for layer in config.layers] == published.windows
     parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract(config)))
     assert parameters == pytest.approx(published.parameters, rel=0.001)
+
+
+@pytest.mark.parametrize("name", RELATIVES | RELATIVES_MOE)
+def test_relatives_load_or_are_refused_by_name(name):
+    like, change, expected = (RELATIVES | RELATIVES_MOE)[name]
+    hf = (PUBLISHED | PUBLISHED_MOE)[like].config | change
+    if isinstance(expected, str):
+        with pytest.raises(ModelError, match=re.escape(expected)):
+            read(hf)
+        return
+    assert sum(leaf.size for leaf in jax.tree.leaves(abstract(read(hf)))) == pytest.approx(expected, rel=0.005)
 
 
 @BY_NAME

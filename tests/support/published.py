@@ -480,3 +480,63 @@ PUBLISHED = {
         [GLOBAL] * 32,
     ),
 }  # fmt: skip
+
+# Models that differ from one of the above in a few keys: what differs, and the parameters or what the error says.
+RELATIVES: dict[str, tuple[str, dict[str, Any], float | str]] = {
+    "granite-3.1-2b": (
+        "granite-3.3-8b",
+        {
+            "attention_multiplier": 0.015625, "hidden_size": 2048, "intermediate_size": 8192, "logits_scaling": 8.0,
+            "rope_theta": 5000000.0, "vocab_size": 49155,
+        },
+        2.5335e9,
+    ),
+    "GLM-4-32B-0414": (
+        "GLM-4-9B-0414",
+        {
+            "attention_bias": False, "hidden_size": 6144, "intermediate_size": 23040, "num_attention_heads": 48,
+            "num_hidden_layers": 61,
+        },
+        32.566e9,
+    ),
+    "glm-4-9b-chat-hf": ("GLM-4-9B-0414", {"model_type": "glm", "rms_norm_eps": 1.5625e-07}, 9.400e9),
+    "EXAONE-4.0-1.2B": (
+        "EXAONE-4.0-32B",
+        {
+            "head_dim": 64, "hidden_size": 2048, "intermediate_size": 4096, "layer_types": ["full_attention"] * 30,
+            "max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 30,
+            "sliding_window": None, "sliding_window_pattern": None, "tie_word_embeddings": True,
+        },
+        1.279e9,
+    ),
+    "c4ai-command-r-plus": (
+        "c4ai-command-r-v01",
+        {
+            "hidden_size": 12288, "intermediate_size": 33792, "num_attention_heads": 96, "num_hidden_layers": 64,
+            "num_key_value_heads": 8, "use_qk_norm": True,
+        },
+        "use_qk_norm = True is not supported",
+    ),
+    "c4ai-command-a": (
+        "c4ai-command-r7b",
+        {
+            "hidden_size": 12288, "intermediate_size": 36864, "max_position_embeddings": 131072,
+            "num_attention_heads": 96, "num_hidden_layers": 64,
+        },
+        111.06e9,
+    ),
+    "Hunyuan-0.5B": (
+        "Hunyuan-7B",
+        {
+            "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16, "num_hidden_layers": 24,
+            "vocab_size": 120818,
+        },
+        0.5391e9,
+    ),
+    "Seed-OSS without biases": ("Seed-OSS-36B", {"attention_bias": False}, 36.15e9),
+    "Mistral-Small-3.1-24B in another's codes": (
+        "Mistral-Small-3.1-24B",
+        {"quantization_config": {"bits": 4, "quant_method": "awq"}},
+        "quantization_config.quant_method = 'awq' is not supported",
+    ),
+}  # fmt: skip

@@ -381,3 +381,39 @@ PUBLISHED_MOE = {
         [GLOBAL] * 61,
     ),
 }  # fmt: skip
+
+# Models that differ from one of the above in a few keys: what differs, and the parameters or what the error says.
+RELATIVES_MOE: dict[str, tuple[str, dict, float | str]] = {
+    "Qwen2-57B-A14B": (
+        "Qwen1.5-MoE-A2.7B",
+        {
+            "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768,
+            "moe_intermediate_size": 2560, "num_attention_heads": 28, "num_experts": 64, "num_experts_per_tok": 8,
+            "num_hidden_layers": 28, "num_key_value_heads": 4, "shared_expert_intermediate_size": 20480,
+        },
+        57.41e9,
+    ),
+    "GLM-4.5": (
+        "GLM-4.5-Air",
+        {
+            "first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288,
+            "moe_intermediate_size": 1536, "n_routed_experts": 160, "num_hidden_layers": 92,
+            "routed_scaling_factor": 2.5, "use_qk_norm": True,
+        },
+        352.8e9,  # without the layer that predicts a second token
+    ),
+    "ERNIE-4.5-300B-A47B": (
+        "ERNIE-4.5-21B-A3B",
+        {
+            "hidden_size": 8192, "intermediate_size": 28672, "moe_intermediate_size": 3584, "moe_k": 8,
+            "moe_layer_end_index": 53, "moe_layer_start_index": 3, "moe_num_shared_experts": 0,
+            "num_attention_heads": 64, "num_hidden_layers": 54, "num_key_value_heads": 8,
+        },
+        299.4e9,
+    ),
+    "OLMoE that clips": ("OLMoE-1B-7B", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+    "MiniMax-M1's attention": ("MiniMax-M2", {"attn_type_list": [0] * 62}, "attn_type_list"),
+    "Hunyuan-A13B without a dense block": ("Hunyuan-A13B", {"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe"),
+    "Hunyuan-A13B with two": ("Hunyuan-A13B", {"num_shared_expert": [2] * 32}, "num_shared_expert = 2"),
+    "Kimi-K2 of an odd router": ("Kimi-K2", {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
+}  # fmt: skip

@@ -43,6 +43,7 @@ class Attention:
     scale: float
     rope: Rope | None = None
     window: int | None = None  # a row sees the last `window` positions, its own included
+    chunked: bool = False  # of those, the ones since the last multiple of `window` alone
     soft_cap: float | None = None
     qk_norm: str | None = None  # "all": over all heads; "head": over each; "turned": over each, after the rotation;
     # "plain": over each, without a scale
@@ -242,6 +243,8 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
         )
     if attention.window is not None and attention.window < 1:
         raise ModelError(f"layer {index}: window is {attention.window}; it must be at least 1")
+    if attention.chunked and attention.window is None:
+        raise ModelError(f"layer {index}: chunks need a window, which is their size")
     source = attention.kv_source
     if source is None:
         return

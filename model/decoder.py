@@ -188,7 +188,10 @@ def attention(a: Attention, w: AttentionWeights, x_TD, rope, cache, attend, eps:
         a.tied_kv, axes.tensor,
     )  # fmt: skip
     *qkv, cache = (*turn(qkv_TGH, heads), cache) if prepare is None else prepare(qkv_TGH, heads, cache)
-    out_TNH, cache = attend(*qkv, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N)
+    chunks = {"chunked": True} if a.chunked else {}
+    out_TNH, cache = attend(
+        *qkv, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N, **chunks
+    )
     return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache
 
 

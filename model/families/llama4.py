@@ -13,6 +13,7 @@ from .common import (
     mlp_sources,
     model_config,
     model_sources,
+    narrower,
     router_source,
     tensor,
 )
@@ -28,7 +29,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(MISSING | hf)
     heads, bias, L = keys.heads(128), keys("attention_bias", False), keys.count("num_hidden_layers")
     turned = rotated_layers(keys, L)
-    longest = whole_chunk(keys, turned, keys.count("max_position_embeddings", 131072))
+    longest = keys.count("max_position_embeddings", 131072)
     rope = keys.rope(heads["head_dim"], max_len or longest, theta=500000.0)
     # A norm without a scale is the same before and after the rotation.
     norm = "plain" if keys("use_qk_norm", True) else None
@@ -50,22 +51,24 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     dense, sparse = Mlp(keys.count("intermediate_size_mlp", 16384), mlp.activation), keys("moe_layers", None)
     sparse = range(step - 1, L, step) if sparse is None else sparse
     keys.ignore("for_llm_compressor")
-    layers = tuple(
-        Layer(turning if turns else still, mlp, moe) if i in sparse else Layer(turning if turns else still, dense)
-        for i, turns in enumerate(turned)
-    )
-    return model_config(keys, "llama4_text", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    layers = []
+    for index, (turns, chunk) in enumerate(zip(turned, chunks(keys, turned, longest), strict=True)):
+        attention = replace(turning if turns else still, window=chunk, chunked=chunk is not None)
+        layers.append(Layer(attention, mlp, moe) if index in sparse else Layer(attention, dense))
+    return model_config(keys, "llama4_text", tuple(layers), longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
-def whole_chunk(keys: Keys, turned: list[bool], longest: int) -> int:
-    """The longest sequence that is served: within one chunk, layers that see their chunk alone see everything."""
-    chunk = keys.count("attention_chunk_size", None)
-    kinds = keys("layer_types", ["chunked_attention" if turns and chunk else "full_attention" for turns in turned])
+def chunks(keys: Keys, turned: list[bool], longest: int) -> list[int | None]:
+    """The size of the chunks that each layer sees, or None where it sees everything."""
+    size = keys.count("attention_chunk_size", None)
+    kinds = keys("layer_types", ["chunked_attention" if turns and size else "full_attention" for turns in turned])
     if len(kinds) != len(turned):
         raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {len(turned)} layers")
     if unknown := {*map(str, kinds)} - {"full_attention", "chunked_attention"}:
         raise ModelError(f"config.json: layer type {min(unknown)!r} is not supported")
-    return min(longest, chunk) if chunk and "chunked_attention" in kinds else longest
+    if "chunked_attention" in kinds and size is None:
+        raise ModelError("config.json: layer_types names chunked_attention, but there is no attention_chunk_size")
+    return [narrower(size, longest) if kind == "chunked_attention" else None for kind in kinds]
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:

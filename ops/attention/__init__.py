@@ -74,12 +74,14 @@ def paged_attention(
     soft_cap=None,
     sinks_N=None,
     value_dim=None,
+    chunked: bool = False,
     context: Axis = UNSPLIT,
     split_rows: bool = False,
     implementation: str | None = None,
 ):
     """(out_TNH, pages). `k_TKH` is None where the layer reads pages that another layer has already filled.
 
+    A row sees the last `window` positions or, `chunked`, of those the ones since the last multiple of `window`.
     `value_dim` is the width of the values where they are a part of the keys. Each device of `context` has some of the
     positions of every page. All devices pass all rows; each gets the result of all rows, or with `split_rows` that of
     its own part of them. `implementation` forces one of IMPLEMENTATIONS.
@@ -89,6 +91,9 @@ def paged_attention(
         spread = {"context": context, "split_rows": split_rows} if context.size > 1 else {}
         if spread and not getattr(module, "SPREADS", False):
             raise NotImplementedError(f"positions are spread over {context.size} devices")
+        if chunked and not getattr(module, "CHUNKS", False):
+            raise NotImplementedError("rows see a chunk of the context each")
+        spread |= {"chunked": True} if chunked else {}
         return module.paged_attention(
             q_TNH, k_TKH, v_TKH, pages, rows,
             scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim, **spread,

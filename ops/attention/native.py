@@ -12,9 +12,10 @@ from ..native.kernel_names import ATTENTION
 from . import KVPages
 
 PAGES = {pages for pages, _ in ATTENTION}
+CHUNKS = True  # it serves rows that see a chunk of the context each
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
+def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim, chunked=False):
     """See `quire.ops.attention.paged_attention`."""
     if pages.kv_PSYH is not None:
         raise NotImplementedError("keys and values must lie in arrays of their own")
@@ -42,8 +43,9 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
     results += [jax.ShapeDtypeStruct(arrays[at].shape, arrays[at].dtype) for at in written]
     call = jax.ffi.ffi_call(kernel, results, input_output_aliases={3 + at: 1 + n for n, at in enumerate(written)})
     out_TNH, *filled = call(
-        *operands, scale=np.float32(scale), soft_cap=np.float32(soft_cap or 0), window=np.int32(window or 0)
-    )
+        *operands, scale=np.float32(scale), soft_cap=np.float32(soft_cap or 0), window=np.int32(window or 0),
+        chunked=np.int32(chunked),
+    )  # fmt: skip
     for at, x in zip(written, filled, strict=True):
         arrays[at] = x
     return out_TNH, KVPages(*arrays)

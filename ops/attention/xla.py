@@ -15,6 +15,7 @@ from ..precision import precision
 from . import KVPages
 
 SPREADS = True  # it serves pages whose positions are split over devices
+CHUNKS = True  # and rows that see a chunk of the context each
 BLOCK = 64  # key positions of a loop step
 TILE = 16  # query rows of a tile where sequences have more than one
 
@@ -31,6 +32,7 @@ def paged_attention(
     soft_cap,
     sinks_N,
     value_dim,
+    chunked=False,
     context: Axis = UNSPLIT,
     split_rows=False,
 ):
@@ -58,7 +60,12 @@ def paged_attention(
     offset_J = (jnp.arange(pages_a_block)[:, None] * S + first + jnp.arange(own)).reshape(-1)
     newest_C = jnp.max(position_CQ, axis=1)
     oldest_C = jnp.min(jnp.where(valid_CQ, position_CQ, jnp.iinfo(jnp.int32).max), axis=1)
-    first_C = jnp.zeros_like(newest_C) if window is None else jnp.maximum(oldest_C - window + 1, 0) // J
+
+    def hidden(position):
+        """The last position before those that a row sees."""
+        return position // window * window - 1 if chunked else position - window
+
+    first_C = jnp.zeros_like(newest_C) if window is None else jnp.maximum(hidden(oldest_C) + 1, 0) // J
     first_C = jnp.where(newest_C < 0, 0, first_C)
     trips = jnp.max(newest_C // J + 1 - first_C)
 
@@ -73,8 +80,8 @@ def paged_attention(
         owned_CJ = position_CJ <= newest_C[:, None]
         seen_CRJ = position_CJ[:, None, :] <= position_CR[:, :, None]
         if window is not None:
-            owned_CJ &= position_CJ > oldest_C[:, None] - window
-            seen_CRJ &= position_CJ[:, None, :] > position_CR[:, :, None] - window
+            owned_CJ &= position_CJ > hidden(oldest_C)[:, None]
+            seen_CRJ &= position_CJ[:, None, :] > hidden(position_CR)[:, :, None]
         value_CKJH = jnp.where(owned_CJ[:, None, :, None], value_CKJH, 0)
 
         score = jnp.einsum("CKRH,CKJH->CKRJ", q_CKRH, key_CKJH, precision=exact, preferred_element_type=jnp.float32)

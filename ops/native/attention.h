@@ -283,7 +283,7 @@ class Worker {
     // The first rows may all come before these keys, and the last may have lost sight of them.
     int64_t from = 0, stop = R;
     while (from < R && position[from] < b.base + b.lo) ++from;
-    while (stop > from && position[stop - 1] - a.scoring.window >= b.base + b.hi - 1) --stop;
+    while (stop > from && a.scoring.hidden(position[stop - 1]) >= b.base + b.hi - 1) --stop;
     each_rows(from, stop, [&](int64_t r, auto count) {
       constexpr int COUNT = decltype(count)::value;
       float* to = s + r * BLOCK;
@@ -291,7 +291,7 @@ class Worker {
       for (; g + COLS <= b.stop(); g += COLS) dots<X, COUNT, COLS>(q + r * H, turned(g), H, to + g * W, ahead);
       for (; g < b.stop(); ++g) dots<X, COUNT, 1>(q + r * H, turned(g), H, to + g * W, ahead);
     });
-    bool masked = b.base + BLOCK - 1 > t.oldest || b.base <= t.newest - a.scoring.window;
+    bool masked = b.base + BLOCK - 1 > t.oldest || b.base <= a.scoring.hidden(t.newest);
     finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, masked, position, from, stop, s);
     weigh(from, stop, s, sums, totals, V);
     if (a.k_scale)
@@ -382,7 +382,7 @@ void attend(const Call& a, int64_t threads, const Spread& spread) {
       Tile t{b, row, std::min(most, a.starts[b + 1] - row), 0, 0, 0, 0, nullptr};
       auto ends = std::minmax_element(a.positions + row, a.positions + row + t.rows);
       t.oldest = *ends.first, t.newest = *ends.second;
-      t.first = std::max<int64_t>(0, t.oldest - a.scoring.window + 1), t.last = std::min(t.newest, a.M * a.S - 1);
+      t.first = std::max<int64_t>(0, a.scoring.hidden(t.oldest) + 1), t.last = std::min(t.newest, a.M * a.S - 1);
       total += cost(t, t.last - t.first + 1) * a.K;
       tiles.push_back(t);
     }

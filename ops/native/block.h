@@ -309,6 +309,12 @@ __attribute__((noinline)) inline void merge(Sums to, Sums from, int64_t R, int64
 struct Scoring {
   float scale, soft_cap;  // no cap: 0
   int64_t window;         // none: more than any position
+  bool chunked = false;   // of the window, rows see what comes after the last multiple of it
+
+  // The last position before those that a row sees.
+  int64_t hidden(int64_t position) const {
+    return chunked ? position - position % window - 1 : position - window;
+  }
 };
 
 // Raw products into scores, in powers of two: scaled, capped, minus infinity where a row does not see the key.
@@ -327,7 +333,7 @@ __attribute__((noinline)) inline void finish_scores(const Scoring& a, const Bloc
         x = a.soft_cap ? cap * tanh(x * inverse) : x * scale;
       }
       if (masked) {
-        int64_t last = position[r] - b.base, before = std::max<int64_t>(last - a.window, -1);
+        int64_t last = position[r] - b.base, before = std::max<int64_t>(a.hidden(position[r]) - b.base, -1);
         I j = lane + static_cast<int>(g * W);
         x = (j <= static_cast<int>(last)) & (j > static_cast<int>(before)) ? x : splat(NONE);
       }

@@ -59,6 +59,7 @@ double error_of(int seed) {
   a.V = latent ? a.H - random.below(9) : a.H;
   a.S = random.one_of({5, 8, 16, 32}), a.B = 1 + random.below(4), a.wide = sizeof(New) == 4;
   a.scoring = {0.2f, random.below(3) ? 0.0f : 5.0f, random.one_of({int64_t{1} << 40, int64_t{1} << 40, 1, 70})};
+  a.scoring.chunked = random.below(2);
 
   std::vector<int32_t> positions, starts{0}, slots, lengths;
   for (int64_t b = 0; b < a.B; ++b) {
@@ -112,6 +113,7 @@ double error_of(int seed) {
     for (int64_t row = starts[b]; row < starts[b + 1]; ++row)
       for (int64_t n = 0; n < a.N; ++n) {
         int64_t head = n / group, first = std::max<int64_t>(0, positions[row] - a.scoring.window + 1);
+        if (a.scoring.chunked) first = positions[row] / a.scoring.window * a.scoring.window;
         std::vector<double> sums(a.V), scores;
         double best = a.sinks ? 0.5 : -1e30, total = 0;
         for (int64_t p = first; p <= positions[row]; ++p) {

@@ -41,6 +41,9 @@ MIXED = {
     "window": Shape(window=40),
     "window 1": Shape(window=1, S=8),
     "window of a block": Shape(window=BLOCK, S=8),
+    "chunks": Shape(window=40, chunked=True),
+    "chunks of blocks": Shape(window=BLOCK, chunked=True, S=8, sinks=True, K=1, G=4),
+    "chunks, bfloat16": Shape(window=56, chunked=True, dtype="bfloat16", bits=True),
     "soft cap": Shape(soft_cap=2.0),
     "sinks": Shape(sinks=True, window=24),
     "latent": Shape(K=1, G=4, H=24, value_dim=16),
@@ -56,7 +59,7 @@ MIXED = {
     "one sequence": Shape(T=64, B=1),
 }
 QUICK = [
-    "mqa", "wide group", "page 1", "window 1", "everything", "bfloat16 bits", "latent bits", "int8", "float8",
+    "mqa", "wide group", "page 1", "window 1", "chunks", "everything", "bfloat16 bits", "latent bits", "int8", "float8",
     "paired bits", "few rows",
 ]  # fmt: skip
 
@@ -73,6 +76,7 @@ DECODE = {
     "gqa": Shape(T=16, B=16),
     "mha": Shape(T=16, B=16, K=4, G=1, S=8),
     "window": Shape(T=16, B=16, window=33, S=8),
+    "chunks": Shape(T=16, B=16, window=32, chunked=True, S=8),
     "bits": Shape(T=16, B=16, S=32, dtype="bfloat16", bits=True),
 }
 

@@ -46,6 +46,7 @@ class Shape:
     dtype: str = "bfloat16"  # of queries, new keys and results
     pages: str = "bits"  # bits, bfloat16, float32 or int8
     window: int | None = None
+    chunked: bool = False
     soft_cap: float | None = None
     sinks: bool = False
     value_dim: int | None = None  # the values are that much of the keys
@@ -59,7 +60,8 @@ class Shape:
         cap, sinks = self.soft_cap, None
         if self.sinks:
             sinks = np.linspace(-2, 3, self.K * self.G).astype(np.float32)
-        return {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": self.value_dim}, sinks
+        options = {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": self.value_dim}
+        return options | {"chunked": self.chunked}, sinks
 
     @property
     def kept(self):
@@ -122,6 +124,8 @@ def reference(shape: Shape, s: Sequence):
         score = shape.soft_cap * np.tanh(score / shape.soft_cap)
     distance = np.arange(s.start, s.end)[:, None] - np.arange(s.end)
     hidden = (distance < 0) | (distance >= (shape.window or LONGEST))
+    if shape.chunked:
+        hidden |= np.arange(s.start, s.end)[:, None] // shape.window > np.arange(s.end) // shape.window
     score = np.where(hidden[:, None, None], -np.inf, score)
     best = score.max(-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(np.float64).reshape(shape.K, shape.G, 1)
@@ -223,9 +227,10 @@ def shapes(draw):
     H = draw(st.sampled_from([64, 128, 8, 16, 20, 33, 80, 96, 192]))
     latent = draw(st.sampled_from([None, None, None, H - 8 if H > 8 else 5]))
     K, G = draw(st.sampled_from([(1, 1), (4, 1), (2, 3), (1, 7), (1, 20), (3, 2), (1, 130)]))
+    window = draw(st.sampled_from([None, None, 1, 40, 64, 600]))
     return Shape(
         K=K, G=G, H=H, S=draw(st.sampled_from([8, 16, 32, 5])), dtype=dtype, pages=pages, value_dim=latent,
-        window=draw(st.sampled_from([None, None, 1, 40, 64, 600])),
+        window=window, chunked=window is not None and draw(st.booleans()),
         soft_cap=draw(st.sampled_from([None, None, 3.0])), sinks=draw(st.booleans()),
     )  # fmt: skip
 

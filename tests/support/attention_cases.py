@@ -31,6 +31,7 @@ class Shape:
     codes: str | None = None  # pages held as int8 or float8_e4m3fn with scales
     paired: bool = False  # keys and values in one array of pages
     window: int | None = None
+    chunked: bool = False
     soft_cap: float | None = None
     sinks: bool = False
     value_dim: int | None = None
@@ -38,7 +39,8 @@ class Shape:
     @property
     def options(self):
         cap, width = self.soft_cap, self.value_dim
-        return {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": width}
+        chunks = {"chunked": True} if self.chunked else {}
+        return {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": width} | chunks
 
 
 @dataclass
@@ -169,6 +171,8 @@ def reference(shape: Shape, sequence: Sequence) -> np.ndarray:
     sinks, out = sinks_of(shape), []
     for p in range(sequence.start, sequence.start + sequence.rows):
         first = 0 if shape.window is None else max(0, p - shape.window + 1)
+        if shape.chunked:
+            first = p // shape.window * shape.window
         heads = []
         for n in range(shape.K * shape.G):
             score = k[first : p + 1, n // shape.G] @ q[p, n] * shape.H**-0.5

@@ -351,9 +351,9 @@ PUBLISHED_MOE = {
             "original_max_position_embeddings": 8192, "rope_type": "llama3",
         }) | {"tie_word_embeddings": False},
         107.77e9,  # 108.6e9 less what sees
-        [GLOBAL] * 48,
+        kinds(48, 4, 8192),
     ),
-    "Llama-4-Maverick": Published(llama4(128, 2, None), 400.71e9, [GLOBAL] * 48),
+    "Llama-4-Maverick": Published(llama4(128, 2, None), 400.71e9, kinds(48, 4, 8192)),
     "Kimi-K2": Published(
         {
             "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,

@@ -25,7 +25,10 @@ def hidden_states(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ON
 def attention(config: ModelConfig, B: int, T: int):
     """`attend` as `decoder.forward` takes it, over [B, T]; the cache is a dict of each layer's keys and values."""
 
-    def attend(index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None):
+    def attend(
+        index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None,
+        chunked=False,
+    ):  # fmt: skip
         if k_TKH is not None:
             cache = {**cache, index: (k_TKH, k_TKH[..., :value_dim] if v_TKH is None else v_TKH)}
         k, v = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
@@ -36,6 +39,9 @@ def attention(config: ModelConfig, B: int, T: int):
             score = soft_cap * jnp.tanh(score / soft_cap)
         ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
         seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+        if chunked:
+            chunk = jnp.arange(T) // window
+            seen = (ahead >= 0) & (chunk[:, None] == chunk[None, :])
         score = jnp.where(seen, score, -jnp.inf)
         if sinks_N is not None:
             sink = jnp.broadcast_to(sinks_N.reshape(K, N // K, 1, 1), (*score.shape[:-1], 1))

@@ -122,7 +122,7 @@ HUNYUAN_MOE = SIZES | {
     },
 }  # fmt: skip
 LLAMA4 = SIZES | {
-    "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attn_scale": 0.1,
+    "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 32, "attn_scale": 0.1,
     "attn_temperature_tuning": True, "floor_scale": 8, "for_llm_compressor": False, "head_dim": 32,
     "hidden_act": "silu", "interleave_moe_layer_step": 2, "intermediate_size": 48, "intermediate_size_mlp": 96,
     "no_rope_layers": [1, 1, 1, 0], "num_experts_per_tok": 1, "num_hidden_layers": 4, "num_local_experts": 8,

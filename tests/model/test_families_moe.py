@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from golden.families_moe import MOE_VARIANTS
-from published_moe import GEMMA4_ROPES, PUBLISHED_MOE
+from published_moe import GEMMA4_ROPES, PUBLISHED_MOE, RELATIVES_MOE
 
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
@@ -110,6 +110,15 @@ def test_deepseek_layers():
     attention = config.layers[0].attention
     assert attention.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
     assert attention.rope.factor == 1.0
+
+
+def test_an_indexer_that_picks_every_token_is_none():
+    """DeepSeek-V3.2 is DeepSeek-V3, as far as its indexer leaves nothing out."""
+    like, change, _ = RELATIVES_MOE["DeepSeek-V3.2"]
+    sparse, dense = read(PUBLISHED_MOE[like].config | change), read(PUBLISHED_MOE[like].config)
+    assert sparse.max_len == 2048
+    assert sparse.layers == dense.layers
+    assert read(PUBLISHED_MOE[like].config | change | {"index_topk": 1 << 20}).max_len == dense.max_len
 
 
 def test_gemma4_layers():

@@ -384,6 +384,11 @@ PUBLISHED_MOE = {
 
 # Models that differ from one of the above in a few keys: what differs, and the parameters or what the error says.
 RELATIVES_MOE: dict[str, tuple[str, dict, float | str]] = {
+    "DeepSeek-V3.2": (
+        "DeepSeek-V3",
+        {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048, "model_type": "deepseek_v32"},
+        671.03e9,  # without the indexers
+    ),
     "Qwen2-57B-A14B": (
         "Qwen1.5-MoE-A2.7B",
         {

@@ -53,6 +53,7 @@ GEMMA4 = {key: value for key, value in SIZES.items() if key != "torch_dtype"} | 
     },
     "tie_word_embeddings": True, "use_bidirectional_attention": None,
 }  # fmt: skip
+INDEXER = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 160}
 QWEN2_MOE = SIZES | {
     "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu", "rope_theta": 1000000.0,
     "decoder_sparse_step": 1, "max_window_layers": 3, "mlp_only_layers": [], "moe_intermediate_size": 32,
@@ -222,6 +223,25 @@ MOE_VARIANTS = [
         | {
             "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
             "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+        },
+    ),
+    Variant(
+        "deepseek-v32",
+        DEEPSEEK_V3
+        | INDEXER
+        | {
+            "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], "n_group": 4, "topk_group": 2,
+            "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    Variant(
+        "glm-moe-dsa",
+        GLM4_MOE_LITE
+        | INDEXER
+        | {
+            "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], "rope_interleave": True,
+            "indexer_rope_interleave": True, "num_hidden_layers": 4, "scoring_func": "sigmoid",
+            "moe_layer_freq": 1, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
         },
     ),
     Variant("qwen2-moe", QWEN2_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 4}),

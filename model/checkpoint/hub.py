@@ -13,8 +13,8 @@ BUNDLED = {
     "quill-medusa": "quill_medusa",
 }
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code, and one format of weights
-WITHOUT_WEIGHTS = ["*.json", "*.jinja"]
+FILES = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]  # no code, and one format of weights
+WITHOUT_WEIGHTS = ["*.json", "*.jinja", "tiktoken.model"]
 SECOND_COPIES = ["*/*", "consolidated*"]  # the same weights again, under their makers' own names
 
 

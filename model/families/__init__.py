@@ -58,5 +58,5 @@ FAMILIES = {
 UNSUPPORTED = {
     "bailing_moe": "transformers has no model to compare it with",
     "bailing_moe_v2": "transformers has no model to compare it with",
-    "phimoe": "its routing masks experts by how far their scores are from the best, and its norms have biases",
+    "phimoe": "its norms and its head have biases, and it routes by a rule of its own",
 }

@@ -11,6 +11,7 @@ import tokenizers
 
 from ..checkpoint.folder import POINTER, refuse_pointer
 from ..config import ModelError
+from . import tiktoken_file
 from .chat_template import REQUEST_SECONDS, SCRIPT, ChatTemplate, PromptError
 from .worker import WorkerProcess
 
@@ -259,6 +260,9 @@ def _read_core(folder: Path) -> tokenizers.Tokenizer:
         except Exception as error:  # the library raises a bare Exception
             why = _one_line(error)
             raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {why}") from None
+    if (ranks := folder / tiktoken_file.NAME).is_file():
+        refuse_pointer(ranks, ranks.read_bytes()[:POINTER])
+        return tiktoken_file.read(ranks, _read_json(folder / "tokenizer_config.json"))
     others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
     found = f" (there is {others[0]}: transformers' save_pretrained of its fast tokenizer writes one)" if others else ""
     raise ModelError(f"{folder}: no tokenizer.json, which Quire needs{found}; or load with skip_tokenizer_init=True")

@@ -61,8 +61,8 @@ def named_tokens(path: Path, config: dict[str, Any], first: int) -> dict[int, di
     for key, token in added.items() if isinstance(added, dict) else ():
         if key not in ids or not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise ModelError(
-                f"{path.parent}: added_tokens_decoder in tokenizer_config.json has {key!r:.40}: {token!r:.60}; it must be "
-                f"an id from {first} to {first + SPECIAL - 1} and an object with content"
+                f"{path.parent}: added_tokens_decoder in tokenizer_config.json has {key!r:.40}: {token!r:.60}; it must "
+                f"be an id from {first} to {first + SPECIAL - 1} and an object with content"
             )
     return {ids[key]: token for key, token in added.items()} if isinstance(added, dict) else {}
 

@@ -27,10 +27,16 @@ class Case:
     plain: bool = True  # nothing but a temperature and min-p; otherwise top-k, top-p and all others
     tensor: int = 1
     rows: int | None = None  # of a step that carries prompts
+    drafts: str | None = None  # verifies DRAFTS tokens of each sequence; who drafts is in the step but for ngram
+
+    @property
+    def step_rows(self) -> int:
+        return self.rows or self.batch * (1 + (DRAFTS if self.drafts else 0))
 
     @property
     def name(self) -> str:
         found = [self.model, self.quant or stored(self.model), f"batch {self.batch}"]
+        found += [f"{DRAFTS} drafts of {self.drafts}"] * (self.drafts is not None)
         found += [f"{self.rows} rows"] * (self.rows is not None)
         found += ["top-k, top-p"] * (not self.plain) + [f"KV {self.kv}"] * (self.kv != "auto")
         return ", ".join([*found, *[f"tensor {self.tensor}"] * (self.tensor > 1)])
@@ -77,6 +83,10 @@ CASES = (
     Case("llama-3-8b", plain=False),
     Case("llama-3-8b", rows=2048),
     Case("llama-3-8b", tensor=8),
+    Case("llama-3-8b", drafts="ngram"),
+    Case("llama-3-8b", drafts="ngram", plain=False),
+    Case("llama-3-8b", drafts="eagle3"),
+    Case("llama-3-8b", drafts="draft_model"),
     Case("gemma-3-12b"),
     Case("qwen3-30b-a3b"),
     Case("qwen3-30b-a3b", "int8"),
@@ -89,6 +99,7 @@ CASES = (
 LENGTH = 1024  # of each sequence, of which the pages are read
 MAX_LEN = 4096
 ROWS = 2048  # the most of a step
+DRAFTS = 4  # of each sequence, where a case has some
 
 
 def stored(model: str) -> str:
@@ -141,6 +152,7 @@ def compiled(case: Case, layers: int, spills: bool):
     from ...model.checkpoint.placement import abstract_over
     from ...model.weights import abstract
     from ...serving.device.batch import choose
+    from ...serving.device.drafts import WithDrafter
     from ...serving.device.pipeline import Pipeline
     from ...serving.engine.batch_builder import BatchBuilder
     from ...serving.engine.scheduler import Limits
@@ -150,17 +162,39 @@ def compiled(case: Case, layers: int, spills: bool):
     config, page = config_of(case, layers), page_size(case)
     groups, width, most = len(config.windows), -(-MAX_LEN // page), max(case.batch, 16)
     mesh = make_mesh(tensor=case.tensor) if case.tensor > 1 else None
-    pipeline, specs = Pipeline(config, mesh), abstract(config)
+    drafter, own = drafter_of(case, config)
+    pipeline, specs = Pipeline(config, mesh, drafter), abstract(config)
     pages = case.batch * width + 1
-    state = pipeline.abstract_state((pages,) * groups, page, most)
+    drafts = DRAFTS if case.drafts else 0
+    state = pipeline.abstract_state((pages,) * groups, page, most, drafts)
     weights = here(specs) if mesh is None else abstract_over(config, mesh, specs)
-    layouts = BatchBuilder(Limits(most, ROWS, most), groups, page, width).layouts
-    decodes = case.rows is None
-    size = choose(layouts, case.rows or case.batch, case.batch, case.batch, decodes)
+    weights = weights if own is None else WithDrafter(weights, here(own))
+    layouts = BatchBuilder(Limits(most, ROWS, most, max_drafts=drafts), groups, page, width).layouts
+    decodes, rows = case.rows is None, case.step_rows
+    size = choose(layouts, rows, case.batch, rows if decodes else case.batch, decodes)
     state = here(state) if mesh is None else state
     (lowered,) = pipeline.lower(weights, state, layouts[size], plain=case.plain and decodes)
-    shares = Shares(config, case, pages * page)
+    shares = Shares(pipeline.paged, case, pages * page)
     return compile_program(lowered, shares.of, shares.turns, spills)
+
+
+def drafter_of(case: Case, config):
+    """(what drafts in the step, the specs of its weights), None twice where nothing does."""
+    from ...model import draft_heads
+    from ...model.checkpoint.loader import family_of
+    from ...model.weights import abstract
+    from ...serving.device.drafts import DraftModel, with_layers
+    from ...serving.device.head_drafter import FeatureDrafter
+    from .shapes import DRAFTERS
+
+    if case.drafts is None or case.drafts not in DRAFTERS:
+        return None, None
+    hf, count = DRAFTERS[case.drafts], len(config.layers)
+    if case.drafts == "draft_model":
+        own = replace(family_of(hf).config(hf, MAX_LEN), kv_cache_dtype=config.kv_cache_dtype)
+        return DraftModel(own, with_layers(config, own), count), abstract(own)
+    heads = draft_heads.heads_of(hf, (), config, case.drafts)
+    return FeatureDrafter(heads, with_layers(config, heads.model), count), draft_heads.abstract(heads)
 
 
 def here(tree):
@@ -211,10 +245,10 @@ class Shares:
     def __init__(self, config, case: Case, positions: int):
         from ...model.planning.meshes import chosen
 
-        self.config, self.case, self.positions = config, case, positions
+        self.config, self.case, self.positions = config, case, positions  # the layers are all that own pages
         layer = next((layer for layer in config.layers if layer.moe), None)
-        self.experts = 1.0 if layer is None else chosen(layer, case.rows or case.batch)
-        self.blocks = 0.0 if layer is None else expert_blocks(layer.moe, case.rows or case.batch)
+        self.experts = 1.0 if layer is None else chosen(layer, case.step_rows)
+        self.blocks = 0.0 if layer is None else expert_blocks(layer.moe, case.step_rows)
 
     def of(self, argument: str) -> float:
         """Of an argument that a kernel gets as a whole."""
@@ -226,8 +260,12 @@ class Shares:
             return self.case.batch * seen(layer.attention, LENGTH) / self.positions
         return self.experts if kind == "experts" else 1.0
 
-    def turns(self, arguments: set[str]) -> float:
-        """Of a loop over blocks of experts' rows, or over blocks of 64 positions."""
+    def turns(self, arguments: set[str], inner: bool) -> float:
+        """Of a loop over blocks of experts' rows, or over blocks of 64 positions; or over drafts, around which is one
+        of a single turn.
+        """
+        if any(argument.startswith("weights.drafter") for argument in arguments):
+            return DRAFTS if inner else 1.0
         kinds = {kind_of(argument) for argument in arguments}
         return self.blocks if "experts" in kinds else LENGTH / 64 if "pages" in kinds else 1.0
 
@@ -260,9 +298,26 @@ def least(case: Case, layers: int, device) -> tuple[float, float]:
     config = config_of(case, layers)
     sizes = {"data": 1, "pipe": 1, "context": 1, "expert": 1, "tensor": case.tensor}
     planner = Planner(config, device, Workload(case.batch, LENGTH, ROWS))
-    rows = case.rows or case.batch
-    time = planner.time(sizes, rows, case.batch, LENGTH, case.rows is not None)
-    return time.read * device.bandwidth, time.compute * device.flops
+    time = planner.time(sizes, case.step_rows, case.batch, LENGTH, case.rows is not None)
+    read, operations = of_drafter(case, config)
+    return time.read * device.bandwidth + read, time.compute * device.flops + operations
+
+
+def of_drafter(case: Case, config) -> tuple[float, float]:
+    """(bytes, operations) of what drafts in the step: once for all rows, and then once for each draft."""
+    from ...model.planning.cost import layer_token_bytes
+    from ...sharding.spec import nbytes
+
+    drafter, specs = drafter_of(case, config)
+    if drafter is None:
+        return 0.0, 0.0
+    head = specs.embed_VD if specs.head_VD is None else specs.head_VD
+    rest = nbytes(specs.replace(embed_VD=None, head_VD=None))
+    own = drafter.paged.layers[len(config.layers) :]
+    pages = case.batch * LENGTH * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in own)
+    each = rest + pages
+    multiplied = rest / 2 * (case.step_rows + DRAFTS * case.batch) + head.size * DRAFTS * case.batch
+    return each * (1 + DRAFTS) + head.nbytes * DRAFTS, 2 * multiplied
 
 
 HEADINGS = ("step", "graphs", "outside of them", "sorts", "launches a layer", "other launches", "temporaries",

@@ -85,9 +85,9 @@ class Module:
                 one = instruction(found)
                 inside[one.name] = one
 
-    def work(self, shares: Callable[[str], float], turns: Callable[[set[str]], float]) -> Work:
+    def work(self, shares: Callable[[str], float], turns: Callable[[set[str], bool], float]) -> Work:
         """What a run does. `shares`: which part of a parameter a kernel reads that gets the whole of it. `turns`: those
-        of a loop that the compiler does not count, by the parameters that it gets.
+        of a loop that the compiler does not count, by the parameters that it gets, and whether another is around it.
         """
         entry = self.computations[self.entry].values()
         inputs = {one.number: one.label for one in entry if one.kind == "parameter"}
@@ -97,10 +97,10 @@ class Module:
 class Walk:
     """Follows the parameters of a program through its loops and fusions."""
 
-    def __init__(self, module: Module, shares: Callable[[str], float], turns: Callable[[set[str]], float]):
+    def __init__(self, module: Module, shares: Callable[[str], float], turns: Callable[[set[str], bool], float]):
         self.computations, self.shares, self.turns = module.computations, shares, turns
 
-    def computation(self, name: str, inputs: list) -> Work:
+    def computation(self, name: str, inputs: list, inner: bool = False) -> Work:
         done, origins = Work(), {}
         for one in self.computations[name].values():
             given = [origins.get(operand) for operand in one.operands]
@@ -108,13 +108,15 @@ class Walk:
             if one.kind == "while":
                 body = Work()
                 for called in one.called:
-                    body.add(self.computation(called, given))
-                done.add(body, one.turns if one.turns is not None else self.turns(flat(given)))
+                    body.add(self.computation(called, given, True))
+                done.add(body, one.turns if one.turns is not None else self.turns(flat(given), inner))
             elif one.kind == "conditional":  # the branch that moves most
                 branches = zip(one.called, given[1:], strict=True)
-                done.add(max((self.computation(called, [each]) for called, each in branches), key=lambda w: w.bytes))
+                done.add(
+                    max((self.computation(called, [each], inner) for called, each in branches), key=lambda w: w.bytes)
+                )
             elif one.kind in ("call", "async-start"):
-                done.add(self.computation(one.called[0], given))
+                done.add(self.computation(one.called[0], given, inner))
             elif one.kind not in FREE:
                 done.add(self.launch(one, given, self.computations[name]))
         return done

@@ -40,7 +40,7 @@ class Program:
 def compile_program(
     lowered: jax.stages.Lowered,
     shares: Callable[[str], float],
-    turns: Callable[[set[str]], float],
+    turns: Callable[[set[str], bool], float],
     spills: bool = False,
 ) -> Program:
     """Compile a step as it is served, and read what XLA says of it. `shares` and `turns`: see `Module.work`."""

@@ -35,3 +35,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": LLAMA_8B, "gemma-3-12b": GEMMA3_12B, "qwen3-30b-a3b": QWEN3_30B, "gpt-oss-20b": GPT_OSS_20B,
     "deepseek-v3": MODELS["deepseek-v3"],
 }  # fmt: skip
+# What drafts in the step for llama-3-8b, with two layers or one, by its method.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": {
+        "hidden_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "vocab_size": 128256, "draft_vocab_size": 32000,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]},  # there are no others where layers are cut
+    },
+    "draft_model": LLAMA_8B | {
+        "hidden_size": 2048, "num_hidden_layers": 2, "head_dim": 64, "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip

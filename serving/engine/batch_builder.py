@@ -181,8 +181,9 @@ class BatchBuilder:
         for batch_slots, kv_slots in zip(b.slots_GT, self.kv_slots(places_T, positions), strict=True):
             batch_slots[:T] = kv_slots
         self.fill_samples(part, slots, places, ends - counts, b)
-        steady = all(item.num_rows == 1 and item.draws and not item.scores and is_steady(item) for item in part)
-        plain = steady and bool(self.plain[places].all())
+        draws = all(item.draws and not item.scores and is_steady(item) for item in part)
+        plain = draws and bool(self.plain[places].all())
+        steady = draws and all(item.num_rows == 1 for item in part)
         if len(steps) == self.num_stages:
             steps.popleft()
         if steady:

@@ -107,7 +107,7 @@ class Runner:
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
-        self.plain: dict[Size, Any] = {}  # the same for steps that only decode, and draw plainly
+        self.plain: dict[Size, Any] = {}  # the same for steps whose rows all draw, and do so plainly
         self.drafters: dict[Size, Any] = {}  # for rows that only the drafter computes
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
@@ -165,7 +165,7 @@ class Runner:
             for size, layout in self.batch_builder.layouts.items():
                 lowered = self.pipeline.lower(self.weights, self.state, layout)
                 futures[size] = [threads.submit(compile_step, stage) for stage in lowered]
-                if self.remote and size.rows == size.seqs:
+                if self.remote and size.samples >= size.rows:
                     lowered = self.pipeline.lower(self.weights, self.state, layout, plain=True)
                     plain[size] = [threads.submit(compile_step, stage) for stage in lowered]
             behind = {}

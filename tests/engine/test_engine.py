@@ -271,7 +271,7 @@ def test_steps_without_branches_draw_the_same(weights, kernels):
         return [output.outputs[0].token_ids for output in run(engine, {0: requests}).values()]
 
     plain = {size: told(size, program) for size, program in engine.runner.plain.items()}
-    assert set(plain) == {size for size in engine.runner.compiled if size.rows == size.seqs}
+    assert set(plain) == {size for size in engine.runner.compiled if size.samples >= size.rows}
     for engine.runner.plain in ({}, plain):
         answers.append(answer())
     assert answers[0] == answers[1] and len(used) == 8  # each token but that of the prompts' step

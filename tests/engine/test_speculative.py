@@ -37,12 +37,13 @@ PLAIN, DRAFTED = Limits(8, 48, 16), Limits(8, 48, 16, max_drafts=DRAFTS)
 
 @pytest.fixture(scope="module")
 def compiled():
-    """quill's steps, without drafts and with them."""
+    """quill's steps, without drafts and with them; with them also those that draw plainly, as on a GPU."""
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
     weights, runners = loader.load(folder, config), {}
     for limits in (PLAIN, DRAFTED):
         runners[limits] = Runner(config, weights, limits, (400,) * len(config.windows), 16, LENGTH, True)
+        runners[limits].remote = limits is DRAFTED
         runners[limits].warm_up()
     return runners, Tokenizer(folder)
 
@@ -52,7 +53,8 @@ def engine_of(compiled, limits=DRAFTED, num_pages=400, host_cache=None, method="
     runners, tokenizer = compiled
     old = runners[limits]
     runner = Runner(old.config, old.weights, limits, old.num_pages, 16, LENGTH, True)
-    runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
+    runner.compiled, runner.plain = old.compiled, old.plain
+    runner.page_copier.programs = old.page_copier.programs
     table = PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache)
     chosen = None
     if limits.max_drafts:
@@ -112,6 +114,36 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
         accepted = engine.speculator.counts.accepted
         assert accepted[0] > accepted[-1] > 0, "drafts were accepted to every depth"
     assert gave_way > 0 and runners[DRAFTED].compiles.recompiles == recompiled
+
+
+def test_steps_that_verify_draw_plainly_where_all_do(compiled):
+    """Those programs that lack what nobody asks for give the same, and a step in which somebody asks is another's."""
+    engine, plain = engine_of(compiled, adapts=False), engine_of(compiled, PLAIN)
+    sizes, used = compiled[0][DRAFTED].compiled, []
+    assert {*engine.runner.plain} == {size for size in sizes if size.samples >= size.rows}
+
+    def told(size, program):
+        def call(*given):
+            used.append(size)
+            return program(*given)
+
+        return call
+
+    engine.runner.plain = {size: told(size, program) for size, program in engine.runner.plain.items()}
+    prompt = compiled[1].encode("Once upon a time")
+    asked = {"top_k": 3}, {"presence_penalty": 1.0}, {"logprobs": 1}, {"min_tokens": 19}
+    for more in ({}, *asked):
+        requests = {
+            str(seed): (prompt, SamplingParams(temperature=t, seed=seed, max_tokens=20, **more))
+            for seed, t in enumerate((0, 0.8, 1.0))
+        }
+        arrivals = dict.fromkeys(requests, 0)
+        expected = serve(plain, requests, arrivals)
+        engine.speculator.drafter = Oracle(expected, random.Random(5), engine.runner.vocab)
+        used.clear()
+        assert serve(engine, requests, arrivals) == expected
+        assert any(size.rows > size.seqs for size in used) == (not more)
+    assert engine.speculator.counts.accepted[-1] > 0
 
 
 class Preemptions(Observer):

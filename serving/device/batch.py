@@ -66,6 +66,8 @@ def sizes(max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int =
         counts = {1: decode[0].seqs, 2: decode[0].seqs} | {size.seqs: size.seqs for size in decode}
         pairs = [(min(count * (1 + max_drafts), max_rows), seqs) for count, seqs in counts.items() if count <= seqs]
         pairs += [(2 * size.seqs, size.seqs) for size in decode if max_drafts > 1 and 2 * size.seqs <= max_rows]
+        if gpu:  # blocks of its products: each would pad its rows and cut its results
+            pairs = [(min(count + -count % (128 if count > 64 else 16), max_rows), seqs) for count, seqs in pairs]
         verify = {Size(count, seqs, count) for count, seqs in pairs if count != seqs}
     # More rows than sequences: as many would mean one row from each.
     mixed = {Size(max(count, top + 1), top, max(top, 16)) for count in rows}

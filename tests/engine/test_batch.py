@@ -40,6 +40,19 @@ def test_a_gpu_has_sizes_between():
     assert [size.rows for size in options if size.rows != size.seqs] == [512, 2048, 8192]
 
 
+def test_a_gpu_verifies_whole_blocks_of_its_products():
+    """All rows that a step may have find room, and none is padded in each layer."""
+    options = sizes(256, 2048, "gpu", 4)
+    for size in options:
+        assert size.rows <= 64 or size.rows % 128 == 0
+    for seqs in (1, 2, 16, 17, 33, 64, 100, 256):
+        rows = 5 * seqs
+        size = choose(options, rows, seqs, rows, True)
+        assert size.samples == size.rows >= rows
+    short = [size.rows for size in sizes(64, 300, "gpu", 4) if size.samples == size.rows]
+    assert max(short) == 300 and {*short} <= {16, 32, 64, 128, 256, 300}
+
+
 @pytest.mark.parametrize(("platform", "limits"), [("cpu", (32, 512)), ("tpu", (32, 512)), ("gpu", (256, 8192))])
 def test_limits_that_were_left_out_are_the_devices(platform, limits):
     found = EngineOptions().on(platform)

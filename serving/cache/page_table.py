@@ -174,7 +174,7 @@ class PageTable:
         if not own.pages:
             own.pages = [[] for _ in self.pools]
         wanted = -(-num_tokens // self.page_size)
-        firsts = [pool.first_seen(seq.num_computed) for pool in self.pools]
+        firsts = [pool.first_seen(seq.sure) for pool in self.pools]
         starts = [max(len(table), first) for table, first in zip(own.pages, firsts, strict=True)]
         if any(wanted - start > pool.free for pool, start in zip(self.pools, starts, strict=True)):
             return False
@@ -207,9 +207,9 @@ class PageTable:
             self.moves.offloads.append((page, copy))
 
     def slide(self, seq: Sequence) -> None:
-        """Release the pages that no token from `num_computed` on attends to."""
+        """Release the pages that no token attends to which is still to be computed."""
         for index, (pool, table) in enumerate(zip(self.pools, seq.cache.pages, strict=False)):
-            page = min(pool.first_seen(seq.num_computed), len(table)) - 1
+            page = min(pool.first_seen(seq.sure), len(table)) - 1
             while page >= 0 and table[page]:
                 self.release_page(index, table[page])
                 table[page] = 0

@@ -26,7 +26,7 @@ class Size(NamedTuple):
 class Batch:
     """Everything a step needs from the host; one sequence's rows lie together, padding comes last."""
 
-    tokens_T: np.ndarray  # -1 - slot where the token is still on the device
+    tokens_T: np.ndarray  # below 0: the name of one that is still on the device, see `scheduler.name_of`
     positions_T: np.ndarray  # -1 in padding
     starts_B1: np.ndarray
     following_B: np.ndarray  # the token after the sequence's last row, where the host knows it
@@ -35,9 +35,10 @@ class Batch:
     owners_T: np.ndarray  # the slot of each row's sequence
     is_prompt_T: np.ndarray
     tracked_T: np.ndarray  # the sequence has penalties, so its tokens are counted
+    ahead_T: np.ndarray  # positions are as if all drafts of the step before were right
     sample_rows_R: np.ndarray  # one past the last in padding
     store_R: np.ndarray  # the slot that the token drawn here belongs to, or one past the last
-    drafts_R: np.ndarray  # the draft that the token drawn here is compared with; -1 = none
+    drafts_R: np.ndarray  # the draft that the token drawn here is compared with, or its name; -1 = none
     depths_R: np.ndarray  # drafts of the sequence before this row
     num_drafts_1: np.ndarray  # how many tokens the step itself is to draft
     follows_1: np.ndarray  # whether the drafter computes these rows too
@@ -165,6 +166,7 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int, max_draf
         owners_T=np.zeros(T, i32),
         is_prompt_T=np.zeros(T, bool),
         tracked_T=np.zeros(T, bool),
+        ahead_T=np.zeros(T, bool),
         sample_rows_R=np.full(R, T, i32),
         store_R=np.full(R, max_seqs, i32),
         drafts_R=np.full(R, -1, i32),

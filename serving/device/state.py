@@ -26,6 +26,8 @@ class State:
     pages: dict[int, KVPages]  # by the layer that owns them
     slots: sampling.SlotState | None = None
     last_tokens_B: jax.Array | None = None  # the token each slot drew last: the next step need not ask the host
+    drafts_KB: jax.Array | None = None  # what was drafted after it,
+    rejected_B: jax.Array | None = None  # and how many of the drafts before were not right
     loads_nLE: jax.Array | None = None  # tokens of each expert, by layer with experts; the counters wrap
 
 
@@ -48,7 +50,13 @@ def state_places(state: State) -> State:
     pages = {index: of(held) for index, held in state.pages.items()}
     slots = jax.tree.map(lambda leaf: P("data", *[None] * (leaf.ndim - 2), "tensor"), state.slots)
     loads = None if state.loads_nLE is None else P(OF_ROWS)
-    return State(pages, slots, None if state.last_tokens_B is None else P("data"), loads)
+    held = (None if leaf is None else P(*[None] * (leaf.ndim - 1), "data") for leaf in held_of(state))
+    return State(pages, slots, *held, loads)
+
+
+def held_of(state: State) -> tuple[jax.Array | None, ...]:
+    """What is kept of each slot beside its sampling."""
+    return state.last_tokens_B, state.drafts_KB, state.rejected_B
 
 
 def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tuple[int, ...]]:
@@ -94,7 +102,10 @@ def empty_state(
     if stage.begins and config.experts:
         loads_nLE = jnp.zeros((1, len(config.expert_layers), config.experts), jnp.uint32)
     slots = sampling.empty_state(max_seqs, words, 1 + max_drafts)
-    return State(pages, slots, jnp.zeros(max_seqs, jnp.int32), loads_nLE)
+    shapes = [(max_seqs,), *([(max_drafts, max_seqs), (max_seqs,)] if max_drafts else [])]
+    last_tokens_B, *drafted = [jnp.zeros(shape, jnp.int32) for shape in shapes]
+    drafts_KB, rejected_B = drafted or (None, None)
+    return State(pages, slots, last_tokens_B, drafts_KB, rejected_B, loads_nLE)
 
 
 def empty_pages(

@@ -20,7 +20,7 @@ from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with
 from .batch import Batch, Layout
-from .drafts import Seen, StepDrafter, WithDrafter, draft
+from .drafts import Seen, StepDrafter, WithDrafter, draft, page_size_of
 from .state import State, empty_state, state_places
 
 
@@ -176,10 +176,9 @@ def step_of_one(
     """What one device does in a step."""
     batch, both = layout.read(buffer), weights
     weights = model_of(weights)
-    tokens_T = batch.tokens_T
     if stage.begins and stage.ends:  # with several stages the host knows all tokens
-        held_T = jnp.maximum(-1 - tokens_T, 0)
-        tokens_T = jnp.where(tokens_T < 0, state.last_tokens_B[held_T], tokens_T)
+        batch = settle(batch, state, drafter is not None, axes)
+    tokens_T = batch.tokens_T
     rows = rows_in(batch, layout, axes)
     positions_T = rows[0].positions_T
     spare = positions_T.shape[0] - layout.size.rows
@@ -223,8 +222,49 @@ def step_of_one(
     if drafter is not None:
         seen = Seen(batch, rows, jnp.pad(tokens_T, (0, spare)), hidden_TD, features, sampled, axes, fetch)
         drafts_BK, state = draft(drafter, both, state, seen, accepted_R, plain)
-        sampled = sampled.replace(drafts_BK=drafts_BK)
+        sampled, state = sampled.replace(drafts_BK=drafts_BK), hold(state, batch, store_R, drafts_BK)
     return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
+
+
+def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
+    """With all that the host did not know when it planned the step; `drafts`: which may be about drafts."""
+    held = state.last_tokens_B[None]
+    if not drafts:
+        return batch.replace(tokens_T=named(batch.tokens_T, 0, held))
+    held, owners_T, starts_B1 = jnp.concatenate([held, state.drafts_KB]), batch.owners_T, batch.starts_B1
+    back_T = jnp.where(batch.ahead_T, state.rejected_B[owners_T], 0)
+    positions_T = batch.positions_T - back_T
+    page_T, offset_T = jnp.divmod(jnp.maximum(positions_T, 0), page_size := page_size_of(state) * axes.context.size)
+    seq_T = jnp.minimum((starts_B1[None, 1:] <= jnp.arange(len(owners_T))[:, None]).sum(axis=1), len(starts_B1) - 2)
+    slots_GT = tuple(
+        jnp.where(batch.ahead_T, table_BM[seq_T, page_T] * page_size + offset_T, slots_T)
+        for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
+    )
+    s, back_R = batch.sampling, back_T[jnp.minimum(batch.sample_rows_R, len(back_T) - 1)]
+    return batch.replace(
+        tokens_T=named(batch.tokens_T, 0, held),
+        positions_T=positions_T,
+        slots_GT=slots_GT,
+        drafts_R=named(batch.drafts_R, -1, held),
+        sampling=s.replace(positions_R=s.positions_R - back_R, drafted_RJ=named(s.drafted_RJ, -1, held)),
+    )
+
+
+def named(tokens, below: int, held):
+    """The tokens, and those that the device holds in place of their names."""
+    return jnp.where(tokens < below, jnp.maximum(held.reshape(-1)[jnp.maximum(-1 - tokens, 0)], 0), tokens)
+
+
+def hold(state: State, batch: Batch, store_R, drafts_BK) -> State:
+    """Keep what the next step needs to know, which may be planned before the host does."""
+    starts_B1, none = batch.starts_B1, state.last_tokens_B.shape[0]
+    seq_R = (starts_B1[None, 1:] <= batch.sample_rows_R[:, None]).sum(axis=1)
+    rejected_R = starts_B1[jnp.minimum(seq_R + 1, len(starts_B1) - 1)] - 1 - batch.sample_rows_R
+    owner_B = jnp.where(starts_B1[1:] > starts_B1[:-1], batch.owners_T[starts_B1[:-1]], none)
+    return state.replace(
+        drafts_KB=state.drafts_KB.at[:, owner_B].set(drafts_BK.T, mode="drop"),
+        rejected_B=state.rejected_B.at[store_R].set(rejected_R, mode="drop"),
+    )
 
 
 @partial(jax.jit, static_argnames=("layout", "drafter", "places"), donate_argnames="state")

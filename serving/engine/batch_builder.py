@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -14,14 +14,20 @@ from .scheduler import Limits, ScheduledSequence, StepPlan
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A replica's step of one row from each sequence: while they all go on, the next differs by its position alone."""
+    """A replica's step whose rows all draw, after tokens that the device holds.
+
+    While the same sequences bring as many rows, the next one differs by their positions alone.
+    """
 
     seqs: list[Sequence]
+    shapes: list[tuple[int, bool]]  # of each: its rows, and whether it is ahead
     size: Size
     slots: np.ndarray
-    places: np.ndarray
+    firsts: np.ndarray  # of each sequence its first row
+    of_T: np.ndarray  # each row's sequence,
+    offsets_T: np.ndarray  # its place among that one's,
+    places_T: np.ndarray
     num_pages: list[int]  # in each sequence's table
-    positions: np.ndarray
     buffer: np.ndarray
     plain: bool  # see `quire.ops.sampling.sample`
 
@@ -119,35 +125,34 @@ class BatchBuilder:
         return size, buffer
 
     def continued(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence]) -> DecodeStep | None:
-        """The step under way that this one continues: the same sequences, each a position further; or None."""
+        """The step under way that this one continues: the same sequences, each with as many rows; or None."""
         if not steps or len(part) != len(steps[0].seqs):
             return None
         last = steps[0]
-        for item, seq, before in zip(part, last.seqs, last.positions.tolist(), strict=True):
-            if item.seq is not seq or item.start != before + 1 or item.num_rows != 1 or not item.draws:
+        for item, seq, (count, ahead) in zip(part, last.seqs, last.shapes, strict=True):
+            if item.seq is not seq or item.num_rows != count or item.draws != count or item.ahead != ahead:
                 return None
         return last
 
     def advance(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], buffer: np.ndarray) -> bool:
         """Write a step that continues the first of these; whether it asks for plain draws only."""
         last = steps.popleft()
-        at, n, width = self.layouts[last.size].offsets, len(part), self.tables[0].shape[1]
-        positions = last.positions + 1
+        at, width, T = self.layouts[last.size].offsets, self.tables[0].shape[1], len(last.of_T)
+        positions = np.array([item.start for item in part])[last.of_T] + last.offsets_T
+        tokens = -1 - last.slots if self.num_stages == 1 else [tokens_of(item)[0] for item in part]
         buffer[:] = last.buffer
-        buffer[at.tokens_T :][:n] = -1 - last.slots if self.num_stages == 1 else [tokens_of(item)[0] for item in part]
-        buffer[at.positions_T :][:n] = positions
-        buffer[at.sampling.positions_R :][:n] = positions + 1
+        buffer[at.tokens_T + last.firsts] = tokens
+        buffer[at.positions_T :][:T] = positions
+        buffer[at.sampling.positions_R :][:T] = positions + 1
         num_pages = [len(seq.cache.pages[0]) for seq in last.seqs]
         for index, (count, before) in enumerate(zip(num_pages, last.num_pages, strict=True)):
             if count != before:
                 place = self.sync_tables(last.seqs[index])
                 for table, first in zip(self.tables, at.tables_GBM, strict=True):
                     buffer[first + index * width :][:width] = table[place]
-        for first, kv_slots in zip(at.slots_GT, self.kv_slots(last.places, positions), strict=True):
-            buffer[first:][:n] = kv_slots
-        steps.append(
-            DecodeStep(last.seqs, last.size, last.slots, last.places, num_pages, positions, buffer, last.plain)
-        )
+        for first, kv_slots in zip(at.slots_GT, self.kv_slots(last.places_T, positions), strict=True):
+            buffer[first:][:T] = kv_slots
+        steps.append(replace(last, num_pages=num_pages, buffer=buffer))
         return last.plain
 
     def fill(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], size: Size, buffer: np.ndarray) -> bool:
@@ -176,19 +181,24 @@ class BatchBuilder:
         for item, end in zip(part, ends.tolist(), strict=True):
             if item.drafts:  # the step counts those that are accepted
                 b.tracked_T[end - len(item.drafts) : end] = False
+            b.ahead_T[end - item.num_rows : end] = item.ahead
         for table, batch_table in zip(self.tables, b.tables_GBM, strict=True):
             batch_table[:n] = table[places]
         for batch_slots, kv_slots in zip(b.slots_GT, self.kv_slots(places_T, positions), strict=True):
             batch_slots[:T] = kv_slots
         self.fill_samples(part, slots, places, ends - counts, b)
-        draws = all(item.draws and not item.scores and is_steady(item) for item in part)
+        draws = all(is_steady(item) for item in part)
         plain = draws and bool(self.plain[places].all())
-        steady = draws and all(item.num_rows == 1 for item in part)
+        steady = draws and all(item.ahead or not item.drafts for item in part)  # else the next drafts are others
         if len(steps) == self.num_stages:
             steps.popleft()
         if steady:
-            num_pages = [len(seq.cache.pages[0]) for seq in seqs]
-            steps.append(DecodeStep(seqs, size, slots, places, num_pages, positions, buffer, plain))
+            num_pages, shapes = [len(seq.cache.pages[0]) for seq in seqs], [(i.num_rows, i.ahead) for i in part]
+            of_T, firsts = np.repeat(np.arange(n), counts), ends - counts
+            offsets_T = np.arange(T) - firsts[of_T]
+            steps.append(
+                DecodeStep(seqs, shapes, size, slots, firsts, of_T, offsets_T, places_T, num_pages, buffer, plain)
+            )
         return plain
 
     def busy(self, layout: Layout, num_drafts: int) -> np.ndarray:
@@ -199,6 +209,7 @@ class BatchBuilder:
             b.starts_B1[:] = np.arange(size.seqs + 1) * size.rows // size.seqs
             b.positions_T[:] = np.arange(size.rows) - np.repeat(b.starts_B1[:-1], np.diff(b.starts_B1))
             b.sample_rows_R[:] = np.minimum(np.arange(size.samples), size.rows - 1)
+            b.store_R[b.starts_B1[1:] - 1] = np.arange(size.seqs)  # who draws nothing has no drafts
             b.num_drafts_1[:], b.follows_1[:] = num_drafts, num_drafts > 0
         return buffer
 
@@ -262,22 +273,24 @@ class BatchBuilder:
 def needs_of(part: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, int, bool]:
     """Rows, sequences, rows whose logits are wanted, and whether each sequence brings a single row."""
     if continued is not None:
-        return len(part), len(part), len(part), True
+        rows = len(continued.of_T)
+        return rows, len(part), rows, rows == len(part)
     counts = [item.num_rows for item in part]
     return sum(counts), len(part), sum(len(item.scores) + item.draws for item in part), counts.count(1) == len(part)
 
 
 def drafting(items: Seq[ScheduledSequence]) -> tuple[int, bool]:
     """How many tokens the step itself is to draft, and whether the drafter follows its rows."""
-    return max([item.asks for item in items]), any(item.asks or item.seq.waits for item in items)
+    return max([item.asks for item in items]), any(item.seq.asks for item in items)
 
 
 def tokens_of(item: ScheduledSequence) -> list[int]:
-    """The tokens of a sequence's rows; the one that only the device knows is named by its slot."""
-    if item.drafts:
-        return [*item.seq.tokens[item.start :], *item.drafts]
-    tokens = item.seq.tokens[item.start : item.start + item.num_rows]
-    return tokens if len(tokens) == item.num_rows else [*tokens, -1 - item.seq.slot]
+    """The tokens of a sequence's rows; one that only the device knows is named by its slot."""
+    known = item.num_rows - len(item.drafts)
+    tokens = item.seq.tokens[item.start : item.start + known]
+    if len(tokens) < known:
+        tokens.append(-1 - item.seq.slot)
+    return [*tokens, *item.drafts] if item.drafts else tokens
 
 
 def following(item: ScheduledSequence) -> int:
@@ -287,9 +300,10 @@ def following(item: ScheduledSequence) -> int:
 
 
 def is_steady(item: ScheduledSequence) -> bool:
-    """Whether the sequence's next step differs from this one by its position alone."""
-    num_output = item.start + 1 - item.seq.num_prompt  # with the token that this step draws
-    return num_output >= max(1, item.seq.params.min_tokens) and not item.seq.bad_words
+    """Whether the sequence's next step may differ from this one by its positions alone."""
+    if item.num_rows != item.draws or item.scores or item.seq.bad_words:
+        return False
+    return item.start + 1 - item.seq.num_prompt >= max(1, item.seq.params.min_tokens)  # with the token that it draws
 
 
 def banned(seq: Sequence, drafts: Seq[int] = ()) -> list[int]:

@@ -191,7 +191,7 @@ class Engine:
         if self.speculator is not None and step.plan.decodes and not step.plan.behind:
             items = step.plan.items
             drafts, asks = sum(len(item.drafts) for item in items), max(item.asks for item in items)
-            self.speculator.took(len(items), drafts, asks, step.plan.waited, self.device_free - before)
+            self.speculator.took(len(items), drafts, asks, step.plan.waited or drafts > 0, self.device_free - before)
         return TakenIn(step.plan, drawn, began, self.device_free, max(step.launched, before))
 
     def take_in(self, step: TakenIn) -> Iterator[Request]:
@@ -199,7 +199,7 @@ class Engine:
         for drawn in step.drawn:
             item = drawn.item
             seq = item.seq
-            seq.pending -= item.draws
+            seq.taken_in(item.draws)
             if seq.finish_reason is not None:
                 continue  # ended while this step was under way
             yield seq.request

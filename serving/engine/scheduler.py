@@ -25,6 +25,16 @@ class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen d
     scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
     drafts: tuple[int, ...] = ()
     asks: int = 0  # tokens that the step is to draft after the one that it draws
+    # As if all drafts of the step before were right: the device subtracts those that were not from `start`, and a draft
+    # is the name of one that it holds.
+    ahead: bool = False
+
+    def settled(self) -> "ScheduledSequence":
+        """The same, once the step before has been taken in."""
+        if not self.ahead:
+            return self
+        seq, count = self.seq, len(self.drafts)
+        return self._replace(start=len(seq.tokens) - 1, drafts=tuple(seq.proposed[:count]), ahead=False)
 
     @property
     def num_known(self) -> int:
@@ -69,6 +79,11 @@ class Limits:
     listed: int = MAX_LOGPROBS  # log-probabilities of a position
     max_drafts: int = 0  # of a sequence
     follows: bool = False  # the drafter has keys and values of its own, and must compute what it is to know
+
+
+def name_of(slot: int, place: int, max_seqs: int) -> int:
+    """What stands for a token that only the device knows: a slot's next one (place 0), or a draft after it."""
+    return -1 - slot - place * max_seqs
 
 
 POINT = 30.0  # seconds of waiting that make up for a point of priority
@@ -207,7 +222,7 @@ class ReplicaScheduler:
         self.rows, self.samples, page_size = self.limits.max_rows, self.limits.max_samples, self.table.page_size
         if decodes:
             self.samples = self.rows
-        self.follows = self.limits.follows and any(seq.waits or seq.asks for seq in self.running)
+        self.follows = self.limits.follows and any(seq.asks for seq in self.running)
         items: dict[Sequence, ScheduledSequence] = {}
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
@@ -219,7 +234,7 @@ class ReplicaScheduler:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            plain = seq.prompt_scores is None and not (seq.waits or seq.asks)
+            plain = seq.prompt_scores is None and not (seq.waits or seq.asks or seq.ahead)
             if missing == 1 and start % page_size and self.samples and plain:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
                 items[seq] = ScheduledSequence(seq, start, 1, 1, not seq.begun)
@@ -234,6 +249,7 @@ class ReplicaScheduler:
         for seq, item in items.items():  # they count as computed: every later step runs after this one on the device
             seq.num_computed += item.num_rows
             seq.pending += item.draws
+            seq.verifying, seq.held = len(item.drafts), item.asks
             seq.begun = True
         if self.waiting.shared:
             for item in items.values():
@@ -294,12 +310,13 @@ class ReplicaScheduler:
             if victim is None or victim is seq:
                 return None  # nobody of a higher rank to take from: wait until somebody ends
             self.preempt(victim)
-        self.follows |= self.limits.follows and seq.waits  # it may be new
+        self.follows |= self.limits.follows and seq.asks > 0  # it may be new
         if self.follows and seq.followed >= start:
             seq.followed = start + count  # before its pages are found by others
         self.table.insert(seq, start + count)
         self.samples -= len(scores) + draws
-        drafts = self.drafts_of(seq, start + count, self.rows - count) if draws and seq.drafts else ()
+        ahead = seq.ahead
+        drafts = self.drafts_of(seq, start + count, self.rows - count) if draws else ()
         asks = seq.asks if draws else 0
         if asks:
             self.make_room(seq, start + count + len(drafts), asks)
@@ -307,13 +324,14 @@ class ReplicaScheduler:
         self.samples -= len(drafts)
         self.drafts -= len(drafts)
         return ScheduledSequence(
-            seq, start, count + len(drafts), draws + len(drafts), not seq.begun, scores, drafts, asks
+            seq, start, count + len(drafts), draws + len(drafts), not seq.begun, scores, drafts, asks, ahead
         )
 
     def drafts_of(self, seq: Sequence, known: int, rows: int) -> tuple[int, ...]:
         """The drafts for which there is room, in the step and in pages that nobody else needs to give."""
         left = seq.max_tokens - (known - seq.num_prompt) - 1  # beyond the one that it draws anyway
-        drafts = seq.drafts[: max(0, min(self.drafts, self.samples, rows, left))]
+        drafts = [name_of(seq.slot, place, self.limits.max_seqs) for place in range(1, seq.held + 1)]
+        drafts = (drafts if seq.pending else seq.drafts)[: max(0, min(self.drafts, self.samples, rows, left))]
         while drafts and not self.table.grow(seq, known + len(drafts)):
             drafts.pop()
         return tuple(drafts)
@@ -339,7 +357,7 @@ class ReplicaScheduler:
         """Take back the slot and the pages of a sequence."""
         self.running.remove(seq)
         self.free_slots.append(seq.slot)
-        seq.slot = -1
+        seq.slot, seq.held, seq.verifying = -1, 0, 0
         self.table.release(seq)
 
     def check(self) -> None:

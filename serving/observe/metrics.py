@@ -74,14 +74,15 @@ class Metrics(Observer):
     def take_in(self, step: TakenIn, changed: Collection[Request]) -> None:
         """The tokens of a step have been given to their sequences."""
         now, came = step.collected, self.collected
-        written, read, got = 0, 0, set()
-        for seq, start, num_rows, draws, _, _, drafts, _ in step.plan.items:
-            known = num_rows - len(drafts)
-            read += known if known > 1 else 0
+        written, got = 0, set()
+        known = [item.num_rows - len(item.drafts) for item in step.plan.items]
+        read = sum(count for count in known if count > 1)
+        for drawn in step.drawn:
+            item = drawn.item
             # A sequence that has ended may have done so before.
-            if draws and (count := len(seq.tokens) - start - known) > 0:
+            if item.draws and (count := len(item.seq.tokens) - item.num_known) > 0:
                 written += count
-                got.add(seq)
+                got.add(item.seq)
         self.counts["generation_tokens_total"] += written
         gaps, new = [], 0
         if same := len(got & self.latest):

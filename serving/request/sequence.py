@@ -31,7 +31,8 @@ class Sequence:
     """A prompt and its output so far.
 
     tokens         |---- prompt ----|-- output --|?|      ? = drawn on the device, not read back yet (`pending`)
-    num_computed   ----------------------------->         tokens whose keys and values are written or under way
+    num_computed   ----------------------------->         tokens whose keys and values are written or under way;
+                                                          drafts count until they are known to be wrong
 
     The catch-up rule: each step brings `num_computed` closer to `num_tokens`, and a sequence that reaches `num_tokens`
     draws its next token. With `drafts`, tokens that may come next, the step draws after each of them too: those that
@@ -60,6 +61,8 @@ class Sequence:
     cache: SequenceCache = field(default_factory=SequenceCache)
     drafts: list[int] = field(default_factory=list)  # for its next step
     asks: int = 0  # tokens that its next step is to draft after the one that it draws, where steps draft
+    held: int = 0  # drafts for its next step that the step under way makes: only the device knows them
+    verifying: int = 0  # drafts in the step under way
     proposed: list[int] = field(default_factory=list)  # what its last step said may come next, where it was asked
     followed: int = 0  # of its first tokens, those that a drafter with keys and values of its own has computed
     num_drafts: int = 0  # that were verified so far
@@ -80,6 +83,27 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def ahead(self) -> bool:
+        """Only the device knows all of its next step: the one under way verifies or makes drafts."""
+        return self.pending > 0 and (self.held > 0 or self.verifying > 0)
+
+    @property
+    def stays(self) -> bool:
+        """What was drawn for it must be known before its next step."""
+        return self.lockstep or self.waits or (self.verifying > 0 and self.num_output < self.params.min_tokens)
+
+    @property
+    def sure(self) -> int:
+        """Of `num_computed`, what no draft can take back."""
+        return min(self.num_computed, len(self.tokens))
+
+    def taken_in(self, draws: int) -> None:
+        """So many rows of a step that drew are known."""
+        self.pending -= draws
+        if not self.pending:
+            self.held = self.verifying = 0
+
+    @property
     def shares_prefix(self) -> bool:
         """Whether pages that others computed will do: not where the score of each prompt token is wanted."""
         return self.prompt_scores is None
@@ -88,7 +112,7 @@ class Sequence:
     def missing(self) -> int:
         """Tokens that the next step should compute; 0 when there is nothing to do but wait."""
         num_tokens = len(self.tokens) + self.pending
-        if num_tokens - self.num_prompt >= self.max_tokens or (self.pending and (self.lockstep or self.waits)):
+        if num_tokens - self.num_prompt >= self.max_tokens or (self.pending and self.stays):
             return 0
         return num_tokens - self.num_computed
 

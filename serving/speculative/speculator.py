@@ -85,10 +85,10 @@ class Counts:
 class Speculator:
     """Gives sequences their drafts where these pay.
 
-    While one drafts (`Sequence.waits`), the next step is planned when the tokens of the last are known, and has all
-    sequences. If none does, the engine stays a step ahead, as in plain decoding. Then a drafter only guesses now and
-    then, and what comes says whether it was right: nobody waits for it, and no row is computed for a guess. Where not
-    even drafts that are all right would pay, it does not guess at all.
+    While one drafts on the host (`Sequence.waits`), the next step is planned when the tokens of the last are known, and
+    has all sequences. Where steps draft (`Sequence.asks`) and where nobody does, the engine stays a step ahead. Where
+    nobody does, a drafter only guesses now and then, and what comes says whether it was right: nobody waits for it, and
+    no row is computed for a guess. Where not even drafts that are all right would pay, it does not guess at all.
 
     `seconds(rows, sequences, drafts)` is what a step takes that drafts so many tokens of each sequence itself, as
     measured at the start. What steps take in service, with the host's part, corrects it for both kinds.
@@ -123,9 +123,8 @@ class Speculator:
         """A sequence comes."""
         if seq.pool is None and seq.max_tokens > 1:
             self.records[seq] = Record(ideas=self.most if self.in_step else 0)
-            seq.waits, self.news = self.drafting, True
-            if self.drafting and self.in_step:
-                seq.asks = self.depth
+            self.news = True
+            self.let(seq, self.drafting)
 
     def end(self, seq: Sequence) -> None:
         """A sequence is over."""
@@ -148,9 +147,8 @@ class Speculator:
         if key not in self.paces:
             step = self.cost(count)[0][0] or inf
             factor = self.pace(count, False).factor if waited else 1.0
-            self.paces[key] = (
-                Pace(8 * step * (factor + WAITING * waited / step), 8 * step) if step < inf else Pace(1, 1)
-            )
+            waiting = WAITING if waited and not self.in_step else 0.0
+            self.paces[key] = Pace(8 * (step * factor + waiting), 8 * step) if step < inf else Pace(1, 1)
         return self.paces[key]
 
     def rate(self, record: Record) -> float:
@@ -171,12 +169,11 @@ class Speculator:
         seq.drafts = []
         if drafts:
             self.learn(record, accepted, drafts)
-        if not self.config.adapts or (seq.waits and not seq.pending):
-            if not seq.pending:
-                seq.drafts = self.propose(seq)
+        if not seq.pending and (seq.waits or seq.asks) and self.drafting:
+            seq.drafts = self.propose(seq)
             if self.config.adapts and not (self.in_step or seq.drafts):
                 self.rest(seq, record)
-        else:
+        elif self.config.adapts and not (self.in_step and self.drafting):
             self.look(seq, record)
 
     def propose(self, seq: Sequence) -> list[int]:
@@ -186,9 +183,15 @@ class Speculator:
             proposed = seq.constraint.open_beginning(proposed)
         return proposed
 
+    def let(self, seq: Sequence, drafts: bool) -> None:
+        """Whether a sequence is to have drafts."""
+        seq.waits, seq.asks = drafts and not self.in_step, self.depth if drafts and self.in_step else 0
+        if not drafts:
+            seq.drafts, seq.held = [], 0
+
     def rest(self, seq: Sequence, record: Record) -> None:
         """A sequence goes on without drafts, until it would have some again that pay."""
-        seq.drafts, seq.waits, seq.asks = [], False, 0
+        self.let(seq, False)
         record.guess, record.looks = [], seq.num_output
         if not self.in_step:
             record.ideas = 0
@@ -221,7 +224,7 @@ class Speculator:
                 seq.asks = self.most if seq in self.records else 0
             return
         for seq in self.asked:
-            seq.asks = 0
+            seq.asks = seq.held = 0
         self.asked = []
         ready = [seq for seq in running if seq.missing == 1]
         if not self.drafting:
@@ -233,9 +236,12 @@ class Speculator:
         """Keep the drafts that pay; where none would, all go on without."""
         n, records = len(ready), self.records
         of = [(seq, records[seq]) for seq in ready if seq in records]
-        asked = [(record, record.ideas if self.in_step else len(seq.drafts)) for seq, record in of if seq.waits]
+        if self.in_step:
+            asked = [(record, record.ideas) for _, record in of]
+        else:
+            asked = [(record, len(seq.drafts)) for seq, record in of if seq.waits]
         if not any(ideas for _, ideas in asked):
-            self.drafting = any(seq.waits for seq in self.records)
+            self.drafting = any(seq.waits or seq.asks for seq in self.records)
             return
         count, until = self.decided
         if n != count or self.step >= until or not self.in_step:
@@ -247,8 +253,8 @@ class Speculator:
             self.decided = n, self.step + 1 + n // 4
         for seq, record in of:
             del seq.drafts[record.depth :]
-            if self.in_step and seq.waits:
-                seq.asks = self.depth
+            if self.in_step:
+                seq.held, seq.asks = min(seq.held, record.depth), self.depth
 
     def wait(self, ready: list[Sequence]) -> None:
         """While nobody drafts: begin where it would pay by what is known, and look where that is to be known.
@@ -262,10 +268,8 @@ class Speculator:
             asked = [(record, record.ideas) for seq in ready or records if (record := records.get(seq))]
             if any(ideas for _, ideas in asked) and self.decide(n, asked) > GAIN:
                 self.drafting = True
-                for seq in records:
-                    seq.waits = self.in_step or records[seq].ideas > 0
-                    if self.in_step and not seq.pending:
-                        seq.asks = self.depth
+                for seq, record in records.items():
+                    self.let(seq, record.ideas > 0)
                 return
         if self.in_step and ready and self.step >= self.next_look:
             times, drafting = self.cost(n)

@@ -465,6 +465,7 @@ def test_a_sequence_never_holds_more_than_it_was_sized_for():
     for page_size, window, chunk in [(4, 9, 7), (8, 8, 16), (16, 5, 64), (1, 3, 2)]:
         table = PageTable([500, 500], page_size, [None, window])
         seq, length = sequence(), 200
+        seq.tokens = [0] * length
         while seq.num_computed < length:
             count = min(chunk, length - seq.num_computed)
             table.slide(seq)
@@ -472,6 +473,18 @@ def test_a_sequence_never_holds_more_than_it_was_sized_for():
             for group, pages in zip(table.pools, seq.cache.pages, strict=True):
                 assert sum(map(bool, pages)) <= group.most_pages(length, chunk)
             seq.num_computed += count
+
+
+def test_a_window_keeps_what_is_needed_where_drafts_are_wrong():
+    """Four drafts are under way: the next row is at position 12 if none is right, and at 16 if all are."""
+    table = PageTable([100], 1, [5])
+    seq = sequence([0] * 12)
+    seq.num_computed = 11
+    assert table.grow(seq, 16)
+    seq.num_computed, seq.pending = 16, 5
+    table.slide(seq)
+    assert [position for position, page in enumerate(seq.cache.pages[0]) if page] == list(range(8, 16))
+    assert table.grow(seq, 17)
 
 
 def test_used_follows_the_fullest_group():

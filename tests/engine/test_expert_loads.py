@@ -126,7 +126,7 @@ class Late:
 def test_counters_that_wrap_and_come_late(mixture):
     """They are asked for every so often, taken when they are there, and may pass 2^32."""
     config = mixture[1].engine.runner.config
-    host, state, asked = ExpertLoads(config), State({}, None, None, "loads"), []
+    host, state, asked = ExpertLoads(config), State({}, loads_nLE="loads"), []
     shape, rows = host.rows_LE.shape, 0
 
     def program(loads):

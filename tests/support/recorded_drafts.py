@@ -1,25 +1,22 @@
 """What a drafter in the step proposed, for tests to look at."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from quire.serving.engine.step_record import Observer
 
 
-@dataclass
-class Recorded:
-    """The drafter of an engine, with all that was proposed after each text."""
+class Recorded(Observer):
+    """All that steps drafted, by the text that it was to follow."""
 
-    drafter: Any
-    proposed: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    def __init__(self):
+        self.proposed: dict[tuple[int, ...], list[int]] = {}
 
     @classmethod
     def of(cls, engine) -> "Recorded":
-        """Takes the place of the engine's drafter."""
-        engine.speculator.drafter = cls(engine.speculator.drafter)
-        return engine.speculator.drafter
+        """Observes an engine, from now on."""
+        engine.observers.append(recorded := cls())
+        return recorded
 
-    def propose(self, seq, most: int) -> list[int]:
-        self.proposed[tuple(seq.tokens)] = list(seq.proposed)
-        return self.drafter.propose(seq, most)
-
-    def end(self, seq) -> None:
-        self.drafter.end(seq)
+    def observe(self, record):
+        for drawn in record.taken.drawn if record.taken else ():
+            seq = drawn.item.seq
+            if drawn.item.asks and seq.proposed and seq.finish_reason is None:
+                self.proposed[tuple(seq.tokens)] = list(seq.proposed)

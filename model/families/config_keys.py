@@ -31,8 +31,8 @@ ACTIVATION_NAMES = {
 class Keys:
     """A config.json, or a part of it, that is read key by key; `done` refuses keys that were not read."""
 
-    def __init__(self, hf: dict[str, Any]):
-        self.hf, self.inside, self.read = hf, hf.get(INSIDE), set(HARMLESS)
+    def __init__(self, hf: dict[str, Any], inside: str | None = None):
+        self.hf, self.inside, self.read = hf, inside or hf.get(INSIDE), set(HARMLESS)
 
     def __call__(self, name: str, default: Any = ...):
         """The value of a key; a missing or null one gives the default, or an error if there is none."""

@@ -54,6 +54,28 @@ class Attention:
     tied_kv: bool = False  # the values are the keys' projection
     kv_source: int | None = None
     temperature: Temperature | None = None
+    out_gate: bool = False  # each head's result is multiplied by the sigmoid of one more product with the row
+
+    kind = "attention"  # the name in MIXERS
+
+    @property
+    def cached(self) -> tuple[tuple[int, int], ...]:
+        """What a token leaves in the layer's pages: the heads of each array and their width."""
+        return ((self.kv_heads, self.head_dim),) * 2
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """How wide a head's query is, and what it takes from each position."""
+        return self.head_dim, self.head_dim
+
+    @property
+    def work(self) -> int:
+        """Numbers that a row is multiplied with for each position that it sees."""
+        return self.heads * 2 * self.head_dim
+
+    def split(self, tensor: int) -> "Attention":
+        """One device's part where so many split the heads."""
+        return replace(self, heads=self.heads // tensor, kv_heads=max(1, self.kv_heads // tensor))
 
 
 @dataclass(frozen=True)
@@ -73,8 +95,184 @@ class LatentAttention:
     interleaved: bool = True  # the checkpoint keeps rotary pairs side by side; loading moves them half the width apart
     temperature: Temperature | None = None
 
+    kind = "latent"
+    window = None
+    chunked = False
+    kv_source = None
+    kv_heads = 1
+
+    @property
+    def cached(self) -> tuple[tuple[int, int], ...]:
+        """What a token leaves in the layer's pages."""
+        return ((1, self.kv_rank + self.rope_dim),)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """How wide a head's query is, with the latent's size, and what it takes from each position."""
+        return self.kv_rank + self.rope_dim, self.kv_rank
+
+    @property
+    def work(self) -> int:
+        """Numbers that a row is multiplied with for each position: scores with latents, then a sum of latents."""
+        return self.heads * (2 * self.kv_rank + self.rope_dim)
+
+    def split(self, tensor: int) -> "LatentAttention":
+        """One device's part where so many split the heads."""
+        return replace(self, heads=self.heads // tensor)
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta rule: each value head keeps a matrix that maps keys to values, and corrects it by each token.
+
+    Queries, keys and values pass a short causal convolution before. Several value heads may share a key head.
+    """
+
+    heads: int  # of values
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    width: int  # tokens that the convolution sees
+    activation: str = "silu"
+
+    kind = "delta_net"
+    rope = None
+    temperature = None
+    chunked = False
     window = None
     kv_source = None
+    cached = ()  # it has no pages
+
+    def __post_init__(self):
+        if self.heads % self.key_heads:
+            raise ModelError(f"{self.heads} value heads do not divide into {self.key_heads} key heads")
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """The arrays that a sequence keeps, whatever its length, in float32."""
+        keys, values = self.sizes
+        return {"tail": (self.width - 1, 2 * keys + values), "memory": (self.heads, self.key_dim, self.value_dim)}
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """What a row brings to it, in arrays of these shapes."""
+        keys, values = self.sizes
+        return (2 * keys + values,), (2, self.heads)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of all keys of a token, and of all its values."""
+        return self.key_heads * self.key_dim, self.heads * self.value_dim
+
+    @property
+    def work(self) -> int:
+        """Numbers that a row is multiplied with: its memory decays, is read, corrected, and read again."""
+        return self.heads * 4 * self.key_dim * self.value_dim
+
+    def divides(self, tensor: int) -> bool:
+        """Whether so many devices can split it."""
+        return self.heads % tensor == 0 and self.key_heads % tensor == 0
+
+    def split(self, tensor: int) -> "DeltaNet":
+        """One device's part where so many split the heads."""
+        return replace(self, heads=self.heads // tensor, key_heads=self.key_heads // tensor)
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Each head keeps a matrix from keys to values, which fades and takes in each token. Groups of heads share keys."""
+
+    heads: int
+    groups: int
+    key_dim: int  # the size of a state, in Mamba's words
+    value_dim: int
+    width: int  # tokens that the convolution sees
+    conv_bias: bool = True
+    bias: bool = False
+    activation: str = "silu"
+
+    kind = "mamba2"
+    rope = None
+    temperature = None
+    chunked = False
+    window = None
+    kv_source = None
+    cached = ()
+
+    def __post_init__(self):
+        if self.heads % self.groups:
+            raise ModelError(f"{self.heads} heads do not divide into {self.groups} groups")
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """The arrays that a sequence keeps, whatever its length, in float32."""
+        return {"tail": (self.width - 1, self.sizes[1]), "memory": (self.heads, self.key_dim, self.value_dim)}
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """What a row brings to it, in arrays of these shapes."""
+        return (self.sizes[1],), (self.heads,)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of all values of a token, and of what is convolved: values, keys, queries."""
+        values = self.heads * self.value_dim
+        return values, values + 2 * self.groups * self.key_dim
+
+    @property
+    def work(self) -> int:
+        """Numbers that a row is multiplied with: its memory fades, takes in the token, and is read."""
+        return self.heads * 3 * self.key_dim * self.value_dim
+
+    def divides(self, tensor: int) -> bool:
+        """It cannot be split yet: heads share keys, and their results a norm."""
+        return tensor == 1
+
+    def split(self, tensor: int) -> "Mamba2":
+        return self
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A causal convolution over the last `width` tokens, one for each channel, with gates before and behind it."""
+
+    channels: int
+    width: int
+    bias: bool = False
+
+    kind = "short_conv"
+    rope = None
+    temperature = None
+    chunked = False
+    window = None
+    kv_source = None
+    cached = ()
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """The arrays that a sequence keeps, whatever its length, in float32."""
+        return {"tail": (self.width - 1, self.channels)}
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """What a row brings to it, in arrays of these shapes."""
+        return ((self.channels,),)
+
+    @property
+    def work(self) -> int:
+        """Numbers that a row is multiplied with."""
+        return self.channels * self.width
+
+    def divides(self, tensor: int) -> bool:
+        """Whether so many devices can split it."""
+        return self.channels % tensor == 0
+
+    def split(self, tensor: int) -> "ShortConv":
+        """One device's part where so many split the channels."""
+        return replace(self, channels=self.channels // tensor)
+
+
+Mixer = Attention | LatentAttention | DeltaNet | Mamba2 | ShortConv
 
 
 @dataclass(frozen=True)
@@ -119,9 +317,9 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    """One block: attention, then `mlp` and `moe` side by side (their outputs add)."""
+    """One block: attention or another mixer, then `mlp` and `moe` side by side (their outputs add)."""
 
-    attention: Attention | LatentAttention
+    attention: Mixer
     mlp: Mlp | None = None
     moe: Moe | None = None
     pre_norm: bool = True
@@ -207,7 +405,13 @@ class ModelConfig:
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         """The layers that own a cache, in order."""
-        return tuple(index for index, owner in enumerate(self.kv_owner) if index == owner)
+        own = (index for index, owner in enumerate(self.kv_owner) if index == owner)
+        return tuple(index for index in own if self.layers[index].attention.cached)
+
+    @cached_property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state of fixed size for each sequence, in order."""
+        return tuple(index for index, layer in enumerate(self.layers) if not layer.attention.cached)
 
     @cached_property
     def expert_layers(self) -> tuple[int, ...]:
@@ -235,7 +439,7 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
     if layer.moe is not None:
         check_moe(index, layer.moe)
     attention = layer.attention
-    if isinstance(attention, LatentAttention):
+    if not attention.cached:
         return
     if attention.heads % attention.kv_heads:
         raise ModelError(
@@ -251,9 +455,9 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
     if not 0 <= source < index:
         raise ModelError(f"layer {index}: kv_source is {source}; it must name an earlier layer")
     owner = config.layers[source].attention
-    if isinstance(owner, LatentAttention) or owner.kv_source is not None:
+    if len(owner.cached) != 2 or owner.kv_source is not None:
         raise ModelError(f"layer {index}: kv_source is {source}, which keeps no keys and values of its own")
-    if (owner.kv_heads, owner.head_dim) != (attention.kv_heads, attention.head_dim):
+    if owner.cached != attention.cached:
         raise ModelError(f"layer {index}: its heads differ in number or size from those of kv_source {source}")
     if owner.window is not None and (attention.window is None or attention.window > owner.window):
         raise ModelError(

@@ -1,7 +1,6 @@
 """The decoder: one pure function for every family, driven by `ModelConfig`."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +8,17 @@ import jax.numpy as jnp
 from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
 from ..ops.expert_dispatch import mix_over
-from ..ops.heads import Heads
-from ..ops.heads.xla import turn
-from ..ops.linear import einsum, gated, project, rounds, rows
+from ..ops.linear import add_up, einsum, gated, project, rounds, rows
 from ..ops.norm import mean, rms_norm
 from ..ops.residual import Residual, add_and_norm
 from ..ops.residual.xla import add
-from ..ops.rope import angles, rotate
+from ..ops.rope import angles
 from ..ops.routing import Rule, route
 from ..ops.weight import plain
-from ..sharding.device_axes import ONE_DEVICE, Axis, DeviceAxes
-from .config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe, Temperature
+from ..sharding.device_axes import ONE_DEVICE, DeviceAxes
+from .config import Layer, Mlp, ModelConfig, Moe, Temperature
+from .mixers import Reach, module_of
 from .weights import (
-    AttentionWeights,
-    LatentWeights,
     LayerWeights,
     MlpWeights,
     ModelWeights,
@@ -31,18 +27,21 @@ from .weights import (
 )
 
 
-def forward(weights: ModelWeights, cache, tokens_T, positions_T, config, attend, axes=ONE_DEVICE, note=None):
+def forward(
+    weights: ModelWeights, cache, tokens_T, positions_T, config, attend, axes=ONE_DEVICE, note=None, recur=None
+):
     """(hidden_TD after the final norm, cache).
 
     `attend(index, q_TNH, k_TKH, v_TKH, cache, **options) -> (out_TNH, cache)` is the only place where rows
-    meet: the serving step passes paged attention, training and the tests pass a dense one. A row at position -1 is
+    meet, and `recur` for layers that keep a state: the serving step passes paged attention, training and the tests a
+    dense one. A row at position -1 is
     padding: it begins as zeros and stays zeros, which the products need not multiply.
 
     On several devices this is what each of them computes: `weights` are its own part, `config` counts its own heads
     and columns, and all have the same rows.
     """
     x = embed(weights, tokens_T, positions_T, config, axes)
-    (x_TD, _), cache = run_layers(weights.layers, 0, x, cache, positions_T, config, attend, axes, note)
+    (x_TD, _), cache = run_layers(weights.layers, 0, x, cache, positions_T, config, attend, axes, note, recur=recur)
     return final_norm(weights, x_TD, config), cache
 
 
@@ -56,18 +55,18 @@ def embed(weights: ModelWeights, tokens_T, positions_T, config: ModelConfig, axe
 
 def run_layers(
     layers, first: int, x, cache, positions_T, config, attend, axes=ONE_DEVICE, note=None, fetch=None, prepare=None,
-    see=None,
+    see=None, recur=None,
 ):  # fmt: skip
     """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as `embed` gives it.
 
-    `prepare(index, qkv_TGH, heads, cache) -> (q_TNH, k_TKH, v_TKH, cache)` may append the keys and values that it
-    prepares, and gives None for them then; without it they are prepared here and `attend` appends them.
+    `attend`, `prepare` and `recur` are as in `mixers.Reach`. `prepare` may append the keys and values that it prepares,
+    and gives None for them then; without it `attend` appends them.
     `note(index, experts_TX, cache) -> cache` is told which experts each row chose; padding rows have one past the last.
     `fetch(number, weights, x) -> (weights, x)` brings a layer's weights to the device, one layer ahead.
     `see(index, x_TD)` is shown what each layer gives, which is what the next one gets.
     """
     x_TD, per_layer_TLA = x
-    rows, eps = Residual(x_TD), config.norm_eps
+    rows, eps, reach = Residual(x_TD), config.norm_eps, Reach(attend, prepare, recur)
     layers = list(layers)
     if fetch is not None:
         layers[0], rows = fetch(0, layers[0], rows)
@@ -83,10 +82,10 @@ def run_layers(
             layer, per_layer_TA = config.layers[index], None if per_layer_TLA is None else per_layer_TLA[:, index]
             with jax.named_scope("attention"):
                 rope = ropes.get(layer.attention.rope)
-                own = partial(attend, index), None if prepare is None else partial(prepare, index)
+                own = reach.of(index)
                 if layer.attention.temperature is not None:
-                    own = partial(grown, own[0], factors[layer.attention.temperature]), own[1]
-                rows, normed_TD, cache = attention_block(layer, w, rows, rope, cache, *own, config, axes)
+                    own = own._replace(attend=partial(grown, own.attend, factors[layer.attention.temperature]))
+                rows, normed_TD, cache = attention_block(layer, w, rows, rope, cache, own, config, axes)
             with jax.named_scope("mlp"):
                 rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes, normed_TD)
                 if experts_TX is not None and note is not None:
@@ -150,14 +149,12 @@ def to_add(y_TD, config: ModelConfig):
 
 
 def attention_block(
-    layer: Layer, w: LayerWeights, rows: Residual, rope, cache, attend, prepare, config: ModelConfig, axes: DeviceAxes
+    layer: Layer, w: LayerWeights, rows: Residual, rope, cache, reach: Reach, config: ModelConfig, axes: DeviceAxes
 ):
-    """(rows, what attention read, cache) after attention and its norms; `attend`, `prepare` are of this layer."""
-    latent = isinstance(layer.attention, LatentAttention)
-    run: Any = latent_attention if latent else partial(attention, prepare=prepare)
-    first = w.attention.kv_down_DA if isinstance(w.attention, LatentWeights) else w.attention.qkv_DGH
-    x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, config.norm_eps, rounds(first))
-    y_TD, cache = run(layer.attention, w.attention, normed_TD, rope, cache, attend, config.norm_eps, axes)
+    """(rows, what the mixer read, cache) after the layer's mixer and its norms; `reach` is of this layer."""
+    mixer, eps = module_of(layer.attention), config.norm_eps
+    x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, eps, rounds(mixer.reads(w.attention)))
+    y_TD, cache = mixer.mix(layer.attention, w.attention, normed_TD, rope, cache, reach, eps, axes)
     return Residual(x_TD, to_add(y_TD, config), w.post_attention_norm_D), normed_TD, cache
 
 
@@ -179,41 +176,6 @@ def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config
     activation = ACTIVATIONS[layer.mlp.activation]
     gate_TA = activation(einsum("TD,DA->TA", x_TD, w.gate_DA)) * per_layer_TA
     return Residual(x_TD, einsum("TA,AD->TD", gate_TA, w.up_AD), w.norm_D)
-
-
-def attention(a: Attention, w: AttentionWeights, x_TD, rope, cache, attend, eps: float, axes: DeviceAxes, prepare=None):
-    qkv_TGH = project("TD,DGH->TGH", x_TD, w.qkv_DGH, w.qkv_bias_GH)
-    heads = Heads(
-        a.heads, a.kv_heads if a.kv_source is None else 0, rope, a.qk_norm, w.q_norm, w.k_norm, eps, a.v_norm,
-        a.tied_kv, axes.tensor,
-    )  # fmt: skip
-    *qkv, cache = (*turn(qkv_TGH, heads), cache) if prepare is None else prepare(qkv_TGH, heads, cache)
-    chunks = {"chunked": True} if a.chunked else {}
-    out_TNH, cache = attend(
-        *qkv, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N, **chunks
-    )
-    return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache
-
-
-def latent_attention(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, attend, eps: float, axes: DeviceAxes):
-    """MLA with the up-projections absorbed: queries attend to the latents themselves, as one shared KV head.
-
-    Its norms have an epsilon of their own in place of `eps`.
-    """
-    if w.q_down_DA is None:
-        q_TA = x_TD
-    else:
-        q_TA = rms_norm(project("TD,DA->TA", x_TD, w.q_down_DA, w.q_down_bias_A), w.q_norm_A, a.norm_eps)
-    q_TNH = einsum("TA,ANH->TNH", q_TA, w.q_up_ANH)
-    kv_TA = project("TD,DA->TA", x_TD, w.kv_down_DA, w.kv_down_bias_A)
-    latent_TA = rms_norm(kv_TA[:, : a.kv_rank], w.kv_norm_A, a.norm_eps)
-    k_rope_T1H = rotate(kv_TA[:, None, a.kv_rank :], rope)
-    q_latent_TNA = einsum("TNH,NAH->TNA", q_TNH[..., : a.nope_dim], w.k_up_NAH)
-    q_TNA = jnp.concatenate([q_latent_TNA, rotate(q_TNH[..., a.nope_dim :], rope)], axis=-1)
-    k_T1A = jnp.concatenate([latent_TA[:, None], k_rope_T1H], axis=-1)
-    out_TNA, cache = attend(q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank)
-    out_TNH = einsum("TNA,NHA->TNH", out_TNA, w.v_up_NHA)
-    return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache
 
 
 def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, config: ModelConfig, axes: DeviceAxes):
@@ -244,14 +206,6 @@ def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes):
         return out_TD
     gate_T1 = jax.nn.sigmoid(einsum("TD,DE->TE", plain(x_TD).astype(jnp.float32), w.gate_D1))
     return (out_TD * gate_T1).astype(out_TD.dtype)
-
-
-def add_up(subscripts: str, x, w, bias, axis: Axis):
-    """A product over an axis that the devices split, summed over them; the bias is added once."""
-    if axis.size == 1:
-        return project(subscripts, x, w, bias)
-    out = axis.sum(einsum(subscripts, x, w))
-    return out if bias is None else (out.astype(jnp.float32) + bias).astype(out.dtype)
 
 
 def look_up(table_V, tokens_T, axes: DeviceAxes):

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..ops import quant
 from ..sharding.mesh import AXES, shardings
-from .config import LatentAttention, Layer, ModelConfig, ModelError
+from .config import Layer, ModelConfig, ModelError
 from .weights import ModelWeights, dense_specs
 
 SPLITS = {"tensor": "the heads, key-value heads and columns", "expert": "the experts"}
@@ -75,6 +75,11 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
                 f"{name}_parallel_size is {size}, which does not divide {SPLITS[name]} of this model; it can be "
                 f"{', '.join(fitting)}"
             )
+    if context > 1 and config.state_layers:
+        raise ModelError(
+            f"context_parallel_size is {context}, and this model has layers that keep a state for each sequence, whose "
+            "rows cannot be parted: it can only be 1; use tensor_parallel_size or pipeline_parallel_size"
+        )
     sharing = {"expert": expert}
     for name, size in (("context", context), ("data", data)):
         if not splits(config, **sharing, **{name: size}):
@@ -89,6 +94,9 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
 
 def splits(config: ModelConfig, **sizes: int) -> bool:
     """Whether every array can be split over axes of these sizes."""
+    kept = [config.layers[index].attention for index in config.state_layers]
+    if kept and sizes.get("context", 1) > 1 or not all(a.divides(sizes.get("tensor", 1)) for a in kept):
+        return False
     if sizes.get("expert", 1) > 1 and all(layer.moe is None for layer in config.layers):
         return False
     try:
@@ -109,12 +117,7 @@ def split_config(config: ModelConfig, tensor: int) -> ModelConfig:
         return config
 
     def local(layer: Layer) -> Layer:
-        a = layer.attention
-        if isinstance(a, LatentAttention):
-            own = replace(a, heads=a.heads // tensor)
-        else:
-            own = replace(a, heads=a.heads // tensor, kv_heads=max(1, a.kv_heads // tensor))
         mlp, moe = (block and replace(block, dim=block.dim // tensor) for block in (layer.mlp, layer.moe))
-        return replace(layer, attention=own, mlp=mlp, moe=moe)
+        return replace(layer, attention=layer.attention.split(tensor), mlp=mlp, moe=moe)
 
     return replace(config, layers=tuple(local(layer) for layer in config.layers))

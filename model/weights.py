@@ -1,6 +1,5 @@
 """The weight tree: flax dataclasses whose leaves are arrays, or `ArraySpec`s in the abstract tree."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,35 +8,11 @@ from flax import struct
 
 from ..ops.quant import head, packed, stacked
 from ..sharding.spec import ArraySpec, Runs
-from .config import Attention, LatentAttention, Layer, Mlp, ModelConfig, Moe
+from . import mixers
+from .config import Layer, Mlp, ModelConfig, Moe
+from .matrix import matrix, norm
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
-
-
-@struct.dataclass
-class AttentionWeights:
-    qkv_DGH: Array  # queries, then keys, then values; only queries where the layer reads another's cache
-    out_NHD: Array
-    qkv_bias_GH: Array = None
-    out_bias_D: Array = None
-    q_norm: Array = None
-    k_norm: Array = None
-    sinks_N: Array = None
-
-
-@struct.dataclass
-class LatentWeights:
-    q_down_DA: Array  # None where queries are projected in one step
-    q_norm_A: Array
-    q_up_ANH: Array
-    kv_down_DA: Array  # the latent, then the rotary key
-    kv_norm_A: Array
-    k_up_NAH: Array
-    v_up_NHA: Array
-    out_NHD: Array
-    q_down_bias_A: Array = None
-    kv_down_bias_A: Array = None
-    out_bias_D: Array = None
 
 
 @struct.dataclass
@@ -76,7 +51,7 @@ class PerLayerWeights:
 
 @struct.dataclass
 class LayerWeights:
-    attention: AttentionWeights | LatentWeights
+    attention: Any  # the weights of its mixer
     mlp: Any = None  # MlpWeights
     moe: Any = None  # MoeWeights
     pre_attention_norm_D: Array = None
@@ -123,11 +98,6 @@ def dense_specs(config: ModelConfig) -> ModelWeights:
     return abstract(replace(config, quant=None))
 
 
-def norm(size: int, axis: str | Runs | None = None) -> ArraySpec:
-    """A norm's scale: always float32, since it is small and rounding it would cost accuracy."""
-    return ArraySpec((size,), jnp.float32, (axis,), "ones")
-
-
 def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
     D, A = config.dim, config.per_layer_dim
     per_layer = None
@@ -137,9 +107,8 @@ def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
             up_AD=matrix(config, (A,), (D,), (None, "embed")),
             norm_D=norm(D),
         )
-    attention = latent_spec if isinstance(layer.attention, LatentAttention) else attention_spec
     return LayerWeights(
-        attention=attention(config, layer.attention),
+        attention=mixers.module_of(layer.attention).spec(config, layer.attention),
         mlp=layer.mlp and mlp_spec(config, layer.mlp),
         moe=layer.moe and moe_spec(config, layer.moe),
         pre_attention_norm_D=norm(D) if layer.pre_norm else None,
@@ -148,54 +117,6 @@ def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
         post_mlp_norm_D=norm(D) if layer.post_norm else None,
         per_layer=per_layer,
         scale=ArraySpec((), jnp.float32, (), "ones") if config.layer_scale else None,
-    )
-
-
-def matrix(config: ModelConfig, into: tuple[int, ...], out: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
-    """A weight [*into, *out] whose products sum over `into`, in the model's format."""
-    inputs = tuple(range(len(into)))
-    dense = ArraySpec(into + out, jnp.dtype(config.dtype), axes, fan_in=math.prod(into), inputs=inputs)
-    return packed(config.quant, dense)
-
-
-def attention_spec(config: ModelConfig, a: Attention) -> AttentionWeights:
-    D, dtype = config.dim, jnp.dtype(config.dtype)
-    N, K, H = a.heads, a.kv_heads, a.head_dim
-    sizes = (N,) if a.kv_source is not None else (N, K) if a.tied_kv else (N, K, K)
-    G, runs = sum(sizes), Runs("heads", sizes, shared=(1, 2)[: len(sizes) - 1])
-    # Several devices may hold the same keys, and with them that part of the scale: hence the runs.
-    whole = norm(N * H, Runs("heads", (N,))), norm(K * H, Runs("heads", (K,), shared=(0,)))
-    none, each = (None, None), (norm(H), norm(H))
-    q_norm, k_norm = {None: none, "plain": none, "head": each, "turned": each, "all": whole}[a.qk_norm]
-    return AttentionWeights(
-        qkv_DGH=matrix(config, (D,), (G, H), ("embed", runs, None)),
-        out_NHD=matrix(config, (N, H), (D,), ("heads", None, "embed")),
-        qkv_bias_GH=ArraySpec((G, H), dtype, (runs, None), "zeros") if a.bias else None,
-        out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.out_bias else None,
-        q_norm=q_norm,
-        k_norm=None if a.kv_source is not None else k_norm,
-        sinks_N=ArraySpec((N,), jnp.float32, ("heads",), "zeros") if a.sinks else None,
-    )
-
-
-def latent_spec(config: ModelConfig, a: LatentAttention) -> LatentWeights:
-    D, dtype = config.dim, jnp.dtype(config.dtype)
-    N, A, H = a.heads, a.kv_rank, a.nope_dim + a.rope_dim
-    direct = a.q_rank is None
-    rank = D if direct else a.q_rank
-    wide = a.kv_rank + a.rope_dim
-    return LatentWeights(
-        q_down_DA=None if direct else matrix(config, (D,), (rank,), ("embed", None)),
-        q_norm_A=None if direct else norm(rank),
-        q_up_ANH=matrix(config, (rank,), (N, H), (None, "heads", None)),
-        kv_down_DA=matrix(config, (D,), (wide,), ("embed", None)),
-        kv_norm_A=norm(A),
-        k_up_NAH=ArraySpec((N, A, a.nope_dim), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True),
-        v_up_NHA=ArraySpec((N, a.v_dim, A), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True),
-        out_NHD=matrix(config, (N, a.v_dim), (D,), ("heads", None, "embed")),
-        q_down_bias_A=ArraySpec((rank,), dtype, (None,), "zeros") if a.bias and not direct else None,
-        kv_down_bias_A=ArraySpec((wide,), dtype, (None,), "zeros") if a.bias else None,
-        out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.bias else None,
     )
 
 

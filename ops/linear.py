@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
+from ..sharding.device_axes import Axis
 from .implementations import choose
 from .weight import RoundedRows, Weight
 
@@ -33,6 +36,14 @@ def project(subscripts: str, x, w, bias=None, dtype=None, implementation: str | 
 def gated(subscripts: str, x, w, activation: str, implementation: str | None = None):
     """activation(gate) * up of a product whose last axes are [2, F]."""
     return of_weight(w, implementation, lambda weight: weight.gated(subscripts, meeting(weight, x), activation))
+
+
+def add_up(subscripts: str, x, w, bias, axis: Axis):
+    """A product over an axis that the devices split, summed over them; the bias is added once."""
+    if axis.size == 1:
+        return project(subscripts, x, w, bias)
+    out = axis.sum(einsum(subscripts, x, w))
+    return out if bias is None else (out.astype(jnp.float32) + bias).astype(out.dtype)
 
 
 def meeting(weight: Weight, x):

@@ -12,9 +12,9 @@ def softmax(x):
     return weight / sum_pairs(weight)[..., None]
 
 
-def sum_pairs(x):
-    """The sum over the last axis, halves added to halves: XLA picks the order of its own sums by the array's size."""
-    last = x.ndim - 1
+def sum_pairs(x, axis: int = -1):
+    """The sum over an axis, halves added to halves: XLA picks the order of its own sums by the array's size."""
+    last = axis % x.ndim
     while (size := x.shape[last]) % 2 == 0:
         x = lax.add(*lax.split(x, (size // 2, size // 2), last))  # indexing takes three times as long to trace
     return lax.squeeze(reduce(lax.add, lax.split(x, (1,) * size, last)), (last,))

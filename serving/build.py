@@ -74,6 +74,9 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         runner.leader = hosts
         atexit.register(hosts.close)
     caching = options.enable_prefix_caching
+    if caching and runner.config.state_layers and not runner.state.snapshots:
+        caching = False
+        log.info("prompts that begin alike share nothing: the states that layers keep have no room, or several places")
     tables = [
         PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, host_cache, replica)
         for replica, host_cache in enumerate(made.host_caches)

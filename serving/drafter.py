@@ -50,6 +50,11 @@ def draft_source(
             f"{FIELD}.method is {chosen.method!r} with num_processes {options.num_processes}: a drafter that computes "
             "is for the devices of one process; use the method ngram or suffix"
         )
+    if config.state_layers and chosen.method == "self":
+        raise ModelError(
+            f"{FIELD}.method is 'self', and this model has layers that keep a state for each sequence, which drafts "
+            "would change; use the method draft_model, ngram or suffix"
+        )
     last = None if mesh is None else stage_meshes(mesh)[-1]
     if chosen.method == "self":
         return part_of(chosen, options, folder, config, last)
@@ -182,6 +187,11 @@ def check_pages(own: ModelConfig, config: ModelConfig, max_len: int) -> None:
         raise ModelError(
             f"{FIELD}.model was made for {own.max_len} positions, and max_model_len is {max_len}; use --max-model-len "
             f"{own.max_len} or less"
+        )
+    if own.state_layers:
+        raise ModelError(
+            f"{FIELD}.model has layers that keep a state for each sequence, which drafts would change; use a model "
+            "whose layers all have attention"
         )
     if others := [window for window in own.windows if window not in config.windows]:
         kind = "without a window" if others[0] is None else f"with a window of {others[0]}"

@@ -1,7 +1,5 @@
 """Decoder layers that draft token by token from the target's features: EAGLE's, EAGLE-3's and DeepSeek's."""
 
-from functools import partial
-
 import jax.numpy as jnp
 
 from ...ops.linear import einsum, project
@@ -11,6 +9,7 @@ from ...ops.residual.xla import add
 from ...ops.rope import angles
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .. import decoder
+from ..mixers import Reach, attention
 from ..weights import ModelWeights
 from .heads import DraftHeads
 from .weights import DraftHeadsWeights
@@ -68,8 +67,8 @@ def wide_layer(heads: DraftHeads, w, x_TD, both_TF, positions_T, cache, attend, 
     config = heads.model
     layer, eps = config.layers[0], config.norm_eps
     rope = layer.attention.rope and angles(positions_T, layer.attention.rope.inv_freq, layer.attention.rope.factor)
-    own = partial(attend, 0), eps, axes, None if prepare is None else partial(prepare, 0)
-    y_TD, cache = decoder.attention(layer.attention, w.attention, both_TF, rope, cache, *own)
+    reach = Reach(attend, prepare).of(0)
+    y_TD, cache = attention.mix(layer.attention, w.attention, both_TF, rope, cache, reach, eps, axes)
     rows, _ = decoder.feed_forward_block(layer, w, Residual(x_TD, y_TD), positions_T >= 0, config, axes)
     return add(rows, eps), cache
 

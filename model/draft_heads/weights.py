@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from ...sharding.spec import ArraySpec
-from ..weights import Array, LayerWeights, layer_spec, matrix, norm
+from ..matrix import matrix, norm
+from ..weights import Array, LayerWeights, layer_spec
 from .heads import DraftHeads
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Moe
-from ..weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from ..mixers.attention import AttentionWeights
+from ..weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from .config_keys import Keys
 
 
@@ -56,6 +57,12 @@ def part_pairs(x: np.ndarray, first: int, last: int) -> np.ndarray:
     return np.concatenate([x[..., :first], x[..., first:last:2], x[..., first + 1 : last : 2], x[..., last:]], axis=-1)
 
 
+def gates_first(x: np.ndarray) -> np.ndarray:
+    """From [..., 2N, H] where each head's query stands before its gate to all gates, then all queries."""
+    *lead, N, H = x.shape
+    return x.reshape(*lead, N // 2, 2, H).swapaxes(-3, -2)[..., ::-1, :, :].reshape(x.shape)
+
+
 def attention_sources(
     a: Attention, D: int, prefix: str, fused: bool = False, norm_offset: float = 0.0, interleaved: bool = False
 ) -> AttentionWeights:
@@ -63,15 +70,18 @@ def attention_sources(
     scaled = a.qk_norm not in (None, "plain")
     assert not (interleaved and (fused or scaled)), "the order of pairs is not undone in fused weights and norms"
     N, K, H = a.heads, a.kv_heads, a.head_dim
-    parts = {"q": (0, N)}
+    Q = 2 * N if a.out_gate else N  # the tensor holds each head's query and what gates its result
+    parts = {"q": (0, Q)}
     if a.kv_source is None:
-        parts["k"] = (N, K)
+        parts["k"] = (Q, K)
         if not a.tied_kv:
-            parts["v"] = (N + K, K)
+            parts["v"] = (Q + K, K)
     G = sum(count for _, count in parts.values())
     rotary = 2 * len(a.rope.inv_freq) if interleaved and a.rope is not None else 0
 
     def heads(name: str, turn: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+        if name == "q" and a.out_gate:
+            return lambda x: gates_first(turn(x))
         return turn if name == "v" or not rotary else lambda x: part_pairs(turn(x), 0, rotary)
 
     if fused:

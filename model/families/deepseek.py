@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..config import LatentAttention, Layer, Mlp, ModelConfig, ModelError, Moe
-from ..weights import LatentWeights, LayerWeights
+from ..mixers.latent import LatentWeights
+from ..weights import LayerWeights
 from .common import (
     LLAMA_NORMS,
     Keys,

@@ -9,12 +9,13 @@ from .config_keys import INSIDE, Keys
 
 TEXT = {  # model_type: that of its text_config where it has none
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
-    "kimi_k25": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral",
+    "kimi_k25": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
 SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")  # said once for the whole
 OTHERS = (  # words in the names of keys about the rest
     "vision", "image", "video", "audio", "projector", "projection", "media", "mm_", "boi_", "eoi_", "boa_", "eoa_",
-    "spatial_merge",
+    "spatial_merge", "language_model_only",
 )  # fmt: skip
 NESTED = {  # beginnings of names in whole checkpoints, and what they are in text-only ones
     "language_model.model.blocks.": "model.layers.",  # as transformers 5 writes Kimi K2.5

@@ -8,12 +8,13 @@ batch. Small batches wait for memory, large ones for arithmetic:
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from ...sharding.spec import nbytes
-from ..config import LatentAttention, Layer, ModelConfig
+from ..config import Layer, ModelConfig
 from ..weights import LayerWeights, ModelWeights, abstract, dense_specs
 
 
@@ -65,20 +66,27 @@ class CacheKind:
     layers: int
     token_bytes: int  # of all these layers together
     window: int | None  # tokens that a sequence keeps; None: all
+    fixed: int = 0  # bytes that a sequence keeps whatever its length
 
     def held(self, length: int) -> int:
         """Bytes that a sequence of this length holds."""
-        return self.token_bytes * (length if self.window is None else min(length, self.window))
+        return self.fixed + self.token_bytes * (length if self.window is None else min(length, self.window))
 
 
 def layer_token_bytes(attention, dtype: str) -> int:
     """Bytes that one layer writes for a token; in eight bits each head has a float32 scale."""
-    if isinstance(attention, LatentAttention):
-        heads, width = 1, attention.kv_rank + attention.rope_dim
-    else:
-        heads, width = 2 * attention.kv_heads, attention.head_dim
     size = jnp.dtype(dtype).itemsize
-    return heads * (width * size + (4 if size == 1 else 0))
+    return sum(heads * (width * size + (4 if size == 1 else 0)) for heads, width in attention.cached)
+
+
+def state_bytes(config: ModelConfig, layers: Iterable[int] | None = None, drafts: int = 0) -> int:
+    """Bytes that a sequence keeps whatever its length, in all layers or in these: float32.
+
+    With what the rows of so many drafts bring.
+    """
+    found = [config.layers[index].attention for index in config.state_layers if layers is None or index in layers]
+    kept = sum(math.prod(shape) for mixer in found for shape in mixer.kept.values())
+    return 4 * (kept + drafts * sum(math.prod(shape) for mixer in found for shape in mixer.inputs))
 
 
 def kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
@@ -86,14 +94,17 @@ def kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
     found = Counter()
     for index, layer in enumerate(config.layers):
         attention = layer.attention
+        if not attention.cached:
+            found["state", 0, None] += 1
+            continue
         if index not in config.kv_layers:
             found["shared", 0, 0] += 1
             continue
-        name = "latent" if isinstance(attention, LatentAttention) else "full"
+        name = "full" if attention.kind == "attention" else attention.kind
         name = name if attention.window is None else f"window {attention.window}"
         found[name, layer_token_bytes(attention, config.kv_dtype), attention.window] += 1
     return tuple(
-        CacheKind(name, count, count * token_bytes, window)
+        CacheKind(name, count, count * token_bytes, window, state_bytes(config) if name == "state" else 0)
         for (name, token_bytes, window), count in sorted(found.items(), key=lambda item: item[0][0] == "shared")
     )
 
@@ -104,8 +115,8 @@ def kv_bytes(config: ModelConfig, length: int) -> int:
 
 
 def kv_read_bytes(config: ModelConfig, length: int) -> int:
-    """Bytes of KV cache that its next token reads; layers that share a cache each read it."""
-    return sum(
+    """Bytes of KV cache and states that its next token reads; layers that share a cache each read it."""
+    return state_bytes(config) + sum(
         layer_token_bytes(config.layers[owner].attention, config.kv_dtype) * seen(layer.attention, length)
         for layer, owner in zip(config.layers, config.kv_owner, strict=True)
     )
@@ -113,6 +124,8 @@ def kv_read_bytes(config: ModelConfig, length: int) -> int:
 
 def seen(attention, length: int) -> int:
     """The number of positions that a row sees."""
+    if not attention.cached:
+        return 1
     return length if attention.window is None else min(length, attention.window)
 
 
@@ -149,10 +162,7 @@ def met_weights(config: ModelConfig, layer: Layer, weights: LayerWeights, expert
 
 def score_width(layer: Layer) -> int:
     """Numbers of each position's key and value that a token is multiplied with."""
-    a = layer.attention
-    if isinstance(a, LatentAttention):  # scores with latents and rotary keys, then a sum of latents
-        return a.heads * (2 * a.kv_rank + a.rope_dim)
-    return a.heads * a.head_dim * 2
+    return layer.attention.work
 
 
 def matrix_sizes(weights) -> list[int]:

@@ -20,7 +20,7 @@ from ...sharding.mesh import AXES, DEVICE_ORDER, sharding
 from ..config import Layer, ModelConfig, ModelError
 from ..partition import Stage, check, split_config, splits, stage_weights, stages
 from ..weights import ModelWeights, abstract, dense_specs
-from .cost import Device, layer_token_bytes, met_weights, score_width, seen
+from .cost import Device, layer_token_bytes, met_weights, score_width, seen, state_bytes
 from .traffic import Collective, traffic
 
 MACHINE = 8  # devices in a machine
@@ -89,7 +89,7 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
         if fits("expert", expert)
         for left in (devices // tensor // expert,)
         for context in divisors(left, PAGE)
-        if PAGE % context == 0
+        if PAGE % context == 0 and (context == 1 or not config.state_layers)
         for data in divisors(left // context, left)
         if share(expert * context * data) and fits("pipe", left // context // data)
     ]
@@ -128,8 +128,9 @@ class Planner:
                 -(-layer_token_bytes(own.layers[index].attention, own.kv_dtype) // sizes["context"])
                 * seen(own.layers[index].attention, work.length)
                 for index in stage.layers
-                if own.kv_owner[index] == index
+                if index in own.kv_layers
             )
+            + state_bytes(own, stage.layers)
             for stage in parts
         ]
         room = [(self.device.memory - a) // max(b, 1) for a, b in zip(held, kept, strict=True)]
@@ -175,7 +176,7 @@ class Planner:
                 )
                 read += sum(jax.tree.leaves(weights)) - experts * (1 - chosen(layer, rows * sizes["data"]))
                 cached = layer_token_bytes(own.layers[own.kv_owner[index]].attention, own.kv_dtype)
-                read += seqs * cached * seen(layer.attention, length) / context
+                read += seqs * (cached * seen(layer.attention, length) / context + state_bytes(own, [index]))
                 operations += 2 * dense_rows * met_weights(own, layer, specs[index], same_rows)
                 operations += 2 * rows * score_width(layer) * seen(layer.attention, length) / context
             if stage.ends:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ...ops.expert_dispatch import capacity
-from ..config import LatentAttention, Layer, ModelConfig, Moe
+from ..config import Layer, ModelConfig, Moe
 from ..partition import Stage, whole_model
 
 
@@ -74,14 +74,10 @@ def dispatched(moe: Moe, tensor: int, same_rows: int, n: int, rows: int, dim: in
 
 def gathered(layer: Layer, tensor: int, context: int, rows: int, prompts: bool, width: int) -> list[Collective]:
     """What attention sends where positions are split over `context`."""
-    a = layer.attention
-    heads = a.heads // tensor
-    if isinstance(a, LatentAttention):
-        arrays, values = [heads * (a.kv_rank + a.rope_dim), a.kv_rank + a.rope_dim], a.kv_rank
-    else:
-        own = max(1, a.kv_heads // tensor) * a.head_dim
-        arrays, values = [heads * a.head_dim] + ([own, own] if a.kv_source is None else []), a.head_dim
-    sums = 4 * rows * heads * (values + 2)
+    a = layer.attention.split(tensor)
+    query, values = a.widths
+    arrays = [a.heads * query] + [heads * width for heads, width in (a.cached if a.kv_source is None else ())]
+    sums = 4 * rows * a.heads * (values + 2)
     if not prompts:
         return [Collective("all-gather", ("context",), context * sums)]
     return [Collective("all-gather", ("context",), rows * array * width) for array in arrays] + [

@@ -12,3 +12,4 @@ ATTENTION = {  # by the types of pages and queries
     ("int8", "bfloat16"): "attention_int8_bf16",
 }
 SAMPLING = "sampling"
+DELTA_NET = "delta_net"

@@ -14,12 +14,17 @@ class PageMoves:
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, from page, to page), one after another
     restores: dict[tuple[int, int], HostCopy] = field(default_factory=dict)  # by (group, page): where from
 
+    saves: list[tuple[int, int]] = field(default_factory=list)  # (slot, page of a snapshot), after all of these
+    loads: list[tuple[int, int, int]] = field(default_factory=list)  # (page, slot, tokens), last
+
     def numbered(self, number: Callable[[int, int], int]) -> "PageMoves":
         """The same with other page numbers: `number(group, page)`."""
         return PageMoves(
             [(number(copy.group, page), copy) for page, copy in self.offloads],
             [(group, number(group, source), number(group, target)) for group, source, target in self.copies],
             {(group, number(group, page)): copy for (group, page), copy in self.restores.items()},
+            self.saves,
+            self.loads,
         )
 
     def add(self, other: "PageMoves") -> None:
@@ -27,6 +32,8 @@ class PageMoves:
         self.offloads += other.offloads
         self.copies += other.copies
         self.restores |= other.restores
+        self.saves += other.saves
+        self.loads += other.loads
 
     def __bool__(self) -> bool:
-        return bool(self.offloads or self.copies or self.restores)
+        return bool(self.offloads or self.copies or self.restores or self.saves or self.loads)

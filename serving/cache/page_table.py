@@ -15,6 +15,7 @@ from .prefix_tree import NO_MATCH, HostCopy, Node, PrefixMatch, PrefixTree, comm
 
 log = logging.getLogger("quire")
 
+SNAPSHOT_DISTANCE = 512  # tokens
 MAX_COMPARED = 64  # pages that are compared for one that begins like a sequence's next tokens
 
 
@@ -46,14 +47,22 @@ class PageTable:
         keeps_prefixes: bool = True,
         host_cache: HostCache | None = None,
         replica: int = 0,
+        snapshot_distance: int = SNAPSHOT_DISTANCE,
     ):
         self.page_size, self.keeps_prefixes, self.replica = page_size, keeps_prefixes, replica
-        self.pools = [PagePool(n, page_size, w) for n, w in zip(num_pages, windows, strict=True)]
-        self.tree = PrefixTree(len(self.pools), page_size)
+        num_pages, windows = tuple(num_pages), tuple(windows)
+        self.pools = [PagePool(n, page_size, w) for n, w in zip(num_pages, windows, strict=False)]
+        # A group more than windows: its pages hold what layers with a state keep of a sequence, after a node's tokens.
+        self.snapshots = PagePool(num_pages[-1], page_size, None) if len(num_pages) > len(windows) else None
+        self.every_pool = [*self.pools, *filter(None, [self.snapshots])]
+        self.tree = PrefixTree(len(self.every_pool), page_size)
+        self.saved: list[int] = []  # pages of snapshots that are written before the next step,
+        self.loaded: list[tuple[Sequence, int, int]] = []  # and those that are read, each for so many tokens
         self.host_cache = host_cache
         self.last_nodes: dict[Sequence, Node] = {}  # where each sequence's last full page is in the tree
         self.moves = PageMoves()
         self.unwritten: set[tuple[int, int]] = set()  # (group, page) whose content comes with the next step only
+        self.snapshot_distance = -(-snapshot_distance // page_size) * page_size
         self.num_freed = 0  # pages that became free, ever: what does not fit now will not before this changes
 
     def match(self, seq: Sequence) -> PrefixMatch:
@@ -61,6 +70,8 @@ class PageTable:
         if not self.keeps_prefixes or not seq.shares_prefix:
             return NO_MATCH
         path = self.prefix(seq.cache.salt, seq.tokens, seq.num_tokens - 1)
+        if self.snapshots is not None:
+            return PrefixMatch(path)  # a state is that of whole pages
         return PrefixMatch(path, *self.longest_partial(seq, path))
 
     def prefix(self, salt: Hashable, tokens: Seq[int], num_tokens: int) -> list[Node]:
@@ -70,6 +81,9 @@ class PageTable:
     def unbroken(self, path: list[Node], holds: Callable[[Node, int], bool]) -> list[Node]:
         """As much of the path as leaves no gap in what the next token attends to, in any group."""
         while path:
+            if self.snapshots is not None and not path[-1].holds(len(self.pools)):
+                path.pop()
+                continue
             gaps = []
             for index, pool in enumerate(self.pools):
                 first = pool.first_seen(len(path) * self.page_size)
@@ -117,6 +131,36 @@ class PageTable:
         seq.cache.pages, seq.cache.num_indexed = pages, len(path)
         if path:
             self.last_nodes[seq] = path[-1]
+            if self.snapshots is not None:
+                page = path[-1].pages[len(self.pools)]
+                self.snapshots.share(page)
+                self.loaded.append((seq, page, seq.num_computed))
+
+    def stops(self, seq: Sequence, start: int, count: int) -> int:
+        """How many of so many rows a sequence computes at once, so that its state can be kept where it stops."""
+        if self.snapshots is None or not seq.shares_prefix:
+            return count
+        last = (seq.num_prompt - 1) // self.page_size * self.page_size
+        distance = self.snapshot_distance
+        ends = [end for end in (last, (start // distance + 1) * distance) if start < end < start + count]
+        return min(ends, default=start + count) - start
+
+    def keep_state(self, seq: Sequence) -> None:
+        """Keep what layers with a state hold of a sequence before its next step, if others may go on from there."""
+        start, own, group = seq.num_computed, seq.cache, len(self.pools)
+        last = (seq.num_prompt - 1) // self.page_size * self.page_size
+        if self.snapshots is None or not start or (start % self.snapshot_distance and start != last):
+            return
+        # After drafts the state may be behind.
+        node, behind = self.last_nodes.get(seq), seq.num_drafts > 0
+        if node is None or own.num_indexed * self.page_size != start or node.pages[group] or behind or not seq.begun:
+            return
+        if not self.snapshots.free:
+            return
+        page = self.new_page(group)
+        self.tree.place(group, node, page)
+        self.saved.append(page)
+        self.moves.saves.append((seq.slot, page))
 
     def restore(self, node: Node, index: int) -> int:
         """A page that gets the node's content from the host before the next step."""
@@ -185,7 +229,7 @@ class PageTable:
 
     def new_page(self, index: int) -> int:
         """A blank page, or the least recently released one, which is evicted."""
-        pool = self.pools[index]
+        pool = self.every_pool[index]
         if pool.blank:
             page = pool.blank.pop()
         else:
@@ -199,7 +243,7 @@ class PageTable:
     def offload(self, index: int, page: int) -> None:
         """Copy what a cached page holds to the host, if there is room."""
         node, restored_from = self.tree.node_of[index][page], self.moves.restores.pop((index, page), None)
-        if self.host_cache is None or len(node.key) < self.page_size:
+        if self.host_cache is None or len(node.key) < self.page_size or index == len(self.pools):
             return
         if restored_from is not None:  # the host still has it
             self.host_cache.add(restored_from)
@@ -250,10 +294,11 @@ class PageTable:
     def forget_page(self, index: int, page: int) -> None:
         """The page's content is not to be found any more."""
         self.tree.forget(index, page)
-        self.pools[index].uncache(page)
+        self.every_pool[index].uncache(page)
 
     def forget_device(self) -> None:
         """The device's pages are lost, and nothing runs: cached pages are blank, and the host's copies are left."""
+        self.free_snapshots()
         self.forget_pages()
         self.moves = PageMoves()
         if self.host_cache is not None:
@@ -273,9 +318,17 @@ class PageTable:
         """What is to be copied before the next step, in the device's page numbers."""
         if self.host_cache is not None:
             self.tree.prune_all(self.host_cache.trim())
+        self.moves.loads += [(page, seq.slot, length) for seq, page, length in self.loaded if seq.slot >= 0]
+        self.free_snapshots()
         moves, self.moves = self.moves, PageMoves()
         self.unwritten.clear()
         return moves.numbered(self.device_number) if self.replica else moves
+
+    def free_snapshots(self) -> None:
+        """Those of the step that is planned may be evicted from now on."""
+        for page in [*self.saved, *(page for _, page, _ in self.loaded)]:
+            self.snapshots.release(page, cache=page in self.tree.node_of[len(self.pools)])
+        self.saved, self.loaded = [], []
 
     def device_number(self, index: int, page: int) -> int:
         """The device's number of a page: it has those of all replicas, one replica after the other."""
@@ -396,6 +449,9 @@ class PageTable:
         for index, pool in enumerate(self.pools):
             owned = Counter(page for table in tables for page in table[index] if page)
             pool.check(owned, set(self.tree.node_of[index]), f"group {index}")
+        if self.snapshots is not None:
+            held = Counter([*self.saved, *(page for _, page, _ in self.loaded)])
+            self.snapshots.check(held, set(self.tree.node_of[len(self.pools)]), "snapshots")
         self.tree.check()
         if self.host_cache is not None:
             self.host_cache.check()

@@ -1,10 +1,11 @@
-"""How the layers of a model reach the pages of a step."""
+"""How the layers of a model reach what is kept of earlier tokens: pages, and states of fixed size."""
 
 from collections.abc import Callable
 
 from ...model.config import ModelConfig
 from ...ops import heads as head_ops
 from ...ops.attention import QueryRows, paged_attention
+from ...ops.state_rows import StateRows
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .state import State
 
@@ -31,3 +32,13 @@ def attend_with(
 
     # On several devices of `context` each has all rows, and not all positions of a page.
     return prepare if axes.context.size == 1 else None, attend
+
+
+def recur_with(rows: StateRows):
+    """`recur` of `decoder.run_layers`."""
+
+    def recur(index, inputs, run, state: State):
+        out_T, kept = run(inputs, state.kept[index], rows)
+        return out_T, state.replace(kept={**state.kept, index: kept})
+
+    return recur

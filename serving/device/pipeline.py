@@ -114,12 +114,14 @@ def stage_state(state: State, stage: Stage) -> State:
         for index, held in state.pages.items()
         if index in stage.layers or (stage.ends and index >= stage.layers.stop)  # a drafter's
     }
-    return state.replace(pages=pages) if stage.ends else State(pages)
+    kept = {index: held for index, held in state.kept.items() if index in stage.layers}
+    return state.replace(pages=pages, kept=kept) if stage.ends else State(pages, kept=kept)
 
 
 def join(states) -> State:
     """The state of all stages; the last has the slots."""
-    pages, last = {}, None
+    pages, kept, last = {}, {}, None
     for last in states:
         pages |= last.pages
-    return last.replace(pages=pages)
+        kept |= last.kept
+    return last.replace(pages=pages, kept=kept)

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 
-from ...model.config import LatentAttention, ModelConfig
+from ...model.config import ModelConfig
 from ...model.partition import Stage
 from ...model.planning.cost import layer_token_bytes
 from ...ops import sampling
@@ -29,10 +30,12 @@ class State:
     drafts_KB: jax.Array | None = None  # what was drafted after it,
     rejected_B: jax.Array | None = None  # and how many of the drafts before were not right
     loads_nLE: jax.Array | None = None  # tokens of each expert, by layer with experts; the counters wrap
+    kept: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # by layer with a state: arrays by slot
+    snapshots: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # and by page
 
 
 def state_places(state: State) -> State:
-    """How a state lies on a mesh: pages are split by heads and by positions, slots by vocabulary.
+    """How a state lies on a mesh: pages are split by heads and by positions, what layers keep by heads, slots by words.
 
     Replicas have pages and slots of their own.
     """
@@ -51,7 +54,10 @@ def state_places(state: State) -> State:
     slots = jax.tree.map(lambda leaf: P("data", *[None] * (leaf.ndim - 2), "tensor"), state.slots)
     loads = None if state.loads_nLE is None else P(OF_ROWS)
     held = (None if leaf is None else P(*[None] * (leaf.ndim - 1), "data") for leaf in held_of(state))
-    return State(pages, slots, *held, loads)
+    kept, snapshots = jax.tree.map(
+        lambda leaf: P("data", "tensor") if leaf.ndim > 1 else P("data"), (state.kept, state.snapshots)
+    )
+    return State(pages, slots, *held, loads, kept, snapshots)
 
 
 def held_of(state: State) -> tuple[jax.Array | None, ...]:
@@ -62,16 +68,14 @@ def held_of(state: State) -> tuple[jax.Array | None, ...]:
 def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tuple[int, ...]]:
     """Shapes of one page of a layer, by field of `KVPages`; values that are a part of the keys have none."""
     a = config.layers[index].attention
-    if isinstance(a, LatentAttention):
-        return {"k_PSKH": (page_size, 1, a.kv_rank + a.rope_dim)}
-    if pairs(jnp.dtype(config.kv_dtype)):
+    if len(a.cached) == 2 and pairs(jnp.dtype(config.kv_dtype)):
         return {"kv_PSYH": (page_size, 2 * a.kv_heads, a.head_dim)}
-    return dict.fromkeys(("k_PSKH", "v_PSKH"), (page_size, a.kv_heads, a.head_dim))
+    return {name: (page_size, *shape) for name, shape in zip(("k_PSKH", "v_PSKH"), a.cached, strict=False)}
 
 
 def owners(config: ModelConfig, layers: Iterable[int], group: int) -> list[int]:
     """Those of some layers that own the pages of a cache group."""
-    return [index for index in layers if config.kv_owner[index] == index and config.group(index) == group]
+    return [index for index in layers if index in config.kv_layers and config.group(index) == group]
 
 
 def paged_layers(config: ModelConfig, paged: ModelConfig, stage: Stage) -> list[int]:
@@ -96,8 +100,14 @@ def empty_state(
 ) -> State:  # fmt: skip
     """One device's part of a state with no request in it; `paged` are the model's layers, and then a drafter's."""
     pages = empty_pages(paged, paged_layers(config, paged, stage), num_pages, page_size)
+    own = [index for index in config.state_layers if index in stage.layers]
+    kept = {index: empty_kept(config.layers[index].attention, max_seqs, max_drafts) for index in own}
+    if kept and max_drafts:
+        kept[own[0]]["length"] = jnp.zeros(max_seqs, jnp.int32)  # of all layers of the stage
+    count = num_pages[-1] if len(num_pages) > len(paged.windows) else 0
+    snapshots = {index: empty_kept(config.layers[index].attention, count, 0) for index in own if count}
     if not stage.ends:
-        return State(pages)
+        return State(pages, kept=kept, snapshots=snapshots)
     loads_nLE = None
     if stage.begins and config.experts:
         loads_nLE = jnp.zeros((1, len(config.expert_layers), config.experts), jnp.uint32)
@@ -105,7 +115,15 @@ def empty_state(
     shapes = [(max_seqs,), *([(max_drafts, max_seqs), (max_seqs,)] if max_drafts else [])]
     last_tokens_B, *drafted = [jnp.zeros(shape, jnp.int32) for shape in shapes]
     drafts_KB, rejected_B = drafted or (None, None)
-    return State(pages, slots, last_tokens_B, drafts_KB, rejected_B, loads_nLE)
+    return State(pages, slots, last_tokens_B, drafts_KB, rejected_B, loads_nLE, kept, snapshots)
+
+
+def empty_kept(mixer, max_seqs: int, max_drafts: int) -> dict[str, Any]:
+    """What a layer keeps for each slot; where there are drafts, what their rows brought, too."""
+    kept: dict[str, Any] = {name: jnp.zeros((max_seqs, *shape)) for name, shape in mixer.kept.items()}
+    if max_drafts:
+        kept["drafted"] = tuple(jnp.zeros((max_seqs, max_drafts, *shape)) for shape in mixer.inputs)
+    return kept
 
 
 def empty_pages(
@@ -122,4 +140,4 @@ def empty_pages(
             arrays |= {name: jnp.zeros((count, *shape), jnp.float32) for name, shape in scales.items()}
         return KVPages(**arrays)
 
-    return {index: empty(index) for index in layers if config.kv_owner[index] == index}
+    return {index: empty(index) for index in layers if index in config.kv_layers}

@@ -16,11 +16,13 @@ from ...model.config import ModelConfig
 from ...model.partition import Stage, local_config, whole_model
 from ...ops import sampling
 from ...ops.attention import KVPages, QueryRows, new_arrivals
+from ...ops.state_rows import StateRows
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
-from .attend import attend_with
+from .attend import attend_with, recur_with
 from .batch import Batch, Layout
 from .drafts import Seen, StepDrafter, WithDrafter, draft, page_size_of
+from .replay import Replay
 from .state import State, empty_state, state_places
 
 
@@ -200,9 +202,16 @@ def step_of_one(
         if index in wanted:
             features[index] = x_TD
 
+    recur = None
+    if state.kept and layout.max_drafts:
+        lengths_B = next(held["length"] for held in state.kept.values() if "length" in held)
+        recur = Replay.of(batch, positions_T, lengths_B, layout.max_drafts).recur
+    elif state.kept:
+        recur = recur_with(StateRows.of(batch.starts_B1, positions_T, batch.owners_T, layout.max_seqs))
     x, state = decoder.run_layers(
-        weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare, see if wanted else None
-    )
+        weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare, see if wanted else None,
+        recur,
+    )  # fmt: skip
     if not stage.ends:
         return x, None, state
     hidden_TD = decoder.final_norm(weights, x[0], config)
@@ -364,6 +373,29 @@ def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
         return leaf.at[pages_N].set(jax.lax.bitcast_convert_type(own, leaf.dtype))
 
     return jax.tree.map(write, layers)
+
+
+@partial(jax.jit, donate_argnames="snapshots")
+def save_states(snapshots, kept, slots_N, pages_N):
+    """These pages hold what layers keep of the sequences in those slots."""
+    return {
+        index: {name: held.at[pages_N].set(kept[index][name][slots_N]) for name, held in own.items()}
+        for index, own in snapshots.items()
+    }
+
+
+@partial(jax.jit, donate_argnames="kept")
+def load_states(kept, snapshots, pages_N, slots_N, lengths_N):
+    """The inverse: these slots go on from what those pages hold, after so many tokens."""
+
+    def loaded(name: str, held, own):
+        if name == "length":
+            return held.at[slots_N].set(lengths_N, mode="drop")
+        return held.at[slots_N].set(own[name][pages_N], mode="drop") if name in own else held
+
+    return {
+        index: {name: loaded(name, held, snapshots[index]) for name, held in own.items()} for index, own in kept.items()
+    }
 
 
 @partial(jax.jit, donate_argnames="slots")

@@ -208,6 +208,7 @@ class BatchBuilder:
             b, size = layout.views(own), layout.size
             b.starts_B1[:] = np.arange(size.seqs + 1) * size.rows // size.seqs
             b.positions_T[:] = np.arange(size.rows) - np.repeat(b.starts_B1[:-1], np.diff(b.starts_B1))
+            b.owners_T[:] = np.repeat(np.arange(size.seqs), np.diff(b.starts_B1))
             b.sample_rows_R[:] = np.minimum(np.arange(size.samples), size.rows - 1)
             b.store_R[b.starts_B1[1:] - 1] = np.arange(size.seqs)  # who draws nothing has no drafts
             b.num_drafts_1[:], b.follows_1[:] = num_drafts, num_drafts > 0

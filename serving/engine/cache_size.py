@@ -12,6 +12,7 @@ from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig, ModelError
 from ...model.expert_copies import spare_of
 from ...model.partition import local_config
+from ...model.planning.cost import state_bytes
 from ...sharding.mesh import device_axes
 from ..api.options import CPU_CACHE, SHARE, EngineOptions, SizedOptions
 from ..cache.page_pool import PagePool, largest
@@ -27,6 +28,8 @@ from .scheduler import Limits
 
 FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # what JAX takes of a GPU; the latter is older
 TAKEN = 0.75  # where neither is set
+SNAPSHOTS = 8  # of the cache's memory this part is for states of sequences
+MOST_SNAPSHOTS = 1024
 GAPS = 1 / 32  # of what JAX has of a GPU: left free, since arrays do not lie without gaps
 
 
@@ -155,7 +158,16 @@ def size_cache(
     def bytes_for(length: int) -> int:
         return sum(need * cost for need, cost in zip(needs(length), costs, strict=True))
 
-    room = budget - sum(costs)  # the dummy pages
+    drafts = 0 if options.speculation is None else options.speculation.num_speculative_tokens
+    kept = options.max_num_seqs * max(state_bytes(own, stage.layers, drafts) for stage in pipeline.stages)
+    if kept >= budget:
+        raise ModelError(
+            f"the layers of {options.max_num_seqs} sequences keep {kept / 2**20:.0f} MiB whatever their length, and "
+            f"{budget / 2**20:.0f} MiB are there for the cache; lower --max-num-seqs, or give more with "
+            "--kv-cache-memory-bytes"
+        )
+    snapshots, each = num_snapshots(config, options, budget - kept, mesh), state_bytes(own)
+    room = budget - kept - snapshots * each - sum(costs)  # without the dummy pages
     longest = config.max_len if options.max_model_len in (None, -1) else options.max_model_len
     if longest > config.max_len:
         raise ModelError(f"max_model_len is {longest}; the model was made for at most {config.max_len} positions")
@@ -178,4 +190,14 @@ def size_cache(
     def serves(count: int) -> bool:
         return all(pages >= need for pages, need in zip(split(count), needs(longest), strict=True))
 
-    return longest, tuple(pages + 1 for pages in split(max(1, largest(serves, options.max_num_seqs))))
+    num_pages = tuple(pages + 1 for pages in split(max(1, largest(serves, options.max_num_seqs))))
+    return longest, num_pages + ((snapshots,) if snapshots else ())
+
+
+def num_snapshots(config: ModelConfig, options: SizedOptions, budget: int, mesh: Mesh | None) -> int:
+    """How many states of sequences are kept for prompts that begin alike: in an eighth of the memory, or none."""
+    parted = mesh is not None and max(mesh.shape["data"], mesh.shape["pipe"]) > 1
+    if not config.state_layers or not options.enable_prefix_caching or parted or options.num_processes > 1:
+        return 0
+    count = budget // SNAPSHOTS // state_bytes(local_config(config, mesh))
+    return 0 if count < 2 else min(count, MOST_SNAPSHOTS)  # the first is a dummy

@@ -27,6 +27,7 @@ from ..device.host_snapshot import to_device, to_host
 from ..device.page_copier import Offload, PageCopier
 from ..device.pipeline import Pipeline
 from ..device.state import State
+from ..device.state_copier import StateCopier
 from ..device.step import model_of, reset_slot, set_bias, with_model
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
@@ -99,10 +100,11 @@ class Runner:
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
         self.mesh, self.pipeline = mesh, Pipeline(config, mesh, drafter)
         width, stages, devices = -(-max_len // page_size), len(self.pipeline), device_axes(mesh)
-        self.batch_builder = BatchBuilder(limits, len(num_pages), page_size, width, stages, devices.data.size)
+        self.batch_builder = BatchBuilder(limits, len(config.windows), page_size, width, stages, devices.data.size)
         # With padding, so that each device of the tensor axis has as many tokens.
         self.vocab = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.page_copier = PageCopier(self.pipeline, to_host)
+        self.state_copier = StateCopier(limits.max_seqs)
         self.device = jax.config.jax_default_device  # as the caller of this chose it; reset() may be another thread's
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
@@ -174,6 +176,7 @@ class Runner:
                 behind[size] = threads.submit(compile_step, lowered)
             for name, lowered in self.page_copier.lower(self.state.pages):
                 copies[name] = threads.submit(lowered.compile)
+            of_states = {name: threads.submit(lowered.compile) for name, lowered in self.state_copier.lower(self.state)}
             if self.expert_loads is not None:
                 self.expert_loads.program = self.expert_loads.lower(self.state).compile()
             if self.rebalancer is not None:
@@ -185,6 +188,7 @@ class Runner:
             for size, programs in plain.items():
                 self.plain[size] = self.pipeline.program([future.result() for future in programs])
             self.drafters = {size: future.result() for size, future in behind.items()}
+            self.state_copier.programs = {name: future.result() for name, future in of_states.items()}
             self.page_copier.programs = {name: future.result() for name, future in copies.items()}
         finally:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
@@ -309,7 +313,7 @@ class Runner:
         """Start to copy pages. Over several hosts no page goes to host memory."""
         self.tell("copy", moves.copies)
         pages, offloads = self.page_copier.move(self.state.pages, moves)
-        self.state = self.state.replace(pages=pages)
+        self.state = self.state_copier.move(self.state.replace(pages=pages), moves.saves, moves.loads)
         return offloads
 
     def collect(self, launched: Launched) -> list[Drawn]:

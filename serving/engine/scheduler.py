@@ -291,7 +291,7 @@ class ReplicaScheduler:
     def take(self, seq: Sequence, missing: int, items: dict[Sequence, ScheduledSequence]) -> ScheduledSequence | None:
         """Rows for one sequence, as many as the step and the pages allow; others may be preempted for it."""
         start = seq.num_computed
-        count = min(missing, self.rows)
+        count = self.table.stops(seq, start, min(missing, self.rows))
         scores: tuple[int, ...] = ()
         if seq.prompt_scores is not None:
             wanted = [p for p in range(start, min(start + count, seq.num_prompt - 1)) if seq.prompt_scores[p] is None]
@@ -304,6 +304,7 @@ class ReplicaScheduler:
         if count <= 0:
             return None
         self.table.insert(seq, seq.num_computed)  # before pages slide out of a window
+        self.table.keep_state(seq)
         self.table.slide(seq)
         while not self.table.grow(seq, start + count):
             victim = next((other for other in reversed(self.by_rank()) if other not in items), None)

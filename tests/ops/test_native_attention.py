@@ -124,7 +124,7 @@ def reference(shape: Shape, s: Sequence):
         score = shape.soft_cap * np.tanh(score / shape.soft_cap)
     distance = np.arange(s.start, s.end)[:, None] - np.arange(s.end)
     hidden = (distance < 0) | (distance >= (shape.window or LONGEST))
-    if shape.chunked:
+    if shape.chunked and shape.window is not None:
         hidden |= np.arange(s.start, s.end)[:, None] // shape.window > np.arange(s.end) // shape.window
     score = np.where(hidden[:, None, None], -np.inf, score)
     best = score.max(-1, keepdims=True)

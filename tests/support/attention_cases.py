@@ -171,7 +171,7 @@ def reference(shape: Shape, sequence: Sequence) -> np.ndarray:
     sinks, out = sinks_of(shape), []
     for p in range(sequence.start, sequence.start + sequence.rows):
         first = 0 if shape.window is None else max(0, p - shape.window + 1)
-        if shape.chunked:
+        if shape.chunked and shape.window is not None:
             first = p // shape.window * shape.window
         heads = []
         for n in range(shape.K * shape.G):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from quire.model import decoder
 from quire.model.config import ModelConfig
+from quire.ops.state_rows import StateRows
 from quire.sharding.device_axes import ONE_DEVICE, DeviceAxes
 
 
@@ -18,8 +19,21 @@ def hidden_states(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ON
     """The final hidden states [B, T, D]."""
     B, T = tokens_BT.shape
     positions = jnp.tile(jnp.arange(T), B)
-    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, attention(config, B, T), axes)
+    reach = {"attend": attention(config, B, T), "recur": recurrence(config, B, T)}
+    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, axes=axes, **reach)
     return hidden.reshape(B, T, -1)
+
+
+def recurrence(config: ModelConfig, B: int, T: int):
+    """`recur` over [B, T]: every sequence begins and ends here."""
+    starts_B1, seq_B = jnp.arange(B + 1) * T, jnp.arange(B)
+    rows = StateRows(starts_B1, seq_B, jnp.ones(B, bool), jnp.full(B, T))
+
+    def recur(index, inputs, run, cache):
+        kept = {name: jnp.zeros((B, *shape)) for name, shape in config.layers[index].attention.kept.items()}
+        return run(inputs, kept, rows)[0], cache
+
+    return recur
 
 
 def attention(config: ModelConfig, B: int, T: int):
@@ -39,7 +53,7 @@ def attention(config: ModelConfig, B: int, T: int):
             score = soft_cap * jnp.tanh(score / soft_cap)
         ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
         seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
-        if chunked:
+        if chunked and window is not None:
             chunk = jnp.arange(T) // window
             seen = (ahead >= 0) & (chunk[:, None] == chunk[None, :])
         score = jnp.where(seen, score, -jnp.inf)

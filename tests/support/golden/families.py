@@ -1,6 +1,7 @@
 """Tiny models of every family: config.json as it is published, only smaller, and what is asked of each."""
 
 from .families_moe import MOE_VARIANTS
+from .families_states import STATE_VARIANTS
 from .variant import SIZES, Variant
 
 LLAMA = SIZES | {
@@ -278,7 +279,18 @@ VARIANTS = [
     Variant("ernie4-5-biases", ERNIE | {"use_bias": True, "tie_word_embeddings": False}),
     Variant("hunyuan", HUNYUAN),
     *MOE_VARIANTS,
+    *STATE_VARIANTS,
 ]  # fmt: skip
 
 # One of each kind of layer.
-KINDS = ["llama", "olmo2", "gemma3-text", "gemma4-shared", "gpt-oss", "deepseek-v3", "cohere2", "llama4-text"]
+KINDS = [
+    "llama",
+    "olmo2",
+    "gemma3-text",
+    "gemma4-shared",
+    "gpt-oss",
+    "deepseek-v3",
+    "cohere2",
+    "llama4-text",
+    "qwen3-next",
+]

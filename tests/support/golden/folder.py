@@ -28,6 +28,8 @@ def draw(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.nd
     if len(shape) > 1:
         gain = 1.4 if "embed" not in name and "lm_head" not in name else 0.4 if gemma else 1.0
         return (gain * value / shape[-1] ** 0.5).astype(np.float32)
+    if name.endswith("A_log"):  # memories of some twenty tokens
+        return (value - 3).astype(np.float32)
     if "norm" not in name and "scal" not in name:
         return (0.1 * value).astype(np.float32)
     centre = 1.0
@@ -36,6 +38,8 @@ def draw(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.nd
     if name.endswith("model.norm.weight"):
         centre = 7.0 if gemma else 3.0
     less = model_type.startswith(("gemma2", "gemma3"))  # they store the norms' scales less one
+    if model_type.startswith(("qwen3_next", "qwen3_5")):
+        less = "linear_attn" not in name
     return (centre - less + 0.2 * value).astype(np.float32)
 
 

@@ -1,0 +1,127 @@
+"""Granite 4: Mamba 2 in most layers, attention mostly without positions in the others, and experts in some models."""
+
+from functools import partial
+from typing import Any
+
+from ..config import Attention, Layer, Mamba2, Mixer, Mlp, ModelConfig, ModelError, Moe
+from ..mixers.mamba2 import Mamba2Weights
+from ..weights import LayerWeights, MoeWeights
+from .common import (
+    LLAMA_NORMS,
+    Keys,
+    attention_sources,
+    expert_sources,
+    linear,
+    mlp_sources,
+    model_config,
+    model_sources,
+    router_source,
+    scale,
+    tensor,
+)
+
+NAMES = {  # the checkpoint's own: those that most have
+    "shared_mlp.input_linear.": "mlp.gate_up_proj.", "shared_mlp.output_linear.": "mlp.down_proj.",
+    "block_sparse_moe.input_linear.weight": "moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "moe.experts.down_proj",
+    "block_sparse_moe.router.layer.": "moe.gate.", "block_sparse_moe.gate.": "moe.gate.",
+    "block_sparse_moe.experts.": "moe.experts.",
+}  # fmt: skip
+KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys(hf)
+    longest, heads = keys.count("max_position_embeddings", 2048), keys.heads()
+    heads["scale"], bias = keys.positive("attention_multiplier", 1.0), keys("attention_bias", False)
+    turned, kind = keys.rope(heads["head_dim"], max_len or longest), keys("position_embedding_type", None)
+    if kind not in (None, "nope", "rope"):
+        raise ModelError(f"config.json: position_embedding_type = {kind!r}; it must be nope or rope")
+    attention = Attention(**heads, rope=turned if kind == "rope" else None, bias=bias, out_bias=bias)
+    mamba, L, activation = mamba2(keys), keys.count("num_hidden_layers"), keys.activation("hidden_act")
+    kinds = keys("layer_types", None) or keys("layers_block_type", ["mamba"] * L)
+    if len(kinds) != L or not set(kinds) <= KINDS.keys():
+        raise ModelError(f"config.json: layer_types = {kinds!r}; it must name mamba or attention for {L} layers")
+    experts, dim, moe = keys("num_local_experts", 8), keys.count("intermediate_size", 11008), None
+    top_k = keys("num_experts_per_tok", 2)
+    if experts:
+        moe = Moe(experts=experts, top_k=top_k, dim=dim, activation=activation, score="softmax_top")
+    mlp = Mlp(keys.count("shared_intermediate_size", 1024), activation)
+    layers = tuple(Layer(mamba if KINDS[kind] == "mamba" else attention, mlp, moe) for kind in kinds)
+    return model_config(
+        keys,
+        "granitemoehybrid",
+        layers,
+        longest,
+        embed_scale=keys.positive("embedding_multiplier", 1.0),
+        residual_scale=keys.positive("residual_multiplier", 1.0),
+        logit_scale=1 / keys.positive("logits_scaling", 1.0),
+    )
+
+
+def mamba2(keys: Keys) -> Mamba2:
+    """The key `mamba_chunk_size` is of another way to the same result."""
+    heads, inner = keys.count("mamba_n_heads", 128), keys.count("mamba_expand", 2) * keys.count("hidden_size")
+    size = keys("mamba_d_head", None)
+    size = inner // heads if size in (None, "auto") else size
+    if size * heads != inner:
+        raise ModelError(f"config.json: mamba_d_head = {size}; {heads} heads of it must be {inner} numbers")
+    keys.ignore("mamba_chunk_size", "init_method")
+    keys.refuse("normalization_function", "rmsnorm")
+    # The second is how transformers 5 writes it.
+    keys.refuse("time_step_limit", [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+    return Mamba2(
+        heads=heads,
+        groups=keys.count("mamba_n_groups", 1),
+        key_dim=keys.count("mamba_d_state", 256),
+        value_dim=size,
+        width=keys.count("mamba_d_conv", 4),
+        conv_bias=keys("mamba_conv_bias", True),
+        bias=keys("mamba_proj_bias", False),
+        activation=keys.activation("hidden_act"),
+    )
+
+
+def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
+    this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
+    norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D) for field, name in LLAMA_NORMS.items()}
+    assert this.mlp is not None
+    moe = None
+    if this.moe is not None:
+        router = router_source(this.moe, D, f"{here}.moe.gate.weight")
+        moe = MoeWeights(router_DE=router, **expert_sources(this.moe, D, f"{here}.moe.experts"))
+    mlp = mlp_sources(this.mlp, D, f"{here}.mlp", fused=True)
+    return LayerWeights(attention=mixer_sources(this.attention, D, here), mlp=mlp, moe=moe, **norms)
+
+
+def mixer_sources(a: Mixer, D: int, here: str) -> Any:
+    if isinstance(a, Attention):
+        return attention_sources(a, D, f"{here}.self_attn")
+    assert isinstance(a, Mamba2)
+    return mamba2_sources(a, D, f"{here}.mamba")
+
+
+def mamba2_sources(a: Mamba2, D: int, prefix: str) -> Mamba2Weights:
+    values, convolved = a.sizes
+    width = values + convolved + a.heads
+    return Mamba2Weights(
+        in_DC=tensor(f"{prefix}.in_proj.weight", (width, D), linear((width,), (D,))),
+        conv_CW=tensor(f"{prefix}.conv1d.weight", (convolved, 1, a.width), lambda x: x[:, 0]),
+        rate_N=tensor(f"{prefix}.A_log", (a.heads,)),
+        step_bias_N=tensor(f"{prefix}.dt_bias", (a.heads,)),
+        direct_N=tensor(f"{prefix}.D", (a.heads,)),
+        norm_C=scale(f"{prefix}.norm.weight", values),
+        out_CD=tensor(f"{prefix}.out_proj.weight", (D, values), linear((D,), (values,))),
+        conv_bias_C=tensor(f"{prefix}.conv1d.bias", (convolved,)) if a.conv_bias else None,
+        in_bias_C=tensor(f"{prefix}.in_proj.bias", (width,)) if a.bias else None,
+        out_bias_D=tensor(f"{prefix}.out_proj.bias", (D,)) if a.bias else None,
+    )
+
+
+sources = partial(model_sources, layer=layer)
+
+
+def canonical(name: str) -> str:
+    for own, usual in NAMES.items():
+        name = name.replace(own, usual)
+    return name

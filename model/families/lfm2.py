@@ -1,0 +1,78 @@
+"""LFM2: short convolutions in most layers, attention in the others."""
+
+from functools import partial
+from typing import Any
+
+from ..config import Attention, Layer, Mixer, Mlp, ModelConfig, ModelError, ShortConv
+from ..mixers.short_conv import ShortConvWeights
+from ..weights import LayerWeights
+from .common import Keys, attention_sources, linear, mlp_sources, model_config, model_sources, scale, tensor
+
+NORMS = {"pre_attention_norm_D": "operator_norm", "pre_mlp_norm_D": "ffn_norm"}
+NAMES = {  # the checkpoint's own: those that most have
+    ".self_attn.out_proj.": ".self_attn.o_proj.", ".q_layernorm.": ".q_norm.", ".k_layernorm.": ".k_norm.",
+    ".feed_forward.w1.": ".mlp.gate_proj.", ".feed_forward.w3.": ".mlp.up_proj.",
+    ".feed_forward.w2.": ".mlp.down_proj.", "model.embedding_norm.": "model.norm.",
+}  # fmt: skip
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys({"rope_theta": 1000000.0, "num_key_value_heads": 8} | hf)
+    longest, heads = keys.count("max_position_embeddings", 128000), keys.heads()
+    attention = Attention(**heads, rope=keys.rope(heads["head_dim"], max_len or longest), qk_norm="head")
+    D, L = keys.count("hidden_size"), keys.count("num_hidden_layers")
+    conv = ShortConv(D, keys.count("conv_L_cache", 3), keys("conv_bias", False))
+    with_attention = keys("full_attn_idxs", list(range(L)))
+    usual = ["full_attention" if index in with_attention else "conv" for index in range(L)]
+    kinds = keys("layer_types", None) or usual
+    if len(kinds) != L or not set(kinds) <= {"conv", "full_attention"}:
+        raise ModelError(f"config.json: layer_types = {kinds!r}; it must name conv or full_attention for {L} layers")
+    keys.ignore("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_dim", "block_mlp_init_scale")
+    keys.ignore("block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "block_norm_eps", "use_pos_enc")
+    keys.ignore("num_heads", "theta", "intermediate_size")
+    mlp = Mlp(width(keys))
+    layers = tuple(Layer(attention if kind == "full_attention" else conv, mlp) for kind in kinds)
+    tied = keys("tie_embedding", keys("tie_word_embeddings", True))
+    return model_config(keys, "lfm2", layers, longest, norm_eps=keys.positive("norm_eps", 1e-5), tied=tied)
+
+
+def width(keys: Keys) -> int:
+    """Of the feed-forward block: two thirds of what is said, up to a round number, unless that is turned off."""
+    dim = keys.count("block_ff_dim", keys.count("intermediate_size", 12288))
+    factor, multiple = keys.positive("block_ffn_dim_multiplier", 1.0), keys.count("block_multiple_of", 256)
+    if not keys("block_auto_adjust_ff_dim", True):
+        return dim
+    return -(-int(factor * int(2 * dim / 3)) // multiple) * multiple
+
+
+def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
+    this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
+    norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D) for field, name in NORMS.items()}
+    assert this.mlp is not None
+    return LayerWeights(
+        attention=mixer_sources(this.attention, D, here), mlp=mlp_sources(this.mlp, D, f"{here}.mlp"), **norms
+    )
+
+
+def mixer_sources(a: Mixer, D: int, here: str) -> Any:
+    if isinstance(a, Attention):
+        return attention_sources(a, D, f"{here}.self_attn")
+    assert isinstance(a, ShortConv)
+    C = a.channels
+    return ShortConvWeights(
+        in_DC=tensor(f"{here}.conv.in_proj.weight", (3 * C, D), linear((3 * C,), (D,))),
+        conv_CW=tensor(f"{here}.conv.conv.weight", (C, 1, a.width), lambda x: x[:, 0]),
+        out_CD=tensor(f"{here}.conv.out_proj.weight", (D, C), linear((D,), (C,))),
+        in_bias_C=tensor(f"{here}.conv.in_proj.bias", (3 * C,)) if a.bias else None,
+        conv_bias_C=tensor(f"{here}.conv.conv.bias", (C,)) if a.bias else None,
+        out_bias_D=tensor(f"{here}.conv.out_proj.bias", (D,)) if a.bias else None,
+    )
+
+
+sources = partial(model_sources, layer=layer)
+
+
+def canonical(name: str) -> str:
+    for own, usual in NAMES.items():
+        name = name.replace(own, usual)
+    return name

@@ -1,0 +1,47 @@
+"""The text part of Qwen3.5 and Qwen3.5-MoE: Qwen3-Next's layers, in more tensors."""
+
+from functools import partial
+from typing import Any
+
+from ..config import Layer, Mlp, ModelConfig, Moe
+from . import qwen3_next
+from .common import Keys, model_config, model_sources
+
+SECTIONS = ("mrope_section", "mrope_interleaved")  # which of three positions turns a pair: of text all are the same
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    rope: Any = hf.get("rope_parameters") or {}
+    if isinstance(rope, dict):
+        hf = hf | {"rope_parameters": {key: value for key, value in rope.items() if key not in SECTIONS}}
+    keys = Keys({"partial_rotary_factor": 0.25} | hf)
+    keys.refuse("attn_output_gate", True)
+    keys.refuse("mamba_ssm_dtype", "float32")
+    keys.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    attention, delta = qwen3_next.mixers(keys, max_len)
+    activation, sparse = keys.activation("hidden_act"), "moe" in hf["model_type"]
+    if sparse:
+        keys.refuse("mlp_only_layers", [])
+        moe = Moe(
+            experts=keys.count("num_experts", 256),
+            top_k=keys.count("num_experts_per_tok", 8),
+            dim=keys.count("moe_intermediate_size", 512),
+            activation=activation,
+        )
+        blocks: Any = Mlp(keys.count("shared_expert_intermediate_size", 512), activation, gate=True), moe
+    else:
+        blocks = (Mlp(keys.count("intermediate_size", 12288), activation),)
+    layers = tuple(
+        Layer(attention if kind == "full_attention" else delta, *blocks) for kind in qwen3_next.layer_kinds(keys)
+    )
+    keys.quantization("fp8")  # widened at load
+    return model_config(keys, "qwen3_5_text", layers, keys.count("max_position_embeddings", 32768))
+
+
+layer = partial(qwen3_next.layer, delta=qwen3_next.parted_sources)
+sources = partial(model_sources, layer=layer, norm_offset=1.0)
+
+
+def ignored(name: str, config: ModelConfig) -> bool:
+    """The layer that drafts."""
+    return name.startswith("mtp.")

@@ -1,0 +1,165 @@
+"""Qwen3-Next: a gated delta net in most layers, attention with gated results in the others, and experts."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..config import Attention, DeltaNet, Layer, Mixer, Mlp, ModelConfig, ModelError, Moe
+from ..mixers.delta_net import DeltaNetWeights
+from ..weights import LayerWeights, MoeWeights
+from .common import (
+    LLAMA_NORMS,
+    Keys,
+    Source,
+    SourceTensor,
+    attention_sources,
+    expert_sources,
+    linear,
+    mlp_sources,
+    model_config,
+    model_sources,
+    router_source,
+    scale,
+    tensor,
+)
+
+KINDS = {"linear_attention", "full_attention"}
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys({"partial_rotary_factor": 0.25} | hf)
+    attention, delta = mixers(keys, max_len)
+    activation, without = keys.activation("hidden_act"), keys("mlp_only_layers", [])
+    moe = Moe(
+        experts=keys.count("num_experts", 512),
+        top_k=keys.count("num_experts_per_tok", 10),
+        dim=keys.count("moe_intermediate_size", 512),
+        activation=activation,
+        normalize=keys("norm_topk_prob", True),
+    )
+    shared = Mlp(keys.count("shared_expert_intermediate_size", 512), activation, gate=True)
+    dense, step = Mlp(keys.count("intermediate_size", 5632), activation), keys.count("decoder_sparse_step", 1)
+    layers = tuple(
+        Layer(mixer, dense) if index in without or (index + 1) % step else Layer(mixer, shared, moe)
+        for index, mixer in enumerate(attention if kind == "full_attention" else delta for kind in layer_kinds(keys))
+    )
+    keys.quantization("fp8")  # widened at load
+    return model_config(keys, "qwen3_next", layers, keys.count("max_position_embeddings", 32768))
+
+
+def mixers(keys: Keys, max_len: int | None) -> tuple[Attention, DeltaNet]:
+    """What the two kinds of layers have."""
+    longest, heads, bias = keys.count("max_position_embeddings", 32768), keys.heads(256), keys("attention_bias", False)
+    attention = Attention(
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or longest),
+        qk_norm="head",
+        bias=bias,
+        out_bias=bias,
+        out_gate=True,
+    )
+    delta = DeltaNet(
+        heads=keys.count("linear_num_value_heads", 32),
+        key_heads=keys.count("linear_num_key_heads", 16),
+        key_dim=keys.count("linear_key_head_dim", 128),
+        value_dim=keys.count("linear_value_head_dim", 128),
+        width=keys.count("linear_conv_kernel_dim", 4),
+        activation=keys.activation("hidden_act"),
+    )
+    return attention, delta
+
+
+def layer_kinds(keys: Keys) -> list[str]:
+    """Each layer's: of four the last has attention, unless config.json says otherwise."""
+    count, every = keys.count("num_hidden_layers"), keys.count("full_attention_interval", 4)
+    usual = ["linear_attention" if (index + 1) % every else "full_attention" for index in range(count)]
+    found = keys("layer_types", None) or usual
+    if len(found) != count or not set(found) <= KINDS:
+        raise ModelError(f"config.json: layer_types = {found!r}; it must name {' or '.join(KINDS)} for {count} layers")
+    return found
+
+
+def delta_sources(a: DeltaNet, D: int, prefix: str) -> DeltaNetWeights:
+    """What stands in few tensors here: a key head's queries, keys, values and gates lie together."""
+    K, shared, (keys, values) = a.key_heads, a.heads // a.key_heads, a.sizes
+
+    def whole(x: np.ndarray) -> np.ndarray:
+        each = x.reshape(K, -1, *x.shape[1:])
+        ends = np.cumsum([a.key_dim, a.key_dim, shared * a.value_dim])
+        return np.concatenate([part.reshape(-1, *x.shape[1:]) for part in np.split(each, ends, axis=1)]).T
+
+    def gates(x: np.ndarray) -> np.ndarray:
+        return x.reshape(K, 2, shared, D).transpose(3, 1, 0, 2).reshape(D, 2, a.heads)
+
+    return common_sources(
+        a,
+        D,
+        prefix,
+        in_DC=tensor(f"{prefix}.in_proj_qkvz.weight", (2 * keys + 2 * values, D), whole),
+        gates_DGN=tensor(f"{prefix}.in_proj_ba.weight", (2 * a.heads, D), gates),
+    )
+
+
+def parted_sources(a: DeltaNet, D: int, prefix: str) -> DeltaNetWeights:
+    """The same in more tensors, as Qwen3.5 has it."""
+    keys, values = a.sizes
+    mixed = 2 * keys + values
+    parts = (("qkv", mixed, np.s_[:, :mixed]), ("z", values, np.s_[:, mixed:]))
+    return common_sources(
+        a,
+        D,
+        prefix,
+        in_DC=Source(
+            tuple(
+                SourceTensor(f"{prefix}.in_proj_{name}.weight", (n, D), linear((n,), (D,)), at) for name, n, at in parts
+            )
+        ),
+        gates_DGN=Source(
+            tuple(
+                SourceTensor(f"{prefix}.in_proj_{name}.weight", (a.heads, D), linear((a.heads,), (D,)), np.s_[:, at])
+                for at, name in enumerate("ba")
+            )
+        ),
+    )
+
+
+def common_sources(a: DeltaNet, D: int, prefix: str, **own: Source) -> DeltaNetWeights:
+    channels = 2 * a.sizes[0] + a.sizes[1]
+    return DeltaNetWeights(
+        conv_CW=tensor(f"{prefix}.conv1d.weight", (channels, 1, a.width), lambda x: x[:, 0]),
+        fading_N=tensor(f"{prefix}.A_log", (a.heads,)),
+        fading_bias_N=tensor(f"{prefix}.dt_bias", (a.heads,)),
+        norm_H=scale(f"{prefix}.norm.weight", a.value_dim),
+        out_NHD=tensor(f"{prefix}.out_proj.weight", (D, a.sizes[1]), linear((D,), (a.heads, a.value_dim))),
+        **own,
+    )
+
+
+def layer(config: ModelConfig, index: int, prefix: str, delta=delta_sources, norm_offset: float = 1.0) -> LayerWeights:
+    this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
+    norms: dict[str, Any] = {
+        field: scale(f"{here}.{name}.weight", D, norm_offset) for field, name in LLAMA_NORMS.items()
+    }
+    moe, mlp = None, this.mlp and mlp_sources(this.mlp, D, f"{here}.mlp{'.shared_expert' if this.moe else ''}")
+    if this.moe is not None:
+        router = router_source(this.moe, D, f"{here}.mlp.gate.weight")
+        moe = MoeWeights(router_DE=router, **expert_sources(this.moe, D, f"{here}.mlp.experts"))
+    if this.mlp is not None and this.mlp.gate:
+        mlp = mlp.replace(gate_D1=tensor(f"{here}.mlp.shared_expert_gate.weight", (1, D), linear((1,), (D,))))
+    return LayerWeights(attention=mixer_sources(this.attention, D, here, delta, norm_offset), mlp=mlp, moe=moe, **norms)
+
+
+def mixer_sources(a: Mixer, D: int, here: str, delta, norm_offset: float) -> Any:
+    if isinstance(a, DeltaNet):
+        return delta(a, D, f"{here}.linear_attn")
+    assert isinstance(a, Attention)
+    return attention_sources(a, D, f"{here}.self_attn", norm_offset=norm_offset)
+
+
+sources = partial(model_sources, layer=layer, norm_offset=1.0)
+
+
+def ignored(name: str, config: ModelConfig) -> bool:
+    """The layer that drafts."""
+    return name.startswith("mtp.")

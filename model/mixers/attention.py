@@ -1,0 +1,74 @@
+"""Softmax attention over keys and values of each head."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from ...ops.heads import Heads
+from ...ops.heads.xla import turn
+from ...ops.linear import add_up, project
+from ...sharding.device_axes import DeviceAxes
+from ...sharding.spec import ArraySpec, Runs
+from ..config import Attention, ModelConfig
+from ..matrix import matrix, norm
+from . import Reach
+
+Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
+
+
+@struct.dataclass
+class AttentionWeights:
+    qkv_DGH: (
+        Array  # what gates the results, if it is; queries, keys, values; without the last two where others' are read
+    )
+    out_NHD: Array
+    qkv_bias_GH: Array = None
+    out_bias_D: Array = None
+    q_norm: Array = None
+    k_norm: Array = None
+    sinks_N: Array = None
+
+
+def spec(config: ModelConfig, a: Attention) -> AttentionWeights:
+    D, dtype = config.dim, jnp.dtype(config.dtype)
+    N, K, H = a.heads, a.kv_heads, a.head_dim
+    sizes = (N,) if a.kv_source is not None else (N, K) if a.tied_kv else (N, K, K)
+    sizes, shared = ((N, *sizes), (2, 3)) if a.out_gate else (sizes, (1, 2))
+    G, runs = sum(sizes), Runs("heads", sizes, shared=shared[: len(sizes) - 1 - a.out_gate])
+    # Several devices may hold the same keys, and with them that part of the scale: hence the runs.
+    whole = norm(N * H, Runs("heads", (N,))), norm(K * H, Runs("heads", (K,), shared=(0,)))
+    none, each = (None, None), (norm(H), norm(H))
+    q_norm, k_norm = {None: none, "plain": none, "head": each, "turned": each, "all": whole}[a.qk_norm]
+    return AttentionWeights(
+        qkv_DGH=matrix(config, (D,), (G, H), ("embed", runs, None)),
+        out_NHD=matrix(config, (N, H), (D,), ("heads", None, "embed")),
+        qkv_bias_GH=ArraySpec((G, H), dtype, (runs, None), "zeros") if a.bias else None,
+        out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.out_bias else None,
+        q_norm=q_norm,
+        k_norm=None if a.kv_source is not None else k_norm,
+        sinks_N=ArraySpec((N,), jnp.float32, ("heads",), "zeros") if a.sinks else None,
+    )
+
+
+def reads(w: AttentionWeights) -> Array:
+    """The weight that the rows meet first."""
+    return w.qkv_DGH
+
+
+def mix(a: Attention, w: AttentionWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+    qkv_TGH = project("TD,DGH->TGH", x_TD, w.qkv_DGH, w.qkv_bias_GH)
+    gate_TNH, qkv_TGH = (qkv_TGH[:, : a.heads], qkv_TGH[:, a.heads :]) if a.out_gate else (None, qkv_TGH)
+    heads = Heads(
+        a.heads, a.kv_heads if a.kv_source is None else 0, rope, a.qk_norm, w.q_norm, w.k_norm, eps, a.v_norm,
+        a.tied_kv, axes.tensor,
+    )  # fmt: skip
+    *qkv, cache = (*turn(qkv_TGH, heads), cache) if reach.prepare is None else reach.prepare(qkv_TGH, heads, cache)
+    chunks = {"chunked": True} if a.chunked else {}
+    out_TNH, cache = reach.attend(
+        *qkv, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N, **chunks
+    )
+    if gate_TNH is not None:
+        out_TNH = (out_TNH * jax.nn.sigmoid(gate_TNH.astype(jnp.float32))).astype(out_TNH.dtype)
+    return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache

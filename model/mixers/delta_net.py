@@ -1,0 +1,87 @@
+"""The gated delta net, as Qwen3-Next and Qwen3.5 have it in most of their layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from ...ops.activation import ACTIVATIONS
+from ...ops.delta_net import delta_rule
+from ...ops.linear import add_up, einsum
+from ...ops.norm import rms_norm
+from ...ops.ordered_sum import sum_pairs
+from ...ops.short_conv import short_conv
+from ...ops.weight import plain
+from ...sharding.device_axes import DeviceAxes
+from ...sharding.spec import ArraySpec, Runs
+from ..config import DeltaNet, ModelConfig
+from ..matrix import matrix, norm
+from . import Reach
+
+Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
+
+
+@struct.dataclass
+class DeltaNetWeights:
+    in_DC: Array  # queries, keys, values, then what gates the result
+    gates_DGN: Array  # G = 2: how much of an error is corrected, then how fast memories fade
+    conv_CW: Array  # of queries, keys and values
+    fading_N: Array  # the logarithm of each head's rate
+    fading_bias_N: Array
+    norm_H: Array
+    out_NHD: Array
+
+
+def spec(config: ModelConfig, a: DeltaNet) -> DeltaNetWeights:
+    D, dtype = config.dim, jnp.dtype(config.dtype)
+    N, V = a.heads, a.value_dim
+    keys, values = a.sizes
+    every, convolved = (Runs("heads", (keys, keys, values, *more)) for more in ((values,), ()))
+
+    def by_head(init: str) -> ArraySpec:
+        return ArraySpec((N,), jnp.float32, ("heads",), init)
+
+    return DeltaNetWeights(
+        in_DC=matrix(config, (D,), (2 * keys + 2 * values,), ("embed", every)),
+        gates_DGN=ArraySpec((D, 2, N), dtype, ("embed", None, "heads"), fan_in=D, inputs=(0,)),
+        conv_CW=ArraySpec((2 * keys + values, a.width), jnp.float32, (convolved, None), fan_in=a.width),
+        fading_N=by_head("zeros"),
+        fading_bias_N=by_head("ones"),
+        norm_H=norm(V),
+        out_NHD=matrix(config, (N, V), (D,), ("heads", None, "embed")),
+    )
+
+
+def reads(w: DeltaNetWeights) -> Array:
+    """The weight that the rows meet first."""
+    return w.in_DC
+
+
+def mix(a: DeltaNet, w: DeltaNetWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+    """Everything between the products is in float32."""
+    assert reach.recur is not None, "there is nothing that keeps states"
+    activation, (keys, values) = ACTIVATIONS[a.activation], a.sizes
+
+    def run(inputs, states, rows):
+        x_TC, gates_TGN = inputs
+        x_TC, tail = short_conv(x_TC, w.conv_CW, states["tail"], rows)
+        x_TC = activation(x_TC)
+        q_TKH, k_TKH = (x.reshape(-1, a.key_heads, a.key_dim) for x in (x_TC[:, :keys], x_TC[:, keys : 2 * keys]))
+        q_TKH, k_TKH = unit(q_TKH) * a.key_dim**-0.5, unit(k_TKH)
+        v_TNH = x_TC[:, 2 * keys :].reshape(-1, a.heads, a.value_dim)
+        rate_TN = jax.nn.softplus(gates_TGN[:, 1] + w.fading_bias_N)
+        decay_TN, beta_TN = jnp.exp(-jnp.exp(w.fading_N) * rate_TN), jax.nn.sigmoid(gates_TGN[:, 0])
+        out_TNH, memory = delta_rule(q_TKH, k_TKH, v_TNH, decay_TN, beta_TN, states["memory"], rows)
+        return out_TNH, {"tail": tail, "memory": memory}
+
+    in_TC, gates_TGN = einsum("TD,DC->TC", x_TD, w.in_DC), einsum("TD,DGN->TGN", plain(x_TD), w.gates_DGN, jnp.float32)
+    out_TNH, cache = reach.recur((in_TC[:, : 2 * keys + values], gates_TGN), run, cache)
+    z_TNH = in_TC[:, 2 * keys + values :].reshape(out_TNH.shape).astype(jnp.float32)
+    out_TNH = rms_norm(out_TNH, w.norm_H, eps) * activation(z_TNH)
+    return add_up("TNH,NHD->TD", out_TNH.astype(in_TC.dtype), w.out_NHD, None, axes.tensor), cache
+
+
+def unit(x_TGH):
+    """Vectors of length one."""
+    return x_TGH * jax.lax.rsqrt(sum_pairs(x_TGH * x_TGH)[..., None] + 1e-6)

@@ -1,0 +1,79 @@
+"""Latent attention (MLA), as DeepSeek has it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+from ...ops.linear import add_up, einsum, project
+from ...ops.norm import rms_norm
+from ...ops.rope import rotate
+from ...sharding.device_axes import DeviceAxes
+from ...sharding.spec import ArraySpec
+from ..config import LatentAttention, ModelConfig
+from ..matrix import matrix, norm
+from . import Reach
+
+Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
+
+
+@struct.dataclass
+class LatentWeights:
+    q_down_DA: Array  # None where queries are projected in one step
+    q_norm_A: Array
+    q_up_ANH: Array
+    kv_down_DA: Array  # the latent, then the rotary key
+    kv_norm_A: Array
+    k_up_NAH: Array
+    v_up_NHA: Array
+    out_NHD: Array
+    q_down_bias_A: Array = None
+    kv_down_bias_A: Array = None
+    out_bias_D: Array = None
+
+
+def spec(config: ModelConfig, a: LatentAttention) -> LatentWeights:
+    D, dtype = config.dim, jnp.dtype(config.dtype)
+    N, A, H = a.heads, a.kv_rank, a.nope_dim + a.rope_dim
+    direct = a.q_rank is None
+    rank = D if direct else a.q_rank
+    wide = a.kv_rank + a.rope_dim
+    return LatentWeights(
+        q_down_DA=None if direct else matrix(config, (D,), (rank,), ("embed", None)),
+        q_norm_A=None if direct else norm(rank),
+        q_up_ANH=matrix(config, (rank,), (N, H), (None, "heads", None)),
+        kv_down_DA=matrix(config, (D,), (wide,), ("embed", None)),
+        kv_norm_A=norm(A),
+        k_up_NAH=ArraySpec((N, A, a.nope_dim), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True),
+        v_up_NHA=ArraySpec((N, a.v_dim, A), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True),
+        out_NHD=matrix(config, (N, a.v_dim), (D,), ("heads", None, "embed")),
+        q_down_bias_A=ArraySpec((rank,), dtype, (None,), "zeros") if a.bias and not direct else None,
+        kv_down_bias_A=ArraySpec((wide,), dtype, (None,), "zeros") if a.bias else None,
+        out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.bias else None,
+    )
+
+
+def reads(w: LatentWeights) -> Array:
+    """The weight that the rows meet first."""
+    return w.kv_down_DA
+
+
+def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+    """MLA with the up-projections absorbed: queries attend to the latents themselves, as one shared KV head.
+
+    Its norms have an epsilon of their own in place of `eps`.
+    """
+    if w.q_down_DA is None:
+        q_TA = x_TD
+    else:
+        q_TA = rms_norm(project("TD,DA->TA", x_TD, w.q_down_DA, w.q_down_bias_A), w.q_norm_A, a.norm_eps)
+    q_TNH = einsum("TA,ANH->TNH", q_TA, w.q_up_ANH)
+    kv_TA = project("TD,DA->TA", x_TD, w.kv_down_DA, w.kv_down_bias_A)
+    latent_TA = rms_norm(kv_TA[:, : a.kv_rank], w.kv_norm_A, a.norm_eps)
+    k_rope_T1H = rotate(kv_TA[:, None, a.kv_rank :], rope)
+    q_latent_TNA = einsum("TNH,NAH->TNA", q_TNH[..., : a.nope_dim], w.k_up_NAH)
+    q_TNA = jnp.concatenate([q_latent_TNA, rotate(q_TNH[..., a.nope_dim :], rope)], axis=-1)
+    k_T1A = jnp.concatenate([latent_TA[:, None], k_rope_T1H], axis=-1)
+    out_TNA, cache = reach.attend(q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank)
+    out_TNH = einsum("TNA,NHA->TNH", out_TNA, w.v_up_NHA)
+    return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache

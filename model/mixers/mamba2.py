@@ -1,0 +1,86 @@
+"""Mamba 2: a memory for each head that fades and takes in each token, as Granite 4 has it in most layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from ...ops.activation import ACTIVATIONS
+from ...ops.delta_net import delta_rule
+from ...ops.linear import add_up, project
+from ...ops.norm import rms_norm
+from ...ops.short_conv import short_conv
+from ...sharding.device_axes import DeviceAxes
+from ...sharding.spec import ArraySpec
+from ..config import Mamba2, ModelConfig
+from ..matrix import matrix, norm
+from . import Reach
+
+Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
+
+
+@struct.dataclass
+class Mamba2Weights:
+    in_DC: Array  # what gates the result; values, keys and queries, which are convolved; how far a token goes
+    conv_CW: Array
+    rate_N: Array  # the logarithm of how fast each head's memory fades
+    step_bias_N: Array
+    direct_N: Array  # how much of a value is added to what is read
+    norm_C: Array
+    out_CD: Array
+    conv_bias_C: Array = None
+    in_bias_C: Array = None
+    out_bias_D: Array = None
+
+
+def spec(config: ModelConfig, a: Mamba2) -> Mamba2Weights:
+    D, N, dtype = config.dim, a.heads, jnp.dtype(config.dtype)
+    values, convolved = a.sizes
+
+    def small(shape: tuple[int, ...], init: str, dtype=jnp.float32) -> ArraySpec:
+        return ArraySpec(shape, dtype, (None,) * len(shape), init, fan_in=shape[-1])
+
+    width = values + convolved + N
+    return Mamba2Weights(
+        in_DC=matrix(config, (D,), (width,), ("embed", None)),
+        conv_CW=small((convolved, a.width), "normal"),
+        rate_N=small((N,), "zeros"),
+        step_bias_N=small((N,), "ones"),
+        direct_N=small((N,), "ones"),
+        norm_C=norm(values),
+        out_CD=matrix(config, (values,), (D,), (None, "embed")),
+        conv_bias_C=small((convolved,), "zeros") if a.conv_bias else None,
+        in_bias_C=small((width,), "zeros", dtype) if a.bias else None,
+        out_bias_D=small((D,), "zeros", dtype) if a.bias else None,
+    )
+
+
+def reads(w: Mamba2Weights) -> Array:
+    """The weight that the rows meet first."""
+    return w.in_DC
+
+
+def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+    """Everything between the products is in float32."""
+    assert reach.recur is not None, "there is nothing that keeps states"
+    activation, (values, convolved) = ACTIVATIONS[a.activation], a.sizes
+    keys = a.groups * a.key_dim
+
+    def run(inputs, states, rows):
+        x_TC, step_TN = inputs
+        x_TC, tail = short_conv(x_TC, w.conv_CW, states["tail"], rows)
+        x_TC = activation(x_TC if w.conv_bias_C is None else x_TC + w.conv_bias_C)
+        v_TNH = x_TC[:, :values].reshape(-1, a.heads, a.value_dim)
+        k_TGH, q_TGH = (x_TC[:, at : at + keys].reshape(-1, a.groups, a.key_dim) for at in (values, values + keys))
+        step_TN = jax.nn.softplus(step_TN + w.step_bias_N)
+        decay_TN = jnp.exp(-jnp.exp(w.rate_N) * step_TN)
+        out_TNH, memory = delta_rule(q_TGH, k_TGH, v_TNH, decay_TN, step_TN, states["memory"], rows, corrects=False)
+        return out_TNH + w.direct_N[:, None] * v_TNH, {"tail": tail, "memory": memory}
+
+    in_TC = project("TD,DC->TC", x_TD, w.in_DC, w.in_bias_C)
+    gate_TC, x_TC, step_TN = jnp.split(in_TC, (values, values + convolved), axis=1)
+    out_TNH, cache = reach.recur((x_TC, step_TN.astype(jnp.float32)), run, cache)
+    out_TC = out_TNH.reshape(-1, values) * activation(gate_TC.astype(jnp.float32))
+    out_TC = rms_norm(out_TC.reshape(-1, a.groups, values // a.groups), None, eps).reshape(-1, values) * w.norm_C
+    return add_up("TC,CD->TD", out_TC.astype(in_TC.dtype), w.out_CD, w.out_bias_D, axes.tensor), cache

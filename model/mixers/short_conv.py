@@ -1,0 +1,61 @@
+"""A gated short convolution, as LFM2 has it in most of its layers: it sees the last few tokens alone."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+from ...ops.linear import add_up, project
+from ...ops.short_conv import short_conv
+from ...sharding.device_axes import DeviceAxes
+from ...sharding.spec import ArraySpec, Runs
+from ..config import ModelConfig, ShortConv
+from ..matrix import matrix
+from . import Reach
+
+Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
+
+
+@struct.dataclass
+class ShortConvWeights:
+    in_DC: Array  # what gates the input, what gates the result, the input
+    conv_CW: Array
+    out_CD: Array
+    in_bias_C: Array = None
+    conv_bias_C: Array = None
+    out_bias_D: Array = None
+
+
+def spec(config: ModelConfig, a: ShortConv) -> ShortConvWeights:
+    D, C, dtype = config.dim, a.channels, jnp.dtype(config.dtype)
+    runs = Runs("heads", (C, C, C))
+    return ShortConvWeights(
+        in_DC=matrix(config, (D,), (3 * C,), ("embed", runs)),
+        conv_CW=ArraySpec((C, a.width), jnp.float32, ("heads", None), fan_in=a.width),
+        out_CD=matrix(config, (C,), (D,), ("heads", "embed")),
+        in_bias_C=ArraySpec((3 * C,), dtype, (runs,), "zeros") if a.bias else None,
+        conv_bias_C=ArraySpec((C,), jnp.float32, ("heads",), "zeros") if a.bias else None,
+        out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.bias else None,
+    )
+
+
+def reads(w: ShortConvWeights) -> Array:
+    """The weight that the rows meet first."""
+    return w.in_DC
+
+
+def mix(a: ShortConv, w: ShortConvWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+    """Everything between the products is in float32."""
+    assert reach.recur is not None, "there is nothing that keeps states"
+
+    def run(inputs, states, rows):
+        out_TC, tail = short_conv(inputs[0], w.conv_CW, states["tail"], rows)
+        return out_TC, {"tail": tail}
+
+    in_TC = project("TD,DC->TC", x_TD, w.in_DC, w.in_bias_C)
+    gate_TC, out_gate_TC, x_TC = (x.astype(jnp.float32) for x in jnp.split(in_TC, 3, axis=1))
+    out_TC, cache = reach.recur((gate_TC * x_TC,), run, cache)
+    if w.conv_bias_C is not None:
+        out_TC = out_TC + w.conv_bias_C
+    out_TC = (out_gate_TC * out_TC).astype(in_TC.dtype)
+    return add_up("TC,CD->TD", out_TC, w.out_CD, w.out_bias_D, axes.tensor), cache

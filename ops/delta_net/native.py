@@ -1,0 +1,35 @@
+"""The gated delta rule by the C++ kernel: see delta_net.cc in `ops/native`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..native import target
+from ..native.kernel_names import DELTA_NET
+
+
+def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects):
+    """See `quire.ops.delta_net.delta_rule`."""
+    (T, N, V), (_, K, H) = v_TNV.shape, q_TKH.shape
+    B, slots = rows.slots_B.shape[0], memory_BNHV.shape[0]
+    expected = {  # the kernel does not check shapes
+        "q_TKH": (q_TKH, (T, K, H)), "k_TKH": (k_TKH, (T, K, H)), "decay_TN": (decay_TN, (T, N)),
+        "beta_TN": (beta_TN, (T, N)), "memory_BNHV": (memory_BNHV, (slots, N, H, V)),
+        "starts_B1": (rows.starts_B1, (B + 1,)), "kept_B": (rows.kept_B, (B,)), "begins_B": (rows.begins_B, (B,)),
+    }  # fmt: skip
+    for name, (x, shape) in expected.items():
+        if x.shape != shape:
+            raise ValueError(f"delta rule: {name} has shape {x.shape}, but the other arrays say {shape}")
+    if N % K:
+        raise ValueError(f"delta rule: {N} value heads do not share {K} key heads evenly")
+    arrays = q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV
+    if any(x.dtype != jnp.float32 for x in arrays):
+        raise NotImplementedError("all arrays must be float32")
+    numbers = [x.astype(jnp.int32) for x in (rows.starts_B1, rows.slots_B, rows.begins_B, rows.kept_B)]
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v_TNV, memory_BNHV)]
+    call = jax.ffi.ffi_call(target(DELTA_NET), results, input_output_aliases={5: 1})
+    return tuple(call(*arrays, *numbers, corrects=np.int32(corrects)))
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

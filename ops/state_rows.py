@@ -1,0 +1,36 @@
+"""Which rows of a step belong to which sequence, where a layer keeps a state of fixed size for each."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class StateRows:
+    """States are arrays whose first axis counts slots; a sequence goes on from what its slot holds."""
+
+    starts_B1: Any  # sequence b has the rows starts[b] .. starts[b + 1]; padding rows come after the last
+    slots_B: Any  # one past the last where there is no sequence
+    begins_B: Any  # bool: its first row here is its first of all, and what the slot holds is another's
+    kept_B: Any  # after so many of its rows the state is kept; those after them may be computed in vain
+
+    @classmethod
+    def of(cls, starts_B1, positions_T, owners_T, num_slots: int) -> "StateRows":
+        """Where all rows count: `owners_T` is the slot of each row's sequence."""
+        counts_B = starts_B1[1:] - starts_B1[:-1]
+        first_B = jnp.minimum(starts_B1[:-1], positions_T.shape[0] - 1)
+        slots_B = jnp.where(counts_B > 0, owners_T[first_B], num_slots)
+        return cls(starts_B1, slots_B, (positions_T[first_B] == 0) & (counts_B > 0), counts_B)
+
+    def states(self, held):
+        """The states that the sequences go on from, by sequence."""
+        found = held[jnp.minimum(self.slots_B, held.shape[0] - 1)]
+        return jnp.where(self.begins_B.reshape(-1, *[1] * (held.ndim - 1)), 0, found)
+
+    def sequences(self, T: int):
+        """(the sequence of each row, its place among that one's rows)."""
+        row_T, last = jnp.arange(T), self.slots_B.shape[0] - 1
+        seq_T = jnp.searchsorted(self.starts_B1[1:], row_T, side="right", method="compare_all")
+        seq_T = jnp.minimum(seq_T, last).astype(jnp.int32)
+        return seq_T, row_T - self.starts_B1[seq_T]

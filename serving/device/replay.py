@@ -1,0 +1,78 @@
+"""Rows of a sequence's last step that are computed again before its own: the drafts that were right.
+
+What a layer keeps cannot be taken back, so a step leaves it as it is before the first draft, and beside it what the
+drafts' rows brought. The next step begins with those of them that were right: by a recurrence, so to the same bits.
+
+    last step     [ known ][ draft draft draft ]          kept here ^ before the drafts, with the rows of all three
+    this step              [ draft draft ][ known ][ draft draft draft ]        two were right, and come again
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from ...ops.state_rows import StateRows
+from .batch import Batch
+
+
+@struct.dataclass
+class Replay:
+    """Letters beside the package's: U rows with those that are computed again, J drafts that a sequence may have."""
+
+    rows: StateRows  # of U rows
+    ends_B: Any  # positions that the states hold after this step
+    again_U: Any  # bool: a row of the last step,
+    slot_U: Any  # of this slot,
+    place_U: Any  # and so many after the first; of others the row of this step
+    at_T: Any  # where this step's rows are among all
+    drafts_B: Any  # the first of each sequence's rows whose state is not kept
+
+    @classmethod
+    def of(cls, batch: Batch, positions_T, lengths_B, max_drafts: int) -> "Replay":
+        """`lengths_B` are the positions that the states of each slot hold."""
+        own = StateRows.of(batch.starts_B1, positions_T, batch.owners_T, lengths_B.shape[0])
+        T, B, counts_B = positions_T.shape[0], own.slots_B.shape[0], own.kept_B
+        seq_R = jnp.searchsorted(batch.starts_B1[1:], batch.sample_rows_R, side="right", method="compare_all")
+        drafts_B = jnp.zeros(B, jnp.int32).at[seq_R].max(batch.depths_R, mode="drop")
+        first_B = positions_T[jnp.minimum(batch.starts_B1[:-1], T - 1)]
+        held_B = lengths_B[jnp.minimum(own.slots_B, lengths_B.shape[0] - 1)]
+        again_B = jnp.where((counts_B > 0) & ~own.begins_B, jnp.clip(first_B - held_B, 0, max_drafts), 0)
+        starts_B1 = batch.starts_B1 + jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(again_B)])
+        rows = StateRows(starts_B1, own.slots_B, own.begins_B, again_B + counts_B - drafts_B)
+        seq_U, place_U = rows.sequences(T + B * max_drafts)
+        again_U = place_U < again_B[seq_U]
+        row_U = batch.starts_B1[seq_U] + place_U - again_B[seq_U]
+        seq_T, place_T = own.sequences(T)
+        return cls(
+            rows,
+            first_B + counts_B - drafts_B,
+            again_U,
+            jnp.minimum(own.slots_B[seq_U], lengths_B.shape[0] - 1),
+            jnp.where(again_U, jnp.minimum(place_U, max_drafts - 1), jnp.clip(row_U, 0, T - 1)),
+            starts_B1[seq_T] + again_B[seq_T] + place_T,
+            batch.starts_B1[:-1] + counts_B - drafts_B,
+        )
+
+    def whole(self, x_TX, held_BJX):
+        """The rows of both steps, sequence by sequence."""
+        J = held_BJX.shape[1]
+        old_UX = held_BJX[self.slot_U, jnp.minimum(self.place_U, J - 1)].astype(x_TX.dtype)
+        new_UX = x_TX[jnp.minimum(self.place_U, x_TX.shape[0] - 1)]
+        return jnp.where(self.again_U.reshape(-1, *[1] * (x_TX.ndim - 1)), old_UX, new_UX)
+
+    def keep(self, x_TX, held_BJX):
+        """With the rows of this step's drafts."""
+        row_BJ = self.drafts_B[:, None] + jnp.arange(held_BJX.shape[1])
+        new_BJX = x_TX[jnp.minimum(row_BJ, x_TX.shape[0] - 1)].astype(held_BJX.dtype)
+        return held_BJX.at[self.rows.slots_B].set(new_BJX, mode="drop")
+
+    def recur(self, index: int, inputs, run, state):
+        """As `attend.recur_with`."""
+        before = state.kept[index]
+        out_UX, after = run(jax.tree.map(self.whole, inputs, before["drafted"]), before, self.rows)
+        kept = {**before, **after, "drafted": jax.tree.map(self.keep, inputs, before["drafted"])}
+        if "length" in before:
+            kept["length"] = before["length"].at[self.rows.slots_B].set(self.ends_B, mode="drop")
+        return out_UX[self.at_T], state.replace(kept={**state.kept, index: kept})

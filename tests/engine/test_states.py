@@ -1,0 +1,139 @@
+"""Models whose layers keep a state for each sequence: the same bits alone, in company, chunked, preempted, drafted."""
+
+import random
+
+import company
+import pytest
+from cases import cases
+from golden.families import VARIANTS
+from golden.recorded import Golden
+
+from quire import LLM, SamplingParams
+from quire.ops import native
+
+LENGTH = 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if not native.serves():
+        pytest.skip("XLA sums products in an order that depends on the number of rows")
+    variant = next(variant for variant in VARIANTS if variant.name == "qwen3-next")
+    return Golden(variant, tmp_path_factory.mktemp("states")).folder
+
+
+def llm_of(folder, **options) -> LLM:
+    common = {
+        "max_model_len": LENGTH,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 40,
+        "kv_cache_memory_bytes": 32 << 20,
+    }
+    return LLM(model=str(folder), skip_tokenizer_init=True, dtype="float32", **common | options)
+
+
+def bits(request) -> tuple:
+    (answer,) = request.output().outputs
+    scores = tuple(tuple(sorted((t, e.logprob) for t, e in entry.items())) for entry in answer.logprobs)
+    return answer.finish_reason, tuple(answer.token_ids), scores
+
+
+def serve(llm: LLM, requests: dict, arrivals: dict) -> dict:
+    return {name: bits(request) for name, request in company.serve(llm.engine, requests, arrivals).items()}
+
+
+def mix(rng: random.Random) -> tuple[dict, dict]:
+    requests, arrivals, prompts = {}, {}, []
+    for index in range(rng.randint(2, 7)):
+        start = rng.choice(prompts)[: rng.randint(0, 100)] if prompts and rng.random() < 0.6 else []
+        some = [rng.randrange(160) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 70)))]
+        prompts.append(start + some * rng.choice((1, 1, 2)))
+        params = SamplingParams(
+            temperature=rng.choice((0, 0, 0.8)), seed=index, repetition_penalty=rng.choice((1, 1.2)),
+            max_tokens=rng.randint(1, 24), logprobs=1, ignore_eos=True,
+        )  # fmt: skip
+        requests[str(index)], arrivals[str(index)] = (prompts[-1][:170], params), rng.randint(0, 12)
+    return requests, arrivals
+
+
+@pytest.mark.random
+def test_company_chunks_and_preemption_change_no_bit(folder):
+    rng, alone = random.Random(2), llm_of(folder)
+    others = {
+        "roomy": llm_of(folder),
+        "small chunks": llm_of(folder, max_num_batched_tokens=7, block_size=8),
+        "tight": llm_of(folder, kv_cache_memory_bytes=330 << 10),
+        "few snapshots": llm_of(folder, kv_cache_memory_bytes=2 << 20, max_num_batched_tokens=24),
+    }
+    for llm in others.values():
+        llm.engine.tables[0].snapshot_distance = 32
+    preempted, cached, compiles = (
+        0,
+        {},
+        [llm.engine.snapshot().recompiles for llm in others.values()],
+    )  # those of the others
+    long = SamplingParams(temperature=0, max_tokens=90, logprobs=1, ignore_eos=True)
+    crowd = {str(index): ([rng.randrange(160) for _ in range(60)], long) for index in range(4)}
+    mixes = [(crowd, dict.fromkeys(crowd, 0)), *(mix(rng) for _ in range(cases(20, least=2)))]
+    for number, (requests, arrivals) in enumerate(mixes):
+        expected = {name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()}
+        for kind, llm in others.items():
+            got = company.serve(llm.engine, requests, arrivals)
+            assert {name: bits(request) for name, request in got.items()} == expected, f"mix {number}, {kind}"
+            preempted += sum(request.output().metrics.num_preemptions for request in got.values())
+            cached[kind] = cached.get(kind, 0) + sum(request.output().num_cached_tokens for request in got.values())
+    assert preempted and cached["roomy"] and cached["small chunks"] and cached["few snapshots"], cached
+    assert [llm.engine.snapshot().recompiles for llm in others.values()] == compiles
+
+
+def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
+    """And less than the distance between two snapshots, which the answer has passed or not."""
+    rng = random.Random(6)
+    wide = {"max_model_len": 6000, "hf_overrides": {"max_position_embeddings": 8192}, "max_num_batched_tokens": 256}
+    llm, plain = (llm_of(folder, **wide, enable_prefix_caching=caching) for caching in (True, False))
+    assert llm.engine.tables[0].snapshot_distance == 512
+    for length, answered in ((4000, 40), (3500, 500)):
+        first = [rng.randrange(160) for _ in range(length)]
+        greedy = SamplingParams(temperature=0, max_tokens=answered, logprobs=1, ignore_eos=True)
+        (answer,) = serve(llm, {"1": (first, greedy)}, {"1": 0}).values()
+        second = {"2": (first + list(answer[1]) + [rng.randrange(160) for _ in range(50)], greedy)}
+        got = company.serve(llm.engine, second, {"2": 0})["2"]
+        computed = length + answered + 50 - got.output().num_cached_tokens
+        assert 50 <= computed < 50 + 512
+        assert {"2": bits(got)} == serve(plain, second, {"2": 0})
+
+
+class Guesses:
+    """A drafter that knows the answers, and is wrong now and then."""
+
+    def __init__(self, answers, rng):
+        self.answers, self.rng = answers, rng
+
+    def propose(self, seq, most):
+        whole = self.answers.get(tuple(seq.tokens[: seq.num_prompt]), ())
+        next_ones = list(whole[len(seq.tokens) - seq.num_prompt :][:most])
+        if next_ones and self.rng.random() < 0.6:
+            next_ones[self.rng.randrange(len(next_ones))] = self.rng.randrange(160)
+        return next_ones
+
+    def end(self, seq):
+        pass
+
+
+@pytest.mark.random
+def test_drafts_change_no_bit(folder):
+    rng, plain = random.Random(3), llm_of(folder)
+    config = {"method": "ngram", "num_speculative_tokens": 4, "adapts": False}
+    drafted = llm_of(folder, speculative_config=config)
+    tight = llm_of(folder, speculative_config=config, kv_cache_memory_bytes=380 << 10)
+    compiles = tight.engine.snapshot().recompiles
+    for number in range(cases(20, least=3)):
+        requests, arrivals = mix(rng)
+        expected = serve(plain, requests, arrivals)
+        answers = {tuple(prompt): expected[name][1] for name, (prompt, _) in requests.items()}
+        for llm in (drafted, tight):
+            llm.engine.speculator.drafter = Guesses(answers, rng)
+            assert serve(llm, requests, arrivals) == expected, f"mix {number}"
+    counts = drafted.engine.speculator.counts
+    assert counts.accepted[0] > 0 and counts.accepted[0] < counts.drafts
+    assert tight.engine.snapshot().recompiles == compiles

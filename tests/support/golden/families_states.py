@@ -1,0 +1,85 @@
+"""Tiny models of the families whose layers keep a state of fixed size."""
+
+from .variant import SIZES, Variant
+
+DELTA = {
+    "hidden_act": "silu", "head_dim": 32, "attention_bias": False, "num_hidden_layers": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_NEXT = SIZES | DELTA | {
+    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "rope_theta": 10000.0,
+    "rope_scaling": None, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "moe_intermediate_size": 32, "norm_topk_prob": True, "num_experts": 8,
+    "num_experts_per_tok": 3, "shared_expert_intermediate_size": 48, "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+QWEN3_5 = SIZES | DELTA | {
+    "model_type": "qwen3_5_text", "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": [],
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25, "rope_theta": 10000.0,
+        "rope_type": "default",
+    },
+}  # fmt: skip
+QWEN3_5 = {key: value for key, value in QWEN3_5.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
+QWEN3_5_MOE = {key: value for key, value in QWEN3_5.items() if key != "intermediate_size"} | {
+    "model_type": "qwen3_5_moe_text", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+LFM2 = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"} | {
+    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "norm_eps": 1e-5, "rope_theta": 1000000.0,
+    "conv_L_cache": 3, "conv_bias": False, "conv_dim": 64, "conv_dim_out": 64, "conv_use_xavier_init": True,
+    "block_auto_adjust_ff_dim": True, "block_dim": 64, "block_ff_dim": 96, "block_ffn_dim_multiplier": 1.5,
+    "block_mlp_init_scale": 1.0, "block_multiple_of": 16, "block_norm_eps": 1e-5, "block_out_init_scale": 1.0,
+    "block_use_swiglu": True, "block_use_xavier_init": True, "num_heads": 4, "num_hidden_layers": 5,
+    "full_attn_idxs": [2, 4], "theta": 1000000.0, "use_pos_enc": True, "tie_embedding": True,
+}  # fmt: skip
+GRANITE_HYBRID = SIZES | {
+    "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "hidden_act": "silu",
+    "attention_bias": False, "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5,
+    "residual_multiplier": 0.6, "layer_types": ["mamba", "mamba", "attention", "mamba"], "num_hidden_layers": 4,
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 24,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_proj_bias": False, "num_experts_per_tok": 0,
+    "num_local_experts": 0, "normalization_function": "rmsnorm", "output_router_logits": False,
+    "position_embedding_type": "nope", "rope_scaling": None, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01,
+    "shared_intermediate_size": 96, "tie_word_embeddings": True, "init_method": "mup",
+}  # fmt: skip
+
+STATE_VARIANTS = [
+    Variant("granite-hybrid", GRANITE_HYBRID),
+    Variant(
+        "granite-hybrid-moe",
+        GRANITE_HYBRID
+        | {
+            "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "mamba_n_groups": 2,
+            "mamba_proj_bias": True, "mamba_conv_bias": False, "position_embedding_type": "rope",
+        },
+    ),
+    Variant("qwen3-next", QWEN3_NEXT),
+    Variant(
+        "qwen3-next-dense",
+        QWEN3_NEXT
+        | {
+            "linear_num_key_heads": 4, "linear_key_head_dim": 16, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1],
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    Variant("lfm2", LFM2),
+    Variant("lfm2-plain", LFM2 | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}),
+    Variant("qwen3-5", QWEN3_5 | {"architectures": ["Qwen3_5ForCausalLM"]}),
+    Variant(
+        "qwen3-5-moe",
+        {
+            "model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "text_config": QWEN3_5_MOE,
+            "vision_config": {
+                "model_type": "qwen3_5_moe_vision", "depth": 1, "hidden_size": 16, "intermediate_size": 16,
+                "num_heads": 1, "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
+            },
+            "image_token_id": 161, "video_token_id": 162, "vision_start_token_id": 163, "vision_end_token_id": 164,
+            "tie_word_embeddings": False,
+        },
+    ),
+]  # fmt: skip

@@ -205,7 +205,9 @@ def limits_of(options: SizedOptions, config: ModelConfig) -> Limits:
         max_rows=options.max_num_batched_tokens,
         max_samples=max(options.max_num_seqs, 16),
         listed=config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS),
-        max_drafts=0 if chosen is None else chosen.num_speculative_tokens,
+        max_drafts=0 if chosen is None else chosen.depth,
+        paths=1 if chosen is None else len(chosen.paths),
+        path_rows=1 if chosen is None else chosen.num_rows,
         follows=chosen is not None and chosen.follows,
     )
 

@@ -55,6 +55,11 @@ def draft_source(
             f"{FIELD}.method is 'self', and this model has layers that keep a state for each sequence, which drafts "
             "would change; use the method draft_model, ngram or suffix"
         )
+    if config.state_layers and len(chosen.paths) > 1:
+        raise ModelError(
+            f"{FIELD}.speculative_token_tree has {len(chosen.paths)} paths, and this model has layers that keep a "
+            "state for each sequence, of which there is one; use num_speculative_tokens without it"
+        )
     last = None if mesh is None else stage_meshes(mesh)[-1]
     if chosen.method == "self":
         return part_of(chosen, options, folder, config, last)
@@ -154,15 +159,16 @@ def heads_on(
         raise ModelError(f"{FIELD}.method is {chosen.method!r} with expert_redundancy: its experts have one copy each")
     load = partial(load_heads, own_folder, heads, options.load_format, mesh)
     if chosen.method == "medusa":
-        if heads.count < chosen.num_speculative_tokens:
+        if heads.count < chosen.depth:
+            what = "num_speculative_tokens is" if len(chosen.paths) == 1 else "speculative_token_tree has the depth"
             raise ModelError(
-                f"{FIELD}.num_speculative_tokens is {chosen.num_speculative_tokens}, and {FIELD}.model has "
+                f"{FIELD}.{what} {chosen.depth}, and {FIELD}.model has "
                 f"{heads.count} heads, each of which drafts one token; use {heads.count} or less"
             )
-        return DraftSource(MedusaDrafter(heads, config), heads.model, load)
+        return DraftSource(MedusaDrafter(heads, config, chosen.paths), heads.model, load)
     check_pages(heads.model, config, max_len)
     check_split(heads.model, chosen, mesh)
-    drafter = FeatureDrafter(heads, with_layers(config, heads.model), len(config.layers))
+    drafter = FeatureDrafter(heads, with_layers(config, heads.model), len(config.layers), chosen.paths)
     return DraftSource(drafter, heads.model, load)
 
 

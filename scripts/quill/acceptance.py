@@ -15,6 +15,11 @@ from .eval import LONGEST
 from .tasks import fresh
 
 DRAFTS = 4
+TREE = (  # as deep
+    "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0), (0, 0, 1, 0), "
+    "(1, 0, 0, 0)]"
+)
+HEADS = "medusa, quill-medusa", "eagle, quill-eagle"
 DRAWN = "draft_model", "self, int8-weights"  # whose distributions are those of a model that can be asked for them
 
 
@@ -56,11 +61,15 @@ class Verified(Observer):
 def main(
     samples: Annotated[int, typer.Option(min=1, help="prompts per task")] = 6,
     prompts: Annotated[int, typer.Option(min=1, help="stories that are told at temperature 1")] = 24,
+    trees: Annotated[bool, typer.Option(help="print what heads gain by a tree of drafts, and nothing else")] = False,
 ):
     """Print tokens a step by drafter and task, and what drawing with the model's own noise gains at temperature 1."""
-    from ... import LLM, SamplingParams
+    from ... import LLM
 
-    greedy, console = SamplingParams(temperature=0, max_tokens=LONGEST), Console(width=110)
+    console = Console(width=110)
+    if trees:
+        console.print(by_trees(samples))
+        return
     table = Table("drafter", "task", "steps with drafts", "a", "by the formula", "tokens a step")
     noise = Table("drafter", "drafts", "independent draws", "by rejection", "the same noise", "as measured")
     for name, config in CONFIGS.items():
@@ -68,12 +77,7 @@ def main(
             continue
         llm = LLM(speculative_config=config | {"num_speculative_tokens": DRAFTS, "adapts": False})
         for task in ASKED:
-            examples, seen = list(fresh(task, samples)), Verified()
-            llm.engine.observers[:] = [seen]
-            if plain := [e.prompt for e in examples if e.plain]:
-                llm.generate(plain, greedy, use_tqdm=False)
-            if chats := [e.messages for e in examples if not e.plain]:
-                llm.chat(chats, greedy, use_tqdm=False)
+            seen = verified(llm, task, samples)
             counts = f"{len(seen.right)}", f"{seen.rate:.2f}", f"{seen.expected:.2f}", f"{seen.measured:.2f}"
             table.add_row(name, task, *counts)
         if name in DRAWN:
@@ -87,6 +91,33 @@ def main(
         llm.close()
     console.print(table)
     console.print("How often a draft is right at temperature 1, where those before it are:", noise)
+
+
+def verified(llm, task: str, samples: int) -> Verified:
+    """What became of drafts in greedy answers to fresh questions."""
+    from ... import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=LONGEST)
+    examples, seen = list(fresh(task, samples)), Verified()
+    llm.engine.observers[:] = [seen]
+    if plain := [e.prompt for e in examples if e.plain]:
+        llm.generate(plain, greedy, use_tqdm=False)
+    if chats := [e.messages for e in examples if not e.plain]:
+        llm.chat(chats, greedy, use_tqdm=False)
+    return seen
+
+
+def by_trees(samples: int) -> Table:
+    """Tokens a step with a chain of drafts, and with a tree of the same depth."""
+    from ... import LLM
+
+    table = Table("drafter", "drafts", *ASKED)
+    for name in HEADS:
+        for label, drafts in ("chain", {"num_speculative_tokens": DRAFTS}), ("tree", {"speculative_token_tree": TREE}):
+            llm = LLM(max_num_seqs=4, speculative_config={**(CONFIGS[name] or {}), **drafts, "adapts": False})
+            table.add_row(name, label, *(f"{verified(llm, task, samples).measured:.2f}" for task in ASKED))
+            llm.close()
+    return table
 
 
 def told(llm, count: int) -> list[tuple[list[int], int]]:

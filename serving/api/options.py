@@ -188,9 +188,13 @@ class EngineOptions:
                 "every running sequence gets a token a step"
             )
         if (speculation := self.speculation) is not None and rows is not None and speculation.num_rows > rows:
+            paths = len(speculation.paths)
             raise ModelError(
                 f"speculative_config.num_speculative_tokens is {speculation.num_speculative_tokens}; with the "
                 f"token before them they must fit into max_num_batched_tokens, {rows}"
+                if paths == 1
+                else f"speculative_config.speculative_token_tree has {paths} paths, which with the token before them "
+                f"are {speculation.num_rows} rows of a step; they must fit into max_num_batched_tokens, {rows}"
             )
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):

@@ -259,9 +259,53 @@ class PageTable:
                 table[page] = 0
                 page -= 1
 
+    def spare(self, seq: Sequence, count: int, width: int) -> None:
+        """So many pages of each cache group for each of so many paths of drafts, as far as they are free."""
+        own = seq.cache
+        while len(own.spare) < count and all(pool.free >= width for pool in self.pools):
+            own.spare.append([[self.new_page(index) for _ in range(width)] for index in range(len(self.pools))])
+
+    def give_back(self, seq: Sequence) -> bool:
+        """A sequence's paths need no pages any more, unless they are being verified; whether they had any."""
+        if seq.cache.branched:
+            return False
+        spare, seq.cache.spare = seq.cache.spare, []
+        for index, page in ((index, page) for path in spare for index, pages in enumerate(path) for page in pages):
+            self.release_page(index, page)
+        return bool(spare)
+
+    def branch(self, seq: Sequence, num_tokens: int, paths: Iterable[int]) -> bool:
+        """The pages of these paths go on where the first tokens end; False: not before the next step.
+
+        The last of those is computed by each path itself.
+
+        positions       0 ....... 15 16 ....... 31 32 ....... 47
+        sequence        [ page 7    ][ page 3    ][ page 9    ]     a page in which tokens end is copied before
+        path 1          [ page 7    ][ page 5    ][ page 8    ]     the next step, others are empty
+        """
+        page, filled = divmod(num_tokens, self.page_size)
+        own = [(index, table[page]) for index, table in enumerate(seq.cache.pages)] if filled > 1 else []
+        if any(each in self.unwritten for each in own):
+            return False
+        for path in paths:
+            self.moves.copies += [(index, origin, seq.cache.spare[path - 1][index][0]) for index, origin in own]
+        seq.cache.branched = True
+        return True
+
+    def take_path(self, seq: Sequence, num_tokens: int, path: int) -> None:
+        """The paths went on after so many tokens, and this one was right: the sequence gets its pages for its own."""
+        seq.cache.branched, first = False, num_tokens // self.page_size
+        if not path:
+            return
+        for table, pages in zip(seq.cache.pages, seq.cache.spare[path - 1], strict=True):
+            count = min(len(pages), len(table) - first)
+            table[first : first + count], pages[:count] = pages[:count], table[first : first + count]
+
     def release(self, seq: Sequence) -> None:
         """Release every page of a sequence, the last ones first."""
         own = seq.cache
+        own.branched = False
+        self.give_back(seq)
         if own.pages:
             self.insert_last(seq)
         for index, table in enumerate(own.pages):
@@ -390,8 +434,7 @@ class PageTable:
     def add_missing(self, salt: Hashable, tokens: Seq[int], pages: Iterable[tuple[int, int, Any]]) -> None:
         """The same, without the pages whose content is there already."""
         nodes = list(self.tree.walk(salt, tokens, len(tokens)))
-        missing = [page for page in pages if page[0] >= len(nodes) or not nodes[page[0]].holds(page[1])]
-        self.add_copies(salt, tokens, missing)
+        self.add_copies(salt, tokens, [p for p in pages if p[0] >= len(nodes) or not nodes[p[0]].holds(p[1])])
 
     def device_page(self, node: Node, index: int) -> int:
         """The device's number of the page with the node's content; 0 where only the host has that."""
@@ -445,7 +488,7 @@ class PageTable:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Prove that every page is owned by those who have it, cached for what it holds, or blank: one of these."""
-        tables = [seq.cache.pages for seq in sequences if seq.cache.pages]
+        tables = [table for seq in sequences for table in (seq.cache.pages, *seq.cache.spare) if table]
         for index, pool in enumerate(self.pools):
             owned = Counter(page for table in tables for page in table[index] if page)
             pool.check(owned, set(self.tree.node_of[index]), f"group {index}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ class Size(NamedTuple):
     rows: int
     seqs: int
     samples: int
+    paths: int = 1  # so many of the sequences after one another can be paths of drafts of the same one
 
 
 @struct.dataclass
@@ -43,10 +44,17 @@ class Batch:
     num_drafts_1: np.ndarray  # how many tokens the step itself is to draft
     follows_1: np.ndarray  # whether the drafter computes these rows too
     sampling: SamplingInputs
+    # Where drafts have several paths:
+    paths_B: Any = None  # each path is a sequence of the step; its number, from 0
+    spares_GAQW: tuple[np.ndarray, ...] = ()  # pages of each sequence's paths, for the places where drafts lie
 
 
-def sizes(max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int = 0) -> tuple[Size, ...]:
+def sizes(
+    max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int = 0, paths: int = 1, path_rows: int = 1
+) -> tuple[Size, ...]:
     """Decode sizes by factors of four, and two for steps that carry prompts; with drafts, more for those that verify.
+
+    Where drafts have several paths, a sequence has `path_rows` rows in a step that verifies all of them.
 
     On a GPU decode sizes are by factors of two, and those for prompts by factors of four. Its products take 16 rows at
     least: with fewer, each would wait for a launch that pads its rows.
@@ -59,9 +67,9 @@ def sizes(max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int =
         seqs *= 2 if gpu else 4
     top = max(max_seqs, fewest)
     decode.append(Size(top, top, top))
-    rows = {max_rows, min(64, max_rows)}
+    prompts = {max_rows, min(64, max_rows)}
     if gpu:
-        rows = {max_rows} | {max_rows >> shift for shift in (2, 4, 6) if max_rows >> shift > top}
+        prompts = {max_rows} | {max_rows >> shift for shift in (2, 4, 6) if max_rows >> shift > top}
     verify = set()
     if max_drafts:  # a sequence alone is common, and four times its rows would cost much
         counts = {1: decode[0].seqs, 2: decode[0].seqs} | {size.seqs: size.seqs for size in decode}
@@ -70,15 +78,18 @@ def sizes(max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int =
         if gpu:  # blocks of its products: each would pad its rows and cut its results
             pairs = [(min(count + -count % (128 if count > 64 else 16), max_rows), seqs) for count, seqs in pairs]
         verify = {Size(count, seqs, count) for count, seqs in pairs if count != seqs}
+        for count in {1, *(size.seqs for size in decode)} if paths > 1 else ():
+            verify.add(Size(rows := min(count * path_rows, max_rows), count * paths, rows, paths))
     # More rows than sequences: as many would mean one row from each.
-    mixed = {Size(max(count, top + 1), top, max(top, 16)) for count in rows}
+    mixed = {Size(max(count, top + 1), top, max(top, 16)) for count in prompts}
     return tuple(sorted({*decode, *verify, *mixed}))
 
 
-def choose(options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool) -> Size:
+def choose(options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool, paths: int = 1) -> Size:
     """The smallest size that holds a step; a size with as many rows as sequences takes one row from each."""
     for size in options:
-        if size.rows >= rows and size.seqs >= seqs and size.samples >= samples and (decodes or size.rows != size.seqs):
+        holds = size.rows >= rows and size.seqs >= seqs * paths and size.samples >= samples and size.paths == paths
+        if holds and (decodes or paths > 1 or size.rows != size.seqs):
             return size
     raise ValueError(f"no step size holds {rows} rows of {seqs} sequences with {samples} samples")
 
@@ -98,12 +109,19 @@ class Layout:
     max_seqs: int
     replicas: int = 1
     listed: int = MAX_LOGPROBS  # log-probabilities of a position
-    max_drafts: int = 0  # of a sequence
+    max_drafts: int = 0  # of a sequence, one after the other
+    paths: int = 1
+    path_pages: int = 0
 
     @cached_property
     def parts(self):
         """The arrays of a batch of padding, the tree that they make up, and the bounds of each in the buffer."""
-        arrays, tree = jax.tree.flatten(empty(self.size, self.groups, self.table_width, self.max_seqs, self.max_drafts))
+        batch = empty(self.size, self.groups, self.table_width, self.max_seqs, self.max_drafts)
+        if self.paths > 1:
+            shape = self.size.seqs // self.size.paths, self.paths, self.path_pages
+            spares_GAQW = tuple(np.zeros(shape, np.int32) for _ in range(self.groups))
+            batch = batch.replace(paths_B=np.zeros(self.size.seqs, np.int32), spares_GAQW=spares_GAQW)
+        arrays, tree = jax.tree.flatten(batch)
         ends = np.cumsum([array.size for array in arrays]).tolist()
         return arrays, tree, list(zip([0, *ends], ends, strict=False))
 

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from ...model import decoder
@@ -12,6 +13,7 @@ from ...model.config import ModelConfig
 from ...model.partition import local_config
 from ...ops import sampling
 from ...ops.attention import QueryRows, new_arrivals
+from ...ops.sampling.ranking import runners_up
 from ...sharding.device_axes import UNSPLIT, Axis, DeviceAxes
 from ...sharding.mesh import Mesh
 from .attend import attend_with
@@ -35,6 +37,15 @@ class StepDrafter(Protocol):
     @property
     def catches_up(self) -> bool:
         """What it did not follow it can compute later, from the tokens alone."""
+        ...
+
+    @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The drafts of each path by their ranks, 0 being the likeliest; none: there is one path, of these."""
+        ...
+
+    def copy_pages(self, state: State, pages_GL2) -> State:
+        """The state with pages of its own layers copied, of each cache group: from, to."""
         ...
 
     def on(self, mesh: Mesh) -> "StepDrafter":
@@ -98,6 +109,10 @@ class DraftModel:
     paged: ModelConfig
     first: int  # of its layers among these; 0: those of the target
     features = ()
+    paths = ()
+
+    def copy_pages(self, state: State, pages_GL2) -> State:
+        return state
 
     @property
     def catches_up(self) -> bool:
@@ -156,10 +171,12 @@ def with_layers(config: ModelConfig, drafter: ModelConfig) -> ModelConfig:
 
 
 @jax.named_scope("draft")
-def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, accepted_R, plain):
+def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, store_R, plain):
     """(drafts a sequence, state): `batch.num_drafts` tokens after the next one, each drawn as the target would draw it.
 
-    With the same seed and position, so that it says the same wherever its distribution is the same.
+    With the same seed and position, so that it says the same wherever its distribution is the same. `store_R` are the
+    slots of the sequences whose next token a row draws. Where there are several paths of drafts, their tokens come one
+    path after the other.
     """
     batch, known = seen.batch, ()
     if not drafter.catches_up:  # what it does not follow now, it never knows
@@ -171,48 +188,106 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
             arrivals = new_arrivals()  # a loop cannot share it
             rows = [each.replace(arrivals=arrivals) for each in seen.rows]
             state = drafter.follow(weights, state, replace(seen, rows=rows))[1]
-        return propose(drafter, weights, state, seen, known, accepted_R, plain)
+        return propose(drafter, weights, state, seen, known, store_R, plain)
 
     # A loop of one turn or none: it leaves the pages where they are, as a branch may not.
     turns = (batch.follows_1[0] | (batch.num_drafts_1[0] > 0)).astype(jnp.int32)
-    B, J = batch.starts_B1.shape[0] - 1, batch.sampling.drafted_RJ.shape[1]
-    return jax.lax.fori_loop(0, turns, one, (jnp.full((B, J - 1), -1), state))
+    A, Q = batch.spares_GAQW[0].shape[:2] if batch.spares_GAQW else (batch.starts_B1.shape[0] - 1, 1)
+    J = batch.sampling.drafted_RJ.shape[1]
+    return jax.lax.fori_loop(0, turns, one, (jnp.full((A, Q * (J - 1)), -1), state))
 
 
-def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, known, accepted_R, plain):
-    """The same, once the drafter has followed."""
+def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, known, store_R, plain):
+    """The same, once the drafter has followed. Each path of each sequence is a row."""
     batch, sampled, axis = seen.batch, seen.sampled, seen.axes.tensor
-    B, (R, J) = batch.starts_B1.shape[0] - 1, batch.sampling.drafted_RJ.shape
-    ends_R = sampling.ends(accepted_R, batch.depths_R) & (batch.store_R < state.last_tokens_B.shape[0]) & sampled.ok_R
-    seq_R = (batch.starts_B1[None, 1:] <= batch.sample_rows_R[:, None]).sum(axis=1)
-    row_B = jnp.full(B, R).at[jnp.where(ends_R, seq_R, B)].set(jnp.arange(R), mode="drop")
-    goes_B, row_B = row_B < R, jnp.minimum(row_B, R - 1)
-    inputs = jax.tree.map(lambda leaf: leaf[row_B], batch.sampling)
-    off_B = jnp.zeros(B, bool)
-    inputs = inputs.replace(
-        bias_rows_R=jnp.zeros(B, jnp.int32), targets_R=jnp.full(B, -1), ban_RX=jnp.full((B, 1), -1),
-        ban_stop_R=off_B, biased_R=off_B, wants_logprobs_R=off_B,
-    )  # fmt: skip
-    token_B = jnp.where(goes_B, sampled.tokens_R[row_B], 0)
-    tokens_BJ = jnp.full((B, J), -1).at[:, 0].set(token_B)  # the next token, and the drafts after it
-    length = batch.tables_GBM[0].shape[1] * page_size_of(state) * seen.axes.context.size
-
+    R, J = batch.sampling.drafted_RJ.shape
+    page_size = page_size_of(state) * seen.axes.context.size
     single = replace(seen, axes=replace(seen.axes, rows=UNSPLIT))  # a row of each sequence, which all devices have
+    ends_R = (store_R < state.last_tokens_B.shape[0]) & sampled.ok_R
+    numbers_R, paths_R = path_of(batch)
+    A, Q = batch.spares_GAQW[0].shape[:2] if batch.spares_GAQW else (batch.starts_B1.shape[0] - 1, 1)
+    row_A = jnp.full(A, R).at[jnp.where(ends_R, numbers_R, A)].set(jnp.arange(R), mode="drop")
+    goes_A, row_A = row_A < R, jnp.minimum(row_A, R - 1)
+    if Q > 1:
+        next_A = jnp.where(goes_A, batch.sampling.positions_R[row_A], -1)
+        tables_GLM, pages_GL2 = branched(batch, entry_of(batch)[row_A], paths_R[row_A], next_A, page_size)
+        state = drafter.copy_pages(state, pages_GL2)
+        single = replace(single, batch=batch.replace(tables_GBM=tables_GLM))
+    goes_L, row_L = jnp.repeat(goes_A, Q), jnp.repeat(row_A, Q)
+    L = A * Q
+    inputs = jax.tree.map(lambda leaf: leaf[row_L], batch.sampling)
+    off_L = jnp.zeros(L, bool)
+    inputs = inputs.replace(
+        bias_rows_R=jnp.zeros(L, jnp.int32), targets_R=jnp.full(L, -1), ban_RX=jnp.full((L, 1), -1),
+        ban_stop_R=off_L, biased_R=off_L, wants_logprobs_R=off_L,
+    )  # fmt: skip
+    token_L = jnp.where(goes_L, sampled.tokens_R[row_L], 0)
+    tokens_LJ = jnp.full((L, J), -1).at[:, 0].set(token_L)  # the next token, and the drafts after it
+    length = batch.tables_GBM[0].shape[1] * page_size
+    ranks_QJ = np.full((Q, J - 1), -1)
+    for path, ranks in enumerate(drafter.paths):
+        ranks_QJ[path, : len(ranks)] = ranks
+    lowest = ranks_QJ.max(initial=0)
 
     def one(number, held):
-        tokens_BJ, carry, state = held
-        position_B = inputs.positions_R + number
-        position_B = jnp.where(goes_B & (position_B < length), position_B, -1)
-        token_B = jnp.maximum(jax.lax.dynamic_index_in_dim(tokens_BJ, number, 1, False), 0)
-        logits_BV, carry, state = drafter.guess(weights, state, single, token_B, position_B, number, carry)
-        logits_BV = fitted(logits_BV, state.slots.stop_BV.shape[1], axis)
-        given = inputs.replace(positions_R=inputs.positions_R + 1 + number, drafted_RJ=tokens_BJ)
-        drawn = sampling.sample(logits_BV, state.slots, given, plain, axis)
-        return tokens_BJ.at[:, number + 1].set(drawn.tokens_R), carry, state
+        tokens_LJ, carry, state = held
+        position_L = inputs.positions_R + number
+        position_L = jnp.where(goes_L & (position_L < length), position_L, -1)
+        token_L = jnp.maximum(jax.lax.dynamic_index_in_dim(tokens_LJ, number, 1, False), 0)
+        logits_LV, carry, state = drafter.guess(weights, state, single, token_L, position_L, number, carry)
+        logits_LV = fitted(logits_LV, state.slots.stop_BV.shape[1], axis)
+        given = inputs.replace(positions_R=inputs.positions_R + 1 + number, drafted_RJ=tokens_LJ)
+        drawn_L = sampling.sample(logits_LV, state.slots, given, plain, axis).tokens_R
+        if Q > 1:
+            others_LX = runners_up(logits_LV, drawn_L, lowest, axis)
+            rank_L = jnp.tile(jnp.asarray(ranks_QJ)[:, number], A)
+            others_LX = jnp.concatenate([jnp.full((L, 1), -1), drawn_L[:, None], others_LX], axis=1)
+            drawn_L = jnp.take_along_axis(others_LX, 1 + rank_L[:, None], axis=1)[:, 0]
+        return tokens_LJ.at[:, number + 1].set(drawn_L), carry, state
 
-    held = tokens_BJ, drafter.begin(known, seen, batch.sample_rows_R[row_B]), state
-    tokens_BJ, _, state = jax.lax.fori_loop(0, batch.num_drafts_1[0], one, held)
-    return tokens_BJ[:, 1:], state
+    held = tokens_LJ, drafter.begin(known, seen, batch.sample_rows_R[row_L]), state
+    tokens_LJ, _, state = jax.lax.fori_loop(0, batch.num_drafts_1[0], one, held)
+    return tokens_LJ[:, 1:].reshape(A, -1), state
+
+
+def entry_of(batch: Batch):
+    """Of each row that draws, which of the step's sequences it is of: each path of drafts is one."""
+    return (batch.starts_B1[None, 1:] <= batch.sample_rows_R[:, None]).sum(axis=1)
+
+
+def path_of(batch: Batch):
+    """(the sequence, without its paths; the path) of each row that draws."""
+    entry_R = entry_of(batch)
+    if batch.paths_B is None:
+        return entry_R, jnp.zeros_like(entry_R)
+    entry_R = jnp.minimum(entry_R, batch.paths_B.shape[0] - 1)
+    return (jnp.cumsum(batch.paths_B == 0) - 1)[entry_R], batch.paths_B[entry_R]
+
+
+def branched(batch: Batch, entry_A, won_A, next_A, page_size: int):
+    """(tables of each path, by cache group; which pages are to be copied for them: from, to) after the next tokens.
+
+    `won_A` is the path that the step has verified with most success, and has the sequence's pages now; what was the
+    first one's is spare, then.
+
+        table of the sequence   [ 7 ][ 3 ][ 9 ][ 2 ]        next token in page 9
+        of another path         [ 7 ][ 3 ][ 5 ][ 8 ]        5 and 8 are spare; what 9 holds is copied to 5
+    """
+    tables, copied = [], []
+    first_A1 = jnp.maximum(next_A, 0)[:, None] // page_size
+    for table_BM, spare_AQW in zip(batch.tables_GBM, batch.spares_GAQW, strict=True):
+        A, Q, W = spare_AQW.shape
+        path_AQ = jnp.broadcast_to(jnp.arange(Q), (A, Q))
+        path_AQ = jnp.where(path_AQ == won_A[:, None], 0, path_AQ)
+        own_AQW = jnp.take_along_axis(spare_AQW, path_AQ[:, :, None], axis=1)[:, 1:]
+        own_AQW = jnp.where(next_A[:, None, None] < 0, 0, own_AQW)
+        table_AM = table_BM[entry_A]
+        at = jnp.arange(A)[:, None, None], jnp.arange(1, Q)[None, :, None], (first_A1 + jnp.arange(W))[:, None]
+        table_AQM = jnp.repeat(table_AM[:, None], Q, axis=1).at[at].set(own_AQW, mode="drop")
+        tables.append(table_AQM.reshape(A * Q, -1))
+        from_AQ = jnp.repeat(jnp.take_along_axis(table_AM, first_A1, axis=1, mode="clip"), Q - 1, axis=1)
+        copied.append(jnp.stack([from_AQ, own_AQW[:, :, 0]], axis=-1).reshape(-1, 2))
+    return tuple(tables), copied
 
 
 def fitted(logits_BV, V: int, axis: Axis):

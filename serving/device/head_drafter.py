@@ -24,8 +24,12 @@ class MedusaDrafter:
 
     heads: DraftHeads
     paged: ModelConfig
+    paths: tuple[tuple[int, ...], ...]
     features = ()
     catches_up = False
+
+    def copy_pages(self, state: State, pages_GL2) -> State:
+        return state
 
     def on(self, mesh: Mesh) -> "MedusaDrafter":
         return self  # each device has all heads
@@ -57,7 +61,16 @@ class FeatureDrafter:
     heads: DraftHeads
     paged: ModelConfig
     first: int  # of its layers among these
+    paths: tuple[tuple[int, ...], ...]
     catches_up = False  # the target's hidden states are gone
+
+    def copy_pages(self, state: State, pages_GL2) -> State:
+        pages = dict(state.pages)
+        for index in range(self.first, len(self.paged.layers)):
+            if index in pages:
+                from_L, to_L = pages_GL2[self.paged.group(index)].T
+                pages[index] = jax.tree.map(lambda leaf, i=from_L, o=to_L: leaf.at[o].set(leaf[i]), pages[index])
+        return state.replace(pages=pages)
 
     @property
     def features(self) -> tuple[int, ...]:

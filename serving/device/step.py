@@ -21,7 +21,7 @@ from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with, recur_with
 from .batch import Batch, Layout
-from .drafts import Seen, StepDrafter, WithDrafter, draft, page_size_of
+from .drafts import Seen, StepDrafter, WithDrafter, draft, page_size_of, path_of
 from .replay import Replay
 from .state import State, empty_state, state_places
 
@@ -179,7 +179,7 @@ def step_of_one(
     batch, both = layout.read(buffer), weights
     weights = model_of(weights)
     if stage.begins and stage.ends:  # with several stages the host knows all tokens
-        batch = settle(batch, state, drafter is not None, axes)
+        batch = settle(batch, state, drafter is not None and layout.paths == 1, axes)
     tokens_T = batch.tokens_T
     rows = rows_in(batch, layout, axes)
     positions_T = rows[0].positions_T
@@ -221,17 +221,24 @@ def step_of_one(
         axis = axes.tensor
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
         sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, layout.listed)
-        store_R, accepted_R = batch.store_R, None
+        store_R = batch.store_R
         if layout.max_drafts:
             accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
+            ends_R = sampling.ends(accepted_R, batch.depths_R)
+            if layout.paths > 1:
+                numbers_R, paths_R = path_of(batch)
+                wins_R = sampling.winners(accepted_R, batch.depths_R, numbers_R, paths_R, layout.paths)
+                accepted_R, ends_R = accepted_R & wins_R, ends_R & wins_R
             slots = sampling.count_accepted(slots, batch.sampling, batch.drafts_R, accepted_R, axis)
-            store_R = jnp.where(sampling.ends(accepted_R, batch.depths_R), store_R, layout.max_seqs)
+            store_R = jnp.where(ends_R, store_R, layout.max_seqs)
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
     if drafter is not None:
         seen = Seen(batch, rows, jnp.pad(tokens_T, (0, spare)), hidden_TD, features, sampled, axes, fetch)
-        drafts_BK, state = draft(drafter, both, state, seen, accepted_R, plain)
-        sampled, state = sampled.replace(drafts_BK=drafts_BK), hold(state, batch, store_R, drafts_BK)
+        drafts_BK, state = draft(drafter, both, state, seen, store_R, plain)
+        sampled = sampled.replace(drafts_BK=drafts_BK)
+        if layout.paths == 1:  # else the host chooses one before the next step
+            state = hold(state, batch, store_R, drafts_BK)
     return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
 
 

@@ -48,14 +48,17 @@ class BatchBuilder:
         replicas: int = 1,
     ):
         self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
-        self.drafts = limits.max_drafts > 0
+        self.drafts, self.paths = limits.max_drafts, limits.paths
         self.num_stages = num_stages  # as many steps are under way at once
         options = sizes(
-            limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts
+            limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts, limits.paths, limits.path_rows
         )  # the smallest first
+        self.path_pages = limits.path_pages(page_size)
         common = num_groups, table_width, limits.max_seqs, replicas, limits.listed, limits.max_drafts
+        common = *common, limits.paths, self.path_pages
         self.layouts = {size: Layout(size, *common) for size in options}
-        mixed = [size for size in options if size.rows > size.seqs == options[-1].seqs]
+        top = max(size.seqs for size in options if size.paths == 1)
+        mixed = [size for size in options if size.rows > size.seqs == top and size.paths == 1]
         self.catching = sorted({mixed[0], mixed[-1]})  # sizes of steps in which a drafter computes what it is behind
         self.tables = [np.zeros((places, table_width), np.int32) for _ in range(num_groups)]
         self.num_synced = [0] * places  # pages of each place's sequence that are in its tables
@@ -95,12 +98,18 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> tuple[Size, np.ndarray]:
         """The arrays of a plan in one buffer, at the smallest size that holds what each replica computes."""
         continued = [self.continued(steps, part) for steps, part in zip(self.decode_steps, plan.parts, strict=True)]
-        rows, seqs, samples, decodes = zip(*map(needs_of, plan.parts, continued), strict=True)
-        size = choose(self.layouts, max(rows), max(seqs), max(samples), all(decodes))
+        parts, seqs, paths = plan.parts, max(map(len, plan.parts)), 1
+        if self.paths > 1:
+            if any(item.asks for item in plan.items):  # the pages of paths may be others than in the step before
+                continued = [None] * len(parts)
+            if any(item.branches for item in plan.items):
+                parts, paths = tuple([[path for item in part for path in item.paths] for part in parts]), self.paths
+        rows, samples, decodes = zip(*map(needs_of, parts, continued), strict=True)
+        size = choose(self.layouts, max(rows), seqs, max(samples), all(decodes), paths)
         buffer = np.empty_like(self.layouts[size].nothing)
         plain = []
         for steps, part, last, own in zip(
-            self.decode_steps, plan.parts, continued, buffer.reshape(len(plan.parts), -1), strict=True
+            self.decode_steps, parts, continued, buffer.reshape(len(parts), -1), strict=True
         ):
             if not part:
                 own[:] = self.layouts[size].padding
@@ -109,7 +118,7 @@ class BatchBuilder:
             else:
                 plain.append(self.fill(steps, part, size, own))
         if self.drafts:  # all replicas as often, since they wait for each other where they share experts
-            at, each = self.layouts[size].offsets, buffer.reshape(len(plan.parts), -1)
+            at, each = self.layouts[size].offsets, buffer.reshape(len(parts), -1)
             each[:, at.num_drafts_1], each[:, at.follows_1] = drafting(plan.items)
         self.draws_plainly = all(plain)
         return size, buffer
@@ -147,7 +156,7 @@ class BatchBuilder:
         num_pages = [len(seq.cache.pages[0]) for seq in last.seqs]
         for index, (count, before) in enumerate(zip(num_pages, last.num_pages, strict=True)):
             if count != before:
-                place = self.sync_tables(last.seqs[index])
+                place = self.sync_tables(last.seqs[index], part[index].start)
                 for table, first in zip(self.tables, at.tables_GBM, strict=True):
                     buffer[first + index * width :][:width] = table[place]
         for first, kv_slots in zip(at.slots_GT, self.kv_slots(last.places_T, positions), strict=True):
@@ -166,8 +175,8 @@ class BatchBuilder:
         starts = np.array([item.start for item in part])
         ends = np.cumsum(counts)
         T, n = int(ends[-1]), len(part)
-        for seq in seqs:
-            self.sync_tables(seq)
+        for item in part:
+            self.sync_tables(item.seq, item.start)
 
         if self.drafts:
             b.following_B[:n] = [following(item) for item in part]
@@ -180,12 +189,14 @@ class BatchBuilder:
         b.tracked_T[:T] = self.tracked[places_T]
         for item, end in zip(part, ends.tolist(), strict=True):
             if item.drafts:  # the step counts those that are accepted
-                b.tracked_T[end - len(item.drafts) : end] = False
+                b.tracked_T[end - len(item.drafts) - (item.path > 0) : end] = False
             b.ahead_T[end - item.num_rows : end] = item.ahead
         for table, batch_table in zip(self.tables, b.tables_GBM, strict=True):
             batch_table[:n] = table[places]
         for batch_slots, kv_slots in zip(b.slots_GT, self.kv_slots(places_T, positions), strict=True):
             batch_slots[:T] = kv_slots
+        if self.paths > 1:
+            self.fill_paths(part, ends - counts, b)
         self.fill_samples(part, slots, places, ends - counts, b)
         draws = all(is_steady(item) for item in part)
         plain = draws and bool(self.plain[places].all())
@@ -201,6 +212,31 @@ class BatchBuilder:
             )
         return plain
 
+    def fill_paths(self, part: Seq[ScheduledSequence], offsets: np.ndarray, b: Batch) -> None:
+        """The pages of each path: those that its drafts are written to are its own."""
+        number, W = -1, self.path_pages
+        for entry, (item, offset) in enumerate(zip(part, offsets.tolist(), strict=True)):
+            known, spare = item.num_known, item.seq.cache.spare
+            page, filled = divmod(known, self.page_size)
+            if not item.path:
+                number += 1
+                for group, spare_AQW in enumerate(b.spares_GAQW):
+                    for path, pages in enumerate(spare, 1):
+                        spare_AQW[number, path] = pages[group]
+                    if item.branches:  # another one may win
+                        own = item.seq.cache.pages[group][page : page + W]
+                        spare_AQW[number, 0, : len(own)] = own
+                continue
+            b.paths_B[entry] = item.path
+            rows = slice(offset, offset + item.num_rows)
+            at, within = np.divmod(b.positions_T[rows], self.page_size)
+            for group, (table_BM, slots_T) in enumerate(zip(b.tables_GBM, b.slots_GT, strict=True)):
+                own = spare[item.path - 1][group][: table_BM.shape[1] - page]
+                table_BM[entry, page : page + len(own)] = own
+                slots_T[rows] = table_BM[entry, at] * self.page_size + within
+                if not filled:  # the first path writes the known token
+                    slots_T[offset] = 0
+
     def busy(self, layout: Layout, num_drafts: int) -> np.ndarray:
         """A batch whose rows are all computed and drawn, evenly of all its sequences, at the beginning of page 0."""
         buffer = layout.nothing.copy()
@@ -212,6 +248,8 @@ class BatchBuilder:
             b.sample_rows_R[:] = np.minimum(np.arange(size.samples), size.rows - 1)
             b.store_R[b.starts_B1[1:] - 1] = np.arange(size.seqs)  # who draws nothing has no drafts
             b.num_drafts_1[:], b.follows_1[:] = num_drafts, num_drafts > 0
+            if layout.paths > 1:
+                b.paths_B[:] = np.arange(size.seqs) % size.paths
         return buffer
 
     def kv_slots(self, places, positions) -> list[np.ndarray]:
@@ -258,26 +296,29 @@ class BatchBuilder:
             else:
                 getattr(s, name)[:R] = values[places_R]
 
-    def sync_tables(self, seq: Sequence) -> int:
+    def sync_tables(self, seq: Sequence, start: int) -> int:
         """Copy the page numbers that are new since the last step, and return the sequence's place.
 
-        A table only grows while its sequence runs.
+        A table only grows while its sequence runs; but where drafts have several paths, the pages of those that were
+        verified in the last step, which ended at `start`, may be another path's.
         """
         place = self.place(seq)
         known = self.num_synced[place]
+        if self.paths > 1:
+            known = min(known, max(0, start - self.drafts) // self.page_size)
         for table, pages in zip(self.tables, seq.cache.pages, strict=True):
             table[place, known : len(pages)] = pages[known:]
         self.num_synced[place] = len(seq.cache.pages[0])
         return place
 
 
-def needs_of(part: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, int, bool]:
-    """Rows, sequences, rows whose logits are wanted, and whether each sequence brings a single row."""
+def needs_of(part: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, bool]:
+    """Rows, rows whose logits are wanted, and whether each sequence brings a single row."""
     if continued is not None:
         rows = len(continued.of_T)
-        return rows, len(part), rows, rows == len(part)
+        return rows, rows, rows == len(part)
     counts = [item.num_rows for item in part]
-    return sum(counts), len(part), sum(len(item.scores) + item.draws for item in part), counts.count(1) == len(part)
+    return sum(counts), sum(len(item.scores) + item.draws for item in part), counts.count(1) == len(part)
 
 
 def drafting(items: Seq[ScheduledSequence]) -> tuple[int, bool]:

@@ -190,8 +190,9 @@ class Engine:
         before, self.device_free = self.device_free, self.clock()
         if self.speculator is not None and step.plan.decodes and not step.plan.behind:
             items = step.plan.items
-            drafts, asks = sum(len(item.drafts) for item in items), max(item.asks for item in items)
-            self.speculator.took(len(items), drafts, asks, step.plan.waited or drafts > 0, self.device_free - before)
+            drafts, asks = step.plan.num_rows - len(items), max(item.asks for item in items)
+            waited, branches = step.plan.waited or drafts > 0, any(item.branches for item in items)
+            self.speculator.took(len(items), drafts, asks, waited, self.device_free - before, branches)
         return TakenIn(step.plan, drawn, began, self.device_free, max(step.launched, before))
 
     def take_in(self, step: TakenIn) -> Iterator[Request]:
@@ -204,7 +205,7 @@ class Engine:
                 continue  # ended while this step was under way
             yield seq.request
             if item.drafts:
-                self.scheduler.roll_back(seq, len(item.drafts) - (len(drawn.tokens) - 1))
+                self.scheduler.roll_back(item, drawn.path, len(drawn.tokens) - 1)
             if not drawn.ok:
                 self.fail(seq)
                 continue
@@ -222,12 +223,13 @@ class Engine:
                 self.push(seq, token, drawn.score(row) if seq.scored else None, step.collected)
             if self.speculator is not None and item.drafts:
                 first, right = item.num_known - seq.num_prompt, drawn.accepted
-                seq.num_drafts += len(item.drafts)
+                seq.num_drafts += item.num_drafts
                 seq.accepted.extend(range(first, first + right))
-                self.speculator.counts.add(len(item.drafts), right)
+                self.speculator.counts.add(item.num_drafts, right)
             if self.speculator is not None and item.draws and seq.finish_reason is None:
                 seq.proposed = drawn.drafts if item.asks and drawn.drafts else []
-                self.speculator.take_in(seq, len(item.drafts), len(drawn.tokens) - 1)
+                more = len(drawn.tokens) - 1 - drawn.chain if item.branches else None
+                self.speculator.take_in(seq, len(item.drafts), drawn.chain, more)
 
     def fail(self, seq: Sequence) -> None:
         """End a sequence whose results are no numbers; what it has computed is shared with nobody."""

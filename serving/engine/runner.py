@@ -52,12 +52,14 @@ class Drawn(NamedTuple):  # hundreds are made a step
     """What a step gave one of its items: a row of `sampled` for each prompt token scored, then for the token drawn."""
 
     item: ScheduledSequence
-    row: int  # the first
+    row: int  # the first, of the path that was taken
     ok: bool  # the rows that were scored, and the first that draws
     tokens: list[int]  # the drafts that were accepted, and the next one; -1 where a row is not ok
     sampled: Sampled
     hidden_RD: np.ndarray | None  # where one of the items has a pool
     drafts: list[int] | None = None  # what the step says may come next
+    path: int = 0  # of drafts, of which most were accepted
+    chain: int = 0  # drafts of the first path that are right
 
     @property
     def accepted(self) -> int:
@@ -223,6 +225,7 @@ class Runner:
                 found[size, n] = min(found[size, n], self.timed(size, buffer))
         for size in layouts:
             larger = [other for other in layouts if other.rows >= size.rows and other.seqs >= size.seqs]
+            larger = [other for other in larger if other.paths == size.paths]
             plain, drafting = (min(found[other, n] for other in larger) for n in (0, most))
             self.step_seconds[size] = plain, max(0.0, drafting - plain) / most
 
@@ -231,16 +234,19 @@ class Runner:
         jax.block_until_ready(self.step(size, False, buffer)[0])
         return time.perf_counter() - began
 
-    def seconds(self, rows: int, seqs: int, drafts: int = 0) -> float:
-        """What a step takes in which these rows of so many sequences all draw, and which drafts so many tokens each."""
+    def seconds(self, rows: int, seqs: int, drafts: int = 0, paths: int = 1) -> float:
+        """What a step takes in which these rows of so many sequences all draw, and which drafts so many tokens each.
+
+        With several paths of drafts of each sequence, or one.
+        """
         if not self.step_seconds:
             return 0.0
         replicas = device_axes(self.mesh).data.size
         seqs = min(-(-seqs // replicas), self.limits.max_seqs)
         rows = max(-(-rows // replicas), seqs)
-        if rows > max(size.rows for size in self.step_seconds):
+        if rows > max(size.rows for size in self.step_seconds if size.paths == paths):
             return float("inf")
-        plain, one = self.step_seconds[choose(self.step_seconds, rows, seqs, rows, rows == seqs)]
+        plain, one = self.step_seconds[choose(self.step_seconds, rows, seqs, rows, rows == seqs, paths)]
         return plain + drafts * one
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
@@ -331,7 +337,10 @@ class Runner:
             item = item.settled()
             if item.seq.replica != replica:
                 replica = item.seq.replica
-                row, number = replica * launched.size.samples, replica * launched.size.seqs
+                row, number = (
+                    replica * launched.size.samples,
+                    replica * (launched.size.seqs // launched.size.paths),
+                )
             drafts = None if drafts_BK is None else drafts_BK[number]
             number += 1
             if item.draws == 1 and not item.scores:
@@ -341,7 +350,13 @@ class Runner:
                 first, end = row + len(item.scores), row + len(item.scores) + item.draws
                 count = sum(1 for _ in accepted(item.drafts, tokens[first:end])) + 1
                 fine = min(tokens[row : first + min(item.draws, 1)]) >= 0
-                drawn.append(Drawn(item, row, fine, tokens[first:end][:count], sampled, hidden_RD, drafts))
+                found = Drawn(item, row, fine, tokens[first:end][:count], sampled, hidden_RD, drafts, 0, count - 1)
+                for path, others in item.branches:
+                    first, end = end, end + 1 + len(others)
+                    count = sum(1 for _ in accepted(others, tokens[first:end])) + 1
+                    if count > len(found.tokens):
+                        found = found._replace(row=first, tokens=tokens[first:end][:count], path=path)
+                drawn.append(found)
                 row = end
         return drawn
 

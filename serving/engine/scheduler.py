@@ -13,6 +13,8 @@ from ..cache.page_table import PageTable
 from ..request.sequence import Sequence
 from .waiting_queue import OUTPUT, WaitingQueue
 
+Branches = tuple[tuple[int, tuple[int, ...]], ...]  # other paths of drafts than the first: (number, drafts)
+
 
 class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen dataclass takes four times as long
     """The rows that one sequence brings to a step: positions start .. start + num_rows, the last of them its drafts."""
@@ -25,6 +27,8 @@ class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen d
     scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
     drafts: tuple[int, ...] = ()
     asks: int = 0  # tokens that the step is to draft after the one that it draws
+    branches: Branches = ()
+    path: int = 0  # the one that these rows are
     # As if all drafts of the step before were right: the device subtracts those that were not from `start`, and a draft
     # is the name of one that it holds.
     ahead: bool = False
@@ -41,6 +45,23 @@ class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen d
         """Tokens of the sequence before and in this step, but for drafts."""
         return self.start + self.num_rows - len(self.drafts)
 
+    @property
+    def paths(self) -> list["ScheduledSequence"]:
+        """As the step computes it: each path as a sequence of its own, which begins with the last known token."""
+        start, paths = self.num_known - 1, [self]
+        for path, drafts in self.branches:
+            count = 1 + len(drafts)
+            paths.append(ScheduledSequence(self.seq, start, count, count, False, drafts=drafts, path=path))
+        return paths
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that are verified; what paths have in common counts once."""
+        if not self.branches:
+            return len(self.drafts)
+        every = (self.drafts, *(drafts for _, drafts in self.branches))
+        return len({drafts[: length + 1] for drafts in every for length in range(len(drafts))})
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -56,7 +77,7 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        return sum(item.num_rows for item in self.items)
+        return sum(item.num_rows + sum(1 + len(drafts) for _, drafts in item.branches) for item in self.items)
 
     @property
     def decodes(self) -> bool:
@@ -77,8 +98,14 @@ class Limits:
     max_rows: int
     max_samples: int  # rows of a step whose logits are computed
     listed: int = MAX_LOGPROBS  # log-probabilities of a position
-    max_drafts: int = 0  # of a sequence
+    max_drafts: int = 0  # of a sequence, one after the other
     follows: bool = False  # the drafter has keys and values of its own, and must compute what it is to know
+    paths: int = 1  # of drafts of a sequence
+    path_rows: int = 1  # rows of all of them
+
+    def path_pages(self, page_size: int) -> int:
+        """In which the drafts of a path lie, wherever they begin."""
+        return 0 if self.paths == 1 else 1 + -(-(self.max_drafts - 1) // page_size)
 
 
 def name_of(slot: int, place: int, max_seqs: int) -> int:
@@ -163,10 +190,13 @@ class Scheduler:
                 if max(free) < 1:
                     return
 
-    def roll_back(self, seq: Sequence, num_drafts: int) -> None:
-        """So many of its drafts were rejected: what was computed for them is overwritten."""
+    def roll_back(self, item: ScheduledSequence, path: int, accepted: int) -> None:
+        """So many drafts of a path were accepted: what was computed for the others is overwritten."""
+        seq = item.seq
         if seq.slot >= 0:  # else it was preempted since, and nothing of it counts as computed
-            seq.num_computed -= num_drafts
+            seq.num_computed -= len(item.drafts) - accepted
+            if item.branches:
+                self.replicas[seq.replica].table.take_path(seq, item.num_known, path)
             seq.followed = min(seq.followed, seq.num_computed)
 
     def preempt(self, seq: Sequence) -> None:
@@ -204,7 +234,9 @@ class ReplicaScheduler:
         self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
         self.refused: tuple[Sequence, int, int] | None = None  # who was not admitted, and the state it waits to change
         self.rows = self.samples = self.drafts = 0  # left in the step that is being planned
+        self.promised = 0  # of these drafts, to first paths that are still to come
         self.follows = False  # in the step that is being planned
+        self.branches = limits.paths > 1  # the same: there may be several paths of drafts
         self.behind: tuple[ScheduledSequence, ...] = ()  # before it
 
     @property
@@ -223,6 +255,10 @@ class ReplicaScheduler:
         if decodes:
             self.samples = self.rows
         self.follows = self.limits.follows and any(seq.asks for seq in self.running)
+        self.branches = decodes and self.limits.paths > 1
+        for seq in self.running if self.limits.paths > 1 else ():
+            if seq.cache.spare and not (seq.branching and seq.asks):
+                self.table.give_back(seq)
         items: dict[Sequence, ScheduledSequence] = {}
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
@@ -230,6 +266,7 @@ class ReplicaScheduler:
         if self.num_stages > 1:
             del decoding[-(-len(self.running) // self.num_stages) :]
         self.drafts = min(self.samples, self.rows) - len(decoding)
+        self.promised = sum([len(seq.drafts) for seq, _ in decoding]) if self.branches else 0
         for seq, missing in decoding + [one for one in behind if one[1] > 1]:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
@@ -278,9 +315,10 @@ class ReplicaScheduler:
         if seq.pending or state == self.refused:
             return False
         match = self.table.match(seq)
-        if not self.table.admits(seq, match.path, self.running, self.limits.max_rows):
-            self.refused = state
-            return False
+        while not self.table.admits(seq, match.path, self.running, self.limits.max_rows):
+            if not self.give_back():
+                self.refused = state
+                return False
         self.table.begin(seq, match)
         if not seq.num_preemptions:
             seq.cache.num_cached = min(seq.num_computed, seq.num_prompt)
@@ -307,6 +345,8 @@ class ReplicaScheduler:
         self.table.keep_state(seq)
         self.table.slide(seq)
         while not self.table.grow(seq, start + count):
+            if self.give_back():
+                continue
             victim = next((other for other in reversed(self.by_rank()) if other not in items), None)
             if victim is None or victim is seq:
                 return None  # nobody of a higher rank to take from: wait until somebody ends
@@ -318,15 +358,20 @@ class ReplicaScheduler:
         self.samples -= len(scores) + draws
         ahead = seq.ahead
         drafts = self.drafts_of(seq, start + count, self.rows - count) if draws else ()
-        asks = seq.asks if draws else 0
-        if asks:
-            self.make_room(seq, start + count + len(drafts), asks)
         self.rows -= count + len(drafts)
         self.samples -= len(drafts)
         self.drafts -= len(drafts)
+        self.promised -= len(seq.drafts)
+        alone = count == 1 and not scores  # what it had computed before lies in pages
+        branches = self.branches_of(seq, start + count, drafts) if alone and drafts and seq.branches else ()
+        asks = seq.asks if draws else 0
+        if asks:
+            longest = max([len(drafts), *(len(others) for _, others in branches)])
+            self.make_room(seq, start + count + longest, asks)
         return ScheduledSequence(
-            seq, start, count + len(drafts), draws + len(drafts), not seq.begun, scores, drafts, asks, ahead
-        )
+            seq, start, count + len(drafts), draws + len(drafts), not seq.begun, scores, drafts, asks, branches,
+            ahead=ahead,
+        )  # fmt: skip
 
     def drafts_of(self, seq: Sequence, known: int, rows: int) -> tuple[int, ...]:
         """The drafts for which there is room, in the step and in pages that nobody else needs to give."""
@@ -337,11 +382,35 @@ class ReplicaScheduler:
             drafts.pop()
         return tuple(drafts)
 
+    def branches_of(self, seq: Sequence, known: int, drafts: tuple[int, ...]) -> Branches:
+        """The other paths of drafts for which there is room, without those that another one begins with."""
+        found, every = [], [drafts]
+        if not self.branches or seq.constraint is not None:
+            return ()
+        left = seq.max_tokens - (known - seq.num_prompt) - 1
+        for path, others in enumerate(seq.branches[: len(seq.cache.spare)], 1):
+            own = tuple(others[: max(0, min(left, self.drafts - self.promised - 1))])
+            if any(other[: len(own)] == own for other in every) or not self.table.grow(seq, known + len(own)):
+                continue
+            found.append((path, own))
+            every.append(own)
+            for name in ("rows", "samples", "drafts"):
+                setattr(self, name, getattr(self, name) - 1 - len(own))
+        if found and not self.table.branch(seq, known, [path for path, _ in found]):
+            return ()
+        return tuple(found)
+
     def make_room(self, seq: Sequence, known: int, asks: int) -> None:
         """Pages for what the step itself drafts after these tokens, if any are free: without, it drafts worse."""
         most = min(known + asks, seq.num_prompt + seq.max_tokens)
         while most > known and not self.table.grow(seq, most):
             most -= 1
+        if seq.branching and most > known:
+            self.table.spare(seq, self.limits.paths - 1, self.limits.path_pages(self.table.page_size))
+
+    def give_back(self) -> bool:
+        """Take the pages of a sequence's paths that no step verifies: somebody needs them."""
+        return any(self.table.give_back(seq) for seq in self.running)
 
     def by_rank(self) -> list[Sequence]:
         return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.rank)

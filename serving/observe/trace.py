@@ -41,7 +41,7 @@ class Trace(Observer):
             plan = taken.plan
             facts = {"sequences": len(plan.items), "rows": plan.num_rows, "decodes": plan.decodes}
             if drafted := [drawn for drawn in taken.drawn if drawn.item.drafts]:
-                facts["drafts"] = sum(len(drawn.item.drafts) for drawn in drafted)
+                facts["drafts"] = sum(drawn.item.num_drafts for drawn in drafted)
                 facts["accepted"] = sum(drawn.accepted for drawn in drafted)
             self.span(f"step {self.number}", DEVICE, taken.device_began, taken.collected, **facts)
             self.number += 1

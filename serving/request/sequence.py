@@ -24,6 +24,8 @@ class SequenceCache:
     trusted: bool = True  # what it has computed may be shared
     load: Future | None = None  # its beginning is being read from disk
     prefetched: bool = False  # all of its beginning that is wanted from disk has been read
+    spare: list[list[list[int]]] = field(default_factory=list)  # of each path of drafts but the first, by cache group
+    branched: bool = False  # a step is under way that verifies these paths
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +62,8 @@ class Sequence:
     tenant: Hashable = None  # for whom it is served: tenants get equal shares
     cache: SequenceCache = field(default_factory=SequenceCache)
     drafts: list[int] = field(default_factory=list)  # for its next step
+    branches: list[list[int]] = field(default_factory=list)  # the other paths of drafts, where there are several
+    branching: bool = False  # all paths are to be verified
     asks: int = 0  # tokens that its next step is to draft after the one that it draws, where steps draft
     held: int = 0  # drafts for its next step that the step under way makes: only the device knows them
     verifying: int = 0  # drafts in the step under way

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil, inf
 from time import perf_counter
 
@@ -10,6 +11,7 @@ from ..request.sequence import Sequence
 from . import Drafter, make_drafter
 
 PRIOR, WEIGHT = 0.7, 4.0  # the share of drafts that is accepted, before anything is known, and for how many it counts
+MORE = 0.3  # tokens a step that further paths of drafts give beyond the first, before anything is known
 MEMORY = 24.0  # drafts of a sequence after which an old one counts e times less,
 COMMON = 192.0  # and drafts of all
 STEPS = 32.0  # that tell how long they take; an old one counts e times less after so many
@@ -32,9 +34,15 @@ class Rate:
 
     def learn(self, accepted: int, drafts: int) -> None:
         """The drafts after the first wrong one tell nothing."""
-        tried = accepted + (accepted < drafts)
+        self.count(accepted, accepted + (accepted < drafts))
+
+    def count(self, accepted: float, tried: float) -> None:
         kept = max(0.0, 1 - tried / self.memory)
         self.accepted, self.tried = self.accepted * kept + accepted, self.tried * kept + tried
+
+    def beside(self, common: "Rate") -> float:
+        """The share that will be right: as of all, until more is known."""
+        return (self.accepted + WEIGHT * common.accepted / common.tried) / (self.tried + WEIGHT)
 
 
 @dataclass
@@ -42,8 +50,10 @@ class Record:
     """What is known of a sequence."""
 
     rate: Rate = field(default_factory=lambda: Rate(MEMORY))
+    more: Rate = field(default_factory=lambda: Rate(MEMORY))  # tokens a step by further paths
     ideas: int = 0  # tokens that it would have drafted when it was asked last
     depth: int = 0  # drafts that pay
+    branches: bool = False  # so do further paths
     guess: list[int] = field(default_factory=list)  # what was to come after the output token `since`
     since: int = 0
     looks: int = 0  # output tokens after which it guesses again
@@ -90,21 +100,24 @@ class Speculator:
     nobody does, a drafter only guesses now and then, and what comes says whether it was right: nobody waits for it, and
     no row is computed for a guess. Where not even drafts that are all right would pay, it does not guess at all.
 
-    `seconds(rows, sequences, drafts)` is what a step takes that drafts so many tokens of each sequence itself, as
-    measured at the start. What steps take in service, with the host's part, corrects it for both kinds.
+    `seconds(rows, sequences, drafts, paths)` is what a step takes that drafts so many tokens of each sequence, as
+    measured at the start. What steps take in service, with the host's part, corrects it for both kinds. Where drafts
+    have several paths, all of a sequence are verified, or the first alone.
     """
 
     def __init__(
         self,
         config: SpeculativeConfig,
-        seconds: Callable[[int, int, int], float],
+        seconds: Callable[..., float],
         clock: Callable[[], float] = perf_counter,
     ):
         self.config, self.seconds, self.clock, self.in_step = config, seconds, clock, config.in_step
         self.drafter: Drafter = make_drafter(config)
-        self.most = config.num_speculative_tokens
+        self.most, self.paths = config.depth, len(config.paths)
+        self.others = config.num_rows - 1 - len(config.paths[0])  # rows of a sequence's further paths
         self.records: dict[Sequence, Record] = {}
         self.common = Rate(COMMON, PRIOR * WEIGHT, WEIGHT)  # of all sequences: what a new one begins with
+        self.more = Rate(COMMON, MORE * WEIGHT, WEIGHT)  # the same of further paths
         self.step, self.drafting = 0, not config.adapts
         self.depth = self.most  # of the drafts that steps make
         self.least = 0.0  # chance of the last draft that pays
@@ -115,7 +128,7 @@ class Speculator:
         self.paces: dict[
             tuple[int, bool], Pace
         ] = {}  # by the number of sequences, in powers of two; with drafts or not
-        self.costs: dict[int, tuple[list[float], float]] = {}  # by number of sequences
+        self.costs: dict[tuple[int, int], tuple[list[float], float]] = {}  # by number of sequences, and of paths
         self.proposing = 1e-5  # seconds that a proposal takes on the host
         self.counts = Counts(0, 0, [0] * self.most)
 
@@ -125,6 +138,7 @@ class Speculator:
             self.records[seq] = Record(ideas=self.most if self.in_step else 0)
             self.news = True
             self.let(seq, self.drafting)
+            seq.branching = self.paths > 1 and not self.config.adapts
 
     def end(self, seq: Sequence) -> None:
         """A sequence is over."""
@@ -132,9 +146,9 @@ class Speculator:
             self.drafter.end(seq)
             seq.drafts = []
 
-    def took(self, count: int, drafts: int, asks: int, waited: bool, seconds: float) -> None:
+    def took(self, count: int, drafts: int, asks: int, waited: bool, seconds: float, branches: bool = False) -> None:
         """A step in which so many sequences decoded was done so long after the one before."""
-        times, drafting = self.cost(count)
+        times, drafting = self.cost(count, self.paths if branches else 1)
         expected = times[min(drafts, len(times) - 1)] + asks * drafting
         if not 0 < expected < inf or (asks and not waited):
             return
@@ -152,23 +166,31 @@ class Speculator:
         return self.paces[key]
 
     def rate(self, record: Record) -> float:
-        """The share of a sequence's drafts that will be right: as of all, until more is known."""
-        own, common = record.rate, self.common
-        return (own.accepted + WEIGHT * common.accepted / common.tried) / (own.tried + WEIGHT)
+        """The share of a sequence's drafts that will be right."""
+        return record.rate.beside(self.common)
 
     def learn(self, record: Record, accepted: int, drafts: int) -> None:
         record.rate.learn(accepted, drafts)
         self.common.learn(accepted, drafts)
         self.news = True
 
-    def take_in(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        """A sequence got its tokens: so many of its drafts were right. It gets the next ones, if it waits for them."""
+    def take_in(self, seq: Sequence, drafts: int, accepted: int, more: int | None = None) -> None:
+        """A sequence got its tokens: so many of its drafts were right. It gets the next ones, if it waits for them.
+
+        `more` are those by which another path was better than the first, where there were others.
+        """
         record = self.records.get(seq)
         if record is None:
             return
-        seq.drafts = []
+        seq.drafts, seq.branches = [], []
         if drafts:
             self.learn(record, accepted, drafts)
+        if more is not None:
+            record.more.count(more, 1)
+            self.more.count(more, 1)
+        elif drafts and self.paths > 1:  # it may be worth another try
+            record.more.count(MORE / FORGOTTEN, 1 / FORGOTTEN)
+            self.more.count(MORE / FORGOTTEN, 1 / FORGOTTEN)
         if not seq.pending and (seq.waits or seq.asks) and self.drafting:
             seq.drafts = self.propose(seq)
             if self.config.adapts and not (self.in_step or seq.drafts):
@@ -185,9 +207,10 @@ class Speculator:
 
     def let(self, seq: Sequence, drafts: bool) -> None:
         """Whether a sequence is to have drafts."""
-        seq.waits, seq.asks = drafts and not self.in_step, self.depth if drafts and self.in_step else 0
+        # Of several paths the host lets one go on.
+        seq.waits, seq.asks = drafts and (not self.in_step or self.paths > 1), self.depth * (drafts and self.in_step)
         if not drafts:
-            seq.drafts, seq.held = [], 0
+            seq.drafts, seq.branches, seq.held, seq.branching = [], [], 0, False
 
     def rest(self, seq: Sequence, record: Record) -> None:
         """A sequence goes on without drafts, until it would have some again that pay."""
@@ -254,7 +277,8 @@ class Speculator:
         for seq, record in of:
             del seq.drafts[record.depth :]
             if self.in_step:
-                seq.held, seq.asks = min(seq.held, record.depth), self.depth
+                seq.held, seq.asks, seq.branching = min(seq.held, record.depth), self.depth, record.branches
+                seq.branches = [path[: record.depth] for path in seq.branches if record.branches]
 
     def wait(self, ready: list[Sequence]) -> None:
         """While nobody drafts: begin where it would pay by what is known, and look where that is to be known.
@@ -270,6 +294,7 @@ class Speculator:
                 self.drafting = True
                 for seq, record in records.items():
                     self.let(seq, record.ideas > 0)
+                    seq.branching = self.in_step and record.branches
                 return
         if self.in_step and ready and self.step >= self.next_look:
             times, drafting = self.cost(n)
@@ -301,6 +326,7 @@ class Speculator:
         chances.sort(reverse=True)
         plain = n / max(times[0], 1e-9)
         best, self.least, self.depth = plain, inf, 0
+        chosen = float(n), 0  # tokens, and rows of drafts
         for depth in range(1, self.most + 1) if self.in_step and drafting else (self.most,):
             tokens, rows = float(n), 0
             for chance, position in chances:
@@ -309,17 +335,36 @@ class Speculator:
                 tokens, rows = tokens + chance, rows + 1
                 speed = tokens / slower / max(times[rows] + depth * drafting * self.in_step, 1e-9)
                 if speed > best:
-                    best, self.least, self.depth = speed, chance, depth
+                    best, self.least, self.depth, chosen = speed, chance, depth, (tokens, rows)
         for record, _ in asked:
             chance = rate = self.rate(record)
             record.depth = 0
             while record.depth < self.depth and chance >= self.least:
                 record.depth, chance = record.depth + 1, chance * rate
+            record.branches = False
+        if self.paths > 1 and self.depth:
+            best = self.branch(n, [record for record, _ in asked if record.depth], *chosen, best * slower) / slower
         return best / plain
 
-    def cost(self, n: int) -> tuple[list[float], float]:
+    def branch(self, n: int, drafting: list[Record], tokens: float, rows: int, best: float) -> float:
+        """Tokens a second where those sequences verify all paths for which these pay, by what they gave of late."""
+        times, each = self.cost(n, self.paths)
+        gains = sorted(((record.more.beside(self.more), record) for record in drafting), key=lambda pair: -pair[0])
+        paying = 0
+        for count, (gain, _) in enumerate(gains, 1):
+            tokens, rows = tokens + gain, rows + self.others
+            speed = tokens / max(times[rows] + self.depth * each, 1e-9)
+            if speed > best:
+                best, paying = speed, count
+        for _, record in gains[:paying]:
+            record.branches = True
+        return best
+
+    def cost(self, n: int, paths: int = 1) -> tuple[list[float], float]:
         """Seconds of a step of so many sequences by the drafts in it, and of each token that it drafts for all."""
-        if n not in self.costs:
-            times = [self.seconds(n + drafts, n, 0) for drafts in range(n * self.most + 1)]
-            self.costs[n] = times, self.seconds(n, n, 1) - times[0]
-        return self.costs[n]
+        if (n, paths) not in self.costs:
+            seconds = self.seconds if paths == 1 else partial(self.seconds, paths=paths)
+            most = self.most if paths == 1 else self.config.num_rows - 1
+            times = [seconds(n + drafts, n, 0) for drafts in range(n * most + 1)]
+            self.costs[n, paths] = times, seconds(n, n, 1) - times[0]
+        return self.costs[n, paths]

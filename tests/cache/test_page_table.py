@@ -1,5 +1,6 @@
 """The page table against a plain model of who owns what and which page holds which tokens, over random operations."""
 
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 
 import pytest
@@ -73,7 +74,7 @@ class Pages(RuleBasedStateMachine):
         self.table = PageTable(pages, size, [None, 3 * size, 5], host_cache=host_cache)
         self.live: list[Sequence] = []
         self.planned: dict[Sequence, int] = {}  # up to which position
-        self.accepted: dict[Sequence, list[int]] = {}  # of the drafts after that
+        self.drafted: dict[Sequence, tuple[list[list[int]], int, int]] = {}  # after that: paths, the best, how far
         self.followed: set[tuple] = set()  # texts that a drafter has computed, too
         self.holds: list[dict[int, tuple]] = [{}, {}, {}]
 
@@ -124,12 +125,25 @@ class Pages(RuleBasedStateMachine):
         assert seq.followed <= seq.num_computed
         assert not seq.followed or (salt, *tokens[: seq.followed]) in self.followed
 
-    def written(self, seq: Sequence, end: int, group: int) -> dict[int, tuple]:
-        """What the rows up to `end` make of its pages."""
-        table = seq.cache.pages[group]
+    def written(self, seq: Sequence, end: int, group: int, drafts: Seq[int] = ()) -> dict[int, tuple]:
+        """What the rows up to `end`, and those of drafts, make of its pages."""
+        table, tokens = seq.cache.pages[group], [*seq.tokens[:end], *drafts]
         return {
-            table[page]: (seq.cache.salt, *seq.tokens[: min(end, (page + 1) * self.size)])
+            table[page]: (seq.cache.salt, *tokens[: (page + 1) * self.size])
             for page in range(seq.num_computed // self.size, len(table))
+        }
+
+    def branched(self, seq: Sequence, end: int, group: int, path: int, drafts: list[int]) -> dict[int, tuple]:
+        """The same of the pages of a path, which must hold what the sequence's own held before."""
+        pages, tokens = seq.cache.spare[path - 1][group], [*seq.tokens[:end], *drafts]
+        first = end // self.size
+        if end % self.size > 1:
+            assert self.holds[group][pages[0]][:end] == (seq.cache.salt, *tokens[: end - 1])
+        count = -(-len(tokens) // self.size) - first
+        assert count <= len(pages)
+        return {
+            page: (seq.cache.salt, *tokens[: (number + 1) * self.size])
+            for number, page in enumerate(pages[:count], first)
         }
 
     @precondition(lambda self: self.live)
@@ -139,7 +153,8 @@ class Pages(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.live))
         if seq in self.planned:
             return
-        count = min(len(seq.tokens) - seq.num_computed, data.draw(st.integers(1, self.chunk)))
+        rest = len(seq.tokens) - seq.num_computed
+        count = min(rest, data.draw(st.sampled_from([1, self.chunk, *range(1, self.chunk + 1)])))
         if not count:
             seq.tokens.append(data.draw(st.integers(0, 1)))
             count = 1
@@ -161,7 +176,14 @@ class Pages(RuleBasedStateMachine):
             drafts = data.draw(st.lists(st.integers(0, 1), max_size=4))
             while drafts and not self.table.grow(seq, end + len(drafts)):
                 drafts.pop()
-            self.accepted[seq] = drafts[: data.draw(st.integers(0, len(drafts)))]
+            paths = [drafts]
+            if drafts and count == 1 and data.draw(st.integers(0, 3)):
+                self.table.spare(seq, data.draw(st.integers(1, 2)), 1 + -(-3 // self.size))
+                others = [data.draw(st.lists(st.integers(0, 1), max_size=len(drafts))) for _ in seq.cache.spare]
+                if self.table.branch(seq, end, range(1, 1 + len(others))):
+                    paths += others
+            best = data.draw(st.integers(0, len(paths) - 1))
+            self.drafted[seq] = paths, best, data.draw(st.integers(0, len(paths[best])))
         for group, pages in enumerate(seq.cache.pages):
             assert all(new == old for old, new in zip(before[group], pages, strict=False))
             assert all(pages[page] for page in range(self.first_seen(group, seq.num_computed), len(pages)))
@@ -177,15 +199,18 @@ class Pages(RuleBasedStateMachine):
         for (group, page), copy in moves.restores.items():
             assert self.table.tree.node_of[group].get(page) is copy.node, "the page is for somebody else by now"
             self.holds[group][page] = copy.data
-        for seq, drafts in self.accepted.items():
-            seq.tokens += drafts
-            self.planned[seq] += len(drafts)
         for seq, end in self.planned.items():
+            paths, *_ = self.drafted.get(seq, ([[]],))
             for group in range(3):
-                self.holds[group] |= self.written(seq, end, group)
+                for path, drafts in enumerate(paths[1:], 1):
+                    self.holds[group] |= self.branched(seq, end, group, path, drafts)
+                self.holds[group] |= self.written(seq, end, group, paths[0])
         for seq, end in self.planned.items():
-            seq.num_computed = end
-        self.planned, self.accepted = {}, {}
+            paths, best, right = self.drafted.get(seq, ([[]], 0, 0))
+            self.table.take_path(seq, end, best)
+            seq.tokens += paths[best][:right]
+            seq.num_computed = end + right
+        self.planned, self.drafted = {}, {}
         for seq in self.live:
             for group, table in enumerate(seq.cache.pages):
                 for page in range(self.first_seen(group, seq.num_computed), -(-seq.num_computed // self.size)):
@@ -199,6 +224,16 @@ class Pages(RuleBasedStateMachine):
         if seq in self.planned:
             self.step()
         self.end(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def give_back(self, data):
+        """The pages of paths are for whoever needs them, but for those that are being verified."""
+        seq = data.draw(st.sampled_from(self.live))
+        held, free = len(seq.cache.spare), self.table.pools[0].free
+        gave = self.table.give_back(seq)
+        assert gave == (held > 0 and not seq.cache.branched)
+        assert self.table.pools[0].free - free == gave * held * (1 + -(-3 // self.size))
 
     def end(self, seq):
         self.table.release(seq)
@@ -227,7 +262,7 @@ class Pages(RuleBasedStateMachine):
         """A step fails: the device's pages are gone with all that runs, and what the host has is not."""
         for seq, end in self.planned.items():
             seq.num_computed = end
-        self.planned, self.accepted = {}, {}
+        self.planned, self.drafted = {}, {}
         for seq in list(self.live):
             self.end(seq)
         self.table.forget_device()

@@ -31,10 +31,11 @@ MODEL = {"method": "draft_model", "model": "quill-draft"}
 LAYERS = {"method": "self", "num_layers": 4}
 BITS = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
 EAGLE, MEDUSA = [{"method": kind, "model": f"quill-{kind}"} for kind in ("eagle", "medusa")]
+TREES = [each | {"speculative_token_tree": "[(0,), (1,), (0, 0)]"} for each in (EAGLE, MEDUSA)]
 MESHES = {
-    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, MEDUSA]),
-    "replicas": ({"data": 2}, [SUFFIX, MODEL, EAGLE]),
-    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, EAGLE, MEDUSA]),
+    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, MEDUSA, TREES[1]]),
+    "replicas": ({"data": 2}, [SUFFIX, MODEL, EAGLE, *TREES]),
+    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, EAGLE, MEDUSA, *TREES]),
     "stages": ({"pipeline": 2}, [SUFFIX, MODEL]),
     "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL]),
     "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [MODEL]),

@@ -67,7 +67,7 @@ def llm_of(made, **config) -> LLM:
 
 
 class Naive:
-    """The best drafts after a text, whose last token was just drawn, by all of it at once and without a cache."""
+    """The drafts after a text, whose last token was just drawn, by all of it at once and without a cache."""
 
     def __init__(self, made):
         self.kind, _, _, config, self.heads, (weights, own) = made
@@ -95,26 +95,33 @@ class Naive:
 
         self.known, self.goes_on = known, goes_on
 
-    def drafts(self, tokens: list[int]) -> list[int]:
+    def drafts(self, tokens: list[int], ranks: tuple[int, ...] = (0,) * DRAFTS) -> list[int]:
         last = len(tokens) - 2  # the position that the target has computed last
         ids = jnp.asarray(tokens + [0] * (LENGTH - len(tokens)))
         found = self.known(ids)
         if self.kind == "medusa":
-            return np.asarray(found)[:, last].argmax(-1).tolist()
+            return [int(np.argsort(-np.asarray(found)[head, last])[rank]) for head, rank in enumerate(ranks)]
         following, drafts = jnp.roll(ids, -1), []
-        for place in range(last, last + DRAFTS):
+        for place, rank in enumerate(ranks, last):
             feature, logits = self.goes_on(following, found)
-            drafts.append(int(logits[place].argmax()))
+            drafts.append(int(np.argsort(-np.asarray(logits[place]))[rank]))
             following = following.at[place + 1].set(drafts[-1])
             found = found.at[place + 1].set(feature[place])
         return drafts
 
 
-def test_they_propose_what_they_say_of_the_whole_text(made):
-    """Prompts in chunks, several at once: each proposal beside the naive one."""
-    rng, llm = np.random.default_rng(1), llm_of(made)
+TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1)]
+PATHS = [(0, 0, 0), (0, 1), (1, 0, 0), (1, 0, 1)]
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_they_propose_what_they_say_of_the_whole_text(made, tree):
+    """Prompts in chunks, several at once: each proposal beside the naive one, path by path."""
+    config = {} if tree is None else {"speculative_token_tree": tree, "num_speculative_tokens": None}
+    rng, llm = np.random.default_rng(1), llm_of(made, **config)
     recorded = Recorded.of(llm.engine)
-    prompts = [rng.integers(3, V, size).tolist() for size in (1, 5, 40, 60, 17)]
+    lengths = (1, 5, 40, 60, 17) if tree is None else (1, 40, 60)  # there are pages for all paths of so many
+    prompts = [rng.integers(3, V, size).tolist() for size in lengths]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     plain = llm_of(made, plain=True).generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
@@ -122,7 +129,9 @@ def test_they_propose_what_they_say_of_the_whole_text(made):
     naive = Naive(made)
     assert len(recorded.proposed) >= 20
     for text, proposed in recorded.proposed.items():
-        assert proposed == naive.drafts(list(text)), f"after {len(text)} tokens"
+        paths = [naive.drafts(list(text), ranks) for ranks in (PATHS if tree else [(0,) * DRAFTS])]
+        expected = [token for path in paths for token in (path + [-1] * DRAFTS)[:DRAFTS]]
+        assert proposed == expected, f"after {len(text)} tokens"
 
 
 def test_drafts_are_drawn_with_the_noise_of_the_answer(made):

@@ -18,8 +18,9 @@ def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8)) -> 
 def test_every_sequence_ends_once_whatever_the_load(seed):
     rng = np.random.default_rng(seed)
     pages = tuple(rng.integers(14, 40, 2).tolist())
-    drafts = seed % 2 * 3
-    scheduler = make(pages=pages, limits=(4, 16, 16, 20, drafts))
+    drafts, paths = seed % 2 * 3, 1 + seed % 4 // 3 * 2
+    rows = 16 if paths == 1 else 48
+    scheduler = make(pages=pages, limits=(4, rows, 16, 20, drafts, False, paths, 4 * paths))
     device = Device(scheduler)
     sequences, aborted = [], set()
     for seq in random_sequences(rng, scheduler, 60):
@@ -42,6 +43,29 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     assert all(group.free == group.num_pages - 1 for group in scheduler.replicas[0].table.pools)
     assert len(scheduler.replicas[0].free_slots) == 4
     assert not drafts or (device.accepted and device.rejected)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_paths_of_drafts_have_pages_while_these_are_free(seed):
+    """Some are taken over; each gives its pages to whoever needs them, and nobody is preempted for one."""
+    rng = np.random.default_rng(seed)
+    limits = (4, 48, 16, 20, 3, False, 3, 12)
+    scheduler = make(pages=(100, 100), limits=limits)
+    device = Device(scheduler)
+    for index in range(6):
+        scheduler.add(sequence(index, int(rng.integers(1, 30)), 40, waits=True))
+    device.run()
+    assert device.branched > 5
+    table = scheduler.replicas[0].table
+    assert all(group.free == group.num_pages - 1 for group in table.pools)
+    one, two = sequence(0, 4, 40, waits=True), sequence(1, 100, 44)
+    scheduler = make(pages=(42, 90), limits=limits)  # not for both to their ends
+    scheduler.add(one, two)
+    device, held = Device(scheduler), []
+    while scheduler.busy:
+        device.step()
+        held.append(len(one.cache.spare))
+    assert max(held) == 2 and not one.num_preemptions
 
 
 def test_decodes_do_not_wait_for_a_long_prompt():

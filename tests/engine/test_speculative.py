@@ -345,7 +345,15 @@ def speculator(seconds, **config):
 def running(count, drafts, tokens=50):
     return [
         Pretended(
-            missing=1, pending=0, drafts=list(range(drafts)), waits=True, num_output=tokens, index=index, asks=0, held=0
+            missing=1,
+            pending=0,
+            drafts=list(range(drafts)),
+            waits=True,
+            num_output=tokens,
+            index=index,
+            asks=0,
+            held=0,
+            branches=[],
         )
         for index in range(count)
     ]
@@ -392,7 +400,7 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500) -> float:
     def new():
         seq = Pretended(
             tokens=[0, 0], num_prompt=1, num_output=1, max_tokens=200, missing=1, pending=0, drafts=[], waits=False,
-            asks=0, held=0, proposed=[], constraint=None, pool=None,
+            asks=0, held=0, proposed=[], branches=[], branching=False, constraint=None, pool=None,
         )  # fmt: skip
         own.begin(seq)
         return seq

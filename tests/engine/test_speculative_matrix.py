@@ -9,6 +9,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.serving.engine.step_record import Observer
 
+TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
 DRAFTERS = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
@@ -17,6 +18,8 @@ DRAFTERS = {
     "bits": {"method": "self", "quantization": "int8-weights"},
     "medusa": {"method": "medusa", "model": "quill-medusa"},
     "eagle": {"method": "eagle", "model": "quill-eagle"},
+    "medusa's tree": {"method": "medusa", "model": "quill-medusa", "speculative_token_tree": TREE},
+    "eagle's tree": {"method": "eagle", "model": "quill-eagle", "speculative_token_tree": TREE},
 }
 KINDS = {"plain": {}, "int8 KV": {"kv_cache_dtype": "int8"}, "int4 weights": {"quantization": "int4-64"}}
 ROWS, PAGE = 32, 16

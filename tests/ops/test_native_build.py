@@ -90,7 +90,8 @@ def test_every_variant_has_its_source():
     assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
     formats = {*quant.FORMATS, *quant.stored_schemes()}
     products = {*kernel_names.DENSE.values(), *(kernel for name in formats for kernel in quant.kernels(name))}
-    assert products | {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, "probe", "pack"} == {*build.VARIANTS}
+    others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "probe", "pack"}
+    assert products | others == {*build.VARIANTS}
 
 
 def test_built_once_and_kept_private(small, monkeypatch):

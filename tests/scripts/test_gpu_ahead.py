@@ -82,7 +82,7 @@ ENTRY %main (a: bf16[4096,8], b: bf16[2,8], c: (s32[], bf16[2,1024], bf16[4,1024
 def test_bytes_launches_and_copies_of_a_program():
     """Counted by hand."""
     pages, rows, expert = 4096 * 8 * 2, 2 * 8 * 2, 1024 * 512 * 2
-    work = Module(PROGRAM).work(lambda name: 0.25 if kind_of(name) == "pages" else 1.0, lambda names: 3)
+    work = Module(PROGRAM).work(lambda name: 0.25 if kind_of(name) == "pages" else 1.0, lambda names, inner: 3)
     append, look_up, in_place, kernel, copy = 2 * rows, 2 * rows, 2 * rows, rows + pages / 4 + rows, 2 * pages
     taken = expert + 4 + expert  # read, with the number of the expert, and written
     product = 2 * 1024 * 2 + expert + 2 * 512 * 4
@@ -93,13 +93,13 @@ def test_bytes_launches_and_copies_of_a_program():
 
 def test_a_loop_that_the_compiler_counts_has_its_own_number_of_turns():
     counted = PROGRAM.replace("body=%turn", 'body=%turn, backend_config={"known_trip_count":{"n":"7"}}')
-    work = Module(counted).work(lambda name: 1.0, lambda names: pytest.fail("it is counted"))
+    work = Module(counted).work(lambda name: 1.0, lambda names, inner: pytest.fail("it is counted"))
     assert work.launches == 5 + 7 * 2
 
 
 def test_copied_pages_are_seen():
     longer = PROGRAM.replace("4096,8]", "40960,8]")
-    work = Module(longer).work(lambda name: 1.0, lambda names: 0)
+    work = Module(longer).work(lambda name: 1.0, lambda names, inner: 0)
     assert work.copied["state.pages[0].k_PSKH"] == 40960 * 8 * 2
 
 
@@ -107,7 +107,7 @@ def test_a_real_program_moves_what_it_reads_and_writes():
     """A program of this CPU's compiler: a product reads its inputs and writes its result, whatever else it does."""
     a, b = np.ones((64, 256), np.float32), np.ones((256, 512), np.float32)
     text = jax.jit(lambda a, b: a @ b).lower(a, b).compile().as_text() or ""
-    work = Module(text).work(lambda name: 1.0, lambda names: 1)
+    work = Module(text).work(lambda name: 1.0, lambda names, inner: 1)
     least = a.nbytes + b.nbytes + 64 * 512 * 4
     assert least <= work.bytes <= 3 * least and work.launches >= 1 and not work.copied
 
@@ -148,8 +148,8 @@ def test_the_part_of_its_arguments_that_a_step_reads():
     assert shares.of("state.pages[1].v_PSKH") == 1.0  # 64 sequences of 1,024
     assert shares.of("weights.layers[0].moe.up_EDGF.codes") == pytest.approx(1 - (1 - 8 / 128) ** 64)
     assert shares.of("weights.layers[0].moe.router_DE") == shares.of("buffer") == 1.0
-    assert 125 < shares.turns({"weights.layers[0].moe.up_EDGF", "buffer"}) < 128
-    assert shares.turns({"state.pages[0].k_PSKH"}) == 16
+    assert 125 < shares.turns({"weights.layers[0].moe.up_EDGF", "buffer"}, False) < 128
+    assert shares.turns({"state.pages[0].k_PSKH"}, False) == 16
     windowed = Case("gpt-oss-20b", batch=1)
     shares = Shares(config_of(windowed, 2), windowed, 4096)
     assert [shares.of(f"state.pages[{layer}].k_PSKH") for layer in (0, 1)] == [128 / 4096, 1024 / 4096]

@@ -1,6 +1,6 @@
 """A pretended device for tests of the scheduler: a step's tokens come back one step late, as they do in service.
 
-Of drafts it accepts as many as chance says.
+Of drafts it accepts as many as chance says, of one of their paths.
 """
 
 from collections.abc import Iterator
@@ -40,17 +40,19 @@ class Device:
         self.limits = limits or scheduler.limits
         self.computed: dict[Sequence, int] = {}
         self.rng = np.random.default_rng(0)
-        self.accepted = self.rejected = 0
+        self.accepted = self.rejected = self.branched = 0
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
         self.scheduler.check()
         if plan is not None:
             for own in map(list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))):
-                assert sum(item.num_rows for item in own) <= self.limits.max_rows
+                rows = sum(path.num_rows for item in own for path in item.paths)
+                assert rows <= self.limits.max_rows
                 assert len(own) <= self.limits.max_seqs
-                samples = sum(len(item.scores) + item.draws for item in own)
+                samples = sum(len(path.scores) + path.draws for item in own for path in item.paths)
                 decodes = all(item.num_rows == item.draws for item in own)
+                assert decodes or not any(item.branches for item in own)
                 assert samples <= (
                     self.limits.max_rows if decodes and self.limits.max_drafts else self.limits.max_samples
                 )
@@ -64,6 +66,10 @@ class Device:
                 assert item.num_rows >= 1 and len(item.drafts) <= self.limits.max_drafts
                 assert item.draws in (0, 1 + len(item.drafts))
                 assert item.num_known + item.draws <= item.seq.num_prompt + item.seq.max_tokens
+                assert len(item.paths) <= self.limits.paths
+                for path in item.paths[1:]:
+                    assert path.num_known == item.num_known and path.start == item.num_known - 1
+                    assert path.num_known + path.draws <= item.seq.num_prompt + item.seq.max_tokens
         if self.in_flight is not None:
             for item in self.in_flight.items:
                 seq = item.seq
@@ -78,19 +84,25 @@ class Device:
         self.steps += 1
 
     def take_in(self, seq: Sequence, item: ScheduledSequence) -> None:
-        accepted = int(self.rng.integers(len(item.drafts) + 1))
+        path = item.paths[int(self.rng.integers(len(item.paths)))]
+        accepted = int(self.rng.integers(len(path.drafts) + 1))
         rejected = len(item.drafts) - accepted
-        self.accepted, self.rejected = self.accepted + accepted, self.rejected + rejected
-        if rejected:
-            self.scheduler.roll_back(seq, rejected)
+        self.accepted, self.rejected = self.accepted + accepted, self.rejected + max(0, rejected)
+        self.branched += path.path > 0 and accepted > 0
+        if item.drafts:
+            self.scheduler.roll_back(item, path.path, accepted)
             self.computed[seq] -= rejected
-        for token in [*item.drafts[:accepted], 2]:
+        for token in [*path.drafts[:accepted], 2]:
             seq.tokens.append(token)
             if seq.num_output >= seq.max_tokens:
                 self.scheduler.finish(seq, "length")
                 return
         if seq.waits:
-            seq.drafts = self.rng.integers(0, 3, self.rng.integers(self.limits.max_drafts + 1)).tolist()
+            seq.drafts, *seq.branches = [
+                self.rng.integers(0, 3, self.rng.integers(self.limits.max_drafts + 1)).tolist()
+                for _ in range(self.limits.paths)
+            ]
+            seq.branching, seq.asks = self.rng.random() < 0.8, self.limits.max_drafts
 
     def run(self) -> None:
         while self.scheduler.busy or self.in_flight:

@@ -14,7 +14,9 @@ int main() {
   for (int round = 0; round < 400; ++round) {
     constexpr int64_t SIZES[] = {1, 2, 15, 16, 17, 255, 257, 700, 3001};
     const int64_t R = 3, B = 2, X = 4, V = SIZES[below(9)], K = std::min<int64_t>(20, V);
-    std::vector<float> logits(R * V), bias(B * V);
+    const int64_t J = 1 + below(4);
+    std::vector<float> logits(R * V), bias(B * J * V);
+    std::vector<int32_t> bias_rows(R), drafted(R * J, -1);
     std::vector<int32_t> counts(B * V), slots(R), positions(R), top_k(R), bans(R * X, -1), targets(R, -1);
     std::vector<uint32_t> seeds(2 * R);
     std::vector<float> temperature(R), top_p(R, 1), min_p(R), repetition(R, 1), presence(R), frequency(R);
@@ -35,13 +37,15 @@ int main() {
       if (plain) continue;
       repetition[r] = 1.2f, presence[r] = 0.1f, frequency[r] = -0.1f;
       flags[R + r] = often(), flags[2 * R + r] = often();
+      bias_rows[r] = static_cast<int32_t>(below(J));
+      for (int64_t j = 0; j < bias_rows[r]; ++j) drafted[r * J + j] = static_cast<int32_t>(below(V));
       bans[r * X + below(X)] = static_cast<int32_t>(below(V + 3));
       if (below(4) == 0) targets[r] = static_cast<int32_t>(below(V));
     }
     std::vector<int32_t> tokens(R), ranks(R), top_ids(R * K);
     std::vector<float> logprobs(R), top_logprobs(R * K);
-    sampling::Call a{R, V, X, K, logits.data(), bias.data(), stop.get(), counts.data(), prompt.get(), slots.data(),
-                     positions.data(), seeds.data(), temperature.data(), top_k.data(), top_p.data(), min_p.data(),
+    sampling::Call a{R, V, J, X, K, logits.data(), bias.data(), stop.get(), counts.data(), prompt.get(), slots.data(),
+                     bias_rows.data(), drafted.data(), positions.data(), seeds.data(), temperature.data(), top_k.data(), top_p.data(), min_p.data(),
                      repetition.data(), presence.data(), frequency.data(), flags.get() + R, bans.data(),
                      targets.data(), flags.get() + 2 * R, flags.get(), tokens.data(), logprobs.data(), ranks.data(),
                      top_ids.data(), top_logprobs.data(), ok.get()};

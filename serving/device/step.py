@@ -21,7 +21,7 @@ from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with, recur_with
 from .batch import Batch, Layout
-from .drafts import Seen, StepDrafter, WithDrafter, draft, page_size_of, path_of
+from .drafts import Seen, StepDrafter, WithDrafter, draft, entry_of, page_size_of, path_of
 from .replay import Replay
 from .state import State, empty_state, state_places
 
@@ -274,8 +274,7 @@ def named(tokens, below: int, held):
 def hold(state: State, batch: Batch, store_R, drafts_BK) -> State:
     """Keep what the next step needs to know, which may be planned before the host does."""
     starts_B1, none = batch.starts_B1, state.last_tokens_B.shape[0]
-    seq_R = (starts_B1[None, 1:] <= batch.sample_rows_R[:, None]).sum(axis=1)
-    rejected_R = starts_B1[jnp.minimum(seq_R + 1, len(starts_B1) - 1)] - 1 - batch.sample_rows_R
+    rejected_R = starts_B1[jnp.minimum(entry_of(batch) + 1, len(starts_B1) - 1)] - 1 - batch.sample_rows_R
     owner_B = jnp.where(starts_B1[1:] > starts_B1[:-1], batch.owners_T[starts_B1[:-1]], none)
     return state.replace(
         drafts_KB=state.drafts_KB.at[:, owner_B].set(drafts_BK.T, mode="drop"),

@@ -54,8 +54,10 @@ class BatchBuilder:
             limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts, limits.paths, limits.path_rows
         )  # the smallest first
         self.path_pages = limits.path_pages(page_size)
-        common = num_groups, table_width, limits.max_seqs, replicas, limits.listed, limits.max_drafts
-        common = *common, limits.paths, self.path_pages
+        common = (
+            num_groups, table_width, limits.max_seqs, replicas, limits.listed, limits.max_drafts, limits.paths,
+            self.path_pages,
+        )  # fmt: skip
         self.layouts = {size: Layout(size, *common) for size in options}
         top = max(size.seqs for size in options if size.paths == 1)
         mixed = [size for size in options if size.rows > size.seqs == top and size.paths == 1]
@@ -187,7 +189,7 @@ class BatchBuilder:
         b.tokens_T[:T] = [token for item in part for token in tokens_of(item)]
         b.is_prompt_T[:T] = positions < np.repeat([seq.num_prompt for seq in seqs], counts)
         b.tracked_T[:T] = self.tracked[places_T]
-        for item, end in zip(part, ends.tolist(), strict=True):
+        for item, end in zip(part, ends.tolist(), strict=True) if self.drafts else ():
             if item.drafts:  # the step counts those that are accepted
                 b.tracked_T[end - len(item.drafts) - (item.path > 0) : end] = False
             b.ahead_T[end - item.num_rows : end] = item.ahead

@@ -200,7 +200,7 @@ class Engine:
         for drawn in step.drawn:
             item = drawn.item
             seq = item.seq
-            seq.taken_in(item.draws)
+            seq.pending -= item.draws
             if seq.finish_reason is not None:
                 continue  # ended while this step was under way
             yield seq.request

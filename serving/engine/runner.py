@@ -334,7 +334,8 @@ class Runner:
         drafts_BK = None if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
         drawn, row, number, replica = [], 0, 0, 0
         for item in items:
-            item = item.settled()
+            if item.ahead:
+                item = item.settled()
             if item.seq.replica != replica:
                 replica = item.seq.replica
                 row, number = (

@@ -34,9 +34,7 @@ class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen d
     ahead: bool = False
 
     def settled(self) -> "ScheduledSequence":
-        """The same, once the step before has been taken in."""
-        if not self.ahead:
-            return self
+        """One that is ahead, once the step before has been taken in."""
         seq, count = self.seq, len(self.drafts)
         return self._replace(start=len(seq.tokens) - 1, drafts=tuple(seq.proposed[:count]), ahead=False)
 
@@ -236,7 +234,7 @@ class ReplicaScheduler:
         self.rows = self.samples = self.drafts = 0  # left in the step that is being planned
         self.promised = 0  # of these drafts, to first paths that are still to come
         self.follows = False  # in the step that is being planned
-        self.branches = limits.paths > 1  # the same: there may be several paths of drafts
+        self.branches = False  # the same: it may verify several paths of drafts
         self.behind: tuple[ScheduledSequence, ...] = ()  # before it
 
     @property
@@ -260,6 +258,7 @@ class ReplicaScheduler:
             if seq.cache.spare and not (seq.branching and seq.asks):
                 self.table.give_back(seq)
         items: dict[Sequence, ScheduledSequence] = {}
+        drafts = self.limits.max_drafts > 0
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
         decoding = [one for one in behind if one[1] == 1]
@@ -271,7 +270,7 @@ class ReplicaScheduler:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            plain = seq.prompt_scores is None and not (seq.waits or seq.asks or seq.ahead)
+            plain = seq.prompt_scores is None and not (drafts and (seq.waits or seq.asks or seq.ahead))
             if missing == 1 and start % page_size and self.samples and plain:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
                 items[seq] = ScheduledSequence(seq, start, 1, 1, not seq.begun)
@@ -394,8 +393,8 @@ class ReplicaScheduler:
                 continue
             found.append((path, own))
             every.append(own)
-            for name in ("rows", "samples", "drafts"):
-                setattr(self, name, getattr(self, name) - 1 - len(own))
+            rows = 1 + len(own)
+            self.rows, self.samples, self.drafts = self.rows - rows, self.samples - rows, self.drafts - rows
         if found and not self.table.branch(seq, known, [path for path, _ in found]):
             return ()
         return tuple(found)

@@ -101,12 +101,6 @@ class Sequence:
         """Of `num_computed`, what no draft can take back."""
         return min(self.num_computed, len(self.tokens))
 
-    def taken_in(self, draws: int) -> None:
-        """So many rows of a step that drew are known."""
-        self.pending -= draws
-        if not self.pending:
-            self.held = self.verifying = 0
-
     @property
     def shares_prefix(self) -> bool:
         """Whether pages that others computed will do: not where the score of each prompt token is wanted."""

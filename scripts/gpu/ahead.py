@@ -194,7 +194,8 @@ def drafter_of(case: Case, config):
         own = replace(family_of(hf).config(hf, MAX_LEN), kv_cache_dtype=config.kv_cache_dtype)
         return DraftModel(own, with_layers(config, own), count), abstract(own)
     heads = draft_heads.heads_of(hf, (), config, case.drafts)
-    return FeatureDrafter(heads, with_layers(config, heads.model), count), draft_heads.abstract(heads)
+    chain = ((0,) * DRAFTS,)
+    return FeatureDrafter(heads, with_layers(config, heads.model), count, chain), draft_heads.abstract(heads)
 
 
 def here(tree):

@@ -233,4 +233,5 @@ def test_drafts_are_measured_beside_plain_decoding(capsys, monkeypatch):
     drafts.main(samples=1, rounds=2, batch=[3])
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
     assert [row[0].strip() for row in rows] == list(kept)
-    assert not rows[0][4].strip() and "%" in rows[1][4]
+    assert rows[0][4].split() == ["1.00"] and len(rows[1][4].split()) == 2
+    assert not rows[0][5].strip() and "%" in rows[1][5]

@@ -35,7 +35,7 @@ TREES = [each | {"speculative_token_tree": "[(0,), (1,), (0, 0)]"} for each in (
 MESHES = {
     "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, MEDUSA, TREES[1]]),
     "replicas": ({"data": 2}, [SUFFIX, MODEL, EAGLE, *TREES]),
-    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, EAGLE, MEDUSA, *TREES]),
+    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, MEDUSA, TREES[0]]),
     "stages": ({"pipeline": 2}, [SUFFIX, MODEL]),
     "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL]),
     "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [MODEL]),
@@ -54,7 +54,7 @@ def test_the_answers_of_plain_decoding(mesh, drafters, tmp_path):
     """
     rng, options = random.Random(4), SIZES | over(mesh) | {"max_model_len": 256}
     plain = LLM(**options)
-    mixes = [mix(rng, plain.engine.config.vocab_size) for _ in range(cases(20, least=2))]
+    mixes = [mix(rng, plain.engine.config.vocab_size) for _ in range(cases(5, least=2))]
     again = plain.engine.tokenizer.encode("The lamp is in the sand. The boat is in the lake. " * 3)
     mixes[0][0]["again"] = again, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     mixes[0][1]["again"] = 0

@@ -299,6 +299,7 @@ class Moe:
     groups: int = 1  # experts are chosen from the best `top_groups` of so many groups
     top_groups: int = 1
     group_score: str = "max"  # "max", or "top2": the sum of the two best
+    router_float32: bool = False  # the router is kept in float32, whatever the dtype
     router_bias: bool = False  # added to the router's logits
     choice_bias: bool = False  # added to the scores for the choice, not to the weights
     bias: bool = False

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
 from ..ops.expert_dispatch import mix_over
-from ..ops.linear import add_up, einsum, gated, project, rounds, rows
+from ..ops.linear import add_up, einsum, exact, gated, project, rounds, rows
 from ..ops.norm import mean, rms_norm
 from ..ops.residual import Residual, add_and_norm
 from ..ops.residual.xla import add
@@ -224,7 +224,7 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
 
     Each device computes its own experts, and its own columns of them.
     """
-    logits_TE = einsum("TD,DE->TE", router_TD.astype(jnp.float32), w.router_DE)
+    logits_TE = exact("TD,DE->TE", router_TD, w.router_DE)
     if w.router_bias_E is not None:
         logits_TE = logits_TE + w.router_bias_E
     rule = Rule(moe.top_k, moe.score, moe.normalize, moe.scaling, moe.groups, moe.top_groups, moe.group_score)

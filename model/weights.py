@@ -133,6 +133,7 @@ def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
 
 def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
     D, E, F, dtype = config.dim, moe.experts, moe.dim, jnp.dtype(config.dtype)
+    router_dtype = jnp.dtype(jnp.float32) if moe.router_float32 else dtype
     own, stack = norm(D) if moe.own_norms else None, Runs("experts", (E,), again=moe.spare)
     up_EDGF = ArraySpec((E, D, 2, F), dtype, (stack, "embed", None, "ffn"), fan_in=D, inputs=(1,), stacked=True)
     down_EFD = ArraySpec((E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F, inputs=(1,), stacked=True)
@@ -141,7 +142,7 @@ def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
     else:
         up_EDGF, down_EFD = stacked(config.quant, up_EDGF), stacked(config.quant, down_EFD)
     return MoeWeights(
-        router_DE=ArraySpec((D, E), jnp.float32, ("embed", None), fan_in=D, inputs=(0,)),
+        router_DE=ArraySpec((D, E), router_dtype, ("embed", None), fan_in=D, inputs=(0,)),
         up_EDGF=up_EDGF,
         down_EFD=down_EFD,
         router_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.router_bias else None,

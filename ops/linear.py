@@ -46,6 +46,11 @@ def add_up(subscripts: str, x, w, bias, axis: Axis):
     return out if bias is None else (out.astype(jnp.float32) + bias).astype(out.dtype)
 
 
+def exact(subscripts: str, x, w, implementation: str | None = None):
+    """The product in float32 of rows and a weight, each with all its bits: where small differences choose."""
+    return of_weight(w, implementation, lambda weight: weight.exact(subscripts, x))
+
+
 def meeting(weight: Weight, x):
     """Rows as a weight's products take them."""
     return x.rows if isinstance(x, RoundedRows) and not weight.takes_rounded else x

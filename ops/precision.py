@@ -6,10 +6,10 @@ from jax import Array
 
 
 def precision(*operands: Array) -> jax.lax.Precision | None:
-    """All bits of float32, if that is what the operands are: GPUs multiply them as TF32 by default, TPUs as bfloat16.
+    """All bits of float32, if that is what an operand is: GPUs multiply them as TF32 by default, TPUs as bfloat16.
 
     A CPU has no other way, and is asked for nothing.
     """
-    if jax.default_backend() == "cpu" or any(x.dtype != jnp.float32 for x in operands):
+    if jax.default_backend() == "cpu" or all(x.dtype != jnp.float32 for x in operands):
         return None
     return jax.lax.Precision.HIGHEST

@@ -48,6 +48,10 @@ class Weight:
         """The product with x, summed in float32, plus `bias`, rounded once to `dtype` (x's by default)."""
         raise TypeError(f"{type(self).__name__} has no product; pick one of its matrices")
 
+    def exact(self, subscripts: str, x) -> Any:
+        """The product in float32 of rows and a weight, each with all its bits."""
+        return self.einsum(subscripts, x, dtype=jnp.float32)
+
     def gated(self, subscripts: str, x, activation: str) -> Any:
         """activation(gate) * up of a product whose last axes are [2, F]."""
         return glu(self.einsum(subscripts, x), activation)

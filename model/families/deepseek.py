@@ -90,6 +90,7 @@ def sigmoid_experts(keys: Keys, activation: str) -> Moe:
         groups=keys.count("n_group", 8),
         top_groups=keys.count("topk_group", 4),
         group_score="top2",
+        router_float32=True,
         choice_bias=True,
     )
 

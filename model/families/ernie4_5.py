@@ -35,6 +35,7 @@ def with_experts(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
         top_k=keys.count("moe_k", 6),
         dim=keys.count("moe_intermediate_size", 1536),
         activation=mlp.activation,
+        router_float32=True,
         choice_bias=True,
     )
     shared = keys("moe_num_shared_experts", 2)

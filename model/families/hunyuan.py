@@ -56,7 +56,7 @@ def with_experts(keys: Keys, attention: Attention, mlp: Mlp, index: int, count: 
     width = own("moe_intermediate_size", mlp.dim)
     if width != mlp.dim:
         raise ModelError(f"config.json: moe_intermediate_size = {width}; supported is that of intermediate_size")
-    moe = Moe(own("num_experts", 1), own("moe_topk", 1), width, mlp.activation)
+    moe = Moe(own("num_experts", 1), own("moe_topk", 1), width, mlp.activation, router_float32=True)
     return Layer(attention, mlp, moe)
 
 

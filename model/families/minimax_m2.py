@@ -24,6 +24,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         dim=keys.count("intermediate_size"),
         activation=keys.activation("hidden_act"),
         score="sigmoid",
+        router_float32=True,
         choice_bias=True,
     )
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")

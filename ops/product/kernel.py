@@ -96,7 +96,10 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
 
             inputs, here = step_at(shape, k), shared["here"].at[slot]
             stored = pl.ds(k * (shape.step // 2), shape.step // 2) if shape.packed else inputs
-            rows = operands.x.at[pl.ds(task.row, shape.rows), inputs]
+            columns = inputs
+            if shape.summands > 1:
+                columns = pl.ds(lax.rem(k, jnp.int32(shape.steps // shape.summands)) * shape.step, shape.step)
+            rows = operands.x.at[pl.ds(task.row, shape.rows), columns]
             plgpu.copy_gmem_to_smem(rows, shared["x_ref"].at[slot], here)
             for place in range(shape.warpgroups * shape.parts):
                 own, part = divmod(place, shape.parts)

@@ -4,12 +4,14 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from .. import weight as xla
 from ..quant.compressed import Rounded
 from ..weight import Weight, check_subscripts, plain
 from . import prepare
+from .shape import FEATURES
 
 
 @struct.dataclass
@@ -31,6 +33,18 @@ class Multiplied(Weight):
             raise NotImplementedError("gate and up must be the last axes but one of a weight whose inputs come first")
         y = prepare.dense(rows, flat, dtype=plain(x).dtype, parts=2, activation=activation, interpret=self.interpret)
         return y.reshape(*lead, out[-1])
+
+    def exact(self, subscripts: str, x):
+        """bfloat16 in three summands has all bits of float32; outputs are filled up with zeros."""
+        if not isinstance(self.weight, jax.Array) or self.weight.ndim != 2:
+            raise NotImplementedError("the weight must be one matrix that is not quantised")
+        (inputs, outputs), lead = self.weight.shape, x.shape[:-1]
+        check_subscripts(subscripts, x, (inputs,), (outputs,), (0,))
+        matrix = prepare.Matrix(jnp.pad(self.weight, ((0, 0), (0, -outputs % FEATURES))))
+        if self.weight.dtype == jnp.float32:
+            matrix = prepare.Matrix(prepare.summands(matrix.array), summands=prepare.SUMMANDS)
+        y_RO = prepare.dense(x.reshape(-1, inputs), matrix, dtype=jnp.float32, interpret=self.interpret)
+        return y_RO[:, :outputs].reshape(*lead, outputs)
 
     def read(self, subscripts: str, x):
         """(rows, the weight, whether its inputs come last, axes of the rows, axes of the outputs)."""

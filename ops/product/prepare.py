@@ -20,6 +20,7 @@ from .gate import require_trial
 from .shape import FEATURES, FOUR_BITS, Operands, ProductShape
 
 BLOCKS = 16, 32, 64, 128  # rows of a block
+SUMMANDS = 3  # of bfloat16, with eight bits each, that a float32 is cut into
 ACTIVATIONS = "silu", "gelu_tanh", "relu"
 
 
@@ -73,11 +74,15 @@ class Matrix(NamedTuple):
     group: int = 0
     rounded: bool = False
     zero: Any = None  # of the codes: one for each group and output
+    summands: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
         """Of a `ProductShape`."""
-        return {"codes": self.codes, "group": self.group, "zeros": self.zero is not None, "rounded": self.rounded}
+        return {
+            "codes": self.codes, "group": self.group, "zeros": self.zero is not None, "rounded": self.rounded,
+            "summands": self.summands,
+        }  # fmt: skip
 
     def scales(self, experts: int, parts: int, outputs: int) -> dict[str, Any]:
         """The operands that its scales and zeros are."""
@@ -124,13 +129,25 @@ def meeting_rows(x_PK, matrix: Matrix):
     return round_rows(plain(x_PK), matrix.codes or "")
 
 
+def summands(w_KO):
+    """A float32 matrix as bfloat16 [3 * K, O]: three whose sum has all its bits, the smallest first."""
+
+    def cut(w_KO):  # by its bits: of a conversion and its inverse XLA may make nothing
+        bits_KO = jax.lax.bitcast_convert_type(w_KO, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        return jax.lax.bitcast_convert_type(bits_KO, jnp.float32)
+
+    large_KO = cut(w_KO)
+    middle_KO = cut(w_KO - large_KO)
+    return jnp.concatenate([w_KO - large_KO - middle_KO, middle_KO, large_KO]).astype(jnp.bfloat16)
+
+
 def dense(
     x_RK, matrix: Matrix, bias=None, *, dtype, parts: int = 1, turned: bool = False, activation: str | None = None,
     interpret: Any = None,
 ):  # fmt: skip
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
     weight, (rows, inputs) = matrix.array, plain(x_RK).shape
-    stored = four_bits.count(inputs) if matrix.codes in FOUR_BITS else inputs
+    stored = four_bits.count(inputs) if matrix.codes in FOUR_BITS else inputs * matrix.summands
     outputs = math.prod(weight.shape) // stored // parts
     require(plain(x_RK), matrix, inputs, outputs, activation)
     size = block_rows(rows)

@@ -35,6 +35,7 @@ class ProductShape(NamedTuple):
     group: int = 0  # inputs of an output that share a scale of the latter
     zeros: bool = False  # and a code that stands for zero
     rounded: bool = False  # rows are codes too, with a scale each
+    summands: int = 1  # a weight is the sum of so many, of which each has all inputs, one after the other
 
     @property
     def packed(self) -> bool:
@@ -71,12 +72,12 @@ class ProductShape(NamedTuple):
 
     @property
     def steps(self) -> int:
-        return -(-self.inputs // self.step)
+        return -(-self.inputs // self.step) * self.summands
 
     @property
     def again(self) -> int:
         """Inputs that the last step holds once more, and does not count: it ends with the weight."""
-        return self.steps * self.step - self.inputs
+        return self.steps * self.step - self.inputs * self.summands
 
     @property
     def stages(self) -> int:
@@ -93,18 +94,16 @@ class ProductShape(NamedTuple):
 
 class Operands(NamedTuple):
     x: Any  # [blocks * rows, inputs]
-    weight: Any  # [experts, inputs, parts, outputs], or turned [experts, outputs, inputs]; bfloat16, or codes;
-    # of codes of four bits bytes in place of inputs, as in `quant/four_bits.py`
+    weight: Any  # [experts, summands * inputs, parts, outputs], or turned [experts, outputs, inputs]; bfloat16,
+    # or codes; of codes of four bits bytes in place of inputs, as in `quant/four_bits.py`
     bias: Any  # float32 [experts, parts, outputs]
     scale: Any  # float32 [blocks * rows]: the weight of each row
     experts: Any  # int32 [blocks]: whose the rows of each block are
     count: Any  # int32 [1]: blocks that there are
     output_scale: Any = None  # float32 [experts, parts, outputs], of codes of eight bits
     row_scale: Any = None  # float32 [blocks * rows], of rows that are codes
-    group_scale: Any = (
-        None  # [experts, groups, parts, outputs], of codes of four bits: float16, or of float4 a power of
-    )
-    # two as uint8
+    # [experts, groups, parts, outputs], of codes of four bits: float16, or of float4 a power of two as uint8
+    group_scale: Any = None
     group_zero: Any = None  # uint8, of int4 with zero points: alike
 
 

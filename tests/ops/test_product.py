@@ -168,6 +168,35 @@ def test_fp8_against_float64(name):
     assert not gpu_callbacks.get_races().races_found
 
 
+ROUTERS = {"128 experts": (192, 128, 17), "32 experts": (128, 32, 5), "two warpgroups": (64, 256, 100)}
+
+
+@pytest.mark.parametrize("name", thinned(ROUTERS, ["32 experts"]))
+def test_a_router_has_all_bits_of_float32(name):
+    """As no product of bfloat16 or TF32 has, for rows of bfloat16 and any float32 weight."""
+    D, E, T = ROUTERS[name]
+    rng = np.random.default_rng(D)
+    x, w = draw(rng, T, D), jnp.asarray(rng.standard_normal((D, E)) * rng.choice([1e-3, 1], (D, 1)), jnp.float32)
+    found = exact(linear.weight_of(w, INTERPRETED).exact("TD,DE->TE", x))
+    wanted, size = exact(x) @ exact(w), np.abs(exact(x)) @ np.abs(exact(w))
+    assert found.shape == (T, E) and np.all(np.abs(found - wanted) < 1e-6 * size)
+    narrow = exact(x) @ exact(w.astype(jnp.bfloat16))
+    assert np.mean(np.abs(narrow - wanted) > 1e-6 * size) > 0.9  # the weight's last bits count
+    pieces = exact(prepare.summands(w)).reshape(3, D, E)
+    assert np.array_equal(pieces.sum(0), exact(w))
+    stored = w.astype(jnp.bfloat16)  # as most checkpoints keep it
+    assert np.all(np.abs(exact(linear.weight_of(stored, INTERPRETED).exact("TD,DE->TE", x)) - narrow) < 1e-6 * size)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_a_router_of_another_form_is_declined():
+    x, w = jnp.ones((1, 64)), jnp.ones((64, 64))
+    with pytest.raises(NotImplementedError, match="the weight must be one matrix that is not quantised"):
+        linear.weight_of(rounded(w, False), INTERPRETED).exact("TD,DE->TE", x.astype(jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match="rows must be bfloat16, not float32"):
+        linear.weight_of(w, INTERPRETED).exact("TD,DE->TE", x)
+
+
 @pytest.mark.parametrize("make", [rounded, in_float8])
 def test_rows_that_come_in_codes(make):
     """They are multiplied as they come; codes of another kind are left, and all by weights that round no rows."""
@@ -403,6 +432,8 @@ def test_the_same_bits_in_any_company(rows):
     whole, y, weights = mixture(rng), draw(rng, 100, D), jnp.asarray(rng.random((100, X)), jnp.float32)
     whose, interpreted = jnp.asarray(chosen(rng, 100, X, E, "any"), jnp.int32), InterpretGPUParams()
 
+    router = jnp.asarray(rng.standard_normal((192, 32)), jnp.float32)
+    routers = router, router.astype(jnp.bfloat16)
     coded = rounded(weight, True), in_four_bits(weight, 32), in_float8(weight, True)
     in_floats = Experts(in_mxfp4(rng, E, 192, 2, F)[0], in_mxfp4(rng, E, F, 64)[0], "silu")
 
@@ -416,7 +447,8 @@ def test_the_same_bits_in_any_company(rows):
             experts.mix_experts(given[at], weights[at], whose[at], E, each, interpreted)
             for given, each in ((y, whole), (x, in_floats))
         ]
-        return [exact(found) for found in (*dense, *mixed)]
+        routed = [linear.weight_of(each, interpreted).exact("TD,DE->TE", x[at]) for each in routers]
+        return [exact(found) for found in (*dense, *mixed, *routed)]
 
     for found, wanted in zip(run(*rows), run(*range(20)), strict=True):
         both = [row for row in rows if row < 20]
@@ -438,6 +470,7 @@ def test_random_experts(seed):
 KIND = {
     "grouped": False, "parts": 1, "turned": False, "activation": None, "clamp": None, "alpha": 1.0, "bias": True,
     "weighed": False, "out_dtype": "bfloat16", "codes": None, "group": 0, "zeros": False, "rounded": False,
+    "summands": 1,
 }  # fmt: skip
 GPT_OSS = {
     "grouped": True, "parts": 2, "activation": "silu", "clamp": 7.0, "alpha": 1.702, "codes": "float4", "group": 32,
@@ -452,6 +485,7 @@ KINDS = {
     "int4 with zeros": KIND | {"codes": "int4", "group": 128, "zeros": True},
     "mxfp4": KIND | GPT_OSS,
     "fp8": KIND | {"codes": "float8", "rounded": True},
+    "a router": KIND | {"out_dtype": "float32", "summands": 3, "bias": False},
 }
 
 
@@ -468,7 +502,8 @@ def test_a_trial(name, spoilt, monkeypatch):
 
     monkeypatch.setattr(trial, "product", kernel)
     monkeypatch.setattr(trial, "BLOCKS", (16, 32))
-    case = trial.ProductCase(KINDS[name], 256, 64, 2, interpret=InterpretGPUParams())
+    (allowed,) = {case.allowed for case in trial.cases(KINDS[name])}
+    case = trial.ProductCase(KINDS[name], 256, 64, 2, allowed, interpret=InterpretGPUParams())
     assert (kernel_trial.measure(case, 0, repeats=2).wrong is None) == (not spoilt)
 
 

@@ -106,7 +106,7 @@ def test_experts_are_held_but_only_the_chosen_count():
     base = ModelConfig("llama", 50, 16, (Layer(Attention(2, 1, 8, 1.0), None, Moe(8, 2, 6)),), 128)
     more = replace(base, layers=(replace(base.layers[0], moe=Moe(16, 2, 6)),))
     router = 2 * 16 * 8
-    assert cost.weight_bytes(more) - cost.weight_bytes(base) == 8 * 3 * 16 * 6 * 2 + 16 * 8 * 4
+    assert cost.weight_bytes(more) - cost.weight_bytes(base) == 8 * 3 * 16 * 6 * 2 + 16 * 8 * 2
     assert cost.operations(more, 0) - cost.operations(base, 0) == router
 
 

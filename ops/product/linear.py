@@ -1,6 +1,7 @@
 """Dense products on NVIDIA GPUs."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from ..weight import Weight, check_subscripts, plain
 from . import prepare
 from .shape import FEATURES
 
+EACH = r"(\w)(\w)(\w),\2(\w)\3->\1\2\4"  # rows of each head by the head's own matrix
+
 
 @struct.dataclass
 class Multiplied(Weight):
@@ -23,6 +26,8 @@ class Multiplied(Weight):
     takes_rounded = True
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        if re.fullmatch(EACH, subscripts) and isinstance(self.weight, jax.Array) and bias is None:
+            return prepare.each(x, prepare.Matrix(self.weight), dtype=dtype or x.dtype, interpret=self.interpret)
         rows, flat, turned, lead, out = self.read(subscripts, x)
         y = prepare.dense(rows, flat, bias, dtype=dtype or plain(x).dtype, turned=turned, interpret=self.interpret)
         return y.reshape(*lead, *out)

@@ -166,3 +166,20 @@ def dense(
     experts, count = jnp.zeros(blocks, jnp.int32), jnp.full(1, blocks, jnp.int32)
     operands = Operands(x_PK, weight, bias, None, experts, count, row_scale=row_scale_P, **scales)
     return run(shape, operands, interpret)[:rows]
+
+
+def each(x_TNK, matrix: Matrix, *, dtype, interpret: Any = None):
+    """[T, N, outputs] of rows with N heads and the weight of each, [N, outputs, K]."""
+    (T, N, inputs), outputs = x_TNK.shape, matrix.array.shape[1]
+    require(x_TNK, matrix, inputs, outputs)
+    size = block_rows(T)
+    blocks = -(-T // size)
+    shape = ProductShape(
+        blocks=N * blocks, rows=size, experts=N, inputs=inputs, outputs=outputs, parts=1,
+        processors=processors(interpret), out_dtype=jnp.dtype(dtype).name, turned=True, **matrix.options,
+    )  # fmt: skip
+    x_NPK = jnp.pad(jnp.swapaxes(x_TNK, 0, 1), ((0, 0), (0, blocks * size - T), (0, 0)))
+    heads, count = jnp.repeat(jnp.arange(N, dtype=jnp.int32), blocks), jnp.full(1, N * blocks, jnp.int32)
+    operands = Operands(x_NPK.reshape(-1, inputs), matrix.array, None, None, heads, count)
+    y_NPO = run(shape, operands, interpret).reshape(N, blocks * size, outputs)
+    return jnp.swapaxes(y_NPO[:, :T], 0, 1)

@@ -168,6 +168,17 @@ def test_fp8_against_float64(name):
     assert not gpu_callbacks.get_races().races_found
 
 
+@pytest.mark.parametrize(("T", "N", "K", "out"), [(5, 3, 128, 64), (17, 2, 64, 192), (140, 2, 128, 64), (1, 1, 64, 64)])
+def test_a_matrix_for_each_head(T, N, K, out):
+    """As latent attention has them."""
+    rng = np.random.default_rng(T)
+    x, w = draw(rng, T, N, K), draw(rng, N, out, K)
+    found = exact(linear.weight_of(w, INTERPRETED).einsum("TNA,NHA->TNH", x, dtype=jnp.float32))
+    wanted, size = (np.einsum("TNA,NHA->TNH", of(exact(x)), of(exact(w))) for of in (np.asarray, np.abs))
+    assert found.shape == wanted.shape and np.all(np.abs(found - wanted) < 1e-6 * size)
+    assert not gpu_callbacks.get_races().races_found
+
+
 ROUTERS = {"128 experts": (192, 128, 17), "32 experts": (128, 32, 5), "two warpgroups": (64, 256, 100)}
 
 
@@ -448,7 +459,9 @@ def test_the_same_bits_in_any_company(rows):
             for given, each in ((y, whole), (x, in_floats))
         ]
         routed = [linear.weight_of(each, interpreted).exact("TD,DE->TE", x[at]) for each in routers]
-        return [exact(found) for found in (*dense, *mixed, *routed)]
+        per_head = linear.weight_of(weight.reshape(3, 128, 64), interpreted)
+        heads = per_head.einsum("TNA,NHA->TNH", x[at].reshape(-1, 3, 64))
+        return [exact(found) for found in (*dense, *mixed, *routed, heads)]
 
     for found, wanted in zip(run(*rows), run(*range(20)), strict=True):
         both = [row for row in rows if row < 20]
@@ -485,6 +498,7 @@ KINDS = {
     "int4 with zeros": KIND | {"codes": "int4", "group": 128, "zeros": True},
     "mxfp4": KIND | GPT_OSS,
     "fp8": KIND | {"codes": "float8", "rounded": True},
+    "a matrix for each head": KIND | {"grouped": True, "turned": True, "bias": False},
     "a router": KIND | {"out_dtype": "float32", "summands": 3, "bias": False},
 }
 

@@ -6,6 +6,11 @@ import jax.numpy as jnp
 from flax import struct
 
 
+def sequence_of(starts_B1, row_N):
+    """The sequence of each of these rows; one past the last of padding."""
+    return (starts_B1[None, 1:] <= row_N[:, None]).sum(axis=1, dtype=jnp.int32)
+
+
 @struct.dataclass
 class StateRows:
     """States are arrays whose first axis counts slots; a sequence goes on from what its slot holds."""
@@ -31,6 +36,5 @@ class StateRows:
     def sequences(self, T: int):
         """(the sequence of each row, its place among that one's rows)."""
         row_T, last = jnp.arange(T), self.slots_B.shape[0] - 1
-        seq_T = jnp.searchsorted(self.starts_B1[1:], row_T, side="right", method="compare_all")
-        seq_T = jnp.minimum(seq_T, last).astype(jnp.int32)
+        seq_T = jnp.minimum(sequence_of(self.starts_B1, row_T), last)
         return seq_T, row_T - self.starts_B1[seq_T]

@@ -14,6 +14,7 @@ from ...model.partition import local_config
 from ...ops import sampling
 from ...ops.attention import QueryRows, new_arrivals
 from ...ops.sampling.ranking import runners_up
+from ...ops.state_rows import sequence_of
 from ...sharding.device_axes import UNSPLIT, Axis, DeviceAxes
 from ...sharding.mesh import Mesh
 from .attend import attend_with
@@ -252,7 +253,7 @@ def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen
 
 def entry_of(batch: Batch):
     """Of each row that draws, which of the step's sequences it is of: each path of drafts is one."""
-    return (batch.starts_B1[None, 1:] <= batch.sample_rows_R[:, None]).sum(axis=1)
+    return sequence_of(batch.starts_B1, batch.sample_rows_R)
 
 
 def path_of(batch: Batch):

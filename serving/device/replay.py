@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from ...ops.state_rows import StateRows
+from ...ops.state_rows import StateRows, sequence_of
 from .batch import Batch
 
 
@@ -34,7 +34,7 @@ class Replay:
         """`lengths_B` are the positions that the states of each slot hold."""
         own = StateRows.of(batch.starts_B1, positions_T, batch.owners_T, lengths_B.shape[0])
         T, B, counts_B = positions_T.shape[0], own.slots_B.shape[0], own.kept_B
-        seq_R = jnp.searchsorted(batch.starts_B1[1:], batch.sample_rows_R, side="right", method="compare_all")
+        seq_R = sequence_of(batch.starts_B1, batch.sample_rows_R)
         drafts_B = jnp.zeros(B, jnp.int32).at[seq_R].max(batch.depths_R, mode="drop")
         first_B = positions_T[jnp.minimum(batch.starts_B1[:-1], T - 1)]
         held_B = lengths_B[jnp.minimum(own.slots_B, lengths_B.shape[0] - 1)]

@@ -16,7 +16,7 @@ from ...model.config import ModelConfig
 from ...model.partition import Stage, local_config, whole_model
 from ...ops import sampling
 from ...ops.attention import KVPages, QueryRows, new_arrivals
-from ...ops.state_rows import StateRows
+from ...ops.state_rows import StateRows, sequence_of
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with, recur_with
@@ -251,7 +251,7 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
     back_T = jnp.where(batch.ahead_T, state.rejected_B[owners_T], 0)
     positions_T = batch.positions_T - back_T
     page_T, offset_T = jnp.divmod(jnp.maximum(positions_T, 0), page_size := page_size_of(state) * axes.context.size)
-    seq_T = jnp.minimum((starts_B1[None, 1:] <= jnp.arange(len(owners_T))[:, None]).sum(axis=1), len(starts_B1) - 2)
+    seq_T = jnp.minimum(sequence_of(starts_B1, jnp.arange(len(owners_T))), len(starts_B1) - 2)
     slots_GT = tuple(
         jnp.where(batch.ahead_T, table_BM[seq_T, page_T] * page_size + offset_T, slots_T)
         for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)

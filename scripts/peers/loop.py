@@ -18,6 +18,7 @@ class LoadSettings:
     max_len: int
     max_seqs: int
     threads: int
+    drafts: int = 0  # tokens that the text's own n-grams draft a step, at most
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ NOTES = {
     "vllm": "prefix cache off",
     "openvino": "continuous batching pipeline, weights kept as fp16 and its own choices of precision; prefix cache off",
     "transformers": "static batches, eager; requests that arrive while one runs wait for it to end",
-    "llama.cpp": "its C interface, batched as its server does it; int8 is Q8_0, int4 is Q4_0",
+    "llama.cpp": "its C interface, batched as its server does it; int8 is Q8_0, int4 is Q4_0; drafts by its binding",
 }
 
 

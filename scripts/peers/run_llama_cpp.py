@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import llama_cpp as lib
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
@@ -122,7 +123,7 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
         context = lib.llama_init_from_model(model, context_params(settings, seqs, requests))
         batch = lib.llama_batch_init(BATCH, 0, 1)
         try:
-            return Slots(context, batch, vocab, seqs, requests).run()
+            return Slots(context, batch, vocab, seqs, requests, settings.drafts).run()
         finally:
             lib.llama_batch_free(batch)
             lib.llama_free(context)
@@ -134,7 +135,7 @@ def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt
     """A context with room for the longest request in each of its sequences."""
     longest = max(len(request.prompt) + request.count for request in requests)
     params = lib.llama_context_default_params()
-    params.n_ctx = seqs * -(-longest // 256) * 256
+    params.n_ctx = seqs * -(-(longest + settings.drafts) // 256) * 256
     params.n_batch, params.n_ubatch, params.n_seq_max = BATCH, ROWS, seqs
     params.n_threads = params.n_threads_batch = settings.threads
     # In one cache for all, short sequences batch three times better. Long ones lose more than that: each then attends
@@ -146,12 +147,15 @@ def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt
 class Slots:
     """Continuous batching: a request takes a free sequence, its prompt rides along in chunks, then one token a call."""
 
-    def __init__(self, context, batch, vocab: int, seqs: int, requests: list[TimedPrompt]):
+    def __init__(self, context, batch, vocab: int, seqs: int, requests: list[TimedPrompt], drafts: int):
         self.context, self.batch, self.vocab, self.requests = context, batch, vocab, requests
+        self.drafter = LlamaPromptLookupDecoding(num_pred_tokens=drafts) if drafts else None
         self.free = list(range(seqs))
         self.queue: list[int] = []
         self.slots: dict[int, int] = {}  # request -> sequence
-        self.rest: dict[int, list[int]] = {}  # tokens still to feed: the prompt, then the newest token
+        self.rest: dict[int, list[int]] = {}  # tokens still to feed: the prompt, then the newest token and drafts
+        self.drafts: dict[int, list[int]] = {}  # the last of these
+        self.texts: dict[int, list[int]] = {}
         self.place: dict[int, int] = {}  # the next position
         self.left: dict[int, int] = {}
 
@@ -163,6 +167,7 @@ class Slots:
             index = self.queue.pop(0)
             self.slots[index], self.place[index] = self.free.pop(), 0
             self.rest[index], self.left[index] = list(self.requests[index].prompt), self.requests[index].count
+            self.texts[index], self.drafts[index] = list(self.requests[index].prompt), []
         ends, used, b = {}, 0, self.batch
         for index in sorted(self.slots, key=lambda index: len(self.rest[index])):  # decoding sequences come first
             fed, self.rest[index] = self.rest[index][: BATCH - used], self.rest[index][BATCH - used :]
@@ -171,15 +176,37 @@ class Slots:
                 b.seq_id[used][0], b.logits[used] = self.slots[index], 0
                 used, self.place[index] = used + 1, self.place[index] + 1
             if fed and not self.rest[index]:
-                b.logits[used - 1], ends[index] = 1, used - 1
+                ends[index] = range(used - 1 - len(self.drafts[index]), used)
+                for row in ends[index]:
+                    b.logits[row] = 1
         b.n_tokens = used
         if lib.llama_decode(self.context, b):
             raise RuntimeError("llama_decode failed")
-        for index, row in ends.items():
-            logits = lib.llama_get_logits_ith(self.context, row)
-            token = int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax())
-            self.rest[index], self.left[index] = [token], self.left[index] - 1
+        memory = lib.llama_get_memory(self.context)
+        for index, rows in ends.items():
+            tokens = self.accepted(rows, self.drafts[index])[: self.left[index]]
+            self.texts[index] += tokens
+            self.left[index] -= len(tokens)
+            self.place[index] -= len(rows) - len(tokens)  # drafts that were wrong
+            lib.llama_memory_seq_rm(memory, self.slots[index], self.place[index], -1)
+            self.drafts[index] = self.draft(index)
+            self.rest[index] = [tokens[-1], *self.drafts[index]]
             if not self.left[index]:
-                lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), self.slots[index], -1, -1)
+                lib.llama_memory_seq_rm(memory, self.slots[index], -1, -1)
                 self.free.append(self.slots.pop(index))
-            yield index, [token]
+            yield index, tokens
+
+    def accepted(self, rows: range, drafts: list[int]) -> list[int]:
+        """The tokens of these rows, as far as the drafts say the same."""
+        tokens = []
+        for row, draft in zip(rows, [*drafts, None], strict=True):
+            logits = lib.llama_get_logits_ith(self.context, row)
+            tokens.append(int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax()))
+            if tokens[-1] != draft:
+                break
+        return tokens
+
+    def draft(self, index: int) -> list[int]:
+        if self.drafter is None:
+            return []
+        return [int(token) for token in self.drafter(np.array(self.texts[index], np.intc))][: self.left[index]]

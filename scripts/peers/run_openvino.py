@@ -14,6 +14,8 @@ def prepare(settings: LoadSettings) -> None:
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig, OVWeightQuantizationConfig
 
+    if settings.drafts:
+        raise NotImplementedError("its drafts are not compared")
     folder = Path(settings.prepared) / settings.weights
     if (folder / "done").is_file():
         return

@@ -14,6 +14,8 @@ def prepare(settings: LoadSettings) -> None:
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     options: dict[str, Any] = {} if settings.weights == "bf16" else {"quantization": settings.weights}
     options |= {"max_model_len": settings.max_len, "max_num_seqs": settings.max_seqs, "enable_prefix_caching": False}
+    if settings.drafts:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.drafts}
     llm = LLM(settings.model, **options)
 
     def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:

@@ -21,9 +21,11 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
     from vllm.sampling_params import RequestOutputKind
 
     model = settings.model if settings.weights == "bf16" else str(Path(settings.prepared) / settings.weights)
+    ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
     engine = LLM(
         model, dtype="bfloat16", max_model_len=settings.max_len, max_num_seqs=settings.max_seqs,
         skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True,
+        speculative_config=ngram | {"num_speculative_tokens": settings.drafts} if settings.drafts else None,
     ).llm_engine  # fmt: skip
 
     def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:

@@ -104,9 +104,9 @@ def command(place: Path, engine: str) -> list[str]:
     return [str(python_of(place, engine)), "-P", str(Path(__file__).with_name("worker.py")), engine]
 
 
-def start(engine: str, weights: str, bench: Bench) -> EngineProcess:
+def start(engine: str, work: Workload, bench: Bench) -> EngineProcess:
     """A process that has loaded, after another one has prepared what it loads."""
-    settings = asdict(settings_of(engine, weights, bench))
+    settings = asdict(settings_of(engine, work, bench))
     for op in ("prepare", "load"):
         worker = EngineProcess(engine, bench)
         try:
@@ -119,16 +119,16 @@ def start(engine: str, weights: str, bench: Bench) -> EngineProcess:
     return worker
 
 
-def settings_of(engine: str, weights: str, bench: Bench) -> LoadSettings:
+def settings_of(engine: str, work: Workload, bench: Bench) -> LoadSettings:
     prepared = Path(bench.settings.model).parent / engine
-    return replace(bench.settings, prepared=str(prepared), weights=weights)
+    return replace(bench.settings, prepared=str(prepared), weights=work.weights, drafts=work.drafts)
 
 
 def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> dict:
     """One engine's turn at a work."""
     requests = work.requests(turn)
     if work.kind == "start":
-        settings = asdict(settings_of(worker.engine, work.weights, bench))
+        settings = asdict(settings_of(worker.engine, work, bench))
         started, fresh = time.perf_counter(), EngineProcess(worker.engine, bench)
         try:
             fresh.ask(op="load", settings=settings)
@@ -185,8 +185,8 @@ def play(
     results: dict[tuple[str, str], list[dict]] = {}
     failures: dict[tuple[str, str], str] = {}
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        for weights in dict.fromkeys(work.weights for work in works.values()):
-            group = {name: work for name, work in works.items() if work.weights == weights}
+        for weights, drafts in dict.fromkeys((work.weights, work.drafts) for work in works.values()):
+            group = {name: work for name, work in works.items() if (work.weights, work.drafts) == (weights, drafts)}
             workers: dict[str, EngineProcess] = {}
             try:
                 for turn in range(rounds):
@@ -197,8 +197,8 @@ def play(
                             continue  # invariance is a count, not a time: once will do
                         try:
                             if engine not in workers:
-                                note(f"{engine} loads ({weights})")
-                                workers[engine] = start(engine, weights, bench)
+                                note(f"{engine} loads ({weights}{f', {drafts} drafts' * bool(drafts)})")
+                                workers[engine] = start(engine, group[name], bench)
                             done = measure(workers[engine], group[name], turn, bench)
                         except EngineFailure as error:
                             hit = (

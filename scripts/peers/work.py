@@ -20,6 +20,8 @@ class Workload:
     weights: str = "bf16"
     kind: str = "serve"
     spread: bool = False
+    drafts: int = 0  # tokens that the text's own n-grams draft a step
+    phrases: int = 1  # that a prompt says, one like the other
     by: str = "rate"  # what the ratio compares: output tokens a second, or first: the time to the first token
 
     def requests(self, seed: int) -> list[TimedPrompt]:
@@ -27,8 +29,9 @@ class Workload:
         plan, tokens = random.Random(self.title), random.Random(f"{self.title} {seed}")
         found, now = [], 0.0
         for _ in range(self.count):
-            prompt = [tokens.randrange(300, VOCAB) for _ in range(plan.randint(*self.prompt))]
-            found.append(TimedPrompt(prompt, plan.randint(*self.output), now))
+            length = plan.randint(*self.prompt)
+            phrase = [tokens.randrange(300, VOCAB) for _ in range(-(-length // self.phrases))]
+            found.append(TimedPrompt((phrase * self.phrases)[:length], plan.randint(*self.output), now))
             now += plan.expovariate(RATE) if self.spread else 0.0
         return found
 
@@ -37,7 +40,7 @@ class Workload:
 
         None where the engine chooses the number of steps, or where arithmetic is the limit.
         """
-        if self.kind != "serve" or self.spread or self.by == "first":
+        if self.kind != "serve" or self.spread or self.by == "first" or self.drafts:
             return None
         requests = self.requests(0)
         steps = max(request.count for request in requests)
@@ -48,6 +51,10 @@ class Workload:
 WORKS = {
     "one": Workload("1 request, 128 in, 128 out", 1, (128, 128), (128, 128)),
     "sixteen": Workload("16 requests, 128 in, 128 out", 16, (128, 128), (128, 128)),
+    "phrases": Workload("1 request, 8 phrases in, 128 out", 1, (128, 128), (128, 128), phrases=8),
+    "phrases-drafts": Workload(
+        "1 request, 8 phrases in, 128 out, 4 drafts by n-grams", 1, (128, 128), (128, 128), phrases=8, drafts=4
+    ),
     "arrivals": Workload("64 requests, 32 to 512 in, 16 to 256 out, 8 a second", 64, (32, 512), (16, 256), spread=True),
     "prompt": Workload("1 request, 3,900 in: time to the first token", 1, (3900, 3900), (4, 4), by="first"),
     "long": Workload("16 requests, 2,048 in, 64 out", 16, (2048, 2048), (64, 64)),

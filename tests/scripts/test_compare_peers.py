@@ -151,6 +151,12 @@ def test_what_must_move():
     assert replace(two, by="first").must_move(TINY) is None
 
 
+def test_a_prompt_of_phrases_says_one_again_and_again():
+    (request,) = WORKS["phrases"].requests(0)
+    assert request.prompt == request.prompt[:16] * 8 and len(set(request.prompt)) == 16
+    assert WORKS["phrases-drafts"].requests(0) != WORKS["phrases"].requests(0)
+
+
 def test_drive_adds_each_request_in_its_time_and_ends_when_all_are_done():
     requests = [TimedPrompt([1], 2, 0.06), TimedPrompt([2], 3), TimedPrompt([3], 1, 0.03)]
     added, counts = [], {}
@@ -227,7 +233,7 @@ def test_who_stops_it_has_what_was_measured(bench, stop):
 
 
 def test_a_worker_runs_only_while_it_is_asked(bench):
-    worker = turns.start("plain", "bf16", bench)
+    worker = turns.start("plain", work(1), bench)
     state = Path(f"/proc/{worker.process.pid}/stat")
 
     def stops() -> bool:
@@ -247,7 +253,7 @@ def test_a_worker_runs_only_while_it_is_asked(bench):
 
 
 def test_an_engine_that_hangs_is_given_up(bench):
-    worker = turns.start("plain", "bf16", replace(bench, limit=30))
+    worker = turns.start("plain", work(1), replace(bench, limit=30))
     worker.limit = 0.2
     try:
         with pytest.raises(turns.EngineFailure, match=r"run: no answer in 0\.2 s"):
@@ -263,7 +269,7 @@ def test_a_runner_starts_by_its_path_in_a_foreign_environment(tmp_path, monkeypa
     command = turns.command(tmp_path, "no-such-engine")
     assert command[1] == "-P", "its own folder must not come before the peer's packages"
     with pytest.raises(turns.EngineFailure, match="prepare: KeyError: 'no-such-engine'"):
-        turns.start("no-such-engine", "bf16", bench)
+        turns.start("no-such-engine", work(1), bench)
     assert set(envs.RECIPES) | {"quire"} == set(compare.ENGINES)
 
 

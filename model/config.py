@@ -121,8 +121,19 @@ class LatentAttention:
         return replace(self, heads=self.heads // tensor)
 
 
+class Recurrent:
+    """A mixer that keeps a state of fixed size of each sequence, and no pages: what attention may have, it has not."""
+
+    cached = ()
+    rope = None
+    temperature = None
+    chunked = False
+    window = None
+    kv_source = None
+
+
 @dataclass(frozen=True)
-class DeltaNet:
+class DeltaNet(Recurrent):
     """The gated delta rule: each value head keeps a matrix that maps keys to values, and corrects it by each token.
 
     Queries, keys and values pass a short causal convolution before. Several value heads may share a key head.
@@ -136,12 +147,6 @@ class DeltaNet:
     activation: str = "silu"
 
     kind = "delta_net"
-    rope = None
-    temperature = None
-    chunked = False
-    window = None
-    kv_source = None
-    cached = ()  # it has no pages
 
     def __post_init__(self):
         if self.heads % self.key_heads:
@@ -179,7 +184,7 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Recurrent):
     """Each head keeps a matrix from keys to values, which fades and takes in each token. Groups of heads share keys."""
 
     heads: int
@@ -190,14 +195,9 @@ class Mamba2:
     conv_bias: bool = True
     bias: bool = False
     activation: str = "silu"
+    least_step: float = 0.0  # a token counts this much at least
 
     kind = "mamba2"
-    rope = None
-    temperature = None
-    chunked = False
-    window = None
-    kv_source = None
-    cached = ()
 
     def __post_init__(self):
         if self.heads % self.groups:
@@ -233,7 +233,7 @@ class Mamba2:
 
 
 @dataclass(frozen=True)
-class ShortConv:
+class ShortConv(Recurrent):
     """A causal convolution over the last `width` tokens, one for each channel, with gates before and behind it."""
 
     channels: int
@@ -241,12 +241,6 @@ class ShortConv:
     bias: bool = False
 
     kind = "short_conv"
-    rope = None
-    temperature = None
-    chunked = False
-    window = None
-    kv_source = None
-    cached = ()
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
@@ -277,11 +271,12 @@ Mixer = Attention | LatentAttention | DeltaNet | Mamba2 | ShortConv
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated feed-forward block: activation(gate) * up, then down."""
+    """A feed-forward block: activation(gate) * up, or without a gate activation(up), then down."""
 
     dim: int
     activation: str = "silu"
     bias: bool = False
+    gated: bool = True
     gate: bool = False  # what it gives is multiplied by the sigmoid of one more product with each row
 
 
@@ -303,6 +298,7 @@ class Moe:
     router_bias: bool = False  # added to the router's logits
     choice_bias: bool = False  # added to the scores for the choice, not to the weights
     bias: bool = False
+    gated: bool = True  # as of `Mlp`
     clamp: float | None = None  # gpt-oss's form of the activation, see `ops.activation.glu`
     alpha: float = 1.0
     own_norms: bool = False  # Gemma 4: router and experts read the residual through norms of their own
@@ -318,7 +314,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    """One block: attention or another mixer, then `mlp` and `moe` side by side (their outputs add)."""
+    """One block: attention or another mixer, then `mlp` and `moe` side by side (their outputs add), or neither."""
 
     attention: Mixer
     mlp: Mlp | None = None
@@ -326,6 +322,10 @@ class Layer:
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # the feed-forward block reads what attention reads, and both are added to the rows at once
+
+    @property
+    def feeds_forward(self) -> bool:
+        return self.mlp is not None or self.moe is not None
 
 
 @dataclass(frozen=True)

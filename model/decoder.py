@@ -162,6 +162,8 @@ def feed_forward_block(
     layer: Layer, w: LayerWeights, rows: Residual, live_T, config: ModelConfig, axes: DeviceAxes, read_TD=None
 ):
     """(rows, chosen experts) after the dense block, the experts and their norms; `read_TD` is what attention read."""
+    if not layer.feeds_forward:
+        return rows, None
     if layer.parallel:
         y_TD, experts_TX = feed_forward(layer, w, rows.x_TD, read_TD, live_T, config, axes)
         return Residual(rows.x_TD, rows.y_TD + to_add(y_TD, config)), experts_TX

@@ -17,7 +17,7 @@ Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 @struct.dataclass
 class MlpWeights:
-    up_DGF: Array  # G = 2: gate, then up
+    up_DGF: Array  # G = 2: gate, then up; 1 where there is no gate
     down_FD: Array
     up_bias_GF: Array = None
     down_bias_D: Array = None
@@ -113,29 +113,29 @@ def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
         moe=layer.moe and moe_spec(config, layer.moe),
         pre_attention_norm_D=norm(D) if layer.pre_norm else None,
         post_attention_norm_D=norm(D) if layer.post_norm else None,
-        pre_mlp_norm_D=norm(D) if layer.pre_norm and not layer.parallel else None,
-        post_mlp_norm_D=norm(D) if layer.post_norm else None,
+        pre_mlp_norm_D=norm(D) if layer.pre_norm and layer.feeds_forward and not layer.parallel else None,
+        post_mlp_norm_D=norm(D) if layer.post_norm and layer.feeds_forward else None,
         per_layer=per_layer,
         scale=ArraySpec((), jnp.float32, (), "ones") if config.layer_scale else None,
     )
 
 
 def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
-    D, dtype = config.dim, jnp.dtype(config.dtype)
+    D, G, dtype = config.dim, 1 + mlp.gated, jnp.dtype(config.dtype)
     return MlpWeights(
-        up_DGF=matrix(config, (D,), (2, mlp.dim), ("embed", None, "ffn")),
+        up_DGF=matrix(config, (D,), (G, mlp.dim), ("embed", None, "ffn")),
         down_FD=matrix(config, (mlp.dim,), (D,), ("ffn", "embed")),
-        up_bias_GF=ArraySpec((2, mlp.dim), dtype, (None, "ffn"), "zeros") if mlp.bias else None,
+        up_bias_GF=ArraySpec((G, mlp.dim), dtype, (None, "ffn"), "zeros") if mlp.bias else None,
         down_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if mlp.bias else None,
         gate_D1=ArraySpec((D, 1), jnp.float32, ("embed", None), fan_in=D, inputs=(0,)) if mlp.gate else None,
     )
 
 
 def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
-    D, E, F, dtype = config.dim, moe.experts, moe.dim, jnp.dtype(config.dtype)
+    D, E, F, G, dtype = config.dim, moe.experts, moe.dim, 1 + moe.gated, jnp.dtype(config.dtype)
     router_dtype = jnp.dtype(jnp.float32) if moe.router_float32 else dtype
     own, stack = norm(D) if moe.own_norms else None, Runs("experts", (E,), again=moe.spare)
-    up_EDGF = ArraySpec((E, D, 2, F), dtype, (stack, "embed", None, "ffn"), fan_in=D, inputs=(1,), stacked=True)
+    up_EDGF = ArraySpec((E, D, G, F), dtype, (stack, "embed", None, "ffn"), fan_in=D, inputs=(1,), stacked=True)
     down_EFD = ArraySpec((E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F, inputs=(1,), stacked=True)
     if moe.quant:  # the checkpoint's own
         up_EDGF, down_EFD = packed(moe.quant, up_EDGF), packed(moe.quant, down_EFD)
@@ -147,7 +147,7 @@ def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
         down_EFD=down_EFD,
         router_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.router_bias else None,
         choice_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.choice_bias else None,
-        up_bias_EGF=ArraySpec((E, 2, F), dtype, (stack, None, "ffn"), "zeros") if moe.bias else None,
+        up_bias_EGF=ArraySpec((E, G, F), dtype, (stack, None, "ffn"), "zeros") if moe.bias else None,
         down_bias_ED=ArraySpec((E, D), dtype, (stack, "embed"), "zeros") if moe.bias else None,
         router_scale_D=own,
         expert_scale_E=ArraySpec((E,), jnp.float32, (None,), "ones") if moe.own_norms else None,

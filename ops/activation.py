@@ -1,4 +1,4 @@
-"""Gated activations. Gate and up come stacked on an axis of size two."""
+"""Activations. Gate and up come stacked on an axis of size two; where there is no gate its size is one."""
 
 from functools import partial
 
@@ -10,11 +10,14 @@ ACTIVATIONS = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
 def glu(up_TGF, activation: str, clamp: float | None = None, alpha: float = 1.0):
     """activation(gate) * up; with a clamp, gpt-oss's form: gate * sigmoid(alpha * gate) * (up + 1)."""
+    if up_TGF.shape[-2] == 1:
+        return ACTIVATIONS[activation](up_TGF[..., 0, :])
     return combine(up_TGF[..., 0, :], up_TGF[..., 1, :], activation, clamp, alpha)
 
 

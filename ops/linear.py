@@ -34,7 +34,7 @@ def project(subscripts: str, x, w, bias=None, dtype=None, implementation: str | 
 
 
 def gated(subscripts: str, x, w, activation: str, implementation: str | None = None):
-    """activation(gate) * up of a product whose last axes are [2, F]."""
+    """activation(gate) * up of a product whose last axes are [2, F], activation(up) of one whose are [1, F]."""
     return of_weight(w, implementation, lambda weight: weight.gated(subscripts, meeting(weight, x), activation))
 
 

@@ -53,7 +53,7 @@ class Weight:
         return self.einsum(subscripts, x, dtype=jnp.float32)
 
     def gated(self, subscripts: str, x, activation: str) -> Any:
-        """activation(gate) * up of a product whose last axes are [2, F]."""
+        """activation(gate) * up of a product whose last axes are [2, F], activation(up) of one whose are [1, F]."""
         return glu(self.einsum(subscripts, x), activation)
 
     def __getitem__(self, index) -> Any:

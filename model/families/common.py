@@ -117,7 +117,7 @@ def attention_sources(
 
 def mlp_sources(mlp: Mlp, D: int, prefix: str, fused: bool = False) -> MlpWeights:
     """gate_proj, up_proj and down_proj. `fused`: one gate_up_proj."""
-    F = mlp.dim
+    F, names = mlp.dim, ("gate", "up") if mlp.gated else ("up",)
     assert not (fused and mlp.bias), "no checkpoint with biases keeps gate and up in one tensor"
     if fused:
         up = tensor(f"{prefix}.gate_up_proj.weight", (2 * F, D), linear((2, F), (D,)))
@@ -125,10 +125,10 @@ def mlp_sources(mlp: Mlp, D: int, prefix: str, fused: bool = False) -> MlpWeight
         up = Source(
             tuple(
                 SourceTensor(f"{prefix}.{x}_proj.weight", (F, D), linear((F,), (D,)), np.s_[:, at])
-                for at, x in enumerate(("gate", "up"))
+                for at, x in enumerate(names)
             )
         )
-    biases = (SourceTensor(f"{prefix}.{x}_proj.bias", (F,), at=at) for at, x in enumerate(("gate", "up")))
+    biases = (SourceTensor(f"{prefix}.{x}_proj.bias", (F,), at=at) for at, x in enumerate(names))
     return MlpWeights(
         up_DGF=up,
         down_FD=tensor(f"{prefix}.down_proj.weight", (D, F), linear((D,), (F,))),
@@ -141,6 +141,7 @@ def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj",
     """The matrices of all experts: three tensors an expert, or two for all as `transformers` 5 writes them."""
     E, F = moe.experts, moe.dim
     *up, down = names
+    G, whole = len(up), "gate_up_proj" if len(up) == 2 else up[0]
     return {
         "up_EDGF": Source(
             tuple(
@@ -148,11 +149,7 @@ def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj",
                 for e in range(E)
                 for at, name in enumerate(up)
             ),
-            (
-                SourceTensor(
-                    f"{prefix}.gate_up_proj", (E, 2 * F, D), lambda x: x.reshape(-1, 2, F, D).transpose(0, 3, 1, 2)
-                ),
-            ),
+            (SourceTensor(f"{prefix}.{whole}", (E, G * F, D), lambda x: x.reshape(-1, G, F, D).transpose(0, 3, 1, 2)),),
         ),
         "down_EFD": Source(
             tuple(SourceTensor(f"{prefix}.{e}.{down}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E)),

@@ -24,7 +24,7 @@ HARMLESS_VALUES = {"activation": "swiglu"}  # what `hidden_act` says too
 
 ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-    "relu": "relu",
+    "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from .common import (
     scale,
     tensor,
 )
+from .granite import multipliers
 
 NAMES = {  # the checkpoint's own: those that most have
     "shared_mlp.input_linear.": "mlp.gate_up_proj.", "shared_mlp.output_linear.": "mlp.down_proj.",
@@ -53,9 +54,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         "granitemoehybrid",
         layers,
         longest,
-        embed_scale=keys.positive("embedding_multiplier", 1.0),
-        residual_scale=keys.positive("residual_multiplier", 1.0),
-        logit_scale=1 / keys.positive("logits_scaling", 1.0),
+        **multipliers(keys),
     )
 
 
@@ -85,12 +84,10 @@ def mamba2(keys: Keys) -> Mamba2:
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
     norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D) for field, name in LLAMA_NORMS.items()}
-    assert this.mlp is not None
-    moe = None
+    mlp, moe = this.mlp and mlp_sources(this.mlp, D, f"{here}.mlp", fused=True), None
     if this.moe is not None:
         router = router_source(this.moe, D, f"{here}.moe.gate.weight")
         moe = MoeWeights(router_DE=router, **expert_sources(this.moe, D, f"{here}.moe.experts"))
-    mlp = mlp_sources(this.mlp, D, f"{here}.mlp", fused=True)
     return LayerWeights(attention=mixer_sources(this.attention, D, here), mlp=mlp, moe=moe, **norms)
 
 

@@ -6,34 +6,54 @@ from typing import Any
 from ..config import Attention, Layer, Mixer, Mlp, ModelConfig, ModelError, ShortConv
 from ..mixers.short_conv import ShortConvWeights
 from ..weights import LayerWeights
-from .common import Keys, attention_sources, linear, mlp_sources, model_config, model_sources, scale, tensor
+from .common import (
+    Keys,
+    attention_sources,
+    linear,
+    mlp_sources,
+    model_config,
+    model_sources,
+    moe_sources,
+    scale,
+    tensor,
+)
 
 NORMS = {"pre_attention_norm_D": "operator_norm", "pre_mlp_norm_D": "ffn_norm"}
 NAMES = {  # the checkpoint's own: those that most have
     ".self_attn.out_proj.": ".self_attn.o_proj.", ".q_layernorm.": ".q_norm.", ".k_layernorm.": ".k_norm.",
     ".feed_forward.w1.": ".mlp.gate_proj.", ".feed_forward.w3.": ".mlp.up_proj.",
-    ".feed_forward.w2.": ".mlp.down_proj.", "model.embedding_norm.": "model.norm.",
+    ".feed_forward.w2.": ".mlp.down_proj.", ".feed_forward.": ".mlp.", "model.embedding_norm.": "model.norm.",
 }  # fmt: skip
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys({"rope_theta": 1000000.0, "num_key_value_heads": 8} | hf)
-    longest, heads = keys.count("max_position_embeddings", 128000), keys.heads()
-    attention = Attention(**heads, rope=keys.rope(heads["head_dim"], max_len or longest), qk_norm="head")
-    D, L = keys.count("hidden_size"), keys.count("num_hidden_layers")
+    longest = keys.count("max_position_embeddings", 128000)
+    keys.ignore("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_dim", "block_mlp_init_scale")
+    keys.ignore("block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "block_norm_eps", "use_pos_enc")
+    keys.ignore("num_heads", "theta", "intermediate_size")
+    mlp = Mlp(width(keys))
+    layers = tuple(Layer(mixer, mlp) for mixer in mixers(keys, max_len or longest))
+    return model_config(keys, "lfm2", layers, longest, **ends(keys))
+
+
+def mixers(keys: Keys, max_len: int) -> list[Mixer]:
+    """Of each layer."""
+    heads, D, L = keys.heads(), keys.count("hidden_size"), keys.count("num_hidden_layers")
+    attention = Attention(**heads, rope=keys.rope(heads["head_dim"], max_len), qk_norm="head")
     conv = ShortConv(D, keys.count("conv_L_cache", 3), keys("conv_bias", False))
     with_attention = keys("full_attn_idxs", list(range(L)))
     usual = ["full_attention" if index in with_attention else "conv" for index in range(L)]
     kinds = keys("layer_types", None) or usual
     if len(kinds) != L or not set(kinds) <= {"conv", "full_attention"}:
         raise ModelError(f"config.json: layer_types = {kinds!r}; it must name conv or full_attention for {L} layers")
-    keys.ignore("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_dim", "block_mlp_init_scale")
-    keys.ignore("block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "block_norm_eps", "use_pos_enc")
-    keys.ignore("num_heads", "theta", "intermediate_size")
-    mlp = Mlp(width(keys))
-    layers = tuple(Layer(attention if kind == "full_attention" else conv, mlp) for kind in kinds)
+    return [attention if kind == "full_attention" else conv for kind in kinds]
+
+
+def ends(keys: Keys) -> dict[str, Any]:
+    """What is said of the whole model."""
     tied = keys("tie_embedding", keys("tie_word_embeddings", True))
-    return model_config(keys, "lfm2", layers, longest, norm_eps=keys.positive("norm_eps", 1e-5), tied=tied)
+    return {"norm_eps": keys.positive("norm_eps", 1e-5), "tied": tied}
 
 
 def width(keys: Keys) -> int:
@@ -48,10 +68,10 @@ def width(keys: Keys) -> int:
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
     norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D) for field, name in NORMS.items()}
-    assert this.mlp is not None
-    return LayerWeights(
-        attention=mixer_sources(this.attention, D, here), mlp=mlp_sources(this.mlp, D, f"{here}.mlp"), **norms
-    )
+    mixer, names = mixer_sources(this.attention, D, here), {"choice_bias": "expert_bias", "experts": ("w1", "w3", "w2")}
+    mlp = this.mlp and mlp_sources(this.mlp, D, f"{here}.mlp")
+    moe = this.moe and moe_sources(this.moe, D, f"{here}.mlp", **names)
+    return LayerWeights(attention=mixer, mlp=mlp, moe=moe, **norms)
 
 
 def mixer_sources(a: Mixer, D: int, here: str) -> Any:

@@ -73,7 +73,7 @@ def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, reach: Reach, eps: float
         x_TC = activation(x_TC if w.conv_bias_C is None else x_TC + w.conv_bias_C)
         v_TNH = x_TC[:, :values].reshape(-1, a.heads, a.value_dim)
         k_TGH, q_TGH = (x_TC[:, at : at + keys].reshape(-1, a.groups, a.key_dim) for at in (values, values + keys))
-        step_TN = jax.nn.softplus(step_TN + w.step_bias_N)
+        step_TN = jnp.maximum(jax.nn.softplus(step_TN + w.step_bias_N), a.least_step)
         decay_TN = jnp.exp(-jnp.exp(w.rate_N) * step_TN)
         out_TNH, memory = delta_rule(q_TGH, k_TGH, v_TNH, decay_TN, step_TN, states["memory"], rows, corrects=False)
         return out_TNH + w.direct_N[:, None] * v_TNH, {"tail": tail, "memory": memory}

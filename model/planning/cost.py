@@ -155,7 +155,7 @@ def met_weights(config: ModelConfig, layer: Layer, weights: LayerWeights, expert
     """Weights of a layer that a token is multiplied with, where so many devices share the work of its experts."""
     experts = 0
     if layer.moe is not None:  # router, then the chosen
-        experts = config.dim * (layer.moe.experts + layer.moe.top_k * 3 * layer.moe.dim / expert)
+        experts = config.dim * (layer.moe.experts + layer.moe.top_k * (2 + layer.moe.gated) * layer.moe.dim / expert)
     matrices = [*matrix_sizes(weights.attention), *matrix_sizes(weights.mlp), *matrix_sizes(weights.per_layer)]
     return sum(matrices) + experts
 

@@ -18,7 +18,9 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
     if not isinstance(expert, Experts):
         raise NotImplementedError("experts must be two products, and not a function")
     up, down = prepare.matrix(expert.up_EDGF), prepare.matrix(expert.down_EFD)
-    (E, _, _, F), D = up.array.shape, x_TD.shape[1]
+    (E, _, parts, F), D = up.array.shape, x_TD.shape[1]
+    if parts != 2:
+        raise NotImplementedError("experts must have a gate")
     prepare.require(x_TD, up, D, F, None if expert.clamp is not None else expert.activation)
     prepare.require(x_TD, down, F, D)
     T, X = experts_TX.shape

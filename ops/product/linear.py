@@ -34,6 +34,8 @@ class Multiplied(Weight):
 
     def gated(self, subscripts: str, x, activation: str):
         rows, flat, turned, lead, out = self.read(subscripts, x)
+        if len(out) == 2 and out[0] == 1:
+            return super().gated(subscripts, x, activation)
         if turned or len(out) != 2 or out[0] != 2:
             raise NotImplementedError("gate and up must be the last axes but one of a weight whose inputs come first")
         y = prepare.dense(rows, flat, dtype=plain(x).dtype, parts=2, activation=activation, interpret=self.interpret)

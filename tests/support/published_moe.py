@@ -92,7 +92,41 @@ def llama4(experts: int, every: int, rope_scaling: dict | None) -> dict:
     }  # fmt: skip
 
 
+LFM2_LAYERS = ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)]
+
 PUBLISHED_MOE = {
+    "Qwen3-Next-80B-A3B": Published(
+        {
+            "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4,
+            "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+            "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next",
+            "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+            "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+            "output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0",
+            "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        79.674e9,
+        [GLOBAL] * 48,
+    ),
+    "LFM2-8B-A1B": Published(
+        {
+            "architectures": ["Lfm2MoeForCausalLM"], "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False,
+            "eos_token_id": 7, "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 7168,
+            "layer_types": LFM2_LAYERS, "max_position_embeddings": 128000, "model_type": "lfm2_moe",
+            "moe_intermediate_size": 1792, "norm_eps": 1e-05, "norm_topk_prob": True, "num_attention_heads": 32,
+            "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+            "num_key_value_heads": 8, "pad_token_id": 0, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0,
+            "torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": True,
+            "use_expert_bias": True, "vocab_size": 65536,
+        },
+        8.34e9,
+        [GLOBAL] * 24,
+    ),
     "Mixtral-8x7B": Published(
         {
             "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,

@@ -144,7 +144,20 @@ KIMI_VISION = {
     "pos_emb_height": 4, "pos_emb_width": 4,
 }  # fmt: skip
 
+GRANITE_MOE = SIZES | {
+    "model_type": "granitemoe", "architectures": ["GraniteMoeForCausalLM"], "hidden_act": "silu", "rope_theta": 10000.0,
+    "rope_scaling": None, "attention_bias": False, "attention_multiplier": 0.2, "embedding_multiplier": 2.0,
+    "intermediate_size": 32, "logits_scaling": 1.6, "num_experts_per_tok": 3, "num_local_experts": 8,
+    "output_router_logits": False, "residual_multiplier": 0.6, "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+GRANITE_MOE_SHARED = GRANITE_MOE | {
+    "model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"], "shared_intermediate_size": 48,
+}  # fmt: skip
+
 MOE_VARIANTS = [
+    Variant("granite-moe", GRANITE_MOE),
+    Variant("granite-moe-shared", GRANITE_MOE_SHARED),
     Variant("mixtral", MIXTRAL),
     Variant("qwen3-moe", QWEN3_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 6, "mlp_only_layers": [3]}),
     Variant(

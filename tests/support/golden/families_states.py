@@ -35,6 +35,26 @@ LFM2 = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"} | {
     "block_use_swiglu": True, "block_use_xavier_init": True, "num_heads": 4, "num_hidden_layers": 5,
     "full_attn_idxs": [2, 4], "theta": 1000000.0, "use_pos_enc": True, "tie_embedding": True,
 }  # fmt: skip
+LFM2_MOE = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"} | {
+    "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"], "norm_eps": 1e-5, "conv_L_cache": 3,
+    "conv_bias": False, "moe_intermediate_size": 32, "norm_topk_prob": True, "num_dense_layers": 2, "num_experts": 8,
+    "num_experts_per_tok": 3, "num_hidden_layers": 4, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0,
+    "use_expert_bias": True, "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "output_router_logits": False,
+}  # fmt: skip
+NEMOTRON_H = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "num_hidden_layers")} | {
+    "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "chunk_size": 16,
+    "conv_kernel": 4, "expand": 2, "head_dim": 32, "hybrid_override_pattern": "MM-*-M-", "layer_norm_epsilon": 1e-5,
+    "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 8, "mlp_bias": False,
+    "mlp_hidden_act": "relu2", "n_groups": 2, "residual_in_fp32": False, "ssm_state_size": 24,
+    "tie_word_embeddings": False, "time_step_max": 0.1, "time_step_min": 0.001, "use_bias": False,
+    "use_conv_bias": True, "use_mamba_kernels": True, "rescale_prenorm_residual": True,
+}  # fmt: skip
+NEMOTRON_3 = NEMOTRON_H | {
+    "hybrid_override_pattern": "ME*EM", "mamba_num_heads": 6, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "topk_group": 1,
+}  # fmt: skip
 GRANITE_HYBRID = SIZES | {
     "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "hidden_act": "silu",
     "attention_bias": False, "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5,
@@ -56,6 +76,9 @@ STATE_VARIANTS = [
             "mamba_proj_bias": True, "mamba_conv_bias": False, "position_embedding_type": "rope",
         },
     ),
+    Variant("lfm2-moe", LFM2_MOE),
+    Variant("nemotron-h", NEMOTRON_H),
+    Variant("nemotron-3", NEMOTRON_3),
     Variant("qwen3-next", QWEN3_NEXT),
     Variant(
         "qwen3-next-dense",

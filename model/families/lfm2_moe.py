@@ -1,0 +1,25 @@
+"""LFM2's mixtures: a dense block in the first layers, in the others experts that a sigmoid with a bias chooses."""
+
+from ..config import Layer, Mlp, ModelConfig, Moe
+from .common import Keys, model_config
+from .lfm2 import canonical, ends, mixers, sources
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys({"rope_theta": 1000000.0, "num_key_value_heads": 8} | hf)
+    longest, first = keys.count("max_position_embeddings", 128000), keys("num_dense_layers", 2)
+    moe = Moe(
+        experts=keys.count("num_experts", 32),
+        top_k=keys.count("num_experts_per_tok", 4),
+        dim=keys.count("moe_intermediate_size", 1792),
+        score="sigmoid",
+        normalize=keys("norm_topk_prob", True),
+        scaling=keys.positive("routed_scaling_factor", 1.0),
+        choice_bias=keys("use_expert_bias", True),
+    )
+    mlp, own = Mlp(keys.count("intermediate_size", 7168)), mixers(keys, max_len or longest)
+    layers = tuple(Layer(mixer, mlp) if i < first else Layer(mixer, moe=moe) for i, mixer in enumerate(own))
+    return model_config(keys, "lfm2_moe", layers, longest, **ends(keys))
+
+
+__all__ = ["canonical", "config", "sources"]

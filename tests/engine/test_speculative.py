@@ -388,10 +388,11 @@ def drawn(rng, rate, count):
     return [int(rng.random() >= rate) for _ in range(count)]
 
 
-def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500) -> float:
-    """Tokens a second over those of plain decoding, by a clock that goes as the table of step times says.
+def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda step: 1.0) -> float:
+    """Tokens over those of plain decoding in the same time, by a clock that goes as the table of step times says.
 
-    Where tokens are waited for, the host's tenth of a millisecond comes on top. A draft is 0 where it is right.
+    Where tokens are waited for, the host's tenth of a millisecond comes on top. All is slower by `slowness(step)`. A
+    draft is 0 where it is right.
     """
 
     def seconds(rows, seqs, drafts):
@@ -409,15 +410,15 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500) -> float:
     own = Speculator(speculation_of(config), seconds, count_up(step=1e-5).__next__)  # to propose takes 10 µs
     if not own.in_step:
         own.drafter = Chance(rng, rate, ideas)
-    seqs, now, tokens = [new() for _ in range(count)], 0.0, 0
-    for _ in range(steps):
+    seqs, plain, tokens = [new() for _ in range(count)], 0.0, 0
+    for step in range(steps):
         own.trim(seqs)
         waited, asks = any(seq.waits for seq in seqs), max(seq.asks for seq in seqs)
         verified = [seq.proposed[: seq.held] if own.in_step else seq.drafts for seq in seqs]
         drafts = sum(map(len, verified))
         took = seconds(count + drafts, count, asks) + 1e-4 * waited
-        own.took(count, drafts, asks, waited or drafts > 0, took)
-        now += took
+        own.took(count, drafts, asks, waited or drafts > 0, took * slowness(step))
+        plain += count * took / seconds(count, count, 0)
         for index, seq in enumerate(seqs):
             length = len(verified[index])
             right = next((at for at, token in enumerate(verified[index]) if token), length)
@@ -431,7 +432,7 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500) -> float:
                 own.end(seq)
                 seqs[index] = new()
             seq.pending = 0
-    return tokens / now * seconds(count, count, 0) / count
+    return tokens / plain
 
 
 LAYERS = {"method": "self", "num_layers": 4}
@@ -454,6 +455,21 @@ def test_drafts_gain_what_they_can_and_cost_next_to_nothing(config, draft, ideas
         found = gain(config, count, rate, ideas, draft)
         assert found > 0.97
         assert ideas < 1 or found > 0.93 * best
+
+
+@pytest.mark.parametrize("config", [{"method": "ngram"}, LAYERS])
+@pytest.mark.parametrize("every", [60, 400])
+def test_drafts_go_on_where_the_machine_changes_its_pace(config, every):
+    """Others make it two and a half times slower for a while, and each step takes a fifth more or less by chance."""
+    rng = random.Random(2)
+    noise = [rng.uniform(0.8, 1.2) for _ in range(3000)]
+
+    def slowness(step):
+        return (2.5 if step // every % 2 else 1.0) * noise[step]
+
+    steady = gain(config, 1, 0.9, draft=1e-4, steps=3000)
+    assert gain(config, 1, 0.9, draft=1e-4, steps=3000, slowness=slowness) > 0.93 * steady
+    assert gain(config, 1, 0.0, draft=1e-4, steps=3000, slowness=slowness) > 0.96
 
 
 def test_drafts_that_cannot_pay_are_not_even_tried():

@@ -218,6 +218,7 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
         kernel_trial.test("a.module", "{}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     """What the other process does, at small sizes in the interpreter: it tells a kernel that is right from another."""

@@ -157,12 +157,20 @@ class Speculator:
             other.found += (other.expected * self.pace(count, False).factor - other.found) / FORGOTTEN
 
     def pace(self, count: int, waited: bool) -> Pace:
-        key = count.bit_length(), waited
+        """How long such steps take; where none was seen, as those of the next number of sequences that was."""
+        key = size, _ = count.bit_length(), waited
         if key not in self.paces:
             step = self.cost(count)[0][0] or inf
-            factor = self.pace(count, False).factor if waited else 1.0
-            waiting = WAITING if waited and not self.in_step else 0.0
-            self.paces[key] = Pace(8 * (step * factor + waiting), 8 * step) if step < inf else Pace(1, 1)
+            known = [other for other, waits in self.paces if waits == waited]
+            if known:
+                nearest = min(known, key=lambda other: abs(other - size))
+                factor = self.paces[nearest, waited].factor
+                if waited:
+                    factor *= self.pace(count, False).factor / self.paces[nearest, False].factor
+            else:
+                factor = self.pace(count, False).factor if waited else 1.0
+                factor += WAITING / step if waited and not self.in_step else 0.0
+            self.paces[key] = Pace(8 * step * factor, 8 * step) if step < inf else Pace(1, 1)
         return self.paces[key]
 
     def rate(self, record: Record) -> float:

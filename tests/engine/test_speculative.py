@@ -390,11 +390,13 @@ def drawn(rng, rate, count):
     return [int(rng.random() >= rate) for _ in range(count)]
 
 
-def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda step: 1.0) -> float:
+def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda step: 1.0, dear=1.0,
+         turns=False) -> float:  # fmt: skip
     """Tokens over those of plain decoding in the same time, by a clock that goes as the table of step times says.
 
-    Where tokens are waited for, the host's tenth of a millisecond comes on top. All is slower by `slowness(step)`. A
-    draft is 0 where it is right.
+    Where tokens are waited for, the host's tenth of a millisecond comes on top. All is slower by `slowness(step)`, and
+    steps that verify take `dear` times as long as the table says. A draft is 0 where it is right. With `turns` answers
+    have many lengths, and others come when all are there.
     """
 
     def seconds(rows, seqs, drafts):
@@ -402,13 +404,13 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
 
     def new():
         seq = Pretended(
-            tokens=[0, 0], num_prompt=1, num_output=1, max_tokens=200, missing=1, pending=0, drafts=[], waits=False,
+            tokens=[0, 0], num_prompt=1, num_output=1, max_tokens=rng.choice(lengths), missing=1, pending=0, drafts=[], waits=False,
             asks=0, held=0, proposed=[], branches=[], branching=False, constraint=None, pool=None,
         )  # fmt: skip
         own.begin(seq)
         return seq
 
-    rng = random.Random(1)
+    rng, lengths = random.Random(1), range(10, 200, 10) if turns else [200]
     own = Speculator(speculation_of(config), seconds, count_up(step=1e-5).__next__)  # to propose takes 10 µs
     if not own.in_step:
         own.drafter = Chance(rng, rate, ideas)
@@ -418,9 +420,10 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
         waited, asks = any(seq.waits for seq in seqs), max(seq.asks for seq in seqs)
         verified = [seq.proposed[: seq.held] if own.in_step else seq.drafts for seq in seqs]
         drafts = sum(map(len, verified))
-        took = seconds(count + drafts, count, asks) + 1e-4 * waited
-        own.took(count, drafts, asks, waited or drafts > 0, took * slowness(step))
-        plain += count * took / seconds(count, count, 0)
+        n = len(seqs)
+        took = (seconds(n + drafts, n, asks) + 1e-4 * waited) * (dear if drafts else 1)
+        own.took(n, drafts, asks, waited or drafts > 0, took * slowness(step))
+        plain += n * took / seconds(n, n, 0)
         for index, seq in enumerate(seqs):
             length = len(verified[index])
             right = next((at for at, token in enumerate(verified[index]) if token), length)
@@ -432,8 +435,9 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
                 own.take_in(seq, length, right)
             else:
                 own.end(seq)
-                seqs[index] = new()
+                seqs[index] = None if turns else new()
             seq.pending = 0
+        seqs = [seq for seq in seqs if seq is not None] or [new() for _ in range(count)]
     return tokens / plain
 
 
@@ -472,6 +476,12 @@ def test_drafts_go_on_where_the_machine_changes_its_pace(config, every):
     steady = gain(config, 1, 0.9, draft=1e-4, steps=3000)
     assert gain(config, 1, 0.9, draft=1e-4, steps=3000, slowness=slowness) > 0.93 * steady
     assert gain(config, 1, 0.0, draft=1e-4, steps=3000, slowness=slowness) > 0.96
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6])
+def test_what_drafts_cost_in_service_is_learnt_for_all_sizes_at_once(rate):
+    """Steps that verify take twice what they took alone, and the number of sequences falls from 16 to 1 and rises."""
+    assert gain(LAYERS, 16, rate, draft=1e-4, steps=600, dear=2.0, turns=True) > 0.964
 
 
 def test_drafts_that_cannot_pay_are_not_even_tried():

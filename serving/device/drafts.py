@@ -41,6 +41,11 @@ class StepDrafter(Protocol):
         ...
 
     @property
+    def rests(self) -> bool:
+        """A step that neither drafts nor follows may leave it out."""
+        ...
+
+    @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """The drafts of each path by their ranks, 0 being the likeliest; none: there is one path, of these."""
         ...
@@ -110,6 +115,7 @@ class DraftModel:
     paged: ModelConfig
     first: int  # of its layers among these; 0: those of the target
     features = ()
+    rests = True
     paths = ()
 
     def copy_pages(self, state: State, pages_GL2) -> State:

@@ -27,6 +27,7 @@ class MedusaDrafter:
     paths: tuple[tuple[int, ...], ...]
     features = ()
     catches_up = False
+    rests = True
 
     def copy_pages(self, state: State, pages_GL2) -> State:
         return state
@@ -63,6 +64,7 @@ class FeatureDrafter:
     first: int  # of its layers among these
     paths: tuple[tuple[int, ...], ...]
     catches_up = False  # the target's hidden states are gone
+    rests = False
 
     def copy_pages(self, state: State, pages_GL2) -> State:
         pages = dict(state.pages)

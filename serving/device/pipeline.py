@@ -58,11 +58,13 @@ class Pipeline:
         """The layers of each stage that own the pages of a cache group."""
         return [owners(self.paged, paged_layers(self.config, self.paged, stage), group) for stage in self.stages]
 
-    def lower(self, weights, state: State, layout: Layout, plain: bool = False) -> list[jax.stages.Lowered]:
-        """The program of each stage."""
+    def lower(
+        self, weights, state: State, layout: Layout, plain: bool = False, rests: bool = False
+    ) -> list[jax.stages.Lowered]:
+        """The program of each stage; `rests`: without the drafter."""
         lowered, x = [], ()  # the first gets none
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
-            places, drafter = Places.of(own, mesh), self.drafter if stage.ends else None
+            places, drafter = Places.of(own, mesh), self.drafter if stage.ends and not rests else None
             traced = step.trace(
                 own, held, layout.nothing, layout, self.config, plain, places, stage, *x, drafter=drafter
             )

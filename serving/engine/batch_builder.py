@@ -125,6 +125,13 @@ class BatchBuilder:
         self.draws_plainly = all(plain)
         return size, buffer
 
+    def rests(self, size: Size, buffer: np.ndarray) -> bool:
+        """Whether a step, one row of each sequence, has nothing to do with drafts."""
+        at = self.layouts[size].offsets
+        each = buffer.reshape(-1, len(buffer) // len(self.decode_steps))
+        ahead = each[:, at.ahead_T :][:, : size.rows]
+        return not (each[:, at.num_drafts_1].any() or each[:, at.follows_1].any() or ahead.any())
+
     def build_behind(self, parts: Seq[Seq[ScheduledSequence]]) -> tuple[Size, np.ndarray]:
         """Rows that only the drafter computes."""
         rows = max(sum(item.num_rows for item in part) for part in parts)

@@ -112,6 +112,7 @@ class Runner:
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
         self.plain: dict[Size, Any] = {}  # the same for steps whose rows all draw, and do so plainly
+        self.resting: dict[Size, Any] = {}  # and without the drafter, for decode steps that it may rest in
         self.drafters: dict[Size, Any] = {}  # for rows that only the drafter computes
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
@@ -164,7 +165,8 @@ class Runner:
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
         # XLA compiles outside of Python's lock: side by side.
-        threads, futures, plain, copies = ThreadPoolExecutor(), {}, {}, {}
+        threads, futures, plain, resting, copies = ThreadPoolExecutor(), {}, {}, {}, {}
+        drafter = self.pipeline.drafter
         try:
             for size, layout in self.batch_builder.layouts.items():
                 lowered = self.pipeline.lower(self.weights, self.state, layout)
@@ -172,6 +174,9 @@ class Runner:
                 if self.remote and size.samples >= size.rows:
                     lowered = self.pipeline.lower(self.weights, self.state, layout, plain=True)
                     plain[size] = [threads.submit(compile_step, stage) for stage in lowered]
+                if drafter is not None and drafter.rests and size.rows == size.seqs and size.paths == 1:
+                    lowered = self.pipeline.lower(self.weights, self.state, layout, self.remote, rests=True)
+                    resting[size] = [threads.submit(compile_step, stage) for stage in lowered]
             behind = {}
             for size in self.batch_builder.catching if self.limits.follows else ():
                 lowered = self.pipeline.lower_catch_up(self.weights, self.state, self.batch_builder.layouts[size])
@@ -189,6 +194,8 @@ class Runner:
                 self.compiled[size] = self.pipeline.program([future.result() for future in programs])
             for size, programs in plain.items():
                 self.plain[size] = self.pipeline.program([future.result() for future in programs])
+            for size, programs in resting.items():
+                self.resting[size] = self.pipeline.program([future.result() for future in programs])
             self.drafters = {size: future.result() for size, future in behind.items()}
             self.state_copier.programs = {name: future.result() for name, future in of_states.items()}
             self.page_copier.programs = {name: future.result() for name, future in copies.items()}
@@ -303,7 +310,9 @@ class Runner:
         """Run the compiled step for a batch."""
         if self.leader is not None:
             self.leader.step(size, plain, buffer)
-        sampled, hidden_RD, self.state = self.program(size, plain)(self.weights, self.state, buffer)
+        rests = size in self.resting and (plain or not self.remote) and self.batch_builder.rests(size, buffer)
+        program = self.resting[size] if rests else self.program(size, plain)
+        sampled, hidden_RD, self.state = program(self.weights, self.state, buffer)
         return sampled, hidden_RD
 
     def catch_up(self, size: Size, buffer: np.ndarray) -> None:

@@ -404,8 +404,8 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
 
     def new():
         seq = Pretended(
-            tokens=[0, 0], num_prompt=1, num_output=1, max_tokens=rng.choice(lengths), missing=1, pending=0, drafts=[], waits=False,
-            asks=0, held=0, proposed=[], branches=[], branching=False, constraint=None, pool=None,
+            tokens=[0, 0], num_prompt=1, num_output=1, max_tokens=rng.choice(lengths), missing=1, pending=0, drafts=[],
+            waits=False, asks=0, held=0, proposed=[], branches=[], branching=False, constraint=None, pool=None,
         )  # fmt: skip
         own.begin(seq)
         return seq

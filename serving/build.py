@@ -76,7 +76,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     caching = options.enable_prefix_caching
     if caching and runner.config.state_layers and not runner.state.snapshots:
         caching = False
-        log.info("prompts that begin alike share nothing: the states that layers keep have no room, or several places")
+        log.info("prompts that begin alike share nothing: a state that layers keep has no room twice in the cache")
     tables = [
         PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, host_cache, replica)
         for replica, host_cache in enumerate(made.host_caches)
@@ -175,7 +175,7 @@ def make_runner(
         weights = load_weights()
     replicas = range(options.data_parallel_size)
     paged = config if drafter is None else drafter.paged
-    host_caches = [make_host_cache(folder, paged, options, mesh, replica) for replica in replicas]
+    host_caches = [make_host_cache(folder, paged, options, len(num_pages), mesh, replica) for replica in replicas]
     runner = Runner(
         config, weights, limits, num_pages, options.block_size, max_len, host_caches[0] is not None, load_weights, mesh,
         options.expert_rebalance_steps, drafter,
@@ -233,13 +233,13 @@ def make_trace(file: str | None) -> Trace | None:
 
 
 def make_host_cache(
-    folder: Path, config: ModelConfig, options: EngineOptions, mesh: Mesh | None = None, replica: int = 0
+    folder: Path, config: ModelConfig, options: EngineOptions, groups: int, mesh: Mesh | None = None, replica: int = 0
 ) -> HostCache | None:
-    """Host memory and disk for pages that the cache has no room for, where there are to be any.
+    """Host memory and disk for pages of so many groups that the cache has no room for, where there are to be any.
 
     Replicas have an equal share of both.
     """
-    sizes = [whole_page_bytes(config, group, options.block_size, mesh) for group in range(len(config.windows))]
+    sizes = [whole_page_bytes(config, group, options.block_size, mesh) for group in range(groups)]
     host = options.kv_cache_host_bytes
     if host is None:
         host = HOST if options.kv_cache_disk else 0

@@ -24,7 +24,7 @@ log = logging.getLogger("quire")
 CALLS: dict[str, Callable[..., Any]] = {
     "reset_slot": lambda runner, slot, *row: runner.reset_slot(slot, SlotState(*row)),
     "set_bias": lambda runner, slot, row, bias_V: runner.set_bias(slot, row, bias_V),
-    "copy": lambda runner, copies: runner.move(PageMoves(copies=[tuple(move) for move in copies])),
+    "copy": lambda runner, copies, saves, loads: runner.move(PageMoves(copies=copies, saves=saves, loads=loads)),
     "catch_up": lambda runner, size, buffer: runner.catch_up(Size(*size), buffer),
     "reset": lambda runner: runner.reset(),
     "sleep": lambda runner, weights, pages: runner.sleep(weights, pages),

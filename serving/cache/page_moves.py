@@ -14,8 +14,9 @@ class PageMoves:
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, from page, to page), one after another
     restores: dict[tuple[int, int], HostCopy] = field(default_factory=dict)  # by (group, page): where from
 
-    saves: list[tuple[int, int]] = field(default_factory=list)  # (slot, page of a snapshot), after all of these
-    loads: list[tuple[int, int, int]] = field(default_factory=list)  # (page, slot, tokens), last
+    # Of snapshots, after all of these. Their numbers and those of slots are a replica's.
+    saves: list[tuple[int, int, int]] = field(default_factory=list)  # (replica, slot, page)
+    loads: list[tuple[int, int, int, int]] = field(default_factory=list)  # (replica, page, slot, tokens), last
 
     def numbered(self, number: Callable[[int, int], int]) -> "PageMoves":
         """The same with other page numbers: `number(group, page)`."""

@@ -12,6 +12,7 @@ from .host_cache import HostCache
 from .page_moves import PageMoves
 from .page_pool import PagePool
 from .prefix_tree import NO_MATCH, HostCopy, Node, PrefixMatch, PrefixTree, common
+from .snapshots import Snapshots
 
 log = logging.getLogger("quire")
 
@@ -52,17 +53,15 @@ class PageTable:
         self.page_size, self.keeps_prefixes, self.replica = page_size, keeps_prefixes, replica
         num_pages, windows = tuple(num_pages), tuple(windows)
         self.pools = [PagePool(n, page_size, w) for n, w in zip(num_pages, windows, strict=False)]
-        # A group more than windows: its pages hold what layers with a state keep of a sequence, after a node's tokens.
-        self.snapshots = PagePool(num_pages[-1], page_size, None) if len(num_pages) > len(windows) else None
-        self.every_pool = [*self.pools, *filter(None, [self.snapshots])]
+        self.snapshots, self.every_pool = None, list(self.pools)
+        if len(num_pages) > len(windows):
+            self.every_pool.append(PagePool(num_pages[-1], page_size, None))
+            self.snapshots = Snapshots(self.every_pool[-1], len(self.pools), snapshot_distance)
         self.tree = PrefixTree(len(self.every_pool), page_size)
-        self.saved: list[int] = []  # pages of snapshots that are written before the next step,
-        self.loaded: list[tuple[Sequence, int, int]] = []  # and those that are read, each for so many tokens
         self.host_cache = host_cache
         self.last_nodes: dict[Sequence, Node] = {}  # where each sequence's last full page is in the tree
         self.moves = PageMoves()
         self.unwritten: set[tuple[int, int]] = set()  # (group, page) whose content comes with the next step only
-        self.snapshot_distance = -(-snapshot_distance // page_size) * page_size
         self.num_freed = 0  # pages that became free, ever: what does not fit now will not before this changes
 
     def match(self, seq: Sequence) -> PrefixMatch:
@@ -81,7 +80,9 @@ class PageTable:
     def unbroken(self, path: list[Node], holds: Callable[[Node, int], bool]) -> list[Node]:
         """As much of the path as leaves no gap in what the next token attends to, in any group."""
         while path:
-            if self.snapshots is not None and not path[-1].holds(len(self.pools)):
+            if self.snapshots is not None and not (
+                holds(path[-1], self.snapshots.group) and self.snapshots.has_room(path[-1])
+            ):
                 path.pop()
                 continue
             gaps = []
@@ -92,6 +93,11 @@ class PageTable:
                 break
             del path[max(gaps) :]
         return path
+
+    def first_wanted(self, count: int) -> list[int]:
+        """Of each cache group, the first of so many full pages without which nothing can go on after them."""
+        firsts = [pool.first_seen(count * self.page_size) for pool in self.pools]
+        return firsts if self.snapshots is None else [*firsts, max(count - 1, 0)]
 
     def longest_partial(self, seq: Sequence, path: list[Node]) -> tuple[Node | None, int]:
         """The page after the path that has most of the next tokens in common with the sequence, and how many."""
@@ -132,35 +138,28 @@ class PageTable:
         if path:
             self.last_nodes[seq] = path[-1]
             if self.snapshots is not None:
-                page = path[-1].pages[len(self.pools)]
-                self.snapshots.share(page)
-                self.loaded.append((seq, page, seq.num_computed))
+                self.load_states(seq, path[-1])
+
+    def load_states(self, seq: Sequence, node: Node) -> None:
+        """Let the sequence go on from the node's snapshot."""
+        page = node.pages[self.snapshots.group]
+        if page:
+            self.snapshots.pool.share(page)
+        else:
+            page = self.restore(node, self.snapshots.group)
+        self.snapshots.loads.append((seq, page, seq.num_computed))
 
     def stops(self, seq: Sequence, start: int, count: int) -> int:
-        """How many of so many rows a sequence computes at once, so that its state can be kept where it stops."""
-        if self.snapshots is None or not seq.shares_prefix:
-            return count
-        last = (seq.num_prompt - 1) // self.page_size * self.page_size
-        distance = self.snapshot_distance
-        ends = [end for end in (last, (start // distance + 1) * distance) if start < end < start + count]
-        return min(ends, default=start + count) - start
+        """How many of so many rows a sequence computes at once, so that its states can be kept where it stops."""
+        return count if self.snapshots is None or not seq.shares_prefix else self.snapshots.stops(seq, start, count)
 
-    def keep_state(self, seq: Sequence) -> None:
+    def keep_states(self, seq: Sequence) -> None:
         """Keep what layers with a state hold of a sequence before its next step, if others may go on from there."""
-        start, own, group = seq.num_computed, seq.cache, len(self.pools)
-        last = (seq.num_prompt - 1) // self.page_size * self.page_size
-        if self.snapshots is None or not start or (start % self.snapshot_distance and start != last):
-            return
-        # After drafts the state may be behind.
-        node, behind = self.last_nodes.get(seq), seq.num_drafts > 0
-        if node is None or own.num_indexed * self.page_size != start or node.pages[group] or behind or not seq.begun:
-            return
-        if not self.snapshots.free:
-            return
-        page = self.new_page(group)
-        self.tree.place(group, node, page)
-        self.saved.append(page)
-        self.moves.saves.append((seq.slot, page))
+        node = self.last_nodes.get(seq)
+        if self.snapshots is not None and self.snapshots.wanted(seq, node) and self.tree.attached(node):
+            page = self.new_page(self.snapshots.group)
+            self.tree.place(self.snapshots.group, node, page)
+            self.snapshots.saves.append((self.replica, seq.slot, page))
 
     def restore(self, node: Node, index: int) -> int:
         """A page that gets the node's content from the host before the next step."""
@@ -243,7 +242,7 @@ class PageTable:
     def offload(self, index: int, page: int) -> None:
         """Copy what a cached page holds to the host, if there is room."""
         node, restored_from = self.tree.node_of[index][page], self.moves.restores.pop((index, page), None)
-        if self.host_cache is None or len(node.key) < self.page_size or index == len(self.pools):
+        if self.host_cache is None or len(node.key) < self.page_size:
             return
         if restored_from is not None:  # the host still has it
             self.host_cache.add(restored_from)
@@ -342,7 +341,8 @@ class PageTable:
 
     def forget_device(self) -> None:
         """The device's pages are lost, and nothing runs: cached pages are blank, and the host's copies are left."""
-        self.free_snapshots()
+        if self.snapshots is not None:
+            self.snapshots.free(self.tree)
         self.forget_pages()
         self.moves = PageMoves()
         if self.host_cache is not None:
@@ -362,21 +362,16 @@ class PageTable:
         """What is to be copied before the next step, in the device's page numbers."""
         if self.host_cache is not None:
             self.tree.prune_all(self.host_cache.trim())
-        self.moves.loads += [(page, seq.slot, length) for seq, page, length in self.loaded if seq.slot >= 0]
-        self.free_snapshots()
+        if self.snapshots is not None:
+            self.snapshots.flush(self.moves)
+            self.num_freed += self.snapshots.free(self.tree)
         moves, self.moves = self.moves, PageMoves()
         self.unwritten.clear()
         return moves.numbered(self.device_number) if self.replica else moves
 
-    def free_snapshots(self) -> None:
-        """Those of the step that is planned may be evicted from now on."""
-        for page in [*self.saved, *(page for _, page, _ in self.loaded)]:
-            self.snapshots.release(page, cache=page in self.tree.node_of[len(self.pools)])
-        self.saved, self.loaded = [], []
-
     def device_number(self, index: int, page: int) -> int:
         """The device's number of a page: it has those of all replicas, one replica after the other."""
-        return self.replica * self.pools[index].num_pages + page
+        return self.replica * self.every_pool[index].num_pages + page
 
     def prefetched(self, seq: Sequence) -> bool:
         """Whether the host has what is wanted from disk of a sequence's prefix; the first call begins to read it."""
@@ -409,10 +404,9 @@ class PageTable:
                 break
             path.append(node)
         self.unbroken(path, anywhere)
-        firsts = [pool.first_seen(len(path) * self.page_size) for pool in self.pools]
         return [
             (number, group, path[number])
-            for group, first in enumerate(firsts)
+            for group, first in enumerate(self.first_wanted(len(path)))
             for number in range(first, len(path))
             if not path[number].holds(group)
         ]
@@ -446,7 +440,7 @@ class PageTable:
         host_cache = self.host_cache
         if host_cache is None or host_cache.disk is None:
             return
-        for index, pool in enumerate(self.pools):
+        for index, pool in enumerate(self.every_pool):
             for page in list(pool.cached):
                 self.offload(index, page)
                 if host_cache.total > host_cache.capacity:
@@ -493,8 +487,8 @@ class PageTable:
             owned = Counter(page for table in tables for page in table[index] if page)
             pool.check(owned, set(self.tree.node_of[index]), f"group {index}")
         if self.snapshots is not None:
-            held = Counter([*self.saved, *(page for _, page, _ in self.loaded)])
-            self.snapshots.check(held, set(self.tree.node_of[len(self.pools)]), "snapshots")
+            found = set(self.tree.node_of[self.snapshots.group])
+            self.snapshots.pool.check(Counter(self.snapshots.held), found, "snapshots")
         self.tree.check()
         if self.host_cache is not None:
             self.host_cache.check()

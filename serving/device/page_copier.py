@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...ops.attention import KVPages
 from ..cache.page_moves import PageMoves
 from ..cache.prefix_tree import HostCopy, SentPage
 from .pipeline import Pipeline
@@ -16,6 +15,8 @@ from .state import stored_page_bytes
 from .step import copy_pages, read_pages, write_pages
 
 AT_ONCE = 16  # pages a call; the dummy page fills the rest
+
+Held = Any  # by layer: `KVPages`, or the arrays of a snapshot; whatever it is, a page of it is a row of bytes
 
 
 @dataclass(frozen=True)
@@ -35,29 +36,31 @@ class Offload:
 class PageCopier:
     """Has a compiled program for each kind of copy, cache group and stage."""
 
-    def __init__(self, pipeline: Pipeline, to_host: bool):
-        self.to_host = to_host
-        found = [pipeline.page_owners(group) for group in range(len(pipeline.config.windows))]
+    def __init__(self, pipeline: Pipeline, to_host: bool, groups: int):
+        self.to_host, windows = to_host, len(pipeline.config.windows)
+        found = [pipeline.page_owners(group) for group in range(groups)]
+        self.at_once = [AT_ONCE if group < windows else 1 for group in range(groups)]  # a snapshot is large
         self.owners = [[own for own in layers if own] for layers in found]  # by group, by stage
         self.programs: dict[tuple[str, int, int], Any] = {}
 
-    def lower(self, pages: dict[int, KVPages]) -> Iterator[tuple[tuple[str, int, int], jax.stages.Lowered]]:
+    def lower(self, pages: dict[int, Held]) -> Iterator[tuple[tuple[str, int, int], jax.stages.Lowered]]:
         """The programs, to be compiled."""
-        numbers = np.zeros(AT_ONCE, np.int32)
         for group, stages in enumerate(self.owners):
+            numbers = self.numbers_of(group, [])
             for stage, own in enumerate(stages):
                 layers = [pages[index] for index in own]
                 yield ("copy", group, stage), copy_pages.lower(layers, numbers, numbers)
                 if self.to_host:
-                    bytes_NX = np.zeros((AT_ONCE, stored_page_bytes(layers)), np.uint8)
+                    bytes_NX = np.zeros((len(numbers), stored_page_bytes(layers)), np.uint8)
                     yield ("offload", group, stage), read_pages.lower(layers, numbers)
                     yield ("restore", group, stage), write_pages.lower(layers, numbers, bytes_NX)
 
-    def move(self, pages: dict[int, KVPages], moves: PageMoves) -> tuple[dict[int, KVPages], list[Offload]]:
+    def move(self, pages: dict[int, Held], moves: PageMoves) -> tuple[dict[int, Held], list[Offload]]:
         """(the pages, what is on its way to host memory)."""
         offloads = []
         for group, stages in enumerate(self.owners):
             layers = [[pages[index] for index in own] for own in stages]
+            at_once = self.at_once[group]
 
             def run(kind: str, *given, group=group, layers=layers) -> list[Any]:
                 """In each stage: its program, its layers, and what is given for all, or for each."""
@@ -66,21 +69,22 @@ class PageCopier:
                     for stage, own in enumerate(layers)
                 ]
 
-            for some in parts([(page, copy) for page, copy in moves.offloads if copy.group == group]):
-                read = run("offload", numbers_of([page for page, _ in some]))
+            for some in parts([(page, copy) for page, copy in moves.offloads if copy.group == group], at_once):
+                read = run("offload", self.numbers_of(group, [page for page, _ in some]))
                 for bytes_NX in read:
                     bytes_NX.copy_to_host_async()
                 offloads.append(Offload(read, [copy for _, copy in some]))
-            for some in parts([move[1:] for move in moves.copies if move[0] == group]):
-                origins, targets = (numbers_of(pages) for pages in zip(*some, strict=True))
+            for some in parts([move[1:] for move in moves.copies if move[0] == group], at_once):
+                origins, targets = (self.numbers_of(group, pages) for pages in zip(*some, strict=True))
                 layers[:] = run("copy", origins, targets)
             restores = [(page, copy) for (own, page), copy in moves.restores.items() if own == group]
-            for some in parts([(page, copy) for page, copy in restores if not isinstance(copy.data, SentPage)]):
+            here = [(page, copy) for page, copy in restores if not isinstance(copy.data, SentPage)]
+            for some in parts(here, at_once):
                 ends = np.cumsum([stored_page_bytes(own) for own in layers])
-                bytes_NX = np.zeros((AT_ONCE, ends[-1]), np.uint8)
+                bytes_NX = np.zeros((at_once, ends[-1]), np.uint8)
                 for row, (_, copy) in zip(bytes_NX, some, strict=False):
                     row[:] = np.frombuffer(copy.content, np.uint8)
-                targets = numbers_of([page for page, _ in some])
+                targets = self.numbers_of(group, [page for page, _ in some])
                 layers[:] = run("restore", targets, np.split(bytes_NX, ends[:-1], axis=1))
             sent = [(page, copy.data) for page, copy in restores if isinstance(copy.data, SentPage)]
             for block_NX, targets in blocks(sent):
@@ -89,10 +93,16 @@ class PageCopier:
                 pages = {**pages, **dict(zip(own, held, strict=True))}
         return pages, offloads
 
-    def read(self, pages: dict[int, KVPages], group: int, numbers: Seq[int]) -> Any:
-        """What up to `AT_ONCE` pages hold, a row each: on the device; of several stages put together on the host."""
+    def numbers_of(self, group: int, pages: Seq[int]) -> np.ndarray:
+        return np.array([*pages, *[0] * (self.at_once[group] - len(pages))], np.int32)
+
+    def read(self, pages: dict[int, Held], group: int, numbers: Seq[int]) -> Any:
+        """What a few pages hold, not more than are moved at once, a row each.
+
+        On the device; of several stages put together on the host.
+        """
         read = [
-            self.programs["offload", group, stage]([pages[index] for index in own], numbers_of(numbers))
+            self.programs["offload", group, stage]([pages[index] for index in own], self.numbers_of(group, numbers))
             for stage, own in enumerate(self.owners[group])
         ]
         return read[0] if len(read) == 1 else np.concatenate([np.asarray(bytes_NX) for bytes_NX in read], axis=1)
@@ -105,18 +115,14 @@ class PageCopier:
         return jax.device_put(block_NX, where)
 
 
-def parts(moves: Seq[Any]) -> Iterator[Seq[Any]]:
-    return (moves[start : start + AT_ONCE] for start in range(0, len(moves), AT_ONCE))
+def parts(moves: Seq[Any], at_once: int) -> Iterator[Seq[Any]]:
+    return (moves[start : start + at_once] for start in range(0, len(moves), at_once))
 
 
 def blocks(rows: Seq[tuple[int, SentPage]]) -> Iterator[tuple[Any, np.ndarray]]:
     """Arrays on the device, and for each of their rows the page that it goes to; the dummy page takes the others."""
     found: dict[int, tuple[Any, np.ndarray]] = {}
     for page, row in rows:
-        _, targets = found.setdefault(id(row.block_NX), (row.block_NX, np.zeros(AT_ONCE, np.int32)))
+        _, targets = found.setdefault(id(row.block_NX), (row.block_NX, np.zeros(len(row.block_NX), np.int32)))
         targets[row.row] = page
     return iter(found.values())
-
-
-def numbers_of(pages: Seq[int]) -> np.ndarray:
-    return np.array([*pages, *[0] * (AT_ONCE - len(pages))], np.int32)

@@ -55,8 +55,14 @@ class Pipeline:
         return join(abstract_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places)
 
     def page_owners(self, group: int) -> list[list[int]]:
-        """The layers of each stage that own the pages of a cache group."""
+        """The layers of each stage that own the pages of a cache group; one more than windows is that of snapshots."""
+        if group == len(self.paged.windows):
+            return self.state_layers()
         return [owners(self.paged, paged_layers(self.config, self.paged, stage), group) for stage in self.stages]
+
+    def state_layers(self) -> list[list[int]]:
+        """The layers of each stage that keep a state."""
+        return [[index for index in self.config.state_layers if index in stage.layers] for stage in self.stages]
 
     def lower(
         self, weights, state: State, layout: Layout, plain: bool = False, rests: bool = False
@@ -116,14 +122,18 @@ def stage_state(state: State, stage: Stage) -> State:
         for index, held in state.pages.items()
         if index in stage.layers or (stage.ends and index >= stage.layers.stop)  # a drafter's
     }
-    kept = {index: held for index, held in state.kept.items() if index in stage.layers}
-    return state.replace(pages=pages, kept=kept) if stage.ends else State(pages, kept=kept)
+    kept, snapshots = (
+        {index: held for index, held in whole.items() if index in stage.layers}
+        for whole in (state.kept, state.snapshots)
+    )
+    return (state if stage.ends else State({})).replace(pages=pages, kept=kept, snapshots=snapshots)
 
 
 def join(states) -> State:
     """The state of all stages; the last has the slots."""
-    pages, kept, last = {}, {}, None
+    pages, kept, snapshots, last = {}, {}, {}, None
     for last in states:
         pages |= last.pages
         kept |= last.kept
-    return last.replace(pages=pages, kept=kept)
+        snapshots |= last.snapshots
+    return last.replace(pages=pages, kept=kept, snapshots=snapshots)

@@ -33,6 +33,16 @@ class State:
     kept: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # by layer with a state: arrays by slot
     snapshots: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # and by page
 
+    @property
+    def by_page(self) -> dict[int, Any]:
+        """By layer, all whose first axis counts pages: no layer has both keys and a state."""
+        return {**self.pages, **self.snapshots}
+
+    def with_pages(self, by_page: dict[int, Any]) -> "State":
+        """With others in their place."""
+        pages, snapshots = ({index: by_page[index] for index in held} for held in (self.pages, self.snapshots))
+        return self.replace(pages=pages, snapshots=snapshots)
+
 
 def state_places(state: State) -> State:
     """How a state lies on a mesh: pages are split by heads and by positions, what layers keep by heads, slots by words.
@@ -89,7 +99,7 @@ def page_bytes(config: ModelConfig, group: int, page_size: int, owned: Iterable[
     return page_size * sum(layer_token_bytes(config.layers[index].attention, config.kv_dtype) for index in owned)
 
 
-def stored_page_bytes(layers: Iterable[KVPages]) -> int:
+def stored_page_bytes(layers: Iterable[Any]) -> int:
     """The same of the arrays of some layers, or of their shapes: on all devices that hold a part of the page."""
     return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .pipeline import Pipeline
 from .state import State
 from .step import load_states, save_states
 
@@ -14,28 +15,44 @@ AT_ONCE = 8  # copies a call
 
 
 class StateCopier:
-    """Has a compiled program for each of the two."""
+    """Has a compiled program for each of the two, of each stage with such layers."""
 
-    def __init__(self, max_seqs: int):
-        self.max_seqs = max_seqs
-        self.programs: dict[str, Any] = {}
+    def __init__(self, pipeline: Pipeline, max_seqs: int, num_pages: int, replicas: int = 1):
+        self.max_seqs, self.num_pages, self.replicas = max_seqs, num_pages, replicas
+        self.stages = [own for own in pipeline.state_layers() if own]
+        self.programs: dict[tuple[str, int], Any] = {}
 
-    def lower(self, state: State) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    def lower(self, state: State) -> Iterator[tuple[tuple[str, int], jax.stages.Lowered]]:
         """The programs, to be compiled; none where there are no snapshots."""
         if state.snapshots:
             numbers = np.zeros(AT_ONCE, np.int32)
-            yield "save", save_states.lower(state.snapshots, state.kept, numbers, numbers)
-            yield "load", load_states.lower(state.kept, state.snapshots, numbers, numbers, numbers)
+            for stage, own in enumerate(self.stages):
+                kept, snapshots = ({index: held[index] for index in own} for held in (state.kept, state.snapshots))
+                yield ("save", stage), save_states.lower(snapshots, kept, numbers, numbers)
+                yield ("load", stage), load_states.lower(kept, snapshots, numbers, numbers, numbers)
 
-    def move(self, state: State, saves: Seq[tuple[int, int]], loads: Seq[tuple[int, int, int]]) -> State:
-        """The state after (slot, page) and then (page, slot, tokens) were copied."""
-        for slots, pages in self.columns(saves, (0, 0)):  # the rest goes to page 0, which nobody reads
-            state = state.replace(snapshots=self.programs["save"](state.snapshots, state.kept, slots, pages))
-        for pages, slots, lengths in self.columns(loads, (0, self.max_seqs, 0)):
-            state = state.replace(kept=self.programs["load"](state.kept, state.snapshots, pages, slots, lengths))
-        return state
+    def move(self, state: State, saves: Seq[tuple[int, int, int]], loads: Seq[tuple[int, int, int, int]]) -> State:
+        """The state after (replica, slot, page) and then (replica, page, slot, tokens) were copied.
 
-    def columns(self, rows: Seq[tuple[int, ...]], rest: tuple[int, ...]) -> Iterator[np.ndarray]:
-        for start in range(0, len(rows), AT_ONCE):
-            some = rows[start : start + AT_ONCE]
-            yield np.array([*some, *[rest] * (AT_ONCE - len(some))], np.int32).T.copy()
+        The device has the slots and pages of all replicas, one replica after the other.
+        """
+        kept, snapshots = dict(state.kept), dict(state.snapshots)
+        writes = [(replica * self.max_seqs + slot, replica * self.num_pages + page) for replica, slot, page in saves]
+        reads = [
+            (replica * self.num_pages + page, replica * self.max_seqs + slot, tokens)
+            for replica, page, slot, tokens in loads
+        ]
+        for stage, own in enumerate(self.stages):
+            for slots, pages in columns(writes, (0, 0)):  # the rest goes to page 0, which nobody reads
+                some = ({index: held[index] for index in own} for held in (snapshots, kept))
+                snapshots |= self.programs["save", stage](*some, slots, pages)
+            for pages, slots, lengths in columns(reads, (0, self.replicas * self.max_seqs, 0)):
+                some = ({index: held[index] for index in own} for held in (kept, snapshots))
+                kept |= self.programs["load", stage](*some, pages, slots, lengths)
+        return state.replace(kept=kept, snapshots=snapshots)
+
+
+def columns(rows: Seq[tuple[int, ...]], rest: tuple[int, ...]) -> Iterator[np.ndarray]:
+    for start in range(0, len(rows), AT_ONCE):
+        some = rows[start : start + AT_ONCE]
+        yield np.array([*some, *[rest] * (AT_ONCE - len(some))], np.int32).T.copy()

@@ -126,8 +126,10 @@ def working_bytes(
 
 def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
     """Bytes of a page on all devices that hold a part of it: what it takes on the host."""
-    pages = Pipeline(config, mesh).abstract_state((1,) * len(config.windows), page_size, 1).pages
-    return stored_page_bytes([pages[index] for index in owners(config, pages, group)])
+    held = Pipeline(config, mesh).abstract_state((1,) * (len(config.windows) + 1), page_size, 1)
+    if group == len(config.windows):  # snapshots
+        return stored_page_bytes([*held.snapshots.values()])
+    return stored_page_bytes([held.pages[index] for index in owners(config, held.pages, group)])
 
 
 def size_cache(
@@ -166,7 +168,8 @@ def size_cache(
             f"{budget / 2**20:.0f} MiB are there for the cache; lower --max-num-seqs, or give more with "
             "--kv-cache-memory-bytes"
         )
-    snapshots, each = num_snapshots(config, options, budget - kept, mesh), state_bytes(own)
+    each = max(state_bytes(own, stage.layers) for stage in pipeline.stages)
+    snapshots = num_snapshots(each, options, budget - kept)
     room = budget - kept - snapshots * each - sum(costs)  # without the dummy pages
     longest = config.max_len if options.max_model_len in (None, -1) else options.max_model_len
     if longest > config.max_len:
@@ -194,10 +197,12 @@ def size_cache(
     return longest, num_pages + ((snapshots,) if snapshots else ())
 
 
-def num_snapshots(config: ModelConfig, options: SizedOptions, budget: int, mesh: Mesh | None) -> int:
-    """How many states of sequences are kept for prompts that begin alike: in an eighth of the memory, or none."""
-    parted = mesh is not None and max(mesh.shape["data"], mesh.shape["pipe"]) > 1
-    if not config.state_layers or not options.enable_prefix_caching or parted or options.num_processes > 1:
+def num_snapshots(each: int, options: SizedOptions, budget: int) -> int:
+    """How many states of sequences are kept for prompts that begin alike: in an eighth of the memory, or none.
+
+    `each` are a state's bytes on the device that has most of it.
+    """
+    if not each or not options.enable_prefix_caching:
         return 0
-    count = budget // SNAPSHOTS // state_bytes(local_config(config, mesh))
+    count = budget // SNAPSHOTS // each
     return 0 if count < 2 else min(count, MOST_SNAPSHOTS)  # the first is a dummy

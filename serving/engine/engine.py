@@ -407,7 +407,7 @@ class Engine:
 
     def read_pages(self, group: int, pages: Seq[int]) -> Any:
         """What a few pages of a cache group hold, a row of bytes each; nothing waits for the device."""
-        return self.runner.page_copier.read(self.runner.state.pages, group, pages)
+        return self.runner.page_copier.read(self.runner.state.by_page, group, pages)
 
     def place_block(self, group: int, block_NX: Any) -> Any:
         """Rows that another engine read, put where this engine's devices can write them into pages."""

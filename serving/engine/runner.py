@@ -105,8 +105,9 @@ class Runner:
         self.batch_builder = BatchBuilder(limits, len(config.windows), page_size, width, stages, devices.data.size)
         # With padding, so that each device of the tensor axis has as many tokens.
         self.vocab = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
-        self.page_copier = PageCopier(self.pipeline, to_host)
-        self.state_copier = StateCopier(limits.max_seqs)
+        self.page_copier = PageCopier(self.pipeline, to_host, len(num_pages))
+        snapshots = num_pages[-1] if len(num_pages) > len(config.windows) else 0
+        self.state_copier = StateCopier(self.pipeline, limits.max_seqs, snapshots, devices.data.size)
         self.device = jax.config.jax_default_device  # as the caller of this chose it; reset() may be another thread's
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
@@ -181,7 +182,7 @@ class Runner:
             for size in self.batch_builder.catching if self.limits.follows else ():
                 lowered = self.pipeline.lower_catch_up(self.weights, self.state, self.batch_builder.layouts[size])
                 behind[size] = threads.submit(compile_step, lowered)
-            for name, lowered in self.page_copier.lower(self.state.pages):
+            for name, lowered in self.page_copier.lower(self.state.by_page):
                 copies[name] = threads.submit(lowered.compile)
             of_states = {name: threads.submit(lowered.compile) for name, lowered in self.state_copier.lower(self.state)}
             if self.expert_loads is not None:
@@ -326,9 +327,9 @@ class Runner:
 
     def move(self, moves: PageMoves) -> list[Offload]:
         """Start to copy pages. Over several hosts no page goes to host memory."""
-        self.tell("copy", moves.copies)
-        pages, offloads = self.page_copier.move(self.state.pages, moves)
-        self.state = self.state_copier.move(self.state.replace(pages=pages), moves.saves, moves.loads)
+        self.tell("copy", moves.copies, moves.saves, moves.loads)
+        by_page, offloads = self.page_copier.move(self.state.by_page, moves)
+        self.state = self.state_copier.move(self.state.with_pages(by_page), moves.saves, moves.loads)
         return offloads
 
     def collect(self, launched: Launched) -> list[Drawn]:

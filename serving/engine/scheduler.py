@@ -341,7 +341,6 @@ class ReplicaScheduler:
         if count <= 0:
             return None
         self.table.insert(seq, seq.num_computed)  # before pages slide out of a window
-        self.table.keep_state(seq)
         self.table.slide(seq)
         while not self.table.grow(seq, start + count):
             if self.give_back():
@@ -350,6 +349,7 @@ class ReplicaScheduler:
             if victim is None or victim is seq:
                 return None  # nobody of a higher rank to take from: wait until somebody ends
             self.preempt(victim)
+        self.table.keep_states(seq)
         self.follows |= self.limits.follows and seq.asks > 0  # it may be new
         if self.follows and seq.followed >= start:
             seq.followed = start + count  # before its pages are found by others

@@ -52,9 +52,9 @@ def give(engine: Engine, tokens: Seq[int], salt: str | None) -> Handover:
     pages, path = known(engine, tokens, salt)
     length = len(path) * pages.page_size
     groups = []
-    for index, pool in enumerate(pages.pools):
-        nodes = path[pool.first_seen(length) :]
-        groups.append([(block_of(engine, pages, index, some), len(some)) for some in parts(nodes)])
+    for index, first in enumerate(pages.first_wanted(len(path))):
+        some_at_once = parts(path[first:], engine.runner.page_copier.at_once[index])
+        groups.append([(block_of(engine, pages, index, some), len(some)) for some in some_at_once])
     return Handover(host_cache_of(pages).identity, salt, list(tokens[:length]), groups)
 
 

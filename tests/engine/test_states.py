@@ -57,16 +57,20 @@ def mix(rng: random.Random) -> tuple[dict, dict]:
 
 
 @pytest.mark.random
-def test_company_chunks_and_preemption_change_no_bit(folder):
+def test_company_chunks_and_preemption_change_no_bit(folder, tmp_path):
     rng, alone = random.Random(2), llm_of(folder)
     others = {
         "roomy": llm_of(folder),
         "small chunks": llm_of(folder, max_num_batched_tokens=7, block_size=8),
         "tight": llm_of(folder, kv_cache_memory_bytes=330 << 10),
         "few snapshots": llm_of(folder, kv_cache_memory_bytes=2 << 20, max_num_batched_tokens=24),
+        "host and disk": llm_of(
+            folder, kv_cache_memory_bytes=2 << 20, kv_cache_host_bytes=200 << 10, kv_cache_disk=str(tmp_path)
+        ),
     }
-    for llm in others.values():
-        llm.engine.tables[0].snapshot_distance = 32
+    for kind, llm in others.items():
+        if kind != "tight":  # which has no room for any
+            llm.engine.tables[0].snapshots.distance = 32
     preempted, cached, compiles = (
         0,
         {},
@@ -91,7 +95,7 @@ def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
     rng = random.Random(6)
     wide = {"max_model_len": 6000, "hf_overrides": {"max_position_embeddings": 8192}, "max_num_batched_tokens": 256}
     llm, plain = (llm_of(folder, **wide, enable_prefix_caching=caching) for caching in (True, False))
-    assert llm.engine.tables[0].snapshot_distance == 512
+    assert llm.engine.tables[0].snapshots.distance == 512
     for length, answered in ((4000, 40), (3500, 500)):
         first = [rng.randrange(160) for _ in range(length)]
         greedy = SamplingParams(temperature=0, max_tokens=answered, logprobs=1, ignore_eos=True)
@@ -101,6 +105,31 @@ def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
         computed = length + answered + 50 - got.output().num_cached_tokens
         assert 50 <= computed < 50 + 512
         assert {"2": bits(got)} == serve(plain, second, {"2": 0})
+
+
+def test_a_second_turn_goes_on_from_the_host_and_from_disk(folder, tmp_path):
+    """Another chat takes the device's snapshots and pages in between, or the engine ends and another begins."""
+    rng = random.Random(7)
+    wide = {"max_model_len": 1500, "hf_overrides": {"max_position_embeddings": 8192}, "max_num_batched_tokens": 256}
+    wide["max_num_seqs"] = 1
+    small = {"kv_cache_memory_bytes": 2 << 20, "kv_cache_host_bytes": 8 << 20, "kv_cache_disk": str(tmp_path)}
+    greedy = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
+    plain, llm = llm_of(folder, **wide, enable_prefix_caching=False), llm_of(folder, **wide, **small)
+    for place in ("host", "disk"):
+        table = llm.engine.tables[0]
+        table.snapshots.distance = 128
+        firsts = [[rng.randrange(160) for _ in range(1000)] for _ in range(2)]
+        (answer, _) = (serve(llm, {"1": (first, greedy)}, {"1": 0})["1"] for first in firsts)
+        second = firsts[0] + list(answer[1]) + [rng.randrange(160) for _ in range(50)]
+        nodes = list(table.tree.walk(None, second, 1000))
+        assert not any(node.pages[-1] for node in nodes) and any(1 in node.copies for node in nodes)
+        if place == "disk":
+            llm.close()
+            llm = llm_of(folder, **wide, **small)
+        got = company.serve(llm.engine, {"2": (second, greedy)}, {"2": 0})["2"]
+        assert 50 <= len(second) - got.output().num_cached_tokens < 50 + 128, place
+        assert {"2": bits(got)} == serve(plain, {"2": (second, greedy)}, {"2": 0})
+        assert llm.engine.snapshot().recompiles == 0
 
 
 class Guesses:

@@ -1,0 +1,64 @@
+"""Snapshots of states over several devices leave the answers as they are: run by test_eight_devices.py."""
+
+import random
+
+import company
+import jax
+import numpy as np
+import pytest
+from golden.families import VARIANTS
+from golden.recorded import Golden
+
+from quire import LLM, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+assert len(jax.devices()) == 8
+
+MESHES = {
+    "replicas": {"data": 2},
+    "stages": {"pipeline": 2},
+    "stages of replicas, split by heads": {"data": 2, "pipeline": 2, "tensor": 2},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
+
+
+def same(request, other) -> bool:
+    """The same tokens, with nearly the same scores: here XLA's products are summed by the number of rows."""
+    (own, wanted) = (each.output().outputs[0] for each in (request, other))
+    scores = ([[entry.logprob for entry in entries.values()] for entries in each.logprobs] for each in (own, wanted))
+    return own.token_ids == wanted.token_ids and np.allclose(*scores, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_chats_go_on_from_snapshots(mesh, tmp_path):
+    """More chats than the device has snapshots for, in turns: from there, the host, and disk after a restart."""
+    rng = random.Random(5)
+    folder = Golden(next(variant for variant in VARIANTS if variant.name == "qwen3-5"), tmp_path / "model").folder
+    options = {f"{axis}_parallel_size": size for axis, size in mesh.items()} | {
+        "model": str(folder), "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 4,
+        "max_num_batched_tokens": 40, "kv_cache_memory_bytes": 2 << 20,
+    }  # fmt: skip
+    plain, llm = LLM(**options, enable_prefix_caching=False), None
+    options |= {"kv_cache_host_bytes": 16 << 20, "kv_cache_disk": str(tmp_path / "disk")}
+    chats = [[rng.randrange(160) for _ in range(rng.randint(30, 120))] for _ in range(8)]
+    for turn in range(3):
+        if llm is not None and turn == 2:
+            llm.close()
+            llm = None
+        if llm is None:
+            llm = LLM(**options)
+            for table in llm.engine.tables:
+                table.snapshots.distance = 32
+        requests, cached = {str(number): (list(chat), GREEDY) for number, chat in enumerate(chats)}, 0
+        arrivals = {name: rng.randint(0, 20) for name in requests}
+        got = company.serve(llm.engine, requests, arrivals)
+        expected = company.serve(plain.engine, requests, arrivals)
+        for name, chat in zip(requests, chats, strict=True):
+            assert same(got[name], expected[name]), f"turn {turn}, chat {name}"
+            found = got[name].output().num_cached_tokens
+            assert not turn or "data" in mesh or len(chat) - found < 20 + 20 + 32, f"turn {turn}, chat {name}"
+            cached += found
+            chat += [*got[name].output().outputs[0].token_ids, *(rng.randrange(160) for _ in range(rng.randint(1, 20)))]
+        assert cached or not turn
+    assert llm.engine.snapshot().recompiles == 0
+    llm.close()

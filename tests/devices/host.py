@@ -38,6 +38,7 @@ def answers(llm: LLM, count: int = REQUESTS) -> list:
     """(tokens, scores) of each answer."""
     prompts, params = asked()
     outputs = llm.generate(prompts[:count], params[:count], use_tqdm=False)
+    print("tokens that were cached:", sum(output.num_cached_tokens for output in outputs))
     return [
         [each.token_ids, [score.logprob for entry in each.logprobs or [] for score in entry.values()]]
         for output in outputs

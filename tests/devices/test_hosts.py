@@ -75,13 +75,13 @@ def together(num_processes: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def alone(folder, tmp_path_factory):
+def alone(tmp_path_factory):
     """What one process says that has all four devices."""
 
-    def say(options: dict) -> dict:
+    def say(model: Path, options: dict) -> dict:
         out = tmp_path_factory.mktemp("alone") / "found"
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-        command = [sys.executable, str(HERE / "host.py"), str(folder), json.dumps(options), str(out)]
+        command = [sys.executable, str(HERE / "host.py"), str(model), json.dumps(options), str(out)]
         env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         subprocess.run(command, check=True, timeout=LIMIT, env=env)
         return json.loads(out.read_text())
@@ -103,8 +103,18 @@ def converted(folder, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def with_states(tmp_path_factory):
+    """A model whose layers keep states: prompts that begin alike go on from snapshots."""
+    return Golden(
+        next(variant for variant in VARIANTS if variant.name == "qwen3-5"), tmp_path_factory.mktemp("states")
+    ).folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "stored", "data"), [(2, "folder", 1), (4, "converted", 2)])
+@pytest.mark.parametrize(
+    ("processes", "stored", "data"), [(2, "folder", 1), (4, "converted", 2), (2, "with_states", 2)]
+)
 def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_path, request):
     """200 requests; some of them again after sleep and a reset. Sums go another way, so scores differ a little."""
     shared, out = engine_options(data, **together(processes)), tmp_path / "found"
@@ -119,7 +129,7 @@ def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_p
     ]
     for index, process in enumerate(running):
         assert process.wait(LIMIT) == 0, (tmp_path / f"log{index}").read_text()[-4000:]
-    found, alone = json.loads(out.read_text()), alone(engine_options(data))
+    found, alone = json.loads(out.read_text()), alone(folder if stored == "converted" else model, engine_options(data))
     for name in ("first", "again"):
         assert [tokens for tokens, _ in found[name]] == [tokens for tokens, _ in alone[name]]
         for (_, scores), (_, wanted) in zip(found[name], alone[name], strict=True):
@@ -128,6 +138,7 @@ def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_p
     assert found["recompiles"] == alone["recompiles"] == 0
     if data == 1:
         assert found["read"] < alone["read"] / 20  # norms; of the rest each process reads its part
+    assert re.search("tokens that were cached: [1-9]", (tmp_path / "log0").read_text())
     for index in range(1, processes):
         assert "following process 0" in (tmp_path / f"log{index}").read_text()
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.serving.api.params import SamplingParams
 from quire.serving.cache.host_cache import HostCache
+from quire.serving.cache.page_moves import PageMoves
 from quire.serving.cache.page_table import PageTable
 from quire.serving.cache.prefix_tree import Node, PrefixMatch
 from quire.serving.request.sequence import Sequence, SequenceCache
@@ -55,9 +56,9 @@ def tokens_until(node: Node) -> int:
 class Pages(RuleBasedStateMachine):
     """Sequences that begin, grow, slide, end and give way, over a pool too small for them.
 
-    `holds` is what is written in each page of each group: the salt, with all tokens up to the last in the page. Some
-    sequences are planned; then what the table says is to be moved is moved, and their rows are written, as in a step of
-    the engine.
+    `holds` is what is written in each page of each group: the salt, with all tokens up to the last in the page; of
+    snapshots, and in `states` of each slot, those that the state has seen. Some sequences are planned; then what the
+    table says is to be moved is moved, and their rows are written, as in a step of the engine.
     """
 
     @initialize(
@@ -65,18 +66,23 @@ class Pages(RuleBasedStateMachine):
         pages=st.tuples(*[st.integers(8, 24)] * 3),
         host=st.sampled_from([None, 3, 12, 1000]),
         disk=st.booleans(),
+        snapshots=st.sampled_from([[], [2], [4], [16]]),
     )
-    def make(self, size, pages, host, disk):
-        self.size, self.chunk = size, 2 * size
-        host_cache = None if host is None else HostCache([1, 1, 1], host, Disk() if disk else None)
+    def make(self, size, pages, host, disk, snapshots):
+        self.size, self.chunk, self.groups = size, 2 * size, 3 + len(snapshots)
+        host_cache = None if host is None else HostCache([1] * self.groups, host, Disk() if disk else None)
         if host_cache is not None:
             host_cache.reader = host_cache.writer = AtOnce()
-        self.table = PageTable(pages, size, [None, 3 * size, 5], host_cache=host_cache)
+        windows = [None, 3 * size, 5]
+        self.table = PageTable([*pages, *snapshots], size, windows, host_cache=host_cache, snapshot_distance=2 * size)
         self.live: list[Sequence] = []
+        self.prompts: list[list[int]] = []
+        self.num_planned = 0
         self.planned: dict[Sequence, int] = {}  # up to which position
         self.drafted: dict[Sequence, tuple[list[list[int]], int, int]] = {}  # after that: paths, the best, how far
         self.followed: set[tuple] = set()  # texts that a drafter has computed, too
-        self.holds: list[dict[int, tuple]] = [{}, {}, {}]
+        self.holds: list[dict[int, tuple]] = [{} for _ in range(self.groups)]
+        self.states: list[tuple] = []  # by slot, of which every sequence gets another
 
     def first_seen(self, group: int, position: int) -> int:
         window = (None, 3 * self.size, 5)[group]
@@ -90,11 +96,13 @@ class Pages(RuleBasedStateMachine):
                 holds[target] = holds[origin]
         holds |= {page: copy.data for (own, page), copy in table.moves.restores.items() if own == group}
         for seq, end in self.planned.items():
-            holds |= self.written(seq, end, group)
+            holds |= self.written(seq, end, group) if group < 3 else {}
+        if group == 3:
+            holds |= {page: self.states[slot] for _, slot, page in table.snapshots.saves}
         # A copied page holds more tokens than the sequence that got it computed: those behind its node are not found.
         nodes = table.tree.node_of[group].items()
         found = {holds[page][: 1 + tokens_until(node)] for page, node in nodes if page in holds}
-        if table.host_cache is not None:
+        if table.host_cache is not None and (group < 3 or table.snapshots.pool.free):
             found |= {copy.data for copy in table.host_cache.copies if copy.group == group}
         return found
 
@@ -102,6 +110,9 @@ class Pages(RuleBasedStateMachine):
         data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from([None, "a"])
     )
     def begin(self, data, tokens, salt):
+        if self.prompts and data.draw(st.booleans()):  # a chat goes on
+            tokens = [*data.draw(st.sampled_from(self.prompts)), *tokens[: data.draw(st.sampled_from([1, 2, 8]))]]
+        self.prompts.append(tokens[:20])
         seq = sequence(tokens, salt)
         while not self.table.prefetched(seq):
             pass
@@ -114,13 +125,17 @@ class Pages(RuleBasedStateMachine):
                 for group in range(3)
                 for page in range(self.first_seen(group, n * self.size), n)
             )
+            and (self.groups == 3 or not n or (salt, *tokens[: n * self.size]) in self.known(3))
         )
         assert len(found.path) == longest
         assert found.num_partial < self.size or not found.num_partial
+        assert self.groups == 3 or not found.num_partial
         if not self.table.admits(seq, found.path, self.live, self.chunk):
             return
         self.table.begin(seq, found)
         self.live.append(seq)
+        seq.slot, seq.begun = len(self.states), False
+        self.states.append((salt,))
         assert seq.num_computed == longest * self.size + found.num_partial < len(tokens)
         assert seq.followed <= seq.num_computed
         assert not seq.followed or (salt, *tokens[: seq.followed]) in self.followed
@@ -158,6 +173,7 @@ class Pages(RuleBasedStateMachine):
         if not count:
             seq.tokens.append(data.draw(st.integers(0, 1)))
             count = 1
+        count = self.table.stops(seq, seq.num_computed, count)
         self.table.insert(seq, seq.num_computed)
         self.table.slide(seq)
         before = [list(pages) for pages in seq.cache.pages]
@@ -167,11 +183,14 @@ class Pages(RuleBasedStateMachine):
             assert free == [group.free for group in self.table.pools], "a refusal must change nothing"
             self.end(seq)
             return
+        self.table.keep_states(seq)
+        seq.begun = True
         if seq.followed == seq.num_computed and data.draw(st.booleans()):
             seq.followed = end
             self.followed |= {(seq.cache.salt, *seq.tokens[:count]) for count in range(1, end + 1)}
         self.table.insert(seq, end)
         self.planned[seq] = end
+        self.num_planned += 1
         if end == len(seq.tokens):
             drafts = data.draw(st.lists(st.integers(0, 1), max_size=4))
             while drafts and not self.table.grow(seq, end + len(drafts)):
@@ -183,11 +202,13 @@ class Pages(RuleBasedStateMachine):
                 if self.table.branch(seq, end, range(1, 1 + len(others))):
                     paths += others
             best = data.draw(st.integers(0, len(paths) - 1))
+            seq.num_drafts += len(drafts)
             self.drafted[seq] = paths, best, data.draw(st.integers(0, len(paths[best])))
         for group, pages in enumerate(seq.cache.pages):
             assert all(new == old for old, new in zip(before[group], pages, strict=False))
             assert all(pages[page] for page in range(self.first_seen(group, seq.num_computed), len(pages)))
 
+    @precondition(lambda self: self.planned)
     @rule()
     def step(self):
         """What the table asks for is moved, then rows are written; now every sequence must find what it computed."""
@@ -199,6 +220,11 @@ class Pages(RuleBasedStateMachine):
         for (group, page), copy in moves.restores.items():
             assert self.table.tree.node_of[group].get(page) is copy.node, "the page is for somebody else by now"
             self.holds[group][page] = copy.data
+        for _, slot, page in moves.saves:
+            self.holds[3][page] = self.states[slot]
+        for _, page, slot, count in moves.loads:
+            self.states[slot] = self.holds[3][page]
+            assert len(self.states[slot]) == 1 + count
         for seq, end in self.planned.items():
             paths, *_ = self.drafted.get(seq, ([[]],))
             for group in range(3):
@@ -207,6 +233,8 @@ class Pages(RuleBasedStateMachine):
                 self.holds[group] |= self.written(seq, end, group, paths[0])
         for seq, end in self.planned.items():
             paths, best, right = self.drafted.get(seq, ([[]], 0, 0))
+            assert self.groups == 3 or self.states[seq.slot] == (seq.cache.salt, *seq.tokens[: seq.num_computed])
+            self.states[seq.slot] = (seq.cache.salt, *seq.tokens[:end], *paths[best][:right])
             self.table.take_path(seq, end, best)
             seq.tokens += paths[best][:right]
             seq.num_computed = end + right
@@ -217,10 +245,10 @@ class Pages(RuleBasedStateMachine):
                     end = min(seq.num_computed, (page + 1) * self.size)
                     assert self.holds[group][table[page]][: end + 1] == (seq.cache.salt, *seq.tokens[:end])
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: any(seq.begun for seq in self.live))
     @rule(data=st.data())
     def finish(self, data):
-        seq = data.draw(st.sampled_from(self.live))
+        seq = data.draw(st.sampled_from([seq for seq in self.live if seq.begun]))
         if seq in self.planned:
             self.step()
         self.end(seq)
@@ -236,10 +264,11 @@ class Pages(RuleBasedStateMachine):
         assert self.table.pools[0].free - free == gave * held * (1 + -(-3 // self.size))
 
     def end(self, seq):
+        seq.slot = -1
         self.table.release(seq)
         self.live.remove(seq)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.live and self.num_planned % 10 == 9)
     @rule(data=st.data())
     def distrust(self, data):
         seq = data.draw(st.sampled_from(self.live))
@@ -247,26 +276,30 @@ class Pages(RuleBasedStateMachine):
         self.table.invalidate(seq)
         for group, table in enumerate(seq.cache.pages):
             assert not self.table.tree.node_of[group].keys() & set(table)
+        for group in range(self.groups):
             for content in self.known(group) - {None}:
                 assert content != (seq.cache.salt, *seq.tokens[: len(content) - 1]), "part of it is found"
         self.end(seq)
 
+    @precondition(lambda self: self.num_planned > 20)  # else little is ever there to be found
     @rule()
     def forget(self):
         self.step()
+        self.num_planned = 0
         self.table.clear()
-        assert not any(self.known(group) for group in range(3))
+        assert not any(self.known(group) for group in range(self.groups))
 
+    @precondition(lambda self: self.num_planned > 20)
     @rule()
     def fail(self):
         """A step fails: the device's pages are gone with all that runs, and what the host has is not."""
         for seq, end in self.planned.items():
             seq.num_computed = end
-        self.planned, self.drafted = {}, {}
+        self.planned, self.drafted, self.num_planned = {}, {}, 0
         for seq in list(self.live):
             self.end(seq)
         self.table.forget_device()
-        self.holds = [{}, {}, {}]
+        self.holds = [{} for _ in range(self.groups)]
 
     @invariant()
     def adds_up(self):
@@ -279,7 +312,7 @@ class Pages(RuleBasedStateMachine):
             for seq in list(self.live):
                 self.end(seq)
             self.table.check([])
-            assert all(group.free == group.num_pages - 1 for group in self.table.pools)
+            assert all(group.free == group.num_pages - 1 for group in self.table.every_pool)
 
 
 TestPages = Pages.TestCase
@@ -439,6 +472,49 @@ def test_what_has_no_room_goes_to_the_host_and_to_disk_and_comes_back():
     host_cache.identity = b"another model"
     table.clear()
     assert serve([2] * 16) == 0
+
+
+def test_a_snapshot_that_left_is_back_before_it_is_loaded():
+    """There is room for one on the device, and none while it is to be written for another."""
+    table = PageTable([30, 2], 4, [None], host_cache=HostCache([1, 1], 100))
+
+    def plan(seq: Sequence) -> None:
+        table.insert(seq, seq.num_computed)
+        end = seq.num_computed + table.stops(seq, seq.num_computed, len(seq.tokens) - seq.num_computed)
+        assert table.grow(seq, end)
+        table.keep_states(seq)
+        table.insert(seq, end)
+        seq.num_computed, seq.begun = end, True
+
+    def start(tokens) -> Sequence:
+        seq = begin(table, tokens)
+        seq.slot, seq.begun = 3, False
+        plan(seq)
+        return seq
+
+    def moved() -> PageMoves:
+        moves = table.take_moves()
+        for page, copy in moves.offloads:
+            copy.data = (copy.group, page)
+        table.check([])
+        return moves
+
+    for first in (0, 100, 200):
+        seq = start(range(first, first + 10))
+        assert seq.num_computed == 8 and not table.take_moves().saves
+        plan(seq)
+        if first == 200:
+            assert not table.match(sequence(range(11))).path  # its page is the other's until the step is planned
+        table.release(seq)
+        moves = moved()
+        assert moves.saves == [(0, 3, 1)] and [copy.group for _, copy in moves.offloads] == [1] * (first > 0)
+    second = start(range(11))
+    assert second.num_computed == 11
+    moves = table.take_moves()
+    assert [(copy.group, page) for page, copy in moves.offloads] == [(1, 1)]
+    assert {place: copy.data for place, copy in moves.restores.items()} == {(1, 1): (1, 1)}
+    assert moves.loads == [(0, 1, 3, 8)]
+    table.check([second])
 
 
 def test_switched_off_it_keeps_nothing():

@@ -249,7 +249,7 @@ def make_host_cache(
     if host < max(sizes):
         raise ModelError(
             f"kv_cache_host_bytes is {host} a replica; the way to the disk leads through host memory, which must hold "
-            f"a page: {max(sizes)} bytes at least"
+            f"a page, and a snapshot of states if there are any: {max(sizes)} bytes at least"
         )
     path = Path(options.kv_cache_disk).expanduser()
     try:

@@ -202,16 +202,23 @@ def layer_sources(
     norm_offset: float = 0.0,
     fused: Collection[str] = (),
     interleaved: bool = False,
+    state: Callable[[Any, int, str], Any] | None = None,
 ) -> LayerWeights:
     """A layer with the common names; families replace what is their own.
 
-    `fused` names the products that the checkpoint keeps in one tensor: "qkv", "gate_up".
+    `fused` names the products that the checkpoint keeps in one tensor: "qkv", "gate_up". `state(mixer, D, here)` gives
+    the sources of a mixer that is no attention, in the layer whose names begin with `here`.
     """
     layer, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
     own_norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D, norm_offset) for field, name in norms.items()}
-    assert isinstance(layer.attention, Attention)
+    if isinstance(layer.attention, Attention):
+        fuse = "qkv" in fused
+        mixer: Any = attention_sources(layer.attention, D, f"{here}.self_attn", fuse, norm_offset, interleaved)
+    else:
+        assert state is not None
+        mixer = state(layer.attention, D, here)
     return LayerWeights(
-        attention=attention_sources(layer.attention, D, f"{here}.self_attn", "qkv" in fused, norm_offset, interleaved),
+        attention=mixer,
         mlp=layer.mlp and mlp_sources(layer.mlp, D, f"{here}.mlp", "gate_up" in fused),
         moe=None,
         **own_norms,

@@ -1,24 +1,11 @@
 """Granite 4: Mamba 2 in most layers, attention mostly without positions in the others, and experts in some models."""
 
 from functools import partial
-from typing import Any
 
-from ..config import Attention, Layer, Mamba2, Mixer, Mlp, ModelConfig, ModelError, Moe
+from ..config import Attention, Layer, Mamba2, Mlp, ModelConfig, ModelError, Moe
 from ..mixers.mamba2 import Mamba2Weights
-from ..weights import LayerWeights, MoeWeights
-from .common import (
-    LLAMA_NORMS,
-    Keys,
-    attention_sources,
-    expert_sources,
-    linear,
-    mlp_sources,
-    model_config,
-    model_sources,
-    router_source,
-    scale,
-    tensor,
-)
+from ..weights import LayerWeights
+from .common import Keys, layer_sources, linear, model_config, model_sources, moe_sources, scale, tensor
 from .granite import multipliers
 
 NAMES = {  # the checkpoint's own: those that most have
@@ -82,19 +69,13 @@ def mamba2(keys: Keys) -> Mamba2:
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
-    norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D) for field, name in LLAMA_NORMS.items()}
-    mlp, moe = this.mlp and mlp_sources(this.mlp, D, f"{here}.mlp", fused=True), None
-    if this.moe is not None:
-        router = router_source(this.moe, D, f"{here}.moe.gate.weight")
-        moe = MoeWeights(router_DE=router, **expert_sources(this.moe, D, f"{here}.moe.experts"))
-    return LayerWeights(attention=mixer_sources(this.attention, D, here), mlp=mlp, moe=moe, **norms)
+    weights = layer_sources(config, index, prefix, fused=("gate_up",), state=mamba_sources)
+    if (moe := config.layers[index].moe) is None:
+        return weights
+    return weights.replace(moe=moe_sources(moe, config.dim, f"{prefix}layers.{index}.moe"))
 
 
-def mixer_sources(a: Mixer, D: int, here: str) -> Any:
-    if isinstance(a, Attention):
-        return attention_sources(a, D, f"{here}.self_attn")
-    assert isinstance(a, Mamba2)
+def mamba_sources(a: Mamba2, D: int, here: str) -> Mamba2Weights:
     return mamba2_sources(a, D, f"{here}.mamba")
 
 

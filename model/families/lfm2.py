@@ -6,17 +6,7 @@ from typing import Any
 from ..config import Attention, Layer, Mixer, Mlp, ModelConfig, ModelError, ShortConv
 from ..mixers.short_conv import ShortConvWeights
 from ..weights import LayerWeights
-from .common import (
-    Keys,
-    attention_sources,
-    linear,
-    mlp_sources,
-    model_config,
-    model_sources,
-    moe_sources,
-    scale,
-    tensor,
-)
+from .common import Keys, layer_sources, linear, model_config, model_sources, moe_sources, tensor
 
 NORMS = {"pre_attention_norm_D": "operator_norm", "pre_mlp_norm_D": "ffn_norm"}
 NAMES = {  # the checkpoint's own: those that most have
@@ -66,18 +56,14 @@ def width(keys: Keys) -> int:
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
-    norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D) for field, name in NORMS.items()}
-    mixer, names = mixer_sources(this.attention, D, here), {"choice_bias": "expert_bias", "experts": ("w1", "w3", "w2")}
-    mlp = this.mlp and mlp_sources(this.mlp, D, f"{here}.mlp")
-    moe = this.moe and moe_sources(this.moe, D, f"{here}.mlp", **names)
-    return LayerWeights(attention=mixer, mlp=mlp, moe=moe, **norms)
+    weights = layer_sources(config, index, prefix, NORMS, state=conv_sources)
+    if (moe := config.layers[index].moe) is None:
+        return weights
+    names = {"choice_bias": "expert_bias", "experts": ("w1", "w3", "w2")}
+    return weights.replace(moe=moe_sources(moe, config.dim, f"{prefix}layers.{index}.mlp", **names))
 
 
-def mixer_sources(a: Mixer, D: int, here: str) -> Any:
-    if isinstance(a, Attention):
-        return attention_sources(a, D, f"{here}.self_attn")
-    assert isinstance(a, ShortConv)
+def conv_sources(a: ShortConv, D: int, here: str) -> ShortConvWeights:
     C = a.channels
     return ShortConvWeights(
         in_DC=tensor(f"{here}.conv.in_proj.weight", (3 * C, D), linear((3 * C,), (D,))),

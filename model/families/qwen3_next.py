@@ -1,26 +1,21 @@
 """Qwen3-Next: a gated delta net in most layers, attention with gated results in the others, and experts."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from ..config import Attention, DeltaNet, Layer, Mixer, Mlp, ModelConfig, ModelError, Moe
+from ..config import Attention, DeltaNet, Layer, Mlp, ModelConfig, ModelError, Moe
 from ..mixers.delta_net import DeltaNetWeights
-from ..weights import LayerWeights, MoeWeights
+from ..weights import LayerWeights
 from .common import (
-    LLAMA_NORMS,
     Keys,
     Source,
     SourceTensor,
-    attention_sources,
-    expert_sources,
     linear,
-    mlp_sources,
     model_config,
     model_sources,
-    router_source,
     scale,
+    sparse_layer_sources,
     tensor,
 )
 
@@ -80,8 +75,9 @@ def layer_kinds(keys: Keys) -> list[str]:
     return found
 
 
-def delta_sources(a: DeltaNet, D: int, prefix: str) -> DeltaNetWeights:
+def delta_sources(a: DeltaNet, D: int, here: str) -> DeltaNetWeights:
     """What stands in few tensors here: a key head's queries, keys, values and gates lie together."""
+    prefix = f"{here}.linear_attn"
     K, shared, (keys, values) = a.key_heads, a.heads // a.key_heads, a.sizes
 
     def whole(x: np.ndarray) -> np.ndarray:
@@ -101,9 +97,9 @@ def delta_sources(a: DeltaNet, D: int, prefix: str) -> DeltaNetWeights:
     )
 
 
-def parted_sources(a: DeltaNet, D: int, prefix: str) -> DeltaNetWeights:
+def parted_sources(a: DeltaNet, D: int, here: str) -> DeltaNetWeights:
     """The same in more tensors, as Qwen3.5 has it."""
-    keys, values = a.sizes
+    prefix, (keys, values) = f"{here}.linear_attn", a.sizes
     mixed = 2 * keys + values
     parts = (("qkv", mixed, np.s_[:, :mixed]), ("z", values, np.s_[:, mixed:]))
     return common_sources(
@@ -137,24 +133,11 @@ def common_sources(a: DeltaNet, D: int, prefix: str, **own: Source) -> DeltaNetW
 
 
 def layer(config: ModelConfig, index: int, prefix: str, delta=delta_sources, norm_offset: float = 1.0) -> LayerWeights:
-    this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
-    norms: dict[str, Any] = {
-        field: scale(f"{here}.{name}.weight", D, norm_offset) for field, name in LLAMA_NORMS.items()
-    }
-    moe, mlp = None, this.mlp and mlp_sources(this.mlp, D, f"{here}.mlp{'.shared_expert' if this.moe else ''}")
-    if this.moe is not None:
-        router = router_source(this.moe, D, f"{here}.mlp.gate.weight")
-        moe = MoeWeights(router_DE=router, **expert_sources(this.moe, D, f"{here}.mlp.experts"))
-    if this.mlp is not None and this.mlp.gate:
-        mlp = mlp.replace(gate_D1=tensor(f"{here}.mlp.shared_expert_gate.weight", (1, D), linear((1,), (D,))))
-    return LayerWeights(attention=mixer_sources(this.attention, D, here, delta, norm_offset), mlp=mlp, moe=moe, **norms)
-
-
-def mixer_sources(a: Mixer, D: int, here: str, delta, norm_offset: float) -> Any:
-    if isinstance(a, DeltaNet):
-        return delta(a, D, f"{here}.linear_attn")
-    assert isinstance(a, Attention)
-    return attention_sources(a, D, f"{here}.self_attn", norm_offset=norm_offset)
+    weights = sparse_layer_sources(config, index, prefix, "shared_expert", norm_offset=norm_offset, state=delta)
+    if not (block := config.layers[index].mlp) or not block.gate:
+        return weights
+    gate = f"{prefix}layers.{index}.mlp.shared_expert_gate.weight"
+    return weights.replace(mlp=weights.mlp.replace(gate_D1=tensor(gate, (1, config.dim), linear((1,), (config.dim,)))))
 
 
 sources = partial(model_sources, layer=layer, norm_offset=1.0)

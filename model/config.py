@@ -145,6 +145,8 @@ class DeltaNet(Recurrent):
     value_dim: int
     width: int  # tokens that the convolution sees
     activation: str = "silu"
+    overshoots: bool = False  # an error may be corrected up to twice
+    norm_eps: float | None = None  # of the results' norm, where it is not the model's
 
     kind = "delta_net"
 

@@ -49,6 +49,7 @@ FAMILIES = {
     "nemotron_h": ".nemotron_h",
     "olmo2": ".olmo2",
     "olmo3": ".olmo3",
+    "olmo_hybrid": ".olmo_hybrid",
     "olmoe": ".olmoe",
     "phi3": ".phi3",
     "quill": ".quill",

@@ -72,13 +72,14 @@ def mix(a: DeltaNet, w: DeltaNetWeights, x_TD, rope, cache, reach: Reach, eps: f
         v_TNH = x_TC[:, 2 * keys :].reshape(-1, a.heads, a.value_dim)
         rate_TN = jax.nn.softplus(gates_TGN[:, 1] + w.fading_bias_N)
         decay_TN, beta_TN = jnp.exp(-jnp.exp(w.fading_N) * rate_TN), jax.nn.sigmoid(gates_TGN[:, 0])
+        beta_TN = 2 * beta_TN if a.overshoots else beta_TN
         out_TNH, memory = delta_rule(q_TKH, k_TKH, v_TNH, decay_TN, beta_TN, states["memory"], rows)
         return out_TNH, {"tail": tail, "memory": memory}
 
     in_TC, gates_TGN = einsum("TD,DC->TC", x_TD, w.in_DC), einsum("TD,DGN->TGN", plain(x_TD), w.gates_DGN, jnp.float32)
     out_TNH, cache = reach.recur((in_TC[:, : 2 * keys + values], gates_TGN), run, cache)
     z_TNH = in_TC[:, 2 * keys + values :].reshape(out_TNH.shape).astype(jnp.float32)
-    out_TNH = rms_norm(out_TNH, w.norm_H, eps) * activation(z_TNH)
+    out_TNH = rms_norm(out_TNH, w.norm_H, a.norm_eps or eps) * activation(z_TNH)
     return add_up("TNH,NHD->TD", out_TNH.astype(in_TC.dtype), w.out_NHD, None, axes.tensor), cache
 
 

@@ -55,6 +55,15 @@ NEMOTRON_3 = NEMOTRON_H | {
     "moe_shared_expert_intermediate_size": 48, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1,
     "norm_topk_prob": True, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "topk_group": 1,
 }  # fmt: skip
+OLMO_HYBRID = SIZES | {key: value for key, value in DELTA.items() if key != "head_dim"} | {
+    "model_type": "olmo_hybrid", "architectures": ["OlmoHybridForCausalLM"], "pad_token_id": 0,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"}, "linear_allow_neg_eigval": True,
+    "linear_a_log_min": 0.0, "linear_a_log_max": 16.0, "linear_dt_min": 0.001, "linear_dt_max": 0.1,
+    "linear_dt_init_floor": 0.0001, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3, "linear_num_key_heads": 4,
+    # As many numbers of keys as of values: transformers saves three convolutions as thirds of one.
+    "linear_key_head_dim": 24, "linear_value_head_dim": 24,
+}  # fmt: skip
 GRANITE_HYBRID = SIZES | {
     "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "hidden_act": "silu",
     "attention_bias": False, "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5,
@@ -91,6 +100,7 @@ STATE_VARIANTS = [
     ),
     Variant("lfm2", LFM2),
     Variant("lfm2-plain", LFM2 | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}),
+    Variant("olmo-hybrid", OLMO_HYBRID),
     Variant("qwen3-5", QWEN3_5 | {"architectures": ["Qwen3_5ForCausalLM"]}),
     Variant(
         "qwen3-5-moe",

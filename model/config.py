@@ -1,9 +1,10 @@
 """What a model computes, layer by layer: frozen, hashable, and free of any checkpoint's key names."""
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
+
+from .stored_format import StoredFormat
 
 # The dtypes that keys and values can be kept in; None: the model's own.
 CACHES = {"auto": None, "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
@@ -57,6 +58,7 @@ class Attention:
     out_gate: bool = False  # each head's result is multiplied by the sigmoid of one more product with the row
 
     kind = "attention"  # the name in MIXERS
+    kept: ClassVar[dict[str, tuple[int, ...]]] = {}  # it has no state
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
@@ -96,6 +98,7 @@ class LatentAttention:
     temperature: Temperature | None = None
 
     kind = "latent"
+    kept: ClassVar[dict[str, tuple[int, ...]]] = {}
     window = None
     chunked = False
     kv_source = None
@@ -198,6 +201,8 @@ class Mamba2(Recurrent):
     bias: bool = False
     activation: str = "silu"
     least_step: float = 0.0  # a token counts this much at least
+    normed: bool = True  # the gated results pass a norm over each group
+    multipliers: tuple[float, ...] | None = None  # of gates, values, keys, queries and steps, behind their product
 
     kind = "mamba2"
 
@@ -268,7 +273,42 @@ class ShortConv(Recurrent):
         return replace(self, channels=self.channels // tensor)
 
 
-Mixer = Attention | LatentAttention | DeltaNet | Mamba2 | ShortConv
+@dataclass(frozen=True)
+class SideBySide:
+    """Attention and Mamba 2 over the same rows: it has pages and a state. What they give is added, times `scales`."""
+
+    attention: Attention
+    mamba: Mamba2
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    kind = "side_by_side"
+
+    def __getattr__(self, name: str):
+        """What it does not say itself is its attention's."""
+        if name.startswith("__") or name == "attention":
+            raise AttributeError(name)
+        return getattr(self.attention, name)
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """The arrays that a sequence keeps, whatever its length, in float32."""
+        return self.mamba.kept
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """What a row brings to its state, in arrays of these shapes."""
+        return self.mamba.inputs
+
+    def divides(self, tensor: int) -> bool:
+        """Whether so many devices can split it."""
+        return self.mamba.divides(tensor)
+
+    def split(self, tensor: int) -> "SideBySide":
+        """One device's part where so many split the heads."""
+        return replace(self, attention=self.attention.split(tensor), mamba=self.mamba.split(tensor))
+
+
+Mixer = Attention | LatentAttention | DeltaNet | Mamba2 | ShortConv | SideBySide
 
 
 @dataclass(frozen=True)
@@ -280,6 +320,7 @@ class Mlp:
     bias: bool = False
     gated: bool = True
     gate: bool = False  # what it gives is multiplied by the sigmoid of one more product with each row
+    multipliers: tuple[float, float] | None = None  # of the gate before its activation, and of the result
 
 
 @dataclass(frozen=True)
@@ -328,40 +369,6 @@ class Layer:
     @property
     def feeds_forward(self) -> bool:
         return self.mlp is not None or self.moe is not None
-
-
-@dataclass(frozen=True)
-class StoredFormat:
-    """How a quantised checkpoint keeps its matrices, and which: `targets` and `ignore` are names of modules.
-
-    A name may be `re:` and a pattern; the target `Linear` stands for all modules.
-    """
-
-    quant: str  # the format, as `ops.quant.packed` names it
-    form: str  # how its codes lie in files: the value of `format` in quantization_config
-    targets: tuple[str, ...]
-    ignore: tuple[str, ...]
-
-    @cached_property
-    def sets(self) -> tuple[tuple[frozenset[str], list[re.Pattern]], ...]:
-        """The names and patterns of the targets, and those of what is left as it is."""
-        return tuple(
-            (frozenset(names), [re.compile(name[3:]) for name in names if name.startswith("re:")])
-            for names in (self.targets, self.ignore)
-        )
-
-    def covers(self, module: str) -> bool:
-        """Whether the matrix of a linear module is kept as codes."""
-        aimed, spared = (module in names or any(one.match(module) for one in those) for names, those in self.sets)
-        return ("Linear" in self.targets or aimed) and not spared
-
-    def renamed(self, canonical: Callable[[str], str]) -> "StoredFormat":
-        """The same with a family's own names of the modules; patterns stay, most of them begin with `.*`."""
-        targets, ignore = (
-            tuple(name if name.startswith("re:") else canonical(name) for name in names)
-            for names in (self.targets, self.ignore)
-        )
-        return replace(self, targets=targets, ignore=ignore)
 
 
 @dataclass(frozen=True)
@@ -414,7 +421,7 @@ class ModelConfig:
     @cached_property
     def state_layers(self) -> tuple[int, ...]:
         """The layers that keep a state of fixed size for each sequence, in order."""
-        return tuple(index for index, layer in enumerate(self.layers) if not layer.attention.cached)
+        return tuple(index for index, layer in enumerate(self.layers) if layer.attention.kept)
 
     @cached_property
     def expert_layers(self) -> tuple[int, ...]:

@@ -199,11 +199,17 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, confi
 
 
 def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes):
-    if w.up_bias_GF is None:
+    if block.multipliers is not None:
+        up_TGF = project("TD,DGF->TGF", x_TD, w.up_DGF, w.up_bias_GF)
+        wide_TGF = up_TGF.astype(jnp.float32) * jnp.array([[block.multipliers[0]], [1]], jnp.float32)
+        up_TF = glu(wide_TGF, block.activation).astype(up_TGF.dtype)
+    elif w.up_bias_GF is None:
         up_TF = gated("TD,DGF->TGF", x_TD, w.up_DGF, block.activation)
     else:
         up_TF = glu(project("TD,DGF->TGF", x_TD, w.up_DGF, w.up_bias_GF), block.activation)
     out_TD = add_up("TF,FD->TD", up_TF, w.down_FD, w.down_bias_D, axes.tensor)
+    if block.multipliers is not None:
+        out_TD = out_TD * block.multipliers[1]
     if w.gate_D1 is None:
         return out_TD
     gate_T1 = jax.nn.sigmoid(einsum("TD,DE->TE", plain(x_TD).astype(jnp.float32), w.gate_D1))

@@ -15,7 +15,8 @@ from ...ops.quant import FormatError, Rounded
 from ...ops.quant.compressed import Layout
 from ...ops.quant.stack import Stack
 from ...sharding.spec import ArraySpec, empty
-from ..config import ModelError, StoredFormat
+from ..config import ModelError
+from ..stored_format import StoredFormat
 from .safetensors import Tensor, fill
 
 WIDE = 1024  # inputs that divide by the group of any format

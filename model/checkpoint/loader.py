@@ -24,8 +24,9 @@ from ...sharding import local_shards
 from ...sharding.mesh import shardings
 from ...sharding.spec import ArraySpec, nbytes, random_arrays
 from .. import families
-from ..config import CACHES, ModelConfig, ModelError, StoredFormat
+from ..config import CACHES, ModelConfig, ModelError
 from ..families import FAMILIES, UNSUPPORTED, wrapper
+from ..stored_format import StoredFormat
 from ..weights import ModelWeights, abstract, dense_specs
 from . import compressed_tensors, orbax
 from .dense_leaf import read_leaf

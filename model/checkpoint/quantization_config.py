@@ -4,7 +4,8 @@ import re
 from typing import Any
 
 from ...ops.quant import Scheme, stored_name, stored_schemes
-from ..config import ModelError, StoredFormat
+from ..config import ModelError
+from ..stored_format import StoredFormat
 
 # What the keys of a compressed-tensors config may say, besides null; `...` where no value changes the weights, or where
 # the formats' own schemes say it.

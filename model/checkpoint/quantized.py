@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...sharding.spec import ArraySpec
-from ..config import ModelConfig, ModelError, StoredFormat
+from ..config import ModelConfig, ModelError
+from ..stored_format import StoredFormat
 from ..weights import abstract, dense_specs
 from .compressed_tensors import layout, round_matrix
 from .folder import merged, read_json

@@ -14,6 +14,7 @@ FAMILIES = {
     "ernie4_5": ".ernie4_5",
     "ernie4_5_moe": ".ernie4_5",
     "exaone4": ".exaone4",
+    "falcon_h1": ".falcon_h1",
     "gemma2": ".gemma2",
     "gemma3": ".wrapper",
     "gemma3_text": ".gemma3",

@@ -88,7 +88,7 @@ def mamba2_sources(a: Mamba2, D: int, prefix: str) -> Mamba2Weights:
         rate_N=tensor(f"{prefix}.A_log", (a.heads,)),
         step_bias_N=tensor(f"{prefix}.dt_bias", (a.heads,)),
         direct_N=tensor(f"{prefix}.D", (a.heads,)),
-        norm_C=scale(f"{prefix}.norm.weight", values),
+        norm_C=scale(f"{prefix}.norm.weight", values) if a.normed else None,
         out_CD=tensor(f"{prefix}.out_proj.weight", (D, values), linear((D,), (values,))),
         conv_bias_C=tensor(f"{prefix}.conv1d.bias", (convolved,)) if a.conv_bias else None,
         in_bias_C=tensor(f"{prefix}.in_proj.bias", (width,)) if a.bias else None,

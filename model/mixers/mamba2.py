@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from ...ops.activation import ACTIVATIONS
@@ -27,7 +28,7 @@ class Mamba2Weights:
     rate_N: Array  # the logarithm of how fast each head's memory fades
     step_bias_N: Array
     direct_N: Array  # how much of a value is added to what is read
-    norm_C: Array
+    norm_C: Array  # None without a norm
     out_CD: Array
     conv_bias_C: Array = None
     in_bias_C: Array = None
@@ -48,7 +49,7 @@ def spec(config: ModelConfig, a: Mamba2) -> Mamba2Weights:
         rate_N=small((N,), "zeros"),
         step_bias_N=small((N,), "ones"),
         direct_N=small((N,), "ones"),
-        norm_C=norm(values),
+        norm_C=norm(values) if a.normed else None,
         out_CD=matrix(config, (values,), (D,), (None, "embed")),
         conv_bias_C=small((convolved,), "zeros") if a.conv_bias else None,
         in_bias_C=small((width,), "zeros", dtype) if a.bias else None,
@@ -69,6 +70,9 @@ def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, reach: Reach, eps: float
 
     def run(inputs, states, rows):
         x_TC, step_TN = inputs
+        if a.multipliers is not None:  # here, where drafts that are computed again meet the same arithmetic
+            mixed_C = np.repeat(np.array(a.multipliers[1:4], np.float32), (values, keys, keys))
+            x_TC, step_TN = x_TC.astype(jnp.float32) * mixed_C, step_TN * a.multipliers[4]
         x_TC, tail = short_conv(x_TC, w.conv_CW, states["tail"], rows)
         x_TC = activation(x_TC if w.conv_bias_C is None else x_TC + w.conv_bias_C)
         v_TNH = x_TC[:, :values].reshape(-1, a.heads, a.value_dim)
@@ -80,7 +84,10 @@ def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, reach: Reach, eps: float
 
     in_TC = project("TD,DC->TC", x_TD, w.in_DC, w.in_bias_C)
     gate_TC, x_TC, step_TN = jnp.split(in_TC, (values, values + convolved), axis=1)
+    if a.multipliers is not None:
+        gate_TC = gate_TC.astype(jnp.float32) * a.multipliers[0]
     out_TNH, cache = reach.recur((x_TC, step_TN.astype(jnp.float32)), run, cache)
     out_TC = out_TNH.reshape(-1, values) * activation(gate_TC.astype(jnp.float32))
-    out_TC = rms_norm(out_TC.reshape(-1, a.groups, values // a.groups), None, eps).reshape(-1, values) * w.norm_C
+    if w.norm_C is not None:
+        out_TC = rms_norm(out_TC.reshape(-1, a.groups, values // a.groups), None, eps).reshape(-1, values) * w.norm_C
     return add_up("TC,CD->TD", out_TC.astype(in_TC.dtype), w.out_CD, w.out_bias_D, axes.tensor), cache

@@ -94,13 +94,14 @@ def kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
     found = Counter()
     for index, layer in enumerate(config.layers):
         attention = layer.attention
-        if not attention.cached:
+        if attention.kept:
             found["state", 0, None] += 1
+        if not attention.cached:
             continue
         if index not in config.kv_layers:
             found["shared", 0, 0] += 1
             continue
-        name = "full" if attention.kind == "attention" else attention.kind
+        name = "latent" if attention.kind == "latent" else "full"
         name = name if attention.window is None else f"window {attention.window}"
         found[name, layer_token_bytes(attention, config.kv_dtype), attention.window] += 1
     return tuple(

@@ -4,7 +4,7 @@ import random
 
 import company
 import pytest
-from cases import cases
+from cases import cases, thinned
 from golden.families import VARIANTS
 from golden.recorded import Golden
 
@@ -14,11 +14,11 @@ from quire.ops import native
 LENGTH = 200
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@pytest.fixture(scope="module", params=thinned(("qwen3-next", "falcon-h1"), ("qwen3-next",)))
+def folder(request, tmp_path_factory):
     if not native.serves():
         pytest.skip("XLA sums products in an order that depends on the number of rows")
-    variant = next(variant for variant in VARIANTS if variant.name == "qwen3-next")
+    variant = next(variant for variant in VARIANTS if variant.name == request.param)
     return Golden(variant, tmp_path_factory.mktemp("states")).folder
 
 

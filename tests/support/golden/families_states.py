@@ -64,6 +64,17 @@ OLMO_HYBRID = SIZES | {key: value for key, value in DELTA.items() if key != "hea
     # As many numbers of keys as of values: transformers saves three convolutions as thirds of one.
     "linear_key_head_dim": 24, "linear_value_head_dim": 24,
 }  # fmt: skip
+FALCON_H1 = SIZES | {
+    "model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "hidden_act": "silu", "attention_bias": False,
+    "attention_in_multiplier": 0.9, "attention_out_multiplier": 0.8, "attn_layer_indices": None, "head_dim": 16,
+    "embedding_multiplier": 1.5, "key_multiplier": 0.7, "lm_head_multiplier": 0.6, "mamba_chunk_size": 64,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 12, "mamba_d_ssm": 96, "mamba_d_state": 24,
+    "mamba_expand": 2, "mamba_n_groups": 2, "mamba_n_heads": 8, "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False, "mamba_rms_norm": False, "mamba_use_mlp": True, "mlp_bias": False,
+    "mlp_expansion_factor": 8, "mlp_multipliers": [0.8, 0.7], "num_logits_to_keep": 1, "projectors_bias": False,
+    "rope_scaling": None, "rope_theta": 100000000000.0, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 0.6], "tie_word_embeddings": False,
+}  # fmt: skip
 GRANITE_HYBRID = SIZES | {
     "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "hidden_act": "silu",
     "attention_bias": False, "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5,
@@ -101,6 +112,8 @@ STATE_VARIANTS = [
     Variant("lfm2", LFM2),
     Variant("lfm2-plain", LFM2 | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}),
     Variant("olmo-hybrid", OLMO_HYBRID),
+    Variant("falcon-h1", FALCON_H1),
+    Variant("falcon-h1-normed", FALCON_H1 | {"mamba_rms_norm": True, "num_hidden_layers": 2}),
     Variant("qwen3-5", QWEN3_5 | {"architectures": ["Qwen3_5ForCausalLM"]}),
     Variant(
         "qwen3-5-moe",

@@ -391,6 +391,7 @@ class ModelConfig:
     per_layer_dim: int = 0  # Gemma 4: the width of a further embedding for each layer; 0: none
     per_layer_vocab: int = 0
     layer_scale: bool = False
+    writes: bool = True  # False: it gives hidden states alone, and no logits are computed
     quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
     kv_cache_dtype: str = "auto"  # one of CACHES
     stored: StoredFormat | None = field(default=None, repr=False)  # where the checkpoint is quantised already

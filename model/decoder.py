@@ -108,6 +108,9 @@ def final_norm(weights: ModelWeights, x_TD, config: ModelConfig):
 def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
     """Float32 logits of the given rows; on several devices those of this device's part of the vocabulary."""
     head_VD = weights.embed_VD if weights.head_VD is None else weights.head_VD
+    if not config.writes:  # nobody reads them, but whether they are numbers
+        nothing_R1 = 0 * hidden_RD.astype(jnp.float32).sum(axis=1, keepdims=True)
+        return jnp.broadcast_to(nothing_R1, (len(hidden_RD), config.vocab_size // axes.tensor.size))
     with jax.named_scope("logits"):
         logits_RV = einsum("RD,VD->RV", hidden_RD, head_VD, jnp.float32)
         if config.logit_scale != 1:

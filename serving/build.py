@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from ..model import expert_copies
-from ..model.checkpoint import hub, loader
+from ..model.checkpoint import embedder, hub, loader
 from ..model.checkpoint.placement import Placement
 from ..model.config import ModelConfig, ModelError
 from ..model.text.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     seed, queued = options.seed, options.max_queued_requests
     engine = Engine(
         runner, tokenizer, tables, made.max_len, seed, queued,
-        pooling=options.pooling, defaults=defaults, speculation=options.speculation,
+        embedder=embedder_of(options, folder), defaults=defaults, speculation=options.speculation,
     )  # fmt: skip
     if trace is not None:
         engine.observers.append(trace)
@@ -95,6 +95,12 @@ def folder_of(options: EngineOptions) -> Path:
     """The model's folder, fetched if it must be."""
     files = hub.WITHOUT_WEIGHTS if options.load_format == "dummy" else hub.FILES
     return hub.resolve(options.model, files, options.revision, options.download_dir)
+
+
+def embedder_of(options: EngineOptions, folder: Path) -> embedder.Embedder:
+    """How texts become vectors: as the model's folder says, but for what the options do."""
+    own = embedder.read(folder) or embedder.Embedder()
+    return own if options.pooling is None else replace(own, pooling=options.pooling)
 
 
 def make_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:

@@ -221,16 +221,23 @@ class LLM:
         return search(self.engine, tokens, params, terms, self.turn, concurrency_limit)
 
     def embed(
-        self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True, dimensions: int | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        use_tqdm: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Every prompt as a vector of length 1: its last hidden state, or with `pooling="mean"` the mean of all.
+        """Every prompt as a vector of length 1: its last hidden state, or what `pooling` or the model's folder says.
 
-        With `dimensions` it has so many numbers, the first ones.
+        With `dimensions` it has so many numbers, the first ones. `prompt_name`: which of the folder's prompts comes
+        before those that are text, such as "query".
         """
         pooling.check_dimensions(dimensions, self.engine.config.dim)
-        batch = prompt_list(prompts)
-        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, self.engine.pooling)
-        return [pooling.embedding(output, dimensions) for output in outputs]
+        how = self.engine.embedder
+        first = pooling.before(how, prompt_name)
+        batch = [prompt_after(first, prompt) for prompt in prompt_list(prompts)]
+        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, how.pooling)
+        return [pooling.embedding(output, dimensions, how.normalize) for output in outputs]
 
     encode = embed
 
@@ -363,6 +370,15 @@ def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]
     return list(prompts)
+
+
+def prompt_after(first: str, prompt: Any) -> Prompt:
+    """A prompt with `first` before its text; one that is token ids, or empty, is as it was."""
+    if isinstance(prompt, str):
+        return first + prompt if prompt else prompt
+    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None and "prompt" in prompt:
+        return {**prompt, "prompt": prompt_after(first, prompt["prompt"])}
+    return prompt
 
 
 def params_list(params: SamplingParams | Seq[SamplingParams], count: int) -> list[SamplingParams]:

@@ -22,13 +22,18 @@ HEADS = {  # endings of architectures, and what such a model does in place of ge
 GENERATES = ("LMHeadModel",)  # endings in "Model" that have a head for text
 
 
-def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """config.json with the keys of `overrides` in place of its own; a model that cannot generate is refused."""
+def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, embeds: bool = False) -> dict[str, Any]:
+    """config.json with the keys of `overrides` in place of its own; a model whose head is not known is refused.
+
+    One that `embeds` needs none.
+    """
     check_folder(folder)
     hf = merged(read_json(folder / CONFIG), overrides or {})
     names = hf.get("architectures")
     for name in names if isinstance(names, list) else ():
         ending = next((ending for ending in HEADS if str(name).endswith(ending)), None)
+        if embeds and ending == "Model":
+            continue
         if ending and not str(name).endswith(GENERATES):
             remedy = json.dumps({"architectures": [f"{str(name).removesuffix(ending)}ForCausalLM"]})
             raise ModelError(
@@ -87,10 +92,18 @@ GGUF_REMEDY = (
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
+    value = read_value(path)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def read_value(path: Path) -> Any:
+    """What a JSON file holds."""
     try:
         data = path.read_bytes()
         refuse_pointer(path, data)
-        value = json.loads(data, parse_constant=not_a_number)
+        return json.loads(data, parse_constant=not_a_number)
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors") from None
     except OSError as error:
@@ -99,9 +112,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return value
 
 
 def not_a_number(name: str):

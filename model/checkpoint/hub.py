@@ -15,7 +15,8 @@ BUNDLED = {
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 FILES = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]  # no code, and one format of weights
 WITHOUT_WEIGHTS = ["*.json", "*.jinja", "tiktoken.model"]
-SECOND_COPIES = ["*/*", "consolidated*"]  # the same weights again, under their makers' own names
+# The same weights again, under their makers' own names; 1_Pooling and the like are parts of the model.
+SECOND_COPIES = ["[!0-9]*/*", "consolidated*"]
 
 
 def resolve(

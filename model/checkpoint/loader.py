@@ -28,7 +28,7 @@ from ..config import CACHES, ModelConfig, ModelError
 from ..families import FAMILIES, UNSUPPORTED, wrapper
 from ..stored_format import StoredFormat
 from ..weights import ModelWeights, abstract, dense_specs
-from . import compressed_tensors, orbax
+from . import compressed_tensors, embedder, orbax
 from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
 from .folder import read_config_json
@@ -57,7 +57,8 @@ def read_config(
     hf_overrides: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """The `ModelConfig` of a folder; `dtype`, `quantization` and `hf_overrides` override what the checkpoint says."""
-    hf = read_config_json(folder, hf_overrides)
+    embeds = embedder.read(folder) is not None
+    hf = read_config_json(folder, hf_overrides, embeds)
     check_numbers(hf)
     if stored := stored_format(hf):
         hf = {name: value for name, value in hf.items() if name != "quantization_config"}
@@ -67,6 +68,8 @@ def read_config(
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} holds a value of the wrong kind: {error}") from error
+    if embeds:
+        config = replace(config, writes=False, tied=True)  # a head, if there is one, is not read
     check_fields(config)
     dtype = compute_dtype(dtype, config.dtype)
     if kv_cache_dtype not in CACHES:
@@ -297,6 +300,11 @@ def canonical(family: Any, name: str) -> str:
     return getattr(family, "canonical", str)(wrapper.canonical(name))
 
 
+def inner(name: str) -> str:
+    """A tensor's name where the file was written by the model without its head: `model.` is missing."""
+    return f"model.{name}" if name.startswith(("layers.", "embed_tokens.", "norm.")) else name
+
+
 def left_out(config: ModelConfig, name: str) -> bool:
     """Whether a tensor of the checkpoint is not loaded."""
     ignored = getattr(module_of(config), "ignored", None)
@@ -317,9 +325,11 @@ def find_parts(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:
     if config.stored is not None:
         tensors = compressed_tensors.gather(tensors, config.stored)
     tensors = {canonical(family, name): tensor for name, tensor in tensors.items()}
+    if not config.writes:
+        tensors = {inner(name): tensor for name, tensor in tensors.items()}
     parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense_specs(config), family.sources(config))
     check_tensors(folder, config, tensors, parts)
-    if config.tied and "lm_head.weight" in tensors:
+    if config.tied and config.writes and "lm_head.weight" in tensors:
         check_tied(folder, tensors["lm_head.weight"], tensors[parts.embed_VD[0].name])
     return tensors, parts
 

@@ -13,7 +13,7 @@ from .speculation import SpeculativeConfig, speculation_of
 from .validation import shown
 from .vllm_names import ENGINE, only_known
 
-Pooling = Literal["last", "mean"]
+Pooling = Literal["last", "mean", "cls"]
 P = ParamSpec("P")
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -142,9 +142,10 @@ class EngineOptions:
         "JSON", "one token a step",
     )  # fmt: skip
     max_queued_requests: int | None = no_flag(None, "Most requests that wait; more are refused. None: as many as come.")
-    pooling: Pooling = flag(
-        "last", MODEL, "Make an embedding of the last hidden state, or of the mean of all.", "last|mean"
-    )
+    pooling: Pooling | None = flag(
+        None, MODEL, "Make an embedding of the last hidden state, of the mean of all, or of the first (cls).",
+        "last|mean|cls", "the model's own, or last",
+    )  # fmt: skip
     require_invariance: bool = flag(
         False, DEVICES, "Refuse to start where a request's bits may depend on the rest of its batch."
     )
@@ -204,7 +205,7 @@ class EngineOptions:
         queued = self.max_queued_requests
         if queued is not None and (not isinstance(queued, int) or isinstance(queued, bool) or queued < 1):
             raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
-        if self.pooling not in POOLINGS:
+        if self.pooling is not None and self.pooling not in POOLINGS:
             raise ModelError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
         for name in ("enable_prefix_caching", "shard_weights", "require_invariance"):
             if not isinstance(value := getattr(self, name), bool):

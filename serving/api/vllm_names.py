@@ -156,7 +156,7 @@ ENGINE: Mapping[str, str | Refused] = {  # the reason, where the value does not 
     "optimization_level": COMPILED,
     "otlp_traces_endpoint": refused("`quire serve` has it"),
     "override_attention_dtype": refused("attention is computed in the type of the model", "auto"),
-    "pooler_config": refused('`pooling` is "last" or "mean"'),
+    "pooler_config": refused('`pooling` is "last", "mean" or "cls"'),
     "prefill_context_parallel_size": refused("`context_parallel_size` divides the tokens of long steps", 1),
     "prefix_caching_hash_algo": "the tokens themselves are compared",
     "profiler_config": refused(PROFILED),

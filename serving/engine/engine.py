@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...model.checkpoint.embedder import Embedder
 from ...model.text.tokenizer import Tokenizer
 from ..api.errors import NotServing, QueueFull, RequestError
 from ..api.options import Pooling
@@ -50,7 +51,7 @@ class Engine:
         seed: int = 0,
         max_queued: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        pooling: Pooling = "last",
+        embedder: Embedder = Embedder(),  # noqa: B008 - it is frozen
         defaults: Mapping[str, Any] = MappingProxyType({}),
         speculation: SpeculativeConfig | None = None,
     ):
@@ -58,7 +59,7 @@ class Engine:
         self.config = runner.config
         self.max_queued, self.clock = max_queued, clock
         self.observers: list[Observer] = []
-        self.pooling = pooling  # of a request for an embedding that does not say
+        self.embedder = embedder  # how a request for an embedding is answered
         self.defaults = defaults  # of sampling parameters that a request leaves out: the model's own
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
         self.stages = len(runner.pipeline)
@@ -88,7 +89,7 @@ class Engine:
         self.check_serving()
         if request_id in self.requests:
             raise RequestError("request_id", f"{request_id!r} is being served already; ids must differ")
-        self.check(tokens, params)
+        self.check(tokens, params, pooling is not None)
         if self.max_queued is not None and len(self.scheduler.waiting) + params.num_sequences > self.max_queued:
             raise QueueFull("queue", f"is full: {self.max_queued} may wait (max_queued_requests); try again later")
         bad_words, shape, n = spelled(params.bad_words, self.tokenizer), params.structured_outputs, params.num_sequences
@@ -102,7 +103,7 @@ class Engine:
             seq.bad_words, seq.constraint = bad_words, constraint
             seq.lockstep = self.stages > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
             seq.pool = None if pooling is None else Pool(pooling, len(tokens))
-        if params.prompt_logprobs is not None or pooling == "mean":
+        if params.prompt_logprobs is not None or pooling in ("mean", "cls"):
             sequences[0].prompt_scores = [None] * (len(tokens) - 1)
         request = Request(request_id, prompt, params, sequences, self.tokenizer, now)
         self.requests[request_id] = request
@@ -133,8 +134,12 @@ class Engine:
     def forked(self) -> bool:
         return os.getpid() != self.process
 
-    def check(self, tokens: Seq[int], params: SamplingParams) -> None:
-        """Refuse what can never be served."""
+    def check(self, tokens: Seq[int], params: SamplingParams, pooled: bool = False) -> None:
+        """Refuse what can never be served; `pooled`: hidden states are wanted, and no tokens."""
+        if not pooled and not self.config.writes:
+            raise RequestError(
+                "model", "makes embeddings and writes no text; ask LLM.embed or /v1/embeddings, or another model"
+            )
         limits, has_text = self.runner.limits, self.tokenizer is not None
         vocab, table = self.config.vocab_size, self.tables[0]
         check(tokens, params, vocab, self.max_len, lambda n: table.fits(n, limits.max_rows), has_text, limits.listed)

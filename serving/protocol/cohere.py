@@ -19,8 +19,13 @@ FIELDS = (
     "model", "texts", "inputs", "input_type", "embedding_types", "output_dimension", "max_tokens", "truncate", *TERMS,
 )  # fmt: skip
 REFUSED = {"images": "cannot be read here; leave it out"}
-# What the texts are for. Models that write tell no difference: it has no effect.
+# What the texts are for. Without a prompt of the model's for it, it has no effect.
 INPUT_TYPES = ("search_document", "search_query", "classification", "clustering")
+# The names that such prompts have in sentence-transformers' folders.
+PROMPT_NAMES: Mapping[str | None, str] = {
+    "search_document": "document", "search_query": "query", "classification": "classification",
+    "clustering": "clustering",
+}  # fmt: skip
 EMBEDDING_TYPES = ("float", "base64", "binary", "ubinary")
 TRUNCATE = ("END", "START", "NONE")
 TEXT = {"text": ("text",)}

@@ -1,11 +1,13 @@
-"""A prompt's embedding: its last hidden state or the mean of all, scaled to length 1."""
+"""A prompt's embedding: its last hidden state, its first or the mean of all; most are scaled to length 1."""
 
 import numpy as np
 
+from ...model.checkpoint.embedder import Embedder
+from ..api.errors import RequestError
 from ..api.options import Pooling
 from ..api.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from ..api.params import SamplingParams
-from ..api.validation import integer
+from ..api.validation import integer, shown
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)  # no token is drawn
 
@@ -14,14 +16,14 @@ class Pool:
     """Pools a prompt's hidden states, in whatever chunks they come; they are summed in the order of their positions."""
 
     def __init__(self, kind: Pooling, length: int):
-        self.kind, self.length = kind, length
+        self.kind, self.place, self.length = kind, {"last": length - 1, "cls": 0}.get(kind), length
         self.sum: np.ndarray | None = None
         self.count = 0  # rows that are in it
 
     def add(self, position: int, row) -> None:
         """Take in the hidden state at a position; those before it have come, and it may come again."""
-        if self.kind == "last":
-            if position == self.length - 1:
+        if self.place is not None:
+            if position == self.place:
                 self.sum, self.count = np.asarray(row, np.float64), 1
         elif position == self.count:
             row = np.asarray(row, np.float64)
@@ -29,7 +31,7 @@ class Pool:
 
     def vector(self) -> np.ndarray | None:
         """The pooled hidden state, or None as long as rows are missing."""
-        if self.sum is None or self.count < (1 if self.kind == "last" else self.length):
+        if self.sum is None or self.count < (self.length if self.place is None else 1):
             return None
         return (self.sum / self.count).astype(np.float32)
 
@@ -40,13 +42,23 @@ def check_dimensions(dimensions: int | None, dim: int, name: str = "dimensions")
         integer(name, dimensions, 1, dim, " (the model's width) or null")
 
 
-def embedding(output: RequestOutput, dimensions: int | None = None) -> EmbeddingRequestOutput:
-    """The embedding that a finished request has: its first `dimensions` numbers, scaled to length 1."""
+def before(embedder: Embedder, name: str | None, where: str = "prompt_name") -> str:
+    """The text that comes before those that are embedded for the purpose `name`, or for none that is said."""
+    if name is None:
+        name = embedder.default_prompt
+    elif name not in embedder.prompts:
+        known = " or ".join(map(repr, sorted(embedder.prompts))) or "left out: the model has none"
+        raise RequestError(where, f"must be {known}, got {shown(name)}")
+    return "" if name is None else embedder.prompts[name]
+
+
+def embedding(output: RequestOutput, dimensions: int | None = None, normalize: bool = True) -> EmbeddingRequestOutput:
+    """The embedding that a finished request has: its first `dimensions` numbers, scaled to length 1 or as they are."""
     if output.pooled is None:
         raise RuntimeError(f"the request {output.request_id} has no embedding: it ended before its prompt did")
     check_dimensions(dimensions, len(output.pooled))
     vector = np.asarray(output.pooled, np.float64)[:dimensions]
-    length = float(np.sqrt(np.dot(vector, vector)))
+    length = float(np.sqrt(np.dot(vector, vector))) if normalize else 0.0
     numbers = (vector / length if length else vector).astype(np.float32).tolist()
     return EmbeddingRequestOutput(
         request_id=output.request_id,

@@ -74,7 +74,7 @@ def test_embeddings_are_the_decoders(compiled, oracle, pooling):
         tokens = [rng.randrange(1280) for _ in range(length)]
         output = serve(engine, {"a": (tokens, PARAMS, pooling)})["a"]
         states = oracle(tokens)
-        expected = states[-1] if pooling == "last" else states.mean(axis=0)
+        expected = {"last": states[-1], "cls": states[0], "mean": states.mean(axis=0)}[pooling]
         np.testing.assert_allclose(output.pooled, expected, rtol=0, atol=2e-5 * np.abs(states).max())
         vector = np.array(embedding(output).outputs.embedding)
         np.testing.assert_allclose(vector, expected / np.linalg.norm(expected), atol=1e-5)
@@ -95,7 +95,7 @@ def test_company_changes_no_bit(compiled):
             start = rng.choice(prompts)[: rng.randint(0, 100)] if prompts and rng.random() < 0.5 else []
             prompts.append((start + [rng.randrange(1280) for _ in range(rng.choice((1, 17, 60, 190)))])[: LENGTH - 60])
             written = SamplingParams(temperature=0, max_tokens=50, logprobs=1, ignore_eos=True, detokenize=False)
-            pooling = rng.choice((None, "last", "mean", "mean"))
+            pooling = rng.choice((None, "last", "mean", "cls"))
             requests[str(index)] = (prompts[-1], written if pooling is None else PARAMS, pooling)
         expected = {name: serve(engine_of(compiled), {name: own})[name] for name, own in requests.items()}
         for engine in (engine_of(compiled), engine_of(compiled, rng.randint(17, 20))):
@@ -171,5 +171,5 @@ def test_embed_takes_what_generate_takes():
     for tokens, alike in (([7], True), ([7, 8], False)):
         one, other = (each.embed([tokens], use_tqdm=False)[0].outputs.embedding for each in (llm, mean))
         assert np.allclose(one, other, atol=1e-5) == alike
-    with pytest.raises(ModelError, match="pooling is 'cls'"):
-        LLM(pooling="cls")
+    with pytest.raises(ModelError, match="pooling is 'max'"):
+        LLM(pooling="max")

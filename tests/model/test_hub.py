@@ -65,7 +65,7 @@ def server(tmp_path):
     folder, asked = tmp_path / "there", []
     tiny.write(folder)
     extra = ["modeling.py", "pytorch_model.bin", "README.md", "original/consolidated.safetensors", "onnx/config.json"]
-    for name in (*extra, "tokenizer.json", "chat_template.jinja", "consolidated.safetensors"):
+    for name in (*extra, "tokenizer.json", "1_Pooling/config.json", "chat_template.jinja", "consolidated.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -159,7 +159,13 @@ def test_fetch(server, child):
     assert found.startswith("loaded")
     folder = Path(found.split(maxsplit=1)[1].strip())
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert names == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "1_Pooling/config.json",
+    }
     assert not [path for path in asked if path.endswith((".py", ".bin", ".md"))]
     asked.clear()
     assert child("good/model", address, HF_HUB_OFFLINE="1") == found

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
@@ -28,9 +28,19 @@ from ..settings import ServerSettings
 LABEL = SamplingParams(temperature=0, max_tokens=1, logprobs=0, detokenize=False)
 
 
+class Answered(NamedTuple):
+    """A request, the outputs for all its prompts, and the engine that computed them."""
+
+    head: Head
+    asked: Any
+    outputs: list[RequestOutput]
+    usage: Usage
+    engine: Engine
+
+
 async def outputs_of(
     service: Service, request: Request, prefix: str, parse: Callable[[Any], Any], prepare: Callable[..., list[Ask]]
-) -> tuple[Head, Any, list[RequestOutput], Usage]:
+) -> Answered:
     """The outputs for all prompts of a request, when they are computed."""
     asked, _ = await service.read(request, parse)
     async with service.counted(), service.models.use(asked.model) as model:
@@ -43,7 +53,7 @@ async def outputs_of(
         check_ends(outputs)
         usage = Usage(sum(len(ask.tokens) for ask in asks), 0, sum(output.num_cached_tokens for output in outputs))
         request.state.facts |= {"model": model.name, "prompt_tokens": usage.prompt_tokens}
-        return service.head(name, asked.model or model.name), asked, outputs, usage
+        return Answered(service.head(name, asked.model or model.name), asked, outputs, usage, model.llm.engine)
 
 
 def check_ends(outputs: list[RequestOutput]) -> None:
@@ -59,30 +69,34 @@ def check_ends(outputs: list[RequestOutput]) -> None:
 
 async def embeddings(service: Service, request: Request) -> JsonResponse:
     found = await outputs_of(service, request, "embd-", shapes.parse_embeddings, ask_for_vectors)
-    head, asked, outputs, usage = found
-    return JsonResponse(shapes.embeddings_response(head, asked, vectors_of(asked, outputs), counts(service, usage)))
+    usage = counts(service, found.usage)
+    return JsonResponse(shapes.embeddings_response(found.head, found.asked, vectors_of(found), usage))
 
 
 def counts(service: Service, usage: Usage) -> dict[str, Any]:
     return shapes.usage_body(usage, service.settings.enable_prompt_tokens_details)
 
 
-def vectors_of(asked: Any, outputs: list[RequestOutput]) -> list[Sequence[float]]:
-    return [pooling.embedding(output, asked.dimensions).outputs.embedding for output in outputs]
+def vectors_of(found: Answered) -> list[Sequence[float]]:
+    dimensions, normalize = found.asked.dimensions, found.engine.embedder.normalize
+    return [pooling.embedding(output, dimensions, normalize).outputs.embedding for output in found.outputs]
 
 
 async def embed(service: Service, request: Request) -> JsonResponse:
     """Cohere's form of the same."""
-    head, asked, outputs, usage = await outputs_of(service, request, "embd-", cohere.parse, ask_for_texts)
-    return JsonResponse(cohere.response(head, asked, vectors_of(asked, outputs), usage))
+    found = await outputs_of(service, request, "embd-", cohere.parse, ask_for_texts)
+    return JsonResponse(cohere.response(found.head, found.asked, vectors_of(found), found.usage))
 
 
 def ask_for_texts(engine: Engine, asked: cohere.EmbedRequest) -> list[Ask]:
     pooling.check_dimensions(asked.dimensions, engine.config.dim, "output_dimension")
     most = engine.max_len - 1 if asked.max_tokens is None else min(asked.max_tokens, engine.max_len - 1)
     longest = most * prompting.needs_tokenizer(engine).longest_token * 4  # characters of which so many tokens are made
-    asks = []
+    asks, how = [], engine.embedder
+    name = cohere.PROMPT_NAMES.get(asked.input_type)
+    first = pooling.before(how, name if name in how.prompts else None)
     for i, text in enumerate(asked.texts):
+        text = first + text if text else text
         if asked.truncate != "NONE":  # what no token of the rest comes from is not cut into tokens
             text = text[:longest] if asked.truncate == "END" else text[-longest:]
         tokens = prompting.encode(engine, f"texts[{i}]", text, True)
@@ -90,14 +104,17 @@ def ask_for_texts(engine: Engine, asked: cohere.EmbedRequest) -> list[Ask]:
             if asked.truncate == "NONE":
                 raise TooLong(f"texts[{i}]", f"has {len(tokens)} tokens; at most {most} are read")
             tokens = tokens[:most] if asked.truncate == "END" else tokens[-most:]
-        asks.append(Ask(tokens, pooling.PARAMS, text, asked.terms, engine.pooling))
+        asks.append(Ask(tokens, pooling.PARAMS, text, asked.terms, how.pooling))
     return asks
 
 
 def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
     pooling.check_dimensions(asked.dimensions, engine.config.dim)
+    how = engine.embedder
+    first = pooling.before(how, None)
+    asked = replace(asked, prompts=[first + one if one and isinstance(one, str) else one for one in asked.prompts])
     prompts = prompting.prompts_of(engine, "input", asked, pooling.PARAMS)
-    return [Ask(tokens, pooling.PARAMS, text, asked.terms, engine.pooling) for text, tokens in prompts]
+    return [Ask(tokens, pooling.PARAMS, text, asked.terms, how.pooling) for text, tokens in prompts]
 
 
 async def score(service: Service, request: Request) -> JsonResponse:
@@ -122,8 +139,8 @@ async def scores_of(service: Service, request: Request, prefix: str, parse: Call
             asks.append(Ask(tokens, scoring.PARAMS, None, asked.terms))
         return asks
 
-    head, asked, outputs, usage = await outputs_of(service, request, prefix, parse, prepare)
-    return head, asked, list(map(value, outputs, firsts)), usage
+    found = await outputs_of(service, request, prefix, parse, prepare)
+    return found.head, found.asked, list(map(value, found.outputs, firsts)), found.usage
 
 
 def value(output: RequestOutput, first: int) -> float:
@@ -131,7 +148,7 @@ def value(output: RequestOutput, first: int) -> float:
 
 
 async def generative_scoring(service: Service, request: Request) -> JsonResponse:
-    head, asked, outputs, usage = await outputs_of(
+    head, asked, outputs, usage, _ = await outputs_of(
         service, request, "generative-scoring-", label_scores.parse, partial(ask_for_labels, service.settings)
     )
     each = len(asked.labels)

@@ -1,0 +1,76 @@
+"""What a sentence-transformers folder says of its vectors: modules.json, the pooling's config.json, and prompts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..config import ModelError
+from .folder import read_json, read_value
+
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}  # pooling_mode_...: as it is called here
+NEWER = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # values of pooling_mode, as newer folders have it
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """How a prompt becomes a vector, and the texts that come before it."""
+
+    pooling: str = "last"
+    normalize: bool = True
+    prompts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    default_prompt: str | None = None  # the name of the one that comes before texts of which none is said
+
+
+def read(folder: Path) -> Embedder | None:
+    """The embedder of a folder; None where it holds no sentence-transformers model."""
+    if not (folder / MODULES).exists():
+        return None
+    modules = read_value(folder / MODULES)
+    if not isinstance(modules, list) or not all(isinstance(module, Mapping) for module in modules):
+        raise ModelError(f"{folder / MODULES} must hold a list of objects, one for each module")
+    kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ModelError(
+            f"{folder / MODULES} names the modules {', '.join(kinds)[:200]}; supported are Transformer, Pooling and, "
+            "after them, Normalize"
+        )
+    where = inside(folder, modules[1].get("path"), "1_Pooling")
+    prompts, default = prompts_of(folder)
+    return Embedder(pooling_of(where), "Normalize" in kinds, MappingProxyType(prompts), default)
+
+
+def inside(folder: Path, path: Any, usual: str) -> Path:
+    """The config.json of a module, which lies in the model's folder."""
+    relative = Path(usual if path is None else str(path))
+    if relative.is_absolute() or ".." in relative.parts:
+        raise ModelError(f"{folder / MODULES} has the path {path!r:.80}; it must be inside of the folder")
+    return folder / relative / "config.json"
+
+
+def pooling_of(file: Path) -> str:
+    """The one way of pooling that its config names."""
+    hf = read_json(file)
+    if hf.get("include_prompt", True) is not True:
+        raise ModelError(f"{file}: include_prompt = {hf['include_prompt']!r:.80} is not supported; supported is true")
+    chosen = [name for name, value in hf.items() if name.startswith("pooling_mode_") and value]
+    known = {f"pooling_mode_{name}": pooling for name, pooling in POOLINGS.items()}
+    if "pooling_mode" in hf:
+        chosen, known = [hf["pooling_mode"]], NEWER
+    if len(chosen) != 1 or not isinstance(chosen[0], str) or chosen[0] not in known:
+        raise ModelError(f"{file} chooses {chosen!r:.200}; supported is one of {', '.join(known)}")
+    return known[chosen[0]]
+
+
+def prompts_of(folder: Path) -> tuple[dict[str, str], str | None]:
+    """The prompts by their names, and the name of the one that is taken where none is said."""
+    file = folder / PROMPTS
+    hf = read_json(file) if file.exists() else {}
+    prompts, default = hf.get("prompts") or {}, hf.get("default_prompt_name")
+    if not isinstance(prompts, Mapping) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ModelError(f"{file}: prompts = {prompts!r:.80}; it must be an object of texts")
+    if default is not None and default not in list(prompts):
+        raise ModelError(f"{file}: default_prompt_name = {default!r:.80}; it must be null or one of {sorted(prompts)}")
+    return dict(prompts), default

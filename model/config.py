@@ -372,6 +372,14 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Classes:
+    """A head that gives each class a number, in place of one for each token."""
+
+    labels: tuple[str, ...]
+    activation: str  # what makes probabilities of the numbers: "softmax", "sigmoid" or "none"
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The whole decoder. `family` names the module of `families` that made it and knows its checkpoints."""
 
@@ -391,7 +399,8 @@ class ModelConfig:
     per_layer_dim: int = 0  # Gemma 4: the width of a further embedding for each layer; 0: none
     per_layer_vocab: int = 0
     layer_scale: bool = False
-    writes: bool = True  # False: it gives hidden states alone, and no logits are computed
+    writes: bool = True  # False: it gives hidden states or classes alone, and no logits are computed
+    classes: Classes | None = None
     quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
     kv_cache_dtype: str = "auto"  # one of CACHES
     stored: StoredFormat | None = field(default=None, repr=False)  # where the checkpoint is quantised already

@@ -110,7 +110,7 @@ def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAx
     head_VD = weights.embed_VD if weights.head_VD is None else weights.head_VD
     if not config.writes:  # nobody reads them, but whether they are numbers
         nothing_R1 = 0 * hidden_RD.astype(jnp.float32).sum(axis=1, keepdims=True)
-        return jnp.broadcast_to(nothing_R1, (len(hidden_RD), config.vocab_size // axes.tensor.size))
+        return jnp.broadcast_to(nothing_R1, (len(hidden_RD), -(-config.vocab_size // axes.tensor.size)))
     with jax.named_scope("logits"):
         logits_RV = einsum("RD,VD->RV", hidden_RD, head_VD, jnp.float32)
         if config.logit_scale != 1:
@@ -121,6 +121,12 @@ def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAx
         return logits_RV
     token_V = axes.tensor.index() * V + jnp.arange(V)
     return jnp.where(token_V < config.vocab_size, logits_RV, -jnp.inf)  # the table was padded so that it divides
+
+
+def classes(weights: ModelWeights, hidden_RD):
+    """A float32 number for each class of the given rows."""
+    with jax.named_scope("classes"):
+        return einsum("RD,DC->RC", hidden_RD.astype(jnp.float32), weights.classes_DC)
 
 
 def distinct_ropes(config: ModelConfig):

@@ -68,6 +68,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm_D: Array
     head_VD: Array = None  # None: tied to the embedding
+    classes_DC: Array = None
     per_layer_embed_VLA: Array = None
     per_layer_proj_DLA: Array = None
     per_layer_norm_A: Array = None
@@ -83,6 +84,7 @@ def abstract(config: ModelConfig) -> ModelWeights:
         layers=tuple(layer_spec(config, layer) for layer in config.layers),
         final_norm_D=norm(D),
         head_VD=None if config.tied else head_VD,
+        classes_DC=config.classes and classes_spec(config, len(config.classes.labels)),
     )
     if not A:
         return weights
@@ -91,6 +93,10 @@ def abstract(config: ModelConfig) -> ModelWeights:
         per_layer_proj_DLA=ArraySpec((D, L, A), dtype, ("embed", None, None), fan_in=D, inputs=(0,)),
         per_layer_norm_A=norm(A),
     )
+
+
+def classes_spec(config: ModelConfig, C: int) -> ArraySpec:
+    return ArraySpec((config.dim, C), jnp.float32, ("embed", None), fan_in=config.dim, inputs=(0,))
 
 
 def dense_specs(config: ModelConfig) -> ModelWeights:

@@ -13,7 +13,13 @@ from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
 from .api.errors import RequestError
 from .api.options import EngineOptions, Pooling, no_flag, options_of, takes_options
-from .api.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from .api.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms
 from .api.prompts import Prompt, TokensPrompt
 from .api.validation import refuse_unknown, shown
@@ -29,7 +35,7 @@ from .progress import bar, stages
 from .protocol.chat import parse_messages
 from .protocol.fields import TEMPLATE, template_options
 from .protocol.tools import parse_tools
-from .request import pooling, scoring
+from .request import classes, pooling, scoring
 from .request.request import Request
 
 TERMS = tuple(field.name for field in fields(Terms))
@@ -232,7 +238,7 @@ class LLM:
         With `dimensions` it has so many numbers, the first ones. `prompt_name`: which of the folder's prompts comes
         before those that are text, such as "query".
         """
-        pooling.check_dimensions(dimensions, self.engine.config.dim)
+        pooling.check_dimensions(dimensions, self.engine.config)
         how = self.engine.embedder
         first = pooling.before(how, prompt_name)
         batch = [prompt_after(first, prompt) for prompt in prompt_list(prompts)]
@@ -240,6 +246,20 @@ class LLM:
         return [pooling.embedding(output, dimensions, how.normalize) for output in outputs]
 
     encode = embed
+
+    def classify(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[ClassificationRequestOutput]:
+        """The probability of each class for every prompt, by a model whose head has classes in place of tokens."""
+        classes.check(self.engine.config)
+        batch = prompt_list(prompts)
+        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, "last")
+        return [classes.classified(output, self.engine.config) for output in outputs]
+
+    def reward(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[PoolingRequestOutput]:
+        """The reward of every prompt, a question with its answer: the one number of the model's head, as it is."""
+        classes.check(self.engine.config, reward=True)
+        batch = prompt_list(prompts)
+        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, "last")
+        return [classes.rewarded(output) for output in outputs]
 
     def score(
         self, text_1: str | Seq[str], text_2: str | Seq[str], use_tqdm: bool = True

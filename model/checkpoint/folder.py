@@ -11,7 +11,6 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 POINTER = 64  # bytes of a git-lfs pointer that tell it from any other file
 OLDER = ("bin", "pt", "pth", "pkl")
 HEADS = {  # endings of architectures, and what such a model does in place of generating
-    "ForSequenceClassification": "classifies texts",
     "RewardModel": "scores texts",
     "ForTokenClassification": "labels tokens",
     "ForQuestionAnswering": "finds answers in a text",

@@ -24,8 +24,9 @@ from ...sharding import local_shards
 from ...sharding.mesh import shardings
 from ...sharding.spec import ArraySpec, nbytes, random_arrays
 from .. import families
-from ..config import CACHES, ModelConfig, ModelError
+from ..config import CACHES, Classes, ModelConfig, ModelError
 from ..families import FAMILIES, UNSUPPORTED, wrapper
+from ..families.common import tensor
 from ..stored_format import StoredFormat
 from ..weights import ModelWeights, abstract, dense_specs
 from . import compressed_tensors, embedder, orbax
@@ -36,6 +37,7 @@ from .placement import Location, Placement, with_head
 from .quantization_config import stored_format
 from .safetensors import Tensor, find_tensors
 
+MAX_CLASSES = 1 << 16
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
 
 
@@ -68,14 +70,36 @@ def read_config(
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} holds a value of the wrong kind: {error}") from error
-    if embeds:
-        config = replace(config, writes=False, tied=True)  # a head, if there is one, is not read
+    found = classes_of(hf)
+    if embeds or found is not None:
+        config = replace(config, writes=False, tied=True, classes=found)  # a head, if there is one, is not read
     check_fields(config)
     dtype = compute_dtype(dtype, config.dtype)
     if kv_cache_dtype not in CACHES:
         raise ModelError(f"kv_cache_dtype is {kv_cache_dtype!r}; it can be {', '.join(CACHES)}")
     quant = choose_format(config, quantization, stored)
     return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype, stored=stored)
+
+
+def classes_of(hf: dict) -> Classes | None:
+    """The classes of a checkpoint that has them in place of tokens."""
+    names = hf.get("architectures")
+    if not isinstance(names, list) or not str(next(iter(names), "")).endswith("ForSequenceClassification"):
+        return None
+    number, labels, problem = hf.get("num_labels"), hf.get("id2label"), hf.get("problem_type")
+    if labels is None:
+        count = 2 if number is None else number  # transformers does not write its default
+        if type(count) is not int or not 1 <= count <= MAX_CLASSES:
+            raise ModelError(f"config.json: num_labels = {count!r:.80}; it must be from 1 to {MAX_CLASSES}")
+        labels = {str(i): f"LABEL_{i}" for i in range(count)}
+    if not isinstance(labels, Mapping) or {*labels} != {str(i) for i in range(len(labels))} or not labels:
+        raise ModelError(f"config.json: id2label = {labels!r:.80}; it must name the classes 0, 1 and so on")
+    known = {"regression": "none", "single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
+    usual = "sigmoid" if len(labels) == 1 else "softmax"
+    if problem is not None and problem not in list(known):
+        raise ModelError(f"config.json: problem_type = {problem!r:.80}; it can be null, {', '.join(known)}")
+    ordered = tuple(str(labels[str(i)]) for i in range(len(labels)))
+    return Classes(ordered, usual if problem is None else known[problem])
 
 
 def compute_dtype(asked: str, stored: str) -> str:
@@ -295,6 +319,15 @@ def module_of(config: ModelConfig) -> Any:
     return importlib.import_module(FAMILIES[config.family], families.__name__)
 
 
+def sources_of(config: ModelConfig) -> ModelWeights:
+    """The sources of a family's weights, and of the head that any of them may have for classes."""
+    sources = module_of(config).sources(config)
+    if config.classes is None:
+        return sources
+    shape = len(config.classes.labels), config.dim
+    return sources.replace(classes_DC=tensor("score.weight", shape, lambda x: x.astype(np.float32).T))
+
+
 def canonical(family: Any, name: str) -> str:
     """The one name of a tensor, or of a module, that a family knows."""
     return getattr(family, "canonical", str)(wrapper.canonical(name))
@@ -327,7 +360,7 @@ def find_parts(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:
     tensors = {canonical(family, name): tensor for name, tensor in tensors.items()}
     if not config.writes:
         tensors = {inner(name): tensor for name, tensor in tensors.items()}
-    parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense_specs(config), family.sources(config))
+    parts = jax.tree.map(lambda spec, source: source.found_in(tensors), dense_specs(config), sources_of(config))
     check_tensors(folder, config, tensors, parts)
     if config.tied and config.writes and "lm_head.weight" in tensors:
         check_tied(folder, tensors["lm_head.weight"], tensors[parts.embed_VD[0].name])

@@ -82,6 +82,7 @@ class Placement:
             layers=tuple(layers),
             final_norm_D=last,
             head_VD=None if config.tied else last,
+            classes_DC=config.classes and last,
             per_layer_embed_VLA=per_layer,
             per_layer_proj_DLA=per_layer,
             per_layer_norm_A=per_layer,

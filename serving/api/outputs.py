@@ -168,6 +168,46 @@ class EmbeddingRequestOutput:
 
 
 @dataclass(frozen=True)
+class ClassificationOutput:
+    """The probability of each class."""
+
+    probs: Sequence[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True)
+class ClassificationRequestOutput:
+    """The classes of one prompt."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: Sequence[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class PoolingOutput:
+    """What a model's head says of a text, as it is: a reward is its one number."""
+
+    data: Sequence[float]
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput:
+    """What the head says of one prompt."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: Sequence[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True)
 class ScoringOutput:
     """How likely a text is after another: the mean log-probability of its tokens."""
 

@@ -239,6 +239,8 @@ def step_of_one(
         sampled = sampled.replace(drafts_BK=drafts_BK)
         if layout.paths == 1:  # else the host chooses one before the next step
             state = hold(state, batch, store_R, drafts_BK)
+    if config.classes is not None:
+        hidden_RD = decoder.classes(weights, hidden_RD)
     return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
 
 

@@ -137,9 +137,10 @@ class Engine:
     def check(self, tokens: Seq[int], params: SamplingParams, pooled: bool = False) -> None:
         """Refuse what can never be served; `pooled`: hidden states are wanted, and no tokens."""
         if not pooled and not self.config.writes:
-            raise RequestError(
-                "model", "makes embeddings and writes no text; ask LLM.embed or /v1/embeddings, or another model"
-            )
+            told = "makes embeddings and writes no text; ask LLM.embed or /v1/embeddings, or another model"
+            if self.config.classes is not None:
+                told = "classifies texts and writes none; ask LLM.classify or /classify, or another model"
+            raise RequestError("model", told)
         limits, has_text = self.runner.limits, self.tokenizer is not None
         vocab, table = self.config.vocab_size, self.tables[0]
         check(tokens, params, vocab, self.max_len, lambda n: table.fits(n, limits.max_rows), has_text, limits.listed)

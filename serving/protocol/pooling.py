@@ -1,4 +1,4 @@
-"""/v1/embeddings as OpenAI has it, /score and /rerank as vLLM, Jina and Cohere have them."""
+"""/v1/embeddings as OpenAI has it, /classify, /score and /rerank as vLLM, Jina and Cohere have them."""
 
 import base64
 import struct
@@ -17,6 +17,7 @@ from .fields import LABELS, TERMS, known_fields, terms_of, truncation
 EMBEDDINGS = (
     "model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens", "add_special_tokens", *TERMS, *LABELS,
 )  # fmt: skip
+CLASSIFY = ("model", "input", "truncate_prompt_tokens", "add_special_tokens", *TERMS, *LABELS)
 # Names of the two sides of /score. A document is scored as /rerank does it: how likely the query is after it.
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("documents", "queries"), ("items", "queries"))
 SCORE = ("model", *dict.fromkeys(name for pair in SIDES for name in pair), *TERMS, *LABELS)
@@ -55,8 +56,15 @@ class RerankRequest(ScoreRequest):
     return_documents: bool = True
 
 
+def parse_classify(body: Any) -> EmbeddingRequest:
+    return parse_prompts_of(known_fields(body, CLASSIFY, {}))
+
+
 def parse_embeddings(body: Any) -> EmbeddingRequest:
-    given = known_fields(body, EMBEDDINGS, {})
+    return parse_prompts_of(known_fields(body, EMBEDDINGS, {}))
+
+
+def parse_prompts_of(given: Mapping[str, Any]) -> EmbeddingRequest:
     form = given.get("encoding_format", "float")
     if form not in ("float", "base64"):
         raise RequestError("encoding_format", f"must be float or base64, got {shown(form)}")
@@ -137,6 +145,19 @@ def embeddings_response(
 
     data = [{"object": "embedding", "index": i, "embedding": coded(vector)} for i, vector in enumerate(vectors)]
     return {"object": "list", "model": head.model, "data": data, "usage": usage}
+
+
+def classify_response(
+    head: Head, labels: Sequence[str], probs: Sequence[Sequence[float]], usage: dict[str, Any]
+) -> dict[str, Any]:
+    """Each text's likeliest class, and the probabilities of all."""
+    data = [
+        {"index": i, "label": labels[max(range(len(own)), key=own.__getitem__)], "probs": own, "num_classes": len(own)}
+        for i, own in enumerate(probs)
+    ]
+    return {
+        "id": head.id, "object": "list", "created": head.created, "model": head.model, "data": data, "usage": usage,
+    }  # fmt: skip
 
 
 def score_response(head: Head, scores: Sequence[float], usage: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
 TEXTS: Schema = {"anyOf": [TEXT, many(TEXT, 64, 1)]}
 OWN: dict[str, dict[str, Schema]] = {  # where a name means something else
     "/v1/embeddings": {"input": FIELDS["prompt"]},
+    "/classify": {"input": FIELDS["prompt"]},
     "/score": dict.fromkeys((name for pair in pooling.SIDES for name in pair), TEXTS),
     "/generative_scoring": {
         "query": {"anyOf": [TEXT, many(TOKEN, 1 << 20)]},
@@ -78,6 +79,7 @@ BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields,
     "/v1/batches": (batches.FIELDS, ("input_file_id", "endpoint")),
     "/v1/embeddings": (pooling.EMBEDDINGS, ("input",)),
     "/v2/embed": (cohere.FIELDS, ()),
+    "/classify": (pooling.CLASSIFY, ("input",)),
     "/score": (pooling.SCORE, ()),
     "/generative_scoring": (label_scores.FIELDS, ("query", "items", "label_token_ids")),
     "/rerank": (pooling.RERANK, ("query", "documents")),

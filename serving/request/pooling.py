@@ -3,6 +3,7 @@
 import numpy as np
 
 from ...model.checkpoint.embedder import Embedder
+from ...model.config import ModelConfig
 from ..api.errors import RequestError
 from ..api.options import Pooling
 from ..api.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
@@ -36,8 +37,17 @@ class Pool:
         return (self.sum / self.count).astype(np.float32)
 
 
-def check_dimensions(dimensions: int | None, dim: int, name: str = "dimensions") -> None:
-    """Refuse what the model's width `dim` cannot give."""
+def check_dimensions(dimensions: int | None, config: ModelConfig, name: str = "dimensions") -> None:
+    """Refuse what the model cannot give."""
+    if config.classes is not None:
+        raise RequestError(
+            "model", "classifies texts and gives no embeddings; ask LLM.classify or /classify, or another model"
+        )
+    check_width(dimensions, config.dim, name)
+
+
+def check_width(dimensions: int | None, dim: int, name: str = "dimensions") -> None:
+    """Refuse more numbers than the width `dim`."""
     if dimensions is not None:
         integer(name, dimensions, 1, dim, " (the model's width) or null")
 
@@ -56,7 +66,7 @@ def embedding(output: RequestOutput, dimensions: int | None = None, normalize: b
     """The embedding that a finished request has: its first `dimensions` numbers, scaled to length 1 or as they are."""
     if output.pooled is None:
         raise RuntimeError(f"the request {output.request_id} has no embedding: it ended before its prompt did")
-    check_dimensions(dimensions, len(output.pooled))
+    check_width(dimensions, len(output.pooled))
     vector = np.asarray(output.pooled, np.float64)[:dimensions]
     length = float(np.sqrt(np.dot(vector, vector))) if normalize else 0.0
     numbers = (vector / length if length else vector).astype(np.float32).tolist()

@@ -11,6 +11,7 @@ import requests
 import schemathesis
 from canary import BODIES as LEAST
 from canary import FILE, Canary, settled, with_file
+from canary import GOOD as LEAST_STATUS
 from cases import cases
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
@@ -157,7 +158,8 @@ def test_bodies(server, path, mode):
     found = fuzz(server, path, mode, max(20, round(share / 3 if path in SLOW else share)))
     print(f"{path}, {mode.value}: {dict(found)}")
     answered = found["answered"] + found["streamed"]
-    assert answered > 0 or mode.is_negative, "nothing that fits the schema is answered"
+    none = LEAST_STATUS[path] != 200  # quill has no classes
+    assert answered > 0 or mode.is_negative or none, "nothing that fits the schema is answered"
     assert mode.is_positive or found["refused"] > answered
     server.canary.sings()
     settled(server.engine)

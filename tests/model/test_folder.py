@@ -87,7 +87,7 @@ def test_weights_of_older_formats_alone(tmp_path, config):
 @pytest.mark.parametrize(
     ("name", "does"),
     [
-        ("LlamaForSequenceClassification", "classifies texts"), ("LlamaForTokenClassification", "labels tokens"),
+        ("LlamaForTokenClassification", "labels tokens"),
         ("Qwen2ForRewardModel", "scores texts"), ("Qwen2ForProcessRewardModel", "scores texts"),
         ("LlamaForQuestionAnswering", "finds answers"), ("MistralModel", "makes hidden states"),
     ],

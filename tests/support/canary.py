@@ -25,12 +25,14 @@ BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
     "/v1/batches": {"input_file_id": FILE, "endpoint": "/v1/completions"},
     "/v1/embeddings": {"input": "hello"},
     "/v2/embed": {"texts": ["hello"]},
+    "/classify": {"input": "hello"},
     "/generative_scoring": {"query": "hello", "items": ["hello"], "label_token_ids": [5]},
     "/score": {"text_1": "hello", "text_2": "hello"},
     "/rerank": {"query": "hello", "documents": ["hello"]},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5]},
 }
+GOOD = dict.fromkeys(BODIES, 200) | {"/classify": 400}  # how they are answered: a model that writes has no classes
 
 
 def told(path: str, text: str) -> dict[str, Any]:

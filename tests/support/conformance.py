@@ -239,6 +239,7 @@ ENDPOINTS = [
         values={"texts": {"texts": ["Ho"]}, "inputs": {"inputs": [{"content": [{"type": "text", "text": "a"}]}]},
                 "embedding_types": ["binary"], "max_tokens": 9},
     ),
+    Endpoint("/classify", pooling.parse_classify, {"input": "Hi"}, fields.LABELS),
     Endpoint(
         "/score", pooling.parse_score, {"text_1": "a", "text_2": "b"}, fields.LABELS,
         values={name: {one: "c", other: "d"} for one, other in pooling.SIDES for name in (one, other)},

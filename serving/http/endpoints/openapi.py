@@ -19,6 +19,7 @@ ABOUT = {
     "/v1/batches": "Answer a file of requests that nobody waits for: an answer or an error for each line.",
     "/v1/embeddings": "Texts as vectors.",
     "/v2/embed": "Texts as vectors, in Cohere's form.",
+    "/classify": "The classes of texts with their probabilities, by a model that has classes in place of tokens.",
     "/score": "How likely a text is after another: the mean log-probability of its tokens.",
     "/generative_scoring": "How likely one of some tokens is to come next, for each of several items.",
     "/rerank": "Documents in the order of how likely the model finds the query after each: the mean log-probability of "

@@ -17,7 +17,7 @@ from ...protocol import cohere, label_scores
 from ...protocol import pooling as shapes
 from ...protocol.answers.answer import Head, Usage
 from ...protocol.tokens import checked
-from ...request import pooling, scoring
+from ...request import classes, pooling, scoring
 from .. import prompting
 from ..answering import watched
 from ..errors import HttpError, JsonResponse
@@ -89,7 +89,7 @@ async def embed(service: Service, request: Request) -> JsonResponse:
 
 
 def ask_for_texts(engine: Engine, asked: cohere.EmbedRequest) -> list[Ask]:
-    pooling.check_dimensions(asked.dimensions, engine.config.dim, "output_dimension")
+    pooling.check_dimensions(asked.dimensions, engine.config, "output_dimension")
     most = engine.max_len - 1 if asked.max_tokens is None else min(asked.max_tokens, engine.max_len - 1)
     longest = most * prompting.needs_tokenizer(engine).longest_token * 4  # characters of which so many tokens are made
     asks, how = [], engine.embedder
@@ -109,12 +109,26 @@ def ask_for_texts(engine: Engine, asked: cohere.EmbedRequest) -> list[Ask]:
 
 
 def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
-    pooling.check_dimensions(asked.dimensions, engine.config.dim)
+    pooling.check_dimensions(asked.dimensions, engine.config)
     how = engine.embedder
     first = pooling.before(how, None)
     asked = replace(asked, prompts=[first + one if one and isinstance(one, str) else one for one in asked.prompts])
     prompts = prompting.prompts_of(engine, "input", asked, pooling.PARAMS)
     return [Ask(tokens, pooling.PARAMS, text, asked.terms, how.pooling) for text, tokens in prompts]
+
+
+async def classify(service: Service, request: Request) -> JsonResponse:
+    found = await outputs_of(service, request, "classify-", shapes.parse_classify, ask_for_classes)
+    config = found.engine.config
+    probs = [classes.probabilities(output, config) for output in found.outputs]
+    usage = counts(service, found.usage)
+    return JsonResponse(shapes.classify_response(found.head, config.classes.labels, probs, usage))
+
+
+def ask_for_classes(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
+    classes.check(engine.config)
+    prompts = prompting.prompts_of(engine, "input", asked, pooling.PARAMS)
+    return [Ask(tokens, pooling.PARAMS, text, asked.terms, "last") for text, tokens in prompts]
 
 
 async def score(service: Service, request: Request) -> JsonResponse:
@@ -189,6 +203,7 @@ def ask_for_labels(settings: ServerSettings, engine: Engine, asked: label_scores
 ROUTES: dict[tuple[str, str], Callable] = {
     ("POST", "/v1/embeddings"): embeddings,
     ("POST", "/v2/embed"): embed,
+    ("POST", "/classify"): classify,
     ("POST", "/score"): score,
     ("POST", "/generative_scoring"): generative_scoring,
     ("POST", "/rerank"): rerank,

@@ -52,13 +52,13 @@ BOUNDS = (
     Bound("llama-3-8b, bf16, batch 64, 4 drafts of eagle3", 9, 215, 1.32),
     Bound("llama-3-8b, bf16, batch 64, 4 drafts of draft_model", 16, 215, 1.38),
     Bound("gemma-3-12b, bf16, batch 64", 8, 71, 1.04),
-    Bound("qwen3-30b-a3b, bf16, batch 64", 15, 41, 1.06),
-    Bound("qwen3-30b-a3b, int8, batch 64", 19, 41, 1.16),
+    Bound("qwen3-30b-a3b, bf16, batch 64", 14, 41, 1.06),
+    Bound("qwen3-30b-a3b, int8, batch 64", 17, 41, 1.14),
     Bound("qwen3-30b-a3b, int4, batch 64", 16, 41, 1.18),
     Bound("qwen3-30b-a3b, int4-128-zero, batch 64", 16, 41, 1.19),
     Bound("qwen3-30b-a3b, fp8, batch 64", 19, 41, 1.16),
-    Bound("gpt-oss-20b, mxfp4, batch 64", 24, 54, 1.10),
-    Bound("deepseek-v3, bf16, batch 64", 27, 146, 1.03),
+    Bound("gpt-oss-20b, mxfp4, batch 64", 21, 54, 1.09),
+    Bound("deepseek-v3, bf16, batch 64", 32, 146, 1.03, copied=12),
 )
 
 

@@ -41,6 +41,7 @@ FORMULAS = {
     "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: np.where(x > 0, x, 0),
+    "relu2": lambda x: np.where(x > 0, x, 0) ** 2,
 }
 
 
@@ -49,6 +50,8 @@ def test_glu(name):
     x = (4 * RNG.standard_normal((5, 2, 33))).astype(np.float32)
     gate, up = x.astype(np.float64).swapaxes(0, 1)
     np.testing.assert_allclose(glu(jnp.asarray(x), name), FORMULAS[name](gate) * up, rtol=1e-5, atol=2e-6)
+    alone = glu(jnp.asarray(x[:, :1]), name)  # without a gate
+    np.testing.assert_allclose(alone, FORMULAS[name](gate), rtol=1e-5, atol=2e-6)
 
 
 def test_glu_with_a_clamp():

@@ -571,7 +571,8 @@ def test_it_serves_where_there_is_a_card(card):
     [
         ((5, 128), (128, 64), "TD,DA->TA", None),
         ((5, 96), (96, 60), "TD,DA->TA", "must divide by 64, and are 96 and 60"),
-        ((5, 2, 64), (2, 64, 64), "TNH,NAH->TNA", "is not a product of rows with one matrix"),
+        ((5, 2, 64), (2, 64, 64), "TNH,NAH->TNA", None),
+        ((5, 2, 64), (64, 64, 2), "TNH,AHN->TA", "is not a product of rows with one matrix"),
     ],
 )
 def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):

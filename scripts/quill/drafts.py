@@ -17,6 +17,7 @@ from .tasks import fresh
 ASKED = "copy", "reverse", "sort_numbers", "json", "story", "lookup_200"
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "plain": None,
+    "plain, again": None,  # another engine: what its row is away from 1.00 is chance
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
     "draft_model": {"method": "draft_model", "model": "quill-draft"},

@@ -68,11 +68,13 @@ class Pipeline:
         self, weights, state: State, layout: Layout, plain: bool = False, rests: bool = False
     ) -> list[jax.stages.Lowered]:
         """The program of each stage; `rests`: without the drafter."""
+        if rests:
+            weights, state, _ = self.without_drafter(weights, state)
         lowered, x = [], ()  # the first gets none
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
             places, drafter = Places.of(own, mesh), self.drafter if stage.ends and not rests else None
             traced = step.trace(
-                own, held, layout.nothing, layout, self.config, plain, places, stage, *x, drafter=drafter
+                own, held, layout.nothing, layout, self.config, plain, places, stage, *x, drafter=drafter, rests=rests
             )
             self.variance |= variance(traced.jaxpr.jaxpr)
             lowered.append(traced.lower())
@@ -90,9 +92,29 @@ class Pipeline:
         own, held = parts[-1]
         return join([*(held for _, held in parts[:-1]), compiled(own, held, buffer)])
 
-    def program(self, compiled: list[Any]) -> Any:
+    def program(self, compiled: list[Any], rests: bool = False) -> Any:
         """Runs a whole step: (weights, state, buffer) -> (what is drawn, hidden states, state)."""
-        return compiled[0] if len(compiled) == 1 else Relay(self, compiled)
+        whole = compiled[0] if len(compiled) == 1 else Relay(self, compiled)
+        return Resting(self, whole) if rests else whole
+
+    def without_drafter(self, weights, state: State) -> tuple[Any, State, dict[int, Any]]:
+        """(the model's weights, the state without a drafter's pages, and these)."""
+        own, drafters = {}, {}
+        for index, held in state.pages.items():
+            (own if index < len(self.config.layers) else drafters)[index] = held
+        return model_of(weights), state.replace(pages=own), drafters
+
+
+class Resting:
+    """A step's program without the drafter: each array that a program is given costs about a microsecond."""
+
+    def __init__(self, pipeline: Pipeline, program: Any):
+        self.pipeline, self.program = pipeline, program
+
+    def __call__(self, weights, state: State, buffer):
+        weights, state, drafters = self.pipeline.without_drafter(weights, state)
+        sampled, hidden_RD, state = self.program(weights, state, buffer)
+        return sampled, hidden_RD, state.replace(pages=state.pages | drafters)
 
 
 class Relay:

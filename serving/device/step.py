@@ -71,7 +71,11 @@ class Places:
         return fetch
 
 
-@partial(jax.jit, static_argnames=("layout", "config", "plain", "places", "stage", "drafter"), donate_argnames="state")
+@partial(
+    jax.jit,
+    static_argnames=("layout", "config", "plain", "places", "stage", "drafter", "rests"),
+    donate_argnames="state",
+)
 def step(
     weights,
     state: State,
@@ -83,18 +87,19 @@ def step(
     stage: Stage | None = None,
     x: Any = None,
     drafter: StepDrafter | None = None,
+    rests: bool = False,
 ):
     """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows' hidden states, state).
 
     The token of a row that is not ok is -1 in what is returned, so that the tokens alone tell the host all it needs.
     Over a mesh each device does the same with its own part of weights and state. A `stage` that is not the last gives
     (rows, None, state), and one that is not the first gets such rows. With a `drafter`, whose weights come with the
-    model's, the step also says what may come next.
+    model's, the step also says what may come next. One that `rests` has no drafts.
     """
     stage = stage or whole_model(config)
     fetch = None if places is None else places.fetcher(weights)
     if places is None or places.mesh is None:
-        return step_of_one(weights, state, buffer, x, layout, config, plain, ONE_DEVICE, stage, fetch, drafter)
+        return step_of_one(weights, state, buffer, x, layout, config, plain, ONE_DEVICE, stage, fetch, drafter, rests)
     own, devices = local_config(config, places.mesh), axes_of(places.mesh, layout)
     drafts = None if drafter is None else drafter.on(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
@@ -105,7 +110,7 @@ def step(
 
     def part(weights, state, buffer, x):
         mine = devices.data.part(buffer)
-        *out, state = step_of_one(weights, state, mine, x, layout, own, plain, devices, stage, fetch, drafts)
+        *out, state = step_of_one(weights, state, mine, x, layout, own, plain, devices, stage, fetch, drafts, rests)
         return *(jax.tree.map(devices.data.join, out) if tells and stage.ends else out), state
 
     run = jax.shard_map(
@@ -174,6 +179,7 @@ def step_of_one(
     stage: Stage,
     fetch,
     drafter: StepDrafter | None = None,
+    rests: bool = False,
 ):
     """What one device does in a step."""
     batch, both = layout.read(buffer), weights
@@ -222,7 +228,7 @@ def step_of_one(
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
         sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, layout.listed)
         store_R = batch.store_R
-        if layout.max_drafts:
+        if layout.max_drafts and not rests:
             accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
             ends_R = sampling.ends(accepted_R, batch.depths_R)
             if layout.paths > 1:

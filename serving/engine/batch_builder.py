@@ -128,9 +128,9 @@ class BatchBuilder:
     def rests(self, size: Size, buffer: np.ndarray) -> bool:
         """Whether a step, one row of each sequence, has nothing to do with drafts."""
         at = self.layouts[size].offsets
-        each = buffer.reshape(-1, len(buffer) // len(self.decode_steps))
-        ahead = each[:, at.ahead_T :][:, : size.rows]
-        return not (each[:, at.num_drafts_1].any() or each[:, at.follows_1].any() or ahead.any())
+        each = buffer.reshape(len(self.decode_steps), -1)
+        told = each[:, (at.num_drafts_1, at.follows_1)], each[:, at.ahead_T : at.ahead_T + size.rows]
+        return not any(part.any() for part in told)
 
     def build_behind(self, parts: Seq[Seq[ScheduledSequence]]) -> tuple[Size, np.ndarray]:
         """Rows that only the drafter computes."""

@@ -158,7 +158,7 @@ class Engine:
         if self.speculator is not None and launches:
             launches = self.stages > 1 or not any(step.plan.waited for step in self.under_way)
             self.speculator.trim(self.scheduler.running)
-        plan = self.scheduler.schedule() if launches else None
+        plan = self.scheduler.schedule(self.speculator is not None and not self.speculator.rests) if launches else None
         try:
             if plan is not None:
                 launched = self.launch(plan, began)
@@ -194,12 +194,20 @@ class Engine:
         began = self.clock()
         drawn = self.runner.collect(step.results)
         before, self.device_free = self.device_free, self.clock()
-        if self.speculator is not None and step.plan.decodes and not step.plan.behind:
-            items = step.plan.items
-            drafts, asks = step.plan.num_rows - len(items), max(item.asks for item in items)
-            waited, branches = step.plan.waited or drafts > 0, any(item.branches for item in items)
-            self.speculator.took(len(items), drafts, asks, waited, self.device_free - before, branches)
+        if self.speculator is not None and self.speculator.listens and step.plan.decodes:
+            self.tell_pace(step.plan, self.device_free - before)
         return TakenIn(step.plan, drawn, began, self.device_free, max(step.launched, before))
+
+    def tell_pace(self, plan: StepPlan, seconds: float) -> None:
+        """Tell what decides about drafts how long after the one before a step was done."""
+        items = plan.items
+        if any(item.begins for item in items) or all(item.seq.finish_reason is not None for item in items):
+            return  # nobody may have waited before it, or for it
+        drafts, asks = plan.num_rows - len(items), max(item.asks for item in items)
+        waited, branches = plan.waited or drafts > 0, any(item.branches for item in items)
+        if plan.behind and (waited or not asks):
+            return  # it was for more than this step
+        self.speculator.took(len(items), drafts, asks, waited, seconds, branches)
 
     def take_in(self, step: TakenIn) -> Iterator[Request]:
         """Give each sequence its token, and end those that are done; yields the request of each."""
@@ -233,6 +241,8 @@ class Engine:
                 seq.accepted.extend(range(first, first + right))
                 self.speculator.counts.add(item.num_drafts, right)
             if self.speculator is not None and item.draws and seq.finish_reason is None:
+                if not (item.drafts or item.asks or self.speculator.attends):
+                    continue
                 seq.proposed = drawn.drafts if item.asks and drawn.drafts else []
                 more = len(drawn.tokens) - 1 - drawn.chain if item.branches else None
                 self.speculator.take_in(seq, len(item.drafts), drawn.chain, more)

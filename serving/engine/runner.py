@@ -196,7 +196,7 @@ class Runner:
             for size, programs in plain.items():
                 self.plain[size] = self.pipeline.program([future.result() for future in programs])
             for size, programs in resting.items():
-                self.resting[size] = self.pipeline.program([future.result() for future in programs])
+                self.resting[size] = self.pipeline.program([future.result() for future in programs], rests=True)
             self.drafters = {size: future.result() for size, future in behind.items()}
             self.state_copier.programs = {name: future.result() for name, future in of_states.items()}
             self.page_copier.programs = {name: future.result() for name, future in copies.items()}

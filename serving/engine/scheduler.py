@@ -154,12 +154,11 @@ class Scheduler:
             tokens[other.replica] += other.num_tokens - other.num_computed + OUTPUT
         return tokens.index(min(tokens))
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute now."""
+    def schedule(self, drafts: bool = False) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute now; `drafts`: sequences may have some."""
         if len(self.replicas) > 1:
             self.level()
-        # Only drafts ask, and it looks at every sequence.
-        decodes = self.limits.max_drafts > 0 and all(replica.decodes for replica in self.replicas)
+        decodes = drafts and all(replica.decodes for replica in self.replicas)  # it looks at every sequence
         parts = tuple([replica.schedule(decodes) for replica in self.replicas])
         behind = tuple([replica.behind for replica in self.replicas]) if self.limits.follows else ()
         return StepPlan(parts, behind if any(behind) else ()) if any(parts) else None

@@ -1,6 +1,7 @@
 """How many tokens are drafted: as many as pay, by what was accepted of late and by what a step costs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, inf
@@ -15,7 +16,8 @@ MORE = 0.3  # tokens a step that further paths of drafts give beyond the first, 
 MEMORY = 24.0  # drafts of a sequence after which an old one counts e times less,
 COMMON = 192.0  # and drafts of all
 STEPS = 32.0  # that tell how long they take; an old one counts e times less after so many
-FORGOTTEN = 512.0  # the same for steps with drafts, while there are none
+HEARD = 4  # while nobody drafts, one step of so many is timed
+FORGOTTEN = 128.0  # of these, after which steps with drafts may be as much longer as these are
 WAITING = 1e-4  # seconds that the device waits for the host in a step with drafts, before any was seen
 GAIN = 1.03  # of tokens a second, to begin with drafts: to change costs something
 LOOKS = 0.01  # share of the time that may go into drafts which are only compared with what comes
@@ -124,12 +126,16 @@ class Speculator:
         self.decided: tuple[int, int] = 0, 0  # sequences, and the step from which it is asked again what pays
         self.news = True  # something was learnt since
         self.next_look = 0  # the step, where steps draft
+        self.looked = -2  # the step of the last one
+        self.waited: tuple[int, bool] = 0, False  # sequences when it was asked last, and whether all decoded
+        self.listens = self.attends = True  # the next step's time counts; so do tokens of sequences without drafts
         self.asked: list[Sequence] = []  # to look
         self.paces: dict[
             tuple[int, bool], Pace
         ] = {}  # by the number of sequences, in powers of two; with drafts or not
         self.costs: dict[tuple[int, int], tuple[list[float], float]] = {}  # by number of sequences, and of paths
         self.proposing = 1e-5  # seconds that a proposal takes on the host
+        self.looking = 0.0  # and by which a step is longer that drafts only to look
         self.counts = Counts(0, 0, [0] * self.most)
 
     def begin(self, seq: Sequence) -> None:
@@ -150,7 +156,11 @@ class Speculator:
         """A step in which so many sequences decoded was done so long after the one before."""
         times, drafting = self.cost(count, self.paths if branches else 1)
         expected = times[min(drafts, len(times) - 1)] + asks * drafting
-        if not 0 < expected < inf or (asks and not waited):
+        if not 0 < expected < inf:
+            return
+        if asks and not waited:
+            longer = max(0.0, seconds - times[0] * self.pace(count, False).factor)
+            self.looking += (min(longer, 8 * times[0]) - self.looking) / 4
             return
         self.pace(count, waited).learn(seconds, expected)
         if not waited and (other := self.paces.get((count.bit_length(), True))):  # it may be worth another try
@@ -247,7 +257,7 @@ class Speculator:
             share = len(self.records) * self.proposing / LOOKS
             record.looks = seq.num_output + max(1, ceil(share / max(self.seconds(1, 1, 0), 1e-4)))
 
-    def trim(self, running: Iterable[Sequence]) -> None:
+    def trim(self, running: Seq[Sequence]) -> None:
         """Before a step is planned: leave as many drafts as make the most tokens a second of all who decode."""
         self.step += 1
         if not self.config.adapts:
@@ -257,11 +267,31 @@ class Speculator:
         for seq in self.asked:
             seq.asks = seq.held = 0
         self.asked = []
-        ready = [seq for seq in running if seq.missing == 1]
-        if not self.drafting:
-            self.wait(ready)
-        elif ready:
-            self.draft(ready)
+        if self.drafting or self.due(len(running)):
+            ready = [seq for seq in running if seq.missing == 1]
+            self.waited = len(running), len(ready) == len(running)
+            if not self.drafting:
+                self.wait(ready)
+            elif ready:
+                self.draft(ready)
+        self.listens = self.drafting or self.step % HEARD == 0 or self.step <= self.looked + 2
+        self.attends = self.drafting or self.looks()
+
+    def looks(self) -> bool:
+        """Whether one of the sequences has guessed, or is to."""
+        for seq, record in self.records.items():
+            if record.guess or (not self.in_step and record.looks < len(seq.tokens) - seq.num_prompt + 2):
+                return True
+        return False
+
+    def due(self, count: int) -> bool:
+        """Whether something may have changed since it was found that no drafts pay."""
+        return self.news or self.waited != (count, True) or (self.in_step and self.step >= self.next_look)
+
+    @property
+    def rests(self) -> bool:
+        """The step that is planned next has no drafts and makes none."""
+        return not (self.drafting or self.asked)
 
     def draft(self, ready: list[Sequence]) -> None:
         """Keep the drafts that pay; where none would, all go on without."""
@@ -306,7 +336,8 @@ class Speculator:
                 return
         if self.in_step and ready and self.step >= self.next_look:
             times, drafting = self.cost(n)
-            interval = ceil((LOOKED + 2) * drafting / (2 * LOOKS * times[0])) if times[0] else 0
+            look = max(self.looking, (LOOKED + 2) * drafting / 2)
+            interval = ceil(look / (LOOKS * times[0] * self.pace(n, False).factor)) if times[0] else 0
             self.next_look = self.step + max(SOONEST, interval)
             hope = Record(Rate(1.0, 1e6 * BEST, 1e6), depth=0)
             able = [seq for seq in ready if seq in records and not records[seq].guess]
@@ -316,7 +347,7 @@ class Speculator:
                 able = [min(able, key=lambda seq: records[seq].looked)]
             for seq in able:
                 records[seq].looked, seq.asks = self.step, LOOKED
-            self.asked = able
+            self.asked, self.looked = able, self.step
 
     def decide(self, n: int, asked: list[tuple[Record, int]]) -> float:
         """Tokens a second with the drafts that pay most, over those without; how many of each sequence these are.

@@ -140,8 +140,8 @@ def test_one_buffer_for_all(seed):
         """The same where there is only one replica."""
         return item._replace(seq=replace(item.seq, replica=0))
 
-    def watched() -> StepPlan | None:
-        plan = schedule()
+    def watched(drafts: bool) -> StepPlan | None:
+        plan = schedule(drafts)
         if plan is None:
             return None
         for item in plan.items:

@@ -202,6 +202,9 @@ def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path)
             assert serve(llm.engine, requests, arrivals) == expected
     assert llms[1].engine.speculator.counts.accepted[0] > 0
     assert (ahead.count > 0) == llms[1].engine.speculator.in_step
+    runner = llms[0].engine.runner
+    for size, resting in runner.resting.items():  # the drafter's products and loops are not in it
+        assert "/draft/" in runner.compiled[size].as_text() and "/draft/" not in resting.program.as_text()
     assert [llm.engine.snapshot().recompiles for llm in llms] == compiles
     for llm in llms:
         llm.close()
@@ -352,6 +355,8 @@ def running(count, drafts, tokens=50):
             drafts=list(range(drafts)),
             waits=True,
             num_output=tokens,
+            tokens=[0] * (1 + tokens),
+            num_prompt=1,
             index=index,
             asks=0,
             held=0,
@@ -422,7 +427,8 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
         drafts = sum(map(len, verified))
         n = len(seqs)
         took = (seconds(n + drafts, n, asks) + 1e-4 * waited) * (dear if drafts else 1)
-        own.took(n, drafts, asks, waited or drafts > 0, took * slowness(step))
+        if own.listens:
+            own.took(n, drafts, asks, waited or drafts > 0, took * slowness(step))
         plain += n * took / seconds(n, n, 0)
         for index, seq in enumerate(seqs):
             length = len(verified[index])
@@ -546,3 +552,18 @@ def test_a_grammar_that_looks_ahead_stays_where_it_is(compiled):
                 break
             if len(rows) > 1 and drafts[0] == token:
                 np.testing.assert_array_equal(rows[1], steady.allowed(stops))
+
+
+def test_a_step_that_nobody_waited_for_tells_no_pace(compiled):
+    """The last step of an answer may have been under way when it ended, and is taken in when the next request comes."""
+    engine, now, told = engine_of(compiled), [0.0], []
+    engine.clock = lambda: now[0]
+    engine.speculator.took = lambda count, drafts, asks, waited, seconds, branches: told.append(seconds)
+    prompt = compiled[1].encode("Once upon a time")
+    for number in range(3):
+        request = engine.add(str(number), prompt, SamplingParams(temperature=0, max_tokens=20))
+        while request.sequences[0].finish_reason is None:
+            now[0] += 1
+            engine.step()
+        now[0] += 1000
+    assert told and max(told) == 1

@@ -43,7 +43,7 @@ class Device:
         self.accepted = self.rejected = self.branched = 0
 
     def step(self) -> None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(drafts=self.limits.max_drafts > 0)
         self.scheduler.check()
         if plan is not None:
             for own in map(list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))):

@@ -74,7 +74,7 @@ class Pace:
         return self.found / self.expected
 
     def learn(self, found: float, expected: float) -> None:
-        found = min(found, 8 * self.factor * expected)  # the process may have been stopped
+        found = min(found, 3 * self.factor * expected)  # the process may have been stopped
         kept = 1 - 1 / STEPS
         self.found, self.expected = self.found * kept + found, self.expected * kept + expected
 

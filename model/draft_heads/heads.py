@@ -13,7 +13,8 @@ from ..config import Attention, Layer, Mlp, ModelConfig, ModelError
 from ..families.config_keys import Keys, shown
 
 KINDS = ("medusa", "eagle", "eagle3", "mtp")
-PREDICTS = ("deepseek_v3",)  # families whose checkpoints bring a layer for further tokens
+# Families whose checkpoints bring a layer for further tokens, and the tensor by which it is known.
+PREDICTS = {"deepseek_v3": "eh_proj.weight", "qwen3_next": "mtp.fc.weight", "qwen3_5_text": "mtp.fc.weight"}
 # Of the model that Medusa's heads were trained for, which some of their files repeat.
 OF_THE_TARGET = (
     "hidden_act", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
@@ -160,23 +161,26 @@ def eagle3(hf: dict[str, Any], names: Collection[str], target: ModelConfig) -> D
 
 
 def mtp(hf: dict[str, Any], names: Collection[str], target: ModelConfig) -> DraftHeads:
-    """DeepSeek-V3: of the layers after the last the first, for which embedding and head are the target's."""
-    if target.family not in PREDICTS or not (count := hf.get("num_nextn_predict_layers")):
+    """The first layer that a checkpoint brings to predict further tokens; embedding and head are the target's."""
+    known = PREDICTS.get(target.family)
+    if known is None or not any(name.endswith(known) for name in names):
         raise ModelError(
-            f"num_nextn_predict_layers = {hf.get('num_nextn_predict_layers')!r} in config.json of a "
-            f"{target.family} model: it brings no layer that predicts further tokens. Models of {', '.join(PREDICTS)} "
-            "can, where that number is at least 1"
+            f"this {target.family} model brings no layer that predicts further tokens. Checkpoints of "
+            f"{', '.join(PREDICTS)} can, where they have a tensor {' or '.join(sorted({*PREDICTS.values()}))}"
         )
-    if type(count) is not int or count < 1:
-        raise ModelError(f"config.json: num_nextn_predict_layers = {count!r}; it must be a whole number of at least 1")
     if target.stored is not None:
         raise ModelError(
             "heads of kind mtp are not read from a quantised checkpoint; give the one that it was made from, with "
             f"--quantization {target.stored.quant}"
         )
-    made = model(target, target.layers[-1:], target.dim, target.norm_eps, target.final_soft_cap)
-    # Checkpoints count the norm to the head (`shared_head`): what goes from layer to layer has not passed it.
-    return DraftHeads("mtp", made, normed=False, place=len(target.layers))
+    if (hf.get("text_config") or hf).get("mtp_use_dedicated_embeddings"):
+        raise ModelError("config.json: mtp_use_dedicated_embeddings = True; only the model's own is supported")
+    attends = [layer for layer in target.layers if layer.attention.cached]
+    made = model(target, (attends[-1],), target.dim, target.norm_eps, target.final_soft_cap)
+    if target.family == "deepseek_v3":
+        # Checkpoints count the norm to the head (`shared_head`): what goes from layer to layer has not passed it.
+        return DraftHeads("mtp", made, normed=False, place=len(target.layers))
+    return DraftHeads("mtp", made)
 
 
 def decoder_of(keys: Keys, names: Collection[str], target: ModelConfig, dim: int, soft_cap: float | None):

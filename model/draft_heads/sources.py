@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..families import deepseek
+from ..families import deepseek, qwen3_next
 from ..families.common import Source, attention_sources, layer_sources, linear, scale, tensor
 from .heads import DraftHeads
 from .weights import Block, DraftHeadsWeights, MedusaHead
@@ -19,8 +19,9 @@ def sources(heads: DraftHeads) -> DraftHeadsWeights:
 def unread(name: str, heads: DraftHeads) -> bool:
     """Whether a tensor is known and not needed: a copy of the target's, or one that follows from others."""
     if heads.kind == "mtp":
-        copies = ("embed_tokens.weight", "shared_head.head.weight")
-        return not name.startswith(mtp_prefix(heads)) or name.endswith(copies)
+        others = ("embed_tokens.weight", "shared_head.head.weight") if heads.place else ()
+        further = not heads.place and name.startswith("mtp.layers.") and not name.startswith("mtp.layers.0.")
+        return not name.startswith(mtp_prefix(heads)) or name.endswith(others) or further
     if heads.kind == "medusa":
         block = re.match(r"blocks\.(\d+)\.", name)
         return name.startswith("lm_head") or (block is not None and int(block[1]) >= heads.count)
@@ -76,10 +77,14 @@ def eagle3(heads: DraftHeads) -> DraftHeadsWeights:
 
 
 def mtp_prefix(heads: DraftHeads) -> str:
-    return f"model.layers.{heads.place}."
+    return f"model.layers.{heads.place}." if heads.place else "mtp."
 
 
 def mtp(heads: DraftHeads) -> DraftHeadsWeights:
+    return deepseek_mtp(heads) if heads.place else qwen_mtp(heads)
+
+
+def deepseek_mtp(heads: DraftHeads) -> DraftHeadsWeights:
     here, D = mtp_prefix(heads), heads.model.dim
     counted = replace(heads.model, layers=heads.model.layers * (heads.place + 1))
     return DraftHeadsWeights(
@@ -88,4 +93,16 @@ def mtp(heads: DraftHeads) -> DraftHeadsWeights:
         embed_norm_D=scale(f"{here}enorm.weight", D),
         feature_norm_D=scale(f"{here}hnorm.weight", D),
         final_norm_D=scale(f"{here}shared_head.norm.weight", D),
+    )
+
+
+def qwen_mtp(heads: DraftHeads) -> DraftHeadsWeights:
+    """Of Qwen3-Next and Qwen3.5: a layer with attention, whose norms count from 1 as the model's."""
+    here, D = mtp_prefix(heads), heads.model.dim
+    return DraftHeadsWeights(
+        layers=(qwen3_next.layer(heads.model, 0, here),),
+        join_FD=product(f"{here}fc.weight", D, D + heads.feature_dim),
+        embed_norm_D=scale(f"{here}pre_fc_norm_embedding.weight", D, 1.0),
+        feature_norm_D=scale(f"{here}pre_fc_norm_hidden.weight", D, 1.0),
+        final_norm_D=scale(f"{here}norm.weight", D, 1.0),
     )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_deepseek
+import tiny_qwen
 import uncached
 from recorded_drafts import Recorded
 
@@ -30,12 +31,13 @@ HEADS = {
 }
 
 
-@pytest.fixture(scope="module", params=["medusa", "eagle", "eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["medusa", "eagle", "eagle3", "mtp", "mtp-qwen"])
 def made(request, tmp_path_factory):
     """(kind, the target's folder, what drafts, heads and weights of both)."""
-    kind, folder = request.param, tmp_path_factory.mktemp("target")
+    (kind, _, qwen), folder = request.param.partition("-"), tmp_path_factory.mktemp("target")
     if kind == "mtp":
-        tiny_deepseek.write(folder, tiny_deepseek.CONFIG | {"max_position_embeddings": LENGTH})
+        other = tiny_qwen if qwen else tiny_deepseek
+        other.write(folder, other.CONFIG | {"max_position_embeddings": LENGTH})
         own = folder
     else:
         tiny.write(folder, TARGET)
@@ -78,7 +80,10 @@ class Naive:
             """What the target tells the heads of each position."""
             x, seen = decoder.embed(weights, ids, places, config), {}
             attend = at(config, 1, LENGTH)
-            (x_TD, _), _ = decoder.run_layers(weights.layers, 0, x, {}, places, config, attend, see=seen.__setitem__)
+            (x_TD, _), _ = decoder.run_layers(
+                weights.layers, 0, x, {}, places, config, attend, see=seen.__setitem__,
+                recur=uncached.recurrence(config, 1, LENGTH),
+            )  # fmt: skip
             hidden = decoder.final_norm(weights, x_TD, config)
             if self.kind == "medusa":
                 return draft_heads.guess(heads, own, weights, hidden)
@@ -118,6 +123,10 @@ PATHS = [(0, 0, 0), (0, 1), (1, 0, 0), (1, 0, 1)]
 def test_they_propose_what_they_say_of_the_whole_text(made, tree):
     """Prompts in chunks, several at once: each proposal beside the naive one, path by path."""
     config = {} if tree is None else {"speculative_token_tree": tree, "num_speculative_tokens": None}
+    if tree and made[3].state_layers:
+        with pytest.raises(ModelError, match="has 4 paths, and this model has layers that keep a state"):
+            llm_of(made, **config)
+        return
     rng, llm = np.random.default_rng(1), llm_of(made, **config)
     recorded = Recorded.of(llm.engine)
     lengths = (1, 5, 40, 60, 17) if tree is None else (1, 40, 60)  # there are pages for all paths of so many
@@ -174,7 +183,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert "quantization is 'int8'; it goes with the methods draft_model and self" in refused(
         "eagle", LAYER, quantization="int8"
     )
-    assert "it brings no layer" in str(
+    assert "this llama model brings no layer" in str(
         pytest.raises(
             ModelError, LLM, tmp_path / "target", skip_tokenizer_init=True, speculative_config={"method": "mtp"}
         ).value

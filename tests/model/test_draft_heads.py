@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_deepseek
+import tiny_qwen
 import uncached
 from safetensors.numpy import load_file, save_file
 
@@ -280,6 +281,25 @@ def test_mtp(tmp_path):
     assert_close(logits, expected @ w["lm_head.weight"].T)
 
 
+def test_mtp_of_qwen(tmp_path):
+    tensors = tiny_qwen.write(tmp_path)
+    config = read_config(tmp_path)
+    weights, w = load_weights(tmp_path, config), wide(tensors)
+    heads = draft_heads.read_heads(tmp_path, config, "mtp")
+    own, raw = draft_heads.load(tmp_path, heads), rows(1, T, D)
+    feature, hidden, logits = drafted(heads, own, weights, TOKENS, raw, FURTHER)
+    embed = w["model.embed_tokens.weight"]
+    expected, _ = naive_drafted(lambda *x: naive.qwen_mtp(w, tiny_qwen.CONFIG, embed, *x), TOKENS, raw, FURTHER)
+    assert heads.normed
+    assert_close(hidden, expected)
+    assert_close(feature, expected)
+    assert_close(logits, expected @ w["lm_head.weight"].T)
+    with pytest.raises(ModelError, match="mtp_use_dedicated_embeddings = True"):
+        draft_heads.heads_of({"mtp_use_dedicated_embeddings": True}, ["mtp.fc.weight"], config, "mtp")
+    with pytest.raises(ModelError, match="this qwen3_next model brings no layer that predicts"):
+        draft_heads.heads_of({}, ["model.norm.weight"], config, "mtp")
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_padding_is_zeros_whatever_it_holds(target, kind):
     config, weights, _ = target
@@ -364,7 +384,7 @@ def test_written_and_read_again(tmp_path, target, kind, dtype):
         ("eagle3", LAYER | {"eagle_config": 3}, "eagle_config = 3; it must be an object"),
         ("eagle3", LAYER | {"eagle_aux_hidden_state_layer_ids": ["a"]}, "of the wrong kind"),
         ("eagle3", LAYER | {"fc_norm": True}, "fc_norm = True is not understood for eagle3 heads"),
-        ("mtp", LAYER, "llama model: it brings no layer"),
+        ("mtp", LAYER, "this llama model brings no layer"),
         ("hydra", LAYER, "kind 'hydra'; they can be medusa, eagle, eagle3, mtp"),
     ],
 )

@@ -123,3 +123,37 @@ def mtp(w: Tensors, config: dict, embed, tokens, features):
     x = x + latent_attention(w, f"{here}.self_attn", norm(x, w[f"{here}.input_layernorm.weight"], eps), config)
     x = x + experts(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps), config)
     return x, norm(x, w[f"{here}.shared_head.norm.weight"], eps)
+
+
+def gated_attention(w: Tensors, here: str, x, config: dict):
+    """Qwen3-Next's: a part of each head turns, and a gate of its own is on each result."""
+    N, K, H = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    eps, turning = config["rms_norm_eps"], int(H * config["partial_rotary_factor"])
+    q, gate = np.split((x @ w[f"{here}.q_proj.weight"].T).reshape(len(x), N, 2 * H), 2, axis=-1)
+    k, v = ((x @ w[f"{here}.{name}_proj.weight"].T).reshape(len(x), K, H) for name in "kv")
+    q, k = (norm(y, 1 + w[f"{here}.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
+    q, k = (np.concatenate([turned(y[..., :turning], config["rope_theta"]), y[..., turning:]], axis=-1) for y in (q, k))
+    out = attend(q, k.repeat(N // K, 1), v.repeat(N // K, 1), H**-0.5)
+    return (out / (1 + np.exp(-gate.reshape(len(x), -1)))) @ w[f"{here}.o_proj.weight"].T
+
+
+def gated_experts(w: Tensors, here: str, x, config: dict):
+    """Qwen3-Next's: by softmax, and one behind a gate that all rows share."""
+    out = mlp(w, f"{here}.shared_expert", x) / (1 + np.exp(-x @ w[f"{here}.shared_expert_gate.weight"].T))
+    for t, row in enumerate(x):
+        score = np.exp(w[f"{here}.gate.weight"] @ row)
+        chosen = np.argsort(-score)[: config["num_experts_per_tok"]]
+        for e, share in zip(chosen, score[chosen] / score[chosen].sum(), strict=True):
+            out[t] += share * mlp(w, f"{here}.experts.{e}", row[None])[0]
+    return out
+
+
+def qwen_mtp(w: Tensors, config: dict, embed, tokens, features):
+    """What the layer makes of tokens and features: the next feature, which is also the hidden state."""
+    eps, here = config["rms_norm_eps"], "mtp.layers.0"
+    token = norm(embed[tokens], 1 + w["mtp.pre_fc_norm_embedding.weight"], eps)
+    feature = norm(features, 1 + w["mtp.pre_fc_norm_hidden.weight"], eps)
+    x = np.concatenate([token, feature], axis=-1) @ w["mtp.fc.weight"].T
+    x = x + gated_attention(w, f"{here}.self_attn", norm(x, 1 + w[f"{here}.input_layernorm.weight"], eps), config)
+    x = x + gated_experts(w, f"{here}.mlp", norm(x, 1 + w[f"{here}.post_attention_layernorm.weight"], eps), config)
+    return norm(x, 1 + w["mtp.norm.weight"], eps)

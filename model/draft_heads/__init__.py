@@ -1,4 +1,4 @@
-"""Heads that draft from a model's hidden states: Medusa's, EAGLE's, and layers that checkpoints bring for further tokens.
+"""Heads that draft from a model's hidden states: Medusa's, EAGLE's, and layers of checkpoints for further tokens.
 
 Each of Medusa's heads guesses the token at one place ahead (`guess`). The others are decoder layers, which guess token
 by token (`run`, then `logits`). Their row of a position holds the token after it and the position's feature, which is

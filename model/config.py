@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
+from .indexer import Indexer
 from .stored_format import StoredFormat
 
 # The dtypes that keys and values can be kept in; None: the model's own.
@@ -96,18 +97,16 @@ class LatentAttention:
     norm_eps: float = 1e-6
     interleaved: bool = True  # the checkpoint keeps rotary pairs side by side; loading moves them half the width apart
     temperature: Temperature | None = None
+    indexer: Indexer | None = None  # where contexts may be longer than what it picks
 
     kind = "latent"
     kept: ClassVar[dict[str, tuple[int, ...]]] = {}
-    window = None
-    chunked = False
-    kv_source = None
-    kv_heads = 1
+    window, chunked, kv_source, kv_heads = None, False, None, 1
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
         """What a token leaves in the layer's pages."""
-        return ((1, self.kv_rank + self.rope_dim),)
+        return ((1, self.kv_rank + self.rope_dim + (self.indexer.dim if self.indexer else 0)),)
 
     @property
     def widths(self) -> tuple[int, int]:

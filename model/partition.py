@@ -36,11 +36,21 @@ def stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
 
 
 def can_stage(config: ModelConfig, count: int) -> bool:
-    """Whether so many stages have a layer each, and no layer reads a cache of another stage."""
+    """Whether so many stages have a layer each, and no layer reads a cache of another stage, or what one has picked."""
+    indexers = [getattr(layer.attention, "indexer", None) for layer in config.layers]
     return all(
         stage.layers and all(config.kv_owner[index] in stage.layers for index in stage.layers)
         for stage in stages(config, count)
-    )
+    ) and not any(own and not own.heads for own in (indexers[stage.layers.start] for stage in stages(config, count)))
+
+
+def whole_context(config: ModelConfig) -> str | None:
+    """Why the positions of a sequence cannot be spread over devices; None: they can."""
+    if config.state_layers:
+        return "has layers that keep a state for each sequence, whose rows cannot be parted"
+    if any(getattr(layer.attention, "indexer", None) for layer in config.layers):
+        return "picks the positions that each row reads among all of them"
+    return None
 
 
 def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
@@ -57,7 +67,7 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
         fitting = [str(n) for n in range(1, 2 * pipe + 1) if can_stage(config, n)]
         raise ModelError(
             f"pipeline_parallel_size is {pipe}, and this model's {len(config.layers)} layers, each with the one whose "
-            f"cache it reads, do not fall into so many stages; it can be {', '.join(fitting)}"
+            f"cache or picks it reads, do not fall into so many stages; it can be {', '.join(fitting)}"
         )
     own = {layer.moe.quant for layer in config.layers if layer.moe is not None and layer.moe.quant is not None}
     if tensor > 1 and (whole := [name for name in own if not quant.splits(name)]):
@@ -75,10 +85,10 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
                 f"{name}_parallel_size is {size}, which does not divide {SPLITS[name]} of this model; it can be "
                 f"{', '.join(fitting)}"
             )
-    if context > 1 and config.state_layers:
+    if context > 1 and (why := whole_context(config)):
         raise ModelError(
-            f"context_parallel_size is {context}, and this model has layers that keep a state for each sequence, whose "
-            "rows cannot be parted: it can only be 1; use tensor_parallel_size or pipeline_parallel_size"
+            f"context_parallel_size is {context}, and this model {why}: it can only be 1; use tensor_parallel_size or "
+            "pipeline_parallel_size"
         )
     sharing = {"expert": expert}
     for name, size in (("context", context), ("data", data)):
@@ -95,7 +105,9 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
 def splits(config: ModelConfig, **sizes: int) -> bool:
     """Whether every array can be split over axes of these sizes."""
     kept = [config.layers[index].attention for index in config.state_layers]
-    if kept and sizes.get("context", 1) > 1 or not all(a.divides(sizes.get("tensor", 1)) for a in kept):
+    if sizes.get("context", 1) > 1 and whole_context(config):
+        return False
+    if not all(a.divides(sizes.get("tensor", 1)) for a in kept):
         return False
     if sizes.get("expert", 1) > 1 and all(layer.moe is None for layer in config.layers):
         return False

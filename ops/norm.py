@@ -21,6 +21,15 @@ def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
     return (wide if scale is None else wide * scale).astype(x.dtype)
 
 
+def layer_norm(x, scale, bias, eps: float):
+    """(x - mean) / deviation over the last axis, times `scale`, and `bias` added; the result has x's dtype."""
+    wide = x.astype(jnp.float32)
+    with jax.named_scope(__name__):
+        wide = wide - mean(wide)[..., None]
+        variance = mean(wide * wide)
+    return (wide * jax.lax.rsqrt(variance[..., None] + eps) * scale + bias).astype(x.dtype)
+
+
 def mean(x):
     """The mean over the last axis. On a CPU XLA's own sums give other bits for 4 rows than for 64."""
     return sum_pairs(x) / x.shape[-1] if jax.default_backend() == "cpu" else jnp.mean(x, axis=-1)

@@ -21,10 +21,10 @@ ROOMS = """
     sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
     ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight
-    ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/attention ops/heads
-    ops/residual ops/routing ops/rounding ops/product ops/sampling ops/state_rows ops/short_conv ops/delta_net
+    ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/state_rows ops/attention
+    ops/heads ops/residual ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
 
-    model/stored_format model/config model/matrix model/mixers model/weights model/partition model/decoder
+    model/stored_format model/indexer model/config model/matrix model/mixers model/weights model/partition model/decoder
     model/expert_copies model/families model/checkpoint model/draft_heads model/planning model/text
 
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost

@@ -1,9 +1,19 @@
-"""DeepSeek-V3.2 and GLM-5: up to `index_topk` tokens, all that is served, where the indexer picks every token."""
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose rows read the part of a long context that an indexer picks."""
 
-from ..config import Layer, Mlp, ModelConfig, ModelError
-from .common import Keys, model_config
-from .deepseek import ignored as predicts_further
-from .deepseek import latent_attention, sigmoid_experts, sources
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..config import LatentAttention, Layer, Mlp, ModelConfig, ModelError
+from ..indexer import Indexer
+from ..mixers.indexer import IndexerWeights
+from ..weights import LayerWeights
+from . import deepseek
+from .common import Keys, linear, model_config, model_sources, part_pairs, tensor
+from .deepseek import latent_attention, sigmoid_experts
 
 MISSING = {  # what a config.json without these keys means
     "deepseek_v32": {
@@ -21,25 +31,84 @@ MISSING = {  # what a config.json without these keys means
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys, kind = Keys(MISSING[hf["model_type"]] | hf), hf["model_type"]
-    # Where no more positions are there than the indexer picks, it picks all of them, and attention is dense.
-    longest = min(keys.count("max_position_embeddings"), keys.count("index_topk", 2048))
-    keys.ignore(*(name for name in hf if name.startswith(("index_", "indexer_"))), "layer_types")
+    longest, L = keys.count("max_position_embeddings"), keys.count("num_hidden_layers")
     attention, activation = latent_attention(keys, max_len or longest), keys.activation("hidden_act")
+    indexers = indexers_of(keys, kind, L)
+    if (max_len or longest) <= indexers[0].count:  # it would pick all of them
+        indexers = [None] * L
     moe = sigmoid_experts(keys, activation)
-    shared = Mlp(keys.count("n_shared_experts") * moe.dim, activation)
-    layers = {"dense": Layer(attention, keys.mlp()), "sparse": Layer(attention, shared, moe)}
-    L, first = keys.count("num_hidden_layers"), keys("first_k_dense_replace", 3)
+    blocks = {"dense": (keys.mlp(), None), "sparse": (Mlp(keys.count("n_shared_experts") * moe.dim, activation), moe)}
+    first = keys("first_k_dense_replace", 3)
     keys.refuse("moe_layer_freq", 1)
+    keys.ignore("layer_types")
     kinds = keys("mlp_layer_types", ["dense" if i < first else "sparse" for i in range(L)])
-    if len(kinds) != L or {*map(str, kinds)} - {*layers}:
+    if len(kinds) != L or {*map(str, kinds)} - {*blocks}:
         raise ModelError(f"config.json: mlp_layer_types must have {L} entries, each dense or sparse")
     keys.quantization("fp8")  # widened at load
-    return model_config(keys, kind, tuple(layers[kind] for kind in kinds), longest)
+    layers = tuple(
+        Layer(replace(attention, indexer=own), *blocks[kind]) for own, kind in zip(indexers, kinds, strict=True)
+    )
+    return model_config(keys, kind, layers, longest)
+
+
+def indexers_of(keys: Keys, kind: str, L: int) -> list[Any]:
+    """Each layer's; GLM-5's may read what the layer before has picked."""
+    glm = kind == "glm_moe_dsa"
+    own = Indexer(
+        count=keys.count("index_topk", 2048),
+        heads=keys.count("index_n_heads", 32 if glm else 64),
+        dim=keys.count("index_head_dim", 128),
+        interleaved=keys("indexer_rope_interleave", glm),
+    )
+    if not glm:
+        return [own] * L
+    every, offset = keys.count("index_topk_freq", 1), keys("index_skip_topk_offset", 2)
+    pattern = keys("index_topk_pattern", None) or ["FS"[max(index - offset + 1, 0) % every > 0] for index in range(L)]
+    kinds = keys("indexer_types", None) or [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    if len(kinds) != L or {*map(str, kinds)} - {"full", "shared"} or kinds[0] != "full":
+        raise ModelError(f"config.json: indexer_types must have {L} entries, each full or shared, and the first full")
+    return [own if kind == "full" else Indexer(own.count) for kind in kinds]
+
+
+def indexer_sources(a: LatentAttention, D: int, here: str) -> IndexerWeights | None:
+    own = a.indexer
+    if own is None or not own.heads:
+        return None
+    rank = a.q_rank or D
+
+    def parted(x: np.ndarray) -> np.ndarray:
+        """With the rotary pairs, which are at the beginning of the last axis, parted."""
+        return part_pairs(x, 0, a.rope_dim) if own.interleaved else x
+
+    def turned(out: tuple[int, ...], into: int):
+        turn = linear(out, (into,))
+        return lambda x: parted(turn(x))
+
+    def numbers(name: str):
+        return tensor(f"{here}.k_norm.{name}", (own.dim,), lambda x: parted(x.astype(np.float32)))
+
+    return IndexerWeights(
+        q_up_AIH=tensor(f"{here}.wq_b.weight", (own.heads * own.dim, rank), turned((own.heads, own.dim), rank)),
+        key_DH=tensor(f"{here}.wk.weight", (own.dim, D), turned((own.dim,), D)),
+        key_norm_H=numbers("weight"),
+        key_norm_bias_H=numbers("bias"),
+        weigh_DI=tensor(f"{here}.weights_proj.weight", (own.heads, D), linear((own.heads,), (D,))),
+    )
+
+
+def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
+    found, a = deepseek.layer(config, index, prefix), config.layers[index].attention
+    own = indexer_sources(a, config.dim, f"{prefix}layers.{index}.self_attn.indexer")
+    return found.replace(attention=found.attention.replace(indexer=own))
+
+
+sources = partial(model_sources, layer=layer)
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The indexers, and the layers past the last."""
-    return ".self_attn.indexer." in name or predicts_further(name, config)
-
-
-__all__ = ["config", "ignored", "sources"]
+    """The layers past the last, and indexers where contexts are no longer than what they would pick."""
+    if deepseek.ignored(name, config):
+        return True
+    found = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
+    own = found and config.layers[int(found[1])].attention.indexer
+    return bool(found) and not (own and own.heads)

@@ -13,6 +13,7 @@ from ...sharding.spec import ArraySpec
 from ..config import LatentAttention, ModelConfig
 from ..matrix import matrix, norm
 from . import Reach
+from .indexer import IndexerWeights, indexer_spec, picks_of
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
@@ -30,6 +31,7 @@ class LatentWeights:
     q_down_bias_A: Array = None
     kv_down_bias_A: Array = None
     out_bias_D: Array = None
+    indexer: IndexerWeights | None = None
 
 
 def spec(config: ModelConfig, a: LatentAttention) -> LatentWeights:
@@ -50,6 +52,7 @@ def spec(config: ModelConfig, a: LatentAttention) -> LatentWeights:
         q_down_bias_A=ArraySpec((rank,), dtype, (None,), "zeros") if a.bias and not direct else None,
         kv_down_bias_A=ArraySpec((wide,), dtype, (None,), "zeros") if a.bias else None,
         out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.bias else None,
+        indexer=indexer_spec(config, a),
     )
 
 
@@ -74,6 +77,10 @@ def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, reach: Reach, e
     q_latent_TNA = einsum("TNH,NAH->TNA", q_TNH[..., : a.nope_dim], w.k_up_NAH)
     q_TNA = jnp.concatenate([q_latent_TNA, rotate(q_TNH[..., a.nope_dim :], rope)], axis=-1)
     k_T1A = jnp.concatenate([latent_TA[:, None], k_rope_T1H], axis=-1)
-    out_TNA, cache = reach.attend(q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank)
+    options = {}
+    if a.indexer is not None:
+        options["picks"], key_T1H = picks_of(a.indexer, w.indexer, x_TD, q_TA, rope)
+        k_T1A = k_T1A if key_T1H is None else jnp.concatenate([k_T1A, key_T1H], axis=-1)
+    out_TNA, cache = reach.attend(q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank, **options)
     out_TNH = einsum("TNA,NHA->TNH", out_TNA, w.v_up_NHA)
     return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache

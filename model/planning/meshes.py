@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 from ...sharding.local_shards import sharded_shape
 from ...sharding.mesh import AXES, DEVICE_ORDER, sharding
 from ..config import Layer, ModelConfig, ModelError
-from ..partition import Stage, check, split_config, splits, stage_weights, stages
+from ..partition import Stage, check, split_config, splits, stage_weights, stages, whole_context
 from ..weights import ModelWeights, abstract, dense_specs
 from .cost import Device, layer_token_bytes, met_weights, score_width, seen, state_bytes
 from .traffic import Collective, traffic
@@ -89,7 +89,7 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
         if fits("expert", expert)
         for left in (devices // tensor // expert,)
         for context in divisors(left, PAGE)
-        if PAGE % context == 0 and (context == 1 or not config.state_layers)
+        if PAGE % context == 0 and (context == 1 or not whole_context(config))
         for data in divisors(left // context, left)
         if share(expert * context * data) and fits("pipe", left // context // data)
     ]

@@ -1,10 +1,12 @@
 """How the layers of a model reach what is kept of earlier tokens: pages, and states of fixed size."""
 
 from collections.abc import Callable
+from typing import Any
 
 from ...model.config import ModelConfig
 from ...ops import heads as head_ops
 from ...ops.attention import QueryRows, paged_attention
+from ...ops.attention.picking import Picks, picking_attention
 from ...ops.state_rows import StateRows
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .state import State
@@ -23,9 +25,17 @@ def attend_with(
         *qkv, filled = head_ops.prepare(qkv_TGH, heads, state.pages[owner], rows_of(group))
         return *qkv, state.replace(pages={**state.pages, owner: filled})
 
-    def attend(index, q_TNH, k_TKH, v_TKH, state: State, **options):
+    picked: dict[int, Any] = {}  # the slots that a layer of a cache group has picked last
+
+    def attend(index, q_TNH, k_TKH, v_TKH, state: State, picks: Picks | None = None, **options):
         owner, rows = config.kv_owner[first + index], rows_of(config.group(first + index))
         q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
+        if picks is not None:
+            group = config.group(first + index)
+            out_TNH, filled, picked[group] = picking_attention(
+                q_TNH, k_TKH, state.pages[owner], rows, picks, picked.get(group), **options
+            )
+            return out_TNH, state.replace(pages={**state.pages, owner: filled})
         spread = {"context": axes.context, "split_rows": axes.rows.size > 1}
         out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, state.pages[owner], rows, **options, **spread)
         return out_TNH, state.replace(pages={**state.pages, owner: filled})

@@ -322,3 +322,7 @@ def test_refused(golden):
         make(golden("llama").folder, shard_weights=True)
     with pytest.raises(ModelError, match=r"context_parallel_size is 3.*16 positions.*can be 1, 2, 4, 8, 16"):
         make(golden("llama").folder, context_parallel_size=3)
+    with pytest.raises(ModelError, match=r"context_parallel_size is 2, and this model picks the positions.* only be 1"):
+        make(golden("glm-moe-dsa").folder, context_parallel_size=2)
+    with pytest.raises(ModelError, match=r"pipeline_parallel_size is 2.* cache or picks it reads.*; it can be 1$"):
+        make(golden("glm-moe-dsa").folder, pipeline_parallel_size=2)

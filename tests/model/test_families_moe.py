@@ -10,6 +10,7 @@ from published_moe import GEMMA4_ROPES, PUBLISHED_MOE, RELATIVES_MOE
 
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
+from quire.model.indexer import Indexer
 from quire.model.weights import abstract
 from quire.ops.quant.mxfp4 import Mxfp4
 from quire.sharding.spec import nbytes
@@ -115,10 +116,28 @@ def test_deepseek_layers():
 def test_an_indexer_that_picks_every_token_is_none():
     """DeepSeek-V3.2 is DeepSeek-V3, as far as its indexer leaves nothing out."""
     like, change, _ = RELATIVES_MOE["DeepSeek-V3.2"]
-    sparse, dense = read(PUBLISHED_MOE[like].config | change), read(PUBLISHED_MOE[like].config)
-    assert sparse.max_len == 2048
-    assert sparse.layers == dense.layers
-    assert read(PUBLISHED_MOE[like].config | change | {"index_topk": 1 << 20}).max_len == dense.max_len
+    sparse, dense = PUBLISHED_MOE[like].config | change, PUBLISHED_MOE[like].config
+    assert read(sparse, 2048).layers == read(dense, 2048).layers
+    assert read(sparse | {"index_topk": 1 << 20}).layers == read(dense).layers
+    longer = read(sparse, 2049).layers
+    assert {layer.attention.indexer for layer in longer} == {Indexer(2048, 64, 128)}
+
+
+def test_which_layers_pick():
+    """GLM-5's config.json says it in one of three ways."""
+    like, change, _ = RELATIVES_MOE["DeepSeek-V3.2"]
+    glm = PUBLISHED_MOE[like].config | change | {"model_type": "glm_moe_dsa", "num_hidden_layers": 6}
+
+    def picks(**keys) -> str:
+        return "".join("F" if layer.attention.indexer.heads else "S" for layer in read(glm | keys).layers)
+
+    assert picks() == "FFFFFF"
+    assert picks(index_topk_freq=3) == "FFSSFS" and picks(index_topk_freq=2, index_skip_topk_offset=3) == "FFFSFS"
+    assert picks(index_topk_pattern="FSSFSS") == "FSSFSS"
+    assert picks(indexer_types=["full", "shared"] * 3) == "FSFSFS"
+    for wrong in (["shared", *["full"] * 5], ["full"] * 5, ["full"] * 5 + ["none"]):
+        with pytest.raises(ModelError, match="indexer_types must have 6 entries"):
+            picks(indexer_types=wrong)
 
 
 def test_gemma4_layers():

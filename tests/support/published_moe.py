@@ -421,7 +421,7 @@ RELATIVES_MOE: dict[str, tuple[str, dict, float | str]] = {
     "DeepSeek-V3.2": (
         "DeepSeek-V3",
         {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048, "model_type": "deepseek_v32"},
-        671.03e9,  # without the indexers
+        671.88e9,
     ),
     "Qwen2-57B-A14B": (
         "Qwen1.5-MoE-A2.7B",

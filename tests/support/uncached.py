@@ -36,19 +36,32 @@ def recurrence(config: ModelConfig, B: int, T: int):
     return recur
 
 
+def best(picks, key_BJH, B: int, T: int):
+    """Which positions each row picks: [B, T, T]."""
+    q = picks.q_TIH.reshape(B, T, *picks.q_TIH.shape[1:]).astype(jnp.float32)
+    score = jax.nn.relu(jnp.einsum("BQIH,BJH->BQIJ", q, key_BJH))
+    score = jnp.einsum("BQI,BQIJ->BQJ", picks.weight_TI.reshape(B, T, -1), score)
+    score = jnp.where(jnp.tril(jnp.ones((T, T), bool)), score, -jnp.inf)
+    rank = jnp.argsort(jnp.argsort(-score, axis=-1), axis=-1)
+    return rank < picks.count
+
+
 def attention(config: ModelConfig, B: int, T: int):
     """`attend` as `decoder.forward` takes it, over [B, T]; the cache is a dict of each layer's keys and values."""
 
+    picked = {}
+
     def attend(
         index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None,
-        chunked=False,
+        chunked=False, picks=None,
     ):  # fmt: skip
+        dim = q_TNH.shape[-1]
         if k_TKH is not None:
             cache = {**cache, index: (k_TKH, k_TKH[..., :value_dim] if v_TKH is None else v_TKH)}
         k, v = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
         K, N = k.shape[2], q_TNH.shape[1]
         q = q_TNH.reshape(B, T, K, N // K, -1).astype(jnp.float32) * scale
-        score = jnp.einsum("BQKGH,BJKH->BKGQJ", q, k)
+        score = jnp.einsum("BQKGH,BJKH->BKGQJ", q, k[..., :dim])
         if soft_cap is not None:
             score = soft_cap * jnp.tanh(score / soft_cap)
         ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
@@ -56,6 +69,10 @@ def attention(config: ModelConfig, B: int, T: int):
         if chunked and window is not None:
             chunk = jnp.arange(T) // window
             seen = (ahead >= 0) & (chunk[:, None] == chunk[None, :])
+        if picks is not None:
+            if picks.q_TIH is not None:
+                picked["among"] = best(picks, k[:, :, 0, dim:], B, T)
+            seen = picked["among"][:, None, None] & seen
         score = jnp.where(seen, score, -jnp.inf)
         if sinks_N is not None:
             sink = jnp.broadcast_to(sinks_N.reshape(K, N // K, 1, 1), (*score.shape[:-1], 1))

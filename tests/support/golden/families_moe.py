@@ -53,7 +53,8 @@ GEMMA4 = {key: value for key, value in SIZES.items() if key != "torch_dtype"} | 
     },
     "tie_word_embeddings": True, "use_bidirectional_attention": None,
 }  # fmt: skip
-INDEXER = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 160}
+# So many heads that hardly a score is zero, where all products are below: of equal scores either side may pick any.
+INDEXER = {"index_head_dim": 32, "index_n_heads": 16, "index_topk": 24}
 QWEN2_MOE = SIZES | {
     "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu", "rope_theta": 1000000.0,
     "decoder_sparse_step": 1, "max_window_layers": 3, "mlp_only_layers": [], "moe_intermediate_size": 32,
@@ -253,7 +254,7 @@ MOE_VARIANTS = [
         | INDEXER
         | {
             "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], "rope_interleave": True,
-            "indexer_rope_interleave": True, "num_hidden_layers": 4, "scoring_func": "sigmoid",
+            "indexer_rope_interleave": True, "num_hidden_layers": 4, "scoring_func": "sigmoid", "index_topk_freq": 2,
             "moe_layer_freq": 1, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
         },
     ),

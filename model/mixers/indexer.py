@@ -1,0 +1,53 @@
+"""What latent attention picks its tokens by: queries and keys of its own, see `Indexer`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+from ...ops.attention.picking import Picks
+from ...ops.linear import einsum, project
+from ...ops.norm import layer_norm
+from ...ops.rope import rotate
+from ...sharding.spec import ArraySpec
+from ..config import LatentAttention, ModelConfig
+from ..indexer import Indexer
+from ..matrix import matrix
+
+Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
+EPSILON = 1e-6
+
+
+@struct.dataclass
+class IndexerWeights:
+    q_up_AIH: Array  # from what the queries of attention are made of, too
+    key_DH: Array
+    key_norm_H: Array
+    key_norm_bias_H: Array
+    weigh_DI: Array
+
+
+def indexer_spec(config: ModelConfig, a: LatentAttention) -> IndexerWeights | None:
+    """None where there is no indexer, or none of the layer's own."""
+    own = a.indexer
+    if own is None or not own.heads:
+        return None
+    D, norm = config.dim, ArraySpec((own.dim,), jnp.dtype(jnp.float32), (None,), "ones")
+    return IndexerWeights(
+        q_up_AIH=matrix(config, (a.q_rank or D,), (own.heads, own.dim), (None, None, None)),
+        key_DH=matrix(config, (D,), (own.dim,), ("embed", None)),
+        key_norm_H=norm,
+        key_norm_bias_H=ArraySpec((own.dim,), jnp.dtype(jnp.float32), (None,), "zeros"),
+        weigh_DI=ArraySpec((D, own.heads), jnp.dtype(jnp.float32), ("embed", None), fan_in=D, inputs=(0,)),
+    )
+
+
+def picks_of(indexer: Indexer, w: IndexerWeights | None, x_TD, q_TA, rope) -> tuple[Picks, Any]:
+    """(how rows pick, the key that a later row may pick each by; None where the layer before has picked)."""
+    if w is None:
+        return Picks(count=indexer.count), None
+    q_TIH = rotate(einsum("TA,AIH->TIH", q_TA, w.q_up_AIH), rope)
+    key_TH = layer_norm(project("TD,DH->TH", x_TD, w.key_DH), w.key_norm_H, w.key_norm_bias_H, EPSILON)
+    weight_TI = einsum("TD,DI->TI", x_TD.astype(jnp.float32), w.weigh_DI, jnp.float32)
+    weight_TI = weight_TI * (indexer.heads * indexer.dim) ** -0.5
+    return Picks(q_TIH, weight_TI, indexer.count), rotate(key_TH[:, None], rope)

@@ -55,9 +55,12 @@ class Pipeline:
         return join(abstract_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places)
 
     def page_owners(self, group: int) -> list[list[int]]:
-        """The layers of each stage that own the pages of a cache group; one more than windows is that of snapshots."""
+        """The layers of each stage that own the pages of a cache group; one more than windows is that of snapshots.
+
+        They are named as in `State.by_page`.
+        """
         if group == len(self.paged.windows):
-            return self.state_layers()
+            return [[~index for index in layers] for layers in self.state_layers()]
         return [owners(self.paged, paged_layers(self.config, self.paged, stage), group) for stage in self.stages]
 
     def state_layers(self) -> list[list[int]]:

@@ -35,13 +35,13 @@ class State:
 
     @property
     def by_page(self) -> dict[int, Any]:
-        """By layer, all whose first axis counts pages: no layer has both keys and a state."""
-        return {**self.pages, **self.snapshots}
+        """All whose first axis counts pages, by layer; snapshots by `~layer`, since a layer may have keys as well."""
+        return {**self.pages, **{~index: held for index, held in self.snapshots.items()}}
 
     def with_pages(self, by_page: dict[int, Any]) -> "State":
         """With others in their place."""
-        pages, snapshots = ({index: by_page[index] for index in held} for held in (self.pages, self.snapshots))
-        return self.replace(pages=pages, snapshots=snapshots)
+        pages = {index: by_page[index] for index in self.pages}
+        return self.replace(pages=pages, snapshots={index: by_page[~index] for index in self.snapshots})
 
 
 def state_places(state: State) -> State:

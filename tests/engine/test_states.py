@@ -115,6 +115,8 @@ def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(folder, tmp_path, l
 
     docs/performance.md has what this prints.
     """
+    if "falcon" in (folder / "config.json").read_text() and length > 1000:
+        pytest.skip("its keys fill a cache that is small enough to evict its snapshots")
     rng, most = random.Random(7), length * 9 // 8
     wide = {"max_model_len": most, "hf_overrides": {"max_position_embeddings": 8192}, "max_num_batched_tokens": 256}
     wide["max_num_seqs"] = 1

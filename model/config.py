@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
+from .classes import Classes
 from .indexer import Indexer
 from .stored_format import StoredFormat
 
@@ -368,14 +369,6 @@ class Layer:
     @property
     def feeds_forward(self) -> bool:
         return self.mlp is not None or self.moe is not None
-
-
-@dataclass(frozen=True)
-class Classes:
-    """A head that gives each class a number, in place of one for each token."""
-
-    labels: tuple[str, ...]
-    activation: str  # what makes probabilities of the numbers: "softmax", "sigmoid" or "none"
 
 
 @dataclass(frozen=True)

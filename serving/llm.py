@@ -36,6 +36,7 @@ from .protocol.chat import parse_messages
 from .protocol.fields import TEMPLATE, template_options
 from .protocol.tools import parse_tools
 from .request import classes, pooling, scoring
+from .request.pair_scores import pair_scores
 from .request.request import Request
 
 TERMS = tuple(field.name for field in fields(Terms))
@@ -264,14 +265,18 @@ class LLM:
     def score(
         self, text_1: str | Seq[str], text_2: str | Seq[str], use_tqdm: bool = True
     ) -> list[ScoringRequestOutput]:
-        """How likely each second text is after its first one: the mean log-probability of its tokens.
+        """What the model says of each text with its second one; a single text goes with each of the others.
 
-        One text goes with each of the others. The two are cut into tokens as one text; a token that holds the end of
-        the first and the beginning of the second counts for the second.
+        A model that writes: the mean log-probability of the second text's tokens after the first. Both are cut into
+        tokens as one text; a token that holds the end of the first and the beginning of the second counts for the
+        second. A reranker (a model with one class): the probability that it gives a query and a document. An embedding
+        model: the cosine of the two.
         """
-        pairs = [scoring.pair_tokens(self.get_tokenizer(), *pair) for pair in scoring.pairs(text_1, text_2)]
-        outputs = self.run([tokens for tokens, _ in pairs], [scoring.PARAMS] * len(pairs), use_tqdm)
-        return [scoring.scored(output, first) for output, (_, first) in zip(outputs, pairs, strict=True)]
+        engine = self.engine
+        asked = pair_scores(engine.config, engine.embedder, self.get_tokenizer(), scoring.pairs(text_1, text_2))
+        prompts: list[Prompt] = [{"prompt_token_ids": one.tokens} for one in asked.asked]
+        how = asked.asked[0].pooling
+        return asked.scores(self.run(prompts, [one.params for one in asked.asked], use_tqdm, how))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The result as it grows, token by token; closing the iterator aborts the request.

@@ -24,8 +24,8 @@ ROOMS = """
     ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/state_rows ops/attention
     ops/heads ops/residual ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
 
-    model/stored_format model/indexer model/config model/matrix model/mixers model/weights model/partition model/decoder
-    model/expert_copies model/families model/checkpoint model/draft_heads model/planning model/text
+    model/stored_format model/classes model/indexer model/config model/matrix model/mixers model/weights
+    model/partition model/decoder model/expert_copies model/families model/checkpoint model/draft_heads model/planning model/text
 
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
     serving/speculative serving/cache serving/device serving/engine serving/observe

@@ -13,6 +13,8 @@ MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}  # pooling_mode_...: as it is called here
 NEWER = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # values of pooling_mode, as newer folders have it
 
+RANKS = ["Transformer", "LogitScore"]  # modules of a model that judges by the tokens that it would say
+
 
 @dataclass(frozen=True)
 class Embedder:
@@ -22,24 +24,40 @@ class Embedder:
     normalize: bool = True
     prompts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     default_prompt: str | None = None  # the name of the one that comes before texts of which none is said
+    ranks: bool = False  # it makes no vectors, and judges pairs of texts
 
 
 def read(folder: Path) -> Embedder | None:
     """The embedder of a folder; None where it holds no sentence-transformers model."""
-    if not (folder / MODULES).exists():
+    modules, kinds = modules_of(folder)
+    if not modules:
         return None
-    modules = read_value(folder / MODULES)
-    if not isinstance(modules, list) or not all(isinstance(module, Mapping) for module in modules):
-        raise ModelError(f"{folder / MODULES} must hold a list of objects, one for each module")
-    kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    prompts, default = prompts_of(folder)
+    if kinds == RANKS:
+        return Embedder(prompts=MappingProxyType(prompts), default_prompt=default, ranks=True)
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ModelError(
             f"{folder / MODULES} names the modules {', '.join(kinds)[:200]}; supported are Transformer, Pooling and, "
             "after them, Normalize"
         )
     where = inside(folder, modules[1].get("path"), "1_Pooling")
-    prompts, default = prompts_of(folder)
     return Embedder(pooling_of(where), "Normalize" in kinds, MappingProxyType(prompts), default)
+
+
+def modules_of(folder: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """(the modules that a folder names, their kinds); none where it is not of sentence-transformers."""
+    if not (folder / MODULES).exists():
+        return [], []
+    modules = read_value(folder / MODULES)
+    if not isinstance(modules, list) or not all(isinstance(module, Mapping) for module in modules):
+        raise ModelError(f"{folder / MODULES} must hold a list of objects, one for each module")
+    return modules, [str(module.get("type")).rpartition(".")[2] for module in modules]
+
+
+def logit_score(folder: Path) -> Path | None:
+    """The config.json that names the tokens by which a model ranks; None where it does not."""
+    modules, kinds = modules_of(folder)
+    return inside(folder, modules[1].get("path"), "1_LogitScore") if kinds == RANKS else None
 
 
 def inside(folder: Path, path: Any, usual: str) -> Path:

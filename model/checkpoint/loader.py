@@ -24,12 +24,13 @@ from ...sharding import local_shards
 from ...sharding.mesh import shardings
 from ...sharding.spec import ArraySpec, nbytes, random_arrays
 from .. import families
-from ..config import CACHES, Classes, ModelConfig, ModelError
+from ..classes import Classes
+from ..config import CACHES, ModelConfig, ModelError
 from ..families import FAMILIES, UNSUPPORTED, wrapper
-from ..families.common import tensor
+from ..families.common import Source, tensor
 from ..stored_format import StoredFormat
 from ..weights import ModelWeights, abstract, dense_specs
-from . import compressed_tensors, embedder, orbax
+from . import compressed_tensors, embedder, orbax, reranker
 from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
 from .folder import read_config_json
@@ -59,18 +60,24 @@ def read_config(
     hf_overrides: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """The `ModelConfig` of a folder; `dtype`, `quantization` and `hf_overrides` override what the checkpoint says."""
-    embeds = embedder.read(folder) is not None
+    how = embedder.read(folder)
+    embeds = how is not None and not how.ranks
     hf = read_config_json(folder, hf_overrides, embeds)
     check_numbers(hf)
     if stored := stored_format(hf):
         hf = {name: value for name, value in hf.items() if name != "quantization_config"}
+    by_tokens = reranker.classes_by_tokens(folder, hf)
+    hf = {name: value for name, value in hf.items() if name not in reranker.KEYS}
     try:
         config = family_of(hf).config(hf, max_len)
     except ModelError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} holds a value of the wrong kind: {error}") from error
-    found = classes_of(hf)
+    found = by_tokens or classes_of(hf)
+    if by_tokens is not None:
+        found = replace(by_tokens, own_head=not config.tied)
+        check_tokens(config, found)
     if embeds or found is not None:
         config = replace(config, writes=False, tied=True, classes=found)  # a head, if there is one, is not read
     check_fields(config)
@@ -100,6 +107,14 @@ def classes_of(hf: dict) -> Classes | None:
         raise ModelError(f"config.json: problem_type = {problem!r:.80}; it can be null, {', '.join(known)}")
     ordered = tuple(str(labels[str(i)]) for i in range(len(labels)))
     return Classes(ordered, usual if problem is None else known[problem])
+
+
+def check_tokens(config: ModelConfig, found: Classes) -> None:
+    """Refuse to judge by tokens that the model has not, or whose logits are not the head's numbers."""
+    if (most := max(map(max, found.tokens))) >= config.vocab_size:
+        raise ModelError(f"this model judges by the token {most}, and has tokens up to {config.vocab_size - 1}")
+    if config.logit_scale != 1 or config.final_soft_cap is not None:
+        raise ModelError(f"models of the family {config.family} change their logits, and cannot judge by two of them")
 
 
 def compute_dtype(asked: str, stored: str) -> str:
@@ -319,11 +334,27 @@ def module_of(config: ModelConfig) -> Any:
     return importlib.import_module(FAMILIES[config.family], families.__name__)
 
 
+def difference_of_rows(sources: ModelWeights, config: ModelConfig) -> Source:
+    """The rows of the table of logits by which a model judges, less those that speak against each."""
+    assert config.classes is not None
+    whole = module_of(config).sources(replace(config, tied=False)) if config.classes.own_head else sources
+    (table,) = (whole.head_VD if config.classes.own_head else whole.embed_VD).parts
+    ids_C2 = np.array(config.classes.tokens)
+    signs_C21 = np.where(ids_C2 < 0, 0, [1, -1])[..., None]
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        return (table.turn(x)[ids_C2].astype(np.float32) * signs_C21).sum(1).T
+
+    return Source((replace(table, turn=turned),))
+
+
 def sources_of(config: ModelConfig) -> ModelWeights:
     """The sources of a family's weights, and of the head that any of them may have for classes."""
     sources = module_of(config).sources(config)
     if config.classes is None:
         return sources
+    if config.classes.tokens:
+        return sources.replace(classes_DC=difference_of_rows(sources, config))
     shape = len(config.classes.labels), config.dim
     return sources.replace(classes_DC=tensor("score.weight", shape, lambda x: x.astype(np.float32).T))
 

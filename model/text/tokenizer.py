@@ -72,14 +72,14 @@ class Tokenizer:
         encoding = self._encoding(text, True)
         return encoding.ids, [end for _, end in encoding.offsets]
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """The ids of two texts that the model reads together, and the place where the second begins."""
+        encoding = self._core.encode(unicode(first), unicode(second))
+        ids, of = encoding.ids, encoding.sequence_ids
+        return ids, of.index(1) if 1 in of else len(ids)
+
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(
-                f"text: must be valid Unicode without lone surrogates, got {text[error.start]!a} at {error.start}"
-            ) from None
-        return self._core.encode(text, add_special_tokens=add_special_tokens)
+        return self._core.encode(unicode(text), add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these ids; an id that is not in the vocabulary gives no text."""
@@ -226,6 +226,17 @@ class Tokenizer:
         if name not in self._templates:
             raise PromptError("chat template: this model has none; use generate with a prompt instead of chat")
         return self._templates[name].render(messages, add_generation_prompt, **kwargs)
+
+
+def unicode(text: str) -> str:
+    """The text; one that cannot be written down is refused."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"text: must be valid Unicode without lone surrogates, got {text[error.start]!a} at {error.start}"
+        ) from None
+    return text
 
 
 def _byte_tokens(run: list[int]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Final
 
 from .vllm_names import COMPILED, ENGINE, NO_MEDIA, ORDER
 
-TYPES = "every model generates, embeds and scores"
+TYPES = "the model's folder says what it does: write, embed, classify or rank"
 NO_TEXT = "a line is logged for each request, and never its text"
 STEPS = "the host is always one step ahead of the device"
 

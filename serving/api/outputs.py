@@ -209,7 +209,7 @@ class PoolingRequestOutput:
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """How likely a text is after another: the mean log-probability of its tokens."""
+    """What a model says of two texts: a mean log-probability, a probability or a cosine, see `LLM.score`."""
 
     score: float
 

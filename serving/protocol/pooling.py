@@ -18,12 +18,11 @@ EMBEDDINGS = (
     "model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens", "add_special_tokens", *TERMS, *LABELS,
 )  # fmt: skip
 CLASSIFY = ("model", "input", "truncate_prompt_tokens", "add_special_tokens", *TERMS, *LABELS)
-# Names of the two sides of /score. A document is scored as /rerank does it: how likely the query is after it.
+# Names of the two sides of /score. Documents and queries are scored as /rerank does it.
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("documents", "queries"), ("items", "queries"))
 SCORE = ("model", *dict.fromkeys(name for pair in SIDES for name in pair), *TERMS, *LABELS)
 RERANK = ("model", "query", "documents", "top_n", "return_documents", *TERMS, *LABELS)
 MAX_DIMENSIONS = 65_536
-RANKED_BY = "mean log-probability of the query's tokens after each document"  # as /rerank says of a model that writes
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,17 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Pairs of texts: how likely is the second after the first?"""
+    """Pairs of texts: a query and a document as a rule."""
 
     pairs: list[tuple[str, str]]
     model: str | None = None
     terms: Terms = PLAIN
+    ranks: bool = False  # a model that writes says how likely the query is after the document, not the other way round
 
 
 @dataclass(frozen=True)
 class RerankRequest(ScoreRequest):
-    """The pairs are each document with the query after it."""
+    """The pairs are the query with each document."""
 
     top_n: int = 0  # 0: all
     return_documents: bool = True
@@ -97,8 +97,8 @@ def parse_score(body: Any) -> ScoreRequest:
         one, other = reversed(names) if names[1] == "queries" else names
         told = f"must be as many texts as {one}, or {one} a single one; got {len(others)} and {len(single)}"
         raise RequestError(other, told)
-    first, second = (others, single) if names[1] == "queries" else (single, others)
-    return ScoreRequest(list(zip(first, second, strict=True)), given.get("model"), terms_of(given))
+    pairs = list(zip(single, others, strict=True))
+    return ScoreRequest(pairs, given.get("model"), terms_of(given), names[1] == "queries")
 
 
 def parse_rerank(body: Any) -> RerankRequest:
@@ -107,8 +107,8 @@ def parse_rerank(body: Any) -> RerankRequest:
     documents = [document(f"documents[{i}]", one) for i, one in enumerate(listed("documents", given.get("documents")))]
     top = integer("top_n", given.get("top_n", 0), 0, MAX_PROMPTS)
     keeps = boolean("return_documents", given.get("return_documents", True))
-    pairs = [(text, query) for text in documents]
-    return RerankRequest(pairs, given.get("model"), terms_of(given), top, keeps)
+    pairs = [(query, text) for text in documents]
+    return RerankRequest(pairs, given.get("model"), terms_of(given), True, top, keeps)
 
 
 def texts(name: str, value: Any) -> list[str]:
@@ -167,13 +167,13 @@ def score_response(head: Head, scores: Sequence[float], usage: dict[str, Any]) -
 
 
 def rerank_response(
-    head: Head, request: RerankRequest, scores: Sequence[float], usage: dict[str, Any]
+    head: Head, request: RerankRequest, scores: Sequence[float], usage: dict[str, Any], ranked_by: str
 ) -> dict[str, Any]:
     """The best first; those that are equal stay in their order."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n or None]
     results = [
         {"index": i, "relevance_score": scores[i]}
-        | ({"document": {"text": request.pairs[i][0]}} if request.return_documents else {})
+        | ({"document": {"text": request.pairs[i][1]}} if request.return_documents else {})
         for i in order
     ]
-    return {"id": head.id, "model": head.model, "usage": usage, "results": results, "ranked_by": RANKED_BY}
+    return {"id": head.id, "model": head.model, "usage": usage, "results": results, "ranked_by": ranked_by}

@@ -61,9 +61,13 @@ def test_prompts_come_before_texts(folder):
         plain.embed(texts, prompt_name="query")
     with pytest.raises(RequestError, match="prompt"):
         own.embed([""])
-    for ask in (own.generate, own.score):
-        with pytest.raises(RequestError, match="model: makes embeddings and writes no text"):
-            ask(*["x"] * (1 + (ask == own.score)), use_tqdm=False)
+    with pytest.raises(RequestError, match="model: makes embeddings and writes no text"):
+        own.generate("x", use_tqdm=False)
+    queries, documents = (vectors(own, texts, prompt_name=name) for name in ("query", "document"))
+    scores = [one.outputs.score for one in own.score(texts[0], texts, use_tqdm=False)]
+    np.testing.assert_allclose(scores, np.array(documents) @ queries[0], atol=1e-6)  # the vectors have length 1
+    with pytest.raises(RequestError, match="text_1"):
+        own.score("x", ["y", "\ud800"])
     assert not own.engine.busy
     mean = LLM(str(folder), pooling="mean", **OPTIONS)
     assert not np.allclose(vectors(mean, texts), vectors(own, texts), atol=1e-3)
@@ -88,11 +92,16 @@ def test_http(folder):
         raw = good("/tokenize", prompt=PROMPTS["classification"] + text)["tokens"]
         ids, words = (good("/v1/embeddings", input=given)["data"][0]["embedding"] for given in (raw, text))
         np.testing.assert_allclose(words, ids, atol=1e-5)
+        documents = ["A dog ran home.", text]
+        ranked = good("/rerank", query=text, documents=documents)
+        scored = good("/score", queries=text, documents=documents)["data"]
+        assert [one["score"] for one in scored] == [
+            one["relevance_score"] for one in sorted(ranked["results"], key=lambda one: one["index"])
+        ]
+        assert ranked["ranked_by"] == "cosine of the embeddings of the query and each document"
         asks = {
             "/v1/completions": {"prompt": "x"},
             "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
-            "/rerank": {"query": "x", "documents": ["y"]},
-            "/score": {"text_1": "x", "text_2": "y"},
         }
         for path, body in asks.items():
             for extra in ({}, {"stream": True}) if path.startswith("/v1") else ({},):

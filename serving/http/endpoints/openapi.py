@@ -20,10 +20,11 @@ ABOUT = {
     "/v1/embeddings": "Texts as vectors.",
     "/v2/embed": "Texts as vectors, in Cohere's form.",
     "/classify": "The classes of texts with their probabilities, by a model that has classes in place of tokens.",
-    "/score": "How likely a text is after another: the mean log-probability of its tokens.",
+    "/score": "What the model says of pairs of texts: one that writes how likely the second is after the first (the "
+    "mean log-probability of its tokens), a reranker its judgement, an embedding model their cosine.",
     "/generative_scoring": "How likely one of some tokens is to come next, for each of several items.",
-    "/rerank": "Documents in the order of how likely the model finds the query after each: the mean log-probability of "
-    "the query's tokens, so relevance_score is at most 0.",
+    "/rerank": "Documents, the best first: by a reranker's judgement, by the cosine of embeddings, or by how likely a "
+    "model that writes finds the query after each (the mean log-probability of its tokens); ranked_by says which.",
     "/tokenize": "A text or a conversation as token ids.",
     "/detokenize": "Token ids as text.",
     "/v1/models": "The models of this server.",

@@ -17,7 +17,8 @@ from ...protocol import cohere, label_scores
 from ...protocol import pooling as shapes
 from ...protocol.answers.answer import Head, Usage
 from ...protocol.tokens import checked
-from ...request import classes, pooling, scoring
+from ...request import classes, pooling
+from ...request.pair_scores import PairScores, pair_scores
 from .. import prompting
 from ..answering import watched
 from ..errors import HttpError, JsonResponse
@@ -132,33 +133,28 @@ def ask_for_classes(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]
 
 
 async def score(service: Service, request: Request) -> JsonResponse:
-    head, _, scores, usage = await scores_of(service, request, "score-", shapes.parse_score)
+    head, _, scores, usage, _ = await scores_of(service, request, "score-", shapes.parse_score)
     return JsonResponse(shapes.score_response(head, scores, counts(service, usage)))
 
 
 async def rerank(service: Service, request: Request) -> JsonResponse:
-    head, asked, scores, usage = await scores_of(service, request, "rerank-", shapes.parse_rerank)
-    return JsonResponse(shapes.rerank_response(head, asked, scores, counts(service, usage)))
+    head, asked, scores, usage, by = await scores_of(service, request, "rerank-", shapes.parse_rerank)
+    return JsonResponse(shapes.rerank_response(head, asked, scores, counts(service, usage), by))
 
 
 async def scores_of(service: Service, request: Request, prefix: str, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
-    firsts: list[int] = []  # where the second text of each pair begins
+    found: list[PairScores] = []
 
     def prepare(engine: Engine, asked: shapes.ScoreRequest) -> list[Ask]:
-        asks = []
         for pair in asked.pairs:
             prompting.check_length(engine, "text_1", "".join(pair))
-            tokens, first = scoring.pair_tokens(prompting.needs_tokenizer(engine), *pair)
-            firsts.append(first)
-            asks.append(Ask(tokens, scoring.PARAMS, None, asked.terms))
-        return asks
+        tokenizer = prompting.needs_tokenizer(engine)
+        found.append(pair_scores(engine.config, engine.embedder, tokenizer, asked.pairs, asked.ranks))
+        return [Ask(one.tokens, one.params, None, asked.terms, one.pooling) for one in found[0].asked]
 
-    found = await outputs_of(service, request, prefix, parse, prepare)
-    return found.head, found.asked, list(map(value, found.outputs, firsts)), found.usage
-
-
-def value(output: RequestOutput, first: int) -> float:
-    return scoring.scored(output, first).outputs.score
+    answered = await outputs_of(service, request, prefix, parse, prepare)
+    scores = [output.outputs.score for output in found[0].scores(answered.outputs)]
+    return answered.head, answered.asked, scores, answered.usage, found[0].ranked_by
 
 
 async def generative_scoring(service: Service, request: Request) -> JsonResponse:

@@ -1,0 +1,147 @@
+"""Rerankers against transformers: heads with one class, and Qwen3-Reranker's yes and no, on fresh random weights."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from golden.families import VARIANTS
+from tokenizer_zoo import ZOO, save
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from quire import LLM  # noqa: E402
+from quire.model.config import ModelError  # noqa: E402
+from quire.serving.api.errors import RequestError  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+
+SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "little")
+QUERIES = ["the quick fox", "a lazy dog", "ünïcode ?"]
+DOCUMENTS = ["The fox jumps over the dog. " * 3, "dog", "once upon a time"]
+ROLES = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{# of 'query' and 'document' #}{% if add_generation_prompt %}answer:{% endif %}"
+)
+SHAPES = {"max_position_embeddings": 1024, "tie_word_embeddings": False}
+
+
+def made(folder, kind: str, **change):
+    """A tiny Qwen3 with a tokenizer, as transformers writes it; (folder, model, transformers' tokenizer)."""
+    save(folder, ZOO["byte_level"]())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    variant = next(variant for variant in VARIANTS if variant.name == "qwen3")
+    (folder / "config.json").write_text(json.dumps(variant.config | SHAPES | {"vocab_size": len(tokenizer)} | change))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.num_labels, config.pad_token_id = 1, None
+    torch.manual_seed(SEED)
+    model = getattr(transformers, kind).from_config(config, attn_implementation="eager").float().eval()
+    table = model.get_output_embeddings() if kind == "AutoModelForCausalLM" else model.score
+    with torch.no_grad():
+        table.weight.mul_(8)
+    model.save_pretrained(folder)
+    return folder, model, tokenizer
+
+
+def llm_of(folder, **options):
+    return LLM(model=str(folder), dtype="float32", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64,
+               kv_cache_memory_bytes=64 << 20, **options)  # fmt: skip
+
+
+@torch.no_grad()
+def test_one_class_for_two_texts(tmp_path):
+    """As sentence-transformers' CrossEncoder does it: the tokenizer pairs them, and a sigmoid is on the number."""
+    folder, model, tokenizer = made(tmp_path, "AutoModelForSequenceClassification")
+    llm = llm_of(folder)
+    found = llm.score(QUERIES, DOCUMENTS, use_tqdm=False)
+    for query, document, output in zip(QUERIES, DOCUMENTS, found, strict=True):
+        ids = tokenizer(query, document)["input_ids"]
+        assert list(output.prompt_token_ids) == ids
+        expected = torch.sigmoid(model(torch.tensor([ids])).logits[0, 0]).item()
+        assert output.outputs.score == pytest.approx(expected, abs=1e-5)
+    assert len({round(output.outputs.score, 6) for output in found}) == 3
+    alone = llm.score(QUERIES[0], DOCUMENTS, use_tqdm=False)
+    assert alone[0].outputs.score == found[0].outputs.score and len(alone) == 3
+
+
+def yes_and_no(tokenizer) -> list[str]:
+    return [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])[40:42]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("form", ["overrides", "written out", "modules", "template"])
+def test_yes_or_no(tmp_path, tied, form):
+    """What a plain model would say: softmax over two tokens' logits at the end of the published prompt."""
+    folder, model, tokenizer = made(tmp_path, "AutoModelForCausalLM", tie_word_embeddings=tied)
+    no, yes = yes_and_no(tokenizer)
+    ids = tokenizer.convert_tokens_to_ids([no, yes])
+    options = {
+        "architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": [no, yes],
+        "is_original_qwen3_reranker": True,
+    }  # fmt: skip
+    options = {"hf_overrides": options}
+    task = "Given a web search query, retrieve relevant passages that answer the query"
+    head = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    tail = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    if form in ("modules", "template"):
+        options, kinds = {}, ("base.modules.Transformer", "cross_encoder.modules.logit_score.LogitScore")
+        modules = [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
+            for i, (path, kind) in enumerate(zip(("", "1_LogitScore"), kinds, strict=True))
+        ]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        (folder / "1_LogitScore").mkdir()
+        scores = {"true_token_id": ids[1], "false_token_id": ids[0], "module_input_name": "causal_logits"}
+        (folder / "1_LogitScore" / "config.json").write_text(json.dumps(scores))
+        prompts = {"prompts": {"own": "Find it"}, "default_prompt_name": "own"}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+        task = "Find it"
+    if form == "template":
+        (folder / "chat_template.jinja").write_text(ROLES)
+    llm = llm_of(folder, **options)
+    for query, document in zip(QUERIES, DOCUMENTS, strict=True):
+        text = f"{head}<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}{tail}"
+        given = query, document
+        if form == "written out":
+            given = f"{head}<Instruct>: {task}\n<Query>: {query}\n", f"<Document>: {document}{tail}"
+        if form == "template":
+            text = f"<system>Find it\n<query>{query}\n<document>{document}\nanswer:"
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        (output,) = llm.score(*given, use_tqdm=False)
+        assert list(output.prompt_token_ids) == tokens
+        expected = model(torch.tensor([tokens])).logits[0, -1, ids].softmax(0)[1].item()
+        assert output.outputs.score == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(RequestError, match="classifies texts"):
+        llm.generate("a", use_tqdm=False)
+
+
+@torch.no_grad()
+def test_a_class_for_each_token(tmp_path):
+    """vLLM's classifier_from_token without more: the logits of some tokens, as classes."""
+    folder, model, tokenizer = made(tmp_path, "AutoModelForCausalLM")
+    names = yes_and_no(tokenizer)
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": names}
+    llm = llm_of(folder, hf_overrides=overrides)
+    tokens = tokenizer("the fox")["input_ids"]
+    expected = model(torch.tensor([tokens])).logits[0, -1, tokenizer.convert_tokens_to_ids(names)].softmax(0)
+    (output,) = llm.classify([tokens], use_tqdm=False)
+    np.testing.assert_allclose(output.outputs.probs, expected.numpy(), atol=1e-5)
+    with pytest.raises(RequestError, match="has 2 classes and scores no pairs"):
+        llm.score("a", "b", use_tqdm=False)
+    for wrong, said in (
+        (["nothing-of-the-kind", names[0]], "which is no token of this model"),
+        ([names[0]], "a list of two tokens or more"),
+        ("yes", "a list of two tokens or more"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            llm_of(folder, hf_overrides=overrides | {"classifier_from_token": wrong})
+    with pytest.raises(ModelError, match="it must be two, no and yes"):
+        llm_of(
+            folder,
+            hf_overrides=overrides | {"classifier_from_token": [*names, "a"], "is_original_qwen3_reranker": True},
+        )

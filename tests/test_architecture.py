@@ -25,7 +25,8 @@ ROOMS = """
     ops/heads ops/residual ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
 
     model/stored_format model/classes model/indexer model/config model/matrix model/mixers model/weights
-    model/partition model/decoder model/expert_copies model/families model/checkpoint model/draft_heads model/planning model/text
+    model/partition model/decoder model/expert_copies model/families model/checkpoint model/draft_heads
+    model/planning model/text
 
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
     serving/speculative serving/cache serving/device serving/engine serving/observe

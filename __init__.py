@@ -24,6 +24,8 @@ EXPORTS = {
     "SamplingParams": ".serving.api.params",
     "ScoringOutput": ".serving.api.outputs",
     "ScoringRequestOutput": ".serving.api.outputs",
+    "SearchOutput": ".serving.search",
+    "SearchParams": ".serving.search",
     "StructuredOutputsParams": ".serving.api.structured",
     "TextPrompt": ".serving.api.prompts",
     "TokensPrompt": ".serving.api.prompts",
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from .serving.engine.beam_search import BeamSearchSequence as BeamSearchSequence
     from .serving.follow import follow as follow
     from .serving.llm import LLM as LLM
+    from .serving.search import SearchOutput as SearchOutput
+    from .serving.search import SearchParams as SearchParams
 
 
 def __getattr__(name: str):

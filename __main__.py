@@ -14,6 +14,7 @@ from .serving.api.other_engines import COMMANDS as THEIRS
 # Command -> module with its `main`. Only the command that runs is imported.
 COMMANDS = {
     "generate": ".scripts.generate",
+    "search": ".scripts.search",
     "chat": ".scripts.chat",
     "serve": ".scripts.serve.command",
     "run-batch": ".scripts.run_batch",

@@ -38,6 +38,8 @@ from .protocol.tools import parse_tools
 from .request import classes, pooling, scoring
 from .request.pair_scores import pair_scores
 from .request.request import Request
+from .search import Reward, SearchOutput, SearchParams, is_chat
+from .search import search as search_answers
 
 TERMS = tuple(field.name for field in fields(Terms))
 PROMPT_KEYS = ("prompt", "prompt_token_ids", *TERMS)
@@ -277,6 +279,21 @@ class LLM:
         prompts: list[Prompt] = [{"prompt_token_ids": one.tokens} for one in asked.asked]
         how = asked.asked[0].pooling
         return asked.scores(self.run(prompts, [one.params for one in asked.asked], use_tqdm, how))
+
+    def search(
+        self,
+        prompts: Any,
+        params: SearchParams | None = None,
+        *,
+        reward: "Reward | LLM | None" = None,
+    ) -> list[SearchOutput]:
+        """The best of several answers to every prompt: a text, token ids, or a conversation as `chat` has it.
+
+        `reward` says how good answers are: `reward(prompt, answers)` gives a number for each, or it is a model with one
+        class. See `SearchParams` for the methods.
+        """
+        batch = [prompts] if is_chat(prompts) else prompt_list(prompts)
+        return search_answers(self, batch, params or SearchParams(), reward)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The result as it grows, token by token; closing the iterator aborts the request.

@@ -31,12 +31,13 @@ ROOMS = """
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
     serving/speculative serving/cache serving/device serving/engine serving/observe
     serving/defaults serving/drafter serving/build serving/follow serving/progress serving/resume serving/chat_prompt
-    serving/llm serving/async_llm
+    serving/search serving/llm serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 
     scripts/command scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env
-    scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/chat scripts/run_batch
-    scripts/plan scripts/serve scripts/bench scripts/train_heads scripts/peers scripts/gpu scripts/quill
+    scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/search scripts/chat
+    scripts/run_batch scripts/plan scripts/serve scripts/bench scripts/train_heads scripts/peers scripts/gpu
+    scripts/quill
 """.split()
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]

@@ -191,6 +191,6 @@ def test_an_end_under_load(server):
     for answer in asyncio.run(run()):
         assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 503"))  # those that came after the signal
         assert answer.startswith(b"HTTP/1.1 503") or (b"[DONE]" in answer and b'"finish_reason":"length"' in answer)
-    server.thread.join(20)
+    server.thread.join(40)
     assert not server.thread.is_alive()
     assert not server.engine.requests and server.engine.closed

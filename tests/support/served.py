@@ -106,7 +106,7 @@ def model_of(engine: Any, *names: str) -> Model:
 @contextmanager
 def served(*models: Model, **chosen: Any) -> Iterator[Any]:
     """(url, service, loop) of a server that is ready; it drains at the end."""
-    settings = ServerSettings(**{"port": 0, "shutdown_grace": 5.0, **chosen})
+    settings = ServerSettings(**{"port": 0, "shutdown_grace": 30.0, **chosen})
     started, state = threading.Event(), SimpleNamespace(url="", service=None, loop=None, error=None)
 
     async def run() -> None:

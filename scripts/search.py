@@ -1,0 +1,76 @@
+"""`quire search`: write several answers to a prompt, and print the best."""
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from . import options as o
+from .generate import read_prompt
+from .loading import load
+
+MAX_TOKENS = 256
+SEARCH = "Search"
+
+
+@o.takes_engine()
+@o.takes_sampling(MAX_TOKENS)
+def main(
+    model: o.Model = None,
+    prompt: Annotated[str | None, o.option("Text to answer.", o.OUTPUT)] = None,
+    prompt_file: Annotated[Path | None, o.option("File with the text to answer; - is stdin.", o.OUTPUT)] = None,
+    chat: Annotated[
+        bool, o.option("The text is a message: put it by the chat template.", o.OUTPUT, name="--chat")
+    ] = False,
+    as_json: Annotated[bool, o.option("Print all candidates as one JSON object.", o.OUTPUT, name="--json")] = False,
+    method: Annotated[str, o.option("best_of_n, majority or beam.", SEARCH)] = "best_of_n",
+    n: Annotated[int, o.option("Answers; of beam beginnings in a round.", SEARCH)] = 8,
+    reward_model: Annotated[
+        str | None, o.option("A model with one class, which says how good answers are.", SEARCH, "MODEL")
+    ] = None,
+    width: Annotated[int, o.option("beam: how many beginnings go on.", SEARCH)] = 2,
+    step: Annotated[str, o.option(r"beam: where a step ends; \n is a line's end.", SEARCH)] = r"\n",
+    max_steps: Annotated[int, o.option("beam: steps of an answer, at most.", SEARCH)] = 16,
+    answer: Annotated[
+        str | None,
+        o.option("majority: what an answer says, the last match or its group.", SEARCH, "PATTERN", "the whole text"),
+    ] = None,
+    *,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
+) -> None:
+    """Write several answers and print the best: the one with most reward, or the one that most say.
+
+    What was spent goes to stderr.
+    """
+    text = read_prompt(prompt, prompt_file)
+    asked: Any = [{"role": "user", "content": text}] if chat else text
+
+    from .. import RequestError, SamplingParams, SearchParams  # not at the top: `--help` must not wait for it
+
+    try:
+        params = SearchParams(
+            method.replace("-", "_"), n, width, step.encode().decode("unicode_escape"), max_steps, answer,
+            SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": 0} | sampling),
+        )  # fmt: skip
+    except RequestError as error:
+        raise o.UsageError(f"--{error.param.replace('_', '-')}: {error.message}") from None
+    if params.method != "majority" and reward_model is None:
+        raise o.UsageError(f"--method {params.method} needs --reward-model")
+    with ExitStack() as stack:
+        llm = stack.enter_context(load(model, **engine))
+        from ..serving.defaults import with_defaults  # imports JAX, so it waits for `load`, where Ctrl-C works
+
+        params = replace(params, sampling=with_defaults(params.sampling, sampling, llm.engine.defaults))
+        reward = None if reward_model is None else stack.enter_context(load(reward_model))
+        (found,) = llm.search(asked, params, reward=reward)
+    if as_json:
+        print(json.dumps(asdict(found), ensure_ascii=False))
+    else:
+        print(found.text)
+    told = f"{len(found.candidates)} candidates, {found.num_generated_tokens} tokens written"
+    if reward_model is not None:
+        told += f", {found.num_scored_tokens} read by the reward model; the best has {found.best.reward:.4g}"
+    print(told, file=sys.stderr)

@@ -203,6 +203,7 @@ class Mamba2(Recurrent):
     least_step: float = 0.0  # a token counts this much at least
     normed: bool = True  # the gated results pass a norm over each group
     multipliers: tuple[float, ...] | None = None  # of gates, values, keys, queries and steps, behind their product
+    spread: bool = False  # the one group's results, and so their norm, are of several devices
 
     kind = "mamba2"
 
@@ -232,11 +233,13 @@ class Mamba2(Recurrent):
         return self.heads * 3 * self.key_dim * self.value_dim
 
     def divides(self, tensor: int) -> bool:
-        """It cannot be split yet: heads share keys, and their results a norm."""
-        return tensor == 1
+        """Whether so many devices can split it: each has groups of its own, or all have the only one's keys."""
+        return self.heads % tensor == 0 and (self.groups == 1 or self.groups % tensor == 0)
 
     def split(self, tensor: int) -> "Mamba2":
-        return self
+        """One device's part where so many split the heads."""
+        groups, spread = max(1, self.groups // tensor), self.groups == 1 < tensor
+        return replace(self, heads=self.heads // tensor, groups=groups, spread=spread)
 
 
 @dataclass(frozen=True)

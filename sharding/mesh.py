@@ -85,12 +85,13 @@ def element_order(axis: str | Runs | None, size: int, devices: int, over: MeshAx
 
     None where that is their own order, with no element twice and no padding.
     """
-    name, runs, shared, again = axis if isinstance(axis, Runs) else Runs(axis or "", (size,))
+    name, runs, shared, again, widths = axis if isinstance(axis, Runs) else Runs(axis or "", (size,))
+    widths = widths or (1,) * len(runs)
 
     def fits(at: int, devices: int) -> bool:
         return name in PADDED or (runs[at] + again) % devices == 0 or (at in shared and devices % runs[at] == 0)
 
-    whole, parts = sum(runs), []
+    whole, parts = sum(run * width for run, width in zip(runs, widths, strict=True)), []
     for at, run in enumerate(runs):
         if not fits(at, devices):
             fitting = [n for n in range(1, 2 * devices + 1) if all(fits(each, n) for each in range(len(runs)))]
@@ -104,8 +105,10 @@ def element_order(axis: str | Runs | None, size: int, devices: int, over: MeshAx
         else:
             part = np.arange(-(-(run + again) // devices) * devices)
             part = np.where((part < run) | (part >= run + again), part, part % run)
-        parts.append(np.where(part < run, part, -1).reshape(devices, -1))
-    starts = np.cumsum((0, *runs[:-1]))
+        part = np.where(part < run, part, -1)
+        part = np.where(part[:, None] < 0, -1, part[:, None] * widths[at] + np.arange(widths[at]))
+        parts.append(part.reshape(devices, -1))
+    starts = np.cumsum([0, *(run * width for run, width in zip(runs, widths, strict=True))][:-1])
     placed = [np.where(part < 0, -1, start + part) for start, part in zip(starts, parts, strict=True)]
     found = np.concatenate(placed, axis=1).reshape(-1)
     if size != whole:  # elements of several numbers each

@@ -17,13 +17,15 @@ class Runs(NamedTuple):
     """A logical axis of several runs, each split by itself: in a fused qkv the queries, then the keys, then the values.
 
     Where there are more devices than a run in `shared` has elements, several devices hold the same element. The first
-    `again` elements are repeated after the last.
+    `again` elements are repeated after the last. `each`: of how many numbers an element of each run consists, where
+    that differs.
     """
 
     axis: str
     sizes: tuple[int, ...]
     shared: tuple[int, ...] = ()
     again: int = 0
+    each: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from ...ops.delta_net import delta_rule
 from ...ops.linear import add_up, project
 from ...ops.norm import rms_norm
 from ...ops.short_conv import short_conv
-from ...sharding.device_axes import DeviceAxes
-from ...sharding.spec import ArraySpec
+from ...sharding.device_axes import UNSPLIT, DeviceAxes
+from ...sharding.spec import ArraySpec, Runs
 from ..config import Mamba2, ModelConfig
 from ..matrix import matrix, norm
 from . import Reach
@@ -36,24 +36,27 @@ class Mamba2Weights:
 
 
 def spec(config: ModelConfig, a: Mamba2) -> Mamba2Weights:
-    D, N, dtype = config.dim, a.heads, jnp.dtype(config.dtype)
+    D, N, G, H, K, dtype = config.dim, a.heads, a.groups, a.value_dim, a.key_dim, jnp.dtype(config.dtype)
     values, convolved = a.sizes
+    by_head = Runs("heads", (N,))
+    mixed = Runs("heads", (N, G, G), shared=(1, 2), each=(H, K, K))
+    every = Runs("heads", (N, N, G, G, N), shared=(2, 3), each=(H, H, K, K, 1))
 
-    def small(shape: tuple[int, ...], init: str, dtype=jnp.float32) -> ArraySpec:
-        return ArraySpec(shape, dtype, (None,) * len(shape), init, fan_in=shape[-1])
+    def small(size: int, axis, init: str, dtype=jnp.float32) -> ArraySpec:
+        return ArraySpec((size,), dtype, (axis,), init, fan_in=size)
 
     width = values + convolved + N
     return Mamba2Weights(
-        in_DC=matrix(config, (D,), (width,), ("embed", None)),
-        conv_CW=small((convolved, a.width), "normal"),
-        rate_N=small((N,), "zeros"),
-        step_bias_N=small((N,), "ones"),
-        direct_N=small((N,), "ones"),
-        norm_C=norm(values) if a.normed else None,
-        out_CD=matrix(config, (values,), (D,), (None, "embed")),
-        conv_bias_C=small((convolved,), "zeros") if a.conv_bias else None,
-        in_bias_C=small((width,), "zeros", dtype) if a.bias else None,
-        out_bias_D=small((D,), "zeros", dtype) if a.bias else None,
+        in_DC=matrix(config, (D,), (width,), ("embed", every)),
+        conv_CW=ArraySpec((convolved, a.width), jnp.float32, (mixed, None), fan_in=a.width),
+        rate_N=small(N, by_head, "zeros"),
+        step_bias_N=small(N, by_head, "ones"),
+        direct_N=small(N, by_head, "ones"),
+        norm_C=norm(values, by_head) if a.normed else None,
+        out_CD=matrix(config, (values,), (D,), (by_head, "embed")),
+        conv_bias_C=small(convolved, mixed, "zeros") if a.conv_bias else None,
+        in_bias_C=small(width, every, "zeros", dtype) if a.bias else None,
+        out_bias_D=small(D, None, "zeros", dtype) if a.bias else None,
     )
 
 
@@ -89,5 +92,7 @@ def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, reach: Reach, eps: float
     out_TNH, cache = reach.recur((x_TC, step_TN.astype(jnp.float32)), run, cache)
     out_TC = out_TNH.reshape(-1, values) * activation(gate_TC.astype(jnp.float32))
     if w.norm_C is not None:
-        out_TC = rms_norm(out_TC.reshape(-1, a.groups, values // a.groups), None, eps).reshape(-1, values) * w.norm_C
+        over = axes.tensor if a.spread else UNSPLIT
+        out_TGC = rms_norm(out_TC.reshape(-1, a.groups, values // a.groups), None, eps, over)
+        out_TC = out_TGC.reshape(-1, values) * w.norm_C
     return add_up("TC,CD->TD", out_TC.astype(in_TC.dtype), w.out_CD, w.out_bias_D, axes.tensor), cache

@@ -74,6 +74,10 @@ def test_runs_are_dealt_out_one_by_one():
     assert [part[0].tolist() for part in parts(heads)] == [[0, 1, 8, 10], [2, 3, 8, 10], [4, 5, 9, 11], [6, 7, 9, 11]]
     scale = ArraySpec((2 * 3,), jnp.float32, (Runs("heads", (2,), shared=(0,)),))
     assert [part.tolist() for part in parts(scale)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    uneven = ArraySpec((4 * 2 + 2 * 3 + 4,), jnp.float32, (Runs("heads", (4, 2, 4), shared=(1,), each=(2, 3, 1)),))
+    assert [part.tolist() for part in parts(uneven)] == [
+        [0, 1, 8, 9, 10, 14], [2, 3, 8, 9, 10, 15], [4, 5, 11, 12, 13, 16], [6, 7, 11, 12, 13, 17]
+    ]  # fmt: skip
     words = ArraySpec((6, 1), jnp.float32, ("vocab", None))
     assert [part[:, 0].tolist() for part in parts(words)] == [[0, 1], [2, 3], [4, 5], [0, 0]]
 

@@ -36,6 +36,7 @@ FAMILIES = {
     "hunyuan_v1_moe": ".hunyuan",
     "kimi_k2": ".deepseek",
     "kimi_k25": ".wrapper",
+    "kimi_linear": ".kimi_linear",
     "lfm2": ".lfm2",
     "lfm2_moe": ".lfm2_moe",
     "llama": ".llama",

@@ -13,7 +13,7 @@ from ..config import Mixer
 
 MIXERS = {
     "attention": ".attention", "latent": ".latent", "delta_net": ".delta_net", "mamba2": ".mamba2",
-    "short_conv": ".short_conv", "side_by_side": ".side_by_side",
+    "kimi_delta": ".kimi_delta", "short_conv": ".short_conv", "side_by_side": ".side_by_side",
 }  # fmt: skip
 
 

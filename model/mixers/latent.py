@@ -73,9 +73,9 @@ def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, reach: Reach, e
     q_TNH = einsum("TA,ANH->TNH", q_TA, w.q_up_ANH)
     kv_TA = project("TD,DA->TA", x_TD, w.kv_down_DA, w.kv_down_bias_A)
     latent_TA = rms_norm(kv_TA[:, : a.kv_rank], w.kv_norm_A, a.norm_eps)
-    k_rope_T1H = rotate(kv_TA[:, None, a.kv_rank :], rope)
+    k_rope_T1H = turned(kv_TA[:, None, a.kv_rank :], rope)
     q_latent_TNA = einsum("TNH,NAH->TNA", q_TNH[..., : a.nope_dim], w.k_up_NAH)
-    q_TNA = jnp.concatenate([q_latent_TNA, rotate(q_TNH[..., a.nope_dim :], rope)], axis=-1)
+    q_TNA = jnp.concatenate([q_latent_TNA, turned(q_TNH[..., a.nope_dim :], rope)], axis=-1)
     k_T1A = jnp.concatenate([latent_TA[:, None], k_rope_T1H], axis=-1)
     options = {}
     if a.indexer is not None:
@@ -84,3 +84,8 @@ def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, reach: Reach, e
     out_TNA, cache = reach.attend(q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank, **options)
     out_TNH = einsum("TNA,NHA->TNH", out_TNA, w.v_up_NHA)
     return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache
+
+
+def turned(x_TNH, rope):
+    """Rotated, where there is a rotary embedding."""
+    return x_TNH if rope is None else rotate(x_TNH, rope)

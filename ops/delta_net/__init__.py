@@ -11,6 +11,8 @@ Without the correction, where the token's value is added as it is, it is Mamba 2
 
     M = M + k (beta * v)
 
+A decay may be one number of a head, or one for each number of its keys, as in Kimi Delta Attention.
+
 Done so the bits are the same however a prompt is cut, whoever else is in the step, and when a token is computed again.
 Letters beside the package's: K key heads, N value heads, H key size, V value size, B slots of memories.
 """
@@ -33,7 +35,10 @@ def delta_rule(
     corrects: bool = True,
     implementation: str | None = None,
 ):
-    """(out_TNV, memories), all in float32; N / K value heads share a key head. Padding rows give zeros."""
+    """(out_TNV, memories), all in float32; N / K value heads share a key head. Padding rows give zeros.
+
+    `decay_TN` may be [T, N, H].
+    """
     return choose(
         IMPLEMENTATIONS,
         __name__,

@@ -17,7 +17,8 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
         row_B, live_B = rows.starts_B1[:-1] + number, number < counts_B
         at_B = jnp.minimum(row_B, T - 1)
         q_BNH1, k_BNH1 = (jnp.repeat(x_TKH[at_B], shared, axis=1)[..., None] for x_TKH in (q_TKH, k_TKH))
-        faded = memory * decay_TN[at_B][..., None, None]
+        decay_BN = decay_TN[at_B]
+        faded = memory * (decay_BN[..., None] if decay_BN.ndim == 3 else decay_BN[..., None, None])
         error_BNV = v_TNV[at_B] - sum_pairs(faded * k_BNH1, -2) if corrects else v_TNV[at_B]
         error_BNV = error_BNV * beta_TN[at_B][..., None]
         faded = faded + k_BNH1 * error_BNV[:, :, None]

@@ -13,7 +13,7 @@ struct Work {
   const float *q, *k, *v, *decay, *beta;
   const int32_t *starts, *slot, *begins, *kept;
   float *memory, *out;
-  bool corrects;
+  bool corrects, by_key;  // by_key: each number of a key has a decay of its own
 };
 
 // Vectors of sixteen columns, or single ones where a head's size is no multiple of sixteen.
@@ -32,13 +32,14 @@ template <typename Vector, int COUNT>
 void row(const Work& w, int64_t t, int64_t n, int64_t column, float* m) {
   const float* k = w.k + (t * w.K + n / (w.N / w.K)) * w.H;
   const float* q = w.q + (t * w.K + n / (w.N / w.K)) * w.H;
-  const float decay = w.decay[t * w.N + n], beta = w.beta[t * w.N + n];
+  const float* decay = w.decay + (t * w.N + n) * (w.by_key ? w.H : 1);
+  const float beta = w.beta[t * w.N + n];
   constexpr int64_t SIZE = sizeof(Vector) / 4;
   Vector said[COUNT] = {}, read[COUNT] = {}, error[COUNT];
   for (int64_t h = 0; h < w.H; ++h)
     for (int c = 0; c < COUNT; ++c) {
       float* at = m + h * w.V + c * SIZE;
-      Vector faded = get<Vector>(at) * decay;
+      Vector faded = get<Vector>(at) * decay[w.by_key ? h : 0];
       said[c] += faded * k[h];
       put(at, faded);
     }
@@ -85,7 +86,7 @@ const char* delta_rule(const Call& call) {
   w.decay = call.array(3).data<float>(), w.beta = call.array(4).data<float>();
   w.starts = call.array(6).data<int32_t>(), w.slot = call.array(7).data<int32_t>();
   w.begins = call.array(8).data<int32_t>(), w.kept = call.array(9).data<int32_t>();
-  w.corrects = call.attribute<int32_t>("corrects");
+  w.corrects = call.attribute<int32_t>("corrects"), w.by_key = call.attribute<int32_t>("by_key");
   w.out = call.result(0).data<float>(), w.memory = call.result(1).data<float>();
   if (w.memory != memory.data<float>()) return "delta rule: the memories are not written where they lie";
   int64_t B = call.array(7).dim(0), parts = (w.V + COLUMNS - 1) / COLUMNS;
@@ -106,6 +107,6 @@ constexpr auto F32 = dtype::F32, S32 = dtype::S32;
 
 }  // namespace
 
-QUIRE_KERNEL(delta_rule, {{F32, F32, F32, F32, F32, F32, S32, S32, S32, S32}, {"corrects"}})
+QUIRE_KERNEL(delta_rule, {{F32, F32, F32, F32, F32, F32, S32, S32, S32, S32}, {"by_key", "corrects"}})
 
 }  // namespace quire

@@ -29,7 +29,7 @@ def naive_delta(q, k, v, decay, beta, memory, corrects=True):
     for t in range(len(v)):
         for n in range(v.shape[1]):
             key, query = k[t, n // shared], q[t, n // shared]
-            memory[n] *= decay[t, n]
+            memory[n] *= decay[t, n][..., None]
             memory[n] += np.outer(key, beta[t, n] * (v[t, n] - corrects * (key @ memory[n])))
             out[t, n] = query @ memory[n]
     return out, memory
@@ -42,12 +42,13 @@ def naive_conv(x, weight, tail):
     return np.stack([sum(both[t + w] * weight[:, w] for w in range(W)) for t in range(len(x))]), both
 
 
-def drawn(rng, shape, T):
+def drawn(rng, shape, T, by_key=False):
     K, N, H, V = shape
     q, k = (rng.standard_normal((T, K, H)).astype(np.float32) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.standard_normal((T, N, V)).astype(np.float32)
-    decay, beta = rng.uniform(0.5, 1, (T, N)).astype(np.float32), rng.uniform(0, 1, (T, N)).astype(np.float32)
+    decay = rng.uniform(0.5, 1, (T, N, H) if by_key else (T, N)).astype(np.float32)
+    beta = rng.uniform(0, 1, (T, N)).astype(np.float32)
     return q, k, v, decay, beta
 
 
@@ -64,8 +65,17 @@ def rows_of(counts, slots, begins, kept, T) -> StateRows:
 
 @pytest.mark.random
 @BY_NAME
-@pytest.mark.parametrize(("shape", "corrects"), [*((shape, True) for shape in SHAPES), (SHAPES[0], False)], ids=str)
-def test_against_float64(name, shape, corrects):
+@pytest.mark.parametrize(
+    ("shape", "corrects", "by_key"),
+    [
+        *((shape, True, False) for shape in SHAPES),
+        (SHAPES[0], False, False),
+        (SHAPES[1], True, True),
+        (SHAPES[2], True, True),
+    ],
+    ids=str,
+)
+def test_against_float64(name, shape, corrects, by_key):
     rng, name = np.random.default_rng(5), implementation(name)
     run = jax.jit(delta_net.delta_rule, static_argnames=("implementation", "corrects"))
     K, N, H, V = shape
@@ -73,7 +83,7 @@ def test_against_float64(name, shape, corrects):
         counts = rng.integers(1, 9, rng.integers(1, SLOTS + 1))
         slots, T = rng.permutation(SLOTS)[: len(counts)], 48
         begins, kept = rng.random(len(counts)) < 0.5, [int(rng.integers(0, count + 1)) for count in counts]
-        arrays = drawn(rng, shape, T)
+        arrays = drawn(rng, shape, T, by_key)
         held = rng.standard_normal((SLOTS, N, H, V)).astype(np.float32)
         held[slots[begins]] = np.nan  # what another left is not looked at
         out, memory = run(*arrays, held, rows_of(counts, slots, begins, kept, T), corrects, implementation=name)
@@ -115,14 +125,15 @@ def test_convolution_against_float64():
 
 @pytest.mark.random
 @BY_NAME
-def test_bits_are_those_of_any_cut(name):
+@pytest.mark.parametrize("by_key", [False, True])
+def test_bits_are_those_of_any_cut(name, by_key):
     """A sequence by itself at once; and in pieces, each with others beside it and rows that are computed in vain."""
     rng, name = np.random.default_rng(7), implementation(name)
     rule = jax.jit(delta_net.delta_rule, static_argnames="implementation")
     conv, length = jax.jit(short_conv), 40
     for shape in SHAPES[:3]:
         K, N, H, V = shape
-        own, weight = drawn(rng, shape, length), rng.standard_normal((N * V, 4)).astype(np.float32)
+        own, weight = drawn(rng, shape, length, by_key), rng.standard_normal((N * V, 4)).astype(np.float32)
         alone = rows_of([length], [0], [True], [length], length)
         whole, _ = rule(*own, np.zeros((SLOTS, N, H, V), np.float32), alone, implementation=name)
         blurred, _ = conv(own[2].reshape(length, -1), weight, np.zeros((SLOTS, 3, N * V), np.float32), alone)
@@ -134,7 +145,7 @@ def test_bits_are_those_of_any_cut(name):
                 kept = int(min(rng.choice([1, 1, 2, 7, 16]), length - at))
                 count = min(kept + int(rng.integers(0, 3)), length - at)
                 before, after = (int(rng.integers(1, 6)) for _ in range(2))
-                pieces = drawn(rng, shape, 30 if before + count + after < 30 else 64)
+                pieces = drawn(rng, shape, 30 if before + count + after < 30 else 64, by_key)
                 for piece, mine in zip(pieces, own, strict=True):
                     piece[before : before + count] = mine[at : at + count]
                 others = [other for other in range(SLOTS) if other != slot]

@@ -104,7 +104,8 @@ def test_greedy_tokens(variant, block_size, case):
         assert [list(output.outputs[0].token_ids) for output in outputs] == [tokens[n:] for _, tokens, n in asked]
 
 
-@pytest.mark.parametrize("name", PUBLISHED | PUBLISHED_MOE)
+# transformers joins and renames Kimi Linear's tensors when it reads them; the tiny model has the names of the files.
+@pytest.mark.parametrize("name", sorted((PUBLISHED | PUBLISHED_MOE).keys() - {"Kimi-Linear-48B-A3B"}))
 def test_published_tensors(name, tmp_path):
     """transformers builds a published model of the tensors that the family file asks for, and of no others."""
     hf = (PUBLISHED | PUBLISHED_MOE)[name].config

@@ -92,6 +92,7 @@ def llama4(experts: int, every: int, rope_scaling: dict | None) -> dict:
     }  # fmt: skip
 
 
+KIMI_FULL = [4, 8, 12, 16, 20, 24, 27]
 LFM2_LAYERS = ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)]
 
 PUBLISHED_MOE = {
@@ -126,6 +127,29 @@ PUBLISHED_MOE = {
         },
         8.34e9,
         [GLOBAL] * 24,
+    ),
+    "Kimi-Linear-48B-A3B": Published(
+        {
+            "architectures": ["KimiLinearForCausalLM"], "bos_token_id": 163584, "dtype": "bfloat16",
+            "eos_token_id": 163586, "first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu",
+            "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216, "kv_lora_rank": 512,
+            "linear_attn_config": {
+                "full_attn_layers": KIMI_FULL, "head_dim": 128,
+                "kda_layers": [index for index in range(1, 28) if index not in KIMI_FULL], "num_heads": 32,
+                "short_conv_kernel_size": 4,
+            },
+            "mla_use_nope": True, "model_max_length": 1048576, "model_type": "kimi_linear",
+            "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid", "num_attention_heads": 32, "num_expert_group": 1,
+            "num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 27, "num_key_value_heads": 32,
+            "num_nextn_predict_layers": 0, "num_shared_experts": 1, "pad_token_id": 163839, "q_lora_rank": None,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
+            "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1,
+            "transformers_version": "4.56.2", "use_cache": True, "use_grouped_topk": True, "v_head_dim": 128,
+            "vocab_size": 163840,
+        },
+        49.12e9,
+        [GLOBAL] * 27,
     ),
     "Mixtral-8x7B": Published(
         {

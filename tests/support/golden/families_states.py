@@ -55,6 +55,19 @@ NEMOTRON_3 = NEMOTRON_H | {
     "moe_shared_expert_intermediate_size": 48, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1,
     "norm_topk_prob": True, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "topk_group": 1,
 }  # fmt: skip
+KIMI_LINEAR = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"} | {
+    "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "hidden_act": "silu", "head_dim": 24,
+    "pad_token_id": 0,
+    "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "mla_use_nope": True, "model_max_length": 512, "moe_intermediate_size": 32, "moe_layer_freq": 1,
+    "linear_attn_config": {
+        "full_attn_layers": [3], "head_dim": 16, "kda_layers": [1, 2, 4], "num_heads": 4, "short_conv_kernel_size": 4,
+    },
+    "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 8,
+    "num_experts_per_token": 3, "num_hidden_layers": 4, "num_key_value_heads": 4, "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1, "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True,
+}  # fmt: skip
 OLMO_HYBRID = SIZES | {key: value for key, value in DELTA.items() if key != "head_dim"} | {
     "model_type": "olmo_hybrid", "architectures": ["OlmoHybridForCausalLM"], "pad_token_id": 0,
     "rope_parameters": {"rope_theta": None, "rope_type": "default"}, "linear_allow_neg_eigval": True,
@@ -112,6 +125,7 @@ STATE_VARIANTS = [
     Variant("lfm2", LFM2),
     Variant("lfm2-plain", LFM2 | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}),
     Variant("olmo-hybrid", OLMO_HYBRID),
+    Variant("kimi-linear", KIMI_LINEAR),
     Variant("falcon-h1", FALCON_H1),
     Variant("falcon-h1-normed", FALCON_H1 | {"mamba_rms_norm": True, "num_hidden_layers": 2}),
     Variant("qwen3-5", QWEN3_5 | {"architectures": ["Qwen3_5ForCausalLM"]}),

@@ -1,0 +1,80 @@
+"""Kimi Delta Attention: the delta rule with a decay for each number of a key, in most layers of Kimi Linear."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from ...ops.activation import ACTIVATIONS
+from ...ops.delta_net import delta_rule
+from ...ops.linear import add_up, einsum
+from ...ops.norm import rms_norm
+from ...ops.short_conv import short_conv
+from ...sharding.device_axes import DeviceAxes
+from ...sharding.spec import ArraySpec, Runs
+from ..config import KimiDelta, ModelConfig
+from ..matrix import matrix, norm
+from . import Reach
+from .delta_net import unit
+
+Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
+
+
+@struct.dataclass
+class KimiDeltaWeights:
+    in_DC: (
+        Array  # queries, keys and values, which are convolved; what decays and gates are made of; how far one corrects
+    )
+    conv_CW: Array
+    decay_RNH: Array
+    gate_RNH: Array
+    fading_N: Array  # the logarithm of each head's rate
+    fading_bias_NH: Array
+    norm_H: Array
+    out_NHD: Array
+
+
+def spec(config: ModelConfig, a: KimiDelta) -> KimiDeltaWeights:
+    D, N, H, R = config.dim, a.heads, a.dim, a.rank
+    every = Runs("heads", (N, N, N, 1, 1, N), shared=(3, 4), each=(H, H, H, R, R, 1))
+    convolved = Runs("heads", (N, N, N), each=(H, H, H))
+    return KimiDeltaWeights(
+        in_DC=matrix(config, (D,), (3 * a.size + 2 * R + N,), ("embed", every)),
+        conv_CW=ArraySpec((3 * a.size, a.width), jnp.float32, (convolved, None), fan_in=a.width),
+        decay_RNH=matrix(config, (R,), (N, H), (None, "heads", None)),
+        gate_RNH=matrix(config, (R,), (N, H), (None, "heads", None)),
+        fading_N=ArraySpec((N,), jnp.float32, ("heads",), "zeros"),
+        fading_bias_NH=ArraySpec((N, H), jnp.float32, ("heads", None), "ones"),
+        norm_H=norm(H),
+        out_NHD=matrix(config, (N, H), (D,), ("heads", None, "embed")),
+    )
+
+
+def reads(w: KimiDeltaWeights) -> Array:
+    """The weight that the rows meet first."""
+    return w.in_DC
+
+
+def mix(a: KimiDelta, w: KimiDeltaWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+    """Everything between the products is in float32."""
+    assert reach.recur is not None, "there is nothing that keeps states"
+    activation, size, R = ACTIVATIONS[a.activation], a.size, a.rank
+
+    def run(inputs, states, rows):
+        x_TC, decay_TNH, beta_TN = inputs
+        x_TC, tail = short_conv(x_TC, w.conv_CW, states["tail"], rows)
+        q_TNH, k_TNH, v_TNH = jnp.moveaxis(activation(x_TC).reshape(-1, 3, a.heads, a.dim), 1, 0)
+        rate_TNH = jax.nn.softplus(decay_TNH + w.fading_bias_NH)
+        decay_TNH = jnp.exp(-jnp.exp(w.fading_N)[:, None] * rate_TNH)
+        q_TNH, beta_TN = unit(q_TNH) * a.dim**-0.5, jax.nn.sigmoid(beta_TN)
+        out_TNH, memory = delta_rule(q_TNH, unit(k_TNH), v_TNH, decay_TNH, beta_TN, states["memory"], rows)
+        return out_TNH, {"tail": tail, "memory": memory}
+
+    in_TC = einsum("TD,DC->TC", x_TD, w.in_DC)
+    x_TC, decay_TR, gate_TR, beta_TN = jnp.split(in_TC, (3 * size, 3 * size + R, 3 * size + 2 * R), axis=1)
+    decay_TNH = einsum("TR,RNH->TNH", decay_TR, w.decay_RNH).astype(jnp.float32)
+    out_TNH, cache = reach.recur((x_TC, decay_TNH, beta_TN.astype(jnp.float32)), run, cache)
+    gate_TNH = einsum("TR,RNH->TNH", gate_TR, w.gate_RNH).astype(jnp.float32)
+    out_TNH = rms_norm(out_TNH, w.norm_H, eps) * jax.nn.sigmoid(gate_TNH)
+    return add_up("TNH,NHD->TD", out_TNH.astype(in_TC.dtype), w.out_NHD, None, axes.tensor), cache

@@ -181,7 +181,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(
-    "config", thinned(CONFIGS, [CONFIGS[0], CONFIGS[2]]), ids=lambda config: "-".join(map(str, config.values()))[-24:]
+    "config", thinned(CONFIGS, [CONFIGS[0]]), ids=lambda config: "-".join(map(str, config.values()))[-24:]
 )
 def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path):
     """Its own drafts, taken always and only where they pay, where pages are short; all is asked a second time."""

@@ -81,7 +81,7 @@ def test_against_float64(name):
 
 @pytest.mark.parametrize(
     "more",
-    thinned([{"sinks": True}, {"S": 32, "codes": "int8"}, {"G": 8, "H": 320, "value_dim": 256}], [{"sinks": True}]),
+    thinned([{"sinks": True}, {"S": 32, "codes": "int8"}, {"G": 8, "H": 320, "value_dim": 256}], []),
     ids=str,
 )
 def test_the_same_bits_in_any_step(more):
@@ -102,7 +102,7 @@ def test_the_same_bits_in_any_step(more):
     compare(6, 6, 133, 1, [Sequence(other, 130, 1) for other in range(5)])  # even shares, so that no context is cut
 
 
-@pytest.mark.parametrize("ahead", thinned([8, 2], [2]))
+@pytest.mark.parametrize("ahead", thinned([8, 2], []))
 def test_the_last_to_save_a_span_merges(ahead, monkeypatch):
     """Whichever processor it is, the bits are the same, and the next layer finds zeros where they counted."""
     monkeypatch.setattr(task, "SPANS", 4)

@@ -940,6 +940,7 @@ def test_serve_reads_drafts_from_the_servers_metrics(run, tmp_path):
     assert "accepted by position" in out and "100%  50%  0%" in out
 
 
+@pytest.mark.slow
 def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "not-used"))
     held, start = [], startup.start

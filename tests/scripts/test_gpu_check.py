@@ -86,6 +86,7 @@ def test_only_the_attention_named_is_compiled(monkeypatch):
     run(*inputs)
 
 
+@pytest.mark.slow
 def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
     """At the sizes that the card is measured with, but for the number of layers."""
     monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)

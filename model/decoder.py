@@ -126,7 +126,11 @@ def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAx
 def classes(weights: ModelWeights, hidden_RD):
     """A float32 number for each class of the given rows."""
     with jax.named_scope("classes"):
-        return einsum("RD,DC->RC", hidden_RD.astype(jnp.float32), weights.classes_DC)
+        x_RD = hidden_RD.astype(jnp.float32)
+        if weights.classes_up_DF is not None:
+            x_RD = jax.nn.relu(einsum("RD,DF->RF", x_RD, weights.classes_up_DF) + weights.classes_up_bias_F)
+        found_RC = einsum("RD,DC->RC", x_RD, weights.classes_DC)
+        return found_RC if weights.classes_bias_C is None else found_RC + weights.classes_bias_C
 
 
 def distinct_ropes(config: ModelConfig):

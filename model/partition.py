@@ -58,7 +58,10 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
     own = weights.replace(layers=weights.layers[stage.layers.start : stage.layers.stop])
     if not stage.begins:
         own = own.replace(embed_VD=None, per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
-    return own if stage.ends else own.replace(final_norm_D=None, head_VD=None, classes_DC=None)
+    return own if stage.ends else own.replace(
+        final_norm_D=None, head_VD=None, classes_DC=None, classes_bias_C=None, classes_up_DF=None,
+        classes_up_bias_F=None,
+    )  # fmt: skip
 
 
 def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1, context: int = 1) -> None:

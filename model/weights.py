@@ -69,6 +69,9 @@ class ModelWeights:
     final_norm_D: Array
     head_VD: Array = None  # None: tied to the embedding
     classes_DC: Array = None
+    classes_bias_C: Array = None
+    classes_up_DF: Array = None  # a product before that
+    classes_up_bias_F: Array = None
     per_layer_embed_VLA: Array = None
     per_layer_proj_DLA: Array = None
     per_layer_norm_A: Array = None
@@ -85,6 +88,7 @@ def abstract(config: ModelConfig) -> ModelWeights:
         final_norm_D=norm(D),
         head_VD=None if config.tied else head_VD,
         classes_DC=config.classes and classes_spec(config, len(config.classes.labels)),
+        **deep_specs(config),
     )
     if not A:
         return weights
@@ -97,6 +101,17 @@ def abstract(config: ModelConfig) -> ModelWeights:
 
 def classes_spec(config: ModelConfig, C: int) -> ArraySpec:
     return ArraySpec((config.dim, C), jnp.float32, ("embed", None), fan_in=config.dim, inputs=(0,))
+
+
+def deep_specs(config: ModelConfig) -> dict[str, ArraySpec]:
+    """Of a head for classes that is two products."""
+    if config.classes is None or not config.classes.deep:
+        return {}
+    return {
+        "classes_up_DF": classes_spec(config, config.dim),
+        "classes_up_bias_F": ArraySpec((config.dim,), jnp.float32, (None,), "zeros"),
+        "classes_bias_C": ArraySpec((len(config.classes.labels),), jnp.float32, (None,), "zeros"),
+    }
 
 
 def dense_specs(config: ModelConfig) -> ModelWeights:

@@ -258,11 +258,16 @@ class LLM:
         return [classes.classified(output, self.engine.config) for output in outputs]
 
     def reward(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[PoolingRequestOutput]:
-        """The reward of every prompt, a question with its answer: the one number of the model's head, as it is."""
-        classes.check(self.engine.config, reward=True)
+        """The reward of every prompt, a question with its answer: the one number of the model's head, as it is.
+
+        A model of process rewards gives a number for each step: the probability that it is right.
+        """
+        config = self.engine.config
+        classes.check(config, reward=True)
         batch = prompt_list(prompts)
-        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, "last")
-        return [classes.rewarded(output) for output in outputs]
+        how: Pooling = "last" if config.classes is None or config.classes.step is None else "steps"
+        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, how)
+        return [classes.rewarded(output, config) for output in outputs]
 
     def score(
         self, text_1: str | Seq[str], text_2: str | Seq[str], use_tqdm: bool = True

@@ -175,7 +175,7 @@ class Search:
                     raise RequestError("reward", f"gave {len(rewards)} numbers for {len(own)} answers")
             else:
                 given = [next(outputs) for _ in own]
-                rewards = [output.outputs.data[0] for output in given]
+                rewards = [output.outputs.data[-1] for output in given]  # of a model that judges steps the last one's
                 self.scored[place] += sum(len(output.prompt_token_ids) for output in given)
             for answer, value in zip(own, rewards, strict=True):
                 answer.reward = float(value)
@@ -183,11 +183,12 @@ class Search:
     def judged(self, prompt: Any, answer: Candidate) -> Any:
         """What the reward model reads: the conversation with the answer, or the text that goes on with it."""
         assert self.reward is not None and not callable(self.reward)
+        text = in_steps(self.reward, answer.text, self.params.step)
         if is_chat(prompt):
-            told = [*prompt, {"role": "assistant", "content": answer.text}]
+            told = [*prompt, {"role": "assistant", "content": text}]
             return self.reward.chat_prompt(told, add_generation_prompt=False)
         if isinstance(prompt, str):
-            return prompt + answer.text
+            return prompt + text
         return TokensPrompt(prompt_token_ids=tokens_of(self.llm, prompt) + answer.token_ids)
 
     def vote(self, candidates: list[Candidate]) -> Candidate:
@@ -222,6 +223,15 @@ class Search:
     def over(self, one: Candidate) -> bool:
         most = self.params.sampling.max_tokens
         return one.finish_reason is not None or (most is not None and len(one.token_ids) >= most)
+
+
+def in_steps(reward: Writer, text: str, step: str) -> str:
+    """An answer as a reward model reads it: where it judges steps, with a token of its own after each."""
+    token = reward.engine.config.classes.step
+    if token is None:
+        return text
+    mark = reward.get_tokenizer().decode([token], skip_special_tokens=False)
+    return "".join(part.strip() + mark for part in text.split(step) if part.strip()) or mark
 
 
 def distinct(candidates: Seq[Candidate]) -> list[Candidate]:

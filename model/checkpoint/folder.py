@@ -19,6 +19,7 @@ HEADS = {  # endings of architectures, and what such a model does in place of ge
     "Model": "makes hidden states",
 }
 GENERATES = ("LMHeadModel",)  # endings in "Model" that have a head for text
+REWARDS, STEP_REWARDS = "Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"  # whose heads are known
 
 
 def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, embeds: bool = False) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, e
     names = hf.get("architectures")
     for name in names if isinstance(names, list) else ():
         ending = next((ending for ending in HEADS if str(name).endswith(ending)), None)
-        if embeds and ending == "Model":
+        if name in (REWARDS, STEP_REWARDS) or (embeds and ending == "Model"):
             continue
         if ending and not str(name).endswith(GENERATES):
             remedy = json.dumps({"architectures": [f"{str(name).removesuffix(ending)}ForCausalLM"]})

@@ -74,7 +74,7 @@ def read_config(
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} holds a value of the wrong kind: {error}") from error
-    found = by_tokens or classes_of(hf)
+    found = by_tokens or reranker.rewards(folder, hf) or classes_of(hf)
     if by_tokens is not None:
         found = replace(by_tokens, own_head=not config.tied)
         check_tokens(config, found)
@@ -355,8 +355,17 @@ def sources_of(config: ModelConfig) -> ModelWeights:
         return sources
     if config.classes.tokens:
         return sources.replace(classes_DC=difference_of_rows(sources, config))
-    shape = len(config.classes.labels), config.dim
-    return sources.replace(classes_DC=tensor("score.weight", shape, lambda x: x.astype(np.float32).T))
+    C, D = len(config.classes.labels), config.dim
+
+    def wide(name: str, *shape: int) -> Source:
+        return tensor(f"score.{name}", shape, lambda x: x.astype(np.float32).T)
+
+    if not config.classes.deep:
+        return sources.replace(classes_DC=wide("weight", C, D))
+    return sources.replace(
+        classes_up_DF=wide("0.weight", D, D), classes_up_bias_F=wide("0.bias", D),
+        classes_DC=wide("2.weight", C, D), classes_bias_C=wide("2.bias", C),
+    )  # fmt: skip
 
 
 def canonical(family: Any, name: str) -> str:

@@ -12,7 +12,7 @@ from ...sharding.mesh import sharding, stage_meshes
 from ...sharding.spec import ArraySpec, nbytes
 from ..config import ModelConfig
 from ..partition import stages
-from ..weights import ModelWeights, abstract
+from ..weights import ModelWeights, abstract, deep_specs
 
 HOST = "pinned_host"  # memory that a device can copy from by itself
 
@@ -83,6 +83,7 @@ class Placement:
             final_norm_D=last,
             head_VD=None if config.tied else last,
             classes_DC=config.classes and last,
+            **dict.fromkeys(deep_specs(config), last),
             per_layer_embed_VLA=per_layer,
             per_layer_proj_DLA=per_layer,
             per_layer_norm_A=per_layer,

@@ -1,4 +1,4 @@
-"""Models that judge by the tokens that they would say, as Qwen3-Reranker does by yes and no."""
+"""Models that judge: by the tokens that they would say, as Qwen3-Reranker by yes and no, or with Qwen2's heads."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +9,9 @@ import tokenizers
 from ..classes import Classes
 from ..config import ModelError
 from . import embedder
-from .folder import read_json
+from .folder import REWARDS, STEP_REWARDS, read_json
 
+STEP = "<extra_0>"  # ends each step of an answer that a model of process rewards reads
 KEYS = ("classifier_from_token", "is_original_qwen3_reranker")  # vLLM's, in --hf-overrides
 
 
@@ -33,14 +34,30 @@ def named(folder: Path, names: Any, one: Any) -> Classes:
     """By the texts of tokens: a class each, or `one`, whose number is how much likelier the second is."""
     if not isinstance(names, list) or len(names) < 2 or not all(isinstance(name, str) for name in names):
         raise ModelError(f"config.json: {KEYS[0]} = {names!r:.80}; it must be a list of two tokens or more")
-    if not (file := folder / "tokenizer.json").is_file():
-        raise ModelError(f"config.json: {KEYS[0]} names tokens, and {folder} has no tokenizer.json that knows them")
-    ids = list(map(tokenizers.Tokenizer.from_file(str(file)).token_to_id, names))
-    if None in ids:
-        lacking = names[ids.index(None)]
-        raise ModelError(f"config.json: {KEYS[0]} names {lacking!r:.40}, which is no token of this model")
+    ids = numbers_of(folder, names, KEYS[0])
     if not one:
         return Classes(tuple(names), "softmax", tuple((number, -1) for number in ids))
     if len(ids) != 2:
         raise ModelError(f"config.json: {KEYS[0]} names {len(ids)} tokens; with {KEYS[1]} it must be two, no and yes")
     return Classes(("LABEL_0",), "sigmoid", ((ids[1], ids[0]),))
+
+
+def numbers_of(folder: Path, names: list[str], key: str) -> list[int]:
+    """The numbers of tokens that config.json names by their texts."""
+    if not (file := folder / "tokenizer.json").is_file():
+        raise ModelError(f"config.json: {key} names tokens, and {folder} has no tokenizer.json that knows them")
+    ids = list(map(tokenizers.Tokenizer.from_file(str(file)).token_to_id, names))
+    if None in ids:
+        raise ModelError(f"config.json: {key} names {names[ids.index(None)]!r:.40}, which is no token of this model")
+    return ids
+
+
+def rewards(folder: Path, hf: Mapping[str, Any]) -> Classes | None:
+    """The classes of Qwen2's models of rewards, of a whole answer or of each of its steps; None of others."""
+    (name, *_) = hf.get("architectures") or [None]
+    if name == REWARDS:
+        return Classes(("LABEL_0",), "none", deep=True)
+    if name != STEP_REWARDS:
+        return None
+    (step,) = numbers_of(folder, [STEP], "architectures")
+    return Classes(("LABEL_0", "LABEL_1"), "softmax", deep=True, step=step)

@@ -13,9 +13,9 @@ from .speculation import SpeculativeConfig, speculation_of
 from .validation import shown
 from .vllm_names import ENGINE, only_known
 
-Pooling = Literal["last", "mean", "cls"]
+Pooling = Literal["last", "mean", "cls", "steps"]  # the last is of models that judge steps alone
 P = ParamSpec("P")
-POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)[:-1]
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 HOST = 256 << 20  # bytes of host memory that buffer pages for the disk
 DISK = 8 << 30

@@ -102,8 +102,9 @@ class Engine:
             seq.tenant, seq.cache.salt = terms.share_key, terms.cache_salt
             seq.bad_words, seq.constraint = bad_words, constraint
             seq.lockstep = self.stages > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
-            seq.pool = None if pooling is None else Pool(pooling, len(tokens))
-        if params.prompt_logprobs is not None or pooling in ("mean", "cls"):
+            step = None if self.config.classes is None else self.config.classes.step
+            seq.pool = None if pooling is None else Pool(pooling, tokens, step)
+        if params.prompt_logprobs is not None or pooling in ("mean", "cls", "steps"):
             sequences[0].prompt_scores = [None] * (len(tokens) - 1)
         request = Request(request_id, prompt, params, sequences, self.tokenizer, now)
         self.requests[request_id] = request

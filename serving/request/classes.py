@@ -17,7 +17,7 @@ def check(config: ModelConfig, reward: bool = False) -> None:
     """Refuse a model without classes; `reward`: one that gives a text another number of them than 1."""
     if config.classes is None:
         raise RequestError("model", "has no classes; ask a model whose architecture is ...ForSequenceClassification")
-    if reward and (count := len(config.classes.labels)) != 1:
+    if reward and config.classes.step is None and (count := len(config.classes.labels)) != 1:
         raise RequestError("model", f"gives {count} numbers and no reward; ask LLM.classify, or a model with one label")
 
 
@@ -46,7 +46,16 @@ def classified(output: RequestOutput, config: ModelConfig) -> ClassificationRequ
     return ClassificationRequestOutput(output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens)
 
 
-def rewarded(output: RequestOutput) -> PoolingRequestOutput:
-    """The reward of a finished request."""
-    outputs = PoolingOutput(numbers(output).astype(np.float32).tolist())
+def rewarded(output: RequestOutput, config: ModelConfig) -> PoolingRequestOutput:
+    """The reward of a finished request; of a model that judges steps the probability that each is right."""
+    assert config.classes is not None
+    if config.classes.step is None:
+        found = numbers(output)
+    elif config.classes.step not in output.prompt_token_ids:
+        raise RequestError("prompt", f"has no step: each must end with the token {config.classes.step}")
+    else:
+        logits_SC = numbers(output)
+        powers_SC = np.exp(logits_SC - logits_SC.max(axis=1, keepdims=True))
+        found = powers_SC[:, 1] / powers_SC.sum(axis=1)
+    outputs = PoolingOutput(found.astype(np.float32).tolist())
     return PoolingRequestOutput(output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens)

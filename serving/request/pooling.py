@@ -1,5 +1,7 @@
 """A prompt's embedding: its last hidden state, its first or the mean of all; most are scaled to length 1."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ...model.checkpoint.embedder import Embedder
@@ -14,16 +16,24 @@ PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize
 
 
 class Pool:
-    """Pools a prompt's hidden states, in whatever chunks they come; they are summed in the order of their positions."""
+    """Pools a prompt's hidden states, in whatever chunks they come; they are summed in the order of their positions.
 
-    def __init__(self, kind: Pooling, length: int):
-        self.kind, self.place, self.length = kind, {"last": length - 1, "cls": 0}.get(kind), length
+    Of the kind "steps" those where the token `step` stands are kept one by one.
+    """
+
+    def __init__(self, kind: Pooling, tokens: Sequence[int], step: int | None = None):
+        self.kind, self.length = kind, len(tokens)
+        self.place = {"last": self.length - 1, "cls": 0}.get(kind)
+        self.steps = [place for place, token in enumerate(tokens) if token == step] if kind == "steps" else None
+        self.rows: dict[int, np.ndarray] = {}  # of the steps
         self.sum: np.ndarray | None = None
         self.count = 0  # rows that are in it
 
     def add(self, position: int, row) -> None:
         """Take in the hidden state at a position; those before it have come, and it may come again."""
-        if self.place is not None:
+        if self.steps is not None:
+            self.rows[position] = np.asarray(row, np.float32)
+        elif self.place is not None:
             if position == self.place:
                 self.sum, self.count = np.asarray(row, np.float64), 1
         elif position == self.count:
@@ -31,7 +41,10 @@ class Pool:
             self.sum, self.count = row if self.sum is None else self.sum + row, self.count + 1
 
     def vector(self) -> np.ndarray | None:
-        """The pooled hidden state, or None as long as rows are missing."""
+        """The pooled hidden state, or None as long as rows are missing; of steps a row each."""
+        if self.steps is not None:
+            found = [self.rows[place] for place in self.steps if place in self.rows]
+            return np.stack(found) if found and len(found) == len(self.steps) else None
         if self.sum is None or self.count < (self.length if self.place is None else 1):
             return None
         return (self.sum / self.count).astype(np.float32)

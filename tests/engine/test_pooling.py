@@ -111,7 +111,7 @@ def test_company_changes_no_bit(compiled):
 
 def test_rows_that_come_again_count_once():
     rows = np.random.default_rng(0).standard_normal((9, 4)).astype(np.float32)
-    whole, again = Pool("mean", 9), Pool("mean", 9)
+    whole, again = Pool("mean", range(9)), Pool("mean", range(9))
     for position, row in enumerate(rows):
         assert whole.vector() is None
         whole.add(position, row)

@@ -88,7 +88,7 @@ def test_weights_of_older_formats_alone(tmp_path, config):
     ("name", "does"),
     [
         ("LlamaForTokenClassification", "labels tokens"),
-        ("Qwen2ForRewardModel", "scores texts"), ("Qwen2ForProcessRewardModel", "scores texts"),
+        ("LlamaForRewardModel", "scores texts"), ("LlamaForProcessRewardModel", "scores texts"),
         ("LlamaForQuestionAnswering", "finds answers"), ("MistralModel", "makes hidden states"),
     ],
 )  # fmt: skip

@@ -44,6 +44,12 @@ def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, e
     return hf
 
 
+def architecture(hf: Mapping[str, Any]) -> str:
+    """The class that wrote the checkpoint, by its first name in `architectures`; empty where none is named."""
+    names = hf.get("architectures")
+    return str(next(iter(names), "")) if isinstance(names, list) else ""
+
+
 def merged(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`hf` with other values; of an object in both, the keys are merged."""
     found = dict(hf)

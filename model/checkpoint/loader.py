@@ -33,7 +33,7 @@ from ..weights import ModelWeights, abstract, dense_specs
 from . import compressed_tensors, embedder, orbax, reranker
 from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
-from .folder import read_config_json
+from .folder import architecture, read_config_json
 from .placement import Location, Placement, with_head
 from .quantization_config import stored_format
 from .safetensors import Tensor, find_tensors
@@ -90,8 +90,7 @@ def read_config(
 
 def classes_of(hf: dict) -> Classes | None:
     """The classes of a checkpoint that has them in place of tokens."""
-    names = hf.get("architectures")
-    if not isinstance(names, list) or not str(next(iter(names), "")).endswith("ForSequenceClassification"):
+    if not architecture(hf).endswith("ForSequenceClassification"):
         return None
     number, labels, problem = hf.get("num_labels"), hf.get("id2label"), hf.get("problem_type")
     if labels is None:

@@ -9,7 +9,7 @@ import tokenizers
 from ..classes import Classes
 from ..config import ModelError
 from . import embedder
-from .folder import REWARDS, STEP_REWARDS, read_json
+from .folder import REWARDS, STEP_REWARDS, architecture, read_json
 
 STEP = "<extra_0>"  # ends each step of an answer that a model of process rewards reads
 KEYS = ("classifier_from_token", "is_original_qwen3_reranker")  # vLLM's, in --hf-overrides
@@ -54,7 +54,7 @@ def numbers_of(folder: Path, names: list[str], key: str) -> list[int]:
 
 def rewards(folder: Path, hf: Mapping[str, Any]) -> Classes | None:
     """The classes of Qwen2's models of rewards, of a whole answer or of each of its steps; None of others."""
-    (name, *_) = hf.get("architectures") or [None]
+    name = architecture(hf)
     if name == REWARDS:
         return Classes(("LABEL_0",), "none", deep=True)
     if name != STEP_REWARDS:

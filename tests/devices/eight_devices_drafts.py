@@ -121,8 +121,9 @@ def test_experts_and_weights_that_do_not_lie_ready(name, mesh, drafter, more, tm
 
 
 def test_weights_and_pages_of_the_drafter_are_split():
-    """Each device has its part of both, and after sleep too."""
-    llm = LLM(**SIZES, max_model_len=64, tensor_parallel_size=2, context_parallel_size=2, speculative_config=MODEL)
+    """Each device has its part of both, and after sleep too; over `context`, bits ask for steps of the same rows."""
+    drafter, devices = MODEL | {"adapts": False}, over({"tensor": 2, "context": 2})
+    llm = LLM(**SIZES, **devices, max_model_len=64, speculative_config=drafter)
     runner, params = llm.engine.runner, SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
 
     def answer():

@@ -13,6 +13,8 @@ from .stored_format import StoredFormat
 # The dtypes that keys and values can be kept in; None: the model's own.
 CACHES = {"auto": None, "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
 
+FAR = 1 << 30  # more than any sequence has positions
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -56,6 +58,7 @@ class Attention:
     kv_source: int | None = None
     temperature: Temperature | None = None
     out_gate: bool = False  # each head's result is multiplied by the sigmoid of one more product with the row
+    both_ways: bool = False  # a row sees as much after itself as before: all of its sequence is in one step
 
     kind = "attention"  # the name in MIXERS
     kept: ClassVar[dict[str, tuple[int, ...]]] = {}  # it has no state
@@ -63,7 +66,12 @@ class Attention:
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
         """What a token leaves in the layer's pages: the heads of each array and their width."""
-        return ((self.kv_heads, self.head_dim),) * 2
+        return () if self.both_ways else ((self.kv_heads, self.head_dim),) * 2
+
+    @property
+    def ahead(self) -> int:
+        """How many positions after its own a row sees."""
+        return (self.window or FAR) - 1 if self.both_ways else 0
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -100,7 +108,7 @@ class LatentAttention:
 
     kind = "latent"
     kept: ClassVar[dict[str, tuple[int, ...]]] = {}
-    window, chunked, kv_source, kv_heads = None, False, None, 1
+    window, chunked, both_ways, kv_source, kv_heads = None, False, False, None, 1
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
@@ -214,10 +222,24 @@ class Layer:
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # the feed-forward block reads what attention reads, and both are added to the rows at once
+    sum_norm: bool = False  # of what a block gives and the rows before it, in place of norms that each have their own
+    reads_rows: bool = False  # attention reads the rows as they are, whatever `pre_norm` says
 
     @property
     def feeds_forward(self) -> bool:
         return self.mlp is not None or self.moe is not None
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A product of an encoder's pooled vector; `name` is that of its tensors."""
+
+    name: str
+    into: int
+    dim: int
+    activation: str | None = None
+    bias: bool = False
+    norm: str | None = None  # the name of the tensors of a norm after it
 
 
 @dataclass(frozen=True)
@@ -236,12 +258,20 @@ class ModelConfig:
     residual_scale: float = 1.0  # of what a block gives, before it is added to the rows
     logit_scale: float = 1.0
     final_soft_cap: float | None = None
+    norm: str = "rms"  # or "layer", which takes the mean off; or "layer_bias", which then adds one number to each
+    embed_norm: bool = False
+    final_norm: bool = True
+    positions: int = 0  # rows of a table of positions that is added to the embeddings; 0: there is none
+    types: int = 0  # rows of a table of kinds of tokens; 0: there is none
+    pairs: bool = False  # the second text of a pair has a kind of its own
     centred: bool = False  # norms take the mean off first: the rows are kept at mean zero, where RMS norms do the same
     per_layer_dim: int = 0  # Gemma 4: the width of a further embedding for each layer; 0: none
     per_layer_vocab: int = 0
     layer_scale: bool = False
     writes: bool = True  # False: it gives hidden states or classes alone, and no logits are computed
     classes: Classes | None = None
+    pooling: str = ""  # of an encoder, whose step gives one vector for each sequence: "mean", "cls" or "last"
+    head: tuple[Dense, ...] = ()  # what is made of that vector, before the classes if there are any
     quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
     kv_cache_dtype: str = "auto"  # one of CACHES
     stored: StoredFormat | None = field(default=None, repr=False)  # where the checkpoint is quantised already
@@ -254,6 +284,16 @@ class ModelConfig:
     def __post_init__(self):
         for index, layer in enumerate(self.layers):
             check_layer(self, index, layer)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether rows see those after them, so that a step must have all of a sequence."""
+        return any(layer.attention.both_ways for layer in self.layers)
+
+    @property
+    def width(self) -> int:
+        """Numbers of the vector that it makes of a text."""
+        return self.head[-1].dim if self.head else self.dim
 
     @cached_property
     def kv_owner(self) -> tuple[int, ...]:
@@ -300,7 +340,7 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
     if layer.moe is not None:
         check_moe(index, layer.moe)
     attention = layer.attention
-    if not attention.cached:
+    if not attention.cached and not attention.both_ways:
         return
     if attention.heads % attention.kv_heads:
         raise ModelError(

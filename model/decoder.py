@@ -9,7 +9,7 @@ from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
 from ..ops.expert_dispatch import mix_over
 from ..ops.linear import add_up, einsum, exact, gated, project, rounds, rows
-from ..ops.norm import mean, rms_norm
+from ..ops.norm import mean, norm, rms_norm
 from ..ops.residual import Residual, add_and_norm
 from ..ops.residual.xla import add
 from ..ops.rope import angles
@@ -45,10 +45,20 @@ def forward(
     return final_norm(weights, x_TD, config), cache
 
 
-def embed(weights: ModelWeights, tokens_T, positions_T, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
-    """The first layer's input (x_TD, per_layer_TLA): the rows, and the per-layer embeddings or None."""
+def embed(
+    weights: ModelWeights, tokens_T, positions_T, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE, types_T=None
+):
+    """The first layer's input (x_TD, per_layer_TLA): the rows, and the per-layer embeddings or None.
+
+    `types_T`: of which text a row is, where the model has an embedding for it; without it all are of the first.
+    """
     dtype = jnp.dtype(config.dtype)
     x_TD = look_up(weights.embed_VD, tokens_T, axes).astype(dtype) * jnp.asarray(config.embed_scale, dtype)
+    if weights.type_embed_ID is not None:
+        x_TD = x_TD + weights.type_embed_ID[jnp.zeros_like(positions_T) if types_T is None else types_T]
+    if weights.position_embed_PD is not None:
+        x_TD = x_TD + weights.position_embed_PD[jnp.maximum(positions_T, 0)]
+    x_TD = norm(x_TD, weights.embed_norm_D, config.norm_eps)
     x_TD = centred(jnp.where(positions_T[:, None] >= 0, x_TD, 0), config)
     return x_TD, per_layer_inputs(weights, tokens_T, x_TD, config, axes) if config.per_layer_dim else None
 
@@ -85,7 +95,7 @@ def run_layers(
                 own = reach.of(index)
                 if layer.attention.temperature is not None:
                     own = own._replace(attend=partial(grown, own.attend, factors[layer.attention.temperature]))
-                rows, normed_TD, cache = attention_block(layer, w, rows, rope, cache, own, config, axes)
+                rows, normed_TD, cache = attention_block(layer, w, rows, rope, live_T, cache, own, config, axes)
             with jax.named_scope("mlp"):
                 rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes, normed_TD)
                 if experts_TX is not None and note is not None:
@@ -102,7 +112,7 @@ def run_layers(
 
 
 def final_norm(weights: ModelWeights, x_TD, config: ModelConfig):
-    return rms_norm(x_TD, weights.final_norm_D, config.norm_eps)
+    return norm(x_TD, weights.final_norm_D, config.norm_eps)
 
 
 def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
@@ -162,13 +172,22 @@ def to_add(y_TD, config: ModelConfig):
 
 
 def attention_block(
-    layer: Layer, w: LayerWeights, rows: Residual, rope, cache, reach: Reach, config: ModelConfig, axes: DeviceAxes
-):
+    layer: Layer, w: LayerWeights, rows: Residual, rope, live_T, cache, reach: Reach, config: ModelConfig,
+    axes: DeviceAxes,
+):  # fmt: skip
     """(rows, what the mixer read, cache) after the layer's mixer and its norms; `reach` is of this layer."""
     mixer, eps = module_of(layer.attention), config.norm_eps
     x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, eps, rounds(mixer.reads(w.attention)))
     y_TD, cache = mixer.mix(layer.attention, w.attention, normed_TD, rope, cache, reach, eps, axes)
-    return Residual(x_TD, to_add(y_TD, config), w.post_attention_norm_D), normed_TD, cache
+    return behind(layer, x_TD, to_add(y_TD, config), w.post_attention_norm_D, live_T, eps), normed_TD, cache
+
+
+def behind(layer: Layer, x_TD, y_TD, norm_D, live_T, eps: float) -> Residual:
+    """The rows behind a block that read x and gave y."""
+    if not layer.sum_norm:
+        return Residual(x_TD, y_TD, norm_D)
+    _, normed_TD = add_and_norm(Residual(x_TD, y_TD), norm_D, eps)
+    return Residual(jnp.where(live_T[:, None], plain(normed_TD), 0))  # a bias would end padding's zeros
 
 
 def feed_forward_block(
@@ -183,7 +202,7 @@ def feed_forward_block(
     first = None if w.mlp is None else w.mlp.up_DGF
     x_TD, normed_TD = add_and_norm(rows, w.pre_mlp_norm_D, config.norm_eps, rounds(first))
     y_TD, experts_TX = feed_forward(layer, w, x_TD, normed_TD, live_T, config, axes)
-    return Residual(x_TD, to_add(y_TD, config), w.post_mlp_norm_D), experts_TX
+    return behind(layer, x_TD, to_add(y_TD, config), w.post_mlp_norm_D, live_T, config.norm_eps), experts_TX
 
 
 def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config: ModelConfig):
@@ -197,7 +216,7 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, confi
     """(what the dense block and the experts give together, chosen experts); `residual_TD` is x before its norm."""
     out_TD = 0
     if layer.mlp is not None:
-        out_TD = mlp(layer.mlp, w.mlp, x_TD, axes)
+        out_TD = mlp(layer.mlp, w.mlp, x_TD, axes, live_T)
     if layer.moe is None:
         return out_TD, None
     if not layer.moe.own_norms:
@@ -211,7 +230,7 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, confi
     return out_TD, experts_TX
 
 
-def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes):
+def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes, live_T=None):
     if block.multipliers is not None:
         up_TGF = project("TD,DGF->TGF", x_TD, w.up_DGF, w.up_bias_GF)
         wide_TGF = up_TGF.astype(jnp.float32) * jnp.array([[block.multipliers[0]], [1]], jnp.float32)
@@ -220,6 +239,8 @@ def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes):
         up_TF = gated("TD,DGF->TGF", x_TD, w.up_DGF, block.activation)
     else:
         up_TF = glu(project("TD,DGF->TGF", x_TD, w.up_DGF, w.up_bias_GF), block.activation)
+        if live_T is not None:  # the bias has ended padding's zeros
+            up_TF = jnp.where(live_T[:, None], up_TF, 0)
     out_TD = add_up("TF,FD->TD", up_TF, w.down_FD, w.down_bias_D, axes.tensor)
     if block.multipliers is not None:
         out_TD = out_TD * block.multipliers[1]

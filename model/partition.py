@@ -46,6 +46,8 @@ def can_stage(config: ModelConfig, count: int) -> bool:
 
 def whole_context(config: ModelConfig) -> str | None:
     """Why the positions of a sequence cannot be spread over devices; None: they can."""
+    if config.encodes:
+        return "keeps no positions that could be parted"
     if config.state_layers:
         return "has layers that keep a state for each sequence, whose rows cannot be parted"
     if any(getattr(layer.attention, "indexer", None) for layer in config.layers):
@@ -57,10 +59,11 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
     """The weights of one stage."""
     own = weights.replace(layers=weights.layers[stage.layers.start : stage.layers.stop])
     if not stage.begins:
-        own = own.replace(embed_VD=None, per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
+        own = own.replace(embed_VD=None, embed_norm_D=None, position_embed_PD=None, type_embed_ID=None)
+        own = own.replace(per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
     return own if stage.ends else own.replace(
         final_norm_D=None, head_VD=None, classes_DC=None, classes_bias_C=None, classes_up_DF=None,
-        classes_up_bias_F=None,
+        classes_up_bias_F=None, head=(),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ class Recurrent:
     rope = None
     temperature = None
     chunked = False
+    both_ways = False
     window = None
     kv_source = None
 

@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
+from ..ops.norm import LayerNorm
 from ..ops.quant import head, packed, stacked
 from ..sharding.spec import ArraySpec, Runs
 from . import mixers
-from .config import Layer, Mlp, ModelConfig, Moe
+from .config import Dense, Layer, Mlp, ModelConfig, Moe
 from .matrix import matrix, norm
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
@@ -63,6 +64,13 @@ class LayerWeights:
 
 
 @struct.dataclass
+class DenseWeights:
+    matrix_DF: Array
+    bias_F: Array = None
+    norm_F: Array = None
+
+
+@struct.dataclass
 class ModelWeights:
     embed_VD: Array
     layers: tuple[LayerWeights, ...]
@@ -72,6 +80,10 @@ class ModelWeights:
     classes_bias_C: Array = None
     classes_up_DF: Array = None  # a product before that
     classes_up_bias_F: Array = None
+    embed_norm_D: Array = None
+    position_embed_PD: Array = None
+    type_embed_ID: Array = None
+    head: tuple[DenseWeights, ...] = ()  # of an encoder
     per_layer_embed_VLA: Array = None
     per_layer_proj_DLA: Array = None
     per_layer_norm_A: Array = None
@@ -85,10 +97,14 @@ def abstract(config: ModelConfig) -> ModelWeights:
     weights = ModelWeights(
         embed_VD=head_VD if config.tied else embed_VD,
         layers=tuple(layer_spec(config, layer) for layer in config.layers),
-        final_norm_D=norm(D),
+        final_norm_D=norm_of(config, D) if config.final_norm else None,
         head_VD=None if config.tied else head_VD,
         classes_DC=config.classes and classes_spec(config, len(config.classes.labels)),
         **deep_specs(config),
+        embed_norm_D=norm_of(config, D) if config.embed_norm else None,
+        position_embed_PD=table(config, config.positions) if config.positions else None,
+        type_embed_ID=table(config, config.types) if config.types else None,
+        head=tuple(dense_spec(config, dense) for dense in config.head),
     )
     if not A:
         return weights
@@ -100,18 +116,42 @@ def abstract(config: ModelConfig) -> ModelWeights:
 
 
 def classes_spec(config: ModelConfig, C: int) -> ArraySpec:
-    return ArraySpec((config.dim, C), jnp.float32, ("embed", None), fan_in=config.dim, inputs=(0,))
+    return ArraySpec((config.width, C), jnp.float32, (None, None), fan_in=config.width, inputs=(0,))
+
+
+def norm_of(config: ModelConfig, size: int) -> Any:
+    """The weights of a norm of the model's kind."""
+    if config.norm == "rms":
+        return norm(size)
+    return LayerNorm(norm(size), vector(size) if config.norm == "layer_bias" else None)
+
+
+def vector(size: int) -> ArraySpec:
+    """What is added to the rows of a small float32 product, or behind a norm."""
+    return ArraySpec((size,), jnp.float32, (None,), "zeros")
+
+
+def table(config: ModelConfig, rows: int) -> ArraySpec:
+    """A further embedding; it is small."""
+    return ArraySpec((rows, config.dim), jnp.dtype(config.dtype), (None, None), fan_in=config.dim)
+
+
+def dense_spec(config: ModelConfig, dense: Dense) -> DenseWeights:
+    return DenseWeights(
+        matrix_DF=ArraySpec((dense.into, dense.dim), jnp.float32, (None, None), fan_in=dense.into, inputs=(0,)),
+        bias_F=vector(dense.dim) if dense.bias else None,
+        norm_F=norm_of(config, dense.dim) if dense.norm else None,
+    )
 
 
 def deep_specs(config: ModelConfig) -> dict[str, ArraySpec]:
-    """Of a head for classes that is two products."""
-    if config.classes is None or not config.classes.deep:
+    """What a head for classes has beside its one product."""
+    if config.classes is None:
         return {}
-    return {
-        "classes_up_DF": classes_spec(config, config.dim),
-        "classes_up_bias_F": ArraySpec((config.dim,), jnp.float32, (None,), "zeros"),
-        "classes_bias_C": ArraySpec((len(config.classes.labels),), jnp.float32, (None,), "zeros"),
-    }
+    biases = {"classes_bias_C": vector(len(config.classes.labels))}
+    if not config.classes.deep:
+        return biases if config.classes.bias else {}
+    return biases | {"classes_up_DF": classes_spec(config, config.dim), "classes_up_bias_F": vector(config.dim)}
 
 
 def dense_specs(config: ModelConfig) -> ModelWeights:
@@ -132,10 +172,10 @@ def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
         attention=mixers.module_of(layer.attention).spec(config, layer.attention),
         mlp=layer.mlp and mlp_spec(config, layer.mlp),
         moe=layer.moe and moe_spec(config, layer.moe),
-        pre_attention_norm_D=norm(D) if layer.pre_norm else None,
-        post_attention_norm_D=norm(D) if layer.post_norm else None,
-        pre_mlp_norm_D=norm(D) if layer.pre_norm and layer.feeds_forward and not layer.parallel else None,
-        post_mlp_norm_D=norm(D) if layer.post_norm and layer.feeds_forward else None,
+        pre_attention_norm_D=norm_of(config, D) if layer.pre_norm and not layer.reads_rows else None,
+        post_attention_norm_D=norm_of(config, D) if layer.post_norm else None,
+        pre_mlp_norm_D=norm_of(config, D) if layer.pre_norm and layer.feeds_forward and not layer.parallel else None,
+        post_mlp_norm_D=norm_of(config, D) if layer.post_norm and layer.feeds_forward else None,
         per_layer=per_layer,
         scale=ArraySpec((), jnp.float32, (), "ones") if config.layer_scale else None,
     )

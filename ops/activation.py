@@ -10,6 +10,7 @@ ACTIVATIONS = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 

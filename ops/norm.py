@@ -1,10 +1,38 @@
-"""Root-mean-square norm, computed in float32 whatever the input's dtype."""
+"""Norms of rows, computed in float32 whatever the input's dtype."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from ..sharding.device_axes import UNSPLIT, Axis
 from .ordered_sum import sum_pairs
+
+
+@struct.dataclass
+class LayerNorm:
+    """The weights of a norm that takes the mean off first, in place of the scale of one that does not."""
+
+    scale_D: Any
+    bias_D: Any = None
+
+
+def norm(x, weights, eps: float):
+    """The norm that the weights are for; x itself where there are none."""
+    if weights is None:
+        return x
+    return layer_norm(x, weights, eps) if isinstance(weights, LayerNorm) else rms_norm(x, weights, eps)
+
+
+def layer_norm(x, weights: LayerNorm, eps: float):
+    """(x less its mean) / its deviation, times the scale; and the bias, if there is one. The result has x's dtype."""
+    wide = x.astype(jnp.float32)
+    with jax.named_scope(__name__):
+        wide = wide - mean(wide)[..., None]
+        squares = mean(wide * wide)
+    wide = wide * jax.lax.rsqrt(squares[..., None] + eps) * weights.scale_D
+    return (wide if weights.bias_D is None else wide + weights.bias_D).astype(x.dtype)
 
 
 def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
@@ -19,15 +47,6 @@ def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
         squares = axis.sum(squares) / axis.size
     wide = wide * jax.lax.rsqrt(squares[..., None] + eps)
     return (wide if scale is None else wide * scale).astype(x.dtype)
-
-
-def layer_norm(x, scale, bias, eps: float):
-    """(x - mean) / deviation over the last axis, times `scale`, and `bias` added; the result has x's dtype."""
-    wide = x.astype(jnp.float32)
-    with jax.named_scope(__name__):
-        wide = wide - mean(wide)[..., None]
-        variance = mean(wide * wide)
-    return (wide * jax.lax.rsqrt(variance[..., None] + eps) * scale + bias).astype(x.dtype)
 
 
 def mean(x):

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ..model.config import FAR
 from .api.errors import NotServing
 from .api.options import Pooling, options_of, takes_options
 from .api.outputs import Delta, Fresh, RequestOutput
@@ -31,6 +32,7 @@ class Ask(NamedTuple):
     text: str | None = None
     terms: Terms = PLAIN
     pooling: Pooling | None = None  # its hidden states are wanted, and no tokens
+    second: int = FAR  # where the second text of a pair begins
 
 
 class Answers:
@@ -167,7 +169,7 @@ class AsyncLLM:
 
     def add(self, name: str, ask: Ask) -> Request:
         """Queue one prompt, in the engine's thread."""
-        return self.engine.add(name, ask.tokens, ask.params, prompt=ask.text, terms=ask.terms, pooling=ask.pooling)
+        return self.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms, ask.pooling, ask.second)
 
     async def call(self, job: Callable[[], Any]) -> Any:
         """Run a job in the engine's thread; what it returns."""

@@ -65,6 +65,10 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     folder, trace = folder_of(options), make_trace(options.trace)
     progress("reading config")
     config = config_of(folder, options)
+    if config.encodes and options.speculation is not None:
+        raise ModelError(
+            "speculative_config is given, and this model makes vectors or classes: it has no use for drafts"
+        )
     defaults = model_defaults(folder, options, config.max_len)
     tokenizer = None if options.skip_tokenizer_init else make_tokenizer(folder, options)
     with joined(options, folder, progress) as hosts:
@@ -73,7 +77,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     if isinstance(hosts, Leader):
         runner.leader = hosts
         atexit.register(hosts.close)
-    caching = options.enable_prefix_caching
+    caching = options.enable_prefix_caching and not config.encodes
     if caching and runner.config.state_layers and not runner.state.snapshots:
         caching = False
         log.info("prompts that begin alike share nothing: a state that layers keep has no room twice in the cache")
@@ -118,6 +122,8 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
     config = loader.read_config(
         folder, options.dtype, length, options.quantization, options.kv_cache_dtype, options.hf_overrides
     )
+    if config.encodes and config.classes is None and options.pooling is not None:
+        config = replace(config, pooling=options.pooling)
     sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
     expert_copies.check(config, options.expert_redundancy, sharing, options.pipeline_parallel_size)
     return expert_copies.with_spare(config, options.expert_redundancy)
@@ -215,6 +221,7 @@ def limits_of(options: SizedOptions, config: ModelConfig) -> Limits:
         paths=1 if chosen is None else len(chosen.paths),
         path_rows=1 if chosen is None else chosen.num_rows,
         follows=chosen is not None and chosen.follows,
+        whole=config.encodes,
     )
 
 

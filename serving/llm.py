@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
+from ..model.config import FAR
 from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
 from .api.errors import RequestError
@@ -283,7 +284,8 @@ class LLM:
         asked = pair_scores(engine.config, engine.embedder, self.get_tokenizer(), scoring.pairs(text_1, text_2))
         prompts: list[Prompt] = [{"prompt_token_ids": one.tokens} for one in asked.asked]
         how = asked.asked[0].pooling
-        return asked.scores(self.run(prompts, [one.params for one in asked.asked], use_tqdm, how))
+        seconds = [one.second for one in asked.asked]
+        return asked.scores(self.run(prompts, [one.params for one in asked.asked], use_tqdm, how, seconds=seconds))
 
     def search(
         self,
@@ -330,14 +332,18 @@ class LLM:
         use_tqdm: bool,
         pooling: Pooling | None = None,
         priorities: Seq[int | None] | None = None,
+        seconds: Seq[int] | None = None,
     ) -> list[RequestOutput]:
         """Serve all requests to their ends; one that is refused ends the call before any is computed."""
         batch, requests = Batch(), []
         with self.turn():
             self.engine.observers.append(batch)
         try:
-            for prompt, own, priority in zip(prompts, params, priorities or [None] * len(prompts), strict=True):
-                requests.append(self.add(prompt, own, pooling, priority, batch))
+            count = len(prompts)
+            for prompt, own, priority, second in zip(
+                prompts, params, priorities or [None] * count, seconds or [FAR] * count, strict=True
+            ):
+                requests.append(self.add(prompt, own, pooling, priority, batch, second))
             with bar(len(requests), use_tqdm) as advance:
                 while batch.left:
                     with self.turn():
@@ -374,11 +380,12 @@ class LLM:
         pooling: Pooling | None = None,
         priority: int | None = None,
         batch: "Batch | None" = None,
+        second: int = FAR,
     ) -> Request:
         """Queue one prompt."""
         text, tokens, terms = parse_prompt(prompt, self.engine.tokenizer, priority)
         with self.turn():
-            request = self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling)
+            request = self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling, second)
             if batch is not None:
                 batch.left.add(request)
         return request

@@ -6,13 +6,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..config import ModelError
+from ..config import Dense, ModelError
 from .folder import read_json, read_value
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}  # pooling_mode_...: as it is called here
 NEWER = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # values of pooling_mode, as newer folders have it
 
+ACTIVATIONS = {"Identity": None, "Tanh": "tanh"}  # of products behind the pooling
+HEAD = ["Transformer", "Pooling"]
 RANKS = ["Transformer", "LogitScore"]  # modules of a model that judges by the tokens that it would say
 
 
@@ -24,6 +26,7 @@ class Embedder:
     normalize: bool = True
     prompts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     default_prompt: str | None = None  # the name of the one that comes before texts of which none is said
+    dense: tuple[tuple[str, Dense], ...] = ()  # products behind the pooling, each with its folder
     ranks: bool = False  # it makes no vectors, and judges pairs of texts
 
 
@@ -35,13 +38,28 @@ def read(folder: Path) -> Embedder | None:
     prompts, default = prompts_of(folder)
     if kinds == RANKS:
         return Embedder(prompts=MappingProxyType(prompts), default_prompt=default, ranks=True)
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    between = [kind for kind in kinds[2:] if kind == "Dense"]
+    if kinds not in ([*HEAD, *between], [*HEAD, *between, "Normalize"]):
         raise ModelError(
             f"{folder / MODULES} names the modules {', '.join(kinds)[:200]}; supported are Transformer, Pooling and, "
-            "after them, Normalize"
+            "after them, Dense and Normalize"
         )
     where = inside(folder, modules[1].get("path"), "1_Pooling")
-    return Embedder(pooling_of(where), "Normalize" in kinds, MappingProxyType(prompts), default)
+    dense = tuple(dense_of(folder, modules[number].get("path"), number) for number in range(2, 2 + len(between)))
+    return Embedder(pooling_of(where), "Normalize" in kinds, MappingProxyType(prompts), default, dense=dense)
+
+
+def dense_of(folder: Path, path: Any, number: int) -> tuple[str, Dense]:
+    """(the folder of a product, what it is)."""
+    file = inside(folder, path, f"{number}_Dense")
+    hf, where = read_json(file), file.parent.relative_to(folder).as_posix()
+    into, out, bias = hf.get("in_features"), hf.get("out_features"), hf.get("bias", True)
+    if not (type(into) is int and type(out) is int and min(into, out) > 0 and isinstance(bias, bool)):
+        raise ModelError(f"{file}: in_features and out_features must be numbers, and bias true or false")
+    activation = str(hf.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if activation not in ACTIVATIONS:
+        raise ModelError(f"{file}: activation_function = {activation!r:.80}; supported is {' or '.join(ACTIVATIONS)}")
+    return where, Dense(f"{where}.linear", into, out, ACTIVATIONS[activation], bias)
 
 
 def modules_of(folder: Path) -> tuple[list[Mapping[str, Any]], list[str]]:

@@ -19,6 +19,7 @@ HEADS = {  # endings of architectures, and what such a model does in place of ge
     "Model": "makes hidden states",
 }
 GENERATES = ("LMHeadModel",)  # endings in "Model" that have a head for text
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")  # of which hidden states are what is wanted
 REWARDS, STEP_REWARDS = "Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"  # whose heads are known
 
 
@@ -34,6 +35,8 @@ def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, e
         ending = next((ending for ending in HEADS if str(name).endswith(ending)), None)
         if name in (REWARDS, STEP_REWARDS) or (embeds and ending == "Model"):
             continue
+        if encodes(hf) and ending in ("Model", "ForMaskedLM"):
+            continue
         if ending and not str(name).endswith(GENERATES):
             remedy = json.dumps({"architectures": [f"{str(name).removesuffix(ending)}ForCausalLM"]})
             raise ModelError(
@@ -42,6 +45,11 @@ def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, e
                 f"--hf-overrides '{remedy}'"
             )
     return hf
+
+
+def encodes(hf: Mapping[str, Any]) -> bool:
+    """Whether rows see those after them, so that hidden states are all that is to be had."""
+    return hf.get("model_type") in ENCODERS or hf.get("use_bidirectional_attention") is True
 
 
 def architecture(hf: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ...ops import native, quant
 from ...ops.native.pack import pack
+from ...ops.norm import LayerNorm
 from ...ops.quant import Rounded
 from ...ops.quant.stack import Stack
 from ...sharding import local_shards
@@ -25,11 +26,11 @@ from ...sharding.mesh import shardings
 from ...sharding.spec import ArraySpec, nbytes, random_arrays
 from .. import families
 from ..classes import Classes
-from ..config import CACHES, ModelConfig, ModelError
+from ..config import CACHES, Dense, ModelConfig, ModelError
 from ..families import FAMILIES, UNSUPPORTED, wrapper
 from ..families.common import Source, tensor
 from ..stored_format import StoredFormat
-from ..weights import ModelWeights, abstract, dense_specs
+from ..weights import DenseWeights, ModelWeights, abstract, dense_specs
 from . import compressed_tensors, embedder, orbax, reranker
 from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
@@ -80,12 +81,28 @@ def read_config(
         check_tokens(config, found)
     if embeds or found is not None:
         config = replace(config, writes=False, tied=True, classes=found)  # a head, if there is one, is not read
+    if how is not None and how.dense and not config.encodes:
+        raise ModelError(f"{folder / embedder.MODULES} names Dense behind a decoder, which is not supported")
+    if config.encodes:
+        config = encoder_of(config, hf, how or embedder.Embedder(pooling="mean"))
     check_fields(config)
     dtype = compute_dtype(dtype, config.dtype)
     if kv_cache_dtype not in CACHES:
         raise ModelError(f"kv_cache_dtype is {kv_cache_dtype!r}; it can be {', '.join(CACHES)}")
     quant = choose_format(config, quantization, stored)
     return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype, stored=stored)
+
+
+def encoder_of(config: ModelConfig, hf: dict, how: embedder.Embedder) -> ModelConfig:
+    """With what is made of its rows: a vector as the folder says, or classes as the family's own head does."""
+    config = replace(config, writes=False, tied=True)
+    if config.classes is None:
+        return replace(config, pooling=how.pooling, head=tuple(dense for _, dense in how.dense))
+    made = getattr(importlib.import_module(FAMILIES[config.family], families.__name__), "class_head", None)
+    if made is None:
+        raise ModelError(f"classes of models of the family {config.family} are not supported")
+    pooling, head, name = made(hf, config)
+    return replace(config, pooling=pooling, head=head, classes=replace(config.classes, bias=True, name=name))
 
 
 def classes_of(hf: dict) -> Classes | None:
@@ -101,11 +118,23 @@ def classes_of(hf: dict) -> Classes | None:
     if not isinstance(labels, Mapping) or {*labels} != {str(i) for i in range(len(labels))} or not labels:
         raise ModelError(f"config.json: id2label = {labels!r:.80}; it must name the classes 0, 1 and so on")
     known = {"regression": "none", "single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
-    usual = "sigmoid" if len(labels) == 1 else "softmax"
+    usual = activation_of(hf) or ("sigmoid" if len(labels) == 1 else "softmax")
     if problem is not None and problem not in list(known):
         raise ModelError(f"config.json: problem_type = {problem!r:.80}; it can be null, {', '.join(known)}")
     ordered = tuple(str(labels[str(i)]) for i in range(len(labels)))
     return Classes(ordered, usual if problem is None else known[problem])
+
+
+def activation_of(hf: dict) -> str | None:
+    """What sentence-transformers' CrossEncoder is told to make of its numbers, in either place; None: nothing."""
+    table = hf.get("sentence_transformers")
+    said = table.get("activation_fn") if isinstance(table, Mapping) else hf.get("sbert_ce_default_activation_function")
+    if said is None:
+        return None
+    known = {"Identity": "none", "Sigmoid": "sigmoid"}
+    if (name := str(said).rpartition(".")[2]) not in known:
+        raise ModelError(f"config.json: an activation of scores is {said!r:.80}; supported is {' or '.join(known)}")
+    return known[name]
 
 
 def check_tokens(config: ModelConfig, found: Classes) -> None:
@@ -333,6 +362,23 @@ def module_of(config: ModelConfig) -> Any:
     return importlib.import_module(FAMILIES[config.family], families.__name__)
 
 
+def dense_source(config: ModelConfig, dense: Dense) -> DenseWeights:
+    """Of a product behind an encoder's pooling."""
+
+    def vector(name: str) -> Source:
+        return tensor(name, (dense.dim,), lambda x: x.astype(np.float32))
+
+    normed = None
+    if dense.norm is not None:
+        bias = vector(f"{dense.norm}.bias") if config.norm == "layer_bias" else None
+        normed = LayerNorm(vector(f"{dense.norm}.weight"), bias)
+    return DenseWeights(
+        matrix_DF=tensor(f"{dense.name}.weight", (dense.dim, dense.into), lambda x: x.astype(np.float32).T),
+        bias_F=vector(f"{dense.name}.bias") if dense.bias else None,
+        norm_F=normed,
+    )
+
+
 def difference_of_rows(sources: ModelWeights, config: ModelConfig) -> Source:
     """The rows of the table of logits by which a model judges, less those that speak against each."""
     assert config.classes is not None
@@ -350,17 +396,19 @@ def difference_of_rows(sources: ModelWeights, config: ModelConfig) -> Source:
 def sources_of(config: ModelConfig) -> ModelWeights:
     """The sources of a family's weights, and of the head that any of them may have for classes."""
     sources = module_of(config).sources(config)
+    sources = sources.replace(head=tuple(dense_source(config, dense) for dense in config.head))
     if config.classes is None:
         return sources
     if config.classes.tokens:
         return sources.replace(classes_DC=difference_of_rows(sources, config))
-    C, D = len(config.classes.labels), config.dim
+    C, D, called = len(config.classes.labels), config.width, config.classes.name
 
     def wide(name: str, *shape: int) -> Source:
-        return tensor(f"score.{name}", shape, lambda x: x.astype(np.float32).T)
+        return tensor(f"{called}.{name}", shape, lambda x: x.astype(np.float32).T)
 
     if not config.classes.deep:
-        return sources.replace(classes_DC=wide("weight", C, D))
+        bias = wide("bias", C) if config.classes.bias else None
+        return sources.replace(classes_DC=wide("weight", C, D), classes_bias_C=bias)
     return sources.replace(
         classes_up_DF=wide("0.weight", D, D), classes_up_bias_F=wide("0.bias", D),
         classes_DC=wide("2.weight", C, D), classes_bias_C=wide("2.bias", C),
@@ -394,6 +442,8 @@ def log_left_out(names: list[str]) -> None:
 def find_parts(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:
     """The tensors of a folder by their family's own names, all known, and the parts of each leaf among them."""
     family, tensors = module_of(config), find_tensors(folder)
+    for where, _ in (embedder.read(folder) or embedder.Embedder()).dense:
+        tensors |= {f"{where}.{name}": tensor for name, tensor in find_tensors(folder / where).items()}
     if config.stored is not None:
         tensors = compressed_tensors.gather(tensors, config.stored)
     tensors = {canonical(family, name): tensor for name, tensor in tensors.items()}

@@ -12,7 +12,7 @@ from ...sharding.mesh import sharding, stage_meshes
 from ...sharding.spec import ArraySpec, nbytes
 from ..config import ModelConfig
 from ..partition import stages
-from ..weights import ModelWeights, abstract, deep_specs
+from ..weights import ModelWeights, abstract
 
 HOST = "pinned_host"  # memory that a device can copy from by itself
 
@@ -80,10 +80,16 @@ class Placement:
         return ModelWeights(
             embed_VD=first,
             layers=tuple(layers),
-            final_norm_D=last,
+            final_norm_D=last if config.final_norm else None,
             head_VD=None if config.tied else last,
             classes_DC=config.classes and last,
-            **dict.fromkeys(deep_specs(config), last),
+            classes_bias_C=last if config.classes and (config.classes.bias or config.classes.deep) else None,
+            classes_up_DF=last if config.classes and config.classes.deep else None,
+            classes_up_bias_F=last if config.classes and config.classes.deep else None,
+            embed_norm_D=first if config.embed_norm else None,
+            position_embed_PD=first if config.positions else None,
+            type_embed_ID=first if config.types else None,
+            head=tuple(last for _ in config.head),
             per_layer_embed_VLA=per_layer,
             per_layer_proj_DLA=per_layer,
             per_layer_norm_A=per_layer,

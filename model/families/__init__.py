@@ -6,6 +6,7 @@ leaf; and where its checkpoints need it `canonical(name)`, the one name of a ten
 """
 
 FAMILIES = {
+    "bert": ".bert",
     "cohere": ".cohere",
     "cohere2": ".cohere",
     "deepseek_v2": ".deepseek",
@@ -48,6 +49,7 @@ FAMILIES = {
     "mistral3": ".wrapper",
     "mistral4": ".mistral4",
     "mixtral": ".mixtral",
+    "modernbert": ".modernbert",
     "nemotron_h": ".nemotron_h",
     "olmo2": ".olmo2",
     "olmo3": ".olmo3",
@@ -64,8 +66,10 @@ FAMILIES = {
     "qwen3_5_text": ".qwen3_5",
     "qwen3_moe": ".qwen3_moe",
     "qwen3_next": ".qwen3_next",
+    "roberta": ".bert",
     "seed_oss": ".seed_oss",
     "smollm3": ".smollm3",
+    "xlm-roberta": ".bert",
 }
 
 # Why there is no family for a model that people ask for.

@@ -11,7 +11,7 @@ HARMLESS = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "pretraining_tp",
     "cache_implementation", "auto_map", "id2label", "label2id", "num_labels", "gradient_checkpointing",
     "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder", "chunk_size_feed_forward",
-    "problem_type",
+    "problem_type", "sentence_transformers", "sbert_ce_default_activation_function",
     "tokenizer_class", "task_specific_params", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
     "aux_loss_alpha", "seq_aux", "ep_size", "unsloth_version", "unsloth_fixed", "num_nextn_predict_layers",
     "attn_implementation", "is_llama_config", "transformers.js_config", "neftune_noise_alpha", "model_max_length",

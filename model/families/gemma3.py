@@ -15,14 +15,21 @@ MISSING = {  # what a config.json without these keys means: the larger models le
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(MISSING | hf)
-    keys.refuse("use_bidirectional_attention", False)
+    both_ways = keys("use_bidirectional_attention", False)
+    if both_ways:  # the window is that of both sides together
+        keys.hf["sliding_window"] = keys.count("sliding_window") // 2 + 1
     keys.refuse("attn_logit_softcapping")
     longest, heads = keys.count("max_position_embeddings", 131072), keys.heads(256)
     heads["scale"], bias = keys.positive("query_pre_attn_scalar", 256) ** -0.5, keys("attention_bias", False)
     H, served = heads["head_dim"], max_len or longest
     local = keys("rope_local_base_freq", 10000.0)
     full = Attention(
-        **heads, rope=keys.rope(H, served, "full_attention", 1e6), qk_norm="head", bias=bias, out_bias=bias
+        **heads,
+        rope=keys.rope(H, served, "full_attention", 1e6),
+        qk_norm="head",
+        bias=bias,
+        out_bias=bias,
+        both_ways=both_ways,
     )
     sliding = replace(full, rope=keys.rope(H, served, "sliding_attention", local, plain=True))
     L, every = keys.count("num_hidden_layers"), keys.count("sliding_window_pattern", 6)

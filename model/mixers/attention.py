@@ -65,9 +65,9 @@ def mix(a: Attention, w: AttentionWeights, x_TD, rope, cache, reach: Reach, eps:
         a.tied_kv, axes.tensor,
     )  # fmt: skip
     *qkv, cache = (*turn(qkv_TGH, heads), cache) if reach.prepare is None else reach.prepare(qkv_TGH, heads, cache)
-    chunks = {"chunked": True} if a.chunked else {}
+    sees = ({"chunked": True} if a.chunked else {}) | ({"ahead": a.ahead} if a.both_ways else {})
     out_TNH, cache = reach.attend(
-        *qkv, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N, **chunks
+        *qkv, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N, **sees
     )
     if gate_TNH is not None:
         out_TNH = (out_TNH * jax.nn.sigmoid(gate_TNH.astype(jnp.float32))).astype(out_TNH.dtype)

@@ -7,7 +7,7 @@ from flax import struct
 
 from ...ops.attention.picking import Picks
 from ...ops.linear import einsum, project
-from ...ops.norm import layer_norm
+from ...ops.norm import LayerNorm, layer_norm
 from ...ops.rope import rotate
 from ...sharding.spec import ArraySpec
 from ..config import LatentAttention, ModelConfig
@@ -47,7 +47,7 @@ def picks_of(indexer: Indexer, w: IndexerWeights | None, x_TD, q_TA, rope) -> tu
     if w is None:
         return Picks(count=indexer.count), None
     q_TIH = rotate(einsum("TA,AIH->TIH", q_TA, w.q_up_AIH), rope)
-    key_TH = layer_norm(project("TD,DH->TH", x_TD, w.key_DH), w.key_norm_H, w.key_norm_bias_H, EPSILON)
+    key_TH = layer_norm(project("TD,DH->TH", x_TD, w.key_DH), LayerNorm(w.key_norm_H, w.key_norm_bias_H), EPSILON)
     weight_TI = einsum("TD,DI->TI", x_TD.astype(jnp.float32), w.weigh_DI, jnp.float32)
     weight_TI = weight_TI * (indexer.heads * indexer.dim) ** -0.5
     return Picks(q_TIH, weight_TI, indexer.count), rotate(key_TH[:, None], rope)

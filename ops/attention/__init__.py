@@ -75,16 +75,18 @@ def paged_attention(
     sinks_N=None,
     value_dim=None,
     chunked: bool = False,
+    ahead: int = 0,
     context: Axis = UNSPLIT,
     split_rows: bool = False,
     implementation: str | None = None,
 ):
     """(out_TNH, pages). `k_TKH` is None where the layer reads pages that another layer has already filled.
 
-    A row sees the last `window` positions or, `chunked`, of those the ones since the last multiple of `window`.
-    `value_dim` is the width of the values where they are a part of the keys. Each device of `context` has some of the
-    positions of every page. All devices pass all rows; each gets the result of all rows, or with `split_rows` that of
-    its own part of them. `implementation` forces one of IMPLEMENTATIONS.
+    A row sees the last `window` positions or, `chunked`, of those the ones since the last multiple of `window`;
+    and `ahead` positions after its own, as far as its sequence has rows here. `value_dim` is the width of the values
+    where they are a part of the keys. Each device of `context` has some of the positions of every page. All devices
+    pass all rows; each gets the result of all rows, or with `split_rows` that of its own part of them.
+    `implementation` forces one of IMPLEMENTATIONS.
     """
 
     def attend(module):
@@ -93,7 +95,9 @@ def paged_attention(
             raise NotImplementedError(f"positions are spread over {context.size} devices")
         if chunked and not getattr(module, "CHUNKS", False):
             raise NotImplementedError("rows see a chunk of the context each")
-        spread |= {"chunked": True} if chunked else {}
+        if ahead and not getattr(module, "AHEAD", False):
+            raise NotImplementedError("rows see positions after their own")
+        spread |= ({"chunked": True} if chunked else {}) | ({"ahead": ahead} if ahead else {})
         return module.paged_attention(
             q_TNH, k_TKH, v_TKH, pages, rows,
             scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim, **spread,

@@ -13,9 +13,12 @@ from . import KVPages
 
 PAGES = {pages for pages, _ in ATTENTION}
 CHUNKS = True  # it serves rows that see a chunk of the context each
+AHEAD = True  # and rows that see positions after their own
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim, chunked=False):
+def paged_attention(
+    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim, chunked=False, ahead=0
+):
     """See `quire.ops.attention.paged_attention`."""
     if pages.kv_PSYH is not None:
         raise NotImplementedError("keys and values must lie in arrays of their own")
@@ -44,7 +47,7 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
     call = jax.ffi.ffi_call(kernel, results, input_output_aliases={3 + at: 1 + n for n, at in enumerate(written)})
     out_TNH, *filled = call(
         *operands, scale=np.float32(scale), soft_cap=np.float32(soft_cap or 0), window=np.int32(window or 0),
-        chunked=np.int32(chunked),
+        chunked=np.int32(chunked), ahead=np.int32(ahead),
     )  # fmt: skip
     for at, x in zip(written, filled, strict=True):
         arrays[at] = x

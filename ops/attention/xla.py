@@ -16,6 +16,7 @@ from . import KVPages
 
 SPREADS = True  # it serves pages whose positions are split over devices
 CHUNKS = True  # and rows that see a chunk of the context each
+AHEAD = True  # and rows that see positions after their own
 BLOCK = 64  # key positions of a loop step
 TILE = 16  # query rows of a tile where sequences have more than one
 
@@ -33,6 +34,7 @@ def paged_attention(
     sinks_N,
     value_dim,
     chunked=False,
+    ahead=0,
     context: Axis = UNSPLIT,
     split_rows=False,
 ):
@@ -51,6 +53,10 @@ def paged_attention(
     row_CQ = jnp.minimum(row_CQ, T - 1)
     position_CQ = jnp.where(valid_CQ, rows.positions_T[row_CQ], -1)
     position_CR = jnp.repeat(position_CQ, G, axis=1)
+    sees_CR = position_CR  # the last position that a row sees
+    if ahead:
+        last_C = rows.positions_T[jnp.maximum(rows.starts_B1[seq_C + 1] - 1, 0)]
+        sees_CR = jnp.where(position_CR < 0, -1, jnp.minimum(position_CR + ahead, last_C[:, None]))
     C, Q = row_CQ.shape
     q_CQKGH = q_TNH[row_CQ].reshape(C, Q, K, G, H).astype(jnp.float32) * scale
     q_CKRH = jnp.moveaxis(q_CQKGH, 2, 1).reshape(C, K, Q * G, H)
@@ -58,7 +64,7 @@ def paged_attention(
     pages_a_block = max(1, BLOCK // own)
     J = pages_a_block * S
     offset_J = (jnp.arange(pages_a_block)[:, None] * S + first + jnp.arange(own)).reshape(-1)
-    newest_C = jnp.max(position_CQ, axis=1)
+    newest_C = jnp.max(sees_CR, axis=1)
     oldest_C = jnp.min(jnp.where(valid_CQ, position_CQ, jnp.iinfo(jnp.int32).max), axis=1)
 
     def hidden(position):
@@ -78,7 +84,7 @@ def paged_attention(
         # Elsewhere a page holds what its last owner left, which may be NaN: 0 * NaN is NaN.
         position_CJ = block_C[:, None] * J + offset_J
         owned_CJ = position_CJ <= newest_C[:, None]
-        seen_CRJ = position_CJ[:, None, :] <= position_CR[:, :, None]
+        seen_CRJ = position_CJ[:, None, :] <= sees_CR[:, :, None]
         if window is not None:
             owned_CJ &= position_CJ > hidden(oldest_C)[:, None]
             seen_CRJ &= position_CJ[:, None, :] > hidden(position_CR)[:, :, None]

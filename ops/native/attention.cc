@@ -33,6 +33,7 @@ const char* paged_attention(const Call& call) {
   int32_t window = call.attribute<int32_t>("window");
   a.scoring = {call.attribute<float>("scale"), call.attribute<float>("soft_cap"), int64_t{1} << 40};
   if (window > 0) a.scoring.window = window, a.scoring.chunked = call.attribute<int32_t>("chunked");
+  a.scoring.ahead = call.attribute<int32_t>("ahead");
   a.out = out.data<void>();
 
   for (int64_t b = 0; b < a.B; ++b)
@@ -56,6 +57,6 @@ constexpr auto ANY = dtype::ANY, S32 = dtype::S32, F32 = dtype::F32;
 }  // namespace
 
 QUIRE_KERNEL(paged_attention,
-             {{ANY, ANY, ANY, ANY, ANY, F32, F32, S32, S32, S32, S32, F32}, {"chunked", "scale", "soft_cap", "window"}})
+             {{ANY, ANY, ANY, ANY, ANY, F32, F32, S32, S32, S32, S32, F32}, {"ahead", "chunked", "scale", "soft_cap", "window"}})
 
 }  // namespace quire

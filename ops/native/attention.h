@@ -41,6 +41,11 @@ struct Call {
   void* out;
 
   int64_t G() const { return N / K; }
+  // The last position that a row sees.
+  int64_t seen_by(int64_t sequence, int64_t position) const {
+    if (!scoring.ahead) return position;
+    return std::min<int64_t>(position + scoring.ahead, positions[starts[sequence + 1] - 1]);
+  }
   // Where a slot's scale lies: those of a page's head are side by side.
   int64_t scale_at(int64_t slot, int64_t head) const { return (slot / S * K + head) * S + slot % S; }
 };
@@ -88,6 +93,7 @@ void append(const Call& a, const Spread& spread) {
 struct Tile {
   int64_t sequence, row, rows;
   int64_t oldest, newest;  // positions of the rows
+  int64_t sees;            // the last that the oldest sees
   int64_t first, last;     // of the keys; none where last < first
   float* partial;          // sums of [head][piece], if it is cut into pieces
 
@@ -118,7 +124,7 @@ struct Scratch {
   using List = std::vector<T, OnLines<T>>;
   List<float> q, rows, s, totals, wide, k_scale, v_scale, part, whole;
   List<uint32_t> keys;
-  List<int32_t> position;
+  List<int32_t> position, sees;
 
   template <typename T>
   static T* take(List<T>& list, int64_t size) {
@@ -147,7 +153,7 @@ class Worker {
     totals = Scratch::take(scratch.totals, heads * most * W);
     wide = Scratch::take(scratch.wide, BLOCK * COLS * W);
     k_scale = Scratch::take(scratch.k_scale, BLOCK), v_scale = Scratch::take(scratch.v_scale, BLOCK);
-    position = Scratch::take(scratch.position, most);
+    position = Scratch::take(scratch.position, most), sees = Scratch::take(scratch.sees, most);
     part = Scratch::take(scratch.part, heads * Sums::size(most, V));
     whole = Scratch::take(scratch.whole, heads * Sums::size(most, V));
   }
@@ -159,7 +165,10 @@ class Worker {
   void run(const Item& item, const Item* next) {
     const Tile& t = tiles[item.tile];
     R = t.rows * a.G();
-    for (int64_t r = 0; r < R; ++r) position[r] = a.positions[t.row + r / a.G()];
+    for (int64_t r = 0; r < R; ++r) {
+      position[r] = a.positions[t.row + r / a.G()];
+      sees[r] = static_cast<int32_t>(a.seen_by(t.sequence, position[r]));
+    }
     auto all = [&](int64_t h) { return Sums(whole + h * Sums::size(R, V), R, V); };
     auto sums = [&](int64_t h) {
       return Sums(item.cut ? partial(t, item.head + h, item.begin / PER_PIECE) : part + h * Sums::size(R, V), R, V);
@@ -282,7 +291,7 @@ class Worker {
     for (int g = b.first(); g < b.stop(); ++g) turn(key + g * W, H, turned(g), ahead);
     // The first rows may all come before these keys, and the last may have lost sight of them.
     int64_t from = 0, stop = R;
-    while (from < R && position[from] < b.base + b.lo) ++from;
+    while (from < R && sees[from] < b.base + b.lo) ++from;
     while (stop > from && a.scoring.hidden(position[stop - 1]) >= b.base + b.hi - 1) --stop;
     each_rows(from, stop, [&](int64_t r, auto count) {
       constexpr int COUNT = decltype(count)::value;
@@ -291,8 +300,8 @@ class Worker {
       for (; g + COLS <= b.stop(); g += COLS) dots<X, COUNT, COLS>(q + r * H, turned(g), H, to + g * W, ahead);
       for (; g < b.stop(); ++g) dots<X, COUNT, 1>(q + r * H, turned(g), H, to + g * W, ahead);
     });
-    bool masked = b.base + BLOCK - 1 > t.oldest || b.base <= a.scoring.hidden(t.newest);
-    finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, masked, position, from, stop, s);
+    bool masked = b.base + BLOCK - 1 > t.sees || b.base <= a.scoring.hidden(t.newest);
+    finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, masked, position, sees, from, stop, s);
     weigh(from, stop, s, sums, totals, V);
     if (a.k_scale)
       for (int64_t i = from * BLOCK; i < stop * BLOCK; i += W) store(s + i, load(s + i) * load(v_scale + i % BLOCK));
@@ -360,7 +369,7 @@ class Worker {
   X *rows, *zeros;
   float *s, *totals, *wide, *k_scale, *v_scale, *part, *whole;
   uint32_t* keys;
-  int32_t* position;
+  int32_t *position, *sees;
 };
 
 // Append, then attend. `spread(chunks, run)` calls run(0) .. run(chunks - 1), on up to `threads` threads.
@@ -379,10 +388,11 @@ void attend(const Call& a, int64_t threads, const Spread& spread) {
   auto cost = [&](const Tile& t, int64_t keys) { return std::max<int64_t>(keys, 1) * (t.rows * a.G() + ROWS); };
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t row = a.starts[b]; row < a.starts[b + 1]; row += most) {
-      Tile t{b, row, std::min(most, a.starts[b + 1] - row), 0, 0, 0, 0, nullptr};
+      Tile t{b, row, std::min(most, a.starts[b + 1] - row), 0, 0, 0, 0, 0, nullptr};
       auto ends = std::minmax_element(a.positions + row, a.positions + row + t.rows);
-      t.oldest = *ends.first, t.newest = *ends.second;
-      t.first = std::max<int64_t>(0, a.scoring.hidden(t.oldest) + 1), t.last = std::min(t.newest, a.M * a.S - 1);
+      t.oldest = *ends.first, t.newest = *ends.second, t.sees = a.seen_by(b, t.oldest);
+      t.first = std::max<int64_t>(0, a.scoring.hidden(t.oldest) + 1);
+      t.last = std::min(a.seen_by(b, t.newest), a.M * a.S - 1);
       total += cost(t, t.last - t.first + 1) * a.K;
       tiles.push_back(t);
     }

@@ -310,6 +310,7 @@ struct Scoring {
   float scale, soft_cap;  // no cap: 0
   int64_t window;         // none: more than any position
   bool chunked = false;   // of the window, rows see what comes after the last multiple of it
+  int64_t ahead = 0;      // so many positions after its own a row sees too, as far as its sequence goes
 
   // The last position before those that a row sees.
   int64_t hidden(int64_t position) const {
@@ -319,7 +320,8 @@ struct Scoring {
 
 // Raw products into scores, in powers of two: scaled, capped, minus infinity where a row does not see the key.
 __attribute__((noinline)) inline void finish_scores(const Scoring& a, const Block& b, const float* k_scale, bool masked,
-                                                    const int32_t* position, int64_t from, int64_t stop, float* s) {
+                                                    const int32_t* position, const int32_t* sees, int64_t from,
+                                                    int64_t stop, float* s) {
   I lane;
   for (int i = 0; i < W; ++i) lane[i] = i;
   float inverse = a.soft_cap ? a.scale / a.soft_cap : 0, scale = a.scale * LOG2E, cap = a.soft_cap * LOG2E;
@@ -333,7 +335,7 @@ __attribute__((noinline)) inline void finish_scores(const Scoring& a, const Bloc
         x = a.soft_cap ? cap * tanh(x * inverse) : x * scale;
       }
       if (masked) {
-        int64_t last = position[r] - b.base, before = std::max<int64_t>(a.hidden(position[r]) - b.base, -1);
+        int64_t last = sees[r] - b.base, before = std::max<int64_t>(a.hidden(position[r]) - b.base, -1);
         I j = lane + static_cast<int>(g * W);
         x = (j <= static_cast<int>(last)) & (j > static_cast<int>(before)) ? x : splat(NONE);
       }

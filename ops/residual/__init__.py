@@ -9,7 +9,10 @@ IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "xla": ".xla"}
 
 
 class Residual(NamedTuple):
-    """Rows, and what the block before gave, which is not added yet: x + y, or x + norm(y) where there is a scale."""
+    """Rows, and what the block before gave, which is not added yet: x + y, or x + norm(y) where there is a scale.
+
+    A scale is an array, or a `LayerNorm`.
+    """
 
     x_TD: Any
     y_TD: Any = None  # None: nothing
@@ -17,7 +20,7 @@ class Residual(NamedTuple):
 
 
 def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None, implementation: str | None = None):
-    """(the sum, its RMS norm); without a scale there is no norm. `implementation` forces one of IMPLEMENTATIONS.
+    """(the sum, its norm); without a scale there is no norm. `implementation` forces one of IMPLEMENTATIONS.
 
     `rounds`: the codes that products will make of the norm (`Weight.rounds`), which then may be `RoundedRows`.
     """

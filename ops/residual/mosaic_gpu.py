@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..attention import mosaic, mosaic_gpu
 from ..kernel_trial import TriedKernel, require_pass
+from ..norm import LayerNorm
 from . import Residual
 from .shape import LINE, MOST
 
@@ -36,6 +37,8 @@ def refusals(rows: Residual, scale_D) -> list[str]:
     x_TD, y_TD = rows.x_TD, rows.y_TD
     if y_TD is None or scale_D is None:
         return ["there must be something to add, and a norm of the sum"]
+    if isinstance(scale_D, LayerNorm) or isinstance(rows.scale_D, LayerNorm):
+        return ["norms must not take the mean off"]
     found, D = [], x_TD.shape[-1]
     if not x_TD.dtype == y_TD.dtype == jnp.bfloat16:
         found.append(f"rows must be bfloat16, not {x_TD.dtype} and {y_TD.dtype}")

@@ -1,6 +1,6 @@
 """Sum and norm by XLA."""
 
-from ..norm import rms_norm
+from ..norm import norm
 from . import Residual
 
 
@@ -13,11 +13,6 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None)
 def add(rows: Residual, eps: float):
     """The sum alone."""
     return rows.x_TD if rows.y_TD is None else rows.x_TD + norm(rows.y_TD, rows.scale_D, eps)
-
-
-def norm(x_TD, scale_D, eps: float):
-    """RMS norm where there is one at this place."""
-    return x_TD if scale_D is None else rms_norm(x_TD, scale_D, eps)
 
 
 def varies() -> None:

@@ -81,8 +81,10 @@ def main(
     share = engine.pop("gpu_memory_utilization", None)
     check_share(share, memory)
     config, weights = read(model, **engine)
+    if config.encodes and devices is not None:
+        raise o.UsageError("--devices proposes meshes for models that write, and this one reads each text in one step")
     usable, why = usable_memory(device, chosen.memory, cost.weight_bytes(config, weights), share, memory)
-    lengths = sorted(set(length or default_lengths(config.max_len)))
+    lengths = [] if config.encodes else sorted(set(length or default_lengths(config.max_len)))
     result = {
         "model": model or "quill",
         "layers": len(config.layers),
@@ -107,7 +109,7 @@ def main(
             }
             for tokens in lengths
         ],
-        "split": split(config, usable - cost.weight_bytes(config, weights), chosen.platform),
+        "split": [] if config.encodes else split(config, usable - cost.weight_bytes(config, weights), chosen.platform),
     }
     if devices is not None:
         tokens = length[0] if length else min(4096, config.max_len)
@@ -189,7 +191,11 @@ def finite(batch: float) -> float | None:
 
 def text(result: dict) -> str:
     """The result as tables for people."""
-    device = result["device"]
+    device, weights = result["device"], amount(result["weight_bytes"])
+    head = f"{result['model']}: {result['layers']} layers, {weights} of weights in {result['dtype']}"
+    used = f"{device_line(device)}\nused: {amount(result['usable_memory'])} ({result['usable_memory_is']})"
+    if not result["lengths"]:
+        return f"{head}\n\n{used}\n\nAn encoder: it reads each text in one step, and keeps no KV cache."
     kinds = [
         (kind["name"], kind["layers"], amount(kind["bytes_a_token"]), length_name(kind["window"]))
         for kind in result["kinds"]
@@ -204,12 +210,11 @@ def text(result: dict) -> str:
         )
         for row in result["lengths"]
     ]
-    weights = amount(result["weight_bytes"])
     return "\n\n".join(
         (
-            f"{result['model']}: {result['layers']} layers, {weights} of weights in {result['dtype']}",
+            head,
             table(("KV cache", "layers", "bytes a token", "tokens kept"), kinds),
-            f"{device_line(device)}\nused: {amount(result['usable_memory'])} ({result['usable_memory_is']})",
+            used,
             table(("length", "KV a sequence", "sequences that fit", "batch where compute catches up"), lengths),
             *([] if len(result["split"]) < 2 else [split_table(result["split"])]),
             notes(result),

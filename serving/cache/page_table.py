@@ -478,7 +478,7 @@ class PageTable:
 
     def used(self) -> float:
         """The share of pages in use, of the fullest pool."""
-        return max(1 - pool.free / max(pool.num_pages - 1, 1) for pool in self.pools)
+        return max((1 - pool.free / max(pool.num_pages - 1, 1) for pool in self.pools), default=0.0)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Prove that every page is owned by those who have it, cached for what it holds, or blank: one of these."""

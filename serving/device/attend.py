@@ -1,11 +1,17 @@
-"""How the layers of a model reach what is kept of earlier tokens: pages, and states of fixed size."""
+"""How the layers of a model reach what is kept of earlier tokens: pages, and states of fixed size.
+
+Those of an encoder reach the rows of the step alone.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ...model.config import ModelConfig
 from ...ops import heads as head_ops
-from ...ops.attention import QueryRows, paged_attention
+from ...ops.attention import KVPages, QueryRows, new_arrivals, page_dtype, paged_attention
 from ...ops.attention.picking import Picks, picking_attention
 from ...ops.state_rows import StateRows
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
@@ -42,6 +48,23 @@ def attend_with(
 
     # On several devices of `context` each has all rows, and not all positions of a page.
     return prepare if axes.context.size == 1 else None, attend
+
+
+def attend_within(positions_T, starts_B1, longest: int):
+    """`attend` of `decoder.run_layers` where nothing is kept: each row of a step is a page of one position."""
+    T = positions_T.shape[0]
+    tables_BM = jnp.minimum(starts_B1[:-1, None] + jnp.arange(min(T, longest)), T - 1).astype(jnp.int32)
+    rows = QueryRows(positions_T, starts_B1, tables_BM, jnp.zeros(T, jnp.int32), new_arrivals())
+
+    def page_each(x_TKH):
+        held = page_dtype(x_TKH.dtype)
+        return (x_TKH if held == x_TKH.dtype else jax.lax.bitcast_convert_type(x_TKH, held))[:, None]
+
+    def attend(index, q_TNH, k_TKH, v_TKH, state: State, **options):
+        pages = KVPages(page_each(k_TKH), page_each(v_TKH))
+        return paged_attention(q_TNH, None, None, pages, rows, **options)[0], state
+
+    return attend
 
 
 def recur_with(rows: StateRows):

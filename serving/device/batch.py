@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from ...model.config import FAR
 from ...ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs
 from ..api.params import SAMPLING
 
@@ -41,6 +42,7 @@ class Batch:
     store_R: np.ndarray  # the slot that the token drawn here belongs to, or one past the last
     drafts_R: np.ndarray  # the draft that the token drawn here is compared with, or its name; -1 = none
     depths_R: np.ndarray  # drafts of the sequence before this row
+    second_B: np.ndarray  # the position where a sequence's second text begins, where the model tells it from the first
     num_drafts_1: np.ndarray  # how many tokens the step itself is to draft
     follows_1: np.ndarray  # whether the drafter computes these rows too
     sampling: SamplingInputs
@@ -50,11 +52,14 @@ class Batch:
 
 
 def sizes(
-    max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int = 0, paths: int = 1, path_rows: int = 1
-) -> tuple[Size, ...]:
+    max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int = 0, paths: int = 1, path_rows: int = 1,
+    decodes: bool = True,
+) -> tuple[Size, ...]:  # fmt: skip
     """Decode sizes by factors of four, and two for steps that carry prompts; with drafts, more for those that verify.
 
     Where drafts have several paths, a sequence has `path_rows` rows in a step that verifies all of them.
+
+    An encoder never `decodes`: all its steps carry prompts.
 
     On a GPU decode sizes are by factors of two, and those for prompts by factors of four. Its products take 16 rows at
     least: with fewer, each would wait for a launch that pads its rows.
@@ -82,7 +87,7 @@ def sizes(
             verify.add(Size(rows := min(count * path_rows, max_rows), count * paths, rows, paths))
     # More rows than sequences: as many would mean one row from each.
     mixed = {Size(max(count, top + 1), top, max(top, 16)) for count in prompts}
-    return tuple(sorted({*decode, *verify, *mixed}))
+    return tuple(sorted({*decode, *verify, *mixed} if decodes else mixed))
 
 
 def choose(options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool, paths: int = 1) -> Size:
@@ -189,6 +194,7 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int, max_draf
         store_R=np.full(R, max_seqs, i32),
         drafts_R=np.full(R, -1, i32),
         depths_R=np.zeros(R, i32),
+        second_B=np.full(B, FAR, i32),
         num_drafts_1=np.zeros(1, i32),
         follows_1=np.zeros(1, bool),
         sampling=SamplingInputs(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...model import decoder
+from ...model import decoder, encoder
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig
 from ...model.partition import Stage, local_config, whole_model
@@ -19,7 +19,7 @@ from ...ops.attention import KVPages, QueryRows, new_arrivals
 from ...ops.state_rows import StateRows, sequence_of
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
-from .attend import attend_with, recur_with
+from .attend import attend_with, attend_within, recur_with
 from .batch import Batch, Layout
 from .drafts import Seen, StepDrafter, WithDrafter, draft, entry_of, page_size_of, path_of
 from .replay import Replay
@@ -187,10 +187,12 @@ def step_of_one(
     if stage.begins and stage.ends:  # with several stages the host knows all tokens
         batch = settle(batch, state, drafter is not None and layout.paths == 1, axes)
     tokens_T = batch.tokens_T
-    rows = rows_in(batch, layout, axes)
-    positions_T = rows[0].positions_T
+    rows, positions_T = rows_in(batch, layout, axes), positions_in(batch, layout, axes)
     spare = positions_T.shape[0] - layout.size.rows
-    prepare, attend = attend_with(config, rows.__getitem__, axes=axes)
+    if config.encodes:
+        prepare, attend = None, attend_within(positions_T, batch.starts_B1, config.max_len)
+    else:
+        prepare, attend = attend_with(config, rows.__getitem__, axes=axes)
 
     def note(index, experts_TX, state: State) -> State:
         # Where the devices of `context` have the same rows, the first counts them.
@@ -200,7 +202,8 @@ def step_of_one(
 
     own_T, first = axes.rows.part(positions_T), stage.layers.start
     if stage.begins:
-        x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes)
+        types_T = types_in(batch, positions_T) if config.pairs else None
+        x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes, types_T)
     hear = None if state.loads_nLE is None else note
     wanted, features = () if drafter is None else drafter.features, {}
 
@@ -221,7 +224,11 @@ def step_of_one(
     if not stage.ends:
         return x, None, state
     hidden_TD = decoder.final_norm(weights, x[0], config)
-    hidden_RD = axes.rows.take(hidden_TD, batch.sample_rows_R)
+    if config.encodes:  # one row of each sequence draws, in their order
+        hidden_RD = encoder.pool(hidden_TD, batch.starts_B1, config.pooling)
+        hidden_RD = jnp.pad(hidden_RD, ((0, layout.size.samples - len(hidden_RD)), (0, 0)))
+    else:
+        hidden_RD = axes.rows.take(hidden_TD, batch.sample_rows_R)
     logits_RV = decoder.logits(weights, hidden_RD, config, axes)
     with jax.named_scope("sample"):
         axis = axes.tensor
@@ -245,6 +252,8 @@ def step_of_one(
         sampled = sampled.replace(drafts_BK=drafts_BK)
         if layout.paths == 1:  # else the host chooses one before the next step
             state = hold(state, batch, store_R, drafts_BK)
+    if config.head:
+        hidden_RD = encoder.head(weights, hidden_RD, config)
     if config.classes is not None:
         hidden_RD = decoder.classes(weights, hidden_RD)
     return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
@@ -316,12 +325,23 @@ def catch_up(
 
 def rows_in(batch: Batch, layout: Layout, axes: DeviceAxes) -> list[QueryRows]:
     """A step's rows by cache group, as many as divide over the devices that have a part of them."""
-    spare = -layout.size.rows % axes.rows.size
-    positions_T, arrivals = jnp.pad(batch.positions_T, (0, spare), constant_values=-1), new_arrivals()
+    positions_T, arrivals = positions_in(batch, layout, axes), new_arrivals()
+    spare = positions_T.shape[0] - layout.size.rows
     return [
         QueryRows(positions_T, batch.starts_B1, table_BM, jnp.pad(slots_T, (0, spare)), arrivals)
         for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
     ]
+
+
+def positions_in(batch: Batch, layout: Layout, axes: DeviceAxes):
+    """The positions of a step's rows, as many as divide over the devices that have a part of them."""
+    return jnp.pad(batch.positions_T, (0, -layout.size.rows % axes.rows.size), constant_values=-1)
+
+
+def types_in(batch: Batch, positions_T):
+    """0 for rows of a sequence's first text, 1 for those of its second."""
+    seq_T = jnp.minimum(sequence_of(batch.starts_B1, jnp.arange(len(positions_T))), len(batch.second_B) - 1)
+    return jnp.where(positions_T >= batch.second_B[seq_T], 1, 0)
 
 
 def model_of(weights: Any) -> Any:

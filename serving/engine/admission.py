@@ -56,6 +56,18 @@ def check(
             raise RequestError(name, "needs a tokenizer, and skip_tokenizer_init is set; use token ids")
 
 
+def check_whole(tokens: Sequence[int], max_len: int, max_rows: int) -> None:
+    """Refuse what an encoder cannot read at once: each token sees those after it."""
+    if len(tokens) > max_len:
+        raise TooLong("prompt", f"has {len(tokens)} tokens; this model reads at most {max_len} (max_model_len)")
+    if len(tokens) > max_rows:
+        raise TooLong(
+            "prompt",
+            f"has {len(tokens)} tokens, and this model reads all of them in one step, which holds {max_rows}; raise "
+            "--max-num-batched-tokens",
+        )
+
+
 def spelled(bad_words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
     """The token ids of each bad word, at the start of a text and after a space."""
     words: dict[tuple[int, ...], None] = {}

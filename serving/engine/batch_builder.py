@@ -51,8 +51,9 @@ class BatchBuilder:
         self.drafts, self.paths = limits.max_drafts, limits.paths
         self.num_stages = num_stages  # as many steps are under way at once
         options = sizes(
-            limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts, limits.paths, limits.path_rows
-        )  # the smallest first
+            limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts, limits.paths, limits.path_rows,
+            not limits.whole,
+        )  # the smallest first  # fmt: skip
         self.path_pages = limits.path_pages(page_size)
         common = (
             num_groups, table_width, limits.max_seqs, replicas, limits.listed, limits.max_drafts, limits.paths,
@@ -187,6 +188,7 @@ class BatchBuilder:
         for item in part:
             self.sync_tables(item.seq, item.start)
 
+        b.second_B[:n] = [seq.second for seq in seqs]
         if self.drafts:
             b.following_B[:n] = [following(item) for item in part]
         b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = ends, T
@@ -317,7 +319,7 @@ class BatchBuilder:
             known = min(known, max(0, start - self.drafts) // self.page_size)
         for table, pages in zip(self.tables, seq.cache.pages, strict=True):
             table[place, known : len(pages)] = pages[known:]
-        self.num_synced[place] = len(seq.cache.pages[0])
+        self.num_synced[place] = len(seq.cache.pages[0]) if self.tables else 0
         return place
 
 

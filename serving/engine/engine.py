@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...model.checkpoint.embedder import Embedder
+from ...model.config import FAR
 from ...model.text.tokenizer import Tokenizer
 from ..api.errors import NotServing, QueueFull, RequestError
 from ..api.options import Pooling
@@ -24,7 +25,7 @@ from ..request.pooling import Pool
 from ..request.request import Request
 from ..request.sequence import Sequence, sequences_of
 from ..speculative.speculator import Speculator
-from .admission import check, spelled
+from .admission import check, check_whole, spelled
 from .deadlines import Deadlines
 from .runner import Drawn, Runner
 from .scheduler import Scheduler, StepPlan, rank_of
@@ -81,10 +82,12 @@ class Engine:
         prompt: str | None = None,
         terms: Terms = PLAIN,
         pooling: Pooling | None = None,
+        second: int = FAR,
     ) -> Request:
         """Queue a request, or refuse it with a `RequestError` that says why.
 
-        With `pooling` it asks for the prompt's hidden states and no token: `RequestOutput.pooled`.
+        With `pooling` it asks for the prompt's hidden states and no token: `RequestOutput.pooled`. Of a pair of texts
+        the second begins at the token `second`.
         """
         self.check_serving()
         if request_id in self.requests:
@@ -97,10 +100,11 @@ class Engine:
         eos = frozenset() if self.tokenizer is None else self.tokenizer.eos_token_ids
         base = int(self.rng.integers(1 << 63)) if params.seed is None else params.seed & ((1 << 64) - 1)
         now = self.clock()
-        sequences = sequences_of(tokens, params, self.max_len, rank_of(terms.priority, now), eos, base)
+        pooling = "last" if pooling and self.config.encodes else pooling  # the step itself has pooled
+        sequences = sequences_of(tokens, params, self.room, rank_of(terms.priority, now), eos, base)
         for seq, constraint in zip(sequences, constraints, strict=True):
             seq.tenant, seq.cache.salt = terms.share_key, terms.cache_salt
-            seq.bad_words, seq.constraint = bad_words, constraint
+            seq.bad_words, seq.constraint, seq.second = bad_words, constraint, second
             seq.lockstep = self.stages > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
             step = None if self.config.classes is None else self.config.classes.step
             seq.pool = None if pooling is None else Pool(pooling, tokens, step)
@@ -115,6 +119,17 @@ class Engine:
         if terms.timeout is not None:
             self.deadlines.add(now + terms.timeout, request, len(self.requests))
         return request
+
+    @property
+    def room(self) -> int:
+        """Tokens of a prompt and its answer; what an encoder draws takes none of its positions."""
+        return self.max_len + 1 if self.config.encodes else self.max_len
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that is read."""
+        limits = self.runner.limits
+        return min(self.max_len, limits.max_rows) if limits.whole else self.max_len - 1
 
     def check_serving(self) -> None:
         """Refuse what would never be answered."""
@@ -144,7 +159,9 @@ class Engine:
             raise RequestError("model", told)
         limits, has_text = self.runner.limits, self.tokenizer is not None
         vocab, table = self.config.vocab_size, self.tables[0]
-        check(tokens, params, vocab, self.max_len, lambda n: table.fits(n, limits.max_rows), has_text, limits.listed)
+        if limits.whole:
+            check_whole(tokens, self.max_len, limits.max_rows)
+        check(tokens, params, vocab, self.room, lambda n: table.fits(n, limits.max_rows), has_text, limits.listed)
 
     def step(self, launches: bool = True) -> list[Request]:
         """Launch the next step and take in the one before; the requests that got tokens, or ended.

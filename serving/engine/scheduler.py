@@ -100,6 +100,7 @@ class Limits:
     follows: bool = False  # the drafter has keys and values of its own, and must compute what it is to know
     paths: int = 1  # of drafts of a sequence
     path_rows: int = 1  # rows of all of them
+    whole: bool = False  # a prompt is computed in one step
 
     def path_pages(self, page_size: int) -> int:
         """In which the drafts of a path lie, wherever they begin."""
@@ -309,6 +310,8 @@ class ReplicaScheduler:
 
     def admit(self, seq: Sequence) -> bool:
         """Give a slot to a sequence that can catch up: one that cannot would hold pages and not finish."""
+        if self.limits.whole and seq.num_tokens > self.rows:
+            return False
         state = (seq, self.table.num_freed, sum(other.missing > 1 for other in self.running))
         if seq.pending or state == self.refused:
             return False

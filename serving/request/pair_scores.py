@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ...model.checkpoint.embedder import Embedder
-from ...model.config import ModelConfig
+from ...model.config import FAR, ModelConfig
 from ...model.text.chat_template import PromptError
 from ...model.text.tokenizer import Tokenizer
 from ..api.errors import RequestError
@@ -35,6 +35,7 @@ class Asked(NamedTuple):
     tokens: list[int]
     params: SamplingParams
     pooling: Pooling | None = None
+    second: int = FAR  # where the second text of a pair begins
 
 
 class PairScores(Protocol):
@@ -84,26 +85,37 @@ class Judgement:
             raise RequestError("model", f"has {count} classes and scores no pairs; ask LLM.classify or /classify")
         self.config = config
         task = pooling.before(embedder, None)
-        self.asked = [Asked(judged_tokens(config, tokenizer, task, *pair), pooling.PARAMS, "last") for pair in pairs]
+        self.asked = [asked_of(judged_tokens(config, tokenizer, task, *pair)) for pair in pairs]
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
         return [score(classes.probabilities(output, self.config)[0], [output]) for output in outputs]
 
 
-def judged_tokens(config: ModelConfig, tokenizer: Tokenizer, task: str, query: str, document: str) -> list[int]:
-    """The prompt of a pair: by a template that knows both, as Qwen3-Reranker is asked, or as the tokenizer pairs."""
+def asked_of(found: tuple[list[int], int]) -> Asked:
+    tokens, second = found
+    return Asked(tokens, pooling.PARAMS, "last", second)
+
+
+def judged_tokens(
+    config: ModelConfig, tokenizer: Tokenizer, task: str, query: str, document: str
+) -> tuple[list[int], int]:
+    """(the prompt of a pair, where the second text begins if the model is to be told).
+
+    By a template that knows both, as Qwen3-Reranker is asked, or as the tokenizer pairs.
+    """
     template = tokenizer.chat_template or ""
     try:
         if all(re.search(f"['\"]{role}['\"]", template) for role in ("query", "document")):
             messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
             messages = [{"role": "system", "content": task}, *messages] if task else messages
-            return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+            return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False), FAR
         if config.classes is not None and config.classes.tokens:
             if query.startswith(BEGINS):  # written out, as vLLM wants it
-                return tokenizer.encode(query + document, add_special_tokens=False)
+                return tokenizer.encode(query + document, add_special_tokens=False), FAR
             text = ASKED.format(task=task or TASK, query=query, document=document)
-            return tokenizer.encode(text, add_special_tokens=False)
-        return tokenizer.encode_pair(query, document)[0]
+            return tokenizer.encode(text, add_special_tokens=False), FAR
+        tokens, second = tokenizer.encode_pair(query, document)
+        return tokens, second if config.pairs else FAR
     except PromptError as error:
         raise RequestError("text_2", str(error)) from None
 

@@ -56,7 +56,7 @@ def check_dimensions(dimensions: int | None, config: ModelConfig, name: str = "d
         raise RequestError(
             "model", "classifies texts and gives no embeddings; ask LLM.classify or /classify, or another model"
         )
-    check_width(dimensions, config.dim, name)
+    check_width(dimensions, config.width, name)
 
 
 def check_width(dimensions: int | None, dim: int, name: str = "dimensions") -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...model.config import FAR
 from ..api.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Sequence:
     lockstep: bool = False  # its next step needs its last token on the host
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: tuple[int, int] = (0, 0)
+    second: int = FAR  # where its second text begins, of a pair that a model reads together
     request: Any = None  # the `Request` whose answer this is, until the answer ends
     num_computed: int = 0
     pending: int = 0

@@ -11,7 +11,7 @@ import quick
 PARTS = [
     ("eight_devices.py", "logits"), ("eight_devices.py", "not logits"), ("eight_devices_axes.py", ""),
     ("eight_devices_moe.py", ""), ("eight_devices_rounded.py", ""),
-    ("eight_devices_ahead.py", ""), ("eight_devices_states.py", ""),
+    ("eight_devices_ahead.py", ""), ("eight_devices_states.py", ""), ("eight_devices_encoders.py", ""),
     *(("eight_devices_drafts.py", f"plain_decoding[{mesh}") for mesh in ("tensor", "replicas", "context", "stages")),
     ("eight_devices_drafts.py", "plain_decoding[three"), ("eight_devices_drafts.py", "not plain_decoding"),
 ]  # fmt: skip

@@ -112,7 +112,8 @@ def test_http(folder):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"modules": ("Transformer", "Pooling", "Dense")}, "names the modules Transformer, Pooling, Dense; supported"),
+        ({"modules": ("Transformer", "Pooling", "Dense")}, "in_features and out_features must be numbers"),
+        ({"modules": ("Transformer", "Dense", "Pooling")}, "names the modules Transformer, Dense, Pooling; supported"),
         ({"modules": ("Transformer",)}, "names the modules Transformer; supported"),
         ({"pooled": {"pooling_mode_max_tokens": True}}, "supported is one of pooling_mode_lasttoken, "),
         ({"pooled": POOLED | {"pooling_mode_mean_tokens": True}}, "supported is one of pooling_mode_lasttoken, "),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from published import PUBLISHED, RELATIVES
+from published_encoders import PUBLISHED_ENCODERS
 from published_moe import PUBLISHED_MOE, RELATIVES_MOE
 
 from quire.model.checkpoint import loader
@@ -17,6 +18,7 @@ from quire.model.families import common
 from quire.model.weights import abstract
 from quire.ops.rope import angles, rotate
 
+PUBLISHED = PUBLISHED | PUBLISHED_ENCODERS
 BY_NAME = pytest.mark.parametrize("name", PUBLISHED)
 
 
@@ -229,7 +231,7 @@ def test_a_missing_window_is_not_a_null_one():
         ("Llama-3.1-8B", {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'; it must be true or false"),
         ("Llama-3.1-8B", {"num_hidden_layers": "32"}, "num_hidden_layers = '32'"),
         ("gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
-        ("gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma-2-9b", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma-3-1b", {"rope_parameters": {"rope_type": "default"}}, "lacks 'sliding_attention'"),
         ("Phi-3-mini-128k", {"head_dim": 64}, "'long_factor' has 48 entries; the heads have 32"),
         ("Mistral-7B-v0.1", {"sliding_window": 0}, "sliding_window = 0; it must be a whole number"),

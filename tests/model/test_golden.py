@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import uncached
 from cases import thinned
+from golden.encoders import ENCODERS
 from golden.families import KINDS, VARIANTS
 from golden.folder import POSITIONS
 from golden.recorded import TOLERANCE, Golden, check_answers
@@ -26,7 +27,7 @@ def golden(tmp_path_factory):
 
 
 def test_every_family_has_a_variant():
-    covered = {FAMILIES[variant.config["model_type"]] for variant in VARIANTS}
+    covered = {FAMILIES[variant.config["model_type"]] for variant in (*VARIANTS, *ENCODERS)}
     assert set(FAMILIES.values()) - covered == {".quill"}  # which transformers does not know
 
 

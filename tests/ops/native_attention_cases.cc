@@ -59,7 +59,7 @@ double error_of(int seed) {
   a.V = latent ? a.H - random.below(9) : a.H;
   a.S = random.one_of({5, 8, 16, 32}), a.B = 1 + random.below(4), a.wide = sizeof(New) == 4;
   a.scoring = {0.2f, random.below(3) ? 0.0f : 5.0f, random.one_of({int64_t{1} << 40, int64_t{1} << 40, 1, 70})};
-  a.scoring.chunked = random.below(2);
+  a.scoring.chunked = random.below(2), a.scoring.ahead = random.one_of({0, 0, 3, int64_t{1} << 29});
 
   std::vector<int32_t> positions, starts{0}, slots, lengths;
   for (int64_t b = 0; b < a.B; ++b) {
@@ -114,9 +114,10 @@ double error_of(int seed) {
       for (int64_t n = 0; n < a.N; ++n) {
         int64_t head = n / group, first = std::max<int64_t>(0, positions[row] - a.scoring.window + 1);
         if (a.scoring.chunked) first = positions[row] / a.scoring.window * a.scoring.window;
+        int64_t last = std::min<int64_t>(positions[row] + a.scoring.ahead, positions[starts[b + 1] - 1]);
         std::vector<double> sums(a.V), scores;
         double best = a.sinks ? 0.5 : -1e30, total = 0;
-        for (int64_t p = first; p <= positions[row]; ++p) {
+        for (int64_t p = first; p <= last; ++p) {
           double score = 0;
           int64_t key = slot_of(b, p) * a.K + head;
           for (int64_t h = 0; h < a.H; ++h)
@@ -126,7 +127,7 @@ double error_of(int seed) {
           scores.push_back(score), best = std::max(best, score);
         }
         if (a.sinks) total = std::exp(0.5 - best);
-        for (int64_t p = first; p <= positions[row]; ++p) {
+        for (int64_t p = first; p <= last; ++p) {
           double weight = std::exp(scores[p - first] - best);
           int64_t value = slot_of(b, p) * a.K + head;
           total += weight;

@@ -44,6 +44,8 @@ MIXED = {
     "chunks": Shape(window=40, chunked=True),
     "chunks of blocks": Shape(window=BLOCK, chunked=True, S=8, sinks=True, K=1, G=4),
     "chunks, bfloat16": Shape(window=56, chunked=True, dtype="bfloat16", bits=True),
+    "both ways": Shape(ahead=1 << 29),
+    "both ways in a window": Shape(window=20, ahead=19, S=1, dtype="bfloat16", bits=True),
     "soft cap": Shape(soft_cap=2.0),
     "sinks": Shape(sinks=True, window=24),
     "latent": Shape(K=1, G=4, H=24, value_dim=16),
@@ -59,7 +61,8 @@ MIXED = {
     "one sequence": Shape(T=64, B=1),
 }
 QUICK = [
-    "mqa", "wide group", "page 1", "window 1", "chunks", "everything", "bfloat16 bits", "latent bits", "int8", "float8",
+    "mqa", "wide group", "both ways", "both ways in a window", "page 1", "window 1",
+    "chunks", "everything", "bfloat16 bits", "latent bits", "int8", "float8",
     "paired bits", "few rows",
 ]  # fmt: skip
 

@@ -47,6 +47,7 @@ class Shape:
     pages: str = "bits"  # bits, bfloat16, float32 or int8
     window: int | None = None
     chunked: bool = False
+    ahead: int = 0
     soft_cap: float | None = None
     sinks: bool = False
     value_dim: int | None = None  # the values are that much of the keys
@@ -61,7 +62,7 @@ class Shape:
         if self.sinks:
             sinks = np.linspace(-2, 3, self.K * self.G).astype(np.float32)
         options = {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": self.value_dim}
-        return options | {"chunked": self.chunked}, sinks
+        return options | {"chunked": self.chunked, "ahead": self.ahead}, sinks
 
     @property
     def kept(self):
@@ -123,7 +124,7 @@ def reference(shape: Shape, s: Sequence):
     if shape.soft_cap is not None:
         score = shape.soft_cap * np.tanh(score / shape.soft_cap)
     distance = np.arange(s.start, s.end)[:, None] - np.arange(s.end)
-    hidden = (distance < 0) | (distance >= (shape.window or LONGEST))
+    hidden = (distance < -shape.ahead) | (distance >= (shape.window or LONGEST))
     if shape.chunked and shape.window is not None:
         hidden |= np.arange(s.start, s.end)[:, None] // shape.window > np.arange(s.end) // shape.window
     score = np.where(hidden[:, None, None], -np.inf, score)
@@ -231,6 +232,7 @@ def shapes(draw):
     return Shape(
         K=K, G=G, H=H, S=draw(st.sampled_from([8, 16, 32, 5])), dtype=dtype, pages=pages, value_dim=latent,
         window=window, chunked=window is not None and draw(st.booleans()),
+        ahead=draw(st.sampled_from([0, 0, 1, 63, 70, 1 << 29])),
         soft_cap=draw(st.sampled_from([None, None, 3.0])), sinks=draw(st.booleans()),
     )  # fmt: skip
 
@@ -266,6 +268,8 @@ FIXED = {
     "narrow queries on wide pages": (Shape(pages="float32"), [Sequence(0, 100, 5)]),
     "nothing seen but a sink": (Shape(window=1, sinks=True, S=8), [Sequence(0, 77, 9)]),
     "one key": (Shape(), [Sequence(0, 0, 1)]),
+    "both ways": (Shape(dtype="float32", pages="float32", ahead=1 << 29), [Sequence(0, 0, 70), Sequence(1, 0, 1)]),
+    "both ways in a window": (Shape(window=65, ahead=64, S=1), [Sequence(0, 0, 300), Sequence(1, 0, 64)]),
 }
 
 

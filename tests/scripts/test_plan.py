@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from plan_configs import LLAMA, PUBLISHED, random_config
+from published_encoders import PUBLISHED_ENCODERS
 from typer.testing import CliRunner
 
 from quire.__main__ import app, main
@@ -220,3 +221,12 @@ def test_command_refuses(tmp_path, monkeypatch, capsys, arguments, says):
         main()
     error = capsys.readouterr().err
     assert error.startswith("error: ") and says in error and error.count("\n") == 1
+
+
+def test_an_encoder_keeps_no_cache(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_ENCODERS["ModernBERT-base"].config))
+    found = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert found.exit_code == 0 and "22 layers, 568.4 MiB of weights in float32" in found.output, found.output
+    assert "it reads each text in one step, and keeps no KV cache" in found.output
+    found = CliRunner().invoke(app, ["plan", str(tmp_path), "--devices", "2"])
+    assert "--devices proposes meshes for models that write" in str(found.exception)

@@ -32,6 +32,7 @@ class Shape:
     paired: bool = False  # keys and values in one array of pages
     window: int | None = None
     chunked: bool = False
+    ahead: int = 0
     soft_cap: float | None = None
     sinks: bool = False
     value_dim: int | None = None
@@ -39,7 +40,7 @@ class Shape:
     @property
     def options(self):
         cap, width = self.soft_cap, self.value_dim
-        chunks = {"chunked": True} if self.chunked else {}
+        chunks = ({"chunked": True} if self.chunked else {}) | ({"ahead": self.ahead} if self.ahead else {})
         return {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": width} | chunks
 
 
@@ -173,15 +174,16 @@ def reference(shape: Shape, sequence: Sequence) -> np.ndarray:
         first = 0 if shape.window is None else max(0, p - shape.window + 1)
         if shape.chunked and shape.window is not None:
             first = p // shape.window * shape.window
+        end = min(p + shape.ahead, sequence.start + sequence.rows - 1) + 1
         heads = []
         for n in range(shape.K * shape.G):
-            score = k[first : p + 1, n // shape.G] @ q[p, n] * shape.H**-0.5
+            score = k[first:end, n // shape.G] @ q[p, n] * shape.H**-0.5
             if shape.soft_cap is not None:
                 score = shape.soft_cap * np.tanh(score / shape.soft_cap)
             top = max(score.max(), -np.inf if sinks is None else sinks[n])
             weight = np.exp(score - top)
             total = weight.sum() + (0 if sinks is None else np.exp(sinks[n] - top))
-            heads.append(weight @ v[first : p + 1, n // shape.G] / total)
+            heads.append(weight @ v[first:end, n // shape.G] / total)
         out.append(heads)
     return np.array(out)
 

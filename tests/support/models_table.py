@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+from golden.encoders import ENCODERS
 from golden.families import VARIANTS
 from published import PUBLISHED
+from published_encoders import PUBLISHED_ENCODERS
 from published_moe import PUBLISHED_MOE
 
 from quire.model import families
@@ -19,17 +21,20 @@ from quire.model.families import FAMILIES, UNSUPPORTED, wrapper
 from quire.model.families.config_keys import Keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-TINY = {variant.name: variant.config for variant in VARIANTS}
-WHOLE = {name: published.config for name, published in (PUBLISHED | PUBLISHED_MOE).items()}
+TINY = {variant.name: variant.config for variant in (*VARIANTS, *ENCODERS)}
+WHOLE = {name: published.config for name, published in (PUBLISHED | PUBLISHED_MOE | PUBLISHED_ENCODERS).items()}
 OWN = "quill"  # which transformers does not know
 HEAD = """# Models
 
-What a `config.json` may have as its `model_type`, and what each brings beside a plain decoder. All generate text: of a
-model that also sees or hears the text model is loaded, and a line of the log says which tensors are left out.
+What a `config.json` may have as its `model_type`, and what each brings beside a plain decoder. All but the encoders
+(`bert`, `modernbert`, `roberta`, `xlm-roberta`, and `gemma3_text` with `use_bidirectional_attention`) generate text;
+those make vectors, classes and scores of pairs of texts ([ranking.md](ranking.md)). Of a model that also sees or hears
+the text model is loaded, and a line of the log says which tensors are left out.
 
 **tiny**: random models of these names are compared with `transformers` in float32: logits within 2e-4 and 64 greedy
 tokens identical, in chunks, with pages of 8 and 16 tokens, alone and in a batch of unequal lengths. `make test`
-compares with stored answers (`tests/support/golden/`), `make parity` with `transformers` itself, on fresh weights.
+compares with stored answers (`tests/support/golden/`), `make parity` with `transformers` itself, on fresh weights. Of
+encoders it is the vectors that are compared, within 2e-5 of length 1.
 **published**: this configuration is read, and gives the model's number of parameters and the names and shapes of its
 tensors in `transformers`. The weights of the large ones have not been loaded.
 

@@ -42,7 +42,9 @@ ROPE_INIT_FUNCTIONS.update({kind: rounded_once(rule) for kind, rule in ROPE_INIT
 
 
 def auto_class(config):
-    """What makes a model of a config: some that also see are known by that alone."""
+    """What makes a model of a config: some that also see are known by that alone, and encoders by their class."""
+    if str((config.architectures or [None])[0]).endswith("Model"):
+        return transformers.AutoModel
     causal = transformers.AutoModelForCausalLM
     return causal if type(config) in causal._model_mapping else transformers.AutoModelForImageTextToText
 
@@ -101,6 +103,12 @@ def load(folder: Path):
 def logits(model, ids: list[int]) -> np.ndarray:
     """[T, V] for one sequence."""
     return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+@torch.no_grad()
+def hidden(model, ids: list[int]) -> np.ndarray:
+    """[T, D] for one sequence of an encoder."""
+    return model(torch.tensor([ids])).last_hidden_state[0].numpy()
 
 
 def unsteadiness(model, ids: list[int]) -> float:

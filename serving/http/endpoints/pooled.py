@@ -91,7 +91,7 @@ async def embed(service: Service, request: Request) -> JsonResponse:
 
 def ask_for_texts(engine: Engine, asked: cohere.EmbedRequest) -> list[Ask]:
     pooling.check_dimensions(asked.dimensions, engine.config, "output_dimension")
-    most = engine.max_len - 1 if asked.max_tokens is None else min(asked.max_tokens, engine.max_len - 1)
+    most = engine.longest_prompt if asked.max_tokens is None else min(asked.max_tokens, engine.longest_prompt)
     longest = most * prompting.needs_tokenizer(engine).longest_token * 4  # characters of which so many tokens are made
     asks, how = [], engine.embedder
     name = cohere.PROMPT_NAMES.get(asked.input_type)
@@ -150,7 +150,7 @@ async def scores_of(service: Service, request: Request, prefix: str, parse: Call
             prompting.check_length(engine, "text_1", "".join(pair))
         tokenizer = prompting.needs_tokenizer(engine)
         found.append(pair_scores(engine.config, engine.embedder, tokenizer, asked.pairs, asked.ranks))
-        return [Ask(one.tokens, one.params, None, asked.terms, one.pooling) for one in found[0].asked]
+        return [Ask(one.tokens, one.params, None, asked.terms, one.pooling, one.second) for one in found[0].asked]
 
     answered = await outputs_of(service, request, prefix, parse, prepare)
     scores = [output.outputs.score for output in found[0].scores(answered.outputs)]

@@ -30,7 +30,8 @@ def draw(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.nd
         return (gain * value / shape[-1] ** 0.5).astype(np.float32)
     if name.endswith("A_log"):  # memories of some twenty tokens
         return (value - 3).astype(np.float32)
-    if "norm" not in name and "scal" not in name:
+    bias = name.endswith("LayerNorm.bias")  # the others have never been told from scales here
+    if bias or ("norm" not in name.lower() and "scal" not in name):
         return (0.1 * value).astype(np.float32)
     centre = 1.0
     if "q_norm" in name or "k_norm" in name:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import reference
 
+from .encoders import ENCODERS, texts_of
 from .families import VARIANTS, Variant
 from .folder import HERE, POSITIONS, prompts, write_folder
 
@@ -43,7 +44,21 @@ def make(variant: Variant, shapes: dict, seed: int) -> dict[str, np.ndarray] | N
     return arrays
 
 
+def make_encoder(variant: Variant, shapes: dict, seed: int = 1) -> dict[str, np.ndarray]:
+    """The golden arrays of an encoder: a vector of each text, pooled in two ways."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = reference.load(write_folder(Path(folder), variant.config, shapes, seed))
+    hidden = [reference.hidden(model, ids) for ids in texts_of(variant, seed)]
+    meta = np.frombuffer(json.dumps({"seed": seed, "tensors": shapes}).encode(), np.uint8)
+    return {"mean": np.stack([x.mean(0) for x in hidden]), "cls": np.stack([x[0] for x in hidden]), "meta": meta}
+
+
 def main(names: list[str]) -> None:
+    for variant in ENCODERS:
+        if not names or variant.name in names:
+            arrays = make_encoder(variant, reference.tensor_shapes(variant))
+            np.savez_compressed(HERE / f"{variant.name}.npz", allow_pickle=False, **arrays)
+            print(f"{variant.name}: vectors spread {arrays['mean'].std():.2f}", flush=True)
     for variant in VARIANTS:
         if names and variant.name not in names:
             continue

@@ -1,0 +1,103 @@
+"""BERT, RoBERTa and XLM-RoBERTa: encoders with tables of positions and of the texts of a pair, and norms of sums."""
+
+import re
+from functools import partial
+
+import numpy as np
+
+from ...ops.norm import LayerNorm
+from ..config import Attention, Dense, Layer, Mlp, ModelConfig
+from ..weights import LayerWeights, ModelWeights
+from .common import Keys, attention_sources, mlp_sources, model_config, scale, tensor
+
+NAMES = {  # of a layer
+    "attention.self.query": "self_attn.q_proj", "attention.self.key": "self_attn.k_proj",
+    "attention.self.value": "self_attn.v_proj", "attention.output.dense": "self_attn.o_proj",
+    "attention.output.LayerNorm": "post_attention_layernorm", "intermediate.dense": "mlp.up_proj",
+    "output.dense": "mlp.down_proj", "output.LayerNorm": "post_feedforward_layernorm",
+}  # fmt: skip
+TABLES = {
+    "word_embeddings": "embed_tokens", "position_embeddings": "positions", "token_type_embeddings": "types",
+    "LayerNorm": "embed_norm",
+}  # fmt: skip
+
+
+def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+    keys = Keys(
+        {"rms_norm_eps": hf.get("layer_norm_eps", 1e-12), "hidden_act": "gelu", "tie_word_embeddings": True} | hf
+    )
+    keys.refuse("position_embedding_type", "absolute")
+    keys.refuse("is_decoder", False)
+    keys.refuse("add_cross_attention", False)
+    keys.ignore("layer_norm_eps", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
+    keys.ignore("gradient_checkpointing", "use_cache", "pooler_fc_size", "pooler_num_attention_heads", "directionality")
+    keys.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type", "output_past", "chunk_size_feed_forward")
+    rows = keys.count("max_position_embeddings", 512)
+    skipped = 0 if hf["model_type"] == "bert" else (keys("pad_token_id", 1) or 0) + 1  # rows that no position has
+    attention = Attention(**keys.heads(), rope=None, bias=True, out_bias=True, both_ways=True)
+    mlp = Mlp(keys.count("intermediate_size", 3072), keys.activation("hidden_act"), bias=True, gated=False)
+    layer = Layer(attention, mlp, pre_norm=False, post_norm=True, sum_norm=True)
+    return model_config(
+        keys, "bert" if not skipped else "roberta", (layer,) * keys.count("num_hidden_layers", 12), rows - skipped,
+        norm="layer_bias", embed_norm=True, final_norm=False, positions=rows,
+        types=keys.count("type_vocab_size", 2),
+        pairs=not skipped,
+    )  # fmt: skip
+
+
+def vector(name: str, size: int):
+    return tensor(name, (size,), lambda x: x.astype(np.float32))
+
+
+def layer_norm(name: str, size: int) -> LayerNorm:
+    return LayerNorm(scale(f"{name}.weight", size), vector(f"{name}.bias", size))
+
+
+def layer(config: ModelConfig, index: int) -> LayerWeights:
+    this, D, here = config.layers[index], config.dim, f"model.layers.{index}"
+    return LayerWeights(
+        attention=attention_sources(this.attention, D, f"{here}.self_attn"),
+        mlp=mlp_sources(this.mlp, D, f"{here}.mlp"),
+        post_attention_norm_D=layer_norm(f"{here}.post_attention_layernorm", D),
+        post_mlp_norm_D=layer_norm(f"{here}.post_feedforward_layernorm", D),
+    )
+
+
+def sources(config: ModelConfig) -> ModelWeights:
+    # RoBERTa's first rows have no position: they go to the end.
+    V, D, rows = config.vocab_size, config.dim, config.positions
+    return ModelWeights(
+        embed_VD=tensor("model.embed_tokens.weight", (V, D)),
+        layers=tuple(map(partial(layer, config), range(len(config.layers)))),
+        final_norm_D=None,
+        embed_norm_D=layer_norm("model.embed_norm", D),
+        position_embed_PD=tensor(
+            "model.positions.weight", (rows, D), lambda x: np.roll(x, config.max_len - rows, axis=0)
+        ),
+        type_embed_ID=tensor("model.types.weight", (config.types, D)),
+    )
+
+
+def class_head(hf: dict, config: ModelConfig):
+    """(pooling, products before the classes, the name of theirs)."""
+    D, bert = config.dim, config.family == "bert"
+    dense = Dense("pooler.dense" if bert else "classifier.dense", D, D, "tanh", True)
+    return "cls", (dense,), "classifier" if bert else "classifier.out_proj"
+
+
+def canonical(name: str) -> str:
+    name = re.sub(r"^(bert|roberta)\.", "", name)
+    if found := re.match(r"encoder\.layer\.(\d+)\.(.*)\.(weight|bias)$", name):
+        return f"model.layers.{found[1]}.{NAMES.get(found[2], found[2])}.{found[3]}"
+    if found := re.match(r"embeddings\.(\w+)\.(weight|bias|gamma|beta)$", name):
+        return f"model.{TABLES.get(found[1], found[1])}.{found[2]}"
+    return name
+
+
+def ignored(name: str, config: ModelConfig) -> bool:
+    """What embeddings need not: heads that fill gaps, and a product for classes."""
+    return (
+        name.startswith(("cls.", "lm_head."))
+        or name.endswith("position_ids")
+        or (name.startswith("pooler.") and not config.head)
+    )

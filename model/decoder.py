@@ -54,11 +54,12 @@ def embed(
     """
     dtype = jnp.dtype(config.dtype)
     x_TD = look_up(weights.embed_VD, tokens_T, axes).astype(dtype) * jnp.asarray(config.embed_scale, dtype)
-    if weights.type_embed_ID is not None:
+    if config.types:
         x_TD = x_TD + weights.type_embed_ID[jnp.zeros_like(positions_T) if types_T is None else types_T]
-    if weights.position_embed_PD is not None:
+    if config.positions:
         x_TD = x_TD + weights.position_embed_PD[jnp.maximum(positions_T, 0)]
-    x_TD = norm(x_TD, weights.embed_norm_D, config.norm_eps)
+    if config.embed_norm:
+        x_TD = norm(x_TD, weights.embed_norm_D, config.norm_eps)
     x_TD = centred(jnp.where(positions_T[:, None] >= 0, x_TD, 0), config)
     return x_TD, per_layer_inputs(weights, tokens_T, x_TD, config, axes) if config.per_layer_dim else None
 

@@ -129,6 +129,9 @@ def read_value(path: Path) -> Any:
 
 
 def not_a_number(name: str):
+    """Infinity as transformers 5 writes it, which no key takes for a number; transformers 4 wrote what is no JSON."""
+    if name == "Infinity":
+        return {"__float__": name}
     raise ValueError(f"{name} is no JSON number")
 
 

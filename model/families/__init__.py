@@ -43,6 +43,7 @@ FAMILIES = {
     "llama": ".llama",
     "llama4": ".wrapper",
     "llama4_text": ".llama4",
+    "mamba2": ".mamba2",
     "minimax_m2": ".minimax_m2",
     "ministral3": ".ministral3",
     "mistral": ".mistral",

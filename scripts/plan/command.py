@@ -91,7 +91,8 @@ def main(
         "dtype": config.quant or config.dtype,
         "kv_cache_dtype": config.kv_dtype,
         "weight_bytes": cost.weight_bytes(config, weights),
-        "kv_bytes_a_token": cost.kv_bytes(config, 1),
+        "kv_bytes_a_token": sum(kind.token_bytes for kind in cost.kinds(config)),
+        "state_bytes": cost.state_bytes(config),
         "kinds": [
             {"name": kind.name, "layers": kind.layers, "bytes_a_token": kind.token_bytes, "window": kind.window}
             for kind in cost.kinds(config)
@@ -166,6 +167,7 @@ def split(config, budget: float, platform: str) -> list[dict]:
         length, pages = size_cache(config, options, max(0, int(budget)))
     except ModelError:
         return []
+    pages = pages[: len(config.windows)]  # without snapshots of states
     sizes = [page_bytes(config, group, options.block_size) for group in range(len(pages))]
     return [
         {
@@ -197,7 +199,7 @@ def text(result: dict) -> str:
     if not result["lengths"]:
         return f"{head}\n\n{used}\n\nAn encoder: it reads each text in one step, and keeps no KV cache."
     kinds = [
-        (kind["name"], kind["layers"], amount(kind["bytes_a_token"]), length_name(kind["window"]))
+        (kind["name"], kind["layers"], amount(kind["bytes_a_token"]), kept(kind, result["state_bytes"]))
         for kind in result["kinds"]
     ]
     kinds.append(("all", result["layers"], amount(result["kv_bytes_a_token"]), ""))
@@ -222,6 +224,11 @@ def text(result: dict) -> str:
     )
 
 
+def kept(kind: dict, state_bytes: int) -> str:
+    """How much these layers keep of a sequence."""
+    return f"none, but {amount(state_bytes)}" if kind["name"] == "state" else length_name(kind["window"])
+
+
 def device_line(device: dict) -> str:
     """Which device was planned for, and its figures."""
     return (
@@ -242,15 +249,16 @@ def split_table(groups: list[dict]) -> str:
 
 def notes(result: dict) -> str:
     """What the columns mean, and what the numbers leave out."""
-    balance = math.ceil(result["balance_batch_without_cache"])
+    balance = result["balance_batch_without_cache"]  # None: states alone take too long to read
     lines = [
         "bytes a token: what a sequence's KV cache grows by with each token, in these layers together",
         "tokens kept: the last tokens of a sequence that these layers keep; all, or a window of them",
+        *["  none, but so many bytes for each sequence: their state"] * bool(result["state_bytes"]),
         "length: tokens of a prompt and its answer together",
         "KV a sequence: the KV cache of one sequence of this length",
         "sequences that fit: at once, beside the weights; a step's own working memory is not counted",
         "batch where compute catches up: with fewer sequences a step waits for memory, with more for arithmetic",
-        f"  ({balance:,} where the cache is left out)",
+        *([] if balance is None else [f"  ({math.ceil(balance):,} where the cache is left out)"]),
     ]
     if any(row["balance_batch"] is None for row in result["lengths"]):
         lines.append("never: a sequence's cache takes longer to read than its arithmetic takes, at any batch")

@@ -155,8 +155,10 @@ class PageTable:
 
     def keep_states(self, seq: Sequence) -> None:
         """Keep what layers with a state hold of a sequence before its next step, if others may go on from there."""
-        node = self.last_nodes.get(seq)
-        if self.snapshots is not None and self.snapshots.wanted(seq, node) and self.tree.attached(node):
+        if self.snapshots is None or not self.snapshots.wanted(seq):
+            return
+        node = self.last_nodes.get(seq) if self.pools else self.tree.path(seq)
+        if node is not None and not node.pages[self.snapshots.group] and self.tree.attached(node):
             page = self.new_page(self.snapshots.group)
             self.tree.place(self.snapshots.group, node, page)
             self.snapshots.saves.append((self.replica, seq.slot, page))
@@ -176,6 +178,9 @@ class PageTable:
         """
         own, full = seq.cache, min(computed, len(seq.tokens)) // self.page_size
         if not self.keeps_prefixes or not own.trusted or full <= own.num_indexed:
+            return
+        if not self.pools:  # snapshots come with their nodes
+            own.num_indexed = full
             return
         node = self.last_nodes.get(seq)
         if node is None or not self.tree.attached(node):
@@ -400,7 +405,7 @@ class PageTable:
         path: list[Node] = []
         for key in self.tree.keys(seq.tokens, seq.num_tokens - 1):
             node = node.children.get(key) or self.tree.new_node(key, node)
-            if not any(anywhere(node, group) for group in range(len(self.pools))):
+            if self.pools and not any(anywhere(node, group) for group in range(len(self.pools))):
                 break
             path.append(node)
         self.unbroken(path, anywhere)

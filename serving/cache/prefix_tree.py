@@ -3,7 +3,10 @@
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
+
+from ..request.sequence import Sequence
 
 Tokens = tuple[int, ...]
 
@@ -116,6 +119,11 @@ class PrefixTree:
         if key not in node.children:
             node.children[key] = self.new_node(key, node)
         return node.children[key]
+
+    def path(self, seq: Sequence) -> Node:
+        """The node of a sequence's last full page that is known here, made with those before it."""
+        keys = self.keys(seq.tokens, seq.cache.num_indexed * self.page_size)
+        return reduce(self.child, keys, self.root(seq.cache.salt))
 
     def attached(self, node: Node) -> bool:
         """Whether the node can still be found: one without pages is cut off."""

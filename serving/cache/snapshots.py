@@ -32,12 +32,12 @@ class Snapshots:
         ends = self.last_full(seq), (start // self.distance + 1) * self.distance
         return min((end for end in ends if start < end < start + count), default=start + count) - start
 
-    def wanted(self, seq: Sequence, node: Node | None) -> bool:
-        """Whether there is to be one of where a sequence stands, whose last full page is the node's."""
+    def wanted(self, seq: Sequence) -> bool:
+        """Whether there is to be one of where a sequence stands."""
         start = seq.num_computed
         if not start or (start % self.distance and start != self.last_full(seq)):
             return False
-        if node is None or node.pages[self.group] or seq.cache.num_indexed * self.pool.page_size != start:
+        if seq.cache.num_indexed * self.pool.page_size != start:
             return False
         return seq.begun and not seq.num_drafts and self.pool.free > 0  # after drafts the states may be behind
 

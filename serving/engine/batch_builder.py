@@ -156,19 +156,19 @@ class BatchBuilder:
     def advance(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], buffer: np.ndarray) -> bool:
         """Write a step that continues the first of these; whether it asks for plain draws only."""
         last = steps.popleft()
-        at, width, T = self.layouts[last.size].offsets, self.tables[0].shape[1], len(last.of_T)
+        at, T = self.layouts[last.size].offsets, len(last.of_T)
         positions = np.array([item.start for item in part])[last.of_T] + last.offsets_T
         tokens = -1 - last.slots if self.num_stages == 1 else [tokens_of(item)[0] for item in part]
         buffer[:] = last.buffer
         buffer[at.tokens_T + last.firsts] = tokens
         buffer[at.positions_T :][:T] = positions
         buffer[at.sampling.positions_R :][:T] = positions + 1
-        num_pages = [len(seq.cache.pages[0]) for seq in last.seqs]
+        num_pages = [seq.cache.num_pages for seq in last.seqs]
         for index, (count, before) in enumerate(zip(num_pages, last.num_pages, strict=True)):
             if count != before:
                 place = self.sync_tables(last.seqs[index], part[index].start)
                 for table, first in zip(self.tables, at.tables_GBM, strict=True):
-                    buffer[first + index * width :][:width] = table[place]
+                    buffer[first + index * table.shape[1] :][: table.shape[1]] = table[place]
         for first, kv_slots in zip(at.slots_GT, self.kv_slots(last.places_T, positions), strict=True):
             buffer[first:][:T] = kv_slots
         steps.append(replace(last, num_pages=num_pages, buffer=buffer))
@@ -215,7 +215,7 @@ class BatchBuilder:
         if len(steps) == self.num_stages:
             steps.popleft()
         if steady:
-            num_pages, shapes = [len(seq.cache.pages[0]) for seq in seqs], [(i.num_rows, i.ahead) for i in part]
+            num_pages, shapes = [seq.cache.num_pages for seq in seqs], [(i.num_rows, i.ahead) for i in part]
             of_T, firsts = np.repeat(np.arange(n), counts), ends - counts
             offsets_T = np.arange(T) - firsts[of_T]
             steps.append(
@@ -319,7 +319,7 @@ class BatchBuilder:
             known = min(known, max(0, start - self.drafts) // self.page_size)
         for table, pages in zip(self.tables, seq.cache.pages, strict=True):
             table[place, known : len(pages)] = pages[known:]
-        self.num_synced[place] = len(seq.cache.pages[0]) if self.tables else 0
+        self.num_synced[place] = seq.cache.num_pages
         return place
 
 

@@ -52,7 +52,7 @@ class LiveView(Observer):
         self.watched_until = now.now + PATIENCE
         self.number(has)
         new = min(max(0, self.count - since), len(self.steps))
-        several = now.pages[-1].replica > 0
+        several = any(group.replica > 0 for group in now.pages)
         return {
             "t": now.now,
             "page_size": now.page_size,

@@ -144,10 +144,10 @@ def expert_states(now: Snapshot) -> list[Family]:
 
 def cache_config(now: Snapshot) -> dict[str, str]:
     """The group without a window says how many tokens there is room for."""
-    group = next((group for group in now.pages if group.window is None), now.pages[0])
+    group = next((group for group in now.pages if group.window is None), next(iter(now.pages), None))
     return {
         "block_size": str(now.page_size),
-        "num_gpu_blocks": str(group.total),
+        "num_gpu_blocks": str(0 if group is None else group.total),
         "cache_dtype": now.kv_dtype,
         "enable_prefix_caching": str(now.caches_prefixes),
     }

@@ -28,6 +28,11 @@ class SequenceCache:
     spare: list[list[list[int]]] = field(default_factory=list)  # of each path of drafts but the first, by cache group
     branched: bool = False  # a step is under way that verifies these paths
 
+    @property
+    def num_pages(self) -> int:
+        """Of each group; a model may have none."""
+        return len(self.pages[0]) if self.pages else 0
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:

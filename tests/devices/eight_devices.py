@@ -82,6 +82,7 @@ ENGINES = {
     "deepseek-v3": {"tensor_parallel_size": 2, "expert_parallel_size": 4},
     "granite-hybrid": {"tensor_parallel_size": 4},
     "nemotron-h": {"tensor_parallel_size": 2},
+    "mamba2": {"tensor_parallel_size": 2},
 }
 
 

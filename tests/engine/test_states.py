@@ -14,7 +14,7 @@ from quire.ops import native
 LENGTH = 200
 
 
-@pytest.fixture(scope="module", params=thinned(("qwen3-next", "falcon-h1"), ("qwen3-next",)))
+@pytest.fixture(scope="module", params=thinned(("qwen3-next", "falcon-h1", "mamba2"), ("qwen3-next",)))
 def folder(request, tmp_path_factory):
     if not native.serves():
         pytest.skip("XLA sums products in an order that depends on the number of rows")
@@ -86,7 +86,8 @@ def test_company_chunks_and_preemption_change_no_bit(folder, tmp_path):
             assert {name: bits(request) for name, request in got.items()} == expected, f"mix {number}, {kind}"
             preempted += sum(request.output().metrics.num_preemptions for request in got.values())
             cached[kind] = cached.get(kind, 0) + sum(request.output().num_cached_tokens for request in got.values())
-    assert preempted and cached["roomy"] and cached["small chunks"] and cached["few snapshots"], cached
+    assert preempted or not alone.engine.config.windows  # without pages nobody gives way
+    assert cached["roomy"] and cached["small chunks"] and cached["few snapshots"], cached
     assert [llm.engine.snapshot().recompiles for llm in others.values()] == compiles
 
 
@@ -130,8 +131,9 @@ def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(folder, tmp_path, l
         answer, *_ = [serve(llm, {"1": (first, greedy)}, {"1": 0})["1"] for first in firsts]
         second = firsts[0] + list(answer[1]) + [rng.randrange(160) for _ in range(50)]
         nodes = list(table.tree.walk(None, second, length))
-        assert any(node.pages[1] for node in nodes) == (place == "device")
-        assert any(1 in node.copies for node in nodes) or place == "device"
+        group = table.snapshots.group
+        assert any(node.pages[group] for node in nodes) == (place == "device")
+        assert any(group in node.copies for node in nodes) or place == "device"
         if place == "device":
             llm.engine.sleep(keep_pages=True)
             llm.engine.wake_up()

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from published import PUBLISHED, RELATIVES
-from published_encoders import PUBLISHED_ENCODERS
 from published_moe import PUBLISHED_MOE, RELATIVES_MOE
+from published_more import PUBLISHED_MORE
 
 from quire.model.checkpoint import loader
 from quire.model.config import Attention, ModelError, Rope
@@ -18,7 +18,7 @@ from quire.model.families import common
 from quire.model.weights import abstract
 from quire.ops.rope import angles, rotate
 
-PUBLISHED = PUBLISHED | PUBLISHED_ENCODERS
+PUBLISHED = PUBLISHED | PUBLISHED_MORE
 BY_NAME = pytest.mark.parametrize("name", PUBLISHED)
 
 

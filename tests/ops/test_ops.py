@@ -41,6 +41,7 @@ FORMULAS = {
     "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: np.where(x > 0, x, 0),
+    "tanh": np.tanh,
     "relu2": lambda x: np.where(x > 0, x, 0) ** 2,
 }
 

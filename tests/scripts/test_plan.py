@@ -7,8 +7,9 @@ import re
 from dataclasses import replace
 
 import pytest
+from golden.families import VARIANTS
 from plan_configs import LLAMA, PUBLISHED, random_config
-from published_encoders import PUBLISHED_ENCODERS
+from published_more import PUBLISHED_MORE
 from typer.testing import CliRunner
 
 from quire.__main__ import app, main
@@ -223,8 +224,19 @@ def test_command_refuses(tmp_path, monkeypatch, capsys, arguments, says):
     assert error.startswith("error: ") and says in error and error.count("\n") == 1
 
 
+def test_states_alone(tmp_path):
+    """Mamba 2: a sequence takes as much at any length, and reading it takes longer than its arithmetic."""
+    config = next(variant.config for variant in VARIANTS if variant.name == "mamba2")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])
+    rows = json.loads(found.stdout)["lengths"]
+    tail, memory = 3 * (128 + 2 * 2 * 24), 8 * 16 * 24
+    assert {row["kv_bytes"] for row in rows} == {4 * 4 * (tail + memory)} and len(rows) > 1
+    assert "never" in CliRunner().invoke(app, ["plan", str(tmp_path)]).stdout
+
+
 def test_an_encoder_keeps_no_cache(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_ENCODERS["ModernBERT-base"].config))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_MORE["ModernBERT-base"].config))
     found = CliRunner().invoke(app, ["plan", str(tmp_path)])
     assert found.exit_code == 0 and "22 layers, 568.4 MiB of weights in float32" in found.output, found.output
     assert "it reads each text in one step, and keeps no KV cache" in found.output

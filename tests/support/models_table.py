@@ -13,8 +13,8 @@ from unittest.mock import patch
 from golden.encoders import ENCODERS
 from golden.families import VARIANTS
 from published import PUBLISHED
-from published_encoders import PUBLISHED_ENCODERS
 from published_moe import PUBLISHED_MOE
+from published_more import PUBLISHED_MORE
 
 from quire.model import families
 from quire.model.families import FAMILIES, UNSUPPORTED, wrapper
@@ -22,7 +22,7 @@ from quire.model.families.config_keys import Keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TINY = {variant.name: variant.config for variant in (*VARIANTS, *ENCODERS)}
-WHOLE = {name: published.config for name, published in (PUBLISHED | PUBLISHED_MOE | PUBLISHED_ENCODERS).items()}
+WHOLE = {name: published.config for name, published in (PUBLISHED | PUBLISHED_MOE | PUBLISHED_MORE).items()}
 OWN = "quill"  # which transformers does not know
 HEAD = """# Models
 

@@ -55,6 +55,15 @@ NEMOTRON_3 = NEMOTRON_H | {
     "moe_shared_expert_intermediate_size": 48, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1,
     "norm_topk_prob": True, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "topk_group": 1,
 }  # fmt: skip
+MAMBA2 = {
+    "model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "bos_token_id": 0, "chunk_size": 16,
+    "conv_kernel": 4, "eos_token_id": 0, "expand": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 64,
+    "initializer_range": 0.1, "layer_norm_epsilon": 1e-5, "n_groups": 2, "norm_before_gate": True, "num_heads": 8,
+    "num_hidden_layers": 4, "pad_token_id": 0, "rescale_prenorm_residual": False, "residual_in_fp32": True,
+    "rms_norm": True, "state_size": 24, "tie_word_embeddings": False, "time_step_floor": 1e-4,
+    "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 4,
+    "torch_dtype": "float32", "use_bias": False, "use_cache": True, "use_conv_bias": True, "vocab_size": 160,
+}  # fmt: skip
 KIMI_LINEAR = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"} | {
     "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "hidden_act": "silu", "head_dim": 24,
     "pad_token_id": 0,
@@ -112,6 +121,7 @@ STATE_VARIANTS = [
     Variant("lfm2-moe", LFM2_MOE),
     Variant("nemotron-h", NEMOTRON_H),
     Variant("nemotron-3", NEMOTRON_3),
+    Variant("mamba2", MAMBA2, 256),
     Variant("qwen3-next", QWEN3_NEXT),
     Variant(
         "qwen3-next-dense",

@@ -1,4 +1,4 @@
-"""config.json as it is published with real encoders, from memory but for the numbers of parameters."""
+"""config.json as it is published with encoders and with Mamba 2, from memory but for the numbers of parameters."""
 
 from published import GLOBAL, Published
 
@@ -15,7 +15,23 @@ XLM_ROBERTA = BERT | {
     "model_type": "xlm-roberta", "num_attention_heads": 16, "num_hidden_layers": 24, "output_past": True,
     "pad_token_id": 1, "torch_dtype": "float32", "type_vocab_size": 1, "vocab_size": 250002,
 }  # fmt: skip
-PUBLISHED_ENCODERS = {
+PUBLISHED_MORE = {
+    "Mamba-Codestral-7B": Published(
+        {
+            "architectures": ["Mamba2ForCausalLM"], "bos_token_id": 0, "chunk_size": 256, "conv_kernel": 4,
+            "eos_token_id": 0, "expand": 2, "head_dim": 64, "hidden_act": "silu", "hidden_size": 4096,
+            "initializer_range": 0.1, "intermediate_size": 8192, "layer_norm_epsilon": 1e-05, "model_type": "mamba2",
+            "n_groups": 8, "norm_before_gate": True, "num_heads": 128, "num_hidden_layers": 64, "pad_token_id": 0,
+            "rescale_prenorm_residual": False, "residual_in_fp32": True, "rms_norm": True, "state_size": 128,
+            "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_init_scheme": "random",
+            "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1, "time_step_min": 0.001,
+            "time_step_rank": 256, "time_step_scale": 1.0, "torch_dtype": "bfloat16",
+            "transformers_version": "4.42.0.dev0", "use_bias": False, "use_cache": True, "use_conv_bias": True,
+            "vocab_size": 32768,
+        },
+        7.285e9,
+        [GLOBAL] * 64,
+    ),
     "bert-base-uncased": Published(BERT, 108.89e6, [GLOBAL] * 12),
     "all-MiniLM-L6-v2": Published(
         BERT | {"architectures": ["BertModel"], "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6},

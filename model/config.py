@@ -188,7 +188,8 @@ class Moe:
     top_k: int
     dim: int
     activation: str = "silu"
-    score: str = "softmax"  # of the router's logits: "softmax" over all, "softmax_top" over the chosen, or "sigmoid"
+    score: str = "softmax"  # of the router's logits: over all, "softmax_top" over the chosen, "sigmoid", or "mixer"
+    jitter: float = 0.0  # of "mixer": how near an expert comes to the best, see `ops.routing`
     normalize: bool = True  # the chosen weights are divided by their sum
     scaling: float = 1.0
     groups: int = 1  # experts are chosen from the best `top_groups` of so many groups
@@ -261,6 +262,7 @@ class ModelConfig:
     norm: str = "rms"  # or "layer", which takes the mean off; or "layer_bias", which then adds one number to each
     embed_norm: bool = False
     final_norm: bool = True
+    head_bias: bool = False  # one number is added to each logit
     positions: int = 0  # rows of a table of positions that is added to the embeddings; 0: there is none
     types: int = 0  # rows of a table of kinds of tokens; 0: there is none
     pairs: bool = False  # the second text of a pair has a kind of its own

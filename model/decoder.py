@@ -124,6 +124,8 @@ def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAx
         return jnp.broadcast_to(nothing_R1, (len(hidden_RD), -(-config.vocab_size // axes.tensor.size)))
     with jax.named_scope("logits"):
         logits_RV = einsum("RD,VD->RV", hidden_RD, head_VD, jnp.float32)
+        if weights.head_bias_V is not None:
+            logits_RV = logits_RV + weights.head_bias_V
         if config.logit_scale != 1:
             logits_RV = logits_RV * config.logit_scale
         logits_RV = soft_cap(logits_RV, config.final_soft_cap)
@@ -270,7 +272,8 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
     logits_TE = exact("TD,DE->TE", router_TD, w.router_DE)
     if w.router_bias_E is not None:
         logits_TE = logits_TE + w.router_bias_E
-    rule = Rule(moe.top_k, moe.score, moe.normalize, moe.scaling, moe.groups, moe.top_groups, moe.group_score)
+    groups = moe.groups, moe.top_groups, moe.group_score
+    rule = Rule(moe.top_k, moe.score, moe.normalize, moe.scaling, *groups, moe.jitter)
     weights_TX, experts_TX = route(logits_TE, live_T, rule, w.choice_bias_E)
     if w.expert_scale_E is not None:
         weights_TX = weights_TX * w.expert_scale_E[experts_TX]

@@ -62,7 +62,7 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
         own = own.replace(embed_VD=None, embed_norm_D=None, position_embed_PD=None, type_embed_ID=None)
         own = own.replace(per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
     return own if stage.ends else own.replace(
-        final_norm_D=None, head_VD=None, classes_DC=None, classes_bias_C=None, classes_up_DF=None,
+        final_norm_D=None, head_VD=None, head_bias_V=None, classes_DC=None, classes_bias_C=None, classes_up_DF=None,
         classes_up_bias_F=None, head=(),
     )  # fmt: skip
 

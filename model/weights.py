@@ -76,6 +76,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm_D: Array
     head_VD: Array = None  # None: tied to the embedding
+    head_bias_V: Array = None
     classes_DC: Array = None
     classes_bias_C: Array = None
     classes_up_DF: Array = None  # a product before that
@@ -99,6 +100,7 @@ def abstract(config: ModelConfig) -> ModelWeights:
         layers=tuple(layer_spec(config, layer) for layer in config.layers),
         final_norm_D=norm_of(config, D) if config.final_norm else None,
         head_VD=None if config.tied else head_VD,
+        head_bias_V=ArraySpec((V,), jnp.float32, ("vocab",), "zeros") if config.head_bias else None,
         classes_DC=config.classes and classes_spec(config, len(config.classes.labels)),
         **deep_specs(config),
         embed_norm_D=norm_of(config, D) if config.embed_norm else None,

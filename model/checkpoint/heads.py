@@ -52,7 +52,7 @@ def check_tokens(config: ModelConfig, found: Classes) -> None:
     """Refuse to judge by tokens that the model has not, or whose logits are not the head's numbers."""
     if (most := max(map(max, found.tokens))) >= config.vocab_size:
         raise ModelError(f"this model judges by the token {most}, and has tokens up to {config.vocab_size - 1}")
-    if config.logit_scale != 1 or config.final_soft_cap is not None:
+    if config.logit_scale != 1 or config.final_soft_cap is not None or config.head_bias:
         raise ModelError(f"models of the family {config.family} change their logits, and cannot judge by two of them")
 
 

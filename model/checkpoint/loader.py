@@ -76,7 +76,7 @@ def read_config(
         found = replace(by_tokens, own_head=not config.tied)
         heads.check_tokens(config, found)
     if embeds or found is not None:
-        config = replace(config, writes=False, tied=True, classes=found)  # a head, if there is one, is not read
+        config = replace(config, writes=False, classes=found, tied=True, head_bias=False)  # no table of tokens is read
     if how is not None and how.dense and not config.encodes:
         raise ModelError(f"{folder / embedder.MODULES} names Dense behind a decoder, which is not supported")
     if config.encodes:

@@ -82,6 +82,7 @@ class Placement:
             layers=tuple(layers),
             final_norm_D=last if config.final_norm else None,
             head_VD=None if config.tied else last,
+            head_bias_V=last if config.head_bias else None,
             classes_DC=config.classes and last,
             classes_bias_C=last if config.classes and (config.classes.bias or config.classes.deep) else None,
             classes_up_DF=last if config.classes and config.classes.deep else None,

@@ -57,6 +57,7 @@ FAMILIES = {
     "olmo_hybrid": ".olmo_hybrid",
     "olmoe": ".olmoe",
     "phi3": ".phi3",
+    "phimoe": ".phimoe",
     "quill": ".quill",
     "qwen2": ".qwen2",
     "qwen2_moe": ".qwen2_moe",
@@ -77,5 +78,4 @@ FAMILIES = {
 UNSUPPORTED = {
     "bailing_moe": "transformers has no model to compare it with",
     "bailing_moe_v2": "transformers has no model to compare it with",
-    "phimoe": "its norms and its head have biases, and it routes by a rule of its own",
 }

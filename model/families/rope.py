@@ -14,7 +14,8 @@ ALLOWED = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim",
              "beta_fast", "beta_slow", "truncate"},
-    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "long_factor", "short_factor"},
+    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "long_factor", "short_factor",
+                 "long_mscale", "short_mscale"},
 }  # fmt: skip
 COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
@@ -116,10 +117,11 @@ def yarn(params, freq, theta, dim, max_len):
 def longrope(params, freq, max_len):
     trained = params["original_max_position_embeddings"]
     factor = params.get("factor") or 1.0
-    attention_factor = params.get("attention_factor")
+    long = max_len > trained
+    attention_factor = params.get("long_mscale" if long else "short_mscale", params.get("attention_factor"))
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    name = "long_factor" if max_len > trained else "short_factor"
+    name = "long_factor" if long else "short_factor"
     scale = np.asarray(params[name], np.float64)
     if scale.shape != freq.shape:
         raise ModelError(f"rope parameter {name!r} has {scale.size} entries; the heads have {freq.size} rotary pairs")

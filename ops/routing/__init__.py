@@ -13,12 +13,13 @@ class Rule(NamedTuple):
     """How a row chooses: the best experts, of the best groups alone if there are groups."""
 
     top_k: int
-    score: str = "softmax"  # or "sigmoid"; "softmax_top": over the chosen logits alone
+    score: str = "softmax"  # or "sigmoid"; "softmax_top": over the chosen logits alone; or "mixer"
     normalize: bool = True  # the weights of the chosen add up to one
     scaling: float = 1.0  # of the weights, after that
     groups: int = 1
     top_groups: int = 1
     group_score: str = "max"  # of a group's scores; or "top2": the sum of the best two
+    jitter: float = 0.0  # of the score "mixer", see `xla.mix_sparsely`
 
 
 def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, implementation: str | None = None):

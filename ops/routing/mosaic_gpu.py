@@ -29,6 +29,8 @@ def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, *, interpret: Any =
         reasons.append(f"logits must be float32, not {logits_TE.dtype}")
     if E % LINE or E > MOST_EXPERTS:
         reasons.append(f"experts must be a multiple of {LINE}, at most {MOST_EXPERTS}, not {E}")
+    if rule.score == "mixer":
+        reasons.append("the rule 'mixer' has no kernel")
     if rule.top_k > MOST_CHOSEN:
         reasons.append(f"a row must choose at most {MOST_CHOSEN} experts, not {rule.top_k}")
     kind = {"experts": E, "bias": choice_bias_E is not None, "rule": [*rule]}

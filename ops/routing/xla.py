@@ -16,6 +16,8 @@ def route(logits_TE, live_T, rule: Rule, choice_bias_E=None):
 
 def best(logits_TE, rule: Rule, choice_bias_E):
     """The weights and experts of all rows."""
+    if rule.score == "mixer":
+        return mix_sparsely(logits_TE, rule)
     if rule.score == "softmax_top":  # the softmax runs over the chosen logits alone
         top, experts_TX = jax.lax.top_k(logits_TE, rule.top_k)
         return softmax(top) * rule.scaling, experts_TX
@@ -26,6 +28,19 @@ def best(logits_TE, rule: Rule, choice_bias_E):
     if rule.normalize:
         weights_TX = weights_TX / (sum_pairs(weights_TX)[..., None] + 1e-20)
     return weights_TX * rule.scaling, experts_TX
+
+
+def mix_sparsely(logits_TE, rule: Rule):
+    """One expert after the other: the best that is left, weighed by its softmax among those left that come near it."""
+    left_TE, weights, chosen = logits_TE, [], []
+    for _ in range(rule.top_k):
+        best_T1, expert_T1 = jnp.max(left_TE, 1, keepdims=True), jnp.argmax(left_TE, 1)[:, None]
+        away_TE = (best_T1 - logits_TE) / jnp.maximum(jnp.abs(logits_TE), best_T1)
+        near_TE = softmax(jnp.where(away_TE > 2 * rule.jitter, -jnp.inf, left_TE))
+        weights.append(jnp.take_along_axis(near_TE, expert_T1, 1))
+        chosen.append(expert_T1)
+        left_TE = jnp.where(jnp.arange(logits_TE.shape[1]) == expert_T1, -jnp.inf, left_TE)
+    return jnp.concatenate(weights, 1), jnp.concatenate(chosen, 1)
 
 
 def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):

@@ -83,6 +83,7 @@ ENGINES = {
     "granite-hybrid": {"tensor_parallel_size": 4},
     "nemotron-h": {"tensor_parallel_size": 2},
     "mamba2": {"tensor_parallel_size": 2},
+    "phimoe": {"tensor_parallel_size": 2, "expert_parallel_size": 2},
 }
 
 

@@ -1,4 +1,4 @@
-"""config.json as it is published with encoders and with Mamba 2, from memory but for the numbers of parameters."""
+"""config.json as it is published: encoders, Mamba 2 and Phi-3.5-MoE, from memory but for the numbers of parameters."""
 
 from published import GLOBAL, Published
 
@@ -31,6 +31,27 @@ PUBLISHED_MORE = {
         },
         7.285e9,
         [GLOBAL] * 64,
+    ),
+    "Phi-3.5-MoE": Published(
+        {
+            "architectures": ["PhiMoEForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "bos_token_id": 1, "eos_token_id": 32000, "hidden_act": "silu", "hidden_dropout": 0.0,
+            "hidden_size": 4096, "initializer_range": 0.02, "input_jitter_noise": 0.01, "intermediate_size": 6400,
+            "lm_head_bias": True, "max_position_embeddings": 131072, "model_type": "phimoe",
+            "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "num_local_experts": 16, "original_max_position_embeddings": 4096, "output_router_logits": False,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "long_factor": [1.0 + i for i in range(64)], "long_mscale": 1.243163121016122,
+                "original_max_position_embeddings": 4096, "short_factor": [1.0 + i / 100 for i in range(64)],
+                "short_mscale": 1.243163121016122, "type": "longrope",
+            },
+            "rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01,
+            "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.43.3", "use_cache": True, "vocab_size": 32064,
+        },
+        41.87e9,
+        [GLOBAL] * 32,
     ),
     "bert-base-uncased": Published(BERT, 108.89e6, [GLOBAL] * 12),
     "all-MiniLM-L6-v2": Published(

@@ -7,6 +7,20 @@ MIXTRAL = SIZES | {
     "num_experts_per_tok": 2, "num_local_experts": 4, "output_router_logits": False, "router_aux_loss_coef": 0.02,
     "sliding_window": 24, "tie_word_embeddings": False,
 }  # fmt: skip
+PHIMOE = SIZES | {
+    "model_type": "phimoe", "architectures": ["PhiMoEForCausalLM"], "hidden_act": "silu", "rope_theta": 10000.0,
+    "num_experts_per_tok": 2, "num_local_experts": 6, "attention_bias": True, "lm_head_bias": True,
+    "router_jitter_noise": 0.3, "input_jitter_noise": 0.01, "output_router_logits": False, "router_aux_loss_coef": 0.0,
+    "sliding_window": None, "tie_word_embeddings": False,
+}  # fmt: skip
+FACTORS = [1.0 + i / 4 for i in range(8)]  # the same for both lengths: transformers never takes those of the longer
+PHIMOE_LONG = {
+    "num_hidden_layers": 2, "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "type": "longrope", "long_factor": FACTORS, "short_factor": FACTORS,
+        "long_mscale": 1.24, "short_mscale": 1.24, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 QWEN3_MOE = SIZES | {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "rope_theta": 1000000.0,
     "head_dim": 32, "attention_bias": False, "decoder_sparse_step": 1, "max_window_layers": 3, "mlp_only_layers": [],
@@ -160,6 +174,8 @@ MOE_VARIANTS = [
     Variant("granite-moe", GRANITE_MOE),
     Variant("granite-moe-shared", GRANITE_MOE_SHARED),
     Variant("mixtral", MIXTRAL),
+    Variant("phimoe", PHIMOE),
+    Variant("phimoe-longrope", PHIMOE | PHIMOE_LONG, 256),
     Variant("qwen3-moe", QWEN3_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 6, "mlp_only_layers": [3]}),
     Variant(
         "qwen3-moe-bias",

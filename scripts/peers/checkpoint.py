@@ -1,4 +1,4 @@
-"""What every engine loads: a Llama or a Mixtral of a known shape with random weights, and a tokenizer for it."""
+"""What every engine loads: a Llama, Mixtral or LFM2 of a known shape with random weights, and a tokenizer for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VOCAB = 32000
+WIDTH = 3  # tokens that a short convolution sees
 MAX_LEN = 4096
 SPECIALS = ("<s>", "</s>", "<pad>")  # ids 0, 1, 2
 BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # scales not counted: the least that can move
@@ -16,7 +17,7 @@ BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # scales not counted: 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama, or with experts a Mixtral; the head is the embedding (tied), as in most models of these sizes."""
+    """A Llama, with experts a Mixtral, with convolutions an LFM2; the head is the embedding (tied)."""
 
     layers: int
     width: int
@@ -26,23 +27,31 @@ class ModelShape:
     head: int = 64
     experts: int = 0
     chosen: int = 0  # of the experts, by a token
+    convolved: int = 0  # of so many layers together all but the last have a short convolution in place of attention
+
+    @property
+    def attends(self) -> list[bool]:
+        """Whether each layer has attention."""
+        return [not self.convolved or (i + 1) % self.convolved == 0 for i in range(self.layers)]
 
     def read(self, rows: int) -> float:
         """Weights that a step with so many sequences reads: all but the experts that, by chance, nobody chooses."""
         attention = self.width * self.head * 2 * (self.heads + self.kv_heads)
         mlps = self.experts * (1 - (1 - self.chosen / self.experts) ** rows) if self.experts else 1
-        layer = attention + self.width * self.experts + mlps * 3 * self.width * self.ffn
-        return self.layers * layer + VOCAB * self.width  # the embedding is read as the head
+        layer = self.width * self.experts + mlps * 3 * self.width * self.ffn
+        mixers = sum(attention if attends else 4 * self.width**2 for attends in self.attends)
+        return self.layers * layer + mixers + VOCAB * self.width  # the embedding is read as the head
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values a token, in bf16."""
-        return self.layers * 2 * self.kv_heads * self.head * 2
+        return sum(self.attends) * 2 * self.kv_heads * self.head * 2
 
 
 SIZES = {
     "100m": ModelShape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
     "400m": ModelShape(layers=24, width=1024, heads=16, kv_heads=4, ffn=4096),
+    "hybrid": ModelShape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048, convolved=3),
     "mixture": ModelShape(layers=8, width=1024, heads=16, kv_heads=4, ffn=512, experts=32, chosen=4),
 }
 
@@ -56,6 +65,13 @@ def config_of(shape: ModelShape, vocab: int = VOCAB, max_len: int = MAX_LEN) -> 
         "tie_word_embeddings": True, "initializer_range": 0.02,
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "torch_dtype": "bfloat16",
     }  # fmt: skip
+    if shape.convolved:
+        own = {
+            "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "norm_eps": config.pop("rms_norm_eps"),
+            "conv_bias": False, "conv_L_cache": WIDTH, "block_auto_adjust_ff_dim": False,
+            "layer_types": ["full_attention" if attends else "conv" for attends in shape.attends],
+        }  # fmt: skip
+        return {name: value for name, value in config.items() if name not in ("hidden_act", "head_dim")} | own
     if not shape.experts:
         return config | {"attention_bias": False, "mlp_bias": False}
     return config | {
@@ -71,7 +87,6 @@ def write(folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MA
         return folder
     import ml_dtypes
     import numpy as np
-    from safetensors.numpy import save_file
 
     rng = np.random.default_rng(seed)
     D, F = shape.width, shape.ffn
@@ -83,6 +98,9 @@ def write(folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MA
         return draw(rows, columns, columns**-0.5)  # outputs as large as inputs: tokens vary, nothing overflows
 
     ones = np.ones(D, ml_dtypes.bfloat16)
+    if shape.convolved:
+        save(folder, shape, vocab, max_len, lfm2(shape, vocab, draw, linear))
+        return folder
     tensors = {"model.embed_tokens.weight": draw(vocab, D, 0.02), "model.norm.weight": ones}
     for i in range(shape.layers):
         at = f"model.layers.{i}"
@@ -101,13 +119,47 @@ def write(folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MA
             expert = f"{at}.block_sparse_moe.experts.{e}"
             tensors |= {f"{expert}.{x}.weight": linear(F, D) for x in ("w1", "w3")}
             tensors[f"{expert}.w2.weight"] = linear(D, F)
+    save(folder, shape, vocab, max_len, tensors)
+    return folder
+
+
+def lfm2(shape: ModelShape, vocab: int, draw, linear) -> dict:
+    """The tensors of an LFM2."""
+    import ml_dtypes
+    import numpy as np
+
+    D, F = shape.width, shape.ffn
+    ones, small = np.ones(D, ml_dtypes.bfloat16), np.ones(shape.head, ml_dtypes.bfloat16)
+    tensors = {"model.embed_tokens.weight": draw(vocab, D, 0.02), "model.embedding_norm.weight": ones}
+    for i, attends in enumerate(shape.attends):
+        at = f"model.layers.{i}"
+        tensors |= {f"{at}.operator_norm.weight": ones, f"{at}.ffn_norm.weight": ones}
+        tensors |= {f"{at}.feed_forward.{x}.weight": linear(F, D) for x in ("w1", "w3")}
+        tensors[f"{at}.feed_forward.w2.weight"] = linear(D, F)
+        if not attends:
+            tensors |= {
+                f"{at}.conv.in_proj.weight": linear(3 * D, D), f"{at}.conv.out_proj.weight": linear(D, D),
+                f"{at}.conv.conv.weight": linear(D, WIDTH)[:, None],
+            }  # fmt: skip
+            continue
+        tensors |= {
+            f"{at}.self_attn.{x}_proj.weight": linear(n * shape.head, D)
+            for x, n in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))
+        }
+        tensors |= {f"{at}.self_attn.{x}_layernorm.weight": small for x in "qk"}
+        tensors[f"{at}.self_attn.out_proj.weight"] = linear(D, shape.heads * shape.head)
+    return tensors
+
+
+def save(folder: Path, shape: ModelShape, vocab: int, max_len: int, tensors: dict) -> None:
+    from safetensors.numpy import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape, vocab, max_len), indent=2))
     write_tokenizer(folder, vocab)
     part = folder / "model.part"
     save_file(tensors, part, metadata={"format": "pt"})
     part.rename(folder / "model.safetensors")  # last and whole: its presence says that the folder is complete
-    return folder
 
 
 def quantise(folder: Path, out: Path, weights: str) -> None:

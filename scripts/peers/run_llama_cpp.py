@@ -22,6 +22,16 @@ NAMES = {
     "mlp.down_proj": "ffn_down", "block_sparse_moe.gate": "ffn_gate_inp", "w1": "ffn_gate_exps", "w3": "ffn_up_exps",
     "w2": "ffn_down_exps", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
+LFM2 = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
+    "conv.conv": "shortconv.conv", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+}  # fmt: skip
+OUTSIDE = {
+    "embed_tokens": "token_embd.weight", "norm": "output_norm.weight", "embedding_norm": "token_embd_norm.weight",
+}  # fmt: skip
 BATCH, ROWS = 2048, 512  # most tokens a call, and most at once: its own defaults
 
 
@@ -44,37 +54,44 @@ def prepare(settings: LoadSettings) -> None:
 def write_gguf(model: Path, path: Path) -> None:
     """The checkpoint as GGUF, with no vocabulary: prompts are token ids."""
     config = json.loads((model / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "llama")
+    hybrid = config["model_type"] == "lfm2"
+    writer = gguf.GGUFWriter(path, "lfm2" if hybrid else "llama")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    kinds, kv_heads = config.get("layer_types"), config["num_key_value_heads"]
+    writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in kinds] if hybrid else kv_heads)
+    if hybrid:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    size = config["hidden_size"] // config["num_attention_heads"] if hybrid else config["head_dim"]
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config["norm_eps" if hybrid else "rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     if experts := config.get("num_local_experts", 0):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    heads = {} if hybrid else {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, bits in together(tensors(model / "model.safetensors"), experts).items():
         part = name.removesuffix(".weight").removeprefix("model.")
         if part.startswith("layers."):
             _, layer, inner = part.split(".", 2)
-            short = NAMES[inner]
+            short = (LFM2 if hybrid else NAMES)[inner]
             if short in heads:  # its rotation pairs neighbours, where the checkpoint pairs halves
                 rows, columns = bits.shape
                 bits = bits.reshape(heads[short], 2, -1, columns).swapaxes(1, 2).reshape(rows, columns)
             target = f"blk.{layer}.{short}.weight"
         else:
-            target = {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}[part]
-        if bits.ndim == 1 or target.endswith("gate_inp.weight"):  # norms and routers are kept in float32
+            target = OUTSIDE[part]
+        if short_conv := target.endswith("shortconv.conv.weight"):
+            bits = bits[:, 0]
+        if bits.ndim == 1 or short_conv or target.endswith("gate_inp.weight"):  # norms and routers are float32
             writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             data = np.ascontiguousarray(bits).view(np.uint8)

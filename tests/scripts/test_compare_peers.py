@@ -28,6 +28,7 @@ from quire.scripts.peers.work import WORKS, Workload
 
 TINY = checkpoint.ModelShape(layers=2, width=64, heads=4, kv_heads=2, ffn=96, head=16)
 MIXTURE = replace(TINY, experts=4, chosen=2)
+HYBRID = replace(TINY, layers=3, convolved=3)
 
 # An engine in a few lines, run as a worker: a token tells prompt, place and, with "drift", how many ride together.
 # Five requests at once kill it, six are an error.
@@ -91,7 +92,12 @@ def mixture(tmp_path_factory) -> Path:
     return checkpoint.write(tmp_path_factory.mktemp("mixture") / "hf", MIXTURE, vocab=512, max_len=128)
 
 
-@pytest.mark.parametrize("model", ["tiny", "mixture"])
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Path:
+    return checkpoint.write(tmp_path_factory.mktemp("hybrid") / "hf", HYBRID, vocab=512, max_len=128)
+
+
+@pytest.mark.parametrize("model", ["tiny", "mixture", "hybrid"])
 def test_checkpoint_is_one_that_quire_serves(model, request):
     folder = request.getfixturevalue(model)
     llm = LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 22)
@@ -103,14 +109,16 @@ def test_checkpoint_is_one_that_quire_serves(model, request):
     assert sum(len(set(found)) for found in tokens) > 20, "a model that repeats itself compares nothing"
 
 
-@pytest.mark.parametrize(("model", "shape"), [("tiny", TINY), ("mixture", MIXTURE)])
+@pytest.mark.parametrize(("model", "shape"), [("tiny", TINY), ("mixture", MIXTURE), ("hybrid", HYBRID)])
 def test_checkpoint_has_the_weights_that_the_roof_counts(model, shape, request):
     """With very many rows, which choose every expert."""
     tensors = load_file(request.getfixturevalue(model) / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
     body = sum(t.size for name, t in tensors.items() if t.ndim == 2 and "embed" not in name)
-    assert body + checkpoint.VOCAB * shape.width == shape.read(1000)
-    assert [round(shape.read(1), -8) for shape in checkpoint.SIZES.values()] == [1e8, 4e8, 1e8]
+    assert body + checkpoint.VOCAB * shape.width == shape.read(
+        1000
+    )  # convolutions have three axes, and are nothing beside
+    assert [round(shape.read(1), -8) for shape in checkpoint.SIZES.values()] == [1e8, 4e8, 1e8, 1e8]
     one_expert = 3 * shape.width * shape.ffn * shape.layers
     expected = {0: 0, 4: (4 - 2) * one_expert}[shape.experts]
     assert shape.read(1000) - shape.read(1) == pytest.approx(expected)

@@ -11,8 +11,6 @@ from ...sharding.spec import ArraySpec, empty
 from ..config import ModelError
 from .safetensors import Tensor, fill
 
-FP8_BLOCK = 128  # side of the square that shares a scale; `Keys.quantization` admits no other
-
 
 def read_leaf(
     spec: ArraySpec, parts, tensors: dict[str, Any], needed: Sequence[np.ndarray] | None = None
@@ -24,11 +22,7 @@ def read_leaf(
         cuts = () if needed is None else bounds(needed, at)
         if cuts is None:
             continue
-        scales = f"{part.name}_scale_inv"
-        apart = few and isinstance(source, Tensor) and scales not in tensors
-        value = source.mapped() if apart else source.read()
-        if scales in tensors:
-            value = scale_blocks(value, tensors[scales].read(), scales)
+        value = source.mapped() if few and isinstance(source, Tensor) else source.read()
         try:
             value = part.turn(value)
         except FormatError as error:
@@ -65,12 +59,3 @@ def bounds(needed: Sequence[np.ndarray], at: tuple[Any, ...]) -> tuple[slice, ..
         if isinstance(where, slice):
             cuts.append(slice(int(found[0]), int(found[-1]) + 1))
     return tuple(cuts)
-
-
-def scale_blocks(value: np.ndarray, scale: np.ndarray, name: str) -> np.ndarray:
-    """An 8-bit float matrix in float32, each block of 128 by 128 times its scale."""
-    if value.ndim != 2 or scale.shape != tuple(-(-size // FP8_BLOCK) for size in value.shape):
-        raise ModelError(f"tensor {name!r} has shape {list(scale.shape)}; it must hold one scale a block of 128 x 128")
-    rows, columns = value.shape
-    scale = scale.astype(np.float32).repeat(FP8_BLOCK, 0)[:rows].repeat(FP8_BLOCK, 1)[:, :columns]
-    return value.astype(np.float32) * scale

@@ -12,8 +12,8 @@ import numpy as np
 from ...ops.quant.stack import Stack, one_of
 from ...sharding import local_shards
 from ...sharding.spec import ArraySpec, empty
-from . import compressed_tensors
 from .dense_leaf import read_leaf
+from .published import matrix
 
 THREADS = min(16, os.cpu_count() or 1)  # each holds one expert, dense
 
@@ -51,8 +51,8 @@ def of_each(E: int, parts, tensors: dict[str, Any]) -> Iterator[tuple[tuple, dic
 
 def read_node(one: ArraySpec, node: Any, parts, tensors: dict[str, Any]) -> Any:
     """One expert's matrix: its codes as they are stored, or rounded here."""
-    if compressed_tensors.fits(node, [tensors[part.name] for part in parts]):
-        return compressed_tensors.read_node(one, node, parts, tensors)
+    if matrix.fits(node, [tensors[part.name] for part in parts]):
+        return matrix.read_node(one, node, parts, tensors)
     return node.quantize(read_leaf(one, parts, tensors))
 
 

@@ -28,12 +28,12 @@ from ..config import CACHES, ModelConfig, ModelError
 from ..families import FAMILIES, UNSUPPORTED, wrapper
 from ..stored_format import StoredFormat
 from ..weights import ModelWeights, abstract, dense_specs
-from . import compressed_tensors, embedder, heads, orbax, reranker
+from . import embedder, heads, orbax, published, reranker
 from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
 from .folder import read_config_json
 from .placement import Location, Placement, with_head
-from .quantization_config import stored_format
+from .published.matrix import fits, read_node
 from .safetensors import Tensor, find_tensors
 
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
@@ -61,7 +61,7 @@ def read_config(
     embeds = how is not None and not how.ranks
     hf = read_config_json(folder, hf_overrides, embeds)
     check_numbers(hf)
-    if stored := stored_format(hf):
+    if stored := published.stored_format(hf):
         hf = {name: value for name, value in hf.items() if name != "quantization_config"}
     by_tokens = reranker.classes_by_tokens(folder, hf)
     hf = {name: value for name, value in hf.items() if name not in reranker.KEYS}
@@ -124,7 +124,7 @@ def choose_format(config: ModelConfig, asked: str | None, stored: StoredFormat |
     """The format of the weights: what is asked for, or what the checkpoint has and nobody may contradict."""
     try:
         wish = None if asked is None else quant.check(asked)
-        if stored is not None:
+        if stored is not None and stored.quant is not None:
             if wish and quant.example(wish) != quant.example(stored.quant):
                 raise ModelError(
                     f"quantization is {asked!r}, and the checkpoint is quantised already, as {stored.quant!r}; leave "
@@ -252,7 +252,7 @@ def load_weights(
     """
     dense, specs = dense_specs(config), specs_of(config)
     tensors, parts = find_parts(folder, config)
-    if config.stored is not None:
+    if config.stored is not None and config.stored.quant is not None:
         check_codes(dense.layers, specs.layers, parts.layers, tensors)
 
     def read_array(location: Location, spec: ArraySpec, parts, whole: bool = False):
@@ -266,8 +266,8 @@ def load_weights(
             return read_stack(dense, spec, parts, tensors, wanted(dense, location.mesh), progress)
         if not isinstance(spec, Rounded):  # an array, or a node that the checkpoint holds array by array
             return jax.tree.map(partial(read_array, location), spec, parts)
-        if compressed_tensors.fits(spec, [tensors[part.name] for part in parts]):
-            leaf = compressed_tensors.read_node(dense, spec, parts, tensors)
+        if fits(spec, [tensors[part.name] for part in parts]):
+            leaf = read_node(dense, spec, parts, tensors)
             progress(nbytes(leaf))
             return leaf
         leaf = read_array(location, dense, parts, whole=True)
@@ -292,25 +292,23 @@ def array_locations(placement: Placement, config: ModelConfig, specs: ModelWeigh
 def specs_of(config: ModelConfig) -> ModelWeights:
     """What a checkpoint's weights become: `abstract(config)`, with the matrices that it left dense."""
     specs = abstract(config)
-    if config.stored is None or config.quant is None:
+    if config.stored is None or config.stored.quant is None:
         return specs
-    family = module_of(config)
+    family, dense = module_of(config), dense_specs(config)
     stored = config.stored.renamed(partial(canonical, family))
 
     def choose(dense_spec: ArraySpec, spec, source):
         if isinstance(spec, ArraySpec):
             return spec
-        names = [part.name.removesuffix(".weight") for part in source.parts]
-        covered = {stored.covers(name) for name in names}
-        if len(covered) > 1:
-            raise ModelError(
-                f"config.json: quantization_config.ignore names some of {', '.join(names)}, which are one matrix here; "
-                "supported is all of them, or none"
-            )
-        return spec if covered.pop() else dense_spec
+        groups = {stored.group_of(part.name.removesuffix(".weight")) for part in source.parts}
+        kinds = {group and group.quant for group in groups}
+        if kinds == {config.quant}:
+            return spec
+        kind = kinds.pop() if len(kinds) == 1 else None  # of several formats, or partly left dense: widened
+        return (quant.stacked if dense_spec.stacked else quant.packed)(kind, dense_spec)
 
-    layers = jax.tree.map(choose, dense_specs(config).layers, specs.layers, family.sources(config).layers)
-    return specs.replace(layers=layers)
+    specs = specs.replace(layers=jax.tree.map(choose, dense.layers, specs.layers, family.sources(config).layers))
+    return specs if stored.rounds_head else specs.replace(embed_VD=dense.embed_VD, head_VD=dense.head_VD)
 
 
 def module_of(config: ModelConfig) -> Any:
@@ -352,8 +350,7 @@ def find_parts(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:
     family, tensors = module_of(config), find_tensors(folder)
     for where, _ in (embedder.read(folder) or embedder.Embedder()).dense:
         tensors |= {f"{where}.{name}": tensor for name, tensor in find_tensors(folder / where).items()}
-    if config.stored is not None:
-        tensors = compressed_tensors.gather(tensors, config.stored)
+    tensors = published.gather(tensors, config.stored)
     tensors = {canonical(family, name): tensor for name, tensor in tensors.items()}
     if not config.writes:
         tensors = {inner(name): tensor for name, tensor in tensors.items()}
@@ -382,7 +379,7 @@ def check_codes(dense, specs, parts, tensors: dict[str, Any]) -> None:
 
     def check(_, spec, parts):
         for part in () if isinstance(spec, ArraySpec) else parts:
-            if not compressed_tensors.fits(spec, [tensors[part.name]]):
+            if not fits(spec, [tensors[part.name]]):
                 raise ModelError(
                     f"tensor {part.name!r} is not quantised, and quantization_config.ignore in config.json does not "
                     "name it"
@@ -400,10 +397,12 @@ def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor],
         if tensors[part.name].shape != part.shape:
             shape = list(tensors[part.name].shape)
             raise ModelError(f"tensor {part.name!r} has shape {shape}; config.json wants {list(part.shape)}")
-        known |= {part.name, f"{part.name}_scale_inv"}
+        known.add(part.name)
     if config.tied:
         known.add("lm_head.weight")
     extra = [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    if config.stored is not None:  # some tools write a bias of zeros where a model has none
+        extra = [name for name in extra if not (name.endswith(".bias") and not tensors[name].read().any())]
     other = [name for name in extra if left_out(config, name)]
     log_left_out(other)
     if extra := sorted({*extra} - {*other}):

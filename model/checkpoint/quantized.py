@@ -13,13 +13,12 @@ import numpy as np
 
 from ...sharding.spec import ArraySpec
 from ..config import ModelConfig, ModelError
-from ..stored_format import StoredFormat
+from ..stored_format import StoredGroup
 from ..weights import abstract, dense_specs
-from .compressed_tensors import layout, round_matrix
 from .folder import merged, read_json
 from .loader import find_parts
 from .orbax import holds_weights, write_rest
-from .quantization_config import quantization_config, stored_format
+from .published.compressed_tensors import layout, quantization_config, round_matrix, stored_format
 from .safetensors import INDEX, SINGLE, Tensor, write_tensors
 
 EXPERTS = r"re:.*\.experts\..*"
@@ -46,8 +45,7 @@ def save(
         raise ModelError(f"{out} is there already; give a new folder")
     tensors, matrices, ignore = survey(folder, config)
     described = quantization_config(config.quant, ignore)
-    stored = stored_format({"quantization_config": described})
-    assert stored is not None
+    (stored,) = stored_format(described).groups
     for tensor in tensors:
         if tensor.name in matrices:
             layout(tensor.name, stored, tensor.shape)  # an error before anything is written
@@ -96,7 +94,7 @@ def write_weights(
     out: Path,
     tensors: list[Tensor],
     matrices: set[str],
-    stored: StoredFormat,
+    stored: StoredGroup,
     dtype: str,
     progress: Callable[[int], None],
 ) -> None:
@@ -126,7 +124,7 @@ def write_weights(
 
 
 def values(
-    tensors: list[Tensor], matrices: set[str], stored: StoredFormat, dtype: str, progress: Callable[[int], None]
+    tensors: list[Tensor], matrices: set[str], stored: StoredGroup, dtype: str, progress: Callable[[int], None]
 ) -> Iterator[np.ndarray]:
     """The tensors of a file in the order of its layout, one in memory at a time."""
     for tensor in tensors:

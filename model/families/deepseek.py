@@ -39,7 +39,6 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     )
     layers = tuple(dense if i < first or i % every else sparse for i in range(keys.count("num_hidden_layers")))
     keys.refuse("mlp_bias", False)
-    keys.quantization("fp8")  # widened at load
     return model_config(keys, kind, layers, longest)
 
 

@@ -44,7 +44,6 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     kinds = keys("mlp_layer_types", ["dense" if i < first else "sparse" for i in range(L)])
     if len(kinds) != L or {*map(str, kinds)} - {*blocks}:
         raise ModelError(f"config.json: mlp_layer_types must have {L} entries, each dense or sparse")
-    keys.quantization("fp8")  # widened at load
     layers = tuple(
         Layer(replace(attention, indexer=own), *blocks[kind]) for own, kind in zip(indexers, kinds, strict=True)
     )

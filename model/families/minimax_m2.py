@@ -28,7 +28,6 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         choice_bias=True,
     )
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
-    keys.quantization("fp8")  # widened at load
     return model_config(keys, "minimax_m2", layers, longest)
 
 

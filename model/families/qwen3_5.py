@@ -34,7 +34,6 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     layers = tuple(
         Layer(attention if kind == "full_attention" else delta, *blocks) for kind in qwen3_next.layer_kinds(keys)
     )
-    keys.quantization("fp8")  # widened at load
     return model_config(keys, "qwen3_5_text", layers, keys.count("max_position_embeddings", 32768))
 
 

@@ -31,7 +31,6 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     sparse, dense = Layer(attention, moe=moe), Layer(attention, Mlp(keys.count("intermediate_size", 6144), activation))
     step, without = keys.count("decoder_sparse_step", 1), keys("mlp_only_layers", [])
     layers = tuple(dense if i in without or (i + 1) % step else sparse for i in range(keys.count("num_hidden_layers")))
-    keys.quantization("fp8")  # widened at load
     return model_config(keys, "qwen3_moe", layers, longest)
 
 

@@ -39,7 +39,6 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         Layer(mixer, dense) if index in without or (index + 1) % step else Layer(mixer, shared, moe)
         for index, mixer in enumerate(attention if kind == "full_attention" else delta for kind in layer_kinds(keys))
     )
-    keys.quantization("fp8")  # widened at load
     return model_config(keys, "qwen3_next", layers, keys.count("max_position_embeddings", 32768))
 
 

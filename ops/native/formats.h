@@ -6,7 +6,8 @@
 //   float32    group 1
 //   bfloat16   group 2    sixteen of its vectors are a tile of AMX
 //   int8       group 4    the same
-//   four bits  group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7: int4, MXFP4
+//   eight bits group 2    of codes under rows of bfloat16: int8, FP8
+//   four bits  group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7: int4, MXFP4, NF4
 //
 // Rows that are taken together lie interleaved, a group of each after the other: [input / group][rows][group].
 //
@@ -276,6 +277,26 @@ struct Int8Wide {
   }
 };
 
+// Two floats of eight bits, E4M3, of each output; codes that are no numbers do not occur.
+inline Numbers from_floats(const uint8_t* p, int i) {
+#if defined(__AVX512BF16__)
+  // Sign, exponent and mantissa where bfloat16 has them, and the exponent more by 120; below 2^-6 by a table.
+  static constexpr uint16_t SMALL[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  __m512i size = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+  __m512i large = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(0x3c00));
+  __mmask32 small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
+  __m512i value = _mm512_mask_permutexvar_epi16(large, small, size, _mm512_loadu_si512(SMALL));
+  // value | (code << 8 & the sign)
+  return (U)_mm512_ternarylogic_epi32(value, _mm512_slli_epi16(code, 8), _mm512_set1_epi16(-0x8000), 0xf8);
+#else
+  U code = __builtin_convertvector(lanes<U16>(p), U) >> (8 * i), size = code & 0x7fu;
+  F small = __builtin_convertvector((I)size, F) * 0.001953125f;  // 2^-9
+  U bits = size < 8u ? (U)small : (size << 20) + (120u << 23);
+  return (F)(bits | (code & 0x80u) << 24);
+#endif
+}
+
 // Float16 as floats.
 inline F load_half(const uint16_t* p) {
 #if defined(__AVX512F__)
@@ -357,6 +378,26 @@ struct Floats {
   }
 };
 
+// The same with scales of any size.
+struct FloatsByFloats : Floats {
+  using Scale = float;
+  static F scale(const Scale* p) { return lanes<F>(p); }
+};
+
+// Quantiles of the normal distribution, NF4, to bfloat16.
+struct Normals {
+  using Scale = float;
+  static constexpr float MADE = 0;
+  static F scale(const Scale* p) { return lanes<F>(p); }
+  static Numbers unpack(U v, int i) {
+    static constexpr Entry TABLE[16] = {
+        entry(0xbf80), entry(0xbf32), entry(0xbf06), entry(0xbeca), entry(0xbe92), entry(0xbe3d),
+        entry(0xbdba), entry(0x0000), entry(0x3da3), entry(0x3e25), entry(0x3e7c), entry(0x3ead),
+        entry(0x3ee2), entry(0x3f10), entry(0x3f39), entry(0x3f80)};
+    return look_up(v, i, TABLE);
+  }
+};
+
 // Four bits a weight; every `group` inputs of an output share a scale and, of counts, perhaps a zero (else it is 8).
 template <typename Code>
 struct Nibbles {
@@ -403,5 +444,51 @@ struct Nibbles {
 
 using Int4 = Nibbles<Counts>;
 using Mxfp4 = Nibbles<Floats>;
+using Float4 = Nibbles<FloatsByFloats>;
+using Nf4 = Nibbles<Normals>;
+
+struct Signed {
+  static Numbers unpack(const uint8_t* p, int i) { return from_bytes(reinterpret_cast<const int8_t*>(p), i); }
+};
+struct Floats8 {
+  static Numbers unpack(const uint8_t* p, int i) { return from_floats(p, i); }
+};
+
+// Eight bits a weight under rows of bfloat16; every `group` inputs of an output share a scale.
+template <typename Code>
+struct Bytes {
+  using X = Half;
+  static constexpr bool NARROW = true;
+  static constexpr int64_t BITS = 8;
+  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr bool TILES = false;
+  static constexpr int64_t WORD = 2, GROUP = STEP;
+  static constexpr int MOST = ROWS;
+  const uint8_t* w;
+  const float* scale;  // [O / 16, K / group, 16]
+  int64_t group;
+
+  Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const {
+    return Code::unpack(w + (block * K + k) * LANES + 2 * h * W, i);
+  }
+
+  f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
+
+  template <int R, int N, bool WIDE>
+  void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
+    int64_t groups = K / group;
+    std::memset(out, 0, sizeof(out));
+    for (int64_t g = 0; g < groups; ++g) {
+      F sum[R][N][H] = {};
+      for (int64_t k = g * group; k < (g + 1) * group; k += 2) add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
+      UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int h = 0; h < H; ++h) {
+          F s = lanes<F>(scale + (panel.block[n] * groups + g) * LANES + h * W);
+          UNROLL for (int r = 0; r < R; ++r) out[r][n][h] += s * sum[r][n][h];
+        }
+      asm volatile("" ::"r"(out) : "memory");  // the whole sums wait in memory: registers are for a group's
+    }
+  }
+};
 
 }  // namespace quire

@@ -11,7 +11,7 @@ from ...sharding.spec import ArraySpec
 from .compressed import FormatError, Rounded, Scheme
 from .stack import in_front, one_of
 
-FORMATS = {"int8": ".int8", "int4": ".int4", "fp8": ".fp8", "mxfp4": ".mxfp4"}
+FORMATS = {"int8": ".int8", "int4": ".int4", "fp8": ".fp8", "nf4": ".nf4", "mxfp4": ".mxfp4"}
 
 
 class Format(Protocol):
@@ -83,7 +83,10 @@ def stored_schemes() -> dict[str, Scheme]:
 
 def stored_name(name: str) -> str:
     """The same format by the name that says all its options."""
-    return next(full for full in format_of(name)[0].STORED if example(full) == example(name))
+    found = next((full for full in format_of(name)[0].STORED if example(full) == example(name)), None)
+    if found is None:
+        raise FormatError(f"{name!r} has no form in which compressed-tensors keeps it")
+    return found
 
 
 def splits(name: str) -> bool:

@@ -1,8 +1,10 @@
 """Formats that weights are rounded to, and how a checkpoint of the compressed-tensors form holds them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from flax import struct
 
@@ -38,6 +40,16 @@ class Rounded(Weight):
     into: tuple[int, ...] = struct.field(pytree_node=False)  # sizes of the axes that products sum over
     out: tuple[int, ...] = struct.field(pytree_node=False)  # and of the others
     inputs: tuple[int, ...] = struct.field(pytree_node=False)  # where the former stand in the dense weight
+
+    @property
+    def kind(self) -> Any:
+        """The format with its options, without its sizes."""
+        return jax.tree.structure(self.replace(into=(), out=(), inputs=()))
+
+    @property
+    def shared(self) -> int:
+        """How many neighbouring inputs share a scale."""
+        return math.prod(self.into)
 
     def quantize(self, weight: np.ndarray) -> Any:
         """A weight [*into, *out] rounded to the format of these specs."""

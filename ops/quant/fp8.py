@@ -1,6 +1,7 @@
 """FP8: floats of eight bits (E4M3) with a scale an output. `dynamic`: the rows that meet them are rounded too.
 
-A checkpoint has `weight` float8_e4m3fn [out, in] with `weight_scale` [out] or [out, 1].
+A checkpoint has `weight` float8_e4m3fn [out, in] with `weight_scale` [out], [out, 1] or one for all. With the option
+`128` it is one a block of 128 by 128, and here one for each output and 128 of its inputs.
 """
 
 import math
@@ -14,11 +15,16 @@ import numpy as np
 from flax import struct
 
 from ...sharding.spec import ArraySpec
-from ..weight import check_subscripts
+from ..native import has
+from ..native.pack import by_block, tile
+from ..weight import Weight, check_subscripts
 from .compressed import FormatError, Layout, Rounded, Scheme, split
+from .grouped import Grouped, TiledGroups
+from .grouped import spec as grouped
 
 E4M3 = ml_dtypes.float8_e4m3fn
 LIMIT = 448  # the largest of these floats
+SIDE = 128  # of a block that shares a scale
 
 CHOICES = "fp8, fp8-weights (activations stay as they are)"
 HEAD = "fp8"
@@ -29,6 +35,7 @@ STORED = {
     "fp8": Scheme(WHOLE, WHOLE | {"strategy": "token", "dynamic": True}, ("float-quantized",)),
     # So llm-compressor calls weights without rounded activations.
     "fp8-weights": Scheme(WHOLE, None, ("naive-quantized", "float-quantized")),
+    "fp8-weights-128": Scheme(WHOLE | {"strategy": "group", "group_size": SIDE}, None, ("float-quantized",)),
 }
 
 
@@ -69,6 +76,14 @@ class Fp8(Rounded):
     def __getitem__(self, index):
         return floats(self.codes[:, index].T).astype(jnp.float32) * self.scale[index][:, None]
 
+    def for_kernels(self, narrow: bool) -> Weight:
+        if not has("pack", "fp8"):
+            return self
+        codes_KO = np.asarray(self.codes).reshape(math.prod(self.into), -1)
+        scale = by_block(np.asarray(self.scale, np.float32).reshape(1, -1))
+        kind = TiledFp8 if self.dynamic else TiledGroups
+        return kind(tile(codes_KO, 2), scale, code="float8", into=self.into, out=self.out, inputs=self.inputs)
+
     def quantize(self, weight: np.ndarray) -> "Fp8":
         """Round to nearest, the largest value of each output at 448."""
         wide = weight.astype(np.float32)
@@ -79,14 +94,12 @@ class Fp8(Rounded):
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         return {
             ".weight": (("float8_e4m3fn",), ((rows, columns),)),
-            ".weight_scale": (("float32", "float16", "bfloat16"), ((rows, 1), (rows,))),
+            ".weight_scale": (("float32", "float16", "bfloat16"), ((rows, 1), (rows,), (1,), (), (1, 1))),
         }
 
     def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
-        codes = parts[".weight"].view(np.uint8)
-        if (codes & 0x7F == 0x7F).any():
-            raise FormatError("holds a code that is no number")
-        return {"codes": codes, "scale": parts[".weight_scale"].astype(np.float32).reshape(-1, 1)}
+        codes, scale = checked(parts[".weight"]), parts[".weight_scale"].astype(np.float32).reshape(-1, 1)
+        return {"codes": codes, "scale": np.broadcast_to(scale, (len(codes), 1))}
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         return np.ascontiguousarray(fields["codes"]).view(E4M3).astype(np.float32) * fields["scale"]
@@ -96,6 +109,45 @@ class Fp8(Rounded):
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
         return {".weight": np.ascontiguousarray(self.codes.T).view(E4M3), ".weight_scale": self.scale[:, None]}
+
+
+@struct.dataclass
+class Fp8Blocks(Grouped):
+    """The same with a scale for each output and 128 of its inputs."""
+
+    def layout(self, rows: int, columns: int, form: str) -> Layout:
+        blocks = -(-rows // SIDE), -(-columns // SIDE)
+        return {
+            ".weight": (("float8_e4m3fn",), ((rows, columns),)),
+            ".weight_scale": (("float32", "float16", "bfloat16"), (blocks,)),
+        }
+
+    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+        codes, scale = checked(parts[".weight"]), parts[".weight_scale"].astype(np.float32)
+        return {"codes": codes, "scale": scale.repeat(SIDE, 0)[: len(codes)]}
+
+
+@struct.dataclass
+class TiledFp8(TiledGroups):
+    """For the kernels, under rows that are rounded too: bfloat16 holds their codes exactly."""
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        lead = x.shape[: x.ndim - len(self.into)]
+        codes_RK, scale_R1 = as_floats(x.reshape(-1, math.prod(self.into)))
+        codes = codes_RK.astype(jnp.bfloat16).reshape(x.shape)
+        y = super().einsum(subscripts, codes, None, jnp.float32) * scale_R1.reshape(*lead, *[1] * len(self.out))
+        return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+    def gated(self, subscripts: str, x, activation: str):
+        return Weight.gated(self, subscripts, x, activation)
+
+
+def checked(codes: np.ndarray) -> np.ndarray:
+    """The bits of such floats, if all are numbers."""
+    codes = codes.view(np.uint8)
+    if (codes & 0x7F == 0x7F).any():
+        raise FormatError("holds a code that is no number")
+    return codes
 
 
 def floats(codes):
@@ -112,13 +164,15 @@ def as_floats(x_RK):
 
 
 def kernels(*options: str) -> tuple[str, ...]:
-    return ()
+    return ("fp8",)
 
 
-def spec(dense: ArraySpec, *options: str) -> Fp8:
-    """The specs of an array kept so; the option `weights` leaves the rows as they are."""
-    if set(options) - {"weights"}:
-        raise FormatError(f"fp8 has no option {'-'.join(options)!r}; it can be weights")
+def spec(dense: ArraySpec, *options: str) -> Any:
+    """The specs of an array kept so; `weights` leaves the rows as they are, `128` has a scale for so many inputs."""
+    if set(options) - {"weights", str(SIDE)} or (str(SIDE) in options and "weights" not in options):
+        raise FormatError(f"fp8 has no option {'-'.join(options)!r}; it can be weights or weights-{SIDE}")
+    if str(SIDE) in options:
+        return grouped(dense, "float8", SIDE, Fp8Blocks)
     into, out, axes = split(dense)
     codes = replace(
         dense, shape=into + out, axes=axes, dtype=jnp.uint8, init="float8", inputs=()

@@ -51,6 +51,10 @@ class Int4(Rounded):
     zero: Any  # uint8 [K / group, O], or None: 8
     group: int = struct.field(pytree_node=False)
 
+    @property
+    def shared(self) -> int:
+        return self.group
+
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         check_subscripts(subscripts, x, self.into, self.out, self.inputs)
         lead = x.shape[: x.ndim - len(self.into)]

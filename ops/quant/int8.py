@@ -18,8 +18,11 @@ from ..native.linear import LANES, Product
 from ..native.pack import tile
 from ..weight import Weight, check_subscripts
 from .compressed import FormatError, Layout, Rounded, Scheme, join_words, split, split_words, words
+from .grouped import CODES
+from .grouped import spec as grouped
 
 LIMIT = 127
+GROUPS = ("32", "64", "128")
 
 CHOICES = "int8, int8-weights (activations stay as they are)"
 HEAD = "int8"
@@ -135,7 +138,7 @@ def kernel(dynamic: bool) -> str:
 
 
 def kernels(*options: str) -> tuple[str, ...]:
-    return (kernel(dynamic="weights" not in options),)
+    return (CODES["int8"].kernel if set(options) & {*GROUPS} else kernel(dynamic="weights" not in options),)
 
 
 def as_bytes(x_RK):
@@ -147,10 +150,15 @@ def as_bytes(x_RK):
     return jnp.nan_to_num(codes).astype(jnp.int8), most / LIMIT + poison
 
 
-def spec(dense: ArraySpec, *options: str) -> Int8:
-    """The specs of an array kept so; the option `weights` leaves the rows as they are."""
-    if set(options) - {"weights"}:
-        raise FormatError(f"int8 has no option {'-'.join(options)!r}; it can be weights")
+def spec(dense: ArraySpec, *options: str) -> Any:
+    """The specs of an array kept so; `weights` leaves the rows as they are, a number of inputs share a scale."""
+    sizes = [option for option in options if option in GROUPS]
+    if len(sizes) > 1 or set(options) - {"weights", *GROUPS} or (sizes and "weights" not in options):
+        raise FormatError(
+            f"int8 has no option {'-'.join(options)!r}; it can be weights, and with that a group of {', '.join(GROUPS)}"
+        )
+    if sizes:
+        return grouped(dense, "int8", int(sizes[0]))
     into, out, axes = split(dense)
     codes = replace(dense, shape=into + out, axes=axes, dtype=jnp.int8, init="signed", inputs=())
     scale = ArraySpec(out, jnp.float32, axes[len(into) :], f"scale/{LIMIT}", dense.fan_in)

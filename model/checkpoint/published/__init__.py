@@ -1,0 +1,45 @@
+"""Quantised checkpoints as they are published: for each quant_method a module that reads its config and its tensors."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from ...stored_format import StoredFormat
+from ..safetensors import Tensor
+from .matrix import Matrix
+
+METHODS = {
+    "compressed-tensors": ".compressed_tensors",
+    "awq": ".awq",
+    "gptq": ".gptq",
+    "fp8": ".fp8",
+    "fbgemm_fp8": ".fp8",
+}
+
+
+class Method(Protocol):
+    """A module of this package."""
+
+    def stored_format(self, config: Mapping[str, Any]) -> StoredFormat:
+        """How the matrices are kept, as quantization_config says; what is not understood is an error."""
+        ...
+
+    def gather(self, tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
+        """The tensors of a checkpoint with each quantised matrix as one, under the name that it would have dense."""
+        ...
+
+
+def stored_format(hf: Mapping[str, Any]) -> StoredFormat | None:
+    """How a checkpoint keeps its matrices, where quantization_config names a method of this package."""
+    config = hf.get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    return module_of(method).stored_format(config) if isinstance(method, str) and method in METHODS else None
+
+
+def gather(tensors: dict[str, Tensor], stored: StoredFormat | None) -> dict[str, Tensor | Matrix]:
+    """The tensors of a checkpoint, those of a quantised matrix as one."""
+    return dict(tensors) if stored is None else module_of(stored.method).gather(tensors, stored)
+
+
+def module_of(method: str) -> Method:
+    return cast(Method, importlib.import_module(METHODS[method], __name__))

@@ -1,0 +1,85 @@
+"""FP8 checkpoints: floats of eight bits with a scale a matrix, an output, or a block of 128 by 128.
+
+quant_method is `fp8`, as DeepSeek and Qwen write it, or `fbgemm_fp8`. Scales of activations that were measured before
+are left out: each row has its own, which is closer.
+
+    weight            float8_e4m3fn [out, in]
+    weight_scale      one, [out], [out, 1] or [out / 128, in / 128]; of blocks it is called weight_scale_inv
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....ops.quant.fp8 import checked
+from ...config import ModelError
+from ...stored_format import StoredFormat, StoredGroup
+from ..safetensors import Tensor
+from .keys import HERE, known, patterns
+from .matrix import Matrix, check
+
+SIDE = 128  # of a block
+KEYS = {
+    "quant_method": ("fp8", "fbgemm_fp8"), "fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("ue8m0", "float"),
+    "activation_scheme": ("dynamic", "static"), "weight_block_size": ([SIDE, SIDE],), "modules_to_not_convert": ...,
+    "ignored_layers": ..., "activation_scale_ub": ..., "dequantize": (False,),
+    "kv_cache_scheme": ..., "kv_cache_quant_method": ...,
+}  # fmt: skip
+SCALES = (".weight_scale_inv", ".weight_scale")
+UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".v_scale")
+FLOATS = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+
+
+@dataclass(frozen=True)
+class Fp8Matrix(Matrix):
+    def fields(self, parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        codes, scale = parts.values()
+        rows, columns = self.shape
+        return {"codes": checked(codes), "scale": spread_scales(scale.astype(np.float32), rows, columns)}
+
+
+def spread_scales(scale: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """The scales [rows, groups] of a matrix, whatever shares one."""
+    if scale.ndim == 2 and scale.shape[0] == -(-rows // SIDE) != rows:
+        return scale.repeat(SIDE, 0)[:rows]
+    if scale.size == 1:
+        return np.broadcast_to(scale.reshape(1, 1), (rows, 1))
+    return scale.reshape(rows, -1)
+
+
+def stored_format(config: Mapping[str, Any]) -> StoredFormat:
+    said = known(HERE, config, KEYS)
+    ignore = said.get("modules_to_not_convert", []), said.get("ignored_layers", [])
+    spared = [name for key, names in zip(("modules_to_not_convert", "ignored_layers"), ignore, strict=True)
+              for name in patterns(f"{HERE}.{key}", names)]  # fmt: skip
+    blocks = "weight_block_size" in said
+    group = StoredGroup("fp8-weights-128" if blocks else "fp8", "blocks" if blocks else "outputs")
+    return StoredFormat(said["quant_method"], (group,), ("lm_head", *spared), parts=True, rounds_head=False)
+
+
+def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
+    found: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
+    for scales in [name for name in found if name.endswith(SCALES)]:
+        stem, _, ending = scales.rpartition(".")
+        if f"{stem}.weight" not in found:
+            raise ModelError(f"the checkpoint lacks the tensor {stem + '.weight'!r}, which {scales!r} needs")
+        parts = {".weight": found.pop(f"{stem}.weight"), f".{ending}": found.pop(scales)}
+        found[f"{stem}.weight"] = matrix(stem, parts, stored)
+    return found
+
+
+def matrix(stem: str, tensors: dict[str, Tensor], stored: StoredFormat) -> Matrix:
+    """One matrix, the shapes and dtypes of its tensors checked."""
+    codes, scale = tensors.values()
+    if len(codes.shape) != 2 or not all(codes.shape):
+        raise ModelError(f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be a matrix")
+    rows, columns = codes.shape
+    check(codes, ("float8_e4m3fn",), (rows, columns))
+    blocks = -(-rows // SIDE), -(-columns // SIDE)
+    (group,) = stored.groups
+    if group.form == "blocks" and scale.shape == blocks:
+        return Fp8Matrix(f"{stem}.weight", (rows, columns), group, tensors)
+    check(scale, FLOATS, *([blocks] if group.form == "blocks" else [(), (1,), (1, 1), (rows,), (rows, 1)]))
+    return Fp8Matrix(f"{stem}.weight", (rows, columns), group, tensors)

@@ -1,0 +1,97 @@
+"""GPTQ checkpoints as AutoGPTQ and GPTQModel write them: 2, 3, 4 or 8 bits in groups, with zeros.
+
+qweight  int32 [in * bits / 32, out]   packed down the inputs
+qzeros   int32 [groups, out * bits / 32]   packed along the outputs; stored less one in version 1
+scales   float16 [groups, out]
+g_idx    int32 [in]: the group of each input, in order unless desc_act
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....ops.quant import FormatError
+from ...config import ModelError
+from ...stored_format import StoredFormat
+from ..safetensors import Tensor
+from .integers import FLOATS, IntegerMatrix, Integers, group_of, groups_of, sides, truth, unpack, whole_number
+from .keys import HERE, known, patterns
+from .matrix import Matrix, check, take
+
+VERSIONS = {"gptq": 1, "gptq_v2": 2}  # values of checkpoint_format
+KEYS = {
+    "quant_method": ("gptq",), "bits": ..., "group_size": ..., "desc_act": ..., "sym": ..., "static_groups": ...,
+    "checkpoint_format": tuple(VERSIONS), "format": tuple(VERSIONS), "lm_head": (False,), "pack_dtype": ("int32",),
+    "is_marlin_format": (False,), "dynamic": ({},), "damp_percent": ..., "true_sequential": ...,
+    "model_name_or_path": ..., "model_file_base_name": ..., "meta": ..., "dataset": ..., "tokenizer": ...,
+    "use_cuda_fp16": ..., "model_seqlen": ..., "block_name_to_quantize": ..., "module_name_preceding_first_block": ...,
+    "batch_size": ..., "pad_token_id": ..., "use_exllama": ..., "disable_exllama": ..., "exllama_config": ...,
+    "max_input_length": ..., "cache_block_outputs": ..., "modules_in_block_to_quantize": ...,
+    "modules_to_not_convert": ..., "backend": ..., "act_group_aware": ...,
+    "hyb_act": ..., "mse": ..., "damp_auto_increment": ..., "quantizer": ...,
+}  # fmt: skip
+ENDINGS = (".qweight", ".qzeros", ".scales")
+
+
+@dataclass(frozen=True)
+class GptqMatrix(IntegerMatrix):
+    def unpacked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        words, zeros, scales = (self.tensors[ending].read() for ending in ENDINGS)
+        codes = unpack(words, self.form.bits)
+        zeros = unpack(np.ascontiguousarray(zeros.T), self.form.bits).T + np.uint8(self.form.version == 1)
+        return codes, scales, zeros, self.order(len(scales))
+
+    def order(self, groups: int) -> np.ndarray | None:
+        """The group of each input, unless they are neighbours."""
+        if ".g_idx" not in self.tensors:
+            if not self.form.ordered:
+                raise ModelError(f"the checkpoint lacks the tensor {self.name.removesuffix('weight') + 'g_idx'!r}")
+            return None
+        found, columns = self.tensors[".g_idx"].read(), self.shape[1]
+        if (found == np.arange(columns) // (columns // groups)).all():
+            return None
+        if found.min() < 0 or found.max() >= groups:
+            raise FormatError(f"has a g_idx of {int(found.max())}, and there are {groups} groups")
+        return found
+
+
+def stored_format(config: Mapping[str, Any]) -> StoredFormat:
+    said = known(HERE, config, KEYS)
+    bits, size = (
+        whole_number(said, "bits", 2, 3, 4, 8),
+        whole_number(said, "group_size", -1, 16, 32, 64, 128, 256, 512, 1024),
+    )
+    version = VERSIONS[said.get("checkpoint_format", said.get("format", "gptq"))]
+    ordered = not truth(said, "desc_act", False)
+    form = Integers(bits, size, centred=truth(said, "sym", True), ordered=ordered, version=version)
+    ignore = patterns(f"{HERE}.modules_to_not_convert", said.get("modules_to_not_convert", []))
+    return StoredFormat("gptq", (group_of(form),), ("lm_head", *ignore), parts=True)
+
+
+def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
+    found: dict[str, Any] = dict(tensors)
+    for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
+        endings = ENDINGS + ((".g_idx",) if f"{stem}.g_idx" in found else ())
+        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", endings), stored)
+    return found
+
+
+def matrix(stem: str, tensors: dict[str, Tensor], stored: StoredFormat) -> Matrix:
+    """One matrix, the shapes and dtypes of its tensors checked."""
+    (group,) = stored.groups
+    assert isinstance(group.form, Integers)
+    words, rows = sides(tensors[".qweight"])
+    bits = group.form.bits
+    columns = words * 32 // bits
+    if words * 32 % bits or rows * bits % 32:
+        raise ModelError(
+            f"tensor {tensors['.qweight'].name!r} is {[words, rows]}; its codes of {bits} bits fill no words"
+        )
+    groups = groups_of(tensors[".qweight"], columns, group)
+    check(tensors[".qzeros"], ("int32",), (groups, rows * bits // 32))
+    check(tensors[".scales"], FLOATS, (groups, rows))
+    if ".g_idx" in tensors:
+        check(tensors[".g_idx"], ("int32", "int64"), (columns,))
+    return GptqMatrix(f"{stem}.weight", (rows, columns), group, tensors)

@@ -1,0 +1,122 @@
+"""Codes of a few bits with scales and zeros, as AWQ and GPTQ make them: weight = (code - zero) * scale."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....ops.quant import FormatError
+from ...config import ModelError
+from ...stored_format import StoredGroup
+from ..safetensors import Tensor
+from .keys import HERE, refusal
+from .matrix import Matrix
+
+FLOATS = ("float16", "bfloat16", "float32")
+GROUPS = (128, 64, 32)  # of int4; a larger group that one of them divides is several with the same scale
+
+
+@dataclass(frozen=True)
+class Integers:
+    """How the codes lie."""
+
+    bits: int
+    group: int  # inputs that share a scale; -1: all
+    centred: bool = False  # whether zero is the middle code everywhere
+    ordered: bool = True  # whether a group's inputs are neighbours
+    version: int = 2  # 1: zeros are stored less one
+
+
+@dataclass(frozen=True)
+class IntegerMatrix(Matrix):
+    """A matrix of such codes, whose tensors a subclass unpacks."""
+
+    def unpacked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Codes [in, out], scales and zeros [groups, out], and the group of each input where they are not in order."""
+        raise NotImplementedError
+
+    @property
+    def form(self) -> Integers:
+        assert isinstance(self.group.form, Integers)
+        return self.group.form
+
+    def read(self) -> np.ndarray:
+        """The matrix in float32."""
+        codes, scales, zeros, groups = self.unpacked()
+        scales = self.finite(scales.astype(np.float32))
+        if groups is None:
+            groups = np.arange(len(codes)) // (len(codes) // len(scales))
+        return ((codes.astype(np.float32) - zeros[groups]) * scales[groups]).T
+
+    def checked_fields(self) -> dict[str, np.ndarray]:
+        codes, scales, zeros, groups = self.unpacked()
+        if groups is not None:
+            raise FormatError("has inputs in an order of their own, and config.json says desc_act = False")
+        fields = {"nibbles": codes.T, "scale": self.finite(scales).T}
+        middle = 1 << self.form.bits - 1
+        if not self.form.centred:
+            fields["zero"] = zeros.T
+        elif (zeros != middle).any():
+            raise FormatError(f"has a zero point other than {middle}, and config.json says sym = True")
+        format_ = self.format
+        assert format_ is not None
+        again = len(codes) // len(scales) // format_.shared  # of a group that is several
+        return {name: value if name == "nibbles" else value.repeat(again, 1) for name, value in fields.items()}
+
+
+def group_of(form: Integers) -> StoredGroup:
+    """What such codes are kept as: int4, whose codes hold fewer bits too; widened where it cannot hold them."""
+    size = next((size for size in GROUPS if form.group % size == 0), None)  # -1 has none
+    if form.bits > 4 or size is None or not form.ordered:
+        return StoredGroup(None, form)
+    middle = form.centred and form.bits == 4  # fewer bits have another middle
+    return StoredGroup(f"int4-{size}{'' if middle else '-zero'}", form)
+
+
+def sides(codes: Tensor) -> tuple[int, int]:
+    """The shape of the words of the codes."""
+    if len(codes.shape) != 2 or not all(codes.shape) or codes.dtype.name != "int32":
+        raise ModelError(
+            f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be a matrix of int32"
+        )
+    return codes.shape[0], codes.shape[1]
+
+
+def groups_of(codes: Tensor, columns: int, group: StoredGroup) -> int:
+    """How many groups the inputs of a matrix are."""
+    form = group.form
+    assert isinstance(form, Integers)
+    if form.group == -1:
+        return 1
+    if columns % form.group:
+        raise ModelError(
+            f"tensor {codes.name!r} has {columns} inputs, which do not divide by {HERE}.group_size = {form.group}"
+        )
+    return columns // form.group
+
+
+def whole_number(config: Mapping[str, Any], key: str, *right: int) -> int:
+    """The value of a key that must be one of these numbers."""
+    value = config.get(key)
+    if type(value) is not int or value not in right:
+        raise refusal(f"{HERE}.{key}", value, " or ".join(map(str, right)))
+    return value
+
+
+def truth(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key, default)
+    if type(value) is not bool:
+        raise refusal(f"{HERE}.{key}", value, "true or false")
+    return value
+
+
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """The codes [words * 32 / bits, ...] in words [words, ...]: one after the other, the first in the lowest bits."""
+    if 32 % bits == 0:
+        shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape(1, -1, *[1] * (words.ndim - 1))
+        codes = words.view(np.uint32)[:, None] >> shifts & np.uint32((1 << bits) - 1)
+        return codes.astype(np.uint8).reshape(-1, *words.shape[1:])
+    data = np.ascontiguousarray(words.T, "<i4").view(np.uint8)
+    each = np.unpackbits(data, axis=1, bitorder="little").reshape(len(data), -1, bits)
+    return (each << np.arange(bits, dtype=np.uint8)).sum(2, dtype=np.uint8).T

@@ -1,0 +1,177 @@
+"""Codes that stand for numbers by a table; `group` neighbouring inputs of an output share a scale.
+
+What several formats are, each of which has a file of its own that says how it is stored.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import struct
+
+from ...sharding.spec import ArraySpec
+from ..native import has
+from ..native.linear import LANES, Product
+from ..native.pack import by_block, tile, tile_nibbles
+from ..weight import Weight, check_subscripts
+from . import four_bits
+from .compressed import FormatError, Rounded, split
+
+
+@dataclass(frozen=True)
+class Code:
+    """What codes stand for."""
+
+    bits: int
+    numbers: np.ndarray  # float32 [2 ** bits]; what stands for none is 0
+    kernel: str
+    init: str  # of random codes
+
+    @property
+    def most(self) -> float:
+        return float(np.abs(self.numbers).max())
+
+
+def floats(dtype: Any, bits: int) -> np.ndarray:
+    """The numbers of all codes of a type of ml_dtypes."""
+    return np.nan_to_num(np.arange(1 << bits, dtype=np.uint8).view(dtype).astype(np.float32))
+
+
+NF4 = [  # quantiles of the normal distribution, as bitsandbytes has them
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+CODES = {
+    "float8": Code(8, floats(ml_dtypes.float8_e4m3fn, 8), "fp8", "float8"),
+    "float4": Code(4, floats(ml_dtypes.float4_e2m1fn, 4), "float4", "bytes"),
+    "nf4": Code(4, np.array(NF4, np.float32), "nf4", "bytes"),
+    "int8": Code(8, np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32), "int8_groups", "bytes"),
+}
+
+
+@struct.dataclass
+class Grouped(Rounded):
+    """weight = number(code) * scale."""
+
+    codes: Any  # uint8 [*into, *out]; of four bits [count(K), O] as in `four_bits.py`
+    scale: Any  # float32 [ceil(K / group), *out]
+    code: str = struct.field(pytree_node=False)  # a name in CODES
+    group: int = struct.field(pytree_node=False)
+
+    @property
+    def shared(self) -> int:
+        return self.group
+
+    @property
+    def packed(self) -> bool:
+        return CODES[self.code].bits == 4
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        axes = len(self.into)
+        into = self.into if self.packed else self.codes.shape[:axes]  # of this device's part, where it is split
+        out = self.scale.shape[1:]
+        check_subscripts(subscripts, x, into, out, self.inputs)
+        lead, K = x.shape[: x.ndim - axes], math.prod(into)
+        x_RK, w_KO = x.reshape(-1, K).astype(jnp.bfloat16), self.dense(K).astype(jnp.bfloat16)
+        y = jnp.dot(x_RK, w_KO, preferred_element_type=jnp.float32).reshape(*lead, *out)
+        return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+    def dense(self, K: int):
+        """The weight as one float32 matrix [K, O]."""
+        scale_GO = self.scale.reshape(len(self.scale), -1)
+        codes_KO = four_bits.split(self.codes, K) if self.packed else self.codes.reshape(K, -1)
+        numbers_KO = jnp.take(jnp.asarray(CODES[self.code].numbers), codes_KO.astype(jnp.int32), axis=0)
+        return numbers_KO * jnp.repeat(scale_GO, self.group, axis=0)[:K]
+
+    def for_kernels(self, narrow: bool) -> Weight:
+        if not has("pack", CODES[self.code].kernel):
+            return self
+        K, scale = math.prod(self.into), np.asarray(self.scale).reshape(len(self.scale), -1)
+        codes, padded = np.asarray(self.codes), len(scale) * self.group
+        if self.packed:
+            tiles = tile_nibbles(codes, K, padded)
+        else:
+            tiles = tile(np.pad(codes.reshape(K, -1), ((0, padded - K), (0, 0))), 2)
+        sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
+        return TiledGroups(tiles, by_block(scale), code=self.code, **sizes)
+
+    def quantize(self, weight: np.ndarray) -> "Grouped":
+        """Round to nearest, the largest value of each group at the largest number."""
+        K, group, code = math.prod(self.into), self.group, CODES[self.code]
+        wide_KO = weight.astype(np.float32).reshape(K, -1)
+        grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, wide_KO.shape[1])
+        scale = self.rounded_scale(np.abs(grouped).max(1) / np.float32(code.most))
+        exact = np.divide(grouped, scale[:, None], out=np.zeros_like(grouped), where=scale[:, None] > 0)
+        codes = nearest(code.numbers, exact).reshape(-1, wide_KO.shape[1])[:K]
+        return self.join({"codes": codes, "scale": scale})
+
+    def rounded_scale(self, scale: np.ndarray) -> np.ndarray:
+        """Scales as the format stores them."""
+        return scale
+
+    def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        return CODES[self.code].numbers[fields["codes"]] * fields["scale"]
+
+    def join(self, fields: dict[str, np.ndarray]) -> "Grouped":
+        codes, scale = fields["codes"], fields["scale"]
+        flat = codes.reshape(len(codes), -1)
+        codes = four_bits.join(flat) if self.packed else codes.reshape(self.into + self.out)
+        return self.replace(codes=codes, scale=scale.reshape(len(scale), *self.out))
+
+
+@struct.dataclass
+class TiledGroups(Product):
+    """For the kernels; see formats.h."""
+
+    tiles: Any  # uint8 [O / 16, K / 2, 16, 2], or uint32 [O / 16, K / 8, 16] of four bits
+    scale: Any  # float32 [O / 16, K / group, 16]
+    code: str = struct.field(pytree_node=False)
+
+    @property
+    def kernel(self) -> str:
+        return CODES[self.code].kernel
+
+    def __getitem__(self, index):
+        """Rows of an embedding that has one group and codes of eight bits."""
+        block, lane = index // LANES, index % LANES
+        codes = self.tiles[block, :, lane].reshape(index.shape[0], -1)[:, : math.prod(self.into)]
+        numbers = jnp.asarray(CODES[self.code].numbers)[codes.astype(jnp.int32)]
+        return numbers * self.scale[block, 0, lane][:, None]
+
+
+def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The code of the number nearest to each value; of two as near, the one of the even code of a float."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    above = np.clip(np.searchsorted(ordered, values), 1, len(ordered) - 1)
+    low, high = ordered[above - 1], ordered[above]
+    down, up = order[above - 1], order[above]
+    middle = (low + high) / 2
+    take_low = (values < middle) | ((values == middle) & (down % 2 == 0))
+    return np.where(take_low, down, up).astype(np.uint8)
+
+
+def spec(dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped) -> Grouped:
+    """The specs of an array kept so. One that is split by its inputs has whole groups in each part, or is refused."""
+    into, out, axes = split(dense)
+    K, O = math.prod(into), math.prod(out)
+    shape = into + out
+    by_input, by_output = axes[: len(into)], axes[len(into) :]
+    if CODES[code].bits == 4:
+        if K % 2:
+            raise FormatError(f"{K} inputs cannot be kept two a byte")
+        shape, axes = (four_bits.count(K), O), (by_input[0], by_output[0])
+    shared = (-(-K // group), *out)
+    return kind(
+        codes=replace(dense, shape=shape, axes=axes, dtype=jnp.uint8, init=CODES[code].init, inputs=()),
+        scale=ArraySpec(shared, jnp.float32, (by_input[0], *by_output), f"scale/{CODES[code].most:g}", dense.fan_in),
+        code=code,
+        group=group,
+        into=into,
+        out=out,
+        inputs=dense.inputs,
+    )

@@ -61,8 +61,7 @@ def read_config(
     embeds = how is not None and not how.ranks
     hf = read_config_json(folder, hf_overrides, embeds)
     check_numbers(hf)
-    if stored := published.stored_format(hf):
-        hf = {name: value for name, value in hf.items() if name != "quantization_config"}
+    hf, stored = published.split(hf)
     by_tokens = reranker.classes_by_tokens(folder, hf)
     hf = {name: value for name, value in hf.items() if name not in reranker.KEYS}
     try:

@@ -105,11 +105,6 @@ class Keys:
                 f"config.json: quantization_config.quant_method = {method!r} is not supported for model type "
                 f"{self.hf.get('model_type')!r}; supported is {' or '.join(methods)}"
             )
-        if method == "fp8" and params.get("weight_block_size") != [128, 128]:
-            raise ModelError(
-                f"config.json: quantization_config.weight_block_size = {params.get('weight_block_size')!r} "
-                "is not supported; supported is [128, 128]"
-            )
         return method
 
     def rope(

@@ -13,6 +13,7 @@ from published_moe import PUBLISHED_MOE, RELATIVES_MOE
 from published_more import PUBLISHED_MORE
 
 from quire.model.checkpoint import loader
+from quire.model.checkpoint.published import split
 from quire.model.config import Attention, ModelError, Rope
 from quire.model.families import common
 from quire.model.weights import abstract
@@ -23,7 +24,7 @@ BY_NAME = pytest.mark.parametrize("name", PUBLISHED)
 
 
 def read(hf: dict, max_len: int | None = None):
-    return loader.family_of(hf).config(hf, max_len)
+    return loader.family_of(hf).config(split(hf)[0], max_len)
 
 
 @BY_NAME

@@ -24,7 +24,7 @@ from quire.__main__ import app
 from quire.model.checkpoint import hub, quantized
 from quire.model.checkpoint.loader import load, load_weights, read_config, specs_of
 from quire.model.checkpoint.placement import Placement
-from quire.model.checkpoint.published import stored_format
+from quire.model.checkpoint.published import split
 from quire.model.config import ModelError
 from quire.model.planning import cost
 from quire.ops.quant.fp8 import Fp8
@@ -192,7 +192,7 @@ def test_experts_are_rounded_where_each_has_tensors(tmp_path, name, stay):
     done = CliRunner().invoke(app, ["quantize", str(dense), str(tmp_path / "out"), "--quantization", "int8"])
     assert done.exit_code == 0, done.output
     assert ("experts stay as they are" in done.output) == stay
-    form = stored_format(json.loads((tmp_path / "out" / "config.json").read_text()))
+    form = split(json.loads((tmp_path / "out" / "config.json").read_text()))[1]
     found = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
     coded = {name.removesuffix("_scale") for name in found if name.endswith("_scale")}
     assert coded and any(".experts." in name for name in coded) != stay
@@ -452,6 +452,25 @@ def test_targets(tmp_path):
     assert_is(weights, expected)
 
 
+def test_several_groups(tmp_path):
+    """Mixed precision: attention in FP8 and the block in int4; names go before kinds of modules."""
+    tensors, expected = {}, {}
+    for case, part in (("fp8-a16", "self_attn"), ("w4a16-32", ".mlp.")):
+        found, right = by_hand(tmp_path / case, case)
+        tensors |= {name: value for name, value in found.items() if part in name or "_proj" not in name}
+        expected |= {name: value for name, value in right.items() if part in name or "_proj" not in name}
+    config = described(rounding(4, 32), form="mixed-precision")
+    config["config_groups"] = {
+        "rest": config["config_groups"]["group_0"] | {"format": "pack-quantized"},
+        "attention": {"targets": ["re:.*self_attn.*"], "weights": FLOAT, "format": "float-quantized"},
+    }
+    tiny.write(tmp_path, LLAMA | {"quantization_config": config}, tensors)
+    weights = read(tmp_path)
+    assert_is(weights, expected)
+    assert isinstance(weights.layers[0].attention.qkv_DGH, Fp8) and isinstance(weights.layers[0].mlp.down_FD, Int4)
+    assert cost.weight_bytes(read_config(tmp_path), specs_of(read_config(tmp_path))) == nbytes(weights)
+
+
 @pytest.mark.parametrize("case", ["w8a8", "w4a16-64-zero", "fp8"])
 def test_codes_where_the_model_wants_none(tmp_path, case):
     """A rounded embedding is widened, a rounded head taken as it is if it has eight bits."""
@@ -612,7 +631,7 @@ def test_any_value_of_any_key(data):
                 break
             place = place[key]
     try:
-        form = stored_format({"quantization_config": config})
+        form = split({"quantization_config": config})[1]
     except ModelError as error:
         assert "\n" not in str(error)
         assert "quantization_config" in str(error)

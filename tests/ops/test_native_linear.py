@@ -24,7 +24,10 @@ from quire.sharding.spec import ArraySpec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ISAS = list(build.isas())
-FORMATS = ("int8", "int8-weights", "int4", "int4-64", "int4-128-zero", "int4-zero")
+FORMATS = (
+    "int8", "int8-weights", "int4", "int4-64", "int4-128-zero", "int4-zero", "fp8", "fp8-weights", "fp8-weights-128",
+    "int8-weights-64", "nf4",
+)  # fmt: skip
 
 
 @pytest.fixture(params=thinned(ISAS, ISAS[:1]))
@@ -171,11 +174,11 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     packed = pack(spec, node)
     got = einsum(letters, jnp.asarray(x), packed, jnp.float32)
     size = np.tensordot(np.abs(wide(x)), np.abs(wide(w)), len(into)).max()
-    # XLA's path rounds an int4 weight to bfloat16 before the product, the kernels do not.
-    near = 4e-3 if name.startswith("int4") else 2e-6
+    # XLA's path rounds a weight of groups to bfloat16 before the product, the kernels do not.
+    near = 4e-3 if name.startswith(("int4", "nf4")) or name[-1].isdigit() else 2e-6
     np.testing.assert_allclose(wide(got), plain, atol=size * near)
     exact = np.tensordot(wide(x), wide(w), len(into))
-    worst = {"int8": 0.02, "int4": 0.2}[name.split("-")[0]]
+    worst = {"int8": 0.02, "int4": 0.2, "fp8": 0.1, "nf4": 0.25}[name.split("-")[0]]
     np.testing.assert_allclose(wide(got), exact, atol=worst * size)
     b = jnp.asarray(made(rng, (), out, np.float32)) if bias else None
     one, whole = rng.integers(rows), project(letters, jnp.asarray(x), packed, b, jnp.float32)
@@ -201,7 +204,7 @@ def test_gate_and_up_in_one_pass(isa, name, activation):
     np.testing.assert_allclose(got, glu(einsum("TD,DGF->TGF", jnp.asarray(x), packed), activation), atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [None, "int8", "int8-weights"])
+@pytest.mark.parametrize("name", [None, "int8", "int8-weights", "fp8", "fp8-weights"])
 def test_head_that_is_an_embedding_too(isa, name):
     rng = np.random.default_rng(2)
     w, x = made(rng, (50,), (24,), np.float32), made(rng, (3,), (24,), np.float32)

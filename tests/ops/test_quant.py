@@ -16,6 +16,9 @@ FORMATS = {
     "int8-weights": 1.0,
     "fp8": 1.0,
     "fp8-weights": 1.0,
+    "fp8-weights-128": 1.0 + 4 / 128,
+    "int8-weights-64": 1.0 + 4 / 64,
+    "nf4": 0.5 + 4 / 64,
     "int4": 0.5 + 2 / 32,
     "int4-64": 0.5 + 2 / 64,
     "int4-128-zero": 0.5 + 3 / 128,
@@ -34,7 +37,7 @@ def test_specs_say_what_is_made(name):
     node = spec.quantize(weight)
     for one, array in zip(jax.tree.leaves(spec), jax.tree.leaves(node), strict=True):
         assert (one.shape, one.dtype) == (array.shape, array.dtype)
-    extra = 4 * 128 if name.startswith(("int8", "fp8")) else 0
+    extra = 4 * 128 if name in ("int8", "int8-weights", "fp8", "fp8-weights") else 0
     assert nbytes(spec) == pytest.approx(FORMATS[name] * weight.size + extra)
     values = restored(random_arrays(spec, 1))
     assert 0.5 < values.std() * 256**0.5 < 2  # random weights have the size that dense ones would have
@@ -45,11 +48,15 @@ def test_each_weight_is_within_half_a_step(name):
     rng = np.random.default_rng(1)
     weight = rng.standard_normal((256, 2, 64)) * rng.uniform(0.01, 10, (1, 2, 64))
     error = np.abs(restored(quant.packed(name, dense_spec()).quantize(weight)) - weight).reshape(256, -1)
+    size = int(name.rpartition("-")[2]) if name[-2:].isdigit() and name[:4] != "int4" else 256
+    flat = np.abs(weight).reshape(256, -1)
+    most = flat.reshape(-1, size, 128).max(1).repeat(size, 0)  # of those that share a scale
     if name.startswith("int8"):
-        step = np.abs(weight).max(0).reshape(-1) / 127
+        step = most / 127
     elif name.startswith("fp8"):  # three bits of mantissa, down to 2^-6 and fewer below
-        flat = np.abs(weight).reshape(256, -1)
-        step = np.maximum(flat / 8, flat.max(0) / 448 / 512)
+        step = np.maximum(flat / 8, most / 448 / 512)
+    elif name == "nf4":  # the widest gap, between -1 and its neighbour
+        step = flat.reshape(-1, 64, 128).max(1).repeat(64, 0) * 0.304
     else:
         group = int(name.split("-")[1]) if "-" in name else 32
         grouped = weight.reshape(-1, group, 128)

@@ -17,6 +17,7 @@ from published_moe import PUBLISHED_MOE
 from published_more import PUBLISHED_MORE
 
 from quire.model import families
+from quire.model.checkpoint.published import split
 from quire.model.families import FAMILIES, UNSUPPORTED, wrapper
 from quire.model.families.config_keys import Keys
 
@@ -72,7 +73,7 @@ def refusals() -> dict[str, dict[str, tuple]]:
 
     with patch.object(Keys, "refuse", note):
         for hf in (*TINY.values(), *WHOLE.values()):
-            module(hf["model_type"]).config(hf)
+            module(hf["model_type"]).config(split(hf)[0])
     return found
 
 

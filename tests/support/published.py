@@ -536,7 +536,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], float | str]] = {
     "Seed-OSS without biases": ("Seed-OSS-36B", {"attention_bias": False}, 36.15e9),
     "Mistral-Small-3.1-24B in another's codes": (
         "Mistral-Small-3.1-24B",
-        {"quantization_config": {"bits": 4, "quant_method": "awq"}},
-        "quantization_config.quant_method = 'awq' is not supported",
+        {"quantization_config": {"bits": 4, "quant_method": "aqlm"}},
+        "quantization_config.quant_method = 'aqlm' is not supported",
     ),
 }  # fmt: skip

@@ -29,11 +29,14 @@ class Method(Protocol):
         ...
 
 
-def stored_format(hf: Mapping[str, Any]) -> StoredFormat | None:
-    """How a checkpoint keeps its matrices, where quantization_config names a method of this package."""
+def split(hf: dict[str, Any]) -> tuple[dict[str, Any], StoredFormat | None]:
+    """What a family reads of a config.json, and how the matrices are kept, where a module of this package knows."""
     config = hf.get("quantization_config")
     method = config.get("quant_method") if isinstance(config, dict) else None
-    return module_of(method).stored_format(config) if isinstance(method, str) and method in METHODS else None
+    if not isinstance(method, str) or method not in METHODS:
+        return hf, None
+    rest = {name: value for name, value in hf.items() if name != "quantization_config"}
+    return rest, module_of(method).stored_format(config)
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat | None) -> dict[str, Tensor | Matrix]:

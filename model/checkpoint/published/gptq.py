@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ....ops.quant import FormatError
 from ...config import ModelError
 from ...stored_format import StoredFormat
 from ..safetensors import Tensor
@@ -53,7 +52,8 @@ class GptqMatrix(IntegerMatrix):
         if (found == np.arange(columns) // (columns // groups)).all():
             return None
         if found.min() < 0 or found.max() >= groups:
-            raise FormatError(f"has a g_idx of {int(found.max())}, and there are {groups} groups")
+            name = self.tensors[".g_idx"].name
+            raise ModelError(f"tensor {name!r} names the group {int(found.max())}, and there are {groups}")
         return found
 
 
@@ -67,7 +67,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     ordered = not truth(said, "desc_act", False)
     form = Integers(bits, size, centred=truth(said, "sym", True), ordered=ordered, version=version)
     ignore = patterns(f"{HERE}.modules_to_not_convert", said.get("modules_to_not_convert", []))
-    return StoredFormat("gptq", (group_of(form),), ("lm_head", *ignore), parts=True)
+    return StoredFormat("gptq", (group_of(form),), ("lm_head", *ignore), parts=True, rounds_head=False)
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:

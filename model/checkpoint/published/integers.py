@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ....ops.quant import FormatError
+from ....ops.quant.int4 import Int4
 from ...config import ModelError
 from ...stored_format import StoredGroup
 from ..safetensors import Tensor
@@ -52,17 +52,18 @@ class IntegerMatrix(Matrix):
     def checked_fields(self) -> dict[str, np.ndarray]:
         codes, scales, zeros, groups = self.unpacked()
         if groups is not None:
-            raise FormatError("has inputs in an order of their own, and config.json says desc_act = False")
-        fields = {"nibbles": codes.T, "scale": self.finite(scales).T}
-        middle = 1 << self.form.bits - 1
-        if not self.form.centred:
-            fields["zero"] = zeros.T
-        elif (zeros != middle).any():
-            raise FormatError(f"has a zero point other than {middle}, and config.json says sym = True")
-        format_ = self.format
-        assert format_ is not None
-        again = len(codes) // len(scales) // format_.shared  # of a group that is several
-        return {name: value if name == "nibbles" else value.repeat(again, 1) for name, value in fields.items()}
+            raise ModelError(
+                f"tensor {self.name!r} has inputs in an order of their own, and config.json says desc_act = False"
+            )
+        middle, format_ = 1 << self.form.bits - 1, self.format
+        assert isinstance(format_, Int4)
+        if self.form.centred and (zeros != middle).any():
+            raise ModelError(
+                f"tensor {self.name!r} has a zero point other than {middle}, and quantization_config says sym = True"
+            )
+        again = len(codes) // len(scales) // format_.group  # of a group that is several
+        shared = {"scale": self.finite(scales)} | ({} if format_.zero is None else {"zero": zeros})
+        return {"nibbles": codes.T} | {name: value.T.repeat(again, 1) for name, value in shared.items()}
 
 
 def group_of(form: Integers) -> StoredGroup:

@@ -1,0 +1,328 @@
+"""Quantised checkpoints as other tools publish them: read to the numbers that their formats mean, in their own bits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import save_file
+
+from quire import LLM, SamplingParams
+from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.config import ModelError
+from quire.ops.quant import four_bits
+from quire.ops.quant.fp8 import Fp8
+from quire.ops.quant.grouped import CODES, Grouped
+from quire.ops.quant.int4 import Int4
+
+D, F, N, K, H = 256, 384, 8, 4, 32
+LLAMA = tiny.LLAMA | {
+    "hidden_size": D, "intermediate_size": F, "num_attention_heads": N, "num_key_value_heads": K,
+}  # fmt: skip
+FLOAT8 = ml_dtypes.float8_e4m3fn
+
+
+def words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes [n, ...] in int32 words [n * bits / 32, ...], a bit at a time: the first code in the lowest bits."""
+    n = len(codes)
+    found = np.zeros((n * bits // 32, *codes.shape[1:]), np.uint32)
+    for i in range(n * bits):
+        bit = (codes[i // bits].astype(np.uint32) >> (i % bits)) & 1
+        found[i // 32] |= bit << np.uint32(i % 32)
+    return found.view(np.int32)
+
+
+def gptq(rng, stem: str, shape, bits=4, group=128, sym=False, order=False, version=1, **_):
+    """A matrix as GPTQModel writes it, and what it means in float64."""
+    rows, columns = shape
+    size = columns if group == -1 else group
+    groups, top = columns // size, 1 << bits
+    codes = rng.integers(0, top, (columns, rows))
+    zeros = np.full((groups, rows), top // 2) if sym else rng.integers(1, top, (groups, rows))
+    scales = rng.uniform(0.001, 0.02, (groups, rows)).astype(np.float16)
+    index = np.arange(columns) // size
+    if order:
+        index = rng.permutation(index)
+    dense = (codes - zeros[index]) * scales.astype(np.float64)[index]
+    stored = zeros - (version == 1)
+    tensors = {
+        f"{stem}.qweight": words(codes, bits), f"{stem}.qzeros": np.ascontiguousarray(words(stored.T, bits).T),
+        f"{stem}.scales": scales, f"{stem}.g_idx": index.astype(np.int32),
+        f"{stem}.bias": np.zeros(rows, np.float16),
+    }  # fmt: skip
+    return tensors, dense.T
+
+
+def awq(rng, stem: str, shape, group=128, **_):
+    """A matrix as AutoAWQ writes it."""
+    rows, columns = shape
+    size = columns if group == -1 else group
+    groups = columns // size
+    codes, zeros = rng.integers(0, 16, (columns, rows)), rng.integers(0, 16, (groups, rows))
+    scales = rng.uniform(0.001, 0.02, (groups, rows)).astype(np.float16)
+
+    def packed(values):
+        found = np.zeros((len(values), rows // 8), np.uint32)
+        for i, place in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
+            found |= values[:, place::8].astype(np.uint32) << np.uint32(4 * i)
+        return found.view(np.int32)
+
+    index = np.arange(columns) // size
+    dense = (codes - zeros[index]) * scales.astype(np.float64)[index]
+    return {f"{stem}.qweight": packed(codes), f"{stem}.qzeros": packed(zeros), f"{stem}.scales": scales}, dense.T
+
+
+def fp8(rng, stem: str, shape, scales="blocks", name="weight_scale_inv", **_):
+    """A matrix of floats of eight bits, subnormal ones too."""
+    rows, columns = shape
+    codes = (rng.standard_normal(shape) * rng.choice([1e-3, 1, 100], shape)).clip(-448, 448).astype(FLOAT8)
+    if scales == "blocks":
+        scale = rng.uniform(0.0005, 0.0015, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+        each = scale.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+    else:
+        size = {"one": (), "outputs": (rows, 1), "flat": (rows,)}[scales]
+        scale = np.asarray(rng.uniform(0.0005, 0.0015, size), np.float32)
+        each = np.broadcast_to(scale.reshape(-1, 1), shape)
+    return {f"{stem}.weight": codes, f"{stem}.{name}": scale}, codes.astype(np.float64) * each.astype(np.float64)
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+
+
+def compressed(weights: dict, activations: dict | None = None) -> dict:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
+# How a matrix is written, the options of that, quantization_config, and what it is kept as; None: widened.
+CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
+    "awq-128": (awq, {}, AWQ, "int4-128-zero"),
+    "awq-32": (awq, {"group": 32}, AWQ | {"group_size": 32}, "int4-32-zero"),
+    "awq-all": (awq, {"group": -1}, AWQ | {"group_size": -1}, None),
+    "gptq-128": (gptq, {}, GPTQ, "int4-128-zero"),
+    "gptq-32-v2": (gptq, {"group": 32, "version": 2}, GPTQ | {"group_size": 32, "checkpoint_format": "gptq_v2"},
+                   "int4-32-zero"),
+    "gptq-sym": (gptq, {"sym": True}, GPTQ | {"sym": True}, "int4-128"),
+    "gptq-order": (gptq, {"order": True}, GPTQ | {"desc_act": True}, None),
+    "gptq-2": (gptq, {"bits": 2, "group": 64}, GPTQ | {"bits": 2, "group_size": 64}, "int4-64-zero"),
+    "gptq-3": (gptq, {"bits": 3}, GPTQ | {"bits": 3}, "int4-128-zero"),
+    "gptq-3-sym": (gptq, {"bits": 3, "sym": True}, GPTQ | {"bits": 3, "sym": True}, "int4-128-zero"),
+    "gptq-8": (gptq, {"bits": 8}, GPTQ | {"bits": 8}, None),
+    "gptq-8-sym": (gptq, {"bits": 8, "sym": True}, GPTQ | {"bits": 8, "sym": True}, None),
+    "fp8-blocks": (fp8, {}, BLOCKS, "fp8-weights-128"),
+    "fp8-one": (fp8, {"scales": "one", "name": "weight_scale"}, {"quant_method": "fp8", "activation_scheme": "static"},
+                "fp8"),
+    "fbgemm": (fp8, {"scales": "outputs", "name": "weight_scale"}, {"quant_method": "fbgemm_fp8",
+               "activation_scale_ub": 1200.0}, "fp8"),
+    "compressed-one": (fp8, {"scales": "one", "name": "weight_scale"}, compressed(FLOATS, FLOATS), "fp8"),
+    "compressed-flat": (fp8, {"scales": "flat", "name": "weight_scale"},
+                        compressed(FLOATS | {"strategy": "channel"}), "fp8-weights"),
+    "compressed-blocks": (
+        fp8, {"name": "weight_scale"},
+        compressed(FLOATS | {"strategy": "block", "block_structure": [128, 128]},
+                   FLOATS | {"strategy": "group", "group_size": 128, "dynamic": True}), "fp8-weights-128",
+    ),
+}  # fmt: skip
+
+
+def written(folder: Path, case: str, config: dict = LLAMA, spare: tuple[str, ...] = (), seed: int = 0):
+    """A folder as its tool writes it, and every matrix of it in float64."""
+    write, options, quantization, _ = CASES[case]
+    rng, tensors, expected = np.random.default_rng(seed), {}, {}
+    for name, value in tiny.draw(config).items():
+        stem = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):
+            tensors[name], expected[name] = value, value.astype(np.float64)
+            continue
+        parts, expected[name] = write(rng, stem, value.shape, **options)
+        tensors |= parts
+        if quantization.get("activation_scheme") == "static":
+            tensors[f"{stem}.input_scale"] = np.array(0.1, np.float32)
+    tiny.write(folder, config | {"quantization_config": quantization}, tensors)
+    return tensors, expected
+
+
+def read(folder: Path, **options):
+    return load_weights(folder, read_config(folder, **options), put=lambda spec, leaf: leaf)
+
+
+def dense_of(leaf) -> np.ndarray:
+    """[*into, *out] in float64 by the format's definition, from a node's own arrays."""
+    if isinstance(leaf, Fp8):
+        return leaf.codes.view(FLOAT8).astype(np.float64) * leaf.scale
+    if isinstance(leaf, Grouped):
+        K = int(np.prod(leaf.into))
+        codes = four_bits.split(leaf.codes, K) if leaf.packed else leaf.codes.reshape(K, -1)
+        scale = leaf.scale.reshape(len(leaf.scale), -1).astype(np.float64).repeat(leaf.group, 0)[:K]
+        return (CODES[leaf.code].numbers.astype(np.float64)[codes] * scale).reshape(*leaf.into, *leaf.out)
+    if not isinstance(leaf, Int4):
+        return leaf.astype(np.float64)
+    K = int(np.prod(leaf.into))
+    zero = 8.0 if leaf.zero is None else leaf.zero.repeat(leaf.group, 0)[:K].astype(np.float64)
+    scale = leaf.scale.astype(np.float64).repeat(leaf.group, 0)[:K]
+    return ((four_bits.split(leaf.nibbles, K) - zero) * scale).reshape(*leaf.into, *leaf.out)
+
+
+def assert_is(weights, expected: dict[str, np.ndarray], rtol: float = 0.0) -> None:
+    for i, layer in enumerate(weights.layers):
+        names = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+        q, k, v, o, gate, up, down = (expected[f"model.layers.{i}.{name}.weight"].T for name in names)
+        qkv = np.concatenate([q.reshape(D, N, H), k.reshape(D, K, H), v.reshape(D, K, H)], axis=1)
+        found = layer.attention.qkv_DGH, layer.attention.out_NHD, layer.mlp.up_DGF, layer.mlp.down_FD
+        for leaf, right in zip(found, (qkv, o.reshape(N, H, D), np.stack([gate, up], axis=1), down), strict=True):
+            np.testing.assert_allclose(dense_of(leaf), right, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_matrix_is_what_its_format_says(tmp_path, case):
+    _, expected = written(tmp_path, case)
+    config = read_config(tmp_path)
+    assert config.quant == CASES[case][3]
+    weights = read(tmp_path)
+    widened = CASES[case][3] is None
+    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
+    assert_is(weights, expected, 1e-6 if widened else 0)  # widened to float32
+    np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
+    if not case.startswith("compressed"):  # the head is as it was published
+        np.testing.assert_array_equal(weights.head_VD, expected["lm_head.weight"])
+
+
+@pytest.mark.parametrize("case", ["awq-128", "gptq-sym", "fp8-blocks", "fp8-one"])
+def test_what_the_config_leaves_dense(tmp_path, case):
+    """By parts of names, as transformers has them."""
+    _, expected = written(tmp_path, case, spare=("self_attn.o_proj", "layers.0.mlp.down_proj"))
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for key in ("modules_to_not_convert", *(["ignored_layers"] if case.startswith("fp8") else [])):
+        config["quantization_config"] = CASES[case][2] | {key: ["self_attn.o_proj", "model.layers.0.mlp.down_proj"]}
+        file.write_text(json.dumps(config))
+        weights = read(tmp_path)
+        assert_is(weights, expected)
+        assert isinstance(weights.layers[1].attention.out_NHD, np.ndarray)
+        assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
+        assert not isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
+    config["quantization_config"] = CASES[case][2]
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"self_attn.o_proj.weight' is not quantised"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["gptq-order", "gptq-8"])
+def test_what_is_widened_can_be_rounded_again(tmp_path, case):
+    _, expected = written(tmp_path, case)
+    weights = read(tmp_path, quantization="int8")
+    for i, layer in enumerate(weights.layers):
+        leaf = layer.mlp.down_FD
+        right = expected[f"model.layers.{i}.mlp.down_proj.weight"].T
+        np.testing.assert_allclose(leaf.codes * leaf.scale, right, atol=np.abs(right).max() / 250)
+
+
+def test_another_format_than_the_checkpoint_s_is_refused(tmp_path):
+    written(tmp_path, "fp8-blocks")
+    with pytest.raises(ModelError, match="'int4', and the checkpoint is quantised already, as 'fp8-weights-128'"):
+        read_config(tmp_path, quantization="int4")
+
+
+@pytest.mark.parametrize("case", ["awq-128", "gptq-3", "gptq-8", "fp8-blocks", "fp8-one", "fbgemm"])
+def test_tokens_and_company(tmp_path, case):
+    """Through the whole engine: near the dense model of the same numbers, and the same bits in company."""
+    _, expected = written(tmp_path / "codes", case, LLAMA | {"torch_dtype": "bfloat16"})
+    tiny.write(
+        tmp_path / "dense", LLAMA, {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()}
+    )
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_logprobs": 96,
+    }
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=96)
+    prompts = [[5, 17, 3, 9], [1] * 20, [7, 8], [90, 4, 60, 33, 2]]
+    llm = LLM(tmp_path / "codes", **options)
+    together = llm.generate(prompts, params)
+    exact, rounded = (
+        LLM(tmp_path / "dense", dtype=dtype, **options).generate(prompts, params) for dtype in ("float32", "bfloat16")
+    )
+
+    def first(answers) -> np.ndarray:
+        """The log-probabilities of all tokens after each prompt."""
+        return np.array([[one.outputs[0].logprobs[0][token].logprob for token in range(96)] for one in answers])
+
+    # No further away than bfloat16 itself takes the dense model; rows that become FP8 are rounded more.
+    near = (8 if CASES[case][3] == "fp8" else 3) * np.abs(first(rounded) - first(exact)).max()
+    assert np.abs(first(together) - first(exact)).max() < near
+    for prompt, one in zip(prompts, together, strict=True):
+        alone = llm.generate(prompt, params)[0].outputs[0]
+        assert alone.token_ids == one.outputs[0].token_ids
+        assert alone.logprobs == one.outputs[0].logprobs
+
+
+STEM = "model.layers.1.mlp.down_proj"
+DAMAGE = [
+    ("awq-128", ".qzeros", lambda x: None, f"lacks the tensor '{STEM}.qzeros'"),
+    ("awq-128", ".scales", lambda x: x[:-1], f"tensor '{STEM}.scales' is"),
+    ("awq-128", ".qweight", lambda x: x[:-8], "do not divide by quantization_config.group_size"),
+    ("awq-128", ".qweight", lambda x: x.reshape(-1), "must be a matrix of int32"),
+    ("awq-128", ".scales", lambda x: x * np.float16(np.nan), f"tensor '{STEM}.scales' holds a scale"),
+    ("gptq-128", ".scales", lambda x: x * np.float16(np.inf), f"tensor '{STEM}.scales' holds a scale"),
+    ("gptq-128", ".g_idx", lambda x: x[::-1], "says desc_act = False"),
+    ("gptq-order", ".g_idx", lambda x: x + 9, "names the group 11, and there are 3"),
+    ("gptq-order", ".g_idx", lambda x: None, "g_idx"),
+    ("gptq-128", ".g_idx", lambda x: x[:-1], f"tensor '{STEM}.g_idx' is"),
+    ("gptq-sym", ".qzeros", lambda x: x + 1, "zero point other than 8, and quantization_config says sym = True"),
+    ("gptq-3", ".qweight", lambda x: x[:-1], "fill no words"),
+    ("fp8-blocks", ".weight_scale_inv", lambda x: None, "not quantised|float8"),
+    ("fp8-blocks", ".weight_scale_inv", lambda x: x[:-1], f"tensor '{STEM}.weight_scale_inv' is"),
+    ("fp8-blocks", ".weight_scale_inv", lambda x: x * np.float32(np.nan), "no finite number"),
+    ("fp8-blocks", ".weight", lambda x: np.full_like(x, np.nan), "holds a code that is no number"),
+    ("fp8-blocks", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
+    ("fp8-one", ".weight_scale", lambda x: np.ones(3, np.float32), f"tensor '{STEM}.weight_scale' is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "ending", "change", "words"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE])
+def test_damage_is_named(tmp_path, case, ending, change, words):
+    tensors, _ = written(tmp_path, case)
+    value = change(tensors.pop(STEM + ending))
+    if value is not None:
+        tensors[STEM + ending] = np.ascontiguousarray(value)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=words):
+        read(tmp_path)
+
+
+CONFIGS = [
+    (AWQ | {"version": "gemv"}, "version = 'gemv'"),
+    (AWQ | {"bits": 3}, "bits = 3"),
+    (AWQ | {"zero_point": False}, "zero_point = False"),
+    (AWQ | {"group_size": 100}, "group_size = 100"),
+    (AWQ | {"group_size": None}, "group_size = None"),
+    (AWQ | {"spin": 1}, "spin = 1 is not understood"),
+    (AWQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
+    (GPTQ | {"bits": 5}, "bits = 5"),
+    (GPTQ | {"bits": True}, "bits = True"),
+    (GPTQ | {"sym": 1}, "sym = 1"),
+    (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+    (GPTQ | {"dynamic": {"-:.*": {}}}, "dynamic"),
+    (GPTQ | {"lm_head": True}, "lm_head = True"),
+    (BLOCKS | {"weight_block_size": [64, 128]}, "weight_block_size"),
+    (BLOCKS | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
+    (BLOCKS | {"activation_scheme": "often"}, "activation_scheme"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), CONFIGS, ids=[words for _, words in CONFIGS])
+def test_a_config_that_is_not_understood(tmp_path, config, words):
+    tiny.write(tmp_path, LLAMA | {"quantization_config": config}, {"x": np.zeros(1, np.float32)})
+    with pytest.raises(ModelError, match="quantization_config") as error:
+        read_config(tmp_path)
+    assert words in str(error.value) and "\n" not in str(error.value)

@@ -34,6 +34,11 @@ class Code:
     def most(self) -> float:
         return float(np.abs(self.numbers).max())
 
+    @property
+    def drawn(self) -> float:
+        """The limit of uniform numbers that are as large as those of random codes."""
+        return 1.07 if self.init == "float8" else float(np.sqrt(3 * np.square(self.numbers).mean()))
+
 
 def floats(dtype: Any, bits: int) -> np.ndarray:
     """The numbers of all codes of a type of ml_dtypes."""
@@ -168,7 +173,7 @@ def spec(dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped)
     shared = (-(-K // group), *out)
     return kind(
         codes=replace(dense, shape=shape, axes=axes, dtype=jnp.uint8, init=CODES[code].init, inputs=()),
-        scale=ArraySpec(shared, jnp.float32, (by_input[0], *by_output), f"scale/{CODES[code].most:g}", dense.fan_in),
+        scale=ArraySpec(shared, jnp.float32, (by_input[0], *by_output), f"scale/{CODES[code].drawn:g}", dense.fan_in),
         code=code,
         group=group,
         into=into,

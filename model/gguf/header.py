@@ -45,7 +45,7 @@ class Header:
     def texts(self, count: int, what: str) -> list[str]:
         """Texts with their lengths before them; a vocabulary has hundreds of thousands."""
         self.check(count, LENGTH.size, what)
-        data, at, out = self.data, self.at, []
+        data, at, begin, out = self.data, self.at, self.at, []
         try:
             for _ in range(count):
                 begin = at + LENGTH.size
@@ -57,9 +57,8 @@ class Header:
             at = at + LENGTH.size
         except UnicodeDecodeError:
             if at <= len(data):
-                raise ModelError(
-                    f"{self.path}: {what} holds {bytes(data[begin:at])!r:.100}; it must be UTF-8"
-                ) from None
+                found = bytes(data[begin:at][:100])
+                raise ModelError(f"{self.path}: {what} holds {found!r}; it must be UTF-8") from None
         if at > len(data):
             raise ModelError(f"{self.path} is truncated or damaged: {what} would end at byte {at} of {len(data)}")
         self.at = at

@@ -81,16 +81,15 @@ class BlockTensor:
             raise self.truncated()
 
     def truncated(self) -> ModelError:
-        return ModelError(
-            f"{self.file} is truncated: tensor {self.name!r:.200} ends at byte {self.start + self.nbytes}"
-        )
+        end = self.start + self.nbytes
+        return ModelError(f"{self.file} is truncated: tensor {self.name!r:.200} would end at byte {end}")
 
     def cut(self, index: int) -> "BlockTensor":
         """One element of its first axis; the axis stays, with size 1."""
         if len(self.shape) < 2 and not self.kind.plain:
             raise ModelError(
-                f"{self.file}: tensor {self.name!r:.200} of type {self.kind.name} has the shape {self.shape}; it needs two "
-                f"axes or more to be cut, since {self.kind.elements} elements are a block"
+                f"{self.file}: tensor {self.name!r:.200} of type {self.kind.name} has the shape {self.shape}; it needs "
+                f"two axes or more to be cut, since {self.kind.elements} elements are a block"
             )
         one = replace(self, shape=(1, *self.shape[1:]))
         return replace(one, start=self.start + index * one.nbytes)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelError
+from ..errors import refuse_pointer
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-POINTER = 64  # bytes of a git-lfs pointer that tell it from any other file
 OLDER = ("bin", "pt", "pth", "pkl")
 HEADS = {  # endings of architectures, and what such a model does in place of generating
     "RewardModel": "scores texts",
@@ -133,12 +133,3 @@ def not_a_number(name: str):
     if name == "Infinity":
         return {"__float__": name}
     raise ValueError(f"{name} is no JSON number")
-
-
-def refuse_pointer(path: Path, data: bytes) -> None:
-    """Refuse what git leaves in place of a large file."""
-    if data.startswith(b"version ") and b"git-lfs" in data[:POINTER]:
-        raise ModelError(
-            f"{path} is a git-lfs pointer and not the file itself: run `git lfs pull` in {path.parent}, or give the "
-            "model's Hub id in place of the folder"
-        )

@@ -13,7 +13,8 @@ import numpy as np
 
 from ...sharding.spec import empty
 from ..config import ModelError
-from .folder import POINTER, read_json, refuse_other_weights, refuse_pointer
+from ..errors import POINTER, refuse_pointer
+from .folder import read_json, refuse_other_weights
 
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,

@@ -9,8 +9,8 @@ from typing import Any
 
 import tokenizers
 
-from ..checkpoint.folder import POINTER, refuse_pointer
 from ..config import ModelError
+from ..errors import POINTER, refuse_pointer
 from . import tiktoken_file
 from .chat_template import REQUEST_SECONDS, SCRIPT, ChatTemplate, PromptError
 from .worker import WorkerProcess

@@ -1,0 +1,161 @@
+"""What blocks hold whose values are codes times a scale: codes, scales, and what is subtracted."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)  # doubled; there is no -0
+IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The parts of n blocks of a type with one rule for each group of neighbouring elements.
+
+    An element is `level * scale - least`. Its level is `table[code]` where there is a table, else `code - zero`;
+    nothing is subtracted where `least` is None. In float32 this is exactly what `BlockType.decode` gives.
+    """
+
+    codes: np.ndarray  # uint8 [n, elements]
+    scale: np.ndarray  # float32 [n, elements / group]
+    group: int
+    zero: int = 0
+    least: np.ndarray | None = None  # float32 [n, elements / group]
+    table: np.ndarray | None = None  # float32 [16]
+
+    def values(self) -> np.ndarray:
+        """The elements, float32 [n, elements]."""
+        levels = self.codes.astype(np.float32) if self.table is None else self.table[self.codes]
+        if self.zero:
+            levels -= np.float32(self.zero)
+        grouped = levels.reshape(*self.scale.shape, self.group)
+        with np.errstate(over="ignore", invalid="ignore"):  # of scales that are no numbers
+            grouped *= self.scale[..., None]
+            if self.least is not None:
+                grouped -= self.least[..., None]
+        return levels
+
+
+def half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at a byte of each block, as float32 [n, 1]."""
+    return blocks[:, at : at + 2].view(np.float16).astype(np.float32)
+
+
+def planes(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Codes of 1, 2 or 4 bits [..., 8 / bits, k] of bytes [..., k]: the lowest bits of all, then the next ones."""
+    out = np.empty((*packed.shape[:-1], 8 // bits, packed.shape[-1]), np.uint8)
+    for plane in range(8 // bits):
+        np.right_shift(packed, plane * bits, out=out[..., plane, :])
+    out &= (1 << bits) - 1
+    return out
+
+
+def codes_of(blocks: np.ndarray, start: int, end: int, run: int, bits: int) -> np.ndarray:
+    """The codes [n, elements] of bytes `start` to `end`: those of `run` bytes, plane by plane, then of the next run."""
+    runs = blocks[:, start:end].reshape(len(blocks), (end - start) // run, run)
+    return planes(runs, bits).reshape(len(blocks), (end - start) * 8 // bits)
+
+
+def q4_0(blocks: np.ndarray) -> Fields:
+    return Fields(codes_of(blocks, 2, 18, 16, 4), half(blocks, 0), 32, zero=8)
+
+
+def q4_1(blocks: np.ndarray) -> Fields:
+    return Fields(codes_of(blocks, 4, 20, 16, 4), half(blocks, 0), 32, least=-half(blocks, 2))
+
+
+def fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The fifth bits of 32 codes, a bit each in four bytes, where they stand in the codes."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+
+
+def q5_0(blocks: np.ndarray) -> Fields:
+    return Fields(codes_of(blocks, 6, 22, 16, 4) | fifth_bits(blocks, 2), half(blocks, 0), 32, zero=16)
+
+
+def q5_1(blocks: np.ndarray) -> Fields:
+    codes = codes_of(blocks, 8, 24, 16, 4) | fifth_bits(blocks, 4)
+    return Fields(codes, half(blocks, 0), 32, least=-half(blocks, 2))
+
+
+def q8_0(blocks: np.ndarray) -> Fields:
+    """The stored bytes have a sign: -128 is the code 0."""
+    return Fields(blocks[:, 2:] ^ np.uint8(128), half(blocks, 0), 32, zero=128)
+
+
+def q2_k(blocks: np.ndarray) -> Fields:
+    scale, least = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    return Fields(codes_of(blocks, 16, 80, 32, 2), half(blocks, 80) * scale, 16, least=half(blocks, 82) * least)
+
+
+def q3_k(blocks: np.ndarray) -> Fields:
+    """Of three bits the highest stands first, in bytes of its own; scales have six bits, of which 32 is none."""
+    codes = codes_of(blocks, 0, 32, 32, 1) << 2 | codes_of(blocks, 32, 96, 32, 2)
+    scale = codes_of(blocks, 96, 104, 8, 4) | codes_of(blocks, 104, 108, 4, 2) << 4
+    return Fields(codes, half(blocks, 108) * (scale.astype(np.float32) - 32), 16, zero=4)
+
+
+def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight minima [n, 8] of six bits each in twelve bytes.
+
+    The first four of both are the low six bits of bytes 0-3 and 4-7. Of the last four, the low four bits are the halves
+    of bytes 8-11, and the high two those that the first eight bytes have left.
+    """
+    first, low = packed[:, :8], codes_of(packed, 8, 12, 4, 4)
+    last = low | first >> 6 << 4
+    first = first & 63
+    return np.hstack([first[:, :4], last[:, :4]]), np.hstack([first[:, 4:], last[:, 4:]])
+
+
+def q4_k(blocks: np.ndarray) -> Fields:
+    scale, least = six_bits(blocks[:, 4:16])
+    return Fields(codes_of(blocks, 16, 144, 32, 4), half(blocks, 0) * scale, 32, least=half(blocks, 2) * least)
+
+
+def q5_k(blocks: np.ndarray) -> Fields:
+    scale, least = six_bits(blocks[:, 4:16])
+    codes = codes_of(blocks, 48, 176, 32, 4) | codes_of(blocks, 16, 48, 32, 1) << 4
+    return Fields(codes, half(blocks, 0) * scale, 32, least=half(blocks, 2) * least)
+
+
+def q6_k(blocks: np.ndarray) -> Fields:
+    codes = codes_of(blocks, 0, 128, 64, 4) | codes_of(blocks, 128, 192, 32, 2) << 4
+    return Fields(codes, half(blocks, 208) * blocks[:, 192:208].view(np.int8), 16, zero=32)
+
+
+def iq4_nl(blocks: np.ndarray) -> Fields:
+    return Fields(codes_of(blocks, 2, 18, 16, 4), half(blocks, 0), 32, table=IQ4)
+
+
+def iq4_xs(blocks: np.ndarray) -> Fields:
+    """Scales have six bits, of which 32 is none: the high two in two bytes, then the low four in four."""
+    scale = codes_of(blocks, 4, 8, 1, 4) | codes_of(blocks, 2, 4, 1, 2) << 4
+    return Fields(codes_of(blocks, 8, 136, 16, 4), half(blocks, 0) * (scale.astype(np.float32) - 32), 32, table=IQ4)
+
+
+def mxfp4(blocks: np.ndarray) -> Fields:
+    """The scale is a power of two, by its exponent; halved, since the table is doubled."""
+    scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return Fields(codes_of(blocks, 1, 17, 16, 4), scale, 32, table=E2M1)
+
+
+def nvfp4(blocks: np.ndarray) -> Fields:
+    """The scales are floats without a sign, of four bits of exponent and three of mantissa; halved as in `mxfp4`."""
+    exponent, mantissa = (blocks[:, :4] >> 3 & 15).astype(np.int32), (blocks[:, :4] & 7).astype(np.float32)
+    scale = np.ldexp(mantissa + np.where(exponent > 0, np.float32(8), np.float32(0)), np.maximum(exponent, 1) - 11)
+    scale[blocks[:, :4] == 127] = 0  # where such a float is no number
+    return Fields(codes_of(blocks, 4, 36, 8, 4), scale, 16, table=E2M1)
+
+
+def tq1_0(blocks: np.ndarray) -> Fields:
+    """Five codes of three values a byte, the digits of a fraction: its first is how often 256 goes into it times 3."""
+    runs = []
+    for start, end, run, digits in ((0, 32, 32, 5), (32, 48, 16, 5), (48, 52, 4, 4)):
+        powers = np.array((1, 3, 9, 27, 81), np.uint8)[:digits, None]
+        fractions = blocks[:, start:end].reshape(-1, 1, run) * powers  # modulo 256: the digits before are gone
+        runs.append((fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(-1, run * digits))
+    return Fields(np.hstack(runs), half(blocks, 52), 256, zero=1)
+
+
+def tq2_0(blocks: np.ndarray) -> Fields:
+    return Fields(codes_of(blocks, 0, 64, 32, 2), half(blocks, 64), 256, zero=1)

@@ -25,6 +25,12 @@ FLAGS = (
 SEVERAL = {  # of a source that is compiled for several types: it, and one of them
     "dense_f32": ("dense.cc", "-DFORMAT=F32"),
     "dense_bf16": ("dense.cc", "-DFORMAT=Bf16"),
+    "fp8": ("grouped.cc", "-DFORMAT=Bytes<Floats8>", "-DCODES=dtype::U8"),
+    "int8_groups": ("grouped.cc", "-DFORMAT=Bytes<Signed>", "-DCODES=dtype::U8"),
+    "float4": ("grouped.cc", "-DFORMAT=Float4", "-DCODES=dtype::U32"),
+    "nf4": ("grouped.cc", "-DFORMAT=Nf4", "-DCODES=dtype::U32"),
+    "iq4": ("grouped.cc", "-DFORMAT=Iq4", "-DCODES=dtype::U32"),
+    "uint4": ("grouped.cc", "-DFORMAT=Uint4", "-DCODES=dtype::U32"),
     "attention_f32": ("attention.cc", "-DPAGE=float", "-DROW=float"),
     "attention_bf16": ("attention.cc", "-DPAGE=uint16_t", "-DROW=uint16_t"),
     "attention_bf16_f32": ("attention.cc", "-DPAGE=uint16_t", "-DROW=float"),

@@ -398,7 +398,28 @@ struct Normals {
   }
 };
 
-// Four bits a weight; every `group` inputs of an output share a scale and, of counts, perhaps a zero (else it is 8).
+// Numbers from -127 to 113 with steps that grow, of GGUF's IQ4.
+struct Steps {
+  using Scale = float;
+  static constexpr float MADE = 0;
+  static F scale(const Scale* p) { return lanes<F>(p); }
+  static Numbers unpack(U v, int i) {
+    static constexpr Entry TABLE[16] = {
+        entry(0xc2fe), entry(0xc2d0), entry(0xc2a6), entry(0xc282), entry(0xc244), entry(0xc20c),
+        entry(0xc1b0), entry(0xc120), entry(0x3f80), entry(0x4150), entry(0x41c8), entry(0x4218),
+        entry(0x4254), entry(0x428a), entry(0x42b2), entry(0x42e2)};
+    return look_up(v, i, TABLE);
+  }
+};
+
+// Four bits that count from 0, with scales of any size.
+struct Levels : Counts {
+  using Scale = float;
+  static F scale(const Scale* p) { return lanes<F>(p); }
+};
+
+// Four bits a weight; every `group` inputs of an output share a scale and, of counts, perhaps a zero (else it is 8), or
+// what is taken off the product with the scale.
 template <typename Code>
 struct Nibbles {
   using X = Half;
@@ -413,6 +434,7 @@ struct Nibbles {
   const uint8_t* zero;                // the same shape, or null
   const float* x_sum;                 // [T, K / group]; null where `unpack` takes off just what is to be taken off
   int64_t group;
+  const float* least = nullptr;  // the scale's shape, or null
 
   Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const {
     return Code::unpack(lanes<U>(w + (block * K + k) / 8 * LANES + h * W), i);
@@ -432,6 +454,11 @@ struct Nibbles {
           int64_t at = (panel.block[n] * groups + g) * LANES + h * W;
           F s = Code::scale(scale + at), z = F{} + (Code::MADE + 8);
           if (zero) z = Code::MADE + __builtin_convertvector(lanes<U8>(zero + at), F);
+          if (least) {
+            F off = Code::MADE * s + lanes<F>(least + at);
+            UNROLL for (int r = 0; r < R; ++r) out[r][n][h] += s * sum[r][n][h] - off * x_sum[(row + r) * groups + g];
+            continue;
+          }
           UNROLL for (int r = 0; r < R; ++r) {
             if (x_sum) sum[r][n][h] -= z * x_sum[(row + r) * groups + g];
             out[r][n][h] += s * sum[r][n][h];
@@ -446,6 +473,8 @@ using Int4 = Nibbles<Counts>;
 using Mxfp4 = Nibbles<Floats>;
 using Float4 = Nibbles<FloatsByFloats>;
 using Nf4 = Nibbles<Normals>;
+using Iq4 = Nibbles<Steps>;
+using Uint4 = Nibbles<Levels>;
 
 struct Signed {
   static Numbers unpack(const uint8_t* p, int i) { return from_bytes(reinterpret_cast<const int8_t*>(p), i); }
@@ -466,6 +495,8 @@ struct Bytes {
   static constexpr int MOST = ROWS;
   const uint8_t* w;
   const float* scale;  // [O / 16, K / group, 16]
+  const float* least;  // what is taken off the product with it, the same shape or null
+  const float* x_sum;  // [T, K / group], or null without that
   int64_t group;
 
   Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const {
@@ -483,8 +514,12 @@ struct Bytes {
       for (int64_t k = g * group; k < (g + 1) * group; k += 2) add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
       UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int h = 0; h < H; ++h) {
-          F s = lanes<F>(scale + (panel.block[n] * groups + g) * LANES + h * W);
-          UNROLL for (int r = 0; r < R; ++r) out[r][n][h] += s * sum[r][n][h];
+          int64_t at = (panel.block[n] * groups + g) * LANES + h * W;
+          F s = lanes<F>(scale + at);
+          UNROLL for (int r = 0; r < R; ++r) {
+            out[r][n][h] += s * sum[r][n][h];
+            if (least) out[r][n][h] -= lanes<F>(least + at) * x_sum[(row + r) * groups + g];
+          }
         }
       asm volatile("" ::"r"(out) : "memory");  // the whole sums wait in memory: registers are for a group's
     }

@@ -13,15 +13,7 @@ const char* int4(const Call& call) {
     Padded<Int4> padded(pool, x, T, K);
     const uint8_t* zeros = p.weight(3).given<uint8_t>();
     bool summed = zeros || Counts::MADE != -8;
-    std::vector<float> sums(summed ? T * groups : 0);
-    each_row(pool, summed ? T : 0, K, [&](int64_t row) {
-      for (int64_t g = 0; g < groups; ++g) {
-        float sum[LANES] = {};
-        const Half* at = padded.rows + row * K + g * group;
-        for (int64_t k = 0; k < group; ++k) sum[k % LANES] += value(at[k]);
-        for (float part : sum) sums[row * groups + g] += part;
-      }
-    });
+    std::vector<float> sums = group_sums(pool, padded.rows, summed ? T : 0, K, group);
     Int4 f{p.weight().data<uint32_t>(), scale.data<uint16_t>(), zeros, summed ? sums.data() : nullptr, group};
     product(pool, f, padded.rows, T, K, out);
     out.fill(T, rows_in(x));

@@ -68,6 +68,21 @@ struct Padded {
   }
 };
 
+// The sum of each row over each group of inputs.
+inline std::vector<float> group_sums(Pool& pool, const Half* rows, int64_t T, int64_t K, int64_t group) {
+  int64_t groups = K / group;
+  std::vector<float> sums(T * groups);
+  each_row(pool, T, K, [&](int64_t row) {
+    for (int64_t g = 0; g < groups; ++g) {
+      float sum[LANES] = {};
+      const Half* at = rows + row * K + g * group;
+      for (int64_t k = 0; k < group; ++k) sum[k % LANES] += value(at[k]);
+      for (float part : sum) sums[row * groups + g] += part;
+    }
+  });
+  return sums;
+}
+
 // One product of a call: the only one, or one of several, with rows, a matrix of the stack and a result of its own.
 struct Product {
   const Call& call;
@@ -111,6 +126,22 @@ const char* products(const Call& call, const Weights& weights) {
     Out out = p.out();
     product(pool, weights(p), Padded<Format>(pool, p.rows(), T, K).rows, T, K, out);
     out.fill(T, rows_in(p.rows()));
+  });
+}
+
+// Products of a format whose weights are codes in groups: scales, and perhaps what is taken off; `weights` makes them.
+template <typename Format, typename Weights>
+const char* grouped_products(const Call& call, const Weights& weights) {
+  Pool pool = call.pool();
+  return each_product(call, [&](const Product& p) {
+    Buffer x = p.rows(), scale = p.weight(2);
+    int64_t T = rows_used(x), K = p.inputs(), group = K / scale.dim(1);
+    Out out = p.out();
+    Padded<Format> padded(pool, x, T, K);
+    const float* least = p.weight(3).given<float>();
+    std::vector<float> sums = group_sums(pool, padded.rows, least ? T : 0, K, group);
+    product(pool, weights(p.weight(), scale.data<float>(), least, sums.data(), group), padded.rows, T, K, out);
+    out.fill(T, rows_in(x));
   });
 }
 

@@ -11,7 +11,10 @@ from ...sharding.spec import ArraySpec
 from .compressed import FormatError, Rounded, Scheme
 from .stack import in_front, one_of
 
-FORMATS = {"int8": ".int8", "int4": ".int4", "fp8": ".fp8", "nf4": ".nf4", "mxfp4": ".mxfp4"}
+FORMATS = {
+    "int8": ".int8", "int4": ".int4", "fp8": ".fp8", "nf4": ".nf4", "iq4": ".iq4", "nvfp4": ".nvfp4",
+    "mxfp4": ".mxfp4",
+}  # fmt: skip
 
 
 class Format(Protocol):

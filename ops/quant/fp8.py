@@ -82,7 +82,15 @@ class Fp8(Rounded):
         codes_KO = np.asarray(self.codes).reshape(math.prod(self.into), -1)
         scale = by_block(np.asarray(self.scale, np.float32).reshape(1, -1))
         kind = TiledFp8 if self.dynamic else TiledGroups
-        return kind(tile(codes_KO, 2), scale, code="float8", into=self.into, out=self.out, inputs=self.inputs)
+        return kind(
+            tile(codes_KO, 2),
+            scale,
+            np.zeros(0, np.float32),
+            code="float8",
+            into=self.into,
+            out=self.out,
+            inputs=self.inputs,
+        )
 
     def quantize(self, weight: np.ndarray) -> "Fp8":
         """Round to nearest, the largest value of each output at 448."""

@@ -31,10 +31,6 @@ class Code:
     init: str  # of random codes
 
     @property
-    def most(self) -> float:
-        return float(np.abs(self.numbers).max())
-
-    @property
     def drawn(self) -> float:
         """The limit of uniform numbers that are as large as those of random codes."""
         return 1.07 if self.init == "float8" else float(np.sqrt(3 * np.square(self.numbers).mean()))
@@ -50,20 +46,24 @@ NF4 = [  # quantiles of the normal distribution, as bitsandbytes has them
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
+IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]  # of GGUF's IQ4_NL and IQ4_XS
 CODES = {
     "float8": Code(8, floats(ml_dtypes.float8_e4m3fn, 8), "fp8", "float8"),
     "float4": Code(4, floats(ml_dtypes.float4_e2m1fn, 4), "float4", "bytes"),
     "nf4": Code(4, np.array(NF4, np.float32), "nf4", "bytes"),
+    "iq4": Code(4, np.array(IQ4, np.float32), "iq4", "bytes"),
+    "uint4": Code(4, np.arange(16, dtype=np.float32), "uint4", "bytes"),
     "int8": Code(8, np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32), "int8_groups", "bytes"),
 }
 
 
 @struct.dataclass
 class Grouped(Rounded):
-    """weight = number(code) * scale."""
+    """weight = number(code) * scale - least."""
 
     codes: Any  # uint8 [*into, *out]; of four bits [count(K), O] as in `four_bits.py`
     scale: Any  # float32 [ceil(K / group), *out]
+    least: Any  # the same, or None: 0
     code: str = struct.field(pytree_node=False)  # a name in CODES
     group: int = struct.field(pytree_node=False)
 
@@ -87,10 +87,20 @@ class Grouped(Rounded):
 
     def dense(self, K: int):
         """The weight as one float32 matrix [K, O]."""
-        scale_GO = self.scale.reshape(len(self.scale), -1)
         codes_KO = four_bits.split(self.codes, K) if self.packed else self.codes.reshape(K, -1)
-        numbers_KO = jnp.take(jnp.asarray(CODES[self.code].numbers), codes_KO.astype(jnp.int32), axis=0)
-        return numbers_KO * jnp.repeat(scale_GO, self.group, axis=0)[:K]
+        scale_GO, least_GO = (None if x is None else x.reshape(len(x), -1) for x in (self.scale, self.least))
+        return numbers(self.code, self.group, codes_KO, scale_GO, least_GO)
+
+    @property
+    def rows(self) -> int:
+        return self.scale.shape[1]
+
+    def __getitem__(self, index):
+        """Rows of an embedding, float32."""
+        K = math.prod(self.into)
+        codes_KR = four_bits.split(self.codes[:, index], K) if self.packed else self.codes[:, index]
+        least_GR = None if self.least is None else self.least[:, index]
+        return numbers(self.code, self.group, codes_KR, self.scale[:, index], least_GR).T
 
     def for_kernels(self, narrow: bool) -> Weight:
         if not has("pack", CODES[self.code].kernel):
@@ -101,31 +111,36 @@ class Grouped(Rounded):
             tiles = tile_nibbles(codes, K, padded)
         else:
             tiles = tile(np.pad(codes.reshape(K, -1), ((0, padded - K), (0, 0))), 2)
+        least = np.zeros(0, np.float32) if self.least is None else by_block(np.asarray(self.least).reshape(scale.shape))
         sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
-        return TiledGroups(tiles, by_block(scale), code=self.code, **sizes)
+        return TiledGroups(tiles, by_block(scale), least, code=self.code, **sizes)
 
     def quantize(self, weight: np.ndarray) -> "Grouped":
-        """Round to nearest, the largest value of each group at the largest number."""
+        """Round to nearest: the largest value of each group at the largest number, or both ends at both ends."""
         K, group, code = math.prod(self.into), self.group, CODES[self.code]
         wide_KO = weight.astype(np.float32).reshape(K, -1)
         grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, wide_KO.shape[1])
-        scale = self.rounded_scale(np.abs(grouped).max(1) / np.float32(code.most))
-        exact = np.divide(grouped, scale[:, None], out=np.zeros_like(grouped), where=scale[:, None] > 0)
+        first, last, fields = code.numbers.min(), code.numbers.max(), {}
+        if self.least is None:
+            scale, least = np.abs(grouped).max(1) / last, np.zeros((1, 1), np.float32)
+        else:
+            low, high = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
+            scale = (high - low) / (last - first)
+            least = fields["least"] = first * scale - low
+        above = grouped + least[:, None]
+        exact = np.divide(above, scale[:, None], out=np.zeros_like(grouped), where=scale[:, None] > 0)
         codes = nearest(code.numbers, exact).reshape(-1, wide_KO.shape[1])[:K]
-        return self.join({"codes": codes, "scale": scale})
-
-    def rounded_scale(self, scale: np.ndarray) -> np.ndarray:
-        """Scales as the format stores them."""
-        return scale
+        return self.join(fields | {"codes": codes, "scale": scale})
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
-        return CODES[self.code].numbers[fields["codes"]] * fields["scale"]
+        found = CODES[self.code].numbers[fields["codes"]] * fields["scale"]
+        return found if self.least is None else found - fields["least"]
 
     def join(self, fields: dict[str, np.ndarray]) -> "Grouped":
-        codes, scale = fields["codes"], fields["scale"]
-        flat = codes.reshape(len(codes), -1)
-        codes = four_bits.join(flat) if self.packed else codes.reshape(self.into + self.out)
-        return self.replace(codes=codes, scale=scale.reshape(len(scale), *self.out))
+        codes = fields["codes"].reshape(len(fields["codes"]), -1)
+        codes = four_bits.join(codes) if self.packed else codes.reshape(self.into + self.out)
+        shared = {name: fields[name].reshape(-1, *self.out) for name in ("scale", "least") if name in fields}
+        return self.replace(codes=codes, **shared)
 
 
 @struct.dataclass
@@ -134,6 +149,7 @@ class TiledGroups(Product):
 
     tiles: Any  # uint8 [O / 16, K / 2, 16, 2], or uint32 [O / 16, K / 8, 16] of four bits
     scale: Any  # float32 [O / 16, K / group, 16]
+    least: Any  # the same, or empty
     code: str = struct.field(pytree_node=False)
 
     @property
@@ -141,15 +157,30 @@ class TiledGroups(Product):
         return CODES[self.code].kernel
 
     def __getitem__(self, index):
-        """Rows of an embedding that has one group and codes of eight bits."""
-        block, lane = index // LANES, index % LANES
-        codes = self.tiles[block, :, lane].reshape(index.shape[0], -1)[:, : math.prod(self.into)]
-        numbers = jnp.asarray(CODES[self.code].numbers)[codes.astype(jnp.int32)]
-        return numbers * self.scale[block, 0, lane][:, None]
+        """Rows of an embedding, float32."""
+        K, (block, lane) = math.prod(self.into), (index // LANES, index % LANES)
+        tiles = self.tiles[block, :, lane]
+        if CODES[self.code].bits == 4:  # k0 k2 k4 k6 in the low half of a word, and k1 k3 k5 k7 in its high half
+            shifts = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
+            tiles = tiles[..., None] >> shifts & np.uint32(15)
+        codes_KR = tiles.reshape(index.shape[0], -1).T
+        least_GR = self.least[block, :, lane].T if self.least.size else None
+        group = len(codes_KR) // self.scale.shape[1]
+        return numbers(self.code, group, codes_KR, self.scale[block, :, lane].T, least_GR)[:K].T
+
+
+def numbers(code: str, group: int, codes_KO, scale_GO, least_GO):
+    """What codes mean, in float32."""
+
+    def spread(values_GO):
+        return jnp.repeat(values_GO, group, axis=0)[: len(codes_KO)]
+
+    found = jnp.take(jnp.asarray(CODES[code].numbers), codes_KO.astype(jnp.int32), axis=0) * spread(scale_GO)
+    return found if least_GO is None else found - spread(least_GO)
 
 
 def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The code of the number nearest to each value; of two as near, the one of the even code of a float."""
+    """The code of the number nearest to each value; of two as near, the even code."""
     order = np.argsort(numbers, kind="stable")
     ordered = numbers[order]
     above = np.clip(np.searchsorted(ordered, values), 1, len(ordered) - 1)
@@ -160,7 +191,7 @@ def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.where(take_low, down, up).astype(np.uint8)
 
 
-def spec(dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped) -> Grouped:
+def spec(dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped, least: bool = False) -> Grouped:
     """The specs of an array kept so. One that is split by its inputs has whole groups in each part, or is refused."""
     into, out, axes = split(dense)
     K, O = math.prod(into), math.prod(out)
@@ -171,9 +202,11 @@ def spec(dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped)
             raise FormatError(f"{K} inputs cannot be kept two a byte")
         shape, axes = (four_bits.count(K), O), (by_input[0], by_output[0])
     shared = (-(-K // group), *out)
+    scale = ArraySpec(shared, jnp.float32, (by_input[0], *by_output), f"scale/{CODES[code].drawn:g}", dense.fan_in)
     return kind(
         codes=replace(dense, shape=shape, axes=axes, dtype=jnp.uint8, init=CODES[code].init, inputs=()),
-        scale=ArraySpec(shared, jnp.float32, (by_input[0], *by_output), f"scale/{CODES[code].drawn:g}", dense.fan_in),
+        scale=scale,
+        least=scale if least else None,
         code=code,
         group=group,
         into=into,

@@ -24,6 +24,8 @@ from ..native.pack import by_block, tile_nibbles
 from ..weight import Weight, check_subscripts
 from . import four_bits
 from .compressed import FormatError, Layout, Rounded, Scheme, join_words, split, split_words, words
+from .grouped import CODES
+from .grouped import spec as grouped
 
 GROUPS = ("32", "64", "128")
 MIDDLE = 8  # the code that stands for zero where a group has none of its own
@@ -153,12 +155,14 @@ class TiledInt4(Product):
 
 
 def kernels(*options: str) -> tuple[str, ...]:
-    return ("int4",)
+    return (CODES["uint4"].kernel if "least" in options else "int4",)
 
 
-def spec(dense: ArraySpec, *options: str) -> Int4:
-    """The specs of an array kept so; the options are a group's size and `zero`."""
+def spec(dense: ArraySpec, *options: str) -> Any:
+    """The specs of an array kept so; the options are a group's size, and `zero`, or `least`: a number taken off."""
     sizes = [option for option in options if option in GROUPS]
+    if "least" in options and len(sizes) == 1 and len(options) == 2:
+        return grouped(dense, "uint4", int(sizes[0]), least=True)
     if len(sizes) > 1 or set(options) - {"zero", *GROUPS}:
         raise FormatError(f"int4 has no options {'-'.join(options)!r}; they can be {', '.join(GROUPS)} and zero")
     group = int(sizes[0]) if sizes else 32

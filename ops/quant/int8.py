@@ -22,7 +22,7 @@ from .grouped import CODES
 from .grouped import spec as grouped
 
 LIMIT = 127
-GROUPS = ("32", "64", "128")
+GROUPS = ("16", "32", "64", "128")
 
 CHOICES = "int8, int8-weights (activations stay as they are)"
 HEAD = "int8"
@@ -153,12 +153,13 @@ def as_bytes(x_RK):
 def spec(dense: ArraySpec, *options: str) -> Any:
     """The specs of an array kept so; `weights` leaves the rows as they are, a number of inputs share a scale."""
     sizes = [option for option in options if option in GROUPS]
-    if len(sizes) > 1 or set(options) - {"weights", *GROUPS} or (sizes and "weights" not in options):
+    more = {*sizes, "weights", "least"} if sizes and "weights" in options else {"weights"}
+    if len(sizes) > 1 or set(options) - more:
         raise FormatError(
             f"int8 has no option {'-'.join(options)!r}; it can be weights, and with that a group of {', '.join(GROUPS)}"
         )
     if sizes:
-        return grouped(dense, "int8", int(sizes[0]))
+        return grouped(dense, "int8", int(sizes[0]), least="least" in options)
     into, out, axes = split(dense)
     codes = replace(dense, shape=into + out, axes=axes, dtype=jnp.int8, init="signed", inputs=())
     scale = ArraySpec(out, jnp.float32, axes[len(into) :], f"scale/{LIMIT}", dense.fan_in)

@@ -18,6 +18,7 @@ from ..native.pack import by_block, pack_stack, tile_nibbles
 from ..weight import Weight
 from . import four_bits
 from .compressed import FormatError, StoredTensor
+from .grouped import spec as grouped
 
 BLOCK = 32
 
@@ -78,8 +79,13 @@ def decode(data, scales):
     return values.reshape(-1, *data.shape[1:]).astype(jnp.bfloat16)
 
 
-def spec(dense: ArraySpec, *options: str) -> Mxfp4:
-    """The specs of the two arrays of a stack whose dense form is [E, D, ...]; they lie where it would lie."""
+def spec(dense: ArraySpec, *options: str) -> Any:
+    """The specs of the two arrays of a stack whose dense form is [E, D, ...]; they lie where it would lie.
+
+    A matrix by itself is codes in groups.
+    """
+    if not dense.stacked:
+        return grouped(dense, "float4", BLOCK)
     E, D, *rest = dense.shape
     if D % BLOCK:
         raise FormatError(f"an axis of {D} does not divide into blocks of {BLOCK}")

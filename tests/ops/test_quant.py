@@ -19,6 +19,10 @@ FORMATS = {
     "fp8-weights-128": 1.0 + 4 / 128,
     "int8-weights-64": 1.0 + 4 / 64,
     "nf4": 0.5 + 4 / 64,
+    "iq4": 0.5 + 4 / 32,
+    "nvfp4": 0.5 + 4 / 16,
+    "int8-weights-32-least": 1.0 + 8 / 32,
+    "int4-32-least": 0.5 + 8 / 32,
     "int4": 0.5 + 2 / 32,
     "int4-64": 0.5 + 2 / 64,
     "int4-128-zero": 0.5 + 3 / 128,
@@ -48,15 +52,19 @@ def test_each_weight_is_within_half_a_step(name):
     rng = np.random.default_rng(1)
     weight = rng.standard_normal((256, 2, 64)) * rng.uniform(0.01, 10, (1, 2, 64))
     error = np.abs(restored(quant.packed(name, dense_spec()).quantize(weight)) - weight).reshape(256, -1)
-    size = int(name.rpartition("-")[2]) if name[-2:].isdigit() and name[:4] != "int4" else 256
+    sizes = {"int8-weights-64": 64, "int8-weights-32-least": 32, "int4-32-least": 32, "fp8-weights-128": 128}
+    size = sizes.get(name, {"nf4": 64, "iq4": 32, "nvfp4": 16}.get(name, 256))
     flat = np.abs(weight).reshape(256, -1)
     most = flat.reshape(-1, size, 128).max(1).repeat(size, 0)  # of those that share a scale
-    if name.startswith("int8"):
+    gaps = {"nf4": 0.304, "iq4": 25 / 113, "nvfp4": 2 / 6}  # the widest between neighbours
+    if name.endswith("least"):
+        step = 2 * most / (255 if name.startswith("int8") else 15)
+    elif name.startswith("int8"):
         step = most / 127
     elif name.startswith("fp8"):  # three bits of mantissa, down to 2^-6 and fewer below
         step = np.maximum(flat / 8, most / 448 / 512)
-    elif name == "nf4":  # the widest gap, between -1 and its neighbour
-        step = flat.reshape(-1, 64, 128).max(1).repeat(64, 0) * 0.304
+    elif name in gaps:
+        step = most * gaps[name]
     else:
         group = int(name.split("-")[1]) if "-" in name else 32
         grouped = weight.reshape(-1, group, 128)

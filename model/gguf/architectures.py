@@ -242,8 +242,10 @@ def deepseek2(file: Contents) -> Config:
         "q_lora_rank": meta.count(".attention.q_lora_rank", None) if file.has("blk.0.attn_q_a.weight") else None,
         "kv_lora_rank": rank, "qk_nope_head_dim": whole - rotary, "qk_rope_head_dim": rotary, "v_head_dim": value,
         "intermediate_size": meta.same(".feed_forward_length", file.layers), "hidden_act": "silu",
+        "attention_bias": file.biases("attn_kv_a_mqa", "attn_output"),
     }  # fmt: skip
-    if file.gate("softmax") == "sigmoid":
+    chosen = any(name.endswith(".exp_probs_b.bias") for name in file.shapes)  # by a bias, which V2 has not
+    if file.gate("sigmoid" if chosen else "softmax") == "sigmoid":
         return config | sigmoid_experts(file) | {"model_type": "deepseek_v3"}
     groups = meta.count(".expert_group_count", 1, least=0) or 1
     config |= {"n_group": groups, "topk_group": meta.count(".expert_group_used_count", 1, least=0) or 1}

@@ -84,6 +84,7 @@ OWN: dict[str, dict[str, str]] = {  # what an architecture calls otherwise
     "phi3": FUSED,
     "phimoe": NUMBERED,
     "qwen2moe": SHARED,
+    "seed_oss": POST,
 }  # fmt: skip
 # Heads whose halves llama.cpp lays side by side, as it rotates them.
 PAIRED = {"granite", "granitemoe", "llama", "mistral3", "smollm3"}
@@ -209,7 +210,7 @@ def turned_shape(architecture: str, kind: str, shape: tuple[int, ...]) -> tuple[
         return (shape[0], 1, shape[1])
     if kind == "ffn_gate_inp_shexp" and len(shape) == 1:
         return (1, *shape)
-    if architecture == "ernie4_5-moe" and kind == "exp_probs_b":
+    if architecture == "ernie4_5-moe" and kind == "exp_probs_b" and len(shape) == 1:
         return (1, *shape)
     return shape
 

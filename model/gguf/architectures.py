@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ModelError
+from . import hybrids
 from .contents import Config, Contents, Shapes
 from .metadata import Metadata, shown
-from .rotary import Read, rope_of
+from .rotary import FREQS, Read, part, read_factors, rope_of
 
 
 def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Read | None = None) -> Config:
@@ -119,6 +120,52 @@ def gemma3(file: Contents) -> Config:
     return config
 
 
+def gemma4(file: Contents) -> Config:
+    """Local layers have the sizes that end in swa, the others those without; what turns is in the factors."""
+    meta, config = file.meta, file.common("gemma4_text")
+    if not meta.is_array(".attention.sliding_window_pattern"):
+        raise ModelError(f"GGUF: {meta.name('.attention.sliding_window_pattern')} must be a list")
+    config |= file.windows(None)
+    kinds, L = config["layer_types"], file.layers
+    wide, local = meta.count(".attention.key_length"), meta.count(".attention.key_length_swa")
+    kept = meta.of_layers(".attention.head_count_kv", L, least=1)
+    widths, full = meta.of_layers(".feed_forward_length", L, least=1), kinds.index("full_attention")
+    keys = {kind: kept[kinds.index(kind)] for kind in {*kinds}}
+    own = {"head_dim": wide, "num_key_value_heads": keys["full_attention"]}
+    theta = meta.positive(".rope.freq_base", 1e6), meta.positive(".rope.freq_base_swa", 10000.0)
+    config |= {
+        "head_dim": local, "num_key_value_heads": keys.get("sliding_attention", kept[full]),
+        "per_layer_config": {str(i): own for i, kind in enumerate(kinds) if kind == "full_attention"},
+        "attention_k_eq_v": not file.has(f"blk.{full}.attn_v.weight"), "intermediate_size": widths[0],
+        "num_kv_shared_layers": meta.count(".attention.shared_kv_layers", 0, least=0),
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0], "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": meta.count(".embedding_length_per_layer_input", 0, least=0),
+        "vocab_size_per_layer_input": file.shapes.get("per_layer_token_embd.weight", (config["vocab_size"],))[0],
+        "final_logit_softcapping": meta.positive(".final_logit_softcapping", None), "enable_moe_block": False,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": share_turned(file, wide),
+                               "rope_theta": float(theta[0])},
+            "sliding_attention": {"rope_type": "default", "rope_theta": float(theta[1])},
+        },
+    }  # fmt: skip
+    if meta.count(".expert_count", 0, least=0):
+        count, used, width = file.experts()
+        config |= {"enable_moe_block": True, "num_experts": count, "top_k_experts": used}
+        config |= {"moe_intermediate_size": width}
+    return config
+
+
+def share_turned(file: Contents, head_dim: int) -> float:
+    """The pairs of Gemma 4's wide heads that turn: the others are divided by more than any number of positions."""
+    if FREQS not in file.shapes:
+        return 1.0
+    factors = read_factors(FREQS, file.read, head_dim)
+    turned = factors.count(1.0)
+    if factors != [1.0] * turned + [1e30] * (len(factors) - turned):
+        raise ModelError(f"GGUF: the tensor {FREQS} must hold 1 for pairs that turn, then 1e30")
+    return part(2 * turned, head_dim)
+
+
 def phi3(file: Contents) -> Config:
     window = file.meta.count(".attention.sliding_window", 0, least=0) or None
     trained = file.meta.count(".rope.scaling.original_context_length", None)
@@ -152,6 +199,10 @@ def granitemoe(file: Contents) -> Config:
         shared = file.size("blk.0.ffn_down_shexp.weight", 1)
         config |= {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
     return config | {"intermediate_size": width}
+
+
+def granitehybrid(file: Contents) -> Config:
+    return hybrids.granitehybrid(file, multipliers(file))
 
 
 def olmo2(file: Contents) -> Config:
@@ -357,9 +408,11 @@ def minimax_m2(file: Contents) -> Config:
 
 ARCHITECTURES: dict[str, Callable[[Contents], Config]] = {
     "cohere2": cohere2, "command-r": command_r, "deepseek2": deepseek2, "ernie4_5": ernie, "ernie4_5-moe": ernie_moe,
-    "exaone4": exaone4, "gemma2": gemma2, "gemma3": gemma3, "glm4": glm4, "glm4moe": glm4moe, "gpt-oss": gpt_oss,
-    "granite": granite, "granitemoe": granitemoe, "hunyuan-dense": hunyuan_dense, "hunyuan-moe": hunyuan_moe,
-    "lfm2": lfm2, "lfm2moe": lfm2moe, "llama": llama, "llama4": llama4, "minimax-m2": minimax_m2,
-    "mistral3": mistral3, "olmo2": olmo2, "olmoe": olmoe, "phi3": phi3, "phimoe": phimoe, "qwen2": qwen2,
-    "qwen2moe": qwen2moe, "qwen3": qwen3, "qwen3moe": qwen3moe, "seed_oss": seed_oss, "smollm3": smollm3,
+    "exaone4": exaone4, "gemma2": gemma2, "gemma3": gemma3, "gemma4": gemma4, "glm4": glm4, "glm4moe": glm4moe,
+    "gpt-oss": gpt_oss, "granite": granite, "granitehybrid": granitehybrid, "granitemoe": granitemoe,
+    "hunyuan-dense": hunyuan_dense, "hunyuan-moe": hunyuan_moe, "lfm2": lfm2, "lfm2moe": lfm2moe, "llama": llama,
+    "llama4": llama4, "minimax-m2": minimax_m2, "mistral3": mistral3, "olmo2": olmo2, "olmoe": olmoe, "phi3": phi3,
+    "phimoe": phimoe, "qwen2": qwen2, "qwen2moe": qwen2moe, "qwen3": qwen3, "qwen3moe": qwen3moe,
+    "qwen3next": hybrids.qwen3next, "qwen35": hybrids.qwen35, "qwen35moe": hybrids.qwen35moe, "seed_oss": seed_oss,
+    "smollm3": smollm3,
 }  # fmt: skip

@@ -5,22 +5,24 @@ the numbers themselves were changed there is a `turn`.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..errors import ModelError
+from . import hybrids
 from .contents import Config, Shapes
-
-Turn = Callable[..., np.ndarray]
+from .origin import Change, Origin, Part, halves_apart
 
 ENDS = {
     "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias", "token_embd_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight", "output.bias": "lm_head.bias",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }  # fmt: skip
 LAYER = {  # of a layer, as most architectures have them
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -43,6 +45,10 @@ SHARED = {
     f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")
 } | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}  # fmt: skip
 FUSED = {"ffn_up": "mlp.gate_up_proj"}
+GRANITE = {
+    "ffn_gate_inp": "moe.gate", "ffn_gate_shexp": "mlp.gate_up_proj", "ffn_up_shexp": "mlp.gate_up_proj",
+    "ffn_down_shexp": "mlp.down_proj",
+} | {f"ffn_{part}_exps": f"moe.experts.{{E}}.{part}_proj" for part in ("gate", "up", "down")}  # fmt: skip
 LFM2 = {
     "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
@@ -57,6 +63,13 @@ OWN: dict[str, dict[str, str]] = {  # what an architecture calls otherwise
     "exaone4": POST,
     "gemma2": SANDWICH,
     "gemma3": SANDWICH,
+    "gemma4": SANDWICH | {
+        "layer_output_scale.weight": "layer_scalar", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "ffn_gate_inp.weight": "router.proj.weight", "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale", "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+    } | {f"ffn_{part}_exps": f"experts.{{E}}.{part}_proj" for part in ("gate", "up", "down", "gate_up")},
     "glm4": FUSED | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
     "glm4moe": POST,
     "gpt-oss": POST | {
@@ -65,10 +78,8 @@ OWN: dict[str, dict[str, str]] = {  # what an architecture calls otherwise
         "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias", "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
         "ffn_down_exps.weight": "mlp.experts.down_proj", "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
     },
-    "granitemoe": {
-        "ffn_gate_inp": "moe.gate", "ffn_gate_shexp": "mlp.gate_up_proj", "ffn_up_shexp": "mlp.gate_up_proj",
-        "ffn_down_shexp": "mlp.down_proj",
-    } | {f"ffn_{part}_exps": f"moe.experts.{{E}}.{part}_proj" for part in ("gate", "up", "down")},
+    "granitehybrid": GRANITE | hybrids.MAMBA | {"ffn_gate": "mlp.gate_up_proj", "ffn_up": "mlp.gate_up_proj"},
+    "granitemoe": GRANITE,
     "hunyuan-moe": {f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
     "lfm2": LFM2,
     "lfm2moe": LFM2 | NUMBERED | {"exp_probs_b.bias": "mlp.expert_bias"},
@@ -85,43 +96,14 @@ OWN: dict[str, dict[str, str]] = {  # what an architecture calls otherwise
     "phimoe": NUMBERED,
     "qwen2moe": SHARED,
     "seed_oss": POST,
-}  # fmt: skip
+} | hybrids.names(SHARED | POST)  # fmt: skip
 # Heads whose halves llama.cpp lays side by side, as it rotates them.
-PAIRED = {"granite", "granitemoe", "llama", "mistral3", "smollm3"}
-LESS_ONE = {"gemma2", "gemma3"}  # checkpoints have the scales of norms less one
+PAIRED = {"granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"}
+LESS_ONE = {"gemma2", "gemma3", *hybrids.DELTA}  # checkpoints have the scales of norms less one
 # Tensors that are part of the configuration, and what llama.cpp never used.
 CONFIGURATION = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 UNUSED = ("attn_rot_embd.weight",)
 BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A tensor of the file, or one expert of a stack, or some of its rows."""
-
-    name: str
-    expert: int | None = None
-    rows: np.ndarray | None = None  # which, in this order; None: all as they come
-
-    def of(self, numbers: np.ndarray) -> np.ndarray:
-        """The part of the whole tensor, in numbers."""
-        found = numbers if self.expert is None else numbers[self.expert]
-        return found if self.rows is None else found[self.rows]
-
-
-@dataclass(frozen=True, eq=False)
-class Origin:
-    """Where a tensor of a checkpoint comes from: its parts' rows follow one another, unless there is a `turn`."""
-
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    turn: Turn | None = None  # from the parts in numbers to the tensor; None: the rows can be taken as they are stored
-
-    def made(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """The tensor; `read` gives those of the file in numbers."""
-        parts = [part.of(read(part.name)) for part in self.parts]
-        made = self.turn(*parts) if self.turn else parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return made.reshape(self.shape)
 
 
 def name_of(architecture: str, name: str) -> str | None:
@@ -143,30 +125,19 @@ def name_of(architecture: str, name: str) -> str | None:
     return f"model.layers.{number}.{names[stem]}.{ending}"
 
 
-@dataclass(frozen=True, eq=False)
-class Change:
-    """What is to be undone of what llama.cpp did to a tensor."""
-
-    rows: np.ndarray | None = None  # take these rows, in this order
-    numbers: Turn | None = None  # then, of the decoded numbers
-
-
 def turn_of(architecture: str, name: str, config: Config) -> Change:
     """How a tensor that is one of the checkpoint's, or one of its stacks, becomes it again."""
     _, _, stem = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
     if architecture in PAIRED and stem in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
         return Change(rows=halves_apart(heads, config["head_dim"]))
+    if (change := hybrids.change_of(architecture, stem, config)) is not None:
+        return change
     if architecture in LESS_ONE and name.endswith("norm.weight"):
         return Change(numbers=lambda x: x.astype(np.float32) - 1)
     if stem == "conv" and architecture in ("lfm2", "lfm2moe"):
         return Change(numbers=lambda x: x[:, None])
     return Change()
-
-
-def halves_apart(heads: int, size: int) -> np.ndarray:
-    """The order of rows that undoes llama.cpp's: in each head it has row 0, row size/2, row 1, and so on."""
-    return np.arange(heads * size).reshape(heads, size // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def origins(architecture: str, shapes: Shapes, config: Config) -> dict[str, Origin]:
@@ -184,7 +155,7 @@ def origins(architecture: str, shapes: Shapes, config: Config) -> dict[str, Orig
         kind = stem.rpartition(".")[0]
         if joined := JOINED.get(architecture, {}).get(stem):
             several.setdefault(target, {})[joined] = name
-        elif kind == "attn_qkv" and architecture != "phi3":
+        elif kind == "attn_qkv" and architecture != "phi3" and "self_attn" in target:
             found |= parted_heads(architecture, name, shape, target, config)
         elif kind == "ffn_gate_up_exps":
             found |= parted_experts(architecture, name, shape, target)
@@ -197,21 +168,23 @@ def origins(architecture: str, shapes: Shapes, config: Config) -> dict[str, Orig
             change = turn_of(architecture, name, config)
             if change.rows is not None and shape[0] != len(change.rows):
                 raise ModelError(f"GGUF: the tensor {name} has shape {shape}; it must have {len(change.rows)} rows")
-            own = turned_shape(architecture, kind, shape)
+            own = turned_shape(architecture, stem, shape)
             found[target] = Origin(own, (Part(name, None, change.rows),), change.numbers)
     for target, parts in several.items():
-        found[target] = joined_origin(architecture, target, parts, shapes)
+        found[target] = joined_origin(architecture, target, parts, shapes, config)
     return found
 
 
-def turned_shape(architecture: str, kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A tensor's shape in the checkpoint: llama.cpp leaves out what is one."""
-    if kind == "shortconv.conv" and len(shape) == 2:
+def turned_shape(architecture: str, stem: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor's shape in the checkpoint: llama.cpp leaves out what is one, or has it where the checkpoint has not."""
+    if stem in ("shortconv.conv.weight", "ssm_conv1d.weight") and len(shape) == 2:
         return (shape[0], 1, shape[1])
-    if kind == "ffn_gate_inp_shexp" and len(shape) == 1:
+    if stem == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
         return (1, *shape)
-    if architecture == "ernie4_5-moe" and kind == "exp_probs_b" and len(shape) == 1:
+    if architecture == "ernie4_5-moe" and stem == "exp_probs_b.bias" and len(shape) == 1:
         return (1, *shape)
+    if stem in ("ssm_a", "ssm_d", "ssm_norm.weight"):
+        return (int(np.prod(shape)),)
     return shape
 
 
@@ -250,11 +223,13 @@ def parted_experts(architecture: str, name: str, shape: tuple[int, ...], target:
     }
 
 
-def joined_origin(architecture: str, target: str, parts: Mapping[str, str], shapes: Shapes) -> Origin:
+def joined_origin(architecture: str, target: str, parts: Mapping[str, str], shapes: Shapes, config: Config) -> Origin:
     """A tensor that is several in the file."""
-    needed = {"down"} if "down" in parts else {"k", "v"} if {"k", "v"} & {*parts} else {"gate", "up"}
-    if missing := needed - {*parts}:
+    needed = next(pair for pair in PAIRS if {*pair} & {*parts})
+    if missing := {*needed} - {*parts}:
         raise ModelError(f"GGUF: {target} needs a tensor for {min(missing)} beside {min(parts.values())}")
+    if architecture == "qwen3next":
+        return hybrids.qkvz_origin(parts, shapes, config)
     if architecture == "deepseek2":
         return latent_origin(parts, shapes)
     if "down" in parts:
@@ -266,7 +241,7 @@ def joined_origin(architecture: str, target: str, parts: Mapping[str, str], shap
     if gate != up:
         raise ModelError(f"GGUF: {parts['gate']} has shape {gate} and {parts['up']} {up}; they must be the same")
     both = Part(parts["gate"]), Part(parts["up"])
-    if architecture == "granitemoe":  # rows after rows
+    if architecture.startswith("granite"):  # rows after rows
         return Origin((2 * gate[0], *gate[1:]), both)
     alternate = architecture == "gpt-oss"
     shape = (gate[0], *gate[2:], 2 * gate[1])
@@ -301,6 +276,11 @@ STACKS: dict[str, Any] = {
 JOINED: dict[str, dict[str, str]] = {  # tensors of the file that make up one together, or stacks that are turned
     "deepseek2": {"attn_k_b.weight": "k", "attn_v_b.weight": "v"},
     "gpt-oss": STACKS,
+    "granitehybrid": {
+        "ffn_gate.weight": "gate", "ffn_up.weight": "up", "ffn_gate_shexp.weight": "gate", "ffn_up_shexp.weight": "up",
+    },
     "granitemoe": {"ffn_gate_shexp.weight": "gate", "ffn_up_shexp.weight": "up"},
     "llama4": STACKS,
-}
+    "qwen3next": {"attn_qkv.weight": "qkv", "attn_gate.weight": "z"},
+}  # fmt: skip
+PAIRS = (("down",), ("gate", "up"), ("k", "v"), ("qkv", "z"))

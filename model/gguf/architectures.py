@@ -408,11 +408,12 @@ def minimax_m2(file: Contents) -> Config:
 
 ARCHITECTURES: dict[str, Callable[[Contents], Config]] = {
     "cohere2": cohere2, "command-r": command_r, "deepseek2": deepseek2, "ernie4_5": ernie, "ernie4_5-moe": ernie_moe,
-    "exaone4": exaone4, "gemma2": gemma2, "gemma3": gemma3, "gemma4": gemma4, "glm4": glm4, "glm4moe": glm4moe,
-    "gpt-oss": gpt_oss, "granite": granite, "granitehybrid": granitehybrid, "granitemoe": granitemoe,
-    "hunyuan-dense": hunyuan_dense, "hunyuan-moe": hunyuan_moe, "lfm2": lfm2, "lfm2moe": lfm2moe, "llama": llama,
-    "llama4": llama4, "minimax-m2": minimax_m2, "mistral3": mistral3, "olmo2": olmo2, "olmoe": olmoe, "phi3": phi3,
-    "phimoe": phimoe, "qwen2": qwen2, "qwen2moe": qwen2moe, "qwen3": qwen3, "qwen3moe": qwen3moe,
-    "qwen3next": hybrids.qwen3next, "qwen35": hybrids.qwen35, "qwen35moe": hybrids.qwen35moe, "seed_oss": seed_oss,
-    "smollm3": smollm3,
+    "exaone4": exaone4, "falcon-h1": hybrids.falcon_h1, "gemma2": gemma2, "gemma3": gemma3, "gemma4": gemma4,
+    "glm4": glm4, "glm4moe": glm4moe, "gpt-oss": gpt_oss, "granite": granite, "granitehybrid": granitehybrid,
+    "granitemoe": granitemoe, "hunyuan-dense": hunyuan_dense, "hunyuan-moe": hunyuan_moe, "lfm2": lfm2,
+    "lfm2moe": lfm2moe, "llama": llama, "llama4": llama4, "mamba2": hybrids.mamba2, "minimax-m2": minimax_m2,
+    "mistral3": mistral3, "nemotron_h": hybrids.nemotron_h, "nemotron_h_moe": hybrids.nemotron_h, "olmo2": olmo2,
+    "olmoe": olmoe, "phi3": phi3, "phimoe": phimoe, "qwen2": qwen2, "qwen2moe": qwen2moe, "qwen3": qwen3,
+    "qwen3moe": qwen3moe, "qwen3next": hybrids.qwen3next, "qwen35": hybrids.qwen35, "qwen35moe": hybrids.qwen35moe,
+    "seed_oss": seed_oss, "smollm3": smollm3,
 }  # fmt: skip

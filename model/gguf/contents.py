@@ -27,6 +27,11 @@ class Contents:
             raise ModelError(f"GGUF: {name} = {blocks}; the file has {len(self.shapes)} tensors, {ahead} layers ahead")
         return blocks - ahead
 
+    @property
+    def dtype(self) -> str:
+        """What the numbers were before any were made smaller, as far as the file says."""
+        return DTYPES.get(self.meta.count("general.file_type", 32, least=0), "bfloat16")
+
     def has(self, name: str) -> bool:
         return name in self.shapes
 
@@ -72,7 +77,7 @@ class Contents:
         key = ".attention.layer_norm_rms_epsilon" if norm == "rms_norm_eps" else ".attention.layer_norm_epsilon"
         return {
             "model_type": kind,
-            "torch_dtype": DTYPES.get(meta.count("general.file_type", 32, least=0), "bfloat16"),
+            "torch_dtype": self.dtype,
             "vocab_size": self.size("token_embd.weight", 0),
             "hidden_size": meta.count(".embedding_length"),
             "num_hidden_layers": self.layers,

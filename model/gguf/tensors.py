@@ -98,7 +98,9 @@ OWN: dict[str, dict[str, str]] = {  # what an architecture calls otherwise
     "seed_oss": POST,
 } | hybrids.names(SHARED | POST)  # fmt: skip
 # Heads whose halves llama.cpp lays side by side, as it rotates them.
-PAIRED = {"granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"}
+PAIRED = {
+    "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "nemotron_h", "nemotron_h_moe", "smollm3",
+}  # fmt: skip
 LESS_ONE = {"gemma2", "gemma3", *hybrids.DELTA}  # checkpoints have the scales of norms less one
 # Tensors that are part of the configuration, and what llama.cpp never used.
 CONFIGURATION = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}

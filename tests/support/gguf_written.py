@@ -15,7 +15,9 @@ ARCHITECTURES = {
     "llama": "llama", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3",
     "mistral": "llama", "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "olmoe": "olmoe", "phi3": "phi3",
     "phimoe": "phimoe", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
-    "seed_oss": "seed_oss", "smollm3": "smollm3",
+    "seed_oss": "seed_oss", "smollm3": "smollm3", "falcon_h1": "falcon-h1", "gemma4_text": "gemma4",
+    "granitemoehybrid": "granitehybrid", "kimi_k2": "deepseek2", "mamba2": "mamba2", "nemotron_h": "nemotron_h_moe",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
 }  # fmt: skip
 NUMBERS = {  # keys of config.json, and what they are called in a file; more than one may say the same
     "hidden_size": "embedding_length", "max_position_embeddings": "context_length",
@@ -38,9 +40,19 @@ NUMBERS = {  # keys of config.json, and what they are called in a file; more tha
     "q_lora_rank": "attention.q_lora_rank", "conv_L_cache": "shortconv.l_cache",
     "interleave_moe_layer_step": "interleave_moe_layer_step", "moe_layer_interval": "interleave_moe_layer_step",
     "rotary_dim": "rope.dimension_count", "qk_rope_head_dim": "rope.dimension_count",
+    "linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+    "num_kv_shared_layers": "attention.shared_kv_layers", "top_k_experts": "expert_used_count",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_conv": "ssm.conv_kernel",
+    "conv_kernel": "ssm.conv_kernel", "mamba_d_state": "ssm.state_size", "state_size": "ssm.state_size",
+    "ssm_state_size": "ssm.state_size", "mamba_n_groups": "ssm.group_count", "n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank", "num_heads": "ssm.time_step_rank", "mamba_num_heads": "ssm.time_step_rank",
 }  # fmt: skip
 ENDS = {
     "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
     "model.norm.bias": "output_norm.bias", "lm_head.weight": "output.weight", "lm_head.bias": "output.bias",
 }  # fmt: skip
 PARTS = {
@@ -61,10 +73,43 @@ PARTS = {
 }  # fmt: skip
 SHARED = ("mlp.shared_experts", "mlp.shared_expert", "mlp.shared_mlp", "feed_forward.shared_expert")
 PARTS |= {f"{where}.{x}_proj": f"ffn_{x}_shexp" for where in SHARED for x in ("gate", "up", "down")}
+PARTS |= {  # of layers that keep a state, and of models whose layers are one block each
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_ba": "ssm_ba", "norm": "attn_norm",
+    "mixer.gate": "ffn_gate_inp", "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.o_proj": "attn_output", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
+    "pre_ff_layernorm.weight": "ffn_norm",
+}  # fmt: skip
+for where in ("linear_attn", "mamba", "mixer"):
+    PARTS |= {f"{where}.in_proj": "ssm_in", f"{where}.conv1d": "ssm_conv1d", f"{where}.A_log": "ssm_a"}
+    PARTS |= {f"{where}.D": "ssm_d", f"{where}.dt_bias": "ssm_dt.bias", f"{where}.norm": "ssm_norm"}
+    PARTS |= {f"{where}.out_proj": "ssm_out"}
+PARTS |= {f"mixer.{x}_proj": f"attn_{x}" for x in "qkv"}
+PARTS |= {f"mixer.shared_experts.{x}_proj": f"ffn_{x}_shexp" for x in ("up", "down")}
+PARTS |= {  # of Gemma 4
+    "layer_scalar": "layer_output_scale.weight", "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "router.proj": "ffn_gate_inp", "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale", "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+}  # fmt: skip
 PARTS |= {f"feed_forward.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}
 # Where attention has a norm before its block alone, a norm after it is the next block's.
-AFTER = ("olmo2", "exaone4", "gemma2", "gemma3", "gpt-oss", "glm4moe", "seed_oss")
-PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+AFTER = (
+    "gemma4",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "olmo2",
+    "exaone4",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    "glm4moe",
+    "seed_oss",
+)
+PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h_moe")
+DELTA = ("qwen35", "qwen35moe", "qwen3next")
 EXPERT = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
@@ -80,7 +125,7 @@ def metadata(hf: dict[str, Any], layers: int) -> dict[str, Any]:
     for key, name in NUMBERS.items():
         if hf.get(key) is not None:
             found[name] = rounded(hf[key])
-    head = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    head = hf.get("head_dim") or hf["hidden_size"] // hf.get("num_attention_heads", 1)
     if hf.get("head_dim") and "kv_lora_rank" not in hf:
         found |= {"attention.key_length": head, "attention.value_length": head}
     if hf.get("partial_rotary_factor") and "kv_lora_rank" not in hf:
@@ -94,6 +139,9 @@ def rope(hf: dict[str, Any]) -> dict[str, Any]:
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type")
     found: dict[str, Any] = {}
+    if "full_attention" in scaling:
+        found["rope.freq_base_swa"] = rounded(scaling["sliding_attention"]["rope_theta"])
+        scaling = scaling["full_attention"]
     if "rope_theta" in scaling:
         found["rope.freq_base"] = rounded(scaling["rope_theta"])
     if kind in ("linear", "yarn"):
@@ -170,6 +218,61 @@ def temperature(hf: dict) -> dict:
     }
 
 
+def delta(hf: dict) -> dict:
+    """Where most layers have a gated delta net; the tensors of one that drafts come after them."""
+    head = hf["head_dim"]
+    share = (hf.get("rope_parameters") or hf)["partial_rotary_factor"]
+    kinds = hf.get("layer_types")
+    recurrent = None if kinds is None else [kind == "linear_attention" for kind in kinds]
+    return {
+        "ssm.inner_size": hf["linear_num_value_heads"] * hf["linear_value_head_dim"],
+        "rope.dimension_count": int(head * share), "attention.recurrent_layers": recurrent,
+        "full_attention_interval": hf["full_attention_interval"], "rope.dimension_sections": [2, 1, 1, 0],
+        "nextn_predict_layers": 0,
+    }  # fmt: skip
+
+
+def mamba(hf: dict) -> dict:
+    heads = hf.get("mamba_n_heads") or hf.get("mamba_num_heads") or hf["num_heads"]
+    size = hf.get("mamba_d_head") or hf.get("mamba_head_dim") or hf["head_dim"]
+    found: dict[str, Any] = {
+        "ssm.inner_size": heads * size,
+        "context_length": hf.get("max_position_embeddings", 1 << 20),
+    }
+    if hf["model_type"] == "mamba2":
+        return found | {
+            "attention.head_count": 0,
+            "attention.layer_norm_rms_epsilon": rounded(hf["layer_norm_epsilon"]),
+        }
+    if hf["model_type"] == "nemotron_h":
+        kinds = hf["hybrid_override_pattern"]
+        found |= {"attention.head_count_kv": [hf["num_key_value_heads"] * (kind == "*") for kind in kinds]}
+        return found | {"attention.layer_norm_epsilon": rounded(hf["layer_norm_epsilon"]), "moe_latent_size": None}
+    if hf["model_type"] == "granitemoehybrid":
+        kept = [hf["num_key_value_heads"] * (kind == "attention") for kind in hf["layer_types"]]
+        return found | {"attention.head_count_kv": kept, "rope.scaling.finetuned": False}
+    return found
+
+
+def gemma4(hf: dict) -> dict:
+    """Sizes of local and of other layers."""
+    local = [kind == "sliding_attention" for kind in hf["layer_types"]]
+    wide, few = hf["global_head_dim"], hf.get("num_global_key_value_heads")
+    layers = range(hf["num_hidden_layers"])
+    first = len(layers) - hf.get("num_kv_shared_layers", 0)
+    found: dict[str, Any] = {"attention.sliding_window_pattern": local, "rope.dimension_count": wide}
+    found |= {
+        f"attention.{x}_length{end}": size
+        for x in ("key", "value")
+        for end, size in (("", wide), ("_swa", hf["head_dim"]))
+    }
+    if few:
+        found["attention.head_count_kv"] = [hf["num_key_value_heads"] if each else few for each in local]
+    if hf.get("use_double_wide_mlp"):
+        found["feed_forward_length"] = [hf["intermediate_size"] * (1 if i < first else 2) for i in layers]
+    return found
+
+
 OWN: dict[str, Callable[[dict], dict]] = {
     "cohere2": lambda hf: {"rope.dimension_count": hf["head_dim"], "rope.scaling.type": "none"},
     "command-r": lambda hf: {"rope.scaling.type": "none"},
@@ -182,7 +285,8 @@ OWN: dict[str, Callable[[dict], dict]] = {
     },
     "minimax-m2": lambda hf: {"expert_gating_func": 2}, "mistral3": temperature, "olmo2": windows(4),
     "olmoe": lambda hf: {"attention.layer_norm_rms_epsilon": rounded(1e-5)}, "phi3": long_factors,
-    "phimoe": long_factors,
+    "phimoe": long_factors, "falcon-h1": mamba, "gemma4": gemma4, "granitehybrid": mamba, "mamba2": mamba,
+    "nemotron_h_moe": mamba, **dict.fromkeys(DELTA, delta),
 }  # fmt: skip
 
 
@@ -202,7 +306,7 @@ def tensors(hf: dict[str, Any], checkpoint: dict[str, np.ndarray]) -> dict[str, 
             found[own] = changed(architecture, hf, own, value)
             continue
         number, rest = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name).groups()
-        if expert := re.fullmatch(r"(?:mlp|moe)\.experts\.(\d+)\.(\w+)\.weight", rest):
+        if expert := re.fullmatch(r"(?:(?:mlp|moe|mixer)\.)?experts\.(\d+)\.(\w+)\.weight", rest):
             stacks.setdefault(f"blk.{number}.ffn_{EXPERT[expert[2]]}_exps.weight", {})[int(expert[1])] = value
             continue
         for own, part in split(architecture, hf, rest, value):
@@ -222,10 +326,17 @@ def split(architecture: str, hf: dict, rest: str, value: np.ndarray) -> list[tup
         return [("ffn_down_exps.weight", value.swapaxes(1, 2))]
     if rest.endswith("experts.down_proj_bias"):
         return [("ffn_down_exps.bias", value)]
-    if architecture == "granitemoe" and rest == "mlp.gate_up_proj.weight":
-        return [(f"ffn_{x}_shexp.weight", half) for x, half in zip(("gate", "up"), np.split(value, 2), strict=True)]
-    if architecture == "granitemoe" and rest == "mlp.down_proj.weight":
-        return [("ffn_down_shexp.weight", value)]
+    granite, beside = architecture in ("granitemoe", "granitehybrid"), "_shexp" if hf.get("num_local_experts") else ""
+    if granite and rest == "mlp.gate_up_proj.weight":
+        return [(f"ffn_{x}{beside}.weight", half) for x, half in zip(("gate", "up"), np.split(value, 2), strict=True)]
+    if granite and rest == "mlp.down_proj.weight":
+        return [(f"ffn_down{beside}.weight", value)]
+    if rest == "linear_attn.in_proj_qkvz.weight":
+        K, H = hf["linear_num_key_heads"], hf["linear_key_head_dim"]
+        each = value.reshape(K, -1, value.shape[1])
+        q, k, v, z = np.split(each, [H, 2 * H, (each.shape[1] + 2 * H) // 2], axis=1)
+        flat = [x.reshape(-1, value.shape[1]) for x in (q, k, v, z)]
+        return [("attn_qkv.weight", np.concatenate(flat[:3])), ("attn_gate.weight", flat[3])]
     if rest == "self_attn.kv_b_proj.weight":
         both = value.reshape(hf["num_attention_heads"], -1, value.shape[1])
         nope = hf["qk_nope_head_dim"]
@@ -242,16 +353,49 @@ def changed(architecture: str, hf: dict, own: str, value: np.ndarray) -> np.ndar
     stem = own.rpartition(".")[0]
     if architecture in PERMUTED and stem in ("attn_q", "attn_k"):
         return permuted(value, hf["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"])
-    if architecture.startswith("gemma") and stem.endswith("norm"):
+    if architecture in ("gemma2", "gemma3") and stem.endswith("norm"):
         return value + 1
+    if architecture in DELTA and stem.endswith("norm") and stem != "ssm_norm":
+        return value + 1
+    if architecture in ("qwen35", "qwen35moe"):
+        value = round_by_round(hf, stem or own, value)
+    if own == "ssm_a":
+        value = -np.exp(value)
+    if architecture not in DELTA and own in ("ssm_a", "ssm_d"):
+        return value[:, None]
+    if architecture not in DELTA and stem == "ssm_norm":
+        return value.reshape(hf.get("mamba_n_groups") or hf.get("n_groups"), -1)
+    if own == "ssm_conv1d.weight":
+        return value[:, 0]
     if stem == "shortconv.conv":
         return value[:, 0]
     return value
 
 
+def round_by_round(hf: dict, stem: str, value: np.ndarray) -> np.ndarray:
+    """The heads of values so that each of the keys' has one before any has a second."""
+    N, K, axis = hf["linear_num_value_heads"], hf["linear_num_key_heads"], 0
+    before, size = 0, hf["linear_value_head_dim"]
+    if stem in ("attn_qkv", "ssm_conv1d") and len(value) > N * size:
+        before = 2 * K * hf["linear_key_head_dim"]
+    elif stem in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"):
+        size = 1
+    elif stem == "ssm_out":
+        axis = 1
+    elif stem != "attn_gate":
+        return value
+    head, rest = np.split(value, [before], axis=axis)
+    order = np.arange(N * size).reshape(K, N // K, size).swapaxes(0, 1).reshape(-1)
+    return np.concatenate([head, np.take(rest, order, axis=axis)], axis=axis)
+
+
 def factors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
     """The tensors that say how frequencies are scaled."""
     scaling = hf.get("rope_scaling") or {}
+    if "global_head_dim" in hf:  # Gemma 4's pairs that do not turn are divided by more than any position
+        pairs = hf["global_head_dim"] // 2
+        share = hf["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        return {"rope_freqs.weight": np.where(np.arange(pairs) < int(share * pairs), 1.0, 1e30).astype(np.float32)}
     if scaling.get("rope_type") == "llama3":
         size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
         waves = 2 * np.pi * hf["rope_theta"] ** (np.arange(0, size, 2) / size)

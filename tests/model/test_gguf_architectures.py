@@ -1,0 +1,208 @@
+"""What a GGUF file says of a model: written by llama.cpp's rules from config.json, and read back."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import gguf_written
+import numpy as np
+import pytest
+from gguf_files import WRITTEN, File, family, shapes_of
+
+from quire.model.config import ModelError
+from quire.model.gguf.architectures import ARCHITECTURES, config_of
+from quire.model.gguf.tensors import halves_apart, name_of, origins, turn_of
+
+# What a file does not say, and what it then means: llama.cpp has these in its code, or not at all.
+LOST: dict[str, dict[str, Any]] = {
+    "deepseek-v3-small": {"rope_interleave": True},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3-text": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6},
+    "gemma3-vision": {"query_pre_attn_scalar": 32},
+    "glm4-moe-lite": {"model_type": "deepseek_v3"},
+    "gpt-oss-wide": {"swiglu_limit": 7.0},
+    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "use_qk_norm": True},
+    "llama4-text": {"attention_chunk_size": 8192, "floor_scale": 8192},
+    "mistral": {"model_type": "llama", "sliding_window": None},
+    "mistral-nemo": {"model_type": "llama"},
+    "mistral3": {"model_type": "llama"},
+    "mixtral": {"sliding_window": None},
+    "phimoe": {"router_jitter_noise": 0.01},
+    "qwen2-moe-window": {"use_sliding_window": False, "norm_topk_prob": False},
+    "qwen2-window": {"use_sliding_window": False},
+    "qwen3-moe-bias": {"norm_topk_prob": True},
+    "qwen3-window": {"use_sliding_window": False, "layer_types": None},
+}
+BY_NAME = pytest.mark.parametrize("name", WRITTEN)
+
+
+def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All that a configuration holds, by where it stands."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from fields(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, tuple):
+        yield f"{path} length", len(value)
+        for index, each in enumerate(value):
+            yield from fields(each, f"{path}[{index}]")
+    else:
+        yield path, value
+
+
+@BY_NAME
+def test_a_file_means_what_its_config_json_meant(name):
+    file = File(name)
+    read = file.config()
+    expected = file.variant.config | LOST.get(name, {})
+    expected = {key: value for key, value in expected.items() if (key, value) != ("layer_types", None)}
+    found = dict(fields(family(read).config(read, file.variant.max_len)))
+    wanted = dict(fields(family(expected).config(expected, file.variant.max_len)))
+    assert found.keys() == wanted.keys()
+    for path, value in wanted.items():
+        if path not in (".family", ".dtype"):  # some are one machine under several names
+            assert found[path] == (pytest.approx(value, rel=3e-6) if isinstance(value, float) else value), path
+
+
+@BY_NAME
+def test_a_checkpoint_comes_back_to_the_bit(name):
+    file = File(name)
+    read = file.config()
+    made = origins(file.architecture, file.shapes, read)
+    assert {key: origin.shape for key, origin in made.items()} == {
+        key: tensor.shape for key, tensor in file.checkpoint.items()
+    }
+    for key, origin in made.items():
+        back = origin.made(file.tensors.__getitem__)
+        if origin.turn is None:
+            np.testing.assert_array_equal(back, file.checkpoint[key], err_msg=key)
+        else:  # a norm's scale less one is rounded
+            np.testing.assert_allclose(back, file.checkpoint[key], rtol=0, atol=1e-6, err_msg=key)
+
+
+@BY_NAME
+def test_names_are_those_that_the_family_asks_for(name):
+    file = File(name)
+    read = file.config()
+    asked = shapes_of(family(read).config(read, file.variant.max_len))
+    assert {key: origin.shape for key, origin in origins(file.architecture, file.shapes, read).items()} == asked
+    canonical = getattr(family(read), "canonical", str)
+    assert all(canonical(key) == key for key in asked)
+    for own in file.shapes:
+        if not own.startswith("rope_"):
+            target = name_of(file.architecture, own)
+            assert target is not None
+            assert target.replace("{E}", "0") in asked
+
+
+def test_every_architecture_is_tried():
+    tried = {gguf_written.ARCHITECTURES[variant.config["model_type"]] for variant in WRITTEN.values()}
+    assert tried | {"nemotron_h"} == {*ARCHITECTURES}  # a name for those of its kind without experts
+
+
+def test_queries_and_keys_fused_and_experts_fused_come_apart():
+    file = File("mixtral")
+    config, tensors = file.config(), dict(file.tensors)
+    for layer in range(config["num_hidden_layers"]):
+        parts = [tensors.pop(f"blk.{layer}.attn_{x}.weight") for x in "qkv"]
+        tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
+        parts = [tensors.pop(f"blk.{layer}.ffn_{x}_exps.weight") for x in ("gate", "up")]
+        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
+    made = origins("llama", {name: tensor.shape for name, tensor in tensors.items()}, config)
+    assert made.keys() == file.checkpoint.keys()
+    for name, origin in made.items():
+        assert origin.turn is None
+        np.testing.assert_array_equal(origin.made(tensors.__getitem__), file.checkpoint[name], err_msg=name)
+
+
+def test_heads_are_put_apart_as_llama_cpp_laid_them_side_by_side():
+    rows = np.arange(3 * 8)
+    np.testing.assert_array_equal(gguf_written.permuted(rows, 3)[halves_apart(3, 8)], rows)
+    change = turn_of("llama", "blk.0.attn_k.weight", {"num_key_value_heads": 3, "head_dim": 8})
+    np.testing.assert_array_equal(change.rows, halves_apart(3, 8))
+    assert turn_of("llama", "blk.0.attn_v.weight", {}).rows is None
+    assert turn_of("qwen2", "blk.0.attn_q.weight", {}).rows is None
+
+
+def test_llama3_scaling_is_recovered_or_kept_frequency_by_frequency():
+    file = File("llama-llama3")
+    assert file.config()["rope_scaling"]["rope_type"] == "longrope"  # a length that no published model has
+    hf = file.variant.config | {"rope_theta": 500000.0}
+    for low, high, length, factor in ((1.0, 4.0, 8192, 8.0), (1.0, 4.0, 8192, 32.0)):
+        scaling = {
+            "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+            "original_max_position_embeddings": length,
+        }  # fmt: skip
+        file.tensors |= gguf_written.factors(hf | {"rope_scaling": scaling})
+        assert file.config(**{"rope.freq_base": 500000.0})["rope_scaling"] == scaling
+
+
+def test_rotary_share_is_not_rounded_down():
+    file = File("glm4")
+    for head in range(2, 257, 2):
+        for turned in range(2, head + 1, 2):
+            sizes = {"attention.key_length": head, "attention.value_length": head, "rope.dimension_count": turned}
+            share = file.config(**sizes).get("partial_rotary_factor", 1.0) if head % 30 == 0 else None
+            assert share is None or int(head * share) == turned
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"block_count": None}, "llama.block_count is missing"),
+        ("llama", {"block_count": "3"}, "llama.block_count = '3'; it must be a whole number of at least 1"),
+        ("llama", {"block_count": 10**9}, "the file has 30 tensors"),
+        ("llama", {"attention.head_count": [4, 8, 4]}, "must be the same for all layers"),
+        ("llama", {"attention.head_count": [4, True, 4]}, "has True at place 1; it must be a whole number"),
+        ("llama", {"attention.value_length": 8}, "must be the 16 of attention.key_length"),
+        ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, "must be a number"),
+        ("llama", {"attention.layer_norm_rms_epsilon": 0.0}, "must be a positive number"),
+        ("llama", {"rope.dimension_count": 17}, "must be even and at most the heads' 16"),
+        ("llama", {"rope.scaling.type": "su"}, "it can be none, linear, yarn or longrope"),
+        ("llama", {"rope.scaling.type": "yarn"}, "yarn needs a positive number"),
+        ("mixtral", {"expert_used_count": 5}, "there are 4 experts"),
+        ("minimax-m2", {"expert_gating_func": 4}, "it can be 1 for softmax or 2 for sigmoid"),
+        ("glm4", {"rope.dimension_sections": [8, 4, 4, 0]}, "models that see are not supported"),
+        ("cohere2", {"attention.sliding_window_pattern": [True]}, "has 1 entries for 4 layers"),
+        ("llama4-text", {"attention.sliding_window": 0}, "is not supported"),
+        ("gemma4-moe", {"attention.sliding_window_pattern": None}, "must be a list"),
+        ("qwen3-5", {"attention.recurrent_layers": [True]}, "has 1 entries for 4 layers"),
+        ("qwen3-5", {"ssm.inner_size": 130}, "4 heads of values must share it"),
+        ("mamba2", {"ssm.inner_size": 129}, "it must be a multiple of 8 heads"),
+    ],
+)
+def test_what_is_wrong_is_named(name, change, message):
+    with pytest.raises(ModelError, match=message):
+        File(name).config(**change)
+
+
+def test_an_architecture_that_is_not_known_names_those_that_are():
+    with pytest.raises(ModelError, match="'mamba'.*llama.*smollm3"):
+        config_of({"general.architecture": "mamba"}, {})
+    with pytest.raises(ModelError, match="general.architecture is missing"):
+        config_of({}, {})
+
+
+def test_tensors_that_do_not_belong_or_do_not_fit_are_named():
+    file = File("llama")
+    config = file.config()
+    with pytest.raises(ModelError, match=r"blk.0.attn_extra.weight is not one that llama models"):
+        origins("llama", file.shapes | {"blk.0.attn_extra.weight": (3,)}, config)
+    with pytest.raises(ModelError, match=r"blk.0.attn_q.weight has shape \(3, 64\); it must have 64 rows"):
+        origins("llama", file.shapes | {"blk.0.attn_q.weight": (3, 64)}, config)
+    ahead = file.shapes | {"blk.3.attn_norm.weight": (64,), "blk.0.attn_rot_embd.weight": (8,)}
+    assert origins("llama", ahead, config).keys() == file.checkpoint.keys()
+    file = File("granite-moe-shared")
+    without = {name: shape for name, shape in file.shapes.items() if name != "blk.1.ffn_up_shexp.weight"}
+    with pytest.raises(ModelError, match="needs a tensor for up beside blk.1.ffn_gate_shexp.weight"):
+        origins("granitemoe", without, file.config())
+
+
+def test_a_bias_that_only_some_layers_have_is_refused():
+    file = File("llama-biases")
+    del file.shapes["blk.1.attn_q.bias"]
+    with pytest.raises(ModelError, match=r"layer 1 has no tensor attn_q.bias, which others have"):
+        file.config()
+    file = File("qwen3-moe-bias")
+    file.shapes = {name: shape for name, shape in file.shapes.items() if not name.endswith("attn_output.bias")}
+    with pytest.raises(ModelError, match="attn_q has a bias and attn_output has none"):
+        file.config()

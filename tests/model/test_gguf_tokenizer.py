@@ -1,0 +1,349 @@
+"""Tokenizers of GGUF files against those that they were written from, and against llama.cpp's own way to merge."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import cases
+from tokenizer_zoo import CORPUS, SPECIAL, byte_fallback, byte_level, random_text
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from quire.model.config import ModelError
+from quire.model.gguf.tokenizer import files_of, tokenizer_of
+from quire.model.gguf.words import RULES
+from quire.model.text.tokenizer import Tokenizer as Folder
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+NASTY = [
+    "", " ", "  ", "\n", "\r\n \n", "a\n\n\nb", "\t\t x", " a", "a ", "   a   b", "It's we'LL They'Re I'm 'tis",
+    "1", "12", "1234567890", "3.14159, 2,718", "x1y22z333", "½ ² ٣٤٥ Ⅻ", "Hello, World!!! (yes)", "foo_bar->baz();",
+    "CamelCase HTMLParser iPhone", "!important /path/to //x\n/\n", "日本語テキスト。你好，世界", "안녕하세요 ㄱㄴ",
+    "🙂👨‍👩‍👧 🇫🇷", "e\u0301a\u0308", "नमस्ते ไทย", "Ünïcödé ΑΒΓ абв", "\u00a0\u3000x", "\ufffd\u200d", "a" * 60, " " * 70,
+    "don’t “quote” — dash…", "<s>[INST]</s>", "<|turn|>hi<|turn|>", "$100 + 5% = ~7 ^2 | `x`", "'S 'T 'LL 'd",
+]  # fmt: skip
+SMALL = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CAPITAL = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+END"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*END"
+    r"|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTES, DIGITS = pre_tokenizers.ByteLevel(False), pre_tokenizers.Digits(True)
+# As tokenizer.json of a model of each kind has it.
+PUBLISHED: dict[str, list[Any]] = {
+    "llama-bpe": [rf"{SMALL}|{WORD}|\p{{N}}{{1,3}}{REST}"],
+    "qwen2": [rf"{SMALL}|{WORD}|\p{{N}}{REST}"],
+    "qwen35": [
+        rf"{SMALL}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "gpt-4o": [CAPITAL.replace("END", f"{SMALL}?").replace("DIGITS", "{1,3}")],
+    "tekken": [CAPITAL.replace("END", "").replace("DIGITS", "")],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+    "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS],
+    "seed-coder": [rf"{SMALL}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "bailingmoe": [
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+        r"|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "exaone-moe": [
+        rf"{SMALL}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "jais-2": [
+        rf"{SMALL}|{WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)"
+        r"|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
+    ],
+    "falcon": [pre_tokenizers.Punctuation("contiguous"), BYTES, pre_tokenizers.Digits(False), "[0-9][0-9][0-9]"],
+    "command-r": [DIGITS, BYTES],
+    "gpt-2": [BYTES],
+    "viking": [" ?[^(\\s|.,!?…。，、।۔،)]+", DIGITS],
+}
+
+
+def published(name: str) -> Tokenizer:
+    """A small tokenizer that cuts texts as models with this name do."""
+    core = Tokenizer(models.BPE())
+    parts = [
+        part if not isinstance(part, str) else pre_tokenizers.Split(Regex(part), "isolated") for part in PUBLISHED[name]
+    ]
+    whole = any(isinstance(part, pre_tokenizers.ByteLevel) for part in parts)
+    parts += [] if whole else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    core.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator([*CORPUS, *NASTY], trainer)
+    core.add_tokens([AddedToken("[INST]", normalized=False)])
+    return core
+
+
+def written(core: Tokenizer, **keys: Any) -> dict[str, Any]:
+    """The metadata that llama.cpp's converter makes of a byte-level tokenizer."""
+    ids, added = core.get_vocab(with_added_tokens=True), core.get_added_tokens_decoder()
+    tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
+    kinds = [NORMAL if i not in added else CONTROL if added[i].special else USER_DEFINED for i in range(len(tokens))]
+    merges = [" ".join(merge) for merge in json.loads(core.to_str())["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+    } | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}  # fmt: skip
+
+
+def texts(seed: int, number: int = 300) -> list[str]:
+    rng = random.Random(seed)
+    mixed = ["".join(rng.choices("ab AB1234'\n\t.,/!_<s>日한é🙂ा", k=rng.randint(1, 40))) for _ in range(cases(number))]
+    return NASTY + mixed + [random_text(rng) for _ in range(cases(number))]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bytes_are_merged_as_in_the_model_s_own_tokenizer(name):
+    core = published(name)
+    core.model.ignore_merges = RULES[name].whole_words
+    read = tokenizer_of(written(core, pre=name))
+    for text in texts(1):
+        ids = core.encode(text, add_special_tokens=False).ids
+        assert read.encode(text, add_special_tokens=False).ids == ids, repr(text)
+        assert read.decode(ids, skip_special_tokens=False) == core.decode(ids, skip_special_tokens=False)
+
+
+def test_every_rule_cuts_without_a_loss():
+    """What is cut is put together again, and nothing hangs on long texts of one kind."""
+    core = byte_level()
+    for name in RULES:
+        read = tokenizer_of(written(core, pre=name))
+        for text in [*NASTY, "1" * 3000, " " * 3000, "a'" * 1500, "\n" * 3000, "日" * 1000, "A" * 3000]:
+            found = read.encode(text, add_special_tokens=False).ids
+            assert read.decode(found, skip_special_tokens=False) == text, (name, text)
+
+
+def test_numbers_are_cut_as_the_rules_say():
+    def pieces(name: str, text: str) -> list[str]:
+        cut = tokenizer_of(written(byte_level(), pre=name)).pre_tokenizer
+        assert cut is not None
+        return [piece for piece, _ in cut.pre_tokenize_str(text)]
+
+    assert pieces("qwen2", "a12345") == ["a", "1", "2", "3", "4", "5"]
+    assert pieces("llama-bpe", "a12345") == ["a", "123", "45"]
+    assert pieces("afmoe", "a12345") == ["a", "12", "345"]
+    assert pieces("superbpe", "12345") == ["12", "345"]
+    assert pieces("default", "12345") == ["123", "45"]
+    assert pieces("tiny_aya", "12345") == ["12", "345"]
+    assert pieces("gpt-2", "a12345") == ["a", "12345"]
+
+
+def scored(pieces: dict[str, float], **keys: Any) -> dict[str, Any]:
+    """The metadata of SentencePiece's BPE with these pieces, after the bytes."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces)],
+        "tokenizer.ggml.scores": [*[0.0] * 259, *pieces.values()], "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    } | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}  # fmt: skip
+
+
+def merged(text: str, pieces: dict[str, float], first: int = 259) -> list[int]:
+    """llama.cpp's way: of all neighbours the two whose token has the best score, of several the leftmost."""
+    ids = {piece: first + number for number, piece in enumerate(pieces)}
+    symbols = list(text)
+    while True:
+        found = [
+            (-pieces[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False)) if a + b in pieces
+        ]
+        if not found:
+            break
+        _, at = min(found)
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    return [i for s in symbols for i in ([ids[s]] if s in ids else [3 + byte for byte in s.encode()])]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces_are_merged_by_score_as_llama_cpp_does(prefix):
+    rng = random.Random(7)
+    for round_ in range(cases(60, least=6)):
+        letters = "ab▁" if round_ % 2 else "abcdefgh▁é日"
+        pieces: dict[str, float] = {letter: -1000.0 - i for i, letter in enumerate(letters)}
+        for _ in range(rng.randint(5, 60)):
+            piece = rng.choice([*pieces]) + rng.choice([*pieces])
+            if len(piece) <= 9:
+                pieces.setdefault(piece, -float(len(pieces)))  # those that came first are best
+        read = tokenizer_of(scored(pieces, add_space_prefix=prefix))
+        for _ in range(40):
+            text = "".join(rng.choices(letters.replace("▁", " ") + "x🙂\n", k=rng.randint(1, 30)))
+            wanted = merged(("▁" if prefix else "") + text.replace(" ", "▁"), pieces)
+            assert read.encode(text, add_special_tokens=False).ids == wanted, (text, pieces)
+
+
+@pytest.mark.parametrize("strip", [True, False])
+def test_sentence_pieces_come_back(strip):
+    """A tokenizer whose merges are ranks is the same by scores."""
+    core = byte_fallback(strip)
+    model = json.loads(core.to_str())["model"]
+    order = {"".join(merge): -float(rank) for rank, merge in reversed([*enumerate(model["merges"])])}
+    ids, added = core.get_vocab(with_added_tokens=True), core.get_added_tokens_decoder()
+    tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
+    kinds = [CONTROL if i in added else BYTE if re.fullmatch("<0x..>", t) else NORMAL for i, t in enumerate(tokens)]
+    read = tokenizer_of(
+        {
+            "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.scores": [order.get(token, -1e6 - i) for i, token in enumerate(tokens)],
+            "tokenizer.ggml.add_space_prefix": strip, "tokenizer.ggml.bos_token_id": 1,
+        }
+    )  # fmt: skip
+    for text in texts(2):
+        ids = core.encode(text)
+        assert read.encode(text).ids == ids.ids, repr(text)
+        assert read.decode(ids.ids) == core.decode(ids.ids)
+
+
+def test_gemma4_has_its_merges_listed():
+    pieces = ["a", "b", "▁", "ab", "▁ab", "\n", "\n\n"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.token_type": [CONTROL] * 4 + [BYTE] * 256 + [NORMAL] * 7, "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.merges": ["a b", "▁ ab", "\n \n"], "tokenizer.ggml.unknown_token_id": 3,
+    }  # fmt: skip
+    read = tokenizer_of(metadata)
+    assert read.encode("ab ab\n\nc").tokens == ["<bos>", "ab", "▁ab", "\n\n", "<0x63>"]
+
+
+def folder(path: Path, metadata: dict[str, Any]) -> Folder:
+    for name, text in files_of(metadata).items():
+        (path / name).write_text(text, encoding="utf-8")
+    return Folder(path)
+
+
+def test_the_files_are_those_of_a_folder(tmp_path):
+    core = byte_level()
+    ids = core.get_vocab()
+    read = folder(
+        tmp_path,
+        written(core, pre="llama-bpe", bos_token_id=ids["<s>"], eos_token_id=ids["<|turn|>"])
+        | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"},
+    )
+    assert read.encode("a") == [ids["<s>"], *read.encode("a", add_special_tokens=False)]
+    assert read.bos_token_id == ids["<s>"]
+    assert read.eos_token_ids == {ids["<|turn|>"], ids["</s>"]}  # the second by its name
+    assert read.special_ids == {ids[token] for token in SPECIAL}
+    assert read.apply_chat_template([{"role": "user", "content": "hi"}]) == "<s>hi"
+    assert read.vocab_size == len(ids)
+
+
+def test_templates_by_name(tmp_path):
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["tool_use"]}
+    metadata = written(byte_level(), pre="gpt-2") | templates | {"tokenizer.chat_template.tool_use": "tools"}
+    read = folder(tmp_path, metadata)
+    assert read.template_for([]) == "plain"
+    assert read.template_for([1]) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("keys", "ends"),
+    [
+        ({}, ([], [])),
+        ({"add_bos_token": True, "bos_token_id": 0}, (["<s>"], [])),
+        ({"add_eos_token": True, "bos_token_id": 0, "eos_token_id": 1}, ([], ["</s>"])),
+        ({"add_bos_token": True, "add_eos_token": True, "bos_token_id": 0, "eos_token_id": 1}, (["<s>"], ["</s>"])),
+    ],
+)
+def test_what_is_added_to_a_text(keys, ends):
+    first, last = ends
+    read = tokenizer_of(written(byte_level(), pre="qwen2", **keys))
+    assert read.encode("a").tokens == [*first, "a", *last]
+    assert read.encode("a", "b").tokens == [*first, "a", *last, *first, "b", *last]
+
+
+def test_the_end_of_a_message_is_not_the_end_of_an_answer(tmp_path):
+    core = byte_level()
+    core.add_special_tokens(["<|end|>", "<|return|>", "<|call|>"])
+    ids = core.get_vocab(with_added_tokens=True)
+    read = folder(tmp_path, written(core, pre="gpt-4o", eos_token_id=ids["<|return|>"]))
+    assert read.eos_token_ids == {ids["<|return|>"], ids["<|call|>"], ids["</s>"]}
+
+
+def test_padding_of_a_vocabulary_is_no_token():
+    metadata = written(byte_level(), pre="qwen2")
+    size = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += ["[PAD1]", "[PAD1]", ""]
+    metadata["tokenizer.ggml.token_type"] += [UNUSED, UNUSED, NORMAL]
+    read = tokenizer_of(metadata)
+    assert read.get_vocab_size() == size
+    assert read.id_to_token(size) is None
+
+
+def test_numpy_arrays_are_lists():
+    metadata = scored({"a": -1.0, "b": -2.0, "ab": -3.0, "▁": -4.0})
+    usual = tokenizer_of(metadata)
+    metadata["tokenizer.ggml.scores"] = np.float32(metadata["tokenizer.ggml.scores"])
+    metadata["tokenizer.ggml.token_type"] = np.int32(metadata["tokenizer.ggml.token_type"])
+    assert tokenizer_of(metadata).encode("ab a").ids == usual.encode("ab a").ids
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "bert"}, "tokenizer.ggml.model = 'bert' is not supported; supported are gemma4, gpt2, llama"),
+        ({"model": 3}, "tokenizer.ggml.model = 3; it must be text"),
+        ({"pre": "new"}, "tokenizer.ggml.pre = 'new' is not known; it can be default"),
+        ({"pre": None}, "tokenizer.ggml.pre is missing"),
+        ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"tokens": "abc"}, "tokenizer.ggml.tokens = 'abc'; it must be a list"),
+        ({"tokens": ["a", 3]}, "tokenizer.ggml.tokens has 3 at place 1; it must be text"),
+        ({"tokens": []}, "has 0 entries; it must have 1"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1], "merges": []}, "has 'a' twice, as 0 and 1"),
+        ({"tokens": ["a" * 5000], "token_type": [1]}, "token 0 has 5000 characters"),
+        ({"token_type": [1]}, "token_type has 1 entries for"),
+        ({"token_type": [0] * 360}, "token_type has 0 at place 0; it can be 1 to 6"),
+        ({"merges": None}, "merges is missing"),
+        ({"merges": ["ab"]}, "merges has 'ab' at place 0; it must be two tokens that make one"),
+        ({"merges": ["zz yy"]}, "merges has 'zz yy' at place 0; it must be two tokens that make one"),
+        ({"bos_token_id": 9999}, "bos_token_id = 9999; there are 360 tokens"),
+        ({"bos_token_id": -1}, "bos_token_id = -1; it must be a whole number of at least 0"),
+        ({"add_bos_token": True}, "add_bos_token is true, but bos_token_id is missing"),
+        ({"add_bos_token": 1}, "add_bos_token = 1; it must be true or false"),
+    ],
+)
+def test_what_is_wrong_is_named(change, message):
+    metadata = written(byte_level(), pre="qwen2") | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+    with pytest.raises(ModelError, match=re.escape(message)):
+        files_of(metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": [0.0]}, "scores has 1 entries for 260 tokens"),
+        ({"scores": [0.0] * 259 + [float("nan")]}, "scores has nan at place 259; it must be a number"),
+        ({"scores": ["0"] * 260}, "scores has '0' at place 0; it must be a number"),
+        (
+            {"unknown_token_id": None, "token_type": [5] * 259 + [1]},
+            "unknown_token_id is missing, and there is no token",
+        ),
+    ],
+)
+def test_what_is_wrong_with_pieces_is_named(change, message):
+    with pytest.raises(ModelError, match=re.escape(message)):
+        files_of(scored({"a": 0.0}) | {f"tokenizer.ggml.{key}": value for key, value in change.items()})
+
+
+def test_work_on_long_pieces_is_bounded():
+    pieces = {"a" * 4000 + str(number): 0.0 for number in range(100)}
+    with pytest.raises(ModelError, match="the tokens are too long to be cut everywhere"):
+        files_of(scored(pieces))

@@ -1,0 +1,71 @@
+"""Tiny models as GGUF files: those of the golden tests, from config.json and weights that follow from their names."""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import gguf_written
+import jax
+from golden.families import VARIANTS
+from golden.families_states import FALCON_H1
+from golden.folder import draw
+from golden.variant import Variant
+
+from quire.model.checkpoint import loader
+from quire.model.config import ModelConfig
+from quire.model.families import FAMILIES
+from quire.model.families.common import Source
+from quire.model.gguf.architectures import config_of
+
+# Rotary embeddings that llama.cpp does not know, weights in a format, biases of convolutions, and scores in two parts.
+LEFT_OUT = {
+    "gpt-oss", "lfm2-plain", "llama-dynamic", "llama-dynamic-stretched", "llama-longrope", "phimoe-longrope",
+}  # fmt: skip
+ONES = {key: 1.0 for key in FALCON_H1 if key.endswith("_multiplier")}
+# Falcon-H1's multipliers are folded into its weights, and Granite's layers beside Mamba do not rotate.
+WITHOUT = {"model_type": "falcon_h1", "mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5} | ONES
+CHANGED = {
+    "falcon-h1": WITHOUT, "falcon-h1-normed": WITHOUT, "granite-hybrid-moe": {"position_embedding_type": "nope"},
+}  # fmt: skip
+
+
+def written() -> Iterator[Variant]:
+    """The tiny models that there are files of, of those that see the part that reads."""
+    for variant in VARIANTS:
+        hf = variant.config.get("text_config", variant.config)
+        if hf["model_type"] in gguf_written.ARCHITECTURES and variant.name not in LEFT_OUT:
+            yield dataclasses.replace(variant, config=hf | CHANGED.get(variant.name, {}))
+
+
+WRITTEN = {variant.name: variant for variant in written()}
+
+
+def family(hf: dict[str, Any]) -> Any:
+    return importlib.import_module(f"quire.model.families{FAMILIES[hf['model_type']]}")
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint, in its usual form."""
+    sources = jax.tree.leaves(loader.sources_of(config), is_leaf=lambda node: isinstance(node, Source))
+    return {part.name: part.shape for source in sources for part in source.parts}
+
+
+class File:
+    """A tiny model's checkpoint, and the file made of it."""
+
+    def __init__(self, name: str):
+        self.variant = WRITTEN[name]
+        hf = self.variant.config
+        self.made_from = family(hf).config(hf, self.variant.max_len)
+        shapes = shapes_of(self.made_from)
+        self.checkpoint = {name: draw(name, shape, 3, hf["model_type"]) for name, shape in shapes.items()}
+        blocks = hf.get("hybrid_override_pattern", self.made_from.layers)  # Nemotron-H counts each block
+        self.metadata = gguf_written.metadata(hf, len(blocks))
+        self.tensors = gguf_written.tensors(hf, self.checkpoint) | gguf_written.factors(hf)
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        self.architecture = self.metadata["general.architecture"]
+
+    def config(self, **changes: Any) -> dict[str, Any]:
+        metadata = self.metadata | {f"{self.architecture}.{key}": value for key, value in changes.items()}
+        return config_of(metadata, self.shapes, self.tensors.__getitem__)

@@ -1,6 +1,7 @@
 """A model folder before it is read: its config.json, and what the folder is where it is none that can be served."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,17 +92,19 @@ def refuse_other_weights(place: object, names: Iterable[str]) -> None:
         if not (found := sorted(name for name in names if name.endswith(f".{ending}"))):
             continue
         if ending == "gguf":
-            raise ModelError(f"{place} holds {found[0]}: {GGUF_REMEDY}")
+            raise ModelError(
+                f"{place} holds GGUF files: name one, by its path, or on the Hub by what its name ends in: "
+                f"owner/name:{quant_of(found[0])}"
+            )
         raise ModelError(
             f"{place} holds {found[0]} but no *.safetensors; weights are read from safetensors alone: the older "
             "formats can run code. transformers' from_pretrained and then save_pretrained writes them anew"
         )
 
 
-GGUF_REMEDY = (
-    "GGUF files are not read yet; give the folder or Hub id of the *.safetensors that it was made from, and "
-    "--quantization int4 to keep it as small"
-)
+def quant_of(name: str) -> str:
+    """What the name of a GGUF file ends in: as a rule what its weights are kept in."""
+    return re.split(r"[-.]", re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name.rpartition("/")[2]))[-1]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from ..config import ModelError
-from .folder import GGUF_REMEDY, refuse_other_weights
+from . import gguf_folder
+from .folder import refuse_other_weights
 
 BUNDLED = {
     "quill": "quill",
@@ -13,6 +14,7 @@ BUNDLED = {
     "quill-medusa": "quill_medusa",
 }
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+HUB_FILE = re.compile(rf"({HUB_ID.pattern})(?::([\w.-]+)|/([\w./-]+\.gguf))", re.ASCII)  # one GGUF file of a model's
 FILES = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]  # no code, and one format of weights
 WITHOUT_WEIGHTS = ["*.json", "*.jinja", "tiktoken.model"]
 # The same weights again, under their makers' own names; 1_Pooling and the like are parts of the model.
@@ -32,20 +34,52 @@ def resolve(
     if model != "" and folder.is_dir():
         if revision is not None:
             raise ModelError(f"revision is {revision!r}, and {folder} is a folder here: only the Hub has revisions")
-        return folder
+        return folder_of_gguf(folder)
+    if folder.is_file() and folder.suffix == ".gguf":
+        return gguf_folder.folder_of(folder)
     if folder.is_file():
-        raise ModelError(f"model {model!r} is a file and not a folder: {file_remedy(folder)}")
+        raise ModelError(
+            f"model {model!r} is a file and not a folder: give the folder that holds it and config.json, "
+            f"{folder.parent}"
+        )
+    cache = None if download_dir is None else str(Path(download_dir).expanduser())
+    if model is not None and not folder.exists() and (named := HUB_FILE.fullmatch(model)):
+        return gguf_folder.folder_of(fetch_gguf(*named.groups(), revision, cache))
     if model is None or not HUB_ID.fullmatch(model) or folder.exists():
         raise ModelError(
             f"model {model!r} is not a folder; give a folder with config.json, an owner/name on the Hugging Face Hub, "
             f"or one of {', '.join(BUNDLED)}"
         )
-    return fetch(model, files, revision, None if download_dir is None else str(Path(download_dir).expanduser()))
+    return fetch(model, files, revision, cache)
 
 
-def file_remedy(file: Path) -> str:
-    """What to give in place of a file."""
-    return GGUF_REMEDY if file.suffix == ".gguf" else f"give the folder that holds it and config.json, {file.parent}"
+def folder_of_gguf(folder: Path) -> Path:
+    """The folder itself, or that of the one GGUF file in it where it has nothing else."""
+    if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
+        return folder
+    files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
+    firsts = [file for file in files if not (part := gguf_folder.PART.search(file.name)) or int(part[1]) == 1]
+    if len(firsts) > 1:
+        names = ", ".join(file.name for file in firsts)
+        raise ModelError(f"{folder} holds several GGUF files, {names}: give one of them")
+    return gguf_folder.folder_of(firsts[0]) if firsts else folder
+
+
+def fetch_gguf(model: str, quant: str | None, file: str | None, revision: str | None, cache: str | None) -> Path:
+    """One GGUF file of a model, or the first part of one: by its path, or by what its name ends in, such as Q4_K_M."""
+    stem = (file or "").removesuffix(".gguf")
+    whole = gguf_folder.PART.sub("", file or "")
+    patterns = [f"{stem}.gguf", f"{whole}-*-of-*.gguf"]
+    if quant is not None:
+        patterns = [f"*{case}*.gguf" for case in (quant, quant.lower(), quant.upper())]
+    folder = fetch(model, patterns, revision, cache)
+    ends = re.compile(rf"(.*[-./])?{re.escape(quant or '')}(-00001-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.gguf"))
+    found = [name for name in names if (ends.fullmatch(name) if quant is not None else name == file)]
+    if len(found) != 1:
+        wish = f"ends in {quant}" if quant is not None else f"is {file}"
+        raise ModelError(f"model {model!r} on the Hub has {len(found) or 'no'} GGUF files whose name {wish}")
+    return folder / found[0]
 
 
 def fetch(model: str, files: list[str], revision: str | None = None, cache: str | None = None) -> Path:

@@ -32,7 +32,9 @@ from . import embedder, heads, orbax, published, reranker
 from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
 from .folder import read_config_json
+from .gguf_folder import weights_of
 from .placement import Location, Placement, with_head
+from .published import gguf
 from .published.matrix import fits, read_node
 from .safetensors import Tensor, find_tensors
 
@@ -299,15 +301,27 @@ def specs_of(config: ModelConfig) -> ModelWeights:
     def choose(dense_spec: ArraySpec, spec, source):
         if isinstance(spec, ArraySpec):
             return spec
-        groups = {stored.group_of(part.name.removesuffix(".weight")) for part in source.parts}
-        kinds = {group and group.quant for group in groups}
-        if kinds == {config.quant}:
-            return spec
-        kind = kinds.pop() if len(kinds) == 1 else None  # of several formats, or partly left dense: widened
+        kind = kind_of(stored, source)
         return (quant.stacked if dense_spec.stacked else quant.packed)(kind, dense_spec)
 
-    specs = specs.replace(layers=jax.tree.map(choose, dense.layers, specs.layers, family.sources(config).layers))
-    return specs if stored.rounds_head else specs.replace(embed_VD=dense.embed_VD, head_VD=dense.head_VD)
+    sources = family.sources(config)
+    specs = specs.replace(layers=jax.tree.map(choose, dense.layers, specs.layers, sources.layers))
+    if stored.rounds_head:
+        return specs
+    name = "embed_VD" if config.tied else "head_VD"
+    kind = kind_of(stored, getattr(sources, name))
+    own = {} if kind is None else {name: quant.packed(kind, getattr(dense, name))}
+    return specs.replace(**{"embed_VD": dense.embed_VD, "head_VD": dense.head_VD} | own)
+
+
+def kind_of(stored: StoredFormat, source) -> str | None:
+    """The format of a weight that is made of a checkpoint's matrices; None where it is dense.
+
+    Of several formats it is one that holds the codes of all; where there is none, or a part is dense, it is widened.
+    """
+    groups = {stored.group_of(part.name.removesuffix(".weight")) for part in source.parts}
+    kinds = {None if group is None else group.quant for group in groups}
+    return quant.common(kinds)
 
 
 def module_of(config: ModelConfig) -> Any:
@@ -346,7 +360,8 @@ def log_left_out(names: list[str]) -> None:
 
 def find_parts(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:
     """The tensors of a folder by their family's own names, all known, and the parts of each leaf among them."""
-    family, tensors = module_of(config), find_tensors(folder)
+    family, file = module_of(config), weights_of(folder)
+    tensors = find_tensors(folder) if file is None else gguf.find(file)
     for where, _ in (embedder.read(folder) or embedder.Embedder()).dense:
         tensors |= {f"{where}.{name}": tensor for name, tensor in find_tensors(folder / where).items()}
     tensors = published.gather(tensors, config.stored)

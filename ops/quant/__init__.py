@@ -9,6 +9,8 @@ from typing import Any, Protocol, cast
 
 from ...sharding.spec import ArraySpec
 from .compressed import FormatError, Rounded, Scheme
+from .grouped import Grouped
+from .int4 import Int4
 from .stack import in_front, one_of
 
 FORMATS = {
@@ -90,6 +92,22 @@ def stored_name(name: str) -> str:
     if found is None:
         raise FormatError(f"{name!r} has no form in which compressed-tensors keeps it")
     return found
+
+
+def common(names: set[str | None]) -> str | None:
+    """The format that holds the codes of all these exactly; None where one is no format, or no format does."""
+    if len(names) == 1:
+        return next(iter(names))
+    if None in names:
+        return None
+    every = [example(name) for name in names if name is not None]
+    if not all(
+        isinstance(one, Int4) and one.zero is None or isinstance(one, Grouped) and one.code in ("uint4", "int8")
+        for one in every
+    ):
+        return None
+    least = any(isinstance(one, Grouped) and one.least is not None for one in every)
+    return f"int8-weights-{min(one.shared for one in every)}{'-least' if least else ''}"
 
 
 def splits(name: str) -> bool:

@@ -14,6 +14,7 @@ METHODS = {
     "gptq": ".gptq",
     "fp8": ".fp8",
     "fbgemm_fp8": ".fp8",
+    "gguf": ".gguf",
 }
 
 

@@ -46,7 +46,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     truth(said, "zero_point", True)
     form = Integers(4, whole_number(said, "group_size", -1, 16, 32, 64, 128, 256))
     ignore = patterns(f"{HERE}.modules_to_not_convert", said.get("modules_to_not_convert", []))
-    return StoredFormat("awq", (group_of(form),), ("lm_head", *ignore), parts=True, rounds_head=False)
+    return StoredFormat("awq", (group_of(form),), ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:

@@ -56,7 +56,9 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
               for name in patterns(f"{HERE}.{key}", names)]  # fmt: skip
     blocks = "weight_block_size" in said
     group = StoredGroup("fp8-weights-128" if blocks else "fp8", "blocks" if blocks else "outputs")
-    return StoredFormat(said["quant_method"], (group,), ("lm_head", *spared), parts=True, rounds_head=False)
+    return StoredFormat(
+        said["quant_method"], (group,), ("lm_head", "embed_tokens", *spared), parts=True, rounds_head=False
+    )
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:

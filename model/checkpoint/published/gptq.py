@@ -67,7 +67,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     ordered = not truth(said, "desc_act", False)
     form = Integers(bits, size, centred=truth(said, "sym", True), ordered=ordered, version=version)
     ignore = patterns(f"{HERE}.modules_to_not_convert", said.get("modules_to_not_convert", []))
-    return StoredFormat("gptq", (group_of(form),), ("lm_head", *ignore), parts=True, rounds_head=False)
+    return StoredFormat("gptq", (group_of(form),), ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ....ops.quant import Rounded
 from ....ops.quant.int4 import Int4
 from ...config import ModelError
 from ...stored_format import StoredGroup
@@ -49,20 +50,20 @@ class IntegerMatrix(Matrix):
             groups = np.arange(len(codes)) // (len(codes) // len(scales))
         return ((codes.astype(np.float32) - zeros[groups]) * scales[groups]).T
 
-    def checked_fields(self) -> dict[str, np.ndarray]:
+    def fields_for(self, node: Rounded) -> dict[str, np.ndarray]:
         codes, scales, zeros, groups = self.unpacked()
         if groups is not None:
             raise ModelError(
                 f"tensor {self.name!r} has inputs in an order of their own, and config.json says desc_act = False"
             )
-        middle, format_ = 1 << self.form.bits - 1, self.format
-        assert isinstance(format_, Int4)
+        assert isinstance(node, Int4)
+        middle = 1 << self.form.bits - 1
         if self.form.centred and (zeros != middle).any():
             raise ModelError(
                 f"tensor {self.name!r} has a zero point other than {middle}, and quantization_config says sym = True"
             )
-        again = len(codes) // len(scales) // format_.group  # of a group that is several
-        shared = {"scale": self.finite(scales)} | ({} if format_.zero is None else {"zero": zeros})
+        again = len(codes) // len(scales) // node.group  # of a group that is several
+        shared = {"scale": self.finite(scales)} | ({} if node.zero is None else {"zero": zeros})
         return {"nibbles": codes.T} | {name: value.T.repeat(again, 1) for name, value in shared.items()}
 
 

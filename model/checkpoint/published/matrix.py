@@ -32,11 +32,16 @@ class Matrix:
 
     def read(self) -> np.ndarray:
         """The matrix in float32."""
-        assert self.format is not None, "a matrix that no format has says itself what it means"
-        return self.format.decode({name: self.spread(value) for name, value in self.checked_fields().items()})
+        node = self.format
+        assert node is not None, "a matrix that no format has says itself what it means"
+        return node.decode({name: self.spread(value, node) for name, value in self.fields_for(node).items()})
 
-    def checked_fields(self) -> dict[str, np.ndarray]:
-        """Codes, scales and so on, as `Rounded` has them: [out, in], or narrower where inputs share a value."""
+    def holds(self, node: Rounded) -> bool:
+        """Whether a node can have its codes."""
+        return self.format is not None and self.format.kind == node.kind
+
+    def fields_for(self, node: Rounded) -> dict[str, np.ndarray]:
+        """Codes, scales and so on, as such a node has them: [out, in], or narrower where inputs share a value."""
         try:
             found = self.fields({ending: tensor.read() for ending, tensor in self.tensors.items()})
         except FormatError as error:
@@ -59,13 +64,13 @@ class Matrix:
         """The name of the tensor that the scales come from."""
         return next(tensor.name for ending, tensor in self.tensors.items() if "scale" in ending)
 
-    def spread(self, values: np.ndarray) -> np.ndarray:
+    def spread(self, values: np.ndarray, node: Rounded) -> np.ndarray:
         """What neighbouring inputs share, for each of them: [out, in]."""
         if values.shape[1] == 1:
             return np.broadcast_to(values, self.shape)
-        if values.shape[1] == self.shape[1] or self.format is None:
+        if values.shape[1] == self.shape[1]:
             return values
-        return values.repeat(self.format.shared, axis=1)[:, : self.shape[1]]
+        return values.repeat(node.shared, axis=1)[:, : self.shape[1]]
 
 
 def check(tensor: Tensor, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
@@ -87,8 +92,8 @@ def take(tensors: dict[str, Any], stem: str, ending: str, endings: tuple[str, ..
 
 def fits(node: Any, found: list[Any]) -> bool:
     """Whether these tensors hold a node's own codes."""
-    kind = (node.each if isinstance(node, Stack) else node).kind
-    return all(isinstance(one, Matrix) and one.format is not None and one.format.kind == kind for one in found)
+    each = node.each if isinstance(node, Stack) else node
+    return all(isinstance(one, Matrix) and one.holds(each) for one in found)
 
 
 def read_node(dense: ArraySpec, node: Rounded, parts, tensors: dict[str, Any]) -> Any:
@@ -102,11 +107,11 @@ def read_node(dense: ArraySpec, node: Rounded, parts, tensors: dict[str, Any]) -
     for part in parts:
         source, at = tensors[part.name], part.at if isinstance(part.at, tuple) else (part.at,)
         assert all(index == slice(None) for index in at[:axes]), part.name
-        for name, value in source.checked_fields().items():
+        for name, value in source.fields_for(node).items():
             if name not in fields:
                 fields[name] = empty((value.shape[1], *node.out), getattr(node, name).dtype)
             out, step = fields[name], {columns: 1, 1: columns}.get(value.shape[1], node.shared)
-            turned = np.moveaxis(part.turn(source.spread(value)), dense.inputs, range(axes))
+            turned = np.moveaxis(part.turn(source.spread(value, node)), dense.inputs, range(axes))
             turned = turned.reshape(columns, *turned.shape[axes:])[::step]
             fill(out[(slice(None), *at[axes:])], narrowed(turned, out.dtype, source.scales))
     return node.join(fields)

@@ -1,0 +1,164 @@
+"""GGUF files: the tensors of a checkpoint as llama.cpp keeps them, in blocks of many types."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....ops.quant.grouped import Grouped
+from ....ops.quant.int4 import Int4
+from ...config import ModelError
+from ...gguf.fields import Fields
+from ...gguf.file import read_file
+from ...gguf.origin import Origin, Part
+from ...gguf.tensor import BlockTensor
+from ...stored_format import StoredFormat, StoredGroup
+from ..gguf_folder import KEPT, described
+from ..safetensors import Tensor
+from .keys import HERE, known, patterns, refusal
+from .matrix import Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A tensor of the checkpoint, made of those of the file when it is read."""
+
+    name: str
+    origin: Origin
+    tensors: Mapping[str, BlockTensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.origin.shape
+
+    @property
+    def dtype(self) -> Any:
+        return np.dtype(self.tensors[self.origin.parts[0].name].dtype)
+
+    def read(self) -> np.ndarray:
+        parts = [self.numbers(part) for part in self.origin.parts]
+        turn = self.origin.turn
+        made = turn(*parts) if turn else parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return made.reshape(self.shape)
+
+    def numbers(self, part: Part) -> np.ndarray:
+        tensor = self.tensors[part.name]
+        whole = tensor.read() if part.expert is None else tensor.cut(part.expert).read()[0]
+        return whole if part.rows is None else whole[part.rows]
+
+    def mapped(self) -> np.ndarray:
+        return self.read()
+
+    def cut(self, index: int) -> "Cut":
+        """One element of the first axis; the axis stays, with size 1."""
+        return Cut(self, index)
+
+    def fields(self) -> Fields:
+        """The codes [rows, columns] of all parts, and what their groups share."""
+        found = [self.fields_of(part) for part in self.origin.parts]
+        if len(found) == 1:
+            return found[0]
+        joined = {
+            name: None if getattr(found[0], name) is None else np.concatenate([getattr(one, name) for one in found])
+            for name in ("codes", "scale", "least")
+        }
+        return replace(found[0], **joined)
+
+    def fields_of(self, part: Part) -> Fields:
+        tensor = self.tensors[part.name]
+        blocks = tensor.blocks() if part.expert is None else tensor.cut(part.expert).blocks()[0]
+        blocks = blocks if part.rows is None else blocks[part.rows]
+        rows, each = len(blocks), tensor.kind.fields(np.ascontiguousarray(blocks).reshape(-1, tensor.kind.nbytes))
+        shaped = {
+            name: None if (value := getattr(each, name)) is None else value.reshape(rows, -1)
+            for name in ("codes", "scale", "least")
+        }
+        return replace(each, **shaped)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One element of a tensor's first axis."""
+
+    whole: Made
+    index: int
+
+    def read(self) -> np.ndarray:
+        return self.whole.read()[self.index : self.index + 1]
+
+
+@dataclass(frozen=True)
+class BlockMatrix(Matrix):
+    """A matrix whose codes are kept."""
+
+    made: Made
+
+    def read(self) -> np.ndarray:
+        return self.made.read()
+
+    def holds(self, node: Any) -> bool:
+        """Whether a node can have its codes: of its own format, or of a wider one."""
+        own = self.format
+        assert own is not None
+        return own.kind == node.kind or (isinstance(node, Grouped) and widens(own, node))
+
+    def fields_for(self, node: Any) -> dict[str, np.ndarray]:
+        found = self.made.fields()
+        self.finite(found.scale)
+        if isinstance(node, Int4):
+            return {"nibbles": found.codes, "scale": found.scale}
+        again = found.group // node.group
+        scale = (found.scale * np.float32(self.times)).repeat(again, 1)
+        codes = found.codes
+        if node.code == "int8":
+            codes = (codes.astype(np.int16) - found.zero).astype(np.int8).view(np.uint8)
+        fields = {"codes": codes, "scale": scale}
+        if node.least is not None:
+            least = np.zeros_like(found.scale) if found.least is None else self.finite(found.least)
+            fields["least"] = least.repeat(again, 1)
+        return fields
+
+    @property
+    def times(self) -> float:
+        """What the file's scales are to be multiplied with: its floats of four bits are counted in halves."""
+        return 2 if self.group.quant == "mxfp4" else 1
+
+    @property
+    def scales(self) -> str:
+        return self.name
+
+
+def widens(own: Any, node: Grouped) -> bool:
+    """Whether codes of eight bits hold those of a format exactly."""
+    affine = isinstance(own, Int4) or own.code in ("uint4", "int8")
+    least = isinstance(own, Grouped) and own.least is not None
+    return node.code == "int8" and affine and own.group % node.group == 0 and (node.least is not None or not least)
+
+
+def stored_format(config: Mapping[str, Any]) -> StoredFormat:
+    modules = known(HERE, config, {"quant_method": ("gguf",), "modules": ...}).get("modules")
+    if not isinstance(modules, dict) or not {*modules} <= {*KEPT.values()}:
+        raise refusal(f"{HERE}.modules", modules, "an object of formats and the names of modules")
+    groups = [StoredGroup(kind, None, patterns(f"{HERE}.modules.{kind}", names)) for kind, names in modules.items()]
+    return StoredFormat("gguf", tuple(groups), rounds_head=False)
+
+
+def find(file: Path) -> dict[str, Any]:
+    """The tensors of the checkpoint that a file holds."""
+    gguf = read_file(file)
+    _, where = described(gguf)
+    return {name: Made(name, origin, gguf.tensors) for name, origin in where.items()}
+
+
+def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
+    found: dict[str, Any] = dict(tensors)
+    for name, made in found.items():
+        group = stored.group_of(name.removesuffix(".weight"))
+        if group is None:
+            continue
+        if not isinstance(made, Made):
+            raise ModelError(f"{HERE}.quant_method = 'gguf', and the weights are in no GGUF file")
+        found[name] = BlockMatrix(name, made.shape, group, {}, made)
+    return found

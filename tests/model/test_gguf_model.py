@@ -1,0 +1,184 @@
+"""GGUF files as models: the numbers that they mean, their own codes, and the engine on them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import tiny_gguf
+from cases import cases
+
+from quire import LLM, SamplingParams
+from quire.model.checkpoint import gguf_folder, hub
+from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.config import ModelError
+from quire.ops.linear import einsum
+from quire.ops.quant.grouped import Grouped
+from quire.ops.quant.int4 import Int4
+
+KINDS = [*gguf_folder.KEPT, "F32", "F16", "BF16", "IQ3_S", "IQ2_XXS"]
+D, F, N, K, H = 256, 512, 8, 4, 32
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def read(file: Path, **options):
+    folder = hub.resolve(str(file))
+    return load_weights(folder, read_config(folder, "float32", **options), put=lambda spec, leaf: leaf)
+
+
+def dense_of(leaf) -> np.ndarray:
+    """[*into, *out], through the format's own arithmetic, which float32 holds as GGUF's does."""
+    if isinstance(leaf, Int4):
+        return np.asarray(leaf.dense()).reshape(*leaf.into, *leaf.out)
+    if isinstance(leaf, Grouped):
+        return np.asarray(leaf.dense(int(np.prod(leaf.into)))).reshape(*leaf.into, *leaf.out)
+    return leaf
+
+
+def assert_is(weights, means: dict[str, np.ndarray]) -> None:
+    """Bit for bit, but for the sign of a zero."""
+    for i, layer in enumerate(weights.layers):
+        names = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+        q, k, v, o, gate, up, down = (means[f"model.layers.{i}.{name}.weight"].T for name in names)
+        qkv = np.concatenate([q.reshape(D, N, H), k.reshape(D, K, H), v.reshape(D, K, H)], axis=1)
+        found = layer.attention.qkv_DGH, layer.attention.out_NHD, layer.mlp.up_DGF, layer.mlp.down_FD
+        for leaf, right in zip(found, (qkv, o.reshape(N, H, D), np.stack([gate, up], axis=1), down), strict=True):
+            np.testing.assert_array_equal(dense_of(leaf), right)
+        np.testing.assert_array_equal(layer.pre_attention_norm_D, means[f"model.layers.{i}.input_layernorm.weight"])
+    np.testing.assert_array_equal(dense_of(weights.embed_VD), means["model.embed_tokens.weight"])
+    head = dense_of(weights.head_VD)
+    np.testing.assert_array_equal(head if head.shape == (96, D) else head.T, means["lm_head.weight"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_means_what_the_package_says(tmp_path, kind):
+    means = tiny_gguf.write(tmp_path / "model.gguf", kind)
+    weights = read(tmp_path / "model.gguf")
+    assert_is(weights, means)
+    kept = isinstance(weights.layers[0].mlp.down_FD, Int4 | Grouped)
+    assert kept == (kind in gguf_folder.KEPT)
+    assert read_config(hub.resolve(str(tmp_path / "model.gguf"))).quant == gguf_folder.KEPT.get(kind)
+
+
+@pytest.mark.parametrize(("kind", "other"), [("Q4_K", "Q6_K"), ("Q4_0", "Q8_0"), ("Q3_K", "Q5_K"), ("IQ4_XS", "Q5_K")])
+def test_types_that_are_mixed(tmp_path, kind, other):
+    """As in Q4_K_M: what is one matrix here is kept in codes of eight bits that hold both, or is widened."""
+    means = tiny_gguf.write(tmp_path / "model.gguf", kind, other=other)
+    weights = read(tmp_path / "model.gguf")
+    assert_is(weights, means)
+    qkv = weights.layers[0].attention.qkv_DGH
+    assert isinstance(qkv, np.ndarray) if kind == "IQ4_XS" else (qkv.code, qkv.packed) == ("int8", False)
+    assert not isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "IQ4_XS", "MXFP4", "IQ3_S"])
+def test_tokens_and_company(tmp_path, kind):
+    """Near the dense model of the same numbers, whatever the batch; with a prefix cache and a schema."""
+    means = tiny_gguf.write(tmp_path / "model.gguf", kind, other="Q6_K" if kind == "Q4_K" else None)
+    tiny.write(tmp_path / "dense", tiny_gguf.LLAMA, means)
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_logprobs": 96}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=96)
+    llm = LLM(tmp_path / "model.gguf", **options)
+    prompts = ["a story about a fox", "rain", "one two one two one two one two one", "went home"]
+    together = llm.generate(prompts, params)
+    ids = [{"prompt_token_ids": one.prompt_token_ids} for one in together]
+    assert ids[0]["prompt_token_ids"][0] == 1  # begins as the file says
+    exact, rounded = (
+        LLM(tmp_path / "dense", dtype=dtype, skip_tokenizer_init=True, **options).generate(ids, params)
+        for dtype in ("float32", "bfloat16")
+    )
+
+    def first(answers) -> np.ndarray:
+        return np.array([[one.outputs[0].logprobs[0][token].logprob for token in range(96)] for one in answers])
+
+    assert np.abs(first(together) - first(exact)).max() < 3 * np.abs(first(rounded) - first(exact)).max()
+    for prompt, one in zip(prompts, together, strict=True):
+        alone = llm.generate(prompt, params)[0].outputs[0]
+        assert (alone.token_ids, alone.logprobs) == (one.outputs[0].token_ids, one.outputs[0].logprobs)
+    chosen = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"choice": ["fox", "bird"]})
+    assert llm.generate("a", chosen)[0].outputs[0].text.strip() in ("fox", "bird")
+
+
+def test_the_head_and_the_embedding_in_one(tmp_path):
+    """A tied embedding keeps its codes, and rows of it are looked up in them."""
+    means = tiny_gguf.write(tmp_path / "model.gguf", "Q6_K", tiny_gguf.LLAMA | {"tie_word_embeddings": True})
+    folder = hub.resolve(str(tmp_path / "model.gguf"))
+    config = read_config(folder, "float32")
+    assert config.tied
+    table = load_weights(folder, config, put=lambda spec, leaf: leaf).embed_VD
+    assert isinstance(table, Grouped)
+    np.testing.assert_array_equal(table[np.array([5, 0, 95])], means["model.embed_tokens.weight"][[5, 0, 95]])
+    x = np.random.default_rng(0).standard_normal((3, D)).astype(np.float32)
+    right = x @ means["model.embed_tokens.weight"].T
+    np.testing.assert_allclose(einsum("RD,VD->RV", jax.numpy.asarray(x), table), right, atol=0.1)
+
+
+def test_parts(tmp_path):
+    """A file in parts, by the name of any of them; and a folder that holds nothing else."""
+    (tmp_path / "m").mkdir()
+    means = tiny_gguf.write(tmp_path / "m" / "model.gguf", "Q8_0", split_max_tensors=7)
+    parts = sorted((tmp_path / "m").glob("*.gguf"))
+    assert len(parts) > 1
+    for given in (*parts, tmp_path / "m"):
+        assert_is(read(given), means)
+
+
+def test_a_folder_of_several(tmp_path):
+    for name in ("a", "b"):
+        tiny_gguf.write(tmp_path / f"{name}.gguf", "Q8_0")
+    with pytest.raises(ModelError, match=r"several GGUF files, a\.gguf, b\.gguf: give one of them"):
+        hub.resolve(str(tmp_path))
+
+
+def test_a_file_that_changes_is_read_anew(tmp_path):
+    file = tmp_path / "model.gguf"
+    tiny_gguf.write(file, "Q8_0")
+    first = hub.resolve(str(file))
+    assert hub.resolve(str(file)) == first
+    file.unlink()
+    means = tiny_gguf.write(file, "Q4_0", seed=1)
+    assert hub.resolve(str(file)) != first
+    assert_is(read(file), means)
+
+
+def test_a_format_cannot_be_asked_for(tmp_path):
+    tiny_gguf.write(tmp_path / "model.gguf", "Q4_K")
+    with pytest.raises(ModelError, match="'int8', and the checkpoint is quantised already"):
+        read(tmp_path / "model.gguf", quantization="int8")
+
+
+def test_modules_that_are_not_understood(tmp_path):
+    tiny_gguf.write(tmp_path / "model.gguf", "Q4_0")
+    folder = hub.resolve(str(tmp_path / "model.gguf"))
+    config = json.loads((folder / "config.json").read_text())
+    for wrong in ({"int9": []}, {"int4-32": "x"}, {"int4-32": ["re:("]}, [], None):
+        config["quantization_config"]["modules"] = wrong
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match=r"quantization_config\.modules"):
+            read_config(folder)
+
+
+def test_damage_is_named(tmp_path):
+    """Whatever is cut off or changed of a small file: a model, or one error in a line."""
+    file, rng = tmp_path / "model.gguf", np.random.default_rng(0)
+    tiny_gguf.write(file, "Q8_0", tiny_gguf.LLAMA | {"num_hidden_layers": 1})
+    whole = file.read_bytes()
+    for turn in range(cases(200)):
+        data = bytearray(whole)
+        if turn % 3 == 0:
+            del data[int(rng.integers(len(data))) :]
+        for _ in range(0 if turn % 3 == 0 else int(rng.integers(1, 6))):
+            data[int(rng.integers(4000 if turn % 3 == 1 else len(data)))] = int(rng.integers(256))
+        file.unlink()
+        file.write_bytes(bytes(data))
+        try:
+            read(file)
+        except ModelError as error:
+            assert "\n" not in str(error)

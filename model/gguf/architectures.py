@@ -127,6 +127,8 @@ def gemma4(file: Contents) -> Config:
         raise ModelError(f"GGUF: {meta.name('.attention.sliding_window_pattern')} must be a list")
     config |= file.windows(None)
     kinds, L = config["layer_types"], file.layers
+    if "full_attention" not in kinds:
+        raise ModelError(f"GGUF: {meta.name('.attention.sliding_window_pattern')} must leave a layer without a window")
     wide, local = meta.count(".attention.key_length"), meta.count(".attention.key_length_swa")
     kept = meta.of_layers(".attention.head_count_kv", L, least=1)
     widths, full = meta.of_layers(".feed_forward_length", L, least=1), kinds.index("full_attention")
@@ -140,7 +142,8 @@ def gemma4(file: Contents) -> Config:
         "num_kv_shared_layers": meta.count(".attention.shared_kv_layers", 0, least=0),
         "use_double_wide_mlp": widths[-1] == 2 * widths[0], "hidden_activation": "gelu_pytorch_tanh",
         "hidden_size_per_layer_input": meta.count(".embedding_length_per_layer_input", 0, least=0),
-        "vocab_size_per_layer_input": file.shapes.get("per_layer_token_embd.weight", (config["vocab_size"],))[0],
+        "vocab_size_per_layer_input": file.size("per_layer_token_embd.weight", 0)
+        if file.has("per_layer_token_embd.weight") else config["vocab_size"],
         "final_logit_softcapping": meta.positive(".final_logit_softcapping", None), "enable_moe_block": False,
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": share_turned(file, wide),
@@ -346,7 +349,7 @@ def ernie_moe(file: Contents) -> Config:
     count, used, width = file.experts()
     every = file.meta.count(".interleave_moe_layer_step", 1)
     sparse = [number for number in range(file.layers) if file.has(f"blk.{number}.ffn_gate_inp.weight")]
-    if sparse != [i for i in range(sparse[0], sparse[-1] + 1) if (i + 1) % every == 0]:
+    if not sparse or sparse != [i for i in range(sparse[0], sparse[-1] + 1) if (i + 1) % every == 0]:
         raise ModelError(f"GGUF: the layers {shown(sparse)} have experts, which is not every {every} of them")
     shared = [name for number in sparse if file.has(name := f"blk.{number}.ffn_down_shexp.weight")]
     return file.dense("ernie4_5_moe", use_bias=file.biases("attn_q", "attn_k", "attn_v", "attn_output")) | {

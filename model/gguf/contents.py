@@ -39,7 +39,7 @@ class Contents:
         """Whether each layer has a tensor of this name, or none; a file where some have it is refused."""
         numbers = range(self.layers) if layers is None else layers
         found = [self.has(f"blk.{number}.{name}") for number in numbers]
-        if any(found) != all(found):
+        if any(found) and not all(found):
             missing = numbers[found.index(False)]
             raise ModelError(f"GGUF: layer {missing} has no tensor {name}, which others have")
         return any(found)

@@ -7,7 +7,7 @@ import numpy as np
 from ..errors import ModelError
 from .contents import Config, Contents, Shapes
 from .metadata import FLAG
-from .origin import Change, Origin, Part
+from .origin import MOST_ROWS, Change, Origin, Part
 
 DELTA = ("qwen35", "qwen35moe", "qwen3next")
 MAMBA = {
@@ -201,7 +201,7 @@ def nemotron_h(file: Contents) -> Config:
 def in_all(file: Contents, name: str, layers: list[int]) -> bool:
     """Whether all of these layers have such a tensor, or none."""
     found = [file.has(f"blk.{number}.{name}") for number in layers]
-    if any(found) != all(found):
+    if any(found) and not all(found):
         raise ModelError(f"GGUF: layer {layers[found.index(False)]} has no tensor {name}, which others have")
     return any(found)
 
@@ -225,8 +225,10 @@ def values_grouped(stem: str, config: Config) -> np.ndarray | None:
     H = config["linear_value_head_dim"] if stem in ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out") else 1
     if N == K or stem == "ssm_norm":
         return None
-    rows = np.arange(N * H).reshape(N // K, K, H).swapaxes(0, 1).reshape(-1)
     before = 2 * K * config["linear_key_head_dim"] if stem in ("attn_qkv", "ssm_conv1d") else 0
+    if before + N * H > MOST_ROWS:
+        raise ModelError(f"GGUF: {N} heads of {H} numbers after {before}; there can be at most {MOST_ROWS} rows")
+    rows = np.arange(N * H).reshape(N // K, K, H).swapaxes(0, 1).reshape(-1)
     return np.concatenate([np.arange(before), before + rows])
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import ModelError
+
+MOST_ROWS = 1 << 24  # of a tensor whose rows are put in another order
 Turn = Callable[..., np.ndarray]
 
 
@@ -48,4 +51,6 @@ class Change:
 
 def halves_apart(heads: int, size: int) -> np.ndarray:
     """The order of rows that undoes llama.cpp's: in each head it has row 0, row size/2, row 1, and so on."""
+    if size % 2 or heads * size > MOST_ROWS:
+        raise ModelError(f"GGUF: {heads} heads of {size}; their size must be even, and at most {MOST_ROWS} rows in all")
     return np.arange(heads * size).reshape(heads, size // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -154,6 +154,8 @@ def origins(architecture: str, shapes: Shapes, config: Config) -> dict[str, Orig
         if (target := name_of(architecture, name)) is None:
             raise ModelError(f"GGUF: the tensor {name} is not one that {architecture} models are known to have")
         stem = block[2] if block else name
+        if not shape or 0 in shape:
+            raise ModelError(f"GGUF: the tensor {name} has shape {shape}; it must hold numbers")
         kind = stem.rpartition(".")[0]
         if joined := JOINED.get(architecture, {}).get(stem):
             several.setdefault(target, {})[joined] = name
@@ -236,11 +238,11 @@ def joined_origin(architecture: str, target: str, parts: Mapping[str, str], shap
         return latent_origin(parts, shapes)
     if "down" in parts:
         shape, tensor = shapes[parts["down"]], Part(parts["down"])
-        if len(shape) == 2:
+        if len(shape) != 3:
             return Origin(shape, (tensor,))
         return Origin((shape[0], shape[2], shape[1]), (tensor,), lambda x: x.swapaxes(1, 2))
     gate, up = (shapes[parts[part]] for part in ("gate", "up"))
-    if gate != up:
+    if gate != up or len(gate) < 2:
         raise ModelError(f"GGUF: {parts['gate']} has shape {gate} and {parts['up']} {up}; they must be the same")
     both = Part(parts["gate"]), Part(parts["up"])
     if architecture.startswith("granite"):  # rows after rows

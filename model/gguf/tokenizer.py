@@ -16,7 +16,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of t
 NAMED = {  # names in tokenizer_config.json: those of the file
     "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "cls": "cls",
 }  # fmt: skip
-ENDS = (  # control tokens that end an answer, in files that name one of them alone
+ENDS = (  # tokens that end an answer, in files that name one of them alone
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
     "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
@@ -281,7 +281,7 @@ def chat_templates(meta: Metadata) -> str | list[dict[str, str]] | None:
 
 def generation(meta: Metadata, vocabulary: Vocabulary) -> dict[str, Any]:
     """The content of generation_config.json: the tokens that begin a text, and those that end an answer."""
-    control = {vocabulary.tokens[number]: number for number in vocabulary.of(CONTROL)}
+    control = {vocabulary.tokens[number]: number for number in vocabulary.of(CONTROL, USER_DEFINED)}
     stated = [token_id(meta, vocabulary, name) for name in ("eos", "eot", "eom")]
     found = [*stated, *(control[token] for token in ENDS if token in control)]
     if any(both <= control.keys() for both in ANSWER_ENDS):

@@ -1,12 +1,14 @@
 """What a GGUF file says of a model: written by llama.cpp's rules from config.json, and read back."""
 
 import dataclasses
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import gguf_written
 import numpy as np
 import pytest
+from cases import cases
 from gguf_files import WRITTEN, File, family, shapes_of
 
 from quire.model.config import ModelError
@@ -206,3 +208,31 @@ def test_a_bias_that_only_some_layers_have_is_refused():
     file.shapes = {name: shape for name, shape in file.shapes.items() if not name.endswith("attn_output.bias")}
     with pytest.raises(ModelError, match="attn_q has a bias and attn_output has none"):
         file.config()
+
+
+JUNK = [
+    None, 0, 1, -1, 3, 2**31, 2**63, 1e30, 0.5, float("nan"), float("inf"), True, "", "yarn", "longrope", [], [0],
+    [1, 2], [2**40] * 9, ["a"], [True, False] * 9, [[1]], {}, b"x",
+]  # fmt: skip
+
+
+def test_a_spoilt_file_is_a_model_error_or_a_model():
+    """Nothing else is raised, and nothing takes long, whatever stands under a key and whichever tensors there are."""
+    rng = random.Random(11)
+    files = {name: File(name) for name in WRITTEN}
+    for _ in range(cases(4000, least=400)):
+        file = files[rng.choice([*files])]
+        metadata, shapes = dict(file.metadata), dict(file.shapes)
+        for _ in range(rng.randint(1, 3)):
+            if rng.random() < 0.6:
+                metadata[rng.choice([*metadata, f"{file.architecture}.rope.scaling.type"])] = rng.choice(JUNK)
+            elif rng.random() < 0.5:
+                del shapes[rng.choice([*shapes])]
+            else:
+                name = rng.choice([*shapes])
+                shapes[name] = rng.choice([(), (0,), (1,), (2, 2), (7, 64), (3, 5, 7), shapes[name][::-1]])
+        try:
+            config = config_of(metadata, shapes, lambda name: file.tensors[name])  # noqa: B023
+            origins(metadata["general.architecture"], shapes, config)
+        except ModelError:
+            pass

@@ -347,3 +347,49 @@ def test_work_on_long_pieces_is_bounded():
     pieces = {"a" * 4000 + str(number): 0.0 for number in range(100)}
     with pytest.raises(ModelError, match="the tokens are too long to be cut everywhere"):
         files_of(scored(pieces))
+
+
+JUNK = [
+    None,
+    0,
+    -1,
+    2**40,
+    0.5,
+    float("nan"),
+    True,
+    "",
+    "llama",
+    "gpt2",
+    "default",
+    [],
+    ["a"],
+    [1],
+    [None],
+    [""] * 360,
+    {},
+]
+
+
+def test_a_spoilt_tokenizer_is_a_model_error_or_a_tokenizer():
+    rng = random.Random(5)
+    whole = [
+        written(byte_level(), pre="qwen2", bos_token_id=0, eos_token_id=1, add_bos_token=True, eot_token_id=2),
+        scored({"a": -1.0, "b": -2.0, "ab": -3.0}, add_space_prefix=True, add_bos_token=True, padding_token_id=0)
+        | {"tokenizer.chat_templates": ["x"], "tokenizer.chat_template.x": "x", "tokenizer.chat_template": "y"},
+    ]
+    for _ in range(cases(600, least=60)):
+        metadata = dict(rng.choice(whole))
+        for _ in range(rng.randint(1, 2)):
+            key = rng.choice([*metadata])
+            value = metadata[key]
+            if isinstance(value, list) and rng.random() < 0.6:
+                value = list(value)
+                value[rng.randrange(len(value))] = rng.choice([*JUNK, "\ud800", "a b", " ", "x" * 999])
+                metadata[key] = value
+            else:
+                metadata[key] = rng.choice(JUNK)
+        try:
+            files_of(metadata)
+            tokenizer_of(metadata).encode("ab a <s>\n")
+        except ModelError:
+            pass

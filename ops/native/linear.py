@@ -42,6 +42,10 @@ class Product(Weight):
     def rows(self) -> int:
         return math.prod(self.out)
 
+    def meeting(self, x):
+        """Rows as the kernel takes them, and the scale of each, where they are rounded before."""
+        return x, None
+
 
 @struct.dataclass
 class Tiled(Product):
@@ -79,7 +83,15 @@ class Many(Weight):
 def call(node: Product, x, bias, dtype, activation: int = 0):
     """The products with the matrices that are meant of a stack, each with its share of the rows; or the only one."""
     which = jnp.zeros(0, jnp.int32) if node.which is None else node.which
-    rows = x.reshape(*(() if node.which is None else which.shape), -1, math.prod(node.into))
+    rows, scale = node.meeting(x.reshape(*(() if node.which is None else which.shape), -1, math.prod(node.into)))
+    if scale is not None:
+        y = run_kernel(node, rows, which, None, jnp.float32, 0) * scale
+        return (y if bias is None else y + bias.reshape(-1)).astype(dtype)
+    return run_kernel(node, rows, which, bias, dtype, activation)
+
+
+def run_kernel(node: Product, rows, which, bias, dtype, activation: int):
+    """The kernel's products of [.., T, K] rows."""
     if bias is None:
         bias_O = jnp.zeros(0, jnp.float32)
     else:

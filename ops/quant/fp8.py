@@ -139,12 +139,9 @@ class Fp8Blocks(Grouped):
 class TiledFp8(TiledGroups):
     """For the kernels, under rows that are rounded too: bfloat16 holds their codes exactly."""
 
-    def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        lead = x.shape[: x.ndim - len(self.into)]
-        codes_RK, scale_R1 = as_floats(x.reshape(-1, math.prod(self.into)))
-        codes = codes_RK.astype(jnp.bfloat16).reshape(x.shape)
-        y = super().einsum(subscripts, codes, None, jnp.float32) * scale_R1.reshape(*lead, *[1] * len(self.out))
-        return (y if bias is None else y + bias).astype(dtype or x.dtype)
+    def meeting(self, x):
+        codes, scale = as_floats(x)
+        return codes.astype(jnp.bfloat16), scale
 
     def gated(self, subscripts: str, x, activation: str):
         return Weight.gated(self, subscripts, x, activation)

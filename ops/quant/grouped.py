@@ -20,6 +20,8 @@ from ..weight import Weight, check_subscripts
 from . import four_bits
 from .compressed import FormatError, Rounded, split
 
+STEP = 64  # inputs that the kernels' rows are filled up to
+
 
 @dataclass(frozen=True)
 class Code:
@@ -105,15 +107,20 @@ class Grouped(Rounded):
     def for_kernels(self, narrow: bool) -> Weight:
         if not has("pack", CODES[self.code].kernel):
             return self
-        K, scale = math.prod(self.into), np.asarray(self.scale).reshape(len(self.scale), -1)
-        codes, padded = np.asarray(self.codes), len(scale) * self.group
+        K, codes, whole = math.prod(self.into), np.asarray(self.codes), max(STEP, self.group)
+        padded = -(-K // whole) * whole
+
+        def blocks(values) -> np.ndarray:
+            flat = np.asarray(values).reshape(len(values), -1)
+            return by_block(np.pad(flat, ((0, padded // self.group - len(flat)), (0, 0))))
+
         if self.packed:
             tiles = tile_nibbles(codes, K, padded)
         else:
             tiles = tile(np.pad(codes.reshape(K, -1), ((0, padded - K), (0, 0))), 2)
-        least = np.zeros(0, np.float32) if self.least is None else by_block(np.asarray(self.least).reshape(scale.shape))
+        least = np.zeros(0, np.float32) if self.least is None else blocks(self.least)
         sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
-        return TiledGroups(tiles, by_block(scale), least, code=self.code, **sizes)
+        return TiledGroups(tiles, blocks(self.scale), least, code=self.code, **sizes)
 
     def quantize(self, weight: np.ndarray) -> "Grouped":
         """Round to nearest: the largest value of each group at the largest number, or both ends at both ends."""

@@ -72,7 +72,8 @@ def test_blocks_of_a_checkpoint(into, out):
     rng, E, rows = np.random.default_rng(0), 2, int(np.prod(out))
     blocks = rng.integers(0, 256, (E, rows, into // 32, 16), np.uint8)
     scales = rng.integers(120, 130, (E, rows, into // 32), np.uint8)
-    stored, spec = tensors(E, into, out), packed("mxfp4", ArraySpec((E, into, *out), None, (None,) * (2 + len(out))))
+    dense = ArraySpec((E, into, *out), None, (None,) * (2 + len(out)), stacked=True)
+    stored, spec = tensors(E, into, out), packed("mxfp4", dense)
     node = Mxfp4(jnp.asarray(stored.nibbles.turn(blocks)), jnp.asarray(stored.scales.turn(scales)))
     assert node.nibbles.shape == spec.nibbles.shape and node.scales.shape == spec.scales.shape
     for e in range(E):
@@ -102,7 +103,7 @@ def test_by_the_kernels(tmp_path):
 
 def test_specs():
     """Packed weights are small, random ones of the size that dense ones would have."""
-    dense = ArraySpec((3, 256, 2, 64), jnp.bfloat16, ("experts", "embed", None, "ffn"), fan_in=256)
+    dense = ArraySpec((3, 256, 2, 64), jnp.bfloat16, ("experts", "embed", None, "ffn"), fan_in=256, stacked=True)
     specs = packed("mxfp4", dense)
     assert nbytes(specs) < dense.nbytes / 3
     for spec in jax.tree.leaves(specs):
@@ -115,4 +116,4 @@ def test_specs():
 
 def test_an_axis_that_does_not_divide():
     with pytest.raises(ValueError, match="an axis of 48 does not divide into blocks of 32"):
-        packed("mxfp4", ArraySpec((2, 48, 8), jnp.bfloat16, (None, None, None)))
+        packed("mxfp4", ArraySpec((2, 48, 8), jnp.bfloat16, (None, None, None), stacked=True))

@@ -3,12 +3,14 @@
 import math
 from dataclasses import dataclass, replace
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ..ops import quant
+from ..ops.quant.grouped import Grouped
 from ..sharding.mesh import AXES, shardings
 from .config import Layer, ModelConfig, ModelError
-from .weights import ModelWeights, dense_specs
+from .weights import ModelWeights, abstract, dense_specs
 
 SPLITS = {"tensor": "the heads, key-value heads and columns", "expert": "the experts"}
 
@@ -67,6 +69,19 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
     )  # fmt: skip
 
 
+def check_groups(config: ModelConfig, name: str, tensor: int) -> None:
+    """Refuse devices that would cut a group of inputs, which share a scale."""
+    for node in jax.tree.leaves(abstract(replace(config, quant=name)), is_leaf=lambda x: isinstance(x, Grouped)):
+        if not isinstance(node, Grouped) or node.scale.axes[-len(node.out) - 1] in (None, "embed"):
+            continue
+        inputs, groups = math.prod(node.into), node.scale.shape[-len(node.out) - 1]
+        if groups % tensor or groups * node.group != inputs:
+            raise ModelError(
+                f"tensor_parallel_size is {tensor}, and a matrix of {inputs} inputs is kept as {name!r}, whose groups of "
+                f"{node.group} it would cut; it can be a number that divides {inputs} / {node.group}, or 1"
+            )
+
+
 def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1, context: int = 1) -> None:
     """Refuse mesh sizes over which the model cannot be split, and name those over which it can."""
     if not can_stage(config, pipe):
@@ -78,12 +93,16 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
     own = {layer.moe.quant for layer in config.layers if layer.moe is not None and layer.moe.quant is not None}
     if tensor > 1 and (whole := [name for name in own if not quant.splits(name)]):
         raise ModelError(f"experts in {whole[0]} cannot be split by columns: use expert_parallel_size")
-    if tensor > 1 and config.quant is not None and not quant.splits(config.quant):
-        others = [name for name in quant.FORMATS if quant.splits(name)]
-        raise ModelError(
-            f"quantization is {config.quant!r}, whose weights cannot be split by columns: use {' or '.join(others)} "
-            f"with tensor_parallel_size {tensor}, or 1"
-        )
+    groups = () if config.stored is None else config.stored.groups
+    kept = {config.quant, *(group.quant for group in groups)} - {None}
+    for name in sorted(kept) if tensor > 1 else ():
+        if not quant.splits(name):
+            others = [name for name in quant.FORMATS if quant.splits(name)]
+            raise ModelError(
+                f"quantization is {name!r}, whose weights cannot be split by columns: use {' or '.join(others)} "
+                f"with tensor_parallel_size {tensor}, or 1"
+            )
+        check_groups(config, name, tensor)
     for name, size in (("tensor", tensor), ("expert", expert)):
         if not splits(config, **{name: size}):
             fitting = [str(n) for n in range(1, 2 * size + 1) if splits(config, **{name: n})]

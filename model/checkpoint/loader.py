@@ -35,7 +35,7 @@ from .folder import read_config_json
 from .gguf_folder import weights_of
 from .placement import Location, Placement, with_head
 from .published import gguf
-from .published.matrix import fits, read_node
+from .published.matrix import Matrix, fits, read_node
 from .safetensors import Tensor, find_tensors
 
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
@@ -253,6 +253,8 @@ def load_weights(
     """
     dense, specs = dense_specs(config), specs_of(config)
     tensors, parts = find_parts(folder, config)
+    if config.stored is not None:
+        log_widened(specs, parts, tensors, config.dtype)
     if config.stored is not None and config.stored.quant is not None:
         check_codes(dense.layers, specs.layers, parts.layers, tensors)
 
@@ -320,8 +322,9 @@ def kind_of(stored: StoredFormat, source) -> str | None:
     Of several formats it is one that holds the codes of all; where there is none, or a part is dense, it is widened.
     """
     groups = {stored.group_of(part.name.removesuffix(".weight")) for part in source.parts}
-    kinds = {None if group is None else group.quant for group in groups}
-    return quant.common(kinds)
+    kind = quant.common({None if group is None else group.quant for group in groups})
+    # Elsewhere no kernel takes codes in groups, and XLA would decode them in every step.
+    return kind if kind is None or jax.default_backend() == "cpu" or quant.has_gpu_kernel(kind) else None
 
 
 def module_of(config: ModelConfig) -> Any:
@@ -400,6 +403,22 @@ def check_codes(dense, specs, parts, tensors: dict[str, Any]) -> None:
                 )
 
     jax.tree.map(check, dense, specs, parts)
+
+
+def log_widened(specs, parts, tensors: dict[str, Any], dtype: str) -> None:
+    """One line about the matrices that do not stay in their own codes."""
+    found: list[str] = []
+
+    def look(spec, parts) -> None:
+        if isinstance(spec, ArraySpec):
+            found.extend(part.name for part in parts if isinstance(tensors[part.name], Matrix))
+
+    jax.tree.map(look, specs, parts, is_leaf=lambda node: isinstance(node, ArraySpec | Rounded | Stack))
+    if found:
+        logging.getLogger("quire").info(
+            "%d quantised matrices are widened to %s, such as %s: no kernel here takes their codes, or not beside "
+            "those of the others that they are multiplied with", len(found), dtype, found[0],
+        )  # fmt: skip
 
 
 def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor], parts) -> None:

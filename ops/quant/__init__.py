@@ -110,6 +110,11 @@ def common(names: set[str | None]) -> str | None:
     return f"int8-weights-{min(one.shared for one in every)}{'-least' if least else ''}"
 
 
+def has_gpu_kernel(name: str) -> bool:
+    """Whether the product's kernel for GPUs takes codes of a format."""
+    return not isinstance(example(name), Grouped)
+
+
 def splits(name: str) -> bool:
     """Whether weights in a format can be split over the devices of `tensor`."""
     return format_of(name)[0].SPLITS

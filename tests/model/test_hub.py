@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_gguf
 
 import quire.model
 from quire.model.checkpoint import hub
@@ -60,7 +61,7 @@ def test_a_file_is_no_folder(tmp_path):
 def server(tmp_path):
     """(its address, the paths that were asked for).
 
-    `good/model` is there, in two revisions, and `good/gguf` has nothing that can be read; the others are not to be had.
+    `good/model` is there, in two revisions, and `good/gguf` has GGUF files alone; the others are not to be had.
     """
     folder, asked = tmp_path / "there", []
     tiny.write(folder)
@@ -69,6 +70,8 @@ def server(tmp_path):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    tiny_gguf.write(tmp_path / "tiny.gguf", "Q4_K")
+    ggufs = {"README.md": b"", "good-Q4_K_M.gguf": (tmp_path / "tiny.gguf").read_bytes(), "good-Q8_0.gguf": b"GGUF"}
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -76,8 +79,10 @@ def server(tmp_path):
             if self.path.startswith("/api/models/good/model/revision/nowhere"):
                 return self.answer(404, b'{"error": "no"}', **{"X-Error-Code": "RevisionNotFound"})
             if self.path.startswith("/api/models/good/gguf"):
-                names = ("README.md", "good-Q4_K_M.gguf")
-                named = [{"rfilename": n, "path": n, "type": "file", "size": 9, "oid": "0" * 40} for n in names]
+                named = [
+                    {"rfilename": n, "path": n, "type": "file", "size": len(data), "oid": "0" * 40}
+                    for n, data in ggufs.items()
+                ]
                 body = named if "/tree/" in self.path else {"id": "good/gguf", "sha": COMMIT, "siblings": named}
                 return self.answer(200, json.dumps(body).encode())
             if self.path.startswith("/api/models/good/model"):
@@ -90,6 +95,8 @@ def server(tmp_path):
                 return self.answer(200, json.dumps(body).encode())
             sha = OLDER if OLDER in self.path else COMMIT
             name = self.path.split(f"/resolve/{sha}/")[-1]
+            if self.path.startswith("/good/gguf/resolve/") and name in ggufs:
+                return self.answer(200, ggufs[name], ETag=f'"{hash(name)}"', **{"X-Repo-Commit": sha})
             if self.path.startswith("/good/model/resolve/") and name in files:
                 return self.answer(200, files[name], ETag=f'"{hash(name)}"', **{"X-Repo-Commit": sha})
             code = {"gated": "GatedRepo", "broken": "Other"}.get(self.path.split("/")[3], "RepoNotFound")
@@ -201,7 +208,24 @@ def test_a_revision_of_a_folder(tmp_path):
 
 def test_what_the_hub_has_in_another_format(server, child):
     address, _ = server
-    assert "good-Q4_K_M.gguf: GGUF files are not read yet" in child("good/gguf", address)
+    assert "holds GGUF files: name one, by its path, or on the Hub" in child("good/gguf", address)
+    assert "owner/name:Q4_K_M" in child("good/gguf", address)
+
+
+@pytest.mark.parametrize("name", ["good/gguf:Q4_K_M", "good/gguf:q4_k_m", "good/gguf/good-Q4_K_M.gguf"])
+def test_one_gguf_file(server, child, tmp_path, name):
+    """By its path, or by what its name ends in; nothing else of the model is fetched, and offline it is found again."""
+    address, asked = server
+    found = child(name, address, XDG_CACHE_HOME=str(tmp_path / "made"))
+    assert found.startswith("loaded") and str(tmp_path / "made") in found
+    assert not [path for path in asked if path.endswith((".json", ".bin", ".md", "Q8_0.gguf")) and "/resolve/" in path]
+    assert child(name, address, XDG_CACHE_HOME=str(tmp_path / "made"), HF_HUB_OFFLINE="1") == found
+
+
+def test_a_gguf_file_that_is_not_there(server, child):
+    address, _ = server
+    assert "has no GGUF files whose name ends in Q5_K" in child("good/gguf:Q5_K", address)
+    assert "has no GGUF files whose name is other.gguf" in child("good/gguf/other.gguf", address)
 
 
 def test_models_that_are_not_to_be_had(server, child):

@@ -1,0 +1,98 @@
+"""The tables of docs/quantisation.md, made of the code: what each format is, and what published checkpoints become.
+
+`python tests/support/formats_table.py` writes them anew.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from quire.model.checkpoint.gguf_folder import KEPT
+from quire.model.checkpoint.published import split
+from quire.ops import quant
+from quire.ops.product import prepare
+from quire.ops.quant.compressed import Rounded
+from quire.ops.quant.grouped import CODES, Grouped
+from quire.sharding.spec import ArraySpec, nbytes
+
+PAGE = Path(__file__).parents[2] / "docs" / "quantisation.md"
+BEGIN, END = "<!-- tables: python tests/support/formats_table.py -->", "<!-- end of tables -->"
+NAMES = (
+    "int8", "int8-weights", "int8-weights-128", "int8-weights-32-least", "int8-weights-16", "fp8", "fp8-weights",
+    "fp8-weights-128", "int4-32", "int4-64", "int4-128-zero", "int4-32-least", "nf4", "iq4", "nvfp4", "mxfp4",
+)  # fmt: skip
+K, O = 1024, 1024
+BLOCKS = {"weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "group_size": 128, "sym": True, "desc_act": False}
+PUBLISHED = (
+    ("AWQ, 4 bits in groups of 128", {"quant_method": "awq", "bits": 4, "group_size": 128}),
+    ("GPTQ, 4 bits in groups of 128", GPTQ | {"bits": 4}),
+    ("GPTQ, 2 or 3 bits", GPTQ | {"bits": 3}),
+    ("GPTQ, 8 bits", GPTQ | {"bits": 8}),
+    ("GPTQ with `desc_act`", GPTQ | {"bits": 4, "desc_act": True}),
+    ("FP8 in blocks of 128 by 128 (DeepSeek, Qwen)", {"quant_method": "fp8"} | BLOCKS),
+    ("FP8 with a scale a matrix", {"quant_method": "fp8"}),
+    ("FBGEMM FP8", {"quant_method": "fbgemm_fp8"}),
+)
+
+
+def spec(name: str):
+    """A matrix of some size in a format."""
+    return quant.packed(name, ArraySpec((K, O), jnp.bfloat16, (None, None), fan_in=K, inputs=(0,)))
+
+
+def on_hopper(node) -> str:
+    """Whether the product's kernel for NVIDIA GPUs of the Hopper generation takes it."""
+    try:
+        jax.eval_shape(lambda weight: prepare.matrix(weight).array, jax.tree.map(lambda leaf: leaf.struct, node))
+    except NotImplementedError:
+        return "XLA"
+    return "yes"
+
+
+def formats() -> list[str]:
+    rows = [
+        "| format | bits a weight | rows become | CPU kernel | Hopper kernel | split by columns |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in NAMES:
+        node = spec(name)
+        assert isinstance(node, Rounded)
+        rounds = {"int8": "int8", "float8": "FP8"}.get(node.rounds or "", "-")
+        bits, (kernel,) = 8 * nbytes(node) / (K * O), quant.kernels(name)
+        kernel = CODES[node.code].kernel if isinstance(node, Grouped) else kernel
+        splits = "yes" if quant.splits(name) else "no"
+        rows.append(f"| `{name}` | {bits:.3g} | {rounds} | `{kernel}` | {on_hopper(node)} | {splits} |")
+    return rows
+
+
+def published() -> list[str]:
+    rows = ["| published as | kept as |", "|---|---|"]
+    for label, config in PUBLISHED:
+        stored = split({"quantization_config": config})[1]
+        assert stored is not None
+        rows.append(f"| {label} | {kept(stored.quant)} |")
+    found: dict[str, list[str]] = {}
+    for kind, name in KEPT.items():
+        found.setdefault(name, []).append(kind)
+    rows += [f"| GGUF: {', '.join(kinds)} | {kept(name)} |" for name, kinds in found.items()]
+    return [*rows, f"| GGUF: all other types | {kept(None)} |"]
+
+
+def kept(name: str | None) -> str:
+    return "widened to the model's dtype" if name is None else f"`{name}`"
+
+
+def tables() -> str:
+    return "\n".join([BEGIN, "", *formats(), "", *published(), "", END])
+
+
+def page(text: str) -> str:
+    """The page with the tables in their place."""
+    before, _, rest = text.partition(BEGIN)
+    return before + tables() + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

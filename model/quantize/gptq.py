@@ -56,4 +56,4 @@ def inverse_cholesky(H: np.ndarray, damp: float) -> np.ndarray:
             return np.triu(np.linalg.inv(L[::-1, ::-1]))
         except np.linalg.LinAlgError:
             damp = max(10 * damp, 1e-6)
-    raise ModelError(f"inputs over the calibration text depend on each other too closely, even damped; give more text")
+    raise ModelError("inputs over the calibration text depend on each other too closely, even damped; give more text")

@@ -66,6 +66,11 @@ class Source:
     def specs(self) -> ModelWeights:
         return dense_specs(self.dense)
 
+    @cached_property
+    def wanted(self) -> ModelWeights:
+        """The specs of what is to be written."""
+        return abstract(self.config)
+
     def embedding(self) -> ModelWeights:
         """The weights of `decoder.embed`, and no others."""
         of_rows = ("embed_VD", "embed_norm_D", "position_embed_PD", "type_embed_ID")
@@ -79,7 +84,7 @@ class Source:
         """The leaves of a layer by name, such as `mlp.down_FD`."""
         flat, tree = jax.tree_util.tree_flatten_with_path(self.specs.layers[index])
         parts = tree.flatten_up_to(self.parts.layers[index])
-        wanted = tree.flatten_up_to(abstract(self.config).layers[index])
+        wanted = tree.flatten_up_to(self.wanted.layers[index])
         found = {}
         for (path, spec), some, node in zip(flat, parts, wanted, strict=True):
             name = jax.tree_util.keystr(path, simple=True, separator=".")

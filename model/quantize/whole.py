@@ -37,7 +37,9 @@ class Batch:
 def check(config: ModelConfig) -> None:
     """Refuse models that this cannot run."""
     if config.encodes:
-        raise ModelError(f"calibration runs models that write; this one, of the family {config.family}, reads both ways")
+        raise ModelError(
+            f"calibration runs models that write; this one, of the family {config.family}, reads both ways"
+        )
     for index, layer in enumerate(config.layers):
         if isinstance(layer.attention, LatentAttention) and layer.attention.indexer is not None:
             raise ModelError(
@@ -51,7 +53,7 @@ def batches(samples: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, np.n
     ordered = sorted(samples, key=len)
     while ordered:
         T = 16
-        while T < len(ordered[-1]):
+        while len(ordered[-1]) > T:
             T *= 2
         B = max(1, ROWS // T)
         some, ordered = ordered[-B:], ordered[:-B]
@@ -86,7 +88,7 @@ def attention(config: ModelConfig, B: int, T: int):
         score = capped(jnp.einsum("BTKGH,BJKH->BKGTJ", q_BTKGH, k_BJKH), soft_cap)
         at, back = jnp.arange(T), jnp.arange(T)[:, None] - jnp.arange(T)
         seen_TJ = back >= 0
-        if chunked:
+        if chunked and window is not None:
             seen_TJ &= at[:, None] // window == at // window
         elif window is not None:
             seen_TJ &= back < window

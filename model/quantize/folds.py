@@ -45,17 +45,8 @@ def folds(config: ModelConfig, index: int, leaves: dict[str, Leaf]) -> list[Fold
             found.append(Fold(readers, norm=norm))
         read_by = [owner for owner in config.kv_owner if owner == index]
         if len(read_by) == 1 and a.kv_source is None and not a.tied_kv and not a.v_norm:
-            K, shape = a.kv_heads, (a.kv_heads, a.heads // a.kv_heads, a.head_dim)
-            found.append(
-                Fold(
-                    ("attention.out_NHD",),
-                    None,
-                    qkv,
-                    "attention.qkv_bias_GH",
-                    np.s_[-K:],
-                    None if shape[1] == 1 else shape,
-                )
-            )
+            K, heads = a.kv_heads, (a.kv_heads, a.heads // a.kv_heads, a.head_dim)
+            found.append(Fold(("attention.out_NHD",), None, qkv, "attention.qkv_bias_GH", np.s_[-K:], heads))
     norm = norm_of("pre_mlp_norm_D", leaves)
     if plain and norm is not None and not layer.parallel:
         found.append(Fold((up,), norm=norm))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from random import Random
 from typing import Annotated, Any
 
 import typer
 
-from .corpus import MIX, encode
+from .corpus import documents, encode
 from .eval import evaluate
-from .tasks import BOS, document
+from .tasks import BOS
 
 WAYS = {
     "int8": ("rtn", "gptq", "awq", "smoothquant"),
@@ -27,12 +25,6 @@ WAYS = {
 }  # of a group of 128 there is none: quill's rows have 192 numbers
 
 
-def texts(name: str, count: int) -> Iterable[list[tuple[str, float]]]:
-    """Documents with the weight of each part in the loss; training has other names, so other documents."""
-    rng = Random(name)
-    return (document(rng, MIX) for _ in range(count))
-
-
 def perplexity(llm: Any, count: int, seed: int) -> tuple[float, int]:
     """(of the tokens that the model learned to write, in documents that it has not seen; how many these are)."""
     from tokenizers import Tokenizer
@@ -41,23 +33,24 @@ def perplexity(llm: Any, count: int, seed: int) -> tuple[float, int]:
     from ...model.checkpoint import hub
 
     tokenizer = Tokenizer.from_file(str(hub.resolve("quill") / "tokenizer.json"))
-    documents = [encode(tokenizer, parts) for parts in texts(f"held-out/{seed}", count)]
+    held = [encode(tokenizer, parts) for parts in documents(f"held-out/{seed}", count)]
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in documents], params, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in held], params, use_tqdm=False)
     said = [
         entry[token].logprob
-        for (ids, weights), out in zip(documents, outputs, strict=True)
+        for (ids, weights), out in zip(held, outputs, strict=True)
         for token, weight, entry in zip(ids, weights, out.prompt_logprobs, strict=True)
         if weight and entry is not None
     ]
     return math.exp(-sum(said) / len(said)), len(said)
 
 
-def judged(model: str | None, samples: int, documents: int, seed: int) -> dict[str, Any]:
+def judged(model: str | None, samples: int, held_out: int, seed: int) -> dict[str, Any]:
+    """What a model answers, and how well it predicts."""
     from ... import LLM
 
     with LLM(model) as llm:
-        value, count = perplexity(llm, documents, seed)
+        value, count = perplexity(llm, held_out, seed)
         tasks = evaluate(llm, samples, seed).values()
     right, asked = (sum(int(task[name]) for task in tasks) for name in ("right", "samples"))
     return {"right": right, "asked": asked, "perplexity": value, "tokens": count}
@@ -75,7 +68,7 @@ def rounded(out: Path, quantization: str, method: str, calibration: int, seed: i
         quantized.save(folder, out, config)
         return
     tokenizer = Tokenizer(folder)
-    whole = ("".join(part for part, _ in parts) for parts in texts(f"calibration/{seed}", calibration))
+    whole = ("".join(part for part, _ in parts) for parts in documents(f"calibration/{seed}", calibration))
     pieces = [tokenizer.encode(text.removeprefix(BOS))[: config.max_len] for text in whole]
     session.save(folder, out, config, method, pieces)
 
@@ -83,12 +76,12 @@ def rounded(out: Path, quantization: str, method: str, calibration: int, seed: i
 def main(
     table: Annotated[Path, typer.Argument(help="file to write, in Markdown")],
     samples: Annotated[int, typer.Option(min=1, help="fresh samples per task")] = 20,
-    documents: Annotated[int, typer.Option(min=1, help="held-out documents for perplexity")] = 200,
+    held_out: Annotated[int, typer.Option(min=1, help="documents for perplexity")] = 400,
     calibration: Annotated[int, typer.Option(min=1, help="documents that methods look at")] = 128,
     seed: Annotated[int, typer.Option(help="another seed draws other samples and documents")] = 0,
 ):
     """Write a table: exact answers and perplexity as it is, and by each way to round it."""
-    start, found = time.monotonic(), judged(None, samples, documents, seed)
+    start, found = time.monotonic(), judged(None, samples, held_out, seed)
     lines = [
         f"quill: exact answers to {found['asked']} questions, {samples} of each task; perplexity of "
         f"{found['tokens']:,} held-out tokens; calibration on {calibration} documents.",
@@ -109,7 +102,7 @@ def main(
             for method in methods:
                 out = Path(folder) / f"{quantization}-{method}"
                 rounded(out, quantization, method, calibration, seed)
-                add(quantization, method, judged(str(out), samples, documents, seed))
+                add(quantization, method, judged(str(out), samples, held_out, seed))
 
 
 if __name__ == "__main__":

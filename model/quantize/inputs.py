@@ -1,7 +1,7 @@
 """The inputs that matrices meet: weights that tell of them, and what is kept of all rows together."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,9 +34,15 @@ def none_yet(size: int) -> Inputs:
     return Inputs(np.zeros((size, size), np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32))
 
 
+def measured(some: Sequence[Any]) -> Inputs:
+    """Of arrays of rows [R, I] together."""
+    x_RI = jnp.concatenate(some)
+    missing = (1 << (len(x_RI) - 1).bit_length()) - len(x_RI)  # rows of zeros add nothing, and few sizes are compiled
+    return Inputs(*(np.asarray(value) for value in sums(jnp.pad(x_RI, ((0, missing), (0, 0))))))
+
+
 @jax.jit
-def measured(x_RI):
-    """(H, total, top) of some rows."""
+def sums(x_RI):
     x_RI = x_RI.astype(jnp.float32)
     H = jnp.einsum("RI,RJ->IJ", x_RI, x_RI, precision="highest")
     return H, jnp.abs(x_RI).sum(0), jnp.abs(x_RI).max(0)

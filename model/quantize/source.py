@@ -101,29 +101,31 @@ class Source:
 
     def inputs(self, index: int, batches: Sequence[Batch]) -> dict[Key, Inputs]:
         """What each matrix of a layer meets."""
-        weights, leaves = self.layer(index), self.leaves(index)
-        found = {leaf.key(part): none_yet(leaf.size) for leaf in leaves.values() if leaf.rounded for part in leaf.parts}
-
-        for batch in batches:
-
-            def tell(name: str, e: int | None, x, live_T1=batch.positions_T[:, None] >= 0) -> None:
-                rows = x if e is not None else jnp.where(live_T1, x.reshape(len(live_T1), -1), 0)
-                found[name, e] += Inputs(*(np.asarray(value) for value in measured(rows)))
-
-            with jax.disable_jit(any(leaf.rounded and leaf.spec.stacked for leaf in leaves.values())):
-                batch.through(index, watched(weights, leaves, tell), self.dense)
+        weights, leaves = self.layer(index), list(self.leaves(index).values())
+        found = {leaf.key(part): none_yet(leaf.size) for leaf in leaves if leaf.rounded for part in leaf.parts}
+        choosing = any(leaf.rounded and leaf.spec.stacked for leaf in leaves)
+        for batch in batches if found else ():
+            rows: dict[Key, list[Any]] = {}
+            own = watched(weights, leaves, lambda *key, x, rows=rows: rows.setdefault(key, []).append(x))
+            with jax.disable_jit(choosing):  # so that it is known which expert meets which rows
+                batch.through(index, own, self.dense)
+            live_T1 = batch.positions_T[:, None] >= 0
+            for (name, e), some in rows.items():
+                if e is None:
+                    some = [jnp.where(live_T1, x.reshape(len(live_T1), -1), 0) for x in some]
+                found[name, e] += measured(some)
         return found
 
 
-def watched(weights: LayerWeights, leaves: Mapping[str, Leaf], tell) -> LayerWeights:
-    """The weights with nodes that `tell(name, place, rows)` in place of the matrices that are to be rounded."""
+def watched(weights: LayerWeights, leaves: Sequence[Leaf], tell) -> LayerWeights:
+    """The weights with nodes that `tell(name, place, x=rows)` in place of the matrices that are to be rounded."""
 
     def node(leaf: Leaf, array: Any) -> Any:
         if not leaf.rounded:
             return array
         if leaf.spec.stacked:
-            return WatchedStack(array, lambda e, x: tell(leaf.name, e, x))
-        return Watched(array, lambda x: tell(leaf.name, None, x))
+            return WatchedStack(array, lambda e, x: tell(leaf.name, e, x=x))
+        return Watched(array, lambda x: tell(leaf.name, None, x=x))
 
     arrays, tree = jax.tree.flatten(weights)
-    return jax.tree.unflatten(tree, [node(leaf, array) for leaf, array in zip(leaves.values(), arrays, strict=True)])
+    return jax.tree.unflatten(tree, [node(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)])

@@ -15,6 +15,7 @@ from ..config import LatentAttention, ModelConfig, ModelError
 from ..weights import LayerWeights, ModelWeights
 
 ROWS = 2048  # tokens that run together, where a sequence is no longer
+QUERIES = 512  # of a sequence whose scores are in memory together
 
 
 @dataclass(frozen=True)
@@ -85,20 +86,27 @@ def attention(config: ModelConfig, B: int, T: int):
         k_BJKH, v_BJKH = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
         K = k_BJKH.shape[2]
         q_BTKGH = q_TNH.reshape(B, T, K, -1, q_TNH.shape[-1]).astype(jnp.float32) * scale
-        score = capped(jnp.einsum("BTKGH,BJKH->BKGTJ", q_BTKGH, k_BJKH), soft_cap)
-        at, back = jnp.arange(T), jnp.arange(T)[:, None] - jnp.arange(T)
-        seen_TJ = back >= 0
-        if chunked and window is not None:
-            seen_TJ &= at[:, None] // window == at // window
-        elif window is not None:
-            seen_TJ &= back < window
-        score = jnp.where(seen_TJ, score, -jnp.inf)
-        if sinks_N is not None:
-            sink = jnp.broadcast_to(sinks_N.reshape(K, -1, 1, 1), (*score.shape[:-1], 1))
-            score = jnp.concatenate([score, sink], axis=-1)
-        weight = jax.nn.softmax(score, axis=-1)[..., :T]
-        out = jnp.einsum("BKGTJ,BJKH->BTKGH", weight, v_BJKH)
-        return out.reshape(B * T, q_TNH.shape[1], -1).astype(q_TNH.dtype), cache
+        out = []
+        for start in range(0, T, QUERIES):
+            q_BQKGH, at, other = (
+                q_BTKGH[:, start : start + QUERIES],
+                jnp.arange(T)[start : start + QUERIES],
+                jnp.arange(T),
+            )
+            score = capped(jnp.einsum("BQKGH,BJKH->BKGQJ", q_BQKGH, k_BJKH), soft_cap)
+            seen_QJ = at[:, None] >= other
+            if chunked and window is not None:
+                seen_QJ &= at[:, None] // window == other // window
+            elif window is not None:
+                seen_QJ &= at[:, None] - other < window
+            score = jnp.where(seen_QJ, score, -jnp.inf)
+            if sinks_N is not None:
+                sink = jnp.broadcast_to(sinks_N.reshape(K, -1, 1, 1), (*score.shape[:-1], 1))
+                score = jnp.concatenate([score, sink], axis=-1)
+            weight = jax.nn.softmax(score, axis=-1)[..., :T]
+            out.append(jnp.einsum("BKGQJ,BJKH->BQKGH", weight, v_BJKH))
+        out_TNH = jnp.concatenate(out, axis=1).reshape(B * T, q_TNH.shape[1], -1)
+        return out_TNH.astype(q_TNH.dtype), cache
 
     return attend
 

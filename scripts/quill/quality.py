@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from .corpus import documents, encode
@@ -16,17 +16,16 @@ from .tasks import BOS
 
 WAYS = {
     "int8": ("rtn", "gptq", "awq", "smoothquant"),
+    "int8-weights": ("rtn", "gptq"),
     "fp8": ("rtn", "smoothquant"),
-    "int8-weights": ("rtn", "gptq", "awq"),
     "int4-32": ("rtn", "gptq", "awq"),
-    "int4-32-zero": ("rtn", "gptq", "awq"),
     "int4-64": ("rtn", "gptq", "awq"),
     "int4-64-zero": ("rtn", "gptq", "awq"),
 }  # of a group of 128 there is none: quill's rows have 192 numbers
 
 
-def perplexity(llm: Any, count: int, seed: int) -> tuple[float, int]:
-    """(of the tokens that the model learned to write, in documents that it has not seen; how many these are)."""
+def said(llm: Any, count: int, seed: int) -> np.ndarray:
+    """The log-probability of each token that the model learned to write, in documents that it has not seen."""
     from tokenizers import Tokenizer
 
     from ... import SamplingParams
@@ -36,13 +35,13 @@ def perplexity(llm: Any, count: int, seed: int) -> tuple[float, int]:
     held = [encode(tokenizer, parts) for parts in documents(f"held-out/{seed}", count)]
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in held], params, use_tqdm=False)
-    said = [
+    found = [
         entry[token].logprob
         for (ids, weights), out in zip(held, outputs, strict=True)
         for token, weight, entry in zip(ids, weights, out.prompt_logprobs, strict=True)
         if weight and entry is not None
     ]
-    return math.exp(-sum(said) / len(said)), len(said)
+    return np.array(found)
 
 
 def judged(model: str | None, samples: int, held_out: int, seed: int) -> dict[str, Any]:
@@ -50,10 +49,10 @@ def judged(model: str | None, samples: int, held_out: int, seed: int) -> dict[st
     from ... import LLM
 
     with LLM(model) as llm:
-        value, count = perplexity(llm, held_out, seed)
+        found = said(llm, held_out, seed)
         tasks = evaluate(llm, samples, seed).values()
     right, asked = (sum(int(task[name]) for task in tasks) for name in ("right", "samples"))
-    return {"right": right, "asked": asked, "perplexity": value, "tokens": count}
+    return {"right": right, "asked": asked, "said": found}
 
 
 def rounded(out: Path, quantization: str, method: str, calibration: int, seed: int) -> None:
@@ -81,22 +80,24 @@ def main(
     seed: Annotated[int, typer.Option(help="another seed draws other samples and documents")] = 0,
 ):
     """Write a table: exact answers and perplexity as it is, and by each way to round it."""
-    start, found = time.monotonic(), judged(None, samples, held_out, seed)
+    start, exact = time.monotonic(), judged(None, samples, held_out, seed)
     lines = [
-        f"quill: exact answers to {found['asked']} questions, {samples} of each task; perplexity of "
-        f"{found['tokens']:,} held-out tokens; calibration on {calibration} documents.",
+        f"quill: exact answers to {exact['asked']} questions, {samples} of each task; perplexity of "
+        f"{len(exact['said']):,} held-out tokens, and how far their log-probabilities are from those in bfloat16 (root of "
+        f"the mean square); calibration on {calibration} documents.",
         "",
-        "| format | method | exact answers | perplexity |",
-        "|---|---|---|---|",
+        "| format | method | exact answers | perplexity | drift |",
+        "|---|---|---|---|---|",
     ]
 
     def add(quantization: str, method: str, found: dict[str, Any]) -> None:
-        share = found["right"] / found["asked"]
-        lines.append(f"| {quantization} | {method} | {found['right']} ({share:.1%}) | {found['perplexity']:.4f} |")
+        share, perplexity = found["right"] / found["asked"], np.exp(-found["said"].mean())
+        drift = np.sqrt(np.square(found["said"] - exact["said"]).mean())
+        lines.append(f"| {quantization} | {method} | {found['right']} ({share:.1%}) | {perplexity:.4f} | {drift:.4f} |")
         print(lines[-1], f"{time.monotonic() - start:.0f} s", flush=True)
         table.write_text("\n".join(lines) + "\n")
 
-    add("bfloat16", "", found)
+    add("bfloat16", "", exact)
     with tempfile.TemporaryDirectory() as folder:
         for quantization, methods in WAYS.items():
             for method in methods:

@@ -90,8 +90,9 @@ def logits(weights, config, samples) -> np.ndarray:
     some("llama", "gemma4-shared", "deepseek-v3", "deepseek-v32", "llama4-text", "qwen3-next", "falcon-h1"),
     ids=lambda variant: variant.name,
 )
-def test_a_layer_at_a_time_is_the_model(tmp_path, variant):
+def test_a_layer_at_a_time_is_the_model(tmp_path, variant, monkeypatch):
     """Sequences of all lengths beside each other, against the reference with one alone."""
+    monkeypatch.setattr(whole, "QUERIES", 24)
     source = variant_source(variant, tmp_path)
     config = source.dense
     if sparse(config):
@@ -292,7 +293,7 @@ def test_through_the_engine(tmp_path, dense):
         ids = [*ids, token]
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", thinned(["gptq", "awq"], ["gptq"]))
 def test_experts(tmp_path, method):
     variant = next(variant for variant in MOE_VARIANTS if variant.name == "qwen3-moe")
     source = variant_source(variant, tmp_path / "dense")
@@ -312,7 +313,8 @@ def test_the_calibrated_codes_serve_better(tmp_path):
     tokenizer = Tokenizer(folder)
     words = "the cat sat on a mat and said hello to little dog who was happy Once upon time there lived red fox".split()
     said = [" ".join(rng.choice(words, 30)) for _ in range(60)]
-    pieces = [tokenizer.encode(text)[:48] for text in said]
+    pieces = [tokenizer.encode(text)[:33] for text in said]
+    assert {*map(len, pieces)} == {33}  # of one shape
     learned, held = pieces[:48], pieces[48:]
     expected = logits(*read(folder), held)
 

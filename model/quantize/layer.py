@@ -1,6 +1,6 @@
 """One layer, rounded by a method that knows what its matrices meet."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -56,11 +56,18 @@ class Method:
             return awq.scales(W, inputs.H, fold.tied(inputs.total, np.mean), self.grid)
         return smoothquant.scales(fold.tied(inputs.top, np.max), fold.tied(np.abs(W).max(0), np.max))
 
-    def tensors(self, W: np.ndarray, inputs: Inputs) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps of a matrix [O, I], by the endings of the names."""
+    def tensors(self, matrices: Sequence[np.ndarray], inputs: Inputs) -> list[dict[str, np.ndarray]]:
+        """What a checkpoint keeps of each of the matrices [O, I] that share inputs, by the endings of the names.
+
+        Outputs are rounded each by itself, so that all of them go together.
+        """
+        W, ends = np.concatenate(matrices), np.cumsum([len(matrix) for matrix in matrices])[:-1]
         if self.name == "gptq":
-            return stored_tensors(gptq(W, inputs.H, self.grid, self.act_order), self.stored)
-        return round_matrix(awq.clipped(W, inputs.H, self.grid) if self.name == "awq" else W, self.stored)
+            coded = gptq(W, inputs.H, self.grid, self.act_order)
+            each = zip(*(np.split(field, ends) for field in coded), strict=True)
+            return [stored_tensors(Coded(*fields), self.stored) for fields in each]
+        W = awq.clipped(W, inputs.H, self.grid) if self.name == "awq" else W
+        return [round_matrix(matrix, self.stored) for matrix in np.split(W, ends)]
 
 
 def stored_tensors(coded: Coded, stored: StoredFormat) -> dict[str, np.ndarray]:
@@ -87,10 +94,13 @@ def round_layer(source: Source, index: int, inputs: Mapping[Key, Inputs], method
         W, inputs, more = folded(source, leaves, fold, W, inputs, method)
         others |= more
     out = {source.tensors[name].name: value for name, value in others.items()}
+    sharing: dict[Key, list[str]] = {}
     for leaf in leaves.values():
         for part in leaf.parts if leaf.rounded else ():
-            stem = source.tensors[part.name].name.removesuffix(".weight")
-            made = method.tensors(W.pop(part.name), inputs[leaf.key(part)])
+            sharing.setdefault(leaf.key(part), []).append(part.name)
+    for key, names in sharing.items():
+        for name, made in zip(names, method.tensors([W.pop(name) for name in names], inputs[key]), strict=True):
+            stem = source.tensors[name].name.removesuffix(".weight")
             out |= {stem + ending: value for ending, value in made.items()}
     return out
 

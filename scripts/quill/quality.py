@@ -83,8 +83,8 @@ def main(
     start, exact = time.monotonic(), judged(None, samples, held_out, seed)
     lines = [
         f"quill: exact answers to {exact['asked']} questions, {samples} of each task; perplexity of "
-        f"{len(exact['said']):,} held-out tokens, and how far their log-probabilities are from those in bfloat16 (root of "
-        f"the mean square); calibration on {calibration} documents.",
+        f"{len(exact['said']):,} held-out tokens; drift, the root of the mean square of how far their "
+        f"log-probabilities are from those in bfloat16; calibration on {calibration} documents.",
         "",
         "| format | method | exact answers | perplexity | drift |",
         "|---|---|---|---|---|",

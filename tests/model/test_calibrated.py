@@ -312,7 +312,7 @@ def test_the_calibrated_codes_serve_better(tmp_path):
     folder = hub.resolve("quill")
     tokenizer = Tokenizer(folder)
     words = "the cat sat on a mat and said hello to little dog who was happy Once upon time there lived red fox".split()
-    said = [" ".join(rng.choice(words, 30)) for _ in range(60)]
+    said = [" ".join(rng.choice(words, 40)) for _ in range(60)]
     pieces = [tokenizer.encode(text)[:33] for text in said]
     assert {*map(len, pieces)} == {33}  # of one shape
     learned, held = pieces[:48], pieces[48:]

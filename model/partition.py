@@ -77,8 +77,8 @@ def check_groups(config: ModelConfig, name: str, tensor: int) -> None:
         inputs, groups = math.prod(node.into), node.scale.shape[-len(node.out) - 1]
         if groups % tensor or groups * node.group != inputs:
             raise ModelError(
-                f"tensor_parallel_size is {tensor}, and a matrix of {inputs} inputs is kept as {name!r}, whose groups of "
-                f"{node.group} it would cut; it can be a number that divides {inputs} / {node.group}, or 1"
+                f"tensor_parallel_size is {tensor}, and a matrix of {inputs} inputs is kept as {name!r}, whose groups "
+                f"of {node.group} it would cut; it can be a number that divides {inputs} / {node.group}, or 1"
             )
 
 

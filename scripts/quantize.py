@@ -7,6 +7,9 @@ import typer
 
 from . import options as o
 
+CALIBRATION = "Calibration"
+NEAREST = "rtn"
+
 
 @o.takes_engine(only=o.SOURCE)
 def main(
@@ -16,11 +19,39 @@ def main(
         str,
         typer.Option(help=o.ENGINE_FLAGS["quantization"].__metadata__[0].help, show_default=False),
     ],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="How codes are chosen: rtn (the nearest), or by what the model computes over calibration text: gptq "
+            "and awq (int4, int8), smoothquant (int8, fp8).",
+            metavar="METHOD",
+        ),
+    ] = NEAREST,
+    calibration: Annotated[
+        Path | None,
+        o.option(
+            "Text such as the model will read and write: a .txt file, or a .jsonl file whose lines have text, prompt "
+            "or messages.",
+            CALIBRATION, "FILE", shown="none; every method but rtn needs it",
+        ),
+    ] = None,
+    calibration_samples: Annotated[int, o.option("Pieces of that text.", CALIBRATION, "N", min=1)] = 128,
+    calibration_tokens: Annotated[int, o.option("Tokens of the longest piece.", CALIBRATION, "N", min=1)] = 2048,
+    act_order: Annotated[
+        bool,
+        o.option("Of gptq: the largest inputs are rounded first.", CALIBRATION, name="--act-order/--no-act-order"),
+    ] = True,
     *,
     engine: dict[str, Any],
-) -> None:
-    """Round a model's weights and write them in the compressed-tensors format, which vLLM reads too."""
-    from rich.progress import Progress  # not at the top: `--help` must not wait for JAX
+) -> None:  # fmt: skip
+    """Round a model's weights and write them in the compressed-tensors format, which vLLM reads too.
+
+    With calibration text a layer at a time is in memory. A run that was stopped goes on when it is started again.
+    """
+    if (calibration is None) != (method == NEAREST):
+        remedy = "needs --calibration FILE, with some pages of what the model will read and write"
+        raise o.UsageError(f"--method {method} {remedy if calibration is None else 'looks at no calibration text'}")
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..model.checkpoint import hub, loader, quantized
 
@@ -28,9 +59,23 @@ def main(
     overrides = engine.get("hf_overrides")
     config = loader.read_config(folder, quantization=quantization, hf_overrides=overrides)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    with Progress(transient=True) as bars:
-        bar = bars.add_task("rounding", total=before)
-        count = quantized.save(folder, out, config, lambda read: bars.advance(bar, read), overrides)
+    if calibration is None:
+        with Progress(transient=True) as bars:
+            bar = bars.add_task("rounding", total=before)
+            count = quantized.save(folder, out, config, lambda read: bars.advance(bar, read), overrides)
+    else:
+        from ..model.quantize import samples, session
+        from ..model.text.tokenizer import Tokenizer
+
+        length = min(calibration_tokens, config.max_len)
+        pieces = samples.read_samples(calibration, Tokenizer(folder), calibration_samples, length)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, transient=True) as bars:
+            bar = bars.add_task("layers", total=len(config.layers))
+            count = session.save(
+                folder, out, config, method, pieces, lambda done: bars.update(bar, completed=done), overrides, act_order
+            )
+        print(f"{method} over {sum(map(len, pieces)):,} tokens of {calibration}, {len(pieces)} pieces")
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     experts = "; experts stay as they are" if quantized.keeps_experts(out) else ""
     print(

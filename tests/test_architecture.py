@@ -27,7 +27,7 @@ ROOMS = """
     model/errors model/stored_format model/classes model/indexer model/recurrent model/config model/matrix
     model/mixers model/weights
     model/partition model/decoder model/encoder model/expert_copies model/families model/gguf model/checkpoint
-    model/draft_heads model/planning model/text
+    model/draft_heads model/planning model/text model/quantize
 
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
     serving/speculative serving/cache serving/device serving/engine serving/observe

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,18 @@ from .safetensors import INDEX, SINGLE, Tensor, write_tensors
 EXPERTS = r"re:.*\.experts\..*"
 
 
-def save(
-    folder: Path,
-    out: Path,
-    config: ModelConfig,
-    progress: Callable[[int], None] = lambda count: None,
-    hf_overrides: Mapping[str, Any] | None = None,
-) -> int:
-    """Write `folder` to `out` with its matrices in the format `config.quant`; returns how many were rounded.
+@dataclass(frozen=True)
+class Plan:
+    """What is to be written of a folder."""
 
-    `out` appears once it is complete. Embeddings, norms, routers and the head stay as they are, and so do experts that
-    share one tensor: the compressed-tensors form has matrices only.
-    """
+    hf: dict[str, Any]  # its config.json
+    tensors: list[Tensor]
+    matrices: set[str]  # the names of those to round
+    stored: StoredGroup
+
+
+def plan(folder: Path, out: Path, config: ModelConfig, hf_overrides: Mapping[str, Any] | None = None) -> Plan:
+    """What `save` would do; all that speaks against it is an error here, before anything is written."""
     if holds_weights(folder):
         raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
     source = merged(read_json(folder / "config.json"), hf_overrides or {})
@@ -48,18 +49,35 @@ def save(
     (stored,) = stored_format(described).groups
     for tensor in tensors:
         if tensor.name in matrices:
-            layout(tensor.name, stored, tensor.shape)  # an error before anything is written
+            layout(tensor.name, stored, tensor.shape)
+    return Plan(source | {"quantization_config": described}, tensors, matrices, stored)
+
+
+def save(
+    folder: Path,
+    out: Path,
+    config: ModelConfig,
+    progress: Callable[[int], None] = lambda count: None,
+    hf_overrides: Mapping[str, Any] | None = None,
+    made: Mapping[str, Tensor] | None = None,
+) -> int:
+    """Write `folder` to `out` with its matrices in the format `config.quant`; returns how many were rounded.
+
+    `out` appears once it is complete. Embeddings, norms, routers and the head stay as they are, and so do experts that
+    share one tensor: the compressed-tensors form has matrices only. What was `made` before is taken from there.
+    """
+    found = plan(folder, out, config, hf_overrides)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)
-        write_weights(part, tensors, matrices, stored, config.dtype, progress)
-        write_rest(folder, part, source | {"quantization_config": described})
+        write_weights(part, found, config.dtype, progress, made or {})
+        write_rest(folder, part, found.hf)
         part.rename(out)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error.strerror}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return len(matrices)
+    return len(found.matrices)
 
 
 def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], set[str], list[str]]:
@@ -91,32 +109,27 @@ def keeps_experts(out: Path) -> bool:
 
 
 def write_weights(
-    out: Path,
-    tensors: list[Tensor],
-    matrices: set[str],
-    stored: StoredGroup,
-    dtype: str,
-    progress: Callable[[int], None],
+    out: Path, plan: Plan, dtype: str, progress: Callable[[int], None], made: Mapping[str, Tensor]
 ) -> None:
     """One file for each file of the source, and an index if there are several."""
     files: dict[Path, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in plan.tensors:
         files.setdefault(tensor.file, []).append(tensor)
     index: dict[str, str] = {}
     for file, inside in files.items():
-        plan: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        shapes: dict[str, tuple[Any, tuple[int, ...]]] = {}
         for tensor in inside:
-            if tensor.name in matrices:
+            if tensor.name in plan.matrices:
                 stem = tensor.name.removesuffix(".weight")
-                plan |= {
-                    stem + ending: (dtypes[0], shapes[0])
-                    for ending, (dtypes, shapes) in layout(tensor.name, stored, tensor.shape).items()
+                shapes |= {
+                    stem + ending: (dtypes[0], each[0])
+                    for ending, (dtypes, each) in layout(tensor.name, plan.stored, tensor.shape).items()
                 }
             else:
-                plan[tensor.name] = tensor.dtype, tensor.shape
+                shapes[tensor.name] = tensor.dtype, tensor.shape
         name = SINGLE if len(files) == 1 else file.name
-        write_tensors(out / name, plan, values(inside, matrices, stored, dtype, progress))
-        index |= dict.fromkeys(plan, name)
+        write_tensors(out / name, shapes, values(inside, plan, dtype, progress, made))
+        index |= dict.fromkeys(shapes, name)
     if len(files) > 1:
         total = sum(file.stat().st_size for file in out.iterdir())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
@@ -124,15 +137,18 @@ def write_weights(
 
 
 def values(
-    tensors: list[Tensor], matrices: set[str], stored: StoredGroup, dtype: str, progress: Callable[[int], None]
+    tensors: list[Tensor], plan: Plan, dtype: str, progress: Callable[[int], None], made: Mapping[str, Tensor]
 ) -> Iterator[np.ndarray]:
     """The tensors of a file in the order of its layout, one in memory at a time."""
     for tensor in tensors:
-        value = tensor.read()
-        if tensor.name in matrices:
+        endings = layout(tensor.name, plan.stored, tensor.shape) if tensor.name in plan.matrices else ()
+        stem = tensor.name.removesuffix(".weight")
+        if endings and all(stem + ending in made for ending in endings):
+            yield from (made[stem + ending].read() for ending in endings)
+        elif endings:
             # First to the dtype that the model would be loaded in: then both ways of rounding give the same codes.
-            rounded = round_matrix(value.astype(jnp.dtype(dtype)), stored)
-            yield from (rounded[ending] for ending in layout(tensor.name, stored, tensor.shape))
+            rounded = round_matrix(tensor.read().astype(jnp.dtype(dtype)), plan.stored)
+            yield from (rounded[ending] for ending in endings)
         else:
-            yield value
-        progress(value.nbytes)
+            yield made.get(tensor.name, tensor).read()
+        progress(tensor.nbytes)

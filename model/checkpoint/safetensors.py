@@ -37,6 +37,10 @@ class Tensor:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
     def read(self) -> np.ndarray:
         """The tensor, read rather than mapped: mapped pages would take memory a second time while the model loads."""
         out = empty(self.shape, self.dtype)

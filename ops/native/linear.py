@@ -42,7 +42,7 @@ class Product(Weight):
     def rows(self) -> int:
         return math.prod(self.out)
 
-    def meeting(self, x):
+    def meeting(self, x) -> tuple[Any, Any]:
         """Rows as the kernel takes them, and the scale of each, where they are rounded before."""
         return x, None
 

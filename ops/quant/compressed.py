@@ -55,6 +55,13 @@ class Rounded(Weight):
         """A weight [*into, *out] rounded to the format of these specs."""
         raise NotImplementedError
 
+    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Any:
+        """A node of these specs from codes [K, O], the least of them 0, and what groups share [groups, O].
+
+        For formats of whole numbers: a weight is (code - zero) * scale.
+        """
+        raise NotImplementedError
+
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         """The tensors of a matrix [rows, columns] in a checkpoint; FormatError where it can have none."""
         raise NotImplementedError

@@ -105,6 +105,10 @@ class Int4(Rounded):
         zeros = None if self.zero is None else zero[:, 0].astype(np.uint8)
         return self.replace(nibbles=four_bits.join(codes), scale=scale, zero=zeros)
 
+    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int4":
+        zeros = None if self.zero is None else zero.astype(np.uint8)
+        return self.replace(nibbles=four_bits.join(codes.astype(np.uint8)), scale=scale.astype(np.float16), zero=zeros)
+
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         if columns % self.group:  # no other reader takes a group that is not full as Quire would
             others = " or ".join(group for group in GROUPS if columns % int(group) == 0)

@@ -90,6 +90,10 @@ class Int8(Rounded):
         codes = np.rint(wide * np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)).astype(np.int8)
         return self.replace(codes=codes, scale=scale)
 
+    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int8":
+        signed = (codes.astype(np.uint8) ^ 128).view(np.int8)
+        return self.replace(codes=signed.reshape(self.into + self.out), scale=scale.reshape(self.out))
+
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         codes = words(rows, columns, 8) if form == "pack-quantized" else {".weight": (("int8",), ((rows, columns),))}
         return codes | {".weight_scale": (("float32", "float16", "bfloat16"), ((rows, 1), (rows,)))}

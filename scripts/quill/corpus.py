@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -83,6 +84,12 @@ def pack(documents: list[list[tuple[list[int], list[float]]]], length: int) -> P
             owner[row, at : at + n] = number + 1
             at += n
     return PackedRows(tokens, targets, weights, owner)
+
+
+def documents(name: str, count: int) -> Iterator[list[tuple[str, float]]]:
+    """Whole documents with the weight of each part in the loss, which training has not seen: its names are others."""
+    rng = Random(name)
+    return (tasks.document(rng, MIX) for _ in range(count))
 
 
 def training_rows(tokenizer: Tokenizer, seed: str, rows: int, length: int, mix: dict[str, float]) -> PackedRows:

@@ -11,20 +11,24 @@ import numpy as np
 import pytest
 import uncached
 from cases import thinned
+from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
 from quire.model import decoder, draft_heads
+from quire.model.checkpoint import hub
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.ops.linear import einsum
 from quire.scripts.quill import corpus as corpus
 from quire.scripts.quill import drafts as drafts
+from quire.scripts.quill import prompts, quality
 from quire.scripts.quill import stories as stories
 from quire.scripts.quill import tasks as tasks
 from quire.scripts.quill.eval import evaluate
 from quire.scripts.quill.export import export
 from quire.scripts.quill.model import Narrow, logits_of, loss_of
+from quire.scripts.quill.quality import said
 from quire.scripts.quill.recogniser import recognise
 from quire.scripts.train_heads.answers import none_yet, pack
 from quire.scripts.train_heads.attention import attention
@@ -235,3 +239,37 @@ def test_drafts_are_measured_beside_plain_decoding(capsys, monkeypatch):
     assert [row[0].strip() for row in rows] == list(kept)
     assert rows[0][4].split() == ["1.00"] and len(rows[1][4].split()) == 2
     assert not rows[0][5].strip() and "%" in rows[1][5]
+
+
+def test_log_probabilities_are_those_of_the_reference():
+    """Of what the model learns to write, in documents of which each is read alone."""
+    folder = hub.resolve("quill")
+    config = read_config(folder, "float32")
+    weights, expected = load_weights(folder, config), []
+    tokenizer, run = Tokenizer.from_file(str(folder / "tokenizer.json")), jax.jit(uncached.forward, static_argnums=2)
+    for parts in corpus.documents("held-out/7", 5):
+        ids, learned = corpus.encode(tokenizer, parts)
+        padded = jnp.array([ids + [0] * (512 - len(ids))])
+        scores = np.asarray(jax.nn.log_softmax(run(weights, padded, config)[0], axis=-1))
+        expected += [float(scores[at - 1, ids[at]]) for at in range(1, len(ids)) if learned[at]]
+    with LLM("quill") as llm:
+        found = said(llm, 5, 7)
+    assert len(found) == len(expected) > 50
+    assert np.abs(found - expected).mean() < 0.01 < np.abs(found).mean()
+
+
+def test_the_table_of_quality(tmp_path, monkeypatch):
+    monkeypatch.setattr(quality, "WAYS", {"int4-64": ("rtn", "gptq")})
+    quality.main(tmp_path / "table.md", samples=1, held_out=3, calibration=6, seed=0)
+    head, *_, plain, rtn, gptq = (tmp_path / "table.md").read_text().splitlines()
+    assert f"exact answers to {len(tasks.TASKS)} questions" in head and "calibration on 6 documents" in head
+    assert plain.startswith("| bfloat16 |") and "| rtn |" in rtn and "| gptq |" in gptq
+    values = [float(line.split("|")[4]) for line in (plain, rtn, gptq)]
+    assert len(set(values)) == 3 and all(1 < value < 2 for value in values)
+
+
+def test_documents_for_calibration(tmp_path):
+    prompts.main(tmp_path / "a.jsonl", count=20, seed=0, whole=True, task=None)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert len(set(texts)) == 20
+    assert all(text.endswith(tasks.END) and tasks.BOS not in text for text in texts)

@@ -22,7 +22,7 @@ NAMES = (
     "int8", "int8-weights", "int8-weights-128", "int8-weights-32-least", "int8-weights-16", "fp8", "fp8-weights",
     "fp8-weights-128", "int4-32", "int4-64", "int4-128-zero", "int4-32-least", "nf4", "iq4", "nvfp4", "mxfp4",
 )  # fmt: skip
-K, O = 1024, 1024
+SIZE = 1024
 BLOCKS = {"weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "group_size": 128, "sym": True, "desc_act": False}
 PUBLISHED = (
@@ -39,7 +39,7 @@ PUBLISHED = (
 
 def spec(name: str):
     """A matrix of some size in a format."""
-    return quant.packed(name, ArraySpec((K, O), jnp.bfloat16, (None, None), fan_in=K, inputs=(0,)))
+    return quant.packed(name, ArraySpec((SIZE, SIZE), jnp.bfloat16, (None, None), fan_in=SIZE, inputs=(0,)))
 
 
 def on_hopper(node) -> str:
@@ -60,7 +60,7 @@ def formats() -> list[str]:
         node = spec(name)
         assert isinstance(node, Rounded)
         rounds = {"int8": "int8", "float8": "FP8"}.get(node.rounds or "", "-")
-        bits, (kernel,) = 8 * nbytes(node) / (K * O), quant.kernels(name)
+        bits, (kernel,) = 8 * nbytes(node) / SIZE**2, quant.kernels(name)
         kernel = CODES[node.code].kernel if isinstance(node, Grouped) else kernel
         splits = "yes" if quant.splits(name) else "no"
         rows.append(f"| `{name}` | {bits:.3g} | {rounds} | `{kernel}` | {on_hopper(node)} | {splits} |")

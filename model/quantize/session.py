@@ -1,0 +1,110 @@
+"""A checkpoint rounded layer by layer; what is done lies in a folder beside it, and a run that was stopped goes on."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import quantized
+from ..checkpoint.folder import read_json
+from ..checkpoint.safetensors import Tensor, read_header, write_tensors
+from ..config import ModelConfig, ModelError
+from . import whole
+from .folds import folds
+from .layer import Method, round_layer
+from .source import Source
+
+RUN = "run.json"
+
+
+def save(
+    folder: Path,
+    out: Path,
+    config: ModelConfig,
+    method: str,
+    samples: Sequence[Sequence[int]],
+    progress: Callable[[int], None] = lambda done: None,
+    hf_overrides: Mapping[str, Any] | None = None,
+    act_order: bool = True,
+) -> int:
+    """As `quantized.save`, by a method that looks at the samples; `progress` is told how many layers are done.
+
+    The matrices of a layer see what comes out of rounded layers before it.
+    """
+    whole.check(config)
+    plan = quantized.plan(folder, out, config, hf_overrides)
+    how = Method(method, plan.stored, act_order)
+    source = Source.of(folder, config, plan.stored)
+    if how.folds and not any(folds(config, index, source.leaves(index)) for index in range(len(config.layers))):
+        raise ModelError(
+            f"method is {method!r}, and in no layer of this model of the family {config.family} is there a norm, or a "
+            "matrix, that scales could be folded into; it can be gptq"
+        )
+    done = out.with_name(f".{out.name}.layers")
+    try:
+        begin(done, asked(folder, config, how, samples, hf_overrides))
+        made = round_layers(source, how, samples, done, progress)
+    except OSError as error:
+        raise ModelError(f"{done} cannot be written: {error.strerror}") from None
+    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, made=made)
+    shutil.rmtree(done)
+    return count
+
+
+def asked(
+    folder: Path, config: ModelConfig, how: Method, samples: Sequence[Sequence[int]], hf_overrides: Any
+) -> dict[str, Any]:
+    """What a run is made of: one that differs in any of it makes other codes."""
+    files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(folder.glob("*.safetensors"))}
+    return {
+        "model": str(folder.resolve()),
+        "files": files,
+        "hf_overrides": dict(hf_overrides or {}),
+        "dtype": config.dtype,
+        "quantization": how.stored.quant,
+        "method": how.name,
+        "act_order": how.act_order,
+        "calibration": hashlib.sha256(json.dumps([list(map(int, ids)) for ids in samples]).encode()).hexdigest(),
+    }
+
+
+def begin(done: Path, run: dict[str, Any]) -> None:
+    """The folder for layers that are done; one of another run is refused."""
+    if (done / RUN).exists():
+        before = read_json(done / RUN)
+        if differs := [name for name, value in run.items() if before.get(name) != value]:
+            raise ModelError(
+                f"{done} holds layers of a run that was stopped, and {differs[0]} was another; give the same arguments "
+                "to go on with it, or remove the folder"
+            )
+        return
+    done.mkdir(parents=True, exist_ok=True)
+    beside = done / f"{RUN}.part"
+    beside.write_text(json.dumps(run, indent=2))
+    beside.replace(done / RUN)
+
+
+def round_layers(
+    source: Source, how: Method, samples: Sequence[Sequence[int]], done: Path, progress: Callable[[int], None]
+) -> dict[str, Tensor]:
+    """All tensors that are not as they were, layer by layer; only layers that are not done are rounded."""
+    made: dict[str, Tensor] = {}
+    count = len(source.config.layers)
+    batches = whole.embedded(source.embedding(), samples, source.dense)
+    for index in range(count):
+        file = done / f"layer-{index:05}.safetensors"
+        if not file.exists():
+            tensors = round_layer(source, index, source.inputs(index, batches), how)
+            beside = file.with_suffix(".part")
+            write_tensors(beside, {name: (x.dtype, x.shape) for name, x in tensors.items()}, tensors.values())
+            os.replace(beside, file)
+        own = read_header(file)
+        made |= own
+        if index + 1 < count:
+            weights = source.layer(index, own)
+            batches = [batch.through(index, weights, source.dense) for batch in batches]
+        progress(index + 1)
+    return made

@@ -1,0 +1,122 @@
+"""Calibration text on its way through the layers: whole sequences at once, without pages."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...ops.activation import soft_cap as capped
+from ...ops.state_rows import StateRows
+from .. import decoder
+from ..config import LatentAttention, ModelConfig, ModelError
+from ..weights import LayerWeights, ModelWeights
+
+ROWS = 2048  # tokens that run together, where a sequence is no longer
+QUERIES = 512  # of a sequence whose scores are in memory together
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences between two layers, [B, T]; those that are shorter end in padding, at position -1."""
+
+    shape: tuple[int, int]
+    positions_T: Any
+    x: Any  # as `decoder.embed` gives it
+    cache: Any  # keys and values that later layers read, by layer
+
+    def through(self, index: int, w: LayerWeights, config: ModelConfig) -> "Batch":
+        """After one layer."""
+        reach = {"attend": attention(config, *self.shape), "recur": recurrence(config, *self.shape)}
+        x, cache = decoder.run_layers([w], index, self.x, self.cache, self.positions_T, config, **reach)
+        later = set(config.kv_owner[index + 1 :])
+        return replace(self, x=x, cache={owner: kv for owner, kv in cache.items() if owner in later})
+
+
+def check(config: ModelConfig) -> None:
+    """Refuse models that this cannot run."""
+    if config.encodes:
+        raise ModelError(
+            f"calibration runs models that write; this one, of the family {config.family}, reads both ways"
+        )
+    for index, layer in enumerate(config.layers):
+        if isinstance(layer.attention, LatentAttention) and layer.attention.indexer is not None:
+            raise ModelError(
+                f"calibration has no sparse attention, which layer {index} of this model of the family {config.family} "
+                "has; --method rtn needs none"
+            )
+
+
+def batches(samples: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, positions) [B, T] of all samples, those of about one length together, in few shapes."""
+    ordered = sorted(samples, key=len)
+    while ordered:
+        T = 16
+        while len(ordered[-1]) > T:
+            T *= 2
+        B = max(1, ROWS // T)
+        some, ordered = ordered[-B:], ordered[:-B]
+        tokens, positions = np.zeros((B, T), np.int32), np.full((B, T), -1, np.int32)
+        for row, ids in enumerate(some):
+            tokens[row, : len(ids)], positions[row, : len(ids)] = ids, np.arange(len(ids))
+        yield tokens, positions
+
+
+def embedded(weights: ModelWeights, samples: Sequence[Sequence[int]], config: ModelConfig) -> list[Batch]:
+    """The samples before the first layer."""
+    found = []
+    for tokens_BT, positions_BT in batches(samples):
+        tokens_T, positions_T = jnp.asarray(tokens_BT.reshape(-1)), jnp.asarray(positions_BT.reshape(-1))
+        x = decoder.embed(weights, tokens_T, positions_T, config)
+        found.append(Batch(tokens_BT.shape, positions_T, x, {}))
+    return found
+
+
+def attention(config: ModelConfig, B: int, T: int):
+    """`attend` as `decoder.run_layers` takes it."""
+
+    def attend(
+        index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None,
+        chunked=False,
+    ):  # fmt: skip
+        if k_TKH is not None:
+            cache = {**cache, index: (k_TKH, k_TKH[..., :value_dim] if v_TKH is None else v_TKH)}
+        k_BJKH, v_BJKH = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
+        K = k_BJKH.shape[2]
+        q_BTKGH = q_TNH.reshape(B, T, K, -1, q_TNH.shape[-1]).astype(jnp.float32) * scale
+        out = []
+        for start in range(0, T, QUERIES):
+            q_BQKGH, at, other = (
+                q_BTKGH[:, start : start + QUERIES],
+                jnp.arange(T)[start : start + QUERIES],
+                jnp.arange(T),
+            )
+            score = capped(jnp.einsum("BQKGH,BJKH->BKGQJ", q_BQKGH, k_BJKH), soft_cap)
+            seen_QJ = at[:, None] >= other
+            if chunked and window is not None:
+                seen_QJ &= at[:, None] // window == other // window
+            elif window is not None:
+                seen_QJ &= at[:, None] - other < window
+            score = jnp.where(seen_QJ, score, -jnp.inf)
+            if sinks_N is not None:
+                sink = jnp.broadcast_to(sinks_N.reshape(K, -1, 1, 1), (*score.shape[:-1], 1))
+                score = jnp.concatenate([score, sink], axis=-1)
+            weight = jax.nn.softmax(score, axis=-1)[..., :T]
+            out.append(jnp.einsum("BKGQJ,BJKH->BQKGH", weight, v_BJKH))
+        out_TNH = jnp.concatenate(out, axis=1).reshape(B * T, q_TNH.shape[1], -1)
+        return out_TNH.astype(q_TNH.dtype), cache
+
+    return attend
+
+
+def recurrence(config: ModelConfig, B: int, T: int):
+    """`recur` of the same: every sequence begins and ends here."""
+    rows = StateRows(jnp.arange(B + 1) * T, jnp.arange(B), jnp.ones(B, bool), jnp.full(B, T))
+
+    def recur(index, inputs, run, cache):
+        kept = config.layers[index].attention.kept
+        return run(inputs, {name: jnp.zeros((B, *shape)) for name, shape in kept.items()}, rows)[0], cache
+
+    return recur

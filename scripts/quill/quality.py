@@ -1,0 +1,110 @@
+"""What rounding costs quill, by format and method: `python -m quire.scripts.quill.quality table.md`."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from .corpus import documents, encode
+from .eval import evaluate
+from .tasks import BOS
+
+WAYS = {
+    "int8": ("rtn", "gptq", "awq", "smoothquant"),
+    "int8-weights": ("rtn", "gptq"),
+    "fp8": ("rtn", "smoothquant"),
+    "int4-32": ("rtn", "gptq", "awq"),
+    "int4-64": ("rtn", "gptq", "awq"),
+    "int4-64-zero": ("rtn", "gptq", "awq"),
+}  # of a group of 128 there is none: quill's rows have 192 numbers
+
+
+def said(llm: Any, count: int, seed: int) -> np.ndarray:
+    """The log-probability of each token that the model learned to write, in documents that it has not seen."""
+    from tokenizers import Tokenizer
+
+    from ... import SamplingParams
+    from ...model.checkpoint import hub
+
+    tokenizer = Tokenizer.from_file(str(hub.resolve("quill") / "tokenizer.json"))
+    held = [encode(tokenizer, parts) for parts in documents(f"held-out/{seed}", count)]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in held], params, use_tqdm=False)
+    found = [
+        entry[token].logprob
+        for (ids, weights), out in zip(held, outputs, strict=True)
+        for token, weight, entry in zip(ids, weights, out.prompt_logprobs, strict=True)
+        if weight and entry is not None
+    ]
+    return np.array(found)
+
+
+def judged(model: str | None, samples: int, held_out: int, seed: int) -> dict[str, Any]:
+    """What a model answers, and how well it predicts."""
+    from ... import LLM
+
+    with LLM(model) as llm:
+        found = said(llm, held_out, seed)
+        tasks = evaluate(llm, samples, seed).values()
+    right, asked = (sum(int(task[name]) for task in tasks) for name in ("right", "samples"))
+    return {"right": right, "asked": asked, "said": found}
+
+
+def rounded(out: Path, quantization: str, method: str, calibration: int, seed: int) -> None:
+    """The bundled model, written to a folder."""
+    from ...model.checkpoint import hub, loader, quantized
+    from ...model.quantize import session
+    from ...model.text.tokenizer import Tokenizer
+
+    folder = hub.resolve("quill")
+    config = loader.read_config(folder, quantization=quantization)
+    if method == "rtn":
+        quantized.save(folder, out, config)
+        return
+    tokenizer = Tokenizer(folder)
+    whole = ("".join(part for part, _ in parts) for parts in documents(f"calibration/{seed}", calibration))
+    pieces = [tokenizer.encode(text.removeprefix(BOS))[: config.max_len] for text in whole]
+    session.save(folder, out, config, method, pieces)
+
+
+def main(
+    table: Annotated[Path, typer.Argument(help="file to write, in Markdown")],
+    samples: Annotated[int, typer.Option(min=1, help="fresh samples per task")] = 20,
+    held_out: Annotated[int, typer.Option(min=1, help="documents for perplexity")] = 400,
+    calibration: Annotated[int, typer.Option(min=1, help="documents that methods look at")] = 128,
+    seed: Annotated[int, typer.Option(help="another seed draws other samples and documents")] = 0,
+):
+    """Write a table: exact answers and perplexity as it is, and by each way to round it."""
+    start, exact = time.monotonic(), judged(None, samples, held_out, seed)
+    lines = [
+        f"quill: exact answers to {exact['asked']} questions, {samples} of each task; perplexity of "
+        f"{len(exact['said']):,} held-out tokens; drift, the root of the mean square of how far their "
+        f"log-probabilities are from those in bfloat16; calibration on {calibration} documents.",
+        "",
+        "| format | method | exact answers | perplexity | drift |",
+        "|---|---|---|---|---|",
+    ]
+
+    def add(quantization: str, method: str, found: dict[str, Any]) -> None:
+        share, perplexity = found["right"] / found["asked"], np.exp(-found["said"].mean())
+        drift = np.sqrt(np.square(found["said"] - exact["said"]).mean())
+        lines.append(f"| {quantization} | {method} | {found['right']} ({share:.1%}) | {perplexity:.4f} | {drift:.4f} |")
+        print(lines[-1], f"{time.monotonic() - start:.0f} s", flush=True)
+        table.write_text("\n".join(lines) + "\n")
+
+    add("bfloat16", "", exact)
+    with tempfile.TemporaryDirectory() as folder:
+        for quantization, methods in WAYS.items():
+            for method in methods:
+                out = Path(folder) / f"{quantization}-{method}"
+                rounded(out, quantization, method, calibration, seed)
+                add(quantization, method, judged(str(out), samples, held_out, seed))
+
+
+if __name__ == "__main__":
+    typer.run(main)

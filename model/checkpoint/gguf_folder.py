@@ -9,10 +9,10 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
 from ..errors import ModelError
 from ..gguf.architectures import config_of
 from ..gguf.file import GgufFile, read_file
@@ -66,8 +66,16 @@ def name_of(file: Path) -> str:
         status = file.stat()
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}") from None
-    of = f"{__version__} {file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    of = f"{code()} {file.resolve()} {status.st_size} {status.st_mtime_ns}"
     return f"{file.stem[:80]}-{hashlib.sha256(of.encode()).hexdigest()[:16]}"
+
+
+@cache
+def code() -> str:
+    """A digest of what makes folders: those of another version are not used."""
+    here = Path(__file__)
+    files = [here, *sorted(here.parents[1].joinpath("gguf").glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def contents(file: Path) -> tuple[dict[str, str], list[Path]]:

@@ -1,5 +1,6 @@
 """docs/models.md says what the code does."""
 
+import formats_table
 import models_table
 import pytest
 
@@ -23,3 +24,9 @@ def test_a_model_that_is_refused_says_why(kind):
     with pytest.raises(ModelError, match="is not supported") as caught:
         loader.family_of({"model_type": kind})
     assert UNSUPPORTED[kind] in str(caught.value)
+
+
+def test_the_tables_of_formats_are_what_is_true():
+    """docs/quantisation.md: what each format is, and what published checkpoints become."""
+    text = formats_table.PAGE.read_text()
+    assert formats_table.page(text) == text

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quire.model.checkpoint.gguf_folder import KEPT
 from quire.ops import native, quant
 from quire.ops.native import build, kernel_names, model_kernels
 from quire.ops.native.pack import pack
@@ -88,7 +89,7 @@ def test_every_variant_has_its_source():
     for source, *_ in build.VARIANTS.values():
         assert (build.SOURCES / source).exists()
     assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
-    formats = {*quant.FORMATS, *quant.stored_schemes()}
+    formats = {*quant.FORMATS, *quant.stored_schemes(), *KEPT.values()}
     products = {*kernel_names.DENSE.values(), *(kernel for name in formats for kernel in quant.kernels(name))}
     others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "probe", "pack"}
     assert products | others == {*build.VARIANTS}

@@ -161,6 +161,39 @@ double floats() {
   });
 }
 
+// Codes that count, of four bits or of eight, with a scale a group and perhaps what is taken off.
+template <typename P, typename Format>
+double grouped() {
+  constexpr int64_t WORD = Format::WORD;
+  Shape s;
+  Input x(s);
+  int64_t group = 16 << below(4), groups = s.K / group;
+  std::vector<uint32_t> w(s.blocks * LANES * s.K * Format::BITS / 32);
+  std::vector<float> scale(s.blocks * LANES * groups), least(scale.size()), sums(s.T * groups), y(s.T * s.O);
+  for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
+  for (float& v : scale) v = normal();
+  for (float& v : least) v = normal();
+  for (int64_t i = 0; i < s.T * s.K; ++i) sums[i / group] += value(x.rows[i]);
+  const float* taken = below(2) ? least.data() : nullptr;
+  {
+    P pool;
+    Format f{};
+    f.w = reinterpret_cast<decltype(f.w)>(w.data());
+    f.scale = scale.data(), f.x_sum = sums.data(), f.group = group;
+    f.least = WORD == 8 || taken ? least.data() : nullptr;
+    product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
+  }
+  return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
+    double code;
+    if (WORD == 8)
+      code = w[(o / LANES * (s.K / 8) + k / 8) * LANES + o % LANES] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
+    else
+      code = reinterpret_cast<const int8_t*>(w.data())[(o / LANES * s.K + k / 2 * 2) * LANES + o % LANES * 2 + k % 2];
+    int64_t at = (o / LANES * groups + k / group) * LANES + o % LANES;
+    return x.at(t * s.K + k) * (code * scale[at] - (WORD == 8 || taken ? least[at] : 0));
+  });
+}
+
 }  // namespace
 
 int main() {
@@ -168,7 +201,8 @@ int main() {
   for (int seed = 0; seed < 12; ++seed) {
     engine.seed(seed);
     for (double one : {dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), floats<Pool>(), dense<Parked>(), bytes<Parked>(),
-                       nibbles<Parked>(), floats<Parked>()})
+                       nibbles<Parked>(), floats<Parked>(), grouped<Pool, Uint4>(), grouped<Pool, Bytes<Signed>>(),
+                       grouped<Parked, Uint4>(), grouped<Parked, Bytes<Signed>>()})
       error = std::max(error, one);
   }
   std::printf("largest error %.2g\n", error);

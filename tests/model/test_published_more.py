@@ -1,0 +1,242 @@
+"""More forms of quantised checkpoints: NVFP4, MXFP4, bitsandbytes, AutoRound, integers of eight bits in groups."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from quantized_files import LLAMA, assert_is, gptq, read, words
+from safetensors.numpy import save_file
+
+from quire import LLM, SamplingParams
+from quire.model.checkpoint.loader import read_config
+from quire.model.config import ModelError
+
+FLOAT8 = ml_dtypes.float8_e4m3fn
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def paired(codes: np.ndarray) -> np.ndarray:
+    """Two neighbouring inputs a byte, the first in the low half."""
+    return (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+
+
+def scaled(codes_OK, scales_OG, table=E2M1) -> np.ndarray:
+    """What codes in groups mean, in float64."""
+    return table[codes_OK] * scales_OG.astype(np.float64).repeat(codes_OK.shape[1] // scales_OG.shape[1], 1)
+
+
+def nvfp4(rng, stem: str, shape, names=("weight_packed", "weight_scale", "weight_global_scale"), **_):
+    """A matrix as llm-compressor writes it, whose scale is divided by that of the whole; modelopt's is multiplied."""
+    rows, columns = shape
+    codes = rng.integers(0, 16, shape)
+    scale = rng.uniform(1, 448, (rows, columns // 16)).astype(FLOAT8)
+    whole = rng.uniform(3e3, 9e3, 1).astype(np.float32)
+    if names[0] == "weight":
+        whole = (1 / whole).reshape(())
+        each = scale.astype(np.float32) * whole
+    else:
+        each = scale.astype(np.float32) / whole
+    tensors = {f"{stem}.{name}": value for name, value in zip(names, (paired(codes), scale, whole), strict=True)}
+    return tensors, scaled(codes, each)
+
+
+def mxfp4(rng, stem: str, shape, **_):
+    rows, columns = shape
+    codes, exponents = rng.integers(0, 16, shape), rng.integers(115, 122, (rows, columns // 32)).astype(np.uint8)
+    tensors = {f"{stem}.weight_packed": paired(codes), f"{stem}.weight_scale": exponents}
+    return tensors, scaled(codes, 2.0 ** (exponents.astype(np.float64) - 127))
+
+
+def whole(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
+    """Integers that share words, as llm-compressor's pack-quantized has them; without a group a scale an output."""
+    rows, columns = shape
+    middle, groups = 1 << bits - 1, columns // group if group else 1
+    codes, zeros = rng.integers(0, 2 * middle, shape), np.full((rows, groups), middle)
+    scale = (rng.uniform(0.02, 0.1, (rows, groups)) / middle).astype(ml_dtypes.bfloat16)
+    tensors = {
+        f"{stem}.weight_packed": np.ascontiguousarray(words(codes.T, bits).T), f"{stem}.weight_shape": np.array(shape),
+        f"{stem}.weight_scale": scale,
+    }  # fmt: skip
+    if zero:
+        zeros = rng.integers(0, 2 * middle, (rows, groups))
+        tensors[f"{stem}.weight_zero_point"] = words(zeros, bits)
+    each = columns // groups
+    return tensors, (codes - zeros.repeat(each, 1)) * scale.astype(np.float64).repeat(each, 1)
+
+
+def compressed(form: str, weights: dict, activations: dict | None = None, **other) -> dict:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": form}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
+    } | other  # fmt: skip
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
+# As llm-compressor 0.10 writes it.
+FLOAT4 = {
+    "actorder": None, "block_structure": None, "dynamic": False, "group_size": 16, "num_bits": 4,
+    "observer": "static_minmax", "observer_kwargs": {}, "scale_dtype": "torch.float8_e4m3fn",
+    "strategy": "tensor_group", "symmetric": True, "type": "float", "zp_dtype": None,
+}  # fmt: skip
+ROWS4 = FLOAT4 | {"dynamic": "local"}
+MX4 = FLOAT4 | {"group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
+INTEGERS = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+BY_OUTPUT = {"num_bits": 4, "type": "int", "strategy": "channel", "group_size": None, "symmetric": True}
+PACKED = "pack-quantized"
+
+# How a matrix is written, the options of that, quantization_config, and what it is kept as; None: widened.
+CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
+    "nvfp4": (nvfp4, {}, compressed("nvfp4-pack-quantized", FLOAT4), "nvfp4"),
+    "nvfp4-rows": (nvfp4, {}, compressed("nvfp4-pack-quantized", FLOAT4, ROWS4), "nvfp4"),
+    "mxfp4": (mxfp4, {}, compressed("mxfp4-pack-quantized", MX4), "mxfp4"),
+    "mxfp4-rows": (mxfp4, {}, compressed("mxfp4-pack-quantized", MX4, MX4 | {"dynamic": True}), "mxfp4"),
+    "int8-128": (whole, {"group": 128}, compressed(PACKED, INTEGERS), "int8-weights-128"),
+    "int8-32": (whole, {"group": 32}, compressed(PACKED, INTEGERS | {"group_size": 32}), "int8-weights-32"),
+    "int4-outputs": (whole, {"bits": 4}, compressed(PACKED, BY_OUTPUT), "int4-128"),
+    "int4-outputs-zero": (whole, {"bits": 4, "zero": True}, compressed(PACKED, BY_OUTPUT | {"symmetric": False}),
+                          "int4-128-zero"),
+    "gptq-8-64": (gptq, {"bits": 8, "group": 64, "sym": True}, GPTQ | {"bits": 8, "group_size": 64, "sym": True},
+                  "int8-weights-64"),
+    "gptq-8-16-v2": (gptq, {"bits": 8, "group": 16, "sym": True, "version": 2},
+                     GPTQ | {"bits": 8, "group_size": 16, "sym": True, "checkpoint_format": "gptq_v2"},
+                     "int8-weights-16"),
+    "gptq-8-all": (gptq, {"bits": 8, "group": -1, "sym": True}, GPTQ | {"bits": 8, "group_size": -1, "sym": True},
+                   "int8-weights"),
+}  # fmt: skip
+
+
+def written(folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, config: dict = LLAMA, **changes):
+    """A folder as its tool writes it, and every matrix of it in float64."""
+    write, options, quantization, _ = CASES[case]
+    rng, tensors, expected = np.random.default_rng(seed), {}, {}
+    for name, value in tiny.draw(config).items():
+        stem = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):
+            tensors[name], expected[name] = value, value.astype(np.float64)
+            continue
+        parts, expected[name] = write(rng, stem, value.shape, **options)
+        tensors |= parts
+        if case.endswith("-rows"):
+            tensors[f"{stem}.input_global_scale"] = np.ones(1, np.float32)
+    tiny.write(folder, config | {"quantization_config": quantization | changes}, tensors)
+    return tensors, expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_matrix_is_what_its_format_says(tmp_path, case):
+    _, expected = written(tmp_path, case)
+    assert read_config(tmp_path).quant == CASES[case][3]
+    weights = read(tmp_path)
+    widened = CASES[case][3] is None
+    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
+    assert_is(weights, expected, 1e-6 if widened else 0)
+    np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
+
+
+SPARE = ("self_attn.o_proj", "layers.0.mlp.down_proj")
+SPARED = {  # how a config says it
+    "compressed-tensors": ("ignore", ["lm_head", "re:.*self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
+    "gptq": ("modules_to_not_convert", list(SPARE)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "-rows" not in case and CASES[case][3] is not None])
+def test_what_the_config_leaves_dense(tmp_path, case):
+    key, names = SPARED[CASES[case][2]["quant_method"]]
+    _, expected = written(tmp_path / "said", case, SPARE, **{key: names})
+    weights = read(tmp_path / "said")
+    assert_is(weights, expected)
+    assert isinstance(weights.layers[1].attention.out_NHD, np.ndarray)
+    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
+    assert not isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
+    written(tmp_path / "unsaid", case, SPARE)
+    with pytest.raises(ModelError, match=r"self_attn.o_proj.weight' is not quantised"):
+        read(tmp_path / "unsaid")
+
+
+COMPANY = ["nvfp4-rows", "mxfp4", "int8-128", "int4-outputs", "gptq-8-all"]
+
+
+@pytest.mark.parametrize("case", COMPANY)
+def test_tokens_and_company(tmp_path, case):
+    """Through the whole engine: near the dense model of the same numbers, and the same bits in company."""
+    _, expected = written(tmp_path / "codes", case, config=LLAMA | {"torch_dtype": "bfloat16"})
+    dense = {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()}
+    tiny.write(tmp_path / "dense", LLAMA, dense)
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_logprobs": 96,
+    }  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=96)
+    prompts = [[5, 17, 3, 9], [1] * 20, [7, 8], [90, 4, 60, 33, 2]]
+    llm = LLM(tmp_path / "codes", **options)
+    together = llm.generate(prompts, params)
+    exact, rounded = (
+        LLM(tmp_path / "dense", dtype=dtype, **options).generate(prompts, params) for dtype in ("float32", "bfloat16")
+    )
+
+    def first(answers) -> np.ndarray:
+        """The log-probabilities of all tokens after each prompt."""
+        return np.array([[one.outputs[0].logprobs[0][token].logprob for token in range(96)] for one in answers])
+
+    near = 3 * np.abs(first(rounded) - first(exact)).max()  # no further than bfloat16 itself takes the dense model
+    assert np.abs(first(together) - first(exact)).max() < near
+    for prompt, one in zip(prompts, together, strict=True):
+        alone = llm.generate(prompt, params)[0].outputs[0]
+        assert alone.token_ids == one.outputs[0].token_ids
+        assert alone.logprobs == one.outputs[0].logprobs
+
+
+STEM = "model.layers.1.mlp.down_proj"
+DAMAGE: list[tuple[str, str, Any, str]] = [
+    ("nvfp4", ".weight_scale", lambda x: x[:-1], f"tensor '{STEM}.weight_scale' is"),
+    ("nvfp4", ".weight_scale", lambda x: np.full_like(x, np.nan), f"'{STEM}.weight_scale' holds a scale that is no"),
+    ("nvfp4", ".weight_global_scale", lambda x: x * 0, f"'{STEM}.weight_scale' holds a scale that is no finite"),
+    ("nvfp4", ".weight_global_scale", lambda x: None, f"lacks the tensor '{STEM}.weight_global_scale'"),
+    ("nvfp4", ".weight_packed", lambda x: None, f"lacks the tensor '{STEM}.weight_packed'"),
+    ("nvfp4", ".weight_packed", lambda x: x[:, :-4], "do not divide by the group of 16"),
+    ("nvfp4", ".weight_packed", lambda x: x.view(np.int8), f"tensor '{STEM}.weight_packed' is"),
+    ("mxfp4", ".weight_scale", lambda x: x * 0 + 255, "holds a scale of 255"),
+    ("mxfp4", ".weight_scale", lambda x: x[:, :-1], f"tensor '{STEM}.weight_scale' is"),
+    ("mxfp4", ".weight_packed", lambda x: x.reshape(-1), "must be a matrix"),
+    ("int8-128", ".weight_scale", lambda x: x[:, :1], f"tensor '{STEM}.weight_scale' is"),
+    ("int8-128", ".weight_shape", lambda x: x * [2, 1], f"tensor '{STEM}.weight_packed' is"),
+    ("int4-outputs", ".weight_scale", lambda x: x[:-1], f"tensor '{STEM}.weight_scale' is"),
+    ("int4-outputs-zero", ".weight_zero_point", lambda x: None, f"lacks the tensor '{STEM}.weight_zero_point'"),
+    ("gptq-8-64", ".qzeros", lambda x: x + 1, "zero point other than 128, and quantization_config says sym = True"),
+    ("gptq-8-64", ".scales", lambda x: x * np.float16(np.nan), f"tensor '{STEM}.scales' holds a scale"),
+    ("gptq-8-64", ".g_idx", lambda x: x[::-1], "says desc_act = False"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "ending", "change", "said"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE])
+def test_damage_is_named(tmp_path, case, ending, change, said):
+    tensors, _ = written(tmp_path, case)
+    value = change(tensors.pop(STEM + ending))
+    if value is not None:
+        tensors[STEM + ending] = np.ascontiguousarray(value)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=said):
+        read(tmp_path)
+
+
+CONFIGS: list[tuple[dict, str]] = [
+    (compressed("mxfp4-pack-quantized", FLOAT4), "format = 'mxfp4-pack-quantized'"),
+    (compressed("nvfp4-pack-quantized", FLOAT4 | {"group_size": 64}), "group_size = 64"),
+    (compressed("nvfp4-pack-quantized", FLOAT4 | {"symmetric": False}), "symmetric = False"),
+    (compressed("mxfp4-pack-quantized", MX4 | {"group_size": 16}), "group_size = 16"),
+    (compressed("int-quantized", INTEGERS), "format = 'int-quantized'"),
+    (compressed(PACKED, INTEGERS | {"symmetric": False}), "symmetric = False"),
+    (compressed(PACKED, INTEGERS, INTEGERS), "input_activations"),
+    (compressed(PACKED, BY_OUTPUT, BY_OUTPUT), "input_activations"),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), CONFIGS, ids=[f"{i}-{said}" for i, (_, said) in enumerate(CONFIGS)])
+def test_a_config_that_is_not_understood(tmp_path, config, said):
+    tiny.write(tmp_path, LLAMA | {"quantization_config": config}, {"x": np.zeros(1, np.float32)})
+    with pytest.raises(ModelError, match="quantization_config") as error:
+        read_config(tmp_path)
+    assert said in str(error.value) and "\n" not in str(error.value)

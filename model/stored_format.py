@@ -15,6 +15,7 @@ class StoredGroup:
     )  # the format that they are kept in here too, as `ops.quant.packed` names it; None: they are widened
     form: Hashable  # how their codes lie in files, in the words of the module in `published` that reads them
     targets: tuple[str, ...] = ("Linear",)
+    multiple: int = 1  # what a matrix's inputs must divide by, or it is widened
 
     @cached_property
     def aimed(self) -> "Modules":

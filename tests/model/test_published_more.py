@@ -1,5 +1,6 @@
 """More forms of quantised checkpoints: NVFP4, MXFP4, bitsandbytes, AutoRound, integers of eight bits in groups."""
 
+import json
 from typing import Any
 
 import ml_dtypes
@@ -66,6 +67,43 @@ def whole(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
     return tensors, (codes - zeros.repeat(each, 1)) * scale.astype(np.float64).repeat(each, 1)
 
 
+NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+], np.float32)  # fmt: skip
+FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
+
+
+def blocks(rng, stem: str, shape, kind="nf4", nested=False, block=64, **_):
+    """A matrix of four bits as bitsandbytes writes it."""
+    count = shape[0] * shape[1]
+    codes, table = rng.integers(0, 16, count), {"nf4": NF4, "fp4": FP4}[kind]
+    absmax = rng.uniform(0.02, 0.1, -(-count // block)).astype(np.float32)
+    said = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": list(shape)}
+    more = {}
+    if nested:
+        found = rng.integers(0, 256, len(absmax)).astype(np.uint8)
+        above = rng.uniform(0.01, 0.03, -(-len(found) // 256)).astype(np.float32)
+        numbers = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32)
+        said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0625}
+        more = {"absmax": found, "nested_absmax": above, "nested_quant_map": numbers}
+        absmax = numbers[found] * above.repeat(256)[: len(found)] + np.float32(0.0625)
+    tensors = {"absmax": absmax, "quant_map": table} | more | {
+        f"quant_state.bitsandbytes__{kind}": np.frombuffer(json.dumps(said).encode(), np.uint8)
+    }  # fmt: skip
+    dense = table.astype(np.float64)[codes] * absmax.astype(np.float64).repeat(block)[:count]
+    packed = (codes[::2] << 4 | codes[1::2]).astype(np.uint8).reshape(-1, 1)
+    return {f"{stem}.weight": packed} | {f"{stem}.weight.{x}": v for x, v in tensors.items()}, dense.reshape(shape)
+
+
+def signed(rng, stem: str, shape, **_):
+    """A matrix of eight bits as bitsandbytes writes it."""
+    codes, most = rng.integers(-127, 128, shape).astype(np.int8), rng.uniform(0.02, 0.1, shape[0]).astype(np.float32)
+    tensors = {f"{stem}.weight": codes, f"{stem}.SCB": most, f"{stem}.weight_format": np.zeros((), np.uint8)}
+    return tensors, codes * (most / np.float32(127)).astype(np.float64)[:, None]
+
+
 def compressed(form: str, weights: dict, activations: dict | None = None, **other) -> dict:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": form}
     return {
@@ -83,6 +121,14 @@ FLOAT4 = {
 }  # fmt: skip
 ROWS4 = FLOAT4 | {"dynamic": "local"}
 MX4 = FLOAT4 | {"group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
+# As transformers writes it.
+BNB = {
+    "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+    "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None,
+    "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
+}  # fmt: skip
+BNB8 = BNB | {"_load_in_4bit": False, "_load_in_8bit": True, "load_in_4bit": False, "load_in_8bit": True}
 INTEGERS = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 BY_OUTPUT = {"num_bits": 4, "type": "int", "strategy": "channel", "group_size": None, "symmetric": True}
 PACKED = "pack-quantized"
@@ -105,6 +151,12 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
                      "int8-weights-16"),
     "gptq-8-all": (gptq, {"bits": 8, "group": -1, "sym": True}, GPTQ | {"bits": 8, "group_size": -1, "sym": True},
                    "int8-weights"),
+    "nf4": (blocks, {}, BNB, "nf4"),
+    "nf4-nested": (blocks, {"nested": True}, BNB, "nf4"),
+    "nf4-128": (blocks, {"block": 128}, BNB, "nf4"),
+    "fp4": (blocks, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, None),
+    "fp4-nested": (blocks, {"kind": "fp4", "nested": True}, BNB | {"bnb_4bit_quant_type": "fp4"}, None),
+    "bnb-8": (signed, {}, BNB8, "int8-weights"),
 }  # fmt: skip
 
 
@@ -140,6 +192,7 @@ SPARE = ("self_attn.o_proj", "layers.0.mlp.down_proj")
 SPARED = {  # how a config says it
     "compressed-tensors": ("ignore", ["lm_head", "re:.*self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
     "gptq": ("modules_to_not_convert", list(SPARE)),
+    "bitsandbytes": ("llm_int8_skip_modules", ["lm_head", "self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
 }  # fmt: skip
 
 
@@ -157,7 +210,27 @@ def test_what_the_config_leaves_dense(tmp_path, case):
         read(tmp_path / "unsaid")
 
 
-COMPANY = ["nvfp4-rows", "mxfp4", "int8-128", "int4-outputs", "gptq-8-all"]
+def test_blocks_that_cross_rows_are_widened(tmp_path):
+    """Inputs of `down_proj` that do not divide by 64: every other matrix is kept."""
+    _, expected = written(tmp_path, "nf4", config=LLAMA | {"intermediate_size": 400})
+    weights = read(tmp_path)
+    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
+    assert not isinstance(weights.layers[0].mlp.up_DGF, np.ndarray)
+    np.testing.assert_allclose(
+        weights.layers[0].mlp.down_FD, expected["model.layers.0.mlp.down_proj.weight"].T, rtol=1e-6
+    )
+
+
+def test_codes_in_a_wider_type(tmp_path):
+    tensors, expected = written(tmp_path, "nf4", bnb_4bit_quant_storage="bfloat16")
+    for name, value in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensors[name] = value.reshape(1, -1).view(ml_dtypes.bfloat16).T
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_is(read(tmp_path), expected)
+
+
+COMPANY = ["nvfp4-rows", "mxfp4", "int8-128", "int4-outputs", "gptq-8-all", "nf4-nested", "fp4", "bnb-8"]
 
 
 @pytest.mark.parametrize("case", COMPANY)
@@ -189,6 +262,12 @@ def test_tokens_and_company(tmp_path, case):
         assert alone.logprobs == one.outputs[0].logprobs
 
 
+def said(tensor: np.ndarray, **changes) -> np.ndarray:
+    """The JSON in a tensor, changed."""
+    return np.frombuffer(json.dumps(json.loads(tensor.tobytes()) | changes).encode(), np.uint8)
+
+
+STATE = "weight.quant_state.bitsandbytes__"
 STEM = "model.layers.1.mlp.down_proj"
 DAMAGE: list[tuple[str, str, Any, str]] = [
     ("nvfp4", ".weight_scale", lambda x: x[:-1], f"tensor '{STEM}.weight_scale' is"),
@@ -208,17 +287,36 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("gptq-8-64", ".qzeros", lambda x: x + 1, "zero point other than 128, and quantization_config says sym = True"),
     ("gptq-8-64", ".scales", lambda x: x * np.float16(np.nan), f"tensor '{STEM}.scales' holds a scale"),
     ("gptq-8-64", ".g_idx", lambda x: x[::-1], "says desc_act = False"),
+    ("nf4", ".weight", lambda x: x[:-1], f"tensor '{STEM}.weight' is"),
+    ("nf4", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
+    ("nf4", ".weight.absmax", lambda x: x[:-1], f"tensor '{STEM}.weight.absmax' is"),
+    ("nf4", ".weight.absmax", lambda x: x * np.float32(np.inf), f"'{STEM}.weight.absmax' holds a scale that is no"),
+    ("nf4", ".weight.quant_map", lambda x: x[::-1], "holds other numbers than those of NF4"),
+    ("nf4", ".weight.quant_map", lambda x: x * np.float32(np.nan), f"'{STEM}.weight.quant_map' holds what is no"),
+    ("nf4", f".{STATE}nf4", lambda x: x[:-1], "holds no JSON"),
+    ("nf4", f".{STATE}nf4", lambda x: said(x, shape=[4, -1]), r"says shape = \[4, -1\]; it must be two sizes"),
+    ("nf4", f".{STATE}nf4", lambda x: said(x, blocksize=0), "says blocksize = 0; it must be a whole number"),
+    ("nf4", f".{STATE}nf4", lambda x: said(x, nested_blocksize=256), "says nested_offset = None"),
+    ("nf4", f".{STATE}nf4", lambda x: said(x, blocksize=32), f"tensor '{STEM}.weight.absmax' is"),
+    ("nf4-nested", ".weight.nested_absmax", lambda x: x[:-1], f"tensor '{STEM}.weight.nested_absmax' is"),
+    ("nf4-nested", ".weight.nested_quant_map", lambda x: None, f"lacks the tensor '{STEM}.weight.nested_quant_map'"),
+    ("fp4", f".{STATE}fp4", lambda x: None, f"lacks the tensor '{STEM}.{STATE}fp4'"),
+    ("bnb-8", ".SCB", lambda x: x[:-1], f"tensor '{STEM}.SCB' is"),
+    ("bnb-8", ".SCB", lambda x: x * np.float32(np.nan), f"tensor '{STEM}.SCB' holds a scale"),
+    ("bnb-8", ".SCB", lambda x: None, f"lacks the tensor '{STEM}.SCB'"),
+    ("bnb-8", ".weight", lambda x: x.view(np.uint8), f"tensor '{STEM}.weight' is"),
+    ("bnb-8", ".weight_format", lambda x: x + 2, "says that the weight lies in tiles"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "ending", "change", "said"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE])
-def test_damage_is_named(tmp_path, case, ending, change, said):
+@pytest.mark.parametrize(("case", "ending", "change", "words_of"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE])
+def test_damage_is_named(tmp_path, case, ending, change, words_of):
     tensors, _ = written(tmp_path, case)
     value = change(tensors.pop(STEM + ending))
     if value is not None:
         tensors[STEM + ending] = np.ascontiguousarray(value)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=words_of):
         read(tmp_path)
 
 
@@ -231,6 +329,12 @@ CONFIGS: list[tuple[dict, str]] = [
     (compressed(PACKED, INTEGERS | {"symmetric": False}), "symmetric = False"),
     (compressed(PACKED, INTEGERS, INTEGERS), "input_activations"),
     (compressed(PACKED, BY_OUTPUT, BY_OUTPUT), "input_activations"),
+    (BNB | {"load_in_8bit": True}, "load_in_4bit = True"),
+    (BNB | {"load_in_4bit": False}, "load_in_4bit = False"),
+    (BNB | {"bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type = 'af4'"),
+    (BNB8 | {"llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight = True"),
+    (BNB | {"llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules"),
+    (BNB | {"spin": 1}, "spin = 1 is not understood"),
 ]
 
 

@@ -15,6 +15,7 @@ METHODS = {
     "fp8": ".fp8",
     "fbgemm_fp8": ".fp8",
     "gguf": ".gguf",
+    "bitsandbytes": ".bitsandbytes",
 }
 
 

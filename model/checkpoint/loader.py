@@ -61,7 +61,7 @@ def read_config(
     """The `ModelConfig` of a folder; `dtype`, `quantization` and `hf_overrides` override what the checkpoint says."""
     how = embedder.read(folder)
     embeds = how is not None and not how.ranks
-    hf = read_config_json(folder, hf_overrides, embeds)
+    hf = published.described(folder, read_config_json(folder, hf_overrides, embeds))
     check_numbers(hf)
     hf, stored = published.split(hf)
     by_tokens = reranker.classes_by_tokens(folder, hf)

@@ -7,12 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
-from quantized_files import LLAMA, assert_is, gptq, read, words
+from quantized_files import LLAMA, assert_is, fp8, gptq, read, words
 from safetensors.numpy import save_file
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint.loader import read_config
 from quire.model.config import ModelError
+from quire.ops.quant.fp8 import Fp8
+from quire.ops.quant.grouped import Grouped
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -121,6 +123,24 @@ FLOAT4 = {
 }  # fmt: skip
 ROWS4 = FLOAT4 | {"dynamic": "local"}
 MX4 = FLOAT4 | {"group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
+# As modelopt 0.47 writes it into config.json, and older ones beside it.
+OPT = {
+    "config_groups": {"group_0": {
+        "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+        "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"],
+    }},
+    "ignore": ["lm_head"], "quant_algo": "NVFP4", "quant_method": "modelopt",
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+}  # fmt: skip
+BESIDE = {
+    "producer": {"name": "modelopt", "version": "0.23.0"},
+    "quantization": {
+        "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"], "group_size": None,
+    },
+}  # fmt: skip
+BY_SCALES = {"names": ("weight", "weight_scale", "weight_scale_2")}
+ONE = {"scales": "one", "name": "weight_scale"}
 # As transformers writes it.
 BNB = {
     "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
@@ -156,6 +176,10 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "nf4-128": (blocks, {"block": 128}, BNB, "nf4"),
     "fp4": (blocks, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, None),
     "fp4-nested": (blocks, {"kind": "fp4", "nested": True}, BNB | {"bnb_4bit_quant_type": "fp4"}, None),
+    "opt-4": (nvfp4, BY_SCALES, OPT, "nvfp4"),
+    "opt-4-weights": (nvfp4, BY_SCALES, OPT | {"quant_algo": "W4A16_NVFP4"}, "nvfp4"),
+    "opt-8": (fp8, ONE, BESIDE | {"quant_method": "modelopt"}, "fp8"),
+    "opt-8-outputs": (fp8, ONE | {"scales": "flat"}, OPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8"),
     "bnb-8": (signed, {}, BNB8, "int8-weights"),
 }  # fmt: skip
 
@@ -171,6 +195,8 @@ def written(folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, confi
             continue
         parts, expected[name] = write(rng, stem, value.shape, **options)
         tensors |= parts
+        if case.startswith("opt"):
+            tensors[f"{stem}.input_scale"] = np.array(0.1, np.float32)
         if case.endswith("-rows"):
             tensors[f"{stem}.input_global_scale"] = np.ones(1, np.float32)
     tiny.write(folder, config | {"quantization_config": quantization | changes}, tensors)
@@ -189,14 +215,18 @@ def test_each_matrix_is_what_its_format_says(tmp_path, case):
 
 
 SPARE = ("self_attn.o_proj", "layers.0.mlp.down_proj")
+UNSPARED = {"nvfp4-rows", "mxfp4-rows", "opt-8", "fp4", "fp4-nested"}  # said twice, or widened anyway
 SPARED = {  # how a config says it
     "compressed-tensors": ("ignore", ["lm_head", "re:.*self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
     "gptq": ("modules_to_not_convert", list(SPARE)),
+    "modelopt": ("ignore", ["*lm_head*", "model.layers.*.self_attn.o_proj", "model.layers.0.mlp.down*"]),
     "bitsandbytes": ("llm_int8_skip_modules", ["lm_head", "self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "-rows" not in case and CASES[case][3] is not None])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "-rows" not in case and case != "opt-8" and CASES[case][3] is not None]
+)
 def test_what_the_config_leaves_dense(tmp_path, case):
     key, names = SPARED[CASES[case][2]["quant_method"]]
     _, expected = written(tmp_path / "said", case, SPARE, **{key: names})
@@ -230,7 +260,38 @@ def test_codes_in_a_wider_type(tmp_path):
     assert_is(read(tmp_path), expected)
 
 
-COMPANY = ["nvfp4-rows", "mxfp4", "int8-128", "int4-outputs", "gptq-8-all", "nf4-nested", "fp4", "bnb-8"]
+def test_what_modelopt_says_beside_config_json(tmp_path):
+    _, expected = written(tmp_path, "opt-8")
+    tiny.write(tmp_path / "plain", LLAMA)
+    (tmp_path / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(BESIDE))
+    assert_is(read(tmp_path), expected)
+
+
+def test_modules_in_two_formats(tmp_path):
+    """As modelopt mixes them: parts of one weight that are kept apart are widened, the others are kept."""
+    rng, tensors, expected, layers = np.random.default_rng(0), {}, {}, {}
+    for name, value in tiny.draw(LLAMA).items():
+        tensors[name], expected[name], stem = value, value, name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or "layers.0.self_attn.o" in name:
+            continue
+        del tensors[name]
+        four = name.endswith(("down_proj.weight", "q_proj.weight"))
+        write, options = (nvfp4, BY_SCALES) if four else (fp8, ONE)
+        parts, expected[name] = write(rng, stem, value.shape, **options)
+        tensors |= parts
+        layers[stem] = {"quant_algo": "NVFP4", "group_size": 16} if four else {"quant_algo": "FP8"}
+    more = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    tiny.write(tmp_path, LLAMA | {"quantization_config": OPT | more}, tensors)
+    weights = read(tmp_path)
+    assert isinstance(weights.layers[0].attention.qkv_DGH, np.ndarray)
+    assert isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
+    assert isinstance(weights.layers[1].attention.out_NHD, Fp8)
+    assert isinstance(weights.layers[1].mlp.down_FD, Grouped)
+    assert_is(weights, expected, 1e-6)
+
+
+COMPANY = ["nvfp4-rows", "mxfp4", "int8-128", "int4-outputs", "gptq-8-all", "opt-4", "nf4-nested", "fp4", "bnb-8"]
 
 
 @pytest.mark.parametrize("case", COMPANY)
@@ -287,6 +348,14 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("gptq-8-64", ".qzeros", lambda x: x + 1, "zero point other than 128, and quantization_config says sym = True"),
     ("gptq-8-64", ".scales", lambda x: x * np.float16(np.nan), f"tensor '{STEM}.scales' holds a scale"),
     ("gptq-8-64", ".g_idx", lambda x: x[::-1], "says desc_act = False"),
+    ("opt-4", ".weight_scale", lambda x: x[:, :-1], f"tensor '{STEM}.weight_scale' is"),
+    ("opt-4", ".weight_scale", lambda x: None, "not quantised|shape"),
+    ("opt-4", ".weight_scale_2", lambda x: None, f"lacks the tensor '{STEM}.weight_scale_2'"),
+    ("opt-4", ".weight_scale_2", lambda x: x * np.float32(np.inf), f"tensor '{STEM}.weight_scale' holds a scale"),
+    ("opt-4", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
+    ("opt-4", ".weight", lambda x: x[:, :-4], "do not divide by the group of 16"),
+    ("opt-4", ".weight", lambda x: x.repeat(2, 1).view(FLOAT8), "says uint8"),
+    ("opt-8", ".weight", lambda x: np.full_like(x, np.nan), "holds a code that is no number"),
     ("nf4", ".weight", lambda x: x[:-1], f"tensor '{STEM}.weight' is"),
     ("nf4", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
     ("nf4", ".weight.absmax", lambda x: x[:-1], f"tensor '{STEM}.weight.absmax' is"),
@@ -329,6 +398,15 @@ CONFIGS: list[tuple[dict, str]] = [
     (compressed(PACKED, INTEGERS | {"symmetric": False}), "symmetric = False"),
     (compressed(PACKED, INTEGERS, INTEGERS), "input_activations"),
     (compressed(PACKED, BY_OUTPUT, BY_OUTPUT), "input_activations"),
+    (OPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
+    (OPT | {"quant_algo": "NVFP4_AWQ", "pre_quant_scale": True}, "pre_quant_scale = True"),
+    (OPT | {"quant_algo": None}, "quant_algo = None"),
+    (OPT | {"group_size": 32}, "group_size = 32"),
+    (OPT | {"ignore": ["model.layers.[01].mlp"]}, "model.layers.[01].mlp"),
+    (OPT | {"spin": 1}, "spin = 1 is not understood"),
+    (BESIDE | {"quant_method": "modelopt", "quantization": 4}, "quantization_config.quantization = 4"),
+    (OPT | {"quant_algo": "MIXED_PRECISION"}, "quantized_layers = None"),
+    (OPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W8A16"}}}, "a.quant_algo"),
     (BNB | {"load_in_8bit": True}, "load_in_4bit = True"),
     (BNB | {"load_in_4bit": False}, "load_in_4bit = False"),
     (BNB | {"bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type = 'af4'"),

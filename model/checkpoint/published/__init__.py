@@ -2,11 +2,14 @@
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ...stored_format import StoredFormat
+from ..folder import read_json
 from ..safetensors import Tensor
 from .matrix import Matrix
+from .modelopt import SIDE_FILE
 
 METHODS = {
     "compressed-tensors": ".compressed_tensors",
@@ -16,6 +19,8 @@ METHODS = {
     "fbgemm_fp8": ".fp8",
     "gguf": ".gguf",
     "bitsandbytes": ".bitsandbytes",
+    "modelopt": ".modelopt",
+    "modelopt_fp4": ".modelopt",
 }
 
 
@@ -29,6 +34,14 @@ class Method(Protocol):
     def gather(self, tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
         """The tensors of a checkpoint with each quantised matrix as one, under the name that it would have dense."""
         ...
+
+
+def described(folder: Path, hf: dict[str, Any]) -> dict[str, Any]:
+    """config.json with what Model Optimizer says in a file of its own, where config.json does not say it."""
+    file = folder / SIDE_FILE
+    if "quantization_config" in hf or not file.exists():
+        return hf
+    return hf | {"quantization_config": {"quant_method": "modelopt"} | read_json(file)}
 
 
 def split(hf: dict[str, Any]) -> tuple[dict[str, Any], StoredFormat | None]:

@@ -7,14 +7,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
-from quantized_files import LLAMA, assert_is, fp8, gptq, read, words
-from safetensors.numpy import save_file
+from quantized_files import LLAMA, assert_is, awq, fp8, gptq, read, words
+from safetensors.numpy import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint.loader import read_config
 from quire.model.config import ModelError
 from quire.ops.quant.fp8 import Fp8
 from quire.ops.quant.grouped import Grouped
+from quire.ops.quant.int4 import Int4
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -123,6 +124,13 @@ FLOAT4 = {
 }  # fmt: skip
 ROWS4 = FLOAT4 | {"dynamic": "local"}
 MX4 = FLOAT4 | {"group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
+# As auto-round 0.16 writes it.
+ROUND = {
+    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128, "sym": True,
+    "data_type": "int", "iters": 200, "autoround_version": "0.16.1", "act_bits": 16, "nsamples": 128,
+    "enable_quanted_input": False, "block_name_to_quantize": "model.layers", "low_gpu_mem_usage": True,
+}  # fmt: skip
+ROUND2 = ROUND | {"packing_format": "auto_round", "sym": False, "bits": 2, "group_size": 32}
 # As modelopt 0.47 writes it into config.json, and older ones beside it.
 OPT = {
     "config_groups": {"group_0": {
@@ -176,6 +184,11 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "nf4-128": (blocks, {"block": 128}, BNB, "nf4"),
     "fp4": (blocks, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, None),
     "fp4-nested": (blocks, {"kind": "fp4", "nested": True}, BNB | {"bnb_4bit_quant_type": "fp4"}, None),
+    "round": (gptq, {"sym": True}, ROUND, "int4-128"),
+    "round-8": (gptq, {"sym": True, "bits": 8}, ROUND | {"bits": 8, "quant_method": "intel/auto-round"},
+                "int8-weights-128"),
+    "round-2": (gptq, {"bits": 2, "group": 32, "version": 2}, ROUND2, "int4-32-zero"),
+    "round-awq": (awq, {}, ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, "int4-128-zero"),
     "opt-4": (nvfp4, BY_SCALES, OPT, "nvfp4"),
     "opt-4-weights": (nvfp4, BY_SCALES, OPT | {"quant_algo": "W4A16_NVFP4"}, "nvfp4"),
     "opt-8": (fp8, ONE, BESIDE | {"quant_method": "modelopt"}, "fp8"),
@@ -215,18 +228,21 @@ def test_each_matrix_is_what_its_format_says(tmp_path, case):
 
 
 SPARE = ("self_attn.o_proj", "layers.0.mlp.down_proj")
-UNSPARED = {"nvfp4-rows", "mxfp4-rows", "opt-8", "fp4", "fp4-nested"}  # said twice, or widened anyway
+DENSE = {"bits": 16, "data_type": "float"}
+UNSPARED = {"nvfp4-rows", "mxfp4-rows", "opt-8", "fp4", "fp4-nested", "round-8"}  # said twice, or widened anyway
 SPARED = {  # how a config says it
     "compressed-tensors": ("ignore", ["lm_head", "re:.*self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
     "gptq": ("modules_to_not_convert", list(SPARE)),
+    "auto-round": ("extra_config", {
+        "lm_head": DENSE, "model.layers.0.self_attn.o_proj": DENSE, "model.layers.0.input_layernorm": DENSE,
+        r".*1\.self_attn\.o_proj.*": DENSE, r"layers\.0\.mlp\.down_proj$": DENSE,
+    }),
     "modelopt": ("ignore", ["*lm_head*", "model.layers.*.self_attn.o_proj", "model.layers.0.mlp.down*"]),
     "bitsandbytes": ("llm_int8_skip_modules", ["lm_head", "self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "-rows" not in case and case != "opt-8" and CASES[case][3] is not None]
-)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in UNSPARED])
 def test_what_the_config_leaves_dense(tmp_path, case):
     key, names = SPARED[CASES[case][2]["quant_method"]]
     _, expected = written(tmp_path / "said", case, SPARE, **{key: names})
@@ -258,6 +274,27 @@ def test_codes_in_a_wider_type(tmp_path):
             tensors[name] = value.reshape(1, -1).view(ml_dtypes.bfloat16).T
     save_file(tensors, tmp_path / "model.safetensors")
     assert_is(read(tmp_path), expected)
+
+
+def test_modules_of_several_bits(tmp_path):
+    """As AutoRound mixes them: what is kept apart of one weight meets in signed bytes."""
+    _, expected = written(tmp_path, "round")
+    tensors = load_file(tmp_path / "model.safetensors")
+    rng, layers = np.random.default_rng(5), range(LLAMA["num_hidden_layers"])
+    eight = [f"model.layers.{i}.{name}" for i in layers for name in ("self_attn.v_proj", "mlp.up_proj")]
+    two = [f"model.layers.{i}.mlp.down_proj" for i in layers]
+    for names, options in ((eight, {"bits": 8, "group": 64, "sym": True}), (two, {"bits": 2, "group": 64})):
+        for stem in names:
+            parts, expected[f"{stem}.weight"] = gptq(rng, stem, expected[f"{stem}.weight"].shape, **options)
+            tensors |= parts
+    extra = dict.fromkeys(eight, {"bits": 8, "group_size": 64})
+    extra |= {r".*mlp\.down_proj.*": {"bits": 2, "group_size": 64, "sym": False}}
+    tiny.write(tmp_path, LLAMA | {"quantization_config": ROUND | {"extra_config": extra}}, tensors)
+    weights = read(tmp_path)
+    for layer in weights.layers:
+        assert layer.attention.qkv_DGH.code == layer.mlp.up_DGF.code == "int8"
+        assert isinstance(layer.mlp.down_FD, Int4) and isinstance(layer.attention.out_NHD, Int4)
+    assert_is(weights, expected)
 
 
 def test_what_modelopt_says_beside_config_json(tmp_path):
@@ -398,6 +435,17 @@ CONFIGS: list[tuple[dict, str]] = [
     (compressed(PACKED, INTEGERS | {"symmetric": False}), "symmetric = False"),
     (compressed(PACKED, INTEGERS, INTEGERS), "input_activations"),
     (compressed(PACKED, BY_OUTPUT, BY_OUTPUT), "input_activations"),
+    (ROUND | {"packing_format": "mlx"}, "packing_format = 'mlx'"),
+    (ROUND | {"packing_format": None}, "packing_format = None"),
+    (ROUND | {"act_bits": 8}, "act_bits = 8"),
+    (ROUND | {"data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+    (ROUND | {"data_type": "float"}, "data_type = 'float'"),
+    (ROUND | {"rotation_configs": [{"kind": "hadamard"}]}, "rotation_configs"),
+    (ROUND | {"extra_config": {"lm_head": {"bits": 5}}}, "bits = 5"),
+    (ROUND | {"extra_config": {"lm_head": {"spin": 5}}}, "extra_config.lm_head.spin = 5 is not understood"),
+    (ROUND | {"extra_config": {"(a+)+": DENSE}}, "extra_config.(a+)+"),
+    (ROUND | {"extra_config": [1]}, "extra_config = [1]"),
+    (ROUND | {"packing_format": "auto_round:auto_awq", "bits": 8}, "bits = 8"),
     (OPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
     (OPT | {"quant_algo": "NVFP4_AWQ", "pre_quant_scale": True}, "pre_quant_scale = True"),
     (OPT | {"quant_algo": None}, "quant_algo = None"),

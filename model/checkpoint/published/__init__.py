@@ -19,6 +19,9 @@ METHODS = {
     "fbgemm_fp8": ".fp8",
     "gguf": ".gguf",
     "bitsandbytes": ".bitsandbytes",
+    "auto-round": ".auto_round",
+    "intel/auto-round": ".auto_round",
+    "auto_round": ".auto_round",
     "modelopt": ".modelopt",
     "modelopt_fp4": ".modelopt",
 }

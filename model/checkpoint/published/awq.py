@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...stored_format import StoredFormat
+from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from .integers import FLOATS, IntegerMatrix, Integers, group_of, groups_of, sides, truth, whole_number
 from .keys import HERE, known, patterns
@@ -52,13 +52,13 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
     found: dict[str, Any] = dict(tensors)
     for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
-        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", ENDINGS), stored)
+        group = stored.group_of(stem) or stored.groups[-1]
+        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", ENDINGS), group)
     return found
 
 
-def matrix(stem: str, tensors: dict[str, Tensor], stored: StoredFormat) -> Matrix:
+def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     """One matrix, the shapes and dtypes of its tensors checked."""
-    (group,) = stored.groups
     columns, words = sides(tensors[".qweight"])
     groups = groups_of(tensors[".qweight"], columns, group)
     check(tensors[".qzeros"], ("int32",), (groups, words))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...config import ModelError
-from ...stored_format import StoredFormat
+from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from .integers import FLOATS, IntegerMatrix, Integers, group_of, groups_of, sides, truth, unpack, whole_number
 from .keys import HERE, known, patterns
@@ -74,13 +74,13 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
     found: dict[str, Any] = dict(tensors)
     for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
         endings = ENDINGS + ((".g_idx",) if f"{stem}.g_idx" in found else ())
-        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", endings), stored)
+        group = stored.group_of(stem) or stored.groups[-1]
+        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", endings), group)
     return found
 
 
-def matrix(stem: str, tensors: dict[str, Tensor], stored: StoredFormat) -> Matrix:
+def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     """One matrix, the shapes and dtypes of its tensors checked."""
-    (group,) = stored.groups
     assert isinstance(group.form, Integers)
     words, rows = sides(tensors[".qweight"])
     bits = group.form.bits

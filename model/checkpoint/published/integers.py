@@ -63,14 +63,17 @@ class IntegerMatrix(Matrix):
             raise ModelError(
                 f"tensor {self.name!r} has a zero point other than {middle}, and quantization_config says sym = True"
             )
-        if isinstance(node, Int8):
+        own = self.format
+        if isinstance(own, Int8):
             return {"codes": (codes.T ^ 128).view(np.int8), "scale": self.finite(scales.astype(np.float32)).T}
-        assert isinstance(node, Int4 | Grouped)
-        again = len(codes) // len(scales) // node.group  # of a group that is several
-        if isinstance(node, Grouped):
-            return {"codes": codes.T ^ 128, "scale": self.finite(scales.astype(np.float32)).T.repeat(again, 1)}
-        shared = {"scale": self.finite(scales)} | ({} if node.zero is None else {"zero": zeros})
-        return {"nibbles": codes.T} | {name: value.T.repeat(again, 1) for name, value in shared.items()}
+        assert isinstance(own, Int4 | Grouped)
+        again = len(codes) // len(scales) // own.group  # of a group that is several
+        if isinstance(own, Grouped):
+            fields = {"codes": codes.T ^ 128, "scale": self.finite(scales.astype(np.float32)).T.repeat(again, 1)}
+            return self.widened(fields, node)
+        shared = {"scale": self.finite(scales)} | ({} if own.zero is None else {"zero": zeros})
+        fields = {"nibbles": codes.T} | {name: value.T.repeat(again, 1) for name, value in shared.items()}
+        return self.widened(fields, node)
 
 
 def group_of(form: Integers) -> StoredGroup:

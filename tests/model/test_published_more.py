@@ -107,6 +107,25 @@ def signed(rng, stem: str, shape, **_):
     return tensors, codes * (most / np.float32(127)).astype(np.float64)[:, None]
 
 
+def hqq(rng, stem: str, shape, bits=4, group=64, axis=1, view=np.uint8, **_):
+    """A matrix as HQQ writes it."""
+    count = shape[0] * shape[1] // group
+    size, one = ((count, group), (count, 1)) if axis == 1 else ((group, count), (1, count))
+    codes = rng.integers(0, 1 << bits, size)
+    scale, zero = ((rng.uniform(0.5, 1, one) * x / (1 << bits)).astype(np.float16) for x in (0.2, 256**0.5 * bits))
+    each, word = (10, np.int32) if bits == 3 else (8 // bits, np.uint8)
+    parts = np.pad(codes, ((0, -len(codes) % each), (0, 0))).reshape(each, -1, size[1])
+    packed = np.zeros(parts.shape[1:], word)
+    for part in parts:
+        packed = (packed << bits | part).astype(word)
+    said = {"nbits": bits, "group_size": group, "axis": axis}
+    tensors = {"W_q": packed.view(view) if bits != 3 else packed, "scale": scale, "zero": zero} | {
+        "shape": np.array(shape), "packing": np.frombuffer(b"4bit_u8", np.uint8), "round_zero": np.ones((), np.uint8),
+    } | {name: np.array(value, np.int32) for name, value in said.items()}  # fmt: skip
+    dense = (codes - zero.astype(np.float64)) * scale.astype(np.float64)
+    return {f"{stem}.{name}": value for name, value in tensors.items()}, dense.reshape(shape)
+
+
 def compressed(form: str, weights: dict, activations: dict | None = None, **other) -> dict:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": form}
     return {
@@ -131,6 +150,17 @@ ROUND = {
     "enable_quanted_input": False, "block_name_to_quantize": "model.layers", "low_gpu_mem_usage": True,
 }  # fmt: skip
 ROUND2 = ROUND | {"packing_format": "auto_round", "sym": False, "bits": 2, "group_size": 32}
+
+
+def hqq_config(bits: int = 4, size: Any = 64, axis: int = 1, **changes) -> dict:
+    """As transformers writes it."""
+    params = {"weight_quant_params": {
+        "nbits": bits, "group_size": size, "axis": axis, "channel_wise": True, "view_as_float": False, "optimize": True,
+        "round_zero": bits == 4,
+    } | changes, "scale_quant_params": None, "zero_quant_params": None, "offload_meta": False}  # fmt: skip
+    return {"quant_method": "hqq", "quant_config": params, "skip_modules": ["lm_head"]}
+
+
 # As modelopt 0.47 writes it into config.json, and older ones beside it.
 OPT = {
     "config_groups": {"group_0": {
@@ -189,6 +219,14 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
                 "int8-weights-128"),
     "round-2": (gptq, {"bits": 2, "group": 32, "version": 2}, ROUND2, "int4-32-zero"),
     "round-awq": (awq, {}, ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, "int4-128-zero"),
+    "hqq-4": (hqq, {}, hqq_config(), "int4-64-least"),
+    "hqq-4-float": (hqq, {"view": np.float16}, hqq_config(view_as_float=True), "int4-64-least"),
+    "hqq-2": (hqq, {"bits": 2, "group": 32}, hqq_config(2, 32), "int4-32-least"),
+    "hqq-3": (hqq, {"bits": 3, "group": 128}, hqq_config(3, 128), "int4-128-least"),
+    "hqq-8": (hqq, {"bits": 8}, hqq_config(8), "int8-weights-64-least"),
+    "hqq-1-16": (hqq, {"bits": 1, "group": 16}, hqq_config(1, 16), None),
+    "hqq-4-down": (hqq, {"axis": 0}, hqq_config(axis=0), None),
+    "hqq-3-down": (hqq, {"axis": 0, "bits": 3}, hqq_config(3, axis=0), None),
     "opt-4": (nvfp4, BY_SCALES, OPT, "nvfp4"),
     "opt-4-weights": (nvfp4, BY_SCALES, OPT | {"quant_algo": "W4A16_NVFP4"}, "nvfp4"),
     "opt-8": (fp8, ONE, BESIDE | {"quant_method": "modelopt"}, "fp8"),
@@ -216,6 +254,11 @@ def written(folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, confi
     return tensors, expected
 
 
+def near(case: str) -> float:
+    """How far a weight may be off: what is taken off HQQ's is a product, kept in float32."""
+    return 1e-7 if case.startswith("hqq") else 0
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_each_matrix_is_what_its_format_says(tmp_path, case):
     _, expected = written(tmp_path, case)
@@ -223,13 +266,23 @@ def test_each_matrix_is_what_its_format_says(tmp_path, case):
     weights = read(tmp_path)
     widened = CASES[case][3] is None
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
-    assert_is(weights, expected, 1e-6 if widened else 0)
+    assert_is(weights, expected, 1e-6 if widened else 0, near(case))
     np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
 
 
 SPARE = ("self_attn.o_proj", "layers.0.mlp.down_proj")
 DENSE = {"bits": 16, "data_type": "float"}
-UNSPARED = {"nvfp4-rows", "mxfp4-rows", "opt-8", "fp4", "fp4-nested", "round-8"}  # said twice, or widened anyway
+UNSPARED = {
+    "nvfp4-rows",
+    "mxfp4-rows",
+    "opt-8",
+    "fp4",
+    "fp4-nested",
+    "round-8",
+    "hqq-1-16",
+    "hqq-4-down",
+    "hqq-3-down",
+}  # said twice, or widened anyway
 SPARED = {  # how a config says it
     "compressed-tensors": ("ignore", ["lm_head", "re:.*self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
     "gptq": ("modules_to_not_convert", list(SPARE)),
@@ -237,6 +290,7 @@ SPARED = {  # how a config says it
         "lm_head": DENSE, "model.layers.0.self_attn.o_proj": DENSE, "model.layers.0.input_layernorm": DENSE,
         r".*1\.self_attn\.o_proj.*": DENSE, r"layers\.0\.mlp\.down_proj$": DENSE,
     }),
+    "hqq": ("skip_modules", ["lm_head", *SPARE]),
     "modelopt": ("ignore", ["*lm_head*", "model.layers.*.self_attn.o_proj", "model.layers.0.mlp.down*"]),
     "bitsandbytes": ("llm_int8_skip_modules", ["lm_head", "self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
 }  # fmt: skip
@@ -247,7 +301,7 @@ def test_what_the_config_leaves_dense(tmp_path, case):
     key, names = SPARED[CASES[case][2]["quant_method"]]
     _, expected = written(tmp_path / "said", case, SPARE, **{key: names})
     weights = read(tmp_path / "said")
-    assert_is(weights, expected)
+    assert_is(weights, expected, atol=near(case))
     assert isinstance(weights.layers[1].attention.out_NHD, np.ndarray)
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
     assert not isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
@@ -328,7 +382,19 @@ def test_modules_in_two_formats(tmp_path):
     assert_is(weights, expected, 1e-6)
 
 
-COMPANY = ["nvfp4-rows", "mxfp4", "int8-128", "int4-outputs", "gptq-8-all", "opt-4", "nf4-nested", "fp4", "bnb-8"]
+COMPANY = [
+    "nvfp4-rows",
+    "mxfp4",
+    "int8-128",
+    "int4-outputs",
+    "gptq-8-all",
+    "opt-4",
+    "hqq-4",
+    "hqq-8",
+    "nf4-nested",
+    "fp4",
+    "bnb-8",
+]
 
 
 @pytest.mark.parametrize("case", COMPANY)
@@ -352,8 +418,8 @@ def test_tokens_and_company(tmp_path, case):
         """The log-probabilities of all tokens after each prompt."""
         return np.array([[one.outputs[0].logprobs[0][token].logprob for token in range(96)] for one in answers])
 
-    near = 3 * np.abs(first(rounded) - first(exact)).max()  # no further than bfloat16 itself takes the dense model
-    assert np.abs(first(together) - first(exact)).max() < near
+    limit = 3 * np.abs(first(rounded) - first(exact)).max()  # no further than bfloat16 itself takes the dense model
+    assert np.abs(first(together) - first(exact)).max() < limit
     for prompt, one in zip(prompts, together, strict=True):
         alone = llm.generate(prompt, params)[0].outputs[0]
         assert alone.token_ids == one.outputs[0].token_ids
@@ -393,6 +459,14 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("opt-4", ".weight", lambda x: x[:, :-4], "do not divide by the group of 16"),
     ("opt-4", ".weight", lambda x: x.repeat(2, 1).view(FLOAT8), "says uint8"),
     ("opt-8", ".weight", lambda x: np.full_like(x, np.nan), "holds a code that is no number"),
+    ("hqq-4", ".W_q", lambda x: x[:-1], f"tensor '{STEM}.W_q' is"),
+    ("hqq-4", ".scale", lambda x: x[:-1], f"tensor '{STEM}.scale' is"),
+    ("hqq-4", ".scale", lambda x: x * np.float16(np.nan), f"tensor '{STEM}.scale' holds a scale"),
+    ("hqq-4", ".zero", lambda x: x * np.float16(np.nan), f"tensor '{STEM}.zero' holds a zero"),
+    ("hqq-4", ".zero", lambda x: None, f"lacks the tensor '{STEM}.zero'"),
+    ("hqq-4", ".nbits", lambda x: x * 2, f"tensor '{STEM}.nbits' holds 8, and"),
+    ("hqq-4", ".axis", lambda x: x * 0, f"tensor '{STEM}.axis' holds 0, and"),
+    ("hqq-4", ".shape", lambda x: x * 0, "which fill no groups"),
     ("nf4", ".weight", lambda x: x[:-1], f"tensor '{STEM}.weight' is"),
     ("nf4", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
     ("nf4", ".weight.absmax", lambda x: x[:-1], f"tensor '{STEM}.weight.absmax' is"),
@@ -435,6 +509,13 @@ CONFIGS: list[tuple[dict, str]] = [
     (compressed(PACKED, INTEGERS | {"symmetric": False}), "symmetric = False"),
     (compressed(PACKED, INTEGERS, INTEGERS), "input_activations"),
     (compressed(PACKED, BY_OUTPUT, BY_OUTPUT), "input_activations"),
+    (hqq_config(5), "nbits = 5"),
+    (hqq_config(size=None), "group_size = None"),
+    (hqq_config(size=12), "group_size = 12"),
+    (hqq_config(axis=2), "axis = 2"),
+    (hqq_config(channel_wise=False), "channel_wise = False"),
+    (hqq_config() | {"quant_config": {"self_attn.q_proj": {}}}, "quant_config.self_attn.q_proj"),
+    (hqq_config() | {"quant_config": None}, "quant_config = None"),
     (ROUND | {"packing_format": "mlx"}, "packing_format = 'mlx'"),
     (ROUND | {"packing_format": None}, "packing_format = None"),
     (ROUND | {"act_bits": 8}, "act_bits = 8"),

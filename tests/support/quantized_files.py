@@ -98,7 +98,10 @@ def dense_of(leaf) -> np.ndarray:
         K = int(np.prod(leaf.into))
         codes = four_bits.split(leaf.codes, K) if leaf.packed else leaf.codes.reshape(K, -1)
         scale = leaf.scale.reshape(len(leaf.scale), -1).astype(np.float64).repeat(leaf.group, 0)[:K]
-        return (CODES[leaf.code].numbers.astype(np.float64)[codes] * scale).reshape(*leaf.into, *leaf.out)
+        found = CODES[leaf.code].numbers.astype(np.float64)[codes] * scale
+        if leaf.least is not None:
+            found -= leaf.least.reshape(len(leaf.least), -1).astype(np.float64).repeat(leaf.group, 0)[:K]
+        return found.reshape(*leaf.into, *leaf.out)
     if not isinstance(leaf, Int4):
         return leaf.astype(np.float64)
     K = int(np.prod(leaf.into))
@@ -107,11 +110,11 @@ def dense_of(leaf) -> np.ndarray:
     return ((four_bits.split(leaf.nibbles, K) - zero) * scale).reshape(*leaf.into, *leaf.out)
 
 
-def assert_is(weights, expected: dict[str, np.ndarray], rtol: float = 0.0) -> None:
+def assert_is(weights, expected: dict[str, np.ndarray], rtol: float = 0.0, atol: float = 0.0) -> None:
     for i, layer in enumerate(weights.layers):
         names = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
         q, k, v, o, gate, up, down = (expected[f"model.layers.{i}.{name}.weight"].T for name in names)
         qkv = np.concatenate([q.reshape(D, N, H), k.reshape(D, K, H), v.reshape(D, K, H)], axis=1)
         found = layer.attention.qkv_DGH, layer.attention.out_NHD, layer.mlp.up_DGF, layer.mlp.down_FD
         for leaf, right in zip(found, (qkv, o.reshape(N, H, D), np.stack([gate, up], axis=1), down), strict=True):
-            np.testing.assert_allclose(dense_of(leaf), right, rtol=rtol, atol=0)
+            np.testing.assert_allclose(dense_of(leaf), right, rtol=rtol, atol=atol)

@@ -22,6 +22,7 @@ METHODS = {
     "auto-round": ".auto_round",
     "intel/auto-round": ".auto_round",
     "auto_round": ".auto_round",
+    "hqq": ".hqq",
     "modelopt": ".modelopt",
     "modelopt_fp4": ".modelopt",
 }

@@ -20,7 +20,9 @@ from .matrix import Matrix, check, take
 KEYS = {
     "quant_method": ("awq",), "bits": ..., "group_size": ..., "zero_point": (True,), "version": ("gemm", "GEMM"),
     "modules_to_not_convert": ..., "backend": ..., "do_fuse": ..., "fuse_max_seq_len": ..., "modules_to_fuse": ...,
-    "exllama_config": ..., "provider": ..., "lm_head": (False,), "q_group_size": ..., "w_bit": (4,),
+    "exllama_config": ..., "provider": ..., "lm_head": (True, False),
+    "method": ("awq",), "format": ("gemm",), "checkpoint_format": ("gemm",), "pack_dtype": ("int32",), "meta": ...,
+    "sym": ..., "desc_act": (False,), "dynamic": ({},), "q_group_size": ..., "w_bit": (4,),
 }  # fmt: skip
 ENDINGS = (".qweight", ".qzeros", ".scales")
 PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where in a word each of eight outputs lies

@@ -118,8 +118,8 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "nf4": (blocks, {}, BNB, "nf4"),
     "nf4-nested": (blocks, {"nested": True}, BNB, "nf4"),
     "nf4-128": (blocks, {"block": 128}, BNB, "nf4"),
-    "fp4": (blocks, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, None),
-    "fp4-nested": (blocks, {"kind": "fp4", "nested": True}, BNB | {"bnb_4bit_quant_type": "fp4"}, None),
+    "fp4": (blocks, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
+    "fp4-nested": (blocks, {"kind": "fp4", "nested": True}, BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
     "round": (gptq, {"sym": True}, ROUND, "int4-128"),
     "round-8": (gptq, {"sym": True, "bits": 8}, ROUND | {"bits": 8, "quant_method": "intel/auto-round"},
                 "int8-weights-128"),
@@ -161,8 +161,8 @@ def written(folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, confi
 
 
 def near(case: str) -> float:
-    """How far a weight may be off: what is taken off HQQ's is a product, kept in float32."""
-    return 1e-7 if case.startswith("hqq") else 0
+    """How far a weight may be off: HQQ's have a product taken off, kept in float32, and FP4's a twelfth for a scale."""
+    return 1e-7 if case.startswith(("hqq", "fp4")) else 0
 
 
 @pytest.mark.parametrize("case", CASES)

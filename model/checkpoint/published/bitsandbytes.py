@@ -88,9 +88,13 @@ class FourBits(Matrix):
                 f"tensor {self.name!r} has blocks of {block} in rows of {columns}; it must be {GROUP}, or several such "
                 "that fill a row"
             )
-        if not np.array_equal(numbers, CODES["nf4"].numbers):
-            raise ModelError(f"tensor {self.tensors['.weight.quant_map'].name!r} holds other numbers than those of NF4")
-        return {"codes": codes.reshape(rows, columns), "scale": scale.repeat(block // GROUP).reshape(rows, -1)}
+        kind = self.group.form
+        table = CODES[kind].numbers
+        if not np.allclose(numbers, table / table.max(), rtol=1e-6, atol=0):
+            name = self.tensors[".weight.quant_map"].name
+            raise ModelError(f"tensor {name!r} holds other numbers than those of {kind.upper()}")
+        each = (scale / table.max()).repeat(block // GROUP)
+        return {"codes": codes.reshape(rows, columns), "scale": each.reshape(rows, -1)}
 
     @property
     def scales(self) -> str:
@@ -113,12 +117,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     if four == eight:
         raise refusal(f"{HERE}.load_in_4bit", four, "true, or load_in_8bit, and one of them false")
     kind = said.get("bnb_4bit_quant_type", "fp4")
-    if eight:
-        group = StoredGroup("int8-weights", "bytes")
-    elif kind == "nf4":
-        group = StoredGroup("nf4", kind, multiple=GROUP)
-    else:
-        group = StoredGroup(None, kind)
+    group = StoredGroup("int8-weights", "bytes") if eight else StoredGroup(kind, kind, multiple=GROUP)
     skipped = patterns(f"{HERE}.llm_int8_skip_modules", said.get("llm_int8_skip_modules", []))
     ignore = ("lm_head", "embed_tokens", *skipped)
     return StoredFormat("bitsandbytes", (group,), ignore, parts=True, rounds_head=False)

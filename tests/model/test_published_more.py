@@ -7,12 +7,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from golden.families_moe import MOE_VARIANTS
+from golden.folder import HERE, write_folder
 from quantized_files import (
     FLOAT8,
     LLAMA,
     assert_is,
     awq,
     blocks,
+    dense_of,
     fp8,
     gptq,
     hqq,
@@ -279,6 +282,33 @@ def test_patterns_of_gptq(tmp_path):
     assert isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
     assert_is(weights, expected)
     np.testing.assert_allclose(weights.head_VD, expected["lm_head.weight"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["mxfp4", "nvfp4"])
+def test_codes_of_experts(tmp_path, case):
+    """Each expert's matrices by themselves."""
+    write, options, quantization, _ = CASES[case]
+    (variant,) = [one for one in MOE_VARIANTS if one.name == "mixtral"]
+    with np.load(HERE / "mixtral.npz") as arrays:
+        meta = json.loads(arrays["meta"].tobytes())
+    write_folder(tmp_path, variant.config, meta["tensors"], meta["seed"])
+    tensors, expected, rng = {}, {}, np.random.default_rng(0)
+    for file in list(tmp_path.glob("model*")):
+        tensors |= load_file(file) if file.suffix == ".safetensors" else {}
+        file.unlink()
+    for name in [name for name in tensors if ".experts." in name or "_proj" in name]:
+        parts, expected[name] = write(rng, name.removesuffix(".weight"), tensors.pop(name).shape, **options)
+        tensors |= parts
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = quantization | {"ignore": ["lm_head", r"re:.*block_sparse_moe\.gate$"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    moe = read(tmp_path).layers[1].moe
+    assert isinstance(moe.down_EFD.each, Grouped)
+    for e in range(4):
+        gate, up, down = (expected[f"model.layers.1.block_sparse_moe.experts.{e}.w{n}.weight"].T for n in (1, 3, 2))
+        np.testing.assert_array_equal(dense_of(moe.down_EFD[e]), down)
+        np.testing.assert_array_equal(dense_of(moe.up_EDGF[e]).reshape(len(gate), 2, -1), np.stack([gate, up], 1))
 
 
 def test_what_modelopt_says_beside_config_json(tmp_path):

@@ -15,6 +15,7 @@ class StoredGroup:
     )  # the format that they are kept in here too, as `ops.quant.packed` names it; None: they are widened
     form: Hashable  # how their codes lie in files, in the words of the module in `published` that reads them
     targets: tuple[str, ...] = ("Linear",)
+    multiple: int = 1  # what a matrix's inputs must divide by, or it is widened
 
     @cached_property
     def aimed(self) -> "Modules":
@@ -57,11 +58,15 @@ class StoredFormat:
 
 
 class Modules:
-    """A set of modules: by name, or by a pattern behind `re:`; `parts`: by some of a name's neighbouring parts too."""
+    """A set of modules: by name, in which `*` stands for anything, or by a pattern behind `re:`.
+
+    `parts`: by some of a name's neighbouring parts too.
+    """
 
     def __init__(self, names: tuple[str, ...], parts: bool = False):
         self.names = frozenset(name for name in names if not name.startswith("re:"))
         self.patterns = [re.compile(name[3:]) for name in names if name.startswith("re:")]
+        self.wild = [name.split("*") for name in self.names if "*" in name]
         self.parts = [f".{name.strip('.')}." for name in self.names] if parts else []
 
     def __contains__(self, module: str) -> bool:
@@ -69,5 +74,20 @@ class Modules:
         return (
             module in self.names
             or any(pattern.match(module) for pattern in self.patterns)
+            or any(follow(module, *pieces) for pieces in self.wild)
             or any(part in whole for part in self.parts)
         )
+
+
+def follow(name: str, first: str, *rest: str) -> bool:
+    """Whether a name is these pieces with anything between them."""
+    *between, last = rest
+    if not name.startswith(first) or not name.endswith(last) or len(name) < len(first) + len(last):
+        return False
+    at, end = len(first), len(name) - len(last)
+    for piece in between:
+        at = name.find(piece, at, end)
+        if at < 0:
+            return False
+        at += len(piece)
+    return True

@@ -61,7 +61,7 @@ def read_config(
     """The `ModelConfig` of a folder; `dtype`, `quantization` and `hf_overrides` override what the checkpoint says."""
     how = embedder.read(folder)
     embeds = how is not None and not how.ranks
-    hf = read_config_json(folder, hf_overrides, embeds)
+    hf = published.described(folder, read_config_json(folder, hf_overrides, embeds))
     check_numbers(hf)
     hf, stored = published.split(hf)
     by_tokens = reranker.classes_by_tokens(folder, hf)
@@ -303,7 +303,7 @@ def specs_of(config: ModelConfig) -> ModelWeights:
     def choose(dense_spec: ArraySpec, spec, source):
         if isinstance(spec, ArraySpec):
             return spec
-        kind = kind_of(stored, source)
+        kind = kind_of(stored, source, dense_spec)
         return (quant.stacked if dense_spec.stacked else quant.packed)(kind, dense_spec)
 
     sources = family.sources(config)
@@ -311,18 +311,19 @@ def specs_of(config: ModelConfig) -> ModelWeights:
     if stored.rounds_head:
         return specs
     name = "embed_VD" if config.tied else "head_VD"
-    kind = kind_of(stored, getattr(sources, name))
+    kind = kind_of(stored, getattr(sources, name), getattr(dense, name))
     own = {} if kind is None else {name: quant.packed(kind, getattr(dense, name))}
     return specs.replace(**{"embed_VD": dense.embed_VD, "head_VD": dense.head_VD} | own)
 
 
-def kind_of(stored: StoredFormat, source) -> str | None:
+def kind_of(stored: StoredFormat, source, dense: ArraySpec) -> str | None:
     """The format of a weight that is made of a checkpoint's matrices; None where it is dense.
 
     Of several formats it is one that holds the codes of all; where there is none, or a part is dense, it is widened.
     """
     groups = {stored.group_of(part.name.removesuffix(".weight")) for part in source.parts}
-    kind = quant.common({None if group is None else group.quant for group in groups})
+    inputs = math.prod(dense.shape[axis] for axis in dense.inputs)
+    kind = quant.common({None if group is None or inputs % group.multiple else group.quant for group in groups})
     # Elsewhere no kernel takes codes in groups, and XLA would decode them in every step.
     return kind if kind is None or jax.default_backend() == "cpu" or quant.has_gpu_kernel(kind) else None
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...ops.quant import FormatError
 from ...sharding.spec import ArraySpec
 from ..config import ModelConfig, ModelError
 from ..stored_format import StoredGroup
@@ -45,7 +46,10 @@ def plan(folder: Path, out: Path, config: ModelConfig, hf_overrides: Mapping[str
     if os.path.lexists(out):
         raise ModelError(f"{out} is there already; give a new folder")
     tensors, matrices, ignore = survey(folder, config)
-    described = quantization_config(config.quant, ignore)
+    try:
+        described = quantization_config(config.quant, ignore)
+    except FormatError as error:
+        raise ModelError(f"quantization: {error}; it can be used while loading") from None
     (stored,) = stored_format(described).groups
     for tensor in tensors:
         if tensor.name in matrices:

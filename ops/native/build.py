@@ -29,6 +29,7 @@ SEVERAL = {  # of a source that is compiled for several types: it, and one of th
     "int8_groups": ("grouped.cc", "-DFORMAT=Bytes<Signed>", "-DCODES=dtype::U8"),
     "float4": ("grouped.cc", "-DFORMAT=Float4", "-DCODES=dtype::U32"),
     "nf4": ("grouped.cc", "-DFORMAT=Nf4", "-DCODES=dtype::U32"),
+    "fp4": ("grouped.cc", "-DFORMAT=Fp4", "-DCODES=dtype::U32"),
     "iq4": ("grouped.cc", "-DFORMAT=Iq4", "-DCODES=dtype::U32"),
     "uint4": ("grouped.cc", "-DFORMAT=Uint4", "-DCODES=dtype::U32"),
     "attention_f32": ("attention.cc", "-DPAGE=float", "-DROW=float"),

@@ -412,6 +412,20 @@ struct Steps {
   }
 };
 
+// Floats of four bits in twelfths of the largest, of bitsandbytes' FP4.
+struct Twelfths {
+  using Scale = float;
+  static constexpr float MADE = 0;
+  static F scale(const Scale* p) { return lanes<F>(p); }
+  static Numbers unpack(U v, int i) {
+    static constexpr Entry TABLE[16] = {
+        entry(0x0000), entry(0x3d80), entry(0x4100), entry(0x4140), entry(0x4080), entry(0x40c0),
+        entry(0x4000), entry(0x4040), entry(0x0000), entry(0xbd80), entry(0xc100), entry(0xc140),
+        entry(0xc080), entry(0xc0c0), entry(0xc000), entry(0xc040)};
+    return look_up(v, i, TABLE);
+  }
+};
+
 // Four bits that count from 0, with scales of any size.
 struct Levels : Counts {
   using Scale = float;
@@ -474,6 +488,7 @@ using Mxfp4 = Nibbles<Floats>;
 using Float4 = Nibbles<FloatsByFloats>;
 using Nf4 = Nibbles<Normals>;
 using Iq4 = Nibbles<Steps>;
+using Fp4 = Nibbles<Twelfths>;
 using Uint4 = Nibbles<Levels>;
 
 struct Signed {

@@ -15,7 +15,7 @@ from .stack import in_front, one_of
 
 FORMATS = {
     "int8": ".int8", "int4": ".int4", "fp8": ".fp8", "nf4": ".nf4", "iq4": ".iq4", "nvfp4": ".nvfp4",
-    "mxfp4": ".mxfp4",
+    "mxfp4": ".mxfp4", "fp4": ".fp4",
 }  # fmt: skip
 
 

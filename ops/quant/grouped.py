@@ -48,11 +48,13 @@ NF4 = [  # quantiles of the normal distribution, as bitsandbytes has them
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
+FP4 = [0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]  # of bitsandbytes, in twelfths
 IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]  # of GGUF's IQ4_NL and IQ4_XS
 CODES = {
     "float8": Code(8, floats(ml_dtypes.float8_e4m3fn, 8), "fp8", "float8"),
     "float4": Code(4, floats(ml_dtypes.float4_e2m1fn, 4), "float4", "bytes"),
     "nf4": Code(4, np.array(NF4, np.float32), "nf4", "bytes"),
+    "fp4": Code(4, np.array(FP4, np.float32), "fp4", "bytes"),
     "iq4": Code(4, np.array(IQ4, np.float32), "iq4", "bytes"),
     "uint4": Code(4, np.arange(16, dtype=np.float32), "uint4", "bytes"),
     "int8": Code(8, np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32), "int8_groups", "bytes"),

@@ -250,6 +250,7 @@ def test_what_is_not_quantised(tmp_path):
     refused(lambda: quantize(out, tmp_path / "again", "int8"), "quantised already")
     refused(lambda: quantize(out, tmp_path / "again", "int4"), "'int4'", "'int8'", "--quantization")
     refused(lambda: quantize(dense, tmp_path / "again", "int3"), "'int3'", "int4")
+    refused(lambda: quantize(dense, tmp_path / "again", "nf4"), "'nf4'", "while loading")
     done = CliRunner().invoke(app, ["convert", str(dense), str(tmp_path / "orbax")])
     assert done.exit_code == 0, done.output
     refused(lambda: quantize(tmp_path / "orbax", tmp_path / "again", "int8"), "converted")
@@ -540,16 +541,16 @@ W = "quantization_config.config_groups.group_0.weights"
 A = "quantization_config.config_groups.group_0.input_activations"
 CONFIGS = [
     (described(rounding(4, 32, num_bits=3)), f"{W}.num_bits = 3"),
-    (described(rounding(4, 32, type="float")), f"{W}.type = 'float'"),
+    (described(rounding(4, 32, type="float")), "quantization_config.format = 'pack-quantized'"),
     (described(rounding(4, 32, actorder="group")), f"{W}.actorder = 'group'"),
     (described(rounding(4, 32, actorder=True)), f"{W}.actorder = True"),
     (described(rounding(4, 32, dynamic=True)), f"{W}.dynamic = True"),
     (described(rounding(4, 16)), f"{W}.group_size = 16"),
-    (described(rounding(4, strategy="channel")), f"{W}.strategy = 'channel'"),
+    (described(rounding(4, strategy="tensor")), f"{W}.strategy = 'tensor'"),
     (described(rounding(4, None, strategy="group")), f"{W}.group_size = None"),
     (described(rounding(8, strategy="tensor"), TOKEN, "int-quantized"), f"{W}.strategy = 'tensor'"),
     (described(rounding(8, strategy=None), TOKEN, "int-quantized"), f"{W}.strategy = 'tensor'"),
-    (described(rounding(8, 128)), f"{W}.strategy = 'group'"),
+    (described(rounding(8, 256)), f"{W}.group_size = 256"),
     (described(rounding(8, zero=True)), f"{W}.symmetric = False"),
     (described(rounding(8, strategy="block", block_structure=[128, 128])), f"{W}.block_structure"),
     (described(rounding(4, 32, outliers=3)), f"{W}.outliers = 3"),

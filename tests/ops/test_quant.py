@@ -20,6 +20,7 @@ FORMATS = {
     "int8-weights-64": 1.0 + 4 / 64,
     "nf4": 0.5 + 4 / 64,
     "iq4": 0.5 + 4 / 32,
+    "fp4": 0.5 + 4 / 64,
     "nvfp4": 0.5 + 4 / 16,
     "int8-weights-32-least": 1.0 + 8 / 32,
     "int4-32-least": 0.5 + 8 / 32,
@@ -53,10 +54,10 @@ def test_each_weight_is_within_half_a_step(name):
     weight = rng.standard_normal((256, 2, 64)) * rng.uniform(0.01, 10, (1, 2, 64))
     error = np.abs(restored(quant.packed(name, dense_spec()).quantize(weight)) - weight).reshape(256, -1)
     sizes = {"int8-weights-64": 64, "int8-weights-32-least": 32, "int4-32-least": 32, "fp8-weights-128": 128}
-    size = sizes.get(name, {"nf4": 64, "iq4": 32, "nvfp4": 16}.get(name, 256))
+    size = sizes.get(name, {"nf4": 64, "fp4": 64, "iq4": 32, "nvfp4": 16}.get(name, 256))
     flat = np.abs(weight).reshape(256, -1)
     most = flat.reshape(-1, size, 128).max(1).repeat(size, 0)  # of those that share a scale
-    gaps = {"nf4": 0.304, "iq4": 25 / 113, "nvfp4": 2 / 6}  # the widest between neighbours
+    gaps = {"nf4": 0.304, "fp4": 4 / 12, "iq4": 25 / 113, "nvfp4": 2 / 6}  # the widest between neighbours
     if name.endswith("least"):
         step = 2 * most / (255 if name.startswith("int8") else 15)
     elif name.startswith("int8"):

@@ -2,11 +2,14 @@
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ...stored_format import StoredFormat
+from ..folder import read_json
 from ..safetensors import Tensor
 from .matrix import Matrix
+from .modelopt import SIDE_FILE
 
 METHODS = {
     "compressed-tensors": ".compressed_tensors",
@@ -15,6 +18,13 @@ METHODS = {
     "fp8": ".fp8",
     "fbgemm_fp8": ".fp8",
     "gguf": ".gguf",
+    "bitsandbytes": ".bitsandbytes",
+    "auto-round": ".auto_round",
+    "intel/auto-round": ".auto_round",
+    "auto_round": ".auto_round",
+    "hqq": ".hqq",
+    "modelopt": ".modelopt",
+    "modelopt_fp4": ".modelopt",
 }
 
 
@@ -28,6 +38,14 @@ class Method(Protocol):
     def gather(self, tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
         """The tensors of a checkpoint with each quantised matrix as one, under the name that it would have dense."""
         ...
+
+
+def described(folder: Path, hf: dict[str, Any]) -> dict[str, Any]:
+    """config.json with what Model Optimizer says in a file of its own, where config.json does not say it."""
+    file = folder / SIDE_FILE
+    if "quantization_config" in hf or not file.exists():
+        return hf
+    return hf | {"quantization_config": {"quant_method": "modelopt"} | read_json(file)}
 
 
 def split(hf: dict[str, Any]) -> tuple[dict[str, Any], StoredFormat | None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...stored_format import StoredFormat
+from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from .integers import FLOATS, IntegerMatrix, Integers, group_of, groups_of, sides, truth, whole_number
 from .keys import HERE, known, patterns
@@ -20,7 +20,9 @@ from .matrix import Matrix, check, take
 KEYS = {
     "quant_method": ("awq",), "bits": ..., "group_size": ..., "zero_point": (True,), "version": ("gemm", "GEMM"),
     "modules_to_not_convert": ..., "backend": ..., "do_fuse": ..., "fuse_max_seq_len": ..., "modules_to_fuse": ...,
-    "exllama_config": ..., "provider": ..., "lm_head": (False,), "q_group_size": ..., "w_bit": (4,),
+    "exllama_config": ..., "provider": ..., "lm_head": (True, False),
+    "method": ("awq",), "format": ("gemm",), "checkpoint_format": ("gemm",), "pack_dtype": ("int32",), "meta": ...,
+    "sym": ..., "desc_act": (False,), "dynamic": ({},), "q_group_size": ..., "w_bit": (4,),
 }  # fmt: skip
 ENDINGS = (".qweight", ".qzeros", ".scales")
 PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where in a word each of eight outputs lies
@@ -52,13 +54,13 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
     found: dict[str, Any] = dict(tensors)
     for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
-        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", ENDINGS), stored)
+        group = stored.group_of(stem) or stored.groups[-1]
+        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", ENDINGS), group)
     return found
 
 
-def matrix(stem: str, tensors: dict[str, Tensor], stored: StoredFormat) -> Matrix:
+def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     """One matrix, the shapes and dtypes of its tensors checked."""
-    (group,) = stored.groups
     columns, words = sides(tensors[".qweight"])
     groups = groups_of(tensors[".qweight"], columns, group)
     check(tensors[".qzeros"], ("int32",), (groups, words))

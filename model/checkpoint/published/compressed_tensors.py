@@ -19,6 +19,7 @@ from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from . import fp8
+from .forms import FORMS
 from .keys import HERE, known, patterns, refusal
 from .matrix import Matrix, check, take
 
@@ -38,6 +39,7 @@ ROUNDING = {
     "block_structure": ..., "actorder": (False, "weight", "static"), "observer": ..., "observer_kwargs": ...,
     "scale_dtype": ..., "zp_dtype": ...,
 }  # fmt: skip
+GROUPS = ("group", "tensor_group")
 # What tells the formats apart, and what a config that leaves it out means.
 DEFAULTS = {"num_bits": 8, "type": "int", "dynamic": False, "strategy": "tensor", "group_size": None, "symmetric": True}
 
@@ -66,15 +68,17 @@ def read_group(here: str, group: Any, form: Any) -> StoredGroup:
     targets = patterns(f"{here}.targets", group.get("targets"))
     if not targets or any(re.fullmatch(r"\w+", target) and target != "Linear" for target in targets):
         raise refusal(f"{here}.targets", list(targets), "['Linear'], or names and patterns of modules")
-    return StoredGroup(format_name(here, group, form), form, targets)
+    name = format_name(here, group, form)
+    return StoredGroup(FORMS[name].quant, name, targets) if name in FORMS else StoredGroup(name, form, targets)
 
 
 def format_name(here: str, group: dict[str, Any], form: Any) -> str:
-    """The name of the format whose scheme a group's weights, activations and `format` are."""
+    """The name of the format, or of one of FORMS, whose scheme a group's weights, activations and `format` are."""
     weights = rounding(f"{here}.weights", group.get("weights"))
-    left = matching(f"{here}.weights", weights, stored_schemes(), "weights")
+    schemes = stored_schemes() | {name: form.scheme for name, form in FORMS.items()}
+    left = matching(f"{here}.weights", weights, schemes, "weights")
     activations, where = group.get("input_activations"), f"{here}.input_activations"
-    if activations is not None and weights["type"] == "float" and weights["strategy"] == "group":
+    if activations is not None and weights["type"] == "float" and weights["strategy"] in GROUPS:
         rounding(where, activations)  # in groups too, which no kernel here multiplies: rows stay as they are
         activations = None
     if activations is None:
@@ -155,6 +159,8 @@ class Coded(Matrix):
     """A matrix in the tensors that its format names."""
 
     def fields(self, parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self.group.form in FORMS:
+            return FORMS[self.group.form].fields(parts, self.shape[1])
         return self.format.fields(parts, self.shape[1], self.group.form)
 
 
@@ -162,6 +168,8 @@ def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
     """The tensors of a matrix [out, in]; `name` is for the error where the format can keep none of this shape."""
     assert group.quant is not None
     try:
+        if group.form in FORMS:
+            return FORMS[group.form].layout(*shape)
         return quant.example(group.quant).layout(*shape, group.form)
     except FormatError as error:
         raise ModelError(f"tensor {name!r} {error}") from None
@@ -200,6 +208,8 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
             raise ModelError(f"tensor {stated.name!r} holds {list(shape)}; sizes are at least 1")
     if len(shape) != 2 or not all(shape):
         raise ModelError(f"tensor {codes.name!r} is {list(shape)} of {codes.dtype.name}; it must be a matrix")
+    if ".weight_packed" in tensors and not stated:  # two codes a byte
+        shape = shape[0], 2 * shape[1]
     for ending, (dtypes, shapes) in layout(codes.name, group, shape).items():
         check(tensors[ending], dtypes, *shapes)
     return Coded(f"{stem}.weight", shape, group, tensors)

@@ -68,11 +68,11 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
         if f"{stem}.weight" not in found:
             raise ModelError(f"the checkpoint lacks the tensor {stem + '.weight'!r}, which {scales!r} needs")
         parts = {".weight": found.pop(f"{stem}.weight"), f".{ending}": found.pop(scales)}
-        found[f"{stem}.weight"] = matrix(stem, parts, stored)
+        found[f"{stem}.weight"] = matrix(stem, parts, stored.groups[0])
     return found
 
 
-def matrix(stem: str, tensors: dict[str, Tensor], stored: StoredFormat) -> Matrix:
+def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     """One matrix, the shapes and dtypes of its tensors checked."""
     codes, scale = tensors.values()
     if len(codes.shape) != 2 or not all(codes.shape):
@@ -80,7 +80,6 @@ def matrix(stem: str, tensors: dict[str, Tensor], stored: StoredFormat) -> Matri
     rows, columns = codes.shape
     check(codes, ("float8_e4m3fn",), (rows, columns))
     blocks = -(-rows // SIDE), -(-columns // SIDE)
-    (group,) = stored.groups
     if group.form == "blocks" and scale.shape == blocks:
         return Fp8Matrix(f"{stem}.weight", (rows, columns), group, tensors)
     check(scale, FLOATS, *([blocks] if group.form == "blocks" else [(), (1,), (1, 1), (rows,), (rows, 1)]))

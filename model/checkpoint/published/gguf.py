@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ....ops.quant.grouped import Grouped
 from ....ops.quant.int4 import Int4
 from ...config import ModelError
 from ...gguf.fields import Fields
@@ -98,12 +97,6 @@ class BlockMatrix(Matrix):
     def read(self) -> np.ndarray:
         return self.made.read()
 
-    def holds(self, node: Any) -> bool:
-        """Whether a node can have its codes: of its own format, or of a wider one."""
-        own = self.format
-        assert own is not None
-        return own.kind == node.kind or (isinstance(node, Grouped) and widens(own, node))
-
     def fields_for(self, node: Any) -> dict[str, np.ndarray]:
         found = self.made.fields()
         self.finite(found.scale)
@@ -128,13 +121,6 @@ class BlockMatrix(Matrix):
     @property
     def scales(self) -> str:
         return self.name
-
-
-def widens(own: Any, node: Grouped) -> bool:
-    """Whether codes of eight bits hold those of a format exactly."""
-    affine = isinstance(own, Int4) or own.code in ("uint4", "int8")
-    least = isinstance(own, Grouped) and own.least is not None
-    return node.code == "int8" and affine and own.group % node.group == 0 and (node.least is not None or not least)
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:

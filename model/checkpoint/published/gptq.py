@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from ...config import ModelError
-from ...stored_format import StoredFormat
+from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from .integers import FLOATS, IntegerMatrix, Integers, group_of, groups_of, sides, truth, unpack, whole_number
-from .keys import HERE, known, patterns
+from .keys import HERE, known, patterns, refusal
 from .matrix import Matrix, check, take
 
 VERSIONS = {"gptq": 1, "gptq_v2": 2}  # values of checkpoint_format
 KEYS = {
     "quant_method": ("gptq",), "bits": ..., "group_size": ..., "desc_act": ..., "sym": ..., "static_groups": ...,
-    "checkpoint_format": tuple(VERSIONS), "format": tuple(VERSIONS), "lm_head": (False,), "pack_dtype": ("int32",),
-    "is_marlin_format": (False,), "dynamic": ({},), "damp_percent": ..., "true_sequential": ...,
+    "checkpoint_format": tuple(VERSIONS), "format": tuple(VERSIONS), "lm_head": (True, False), "method": ("gptq",),
+    "pack_dtype": ("int32",), "is_marlin_format": (False,), "dynamic": ..., "damp_percent": ..., "true_sequential": ...,
     "model_name_or_path": ..., "model_file_base_name": ..., "meta": ..., "dataset": ..., "tokenizer": ...,
     "use_cuda_fp16": ..., "model_seqlen": ..., "block_name_to_quantize": ..., "module_name_preceding_first_block": ...,
     "batch_size": ..., "pad_token_id": ..., "use_exllama": ..., "disable_exllama": ..., "exllama_config": ...,
@@ -58,7 +58,25 @@ class GptqMatrix(IntegerMatrix):
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
+    """How the matrices are kept; `dynamic` has patterns of modules with a scheme of their own, or behind `-:` none."""
     said = known(HERE, config, KEYS)
+    ignore = list(patterns(f"{HERE}.modules_to_not_convert", said.get("modules_to_not_convert", [])))
+    groups, dynamic = [], said.get("dynamic", {})
+    if not isinstance(dynamic, dict):
+        raise refusal(f"{HERE}.dynamic", dynamic, "an object of patterns")
+    for name, scheme in dynamic.items():
+        where = f"{HERE}.dynamic.{name}"
+        targets = patterns(where, [f"re:{name.removeprefix('-:').removeprefix('+:')}"])
+        if name.startswith("-:"):
+            ignore += targets
+        else:
+            groups.append(group(said | known(where, scheme, KEYS), targets))
+    every = (*groups, group(said, ("Linear",)))
+    return StoredFormat("gptq", every, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
+
+
+def group(said: dict[str, Any], targets: tuple[str, ...]) -> StoredGroup:
+    """How the modules of one scheme are kept."""
     bits, size = (
         whole_number(said, "bits", 2, 3, 4, 8),
         whole_number(said, "group_size", -1, 16, 32, 64, 128, 256, 512, 1024),
@@ -66,21 +84,21 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     version = VERSIONS[said.get("checkpoint_format", said.get("format", "gptq"))]
     ordered = not truth(said, "desc_act", False)
     form = Integers(bits, size, centred=truth(said, "sym", True), ordered=ordered, version=version)
-    ignore = patterns(f"{HERE}.modules_to_not_convert", said.get("modules_to_not_convert", []))
-    return StoredFormat("gptq", (group_of(form),), ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
+    kept = group_of(form)
+    return StoredGroup(kept.quant, kept.form, targets)
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
     found: dict[str, Any] = dict(tensors)
     for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
         endings = ENDINGS + ((".g_idx",) if f"{stem}.g_idx" in found else ())
-        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", endings), stored)
+        own = stored.group_of(stem) or stored.groups[-1]
+        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", endings), own)
     return found
 
 
-def matrix(stem: str, tensors: dict[str, Tensor], stored: StoredFormat) -> Matrix:
+def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     """One matrix, the shapes and dtypes of its tensors checked."""
-    (group,) = stored.groups
     assert isinstance(group.form, Integers)
     words, rows = sides(tensors[".qweight"])
     bits = group.form.bits

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from ....ops.quant import Rounded
+from ....ops.quant.grouped import Grouped
 from ....ops.quant.int4 import Int4
+from ....ops.quant.int8 import Int8
 from ...config import ModelError
 from ...stored_format import StoredGroup
 from ..safetensors import Tensor
@@ -56,24 +58,43 @@ class IntegerMatrix(Matrix):
             raise ModelError(
                 f"tensor {self.name!r} has inputs in an order of their own, and config.json says desc_act = False"
             )
-        assert isinstance(node, Int4)
         middle = 1 << self.form.bits - 1
         if self.form.centred and (zeros != middle).any():
             raise ModelError(
                 f"tensor {self.name!r} has a zero point other than {middle}, and quantization_config says sym = True"
             )
-        again = len(codes) // len(scales) // node.group  # of a group that is several
-        shared = {"scale": self.finite(scales)} | ({} if node.zero is None else {"zero": zeros})
-        return {"nibbles": codes.T} | {name: value.T.repeat(again, 1) for name, value in shared.items()}
+        own = self.format
+        if isinstance(own, Int8):
+            return {"codes": (codes.T ^ 128).view(np.int8), "scale": self.finite(scales.astype(np.float32)).T}
+        assert isinstance(own, Int4 | Grouped)
+        again = len(codes) // len(scales) // own.group  # of a group that is several
+        if isinstance(own, Grouped):
+            fields = {"codes": codes.T ^ 128, "scale": self.finite(scales.astype(np.float32)).T.repeat(again, 1)}
+            return self.widened(fields, node)
+        shared = {"scale": self.finite(scales)} | ({} if own.zero is None else {"zero": zeros})
+        fields = {"nibbles": codes.T} | {name: value.T.repeat(again, 1) for name, value in shared.items()}
+        return self.widened(fields, node)
 
 
 def group_of(form: Integers) -> StoredGroup:
-    """What such codes are kept as: int4, whose codes hold fewer bits too; widened where it cannot hold them."""
+    """What such codes are kept as: int4, whose codes hold fewer bits too, or int8; widened where neither holds them."""
+    if form.bits == 8:
+        return StoredGroup(bytes_of(form), form)
     size = next((size for size in GROUPS if form.group % size == 0), None)  # -1 has none
-    if form.bits > 4 or size is None or not form.ordered:
+    if size is None or not form.ordered:
         return StoredGroup(None, form)
     middle = form.centred and form.bits == 4  # fewer bits have another middle
     return StoredGroup(f"int4-{size}{'' if middle else '-zero'}", form)
+
+
+def bytes_of(form: Integers) -> str | None:
+    """The format of codes of eight bits."""
+    if not form.centred or not form.ordered:
+        return None
+    if form.group == -1:
+        return "int8-weights"
+    size = next((size for size in (*GROUPS, 16) if form.group % size == 0), None)
+    return None if size is None else f"int8-weights-{size}"
 
 
 def sides(codes: Tensor) -> tuple[int, int]:

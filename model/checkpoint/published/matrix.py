@@ -9,6 +9,8 @@ import numpy as np
 
 from ....ops import quant
 from ....ops.quant import FormatError, Rounded
+from ....ops.quant.grouped import Grouped
+from ....ops.quant.int4 import MIDDLE, Int4
 from ....ops.quant.stack import Stack
 from ....sharding.spec import ArraySpec, empty
 from ...config import ModelError
@@ -37,8 +39,9 @@ class Matrix:
         return node.decode({name: self.spread(value, node) for name, value in self.fields_for(node).items()})
 
     def holds(self, node: Rounded) -> bool:
-        """Whether a node can have its codes."""
-        return self.format is not None and self.format.kind == node.kind
+        """Whether a node can have its codes: of its own format, or of a wider one."""
+        own = self.format
+        return own is not None and (own.kind == node.kind or (isinstance(node, Grouped) and widens(own, node)))
 
     def fields_for(self, node: Rounded) -> dict[str, np.ndarray]:
         """Codes, scales and so on, as such a node has them: [out, in], or narrower where inputs share a value."""
@@ -47,7 +50,20 @@ class Matrix:
         except FormatError as error:
             raise ModelError(f"tensor {self.name!r} {error}") from None
         self.finite(found["scale"])
-        return found
+        return self.widened(found, node)
+
+    def widened(self, fields: dict[str, np.ndarray], node: Rounded) -> dict[str, np.ndarray]:
+        """The fields of its own format as those of a node that holds them."""
+        own = self.format
+        assert own is not None
+        if own.kind == node.kind:
+            return fields
+        assert isinstance(node, Grouped)
+        codes = fields["nibbles"].astype(np.int8) - np.int8(MIDDLE) if isinstance(own, Int4) else fields["codes"]
+        scale = fields["scale"].astype(np.float32).repeat(own.shared // node.group, 1)
+        return {"codes": codes.view(np.uint8), "scale": scale} | (
+            {} if node.least is None else {"least": np.zeros_like(scale)}
+        )
 
     def finite(self, scales: np.ndarray) -> np.ndarray:
         """The scales, if they are numbers."""
@@ -71,6 +87,17 @@ class Matrix:
         if values.shape[1] == self.shape[1]:
             return values
         return values.repeat(node.shared, axis=1)[:, : self.shape[1]]
+
+
+def widens(own: Rounded, node: Grouped) -> bool:
+    """Whether codes of eight bits hold those of a format exactly."""
+    if isinstance(own, Int4):
+        least, affine = False, own.zero is None
+    elif isinstance(own, Grouped):
+        least, affine = own.least is not None, own.code in ("uint4", "int8")
+    else:
+        return False
+    return node.code == "int8" and affine and own.group % node.group == 0 and (node.least is not None or not least)
 
 
 def check(tensor: Tensor, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:

@@ -26,15 +26,46 @@ NAMES = (
 SIZE = 1024
 BLOCKS = {"weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "group_size": 128, "sym": True, "desc_act": False}
+BITS = {"bits": 4, "group_size": 128, "sym": True}
+HQQ = {"nbits": 4, "group_size": 64, "axis": 1}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+FP8 = INT8 | {"type": "float"}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+MXFP4 = NVFP4 | {"strategy": "group", "group_size": 32}
+
+
+def compressed(weights: dict, activations: dict | None, form: str) -> dict:
+    """quantization_config of compressed-tensors with one group."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
 PUBLISHED = (
     ("AWQ, 4 bits in groups of 128", {"quant_method": "awq", "bits": 4, "group_size": 128}),
     ("GPTQ, 4 bits in groups of 128", GPTQ | {"bits": 4}),
     ("GPTQ, 2 or 3 bits", GPTQ | {"bits": 3}),
-    ("GPTQ, 8 bits", GPTQ | {"bits": 8}),
+    ("GPTQ, 8 bits in groups of 128", GPTQ | {"bits": 8}),
     ("GPTQ with `desc_act`", GPTQ | {"bits": 4, "desc_act": True}),
     ("FP8 in blocks of 128 by 128 (DeepSeek, Qwen)", {"quant_method": "fp8"} | BLOCKS),
     ("FP8 with a scale a matrix", {"quant_method": "fp8"}),
     ("FBGEMM FP8", {"quant_method": "fbgemm_fp8"}),
+    ("AutoRound, 4 bits", {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"} | BITS),
+    ("bitsandbytes NF4", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    ("bitsandbytes FP4", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
+    ("bitsandbytes, 8 bits", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    ("HQQ, 4 bits in groups of 64", {"quant_method": "hqq", "quant_config": {"weight_quant_params": HQQ}}),
+    ("Model Optimizer NVFP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    ("Model Optimizer FP8", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    ("compressed-tensors W8A8", compressed(INT8, INT8 | {"strategy": "token", "dynamic": True}, "int-quantized")),
+    ("compressed-tensors W8A16", compressed(INT8, None, "pack-quantized")),
+    ("compressed-tensors W4A16, groups of 128", compressed(INT4, None, "pack-quantized")),
+    (
+        "compressed-tensors FP8_DYNAMIC",
+        compressed(FP8, FP8 | {"strategy": "token", "dynamic": True}, "float-quantized"),
+    ),
+    ("compressed-tensors NVFP4", compressed(NVFP4, None, "nvfp4-pack-quantized")),
+    ("compressed-tensors MXFP4", compressed(MXFP4, None, "mxfp4-pack-quantized")),
 )
 
 

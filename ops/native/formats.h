@@ -256,10 +256,10 @@ struct Int8Wide {
   using X = Half;
   static constexpr bool NARROW = true;
   static constexpr int64_t BITS = 8;
-  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr bool WIDENS = STEP == 1;  // making numbers of them costs more than reading floats again
   static constexpr bool TILES = false;
   static constexpr int64_t WORD = 2, GROUP = STEP;
-  static constexpr int MOST = ROWS;
+  static constexpr int MOST = STEP == 1 ? MANY : ROWS;
   const int8_t* w;
   const float* scale;
 
@@ -277,7 +277,12 @@ struct Int8Wide {
   }
 };
 
-// Two floats of eight bits, E4M3, of each output; codes that are no numbers do not occur.
+// Two floats of eight bits, E4M3, of each output, as a part UNIT of what they are; codes that are no numbers do not occur.
+#if defined(__F16C__) && !defined(__AVX512BF16__)
+constexpr float FLOATS_UNIT = 256;
+#else
+constexpr float FLOATS_UNIT = 1;
+#endif
 inline Numbers from_floats(const uint8_t* p, int i) {
 #if defined(__AVX512BF16__)
   // Sign, exponent and mantissa where bfloat16 has them, and the exponent more by 120; below 2^-6 by a table.
@@ -289,6 +294,15 @@ inline Numbers from_floats(const uint8_t* p, int i) {
   __m512i value = _mm512_mask_permutexvar_epi16(large, small, size, _mm512_loadu_si512(SMALL));
   // value | (code << 8 & the sign)
   return (U)_mm512_ternarylogic_epi32(value, _mm512_slli_epi16(code, 8), _mm512_set1_epi16(-0x8000), 0xf8);
+#elif defined(__F16C__)
+  // Where float16 has them: its exponents mean 2^8 more, and what is below 2^-6 comes out right too.
+  U16 both = lanes<U16>(p);
+  U16 bits = i ? (both & 0x8000) | (both >> 1 & 0x3f80) : (both & 0x80) << 8 | (both & 0x7f) << 7;
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps((__m256i)bits);
+#else
+  return (F)_mm256_cvtph_ps((__m128i)bits);
+#endif
 #else
   U code = __builtin_convertvector(lanes<U16>(p), U) >> (8 * i), size = code & 0x7fu;
   F small = __builtin_convertvector((I)size, F) * 0.001953125f;  // 2^-9
@@ -492,9 +506,11 @@ using Fp4 = Nibbles<Twelfths>;
 using Uint4 = Nibbles<Levels>;
 
 struct Signed {
+  static constexpr float UNIT = 1;
   static Numbers unpack(const uint8_t* p, int i) { return from_bytes(reinterpret_cast<const int8_t*>(p), i); }
 };
 struct Floats8 {
+  static constexpr float UNIT = FLOATS_UNIT;
   static Numbers unpack(const uint8_t* p, int i) { return from_floats(p, i); }
 };
 
@@ -504,10 +520,10 @@ struct Bytes {
   using X = Half;
   static constexpr bool NARROW = true;
   static constexpr int64_t BITS = 8;
-  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr bool WIDENS = STEP == 1;  // making numbers of them costs more than reading floats again
   static constexpr bool TILES = false;
   static constexpr int64_t WORD = 2, GROUP = STEP;
-  static constexpr int MOST = ROWS;
+  static constexpr int MOST = MANY;
   const uint8_t* w;
   const float* scale;  // [O / 16, K / group, 16]
   const float* least;  // what is taken off the product with it, the same shape or null
@@ -530,7 +546,7 @@ struct Bytes {
       UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int h = 0; h < H; ++h) {
           int64_t at = (panel.block[n] * groups + g) * LANES + h * W;
-          F s = lanes<F>(scale + at);
+          F s = lanes<F>(scale + at) * Code::UNIT;
           UNROLL for (int r = 0; r < R; ++r) {
             out[r][n][h] += s * sum[r][n][h];
             if (least) out[r][n][h] -= lanes<F>(least + at) * x_sum[(row + r) * groups + g];

@@ -271,6 +271,7 @@ def test_replicas_have_folders_of_their_own(golden, tmp_path):
         ("qwen3-moe", {"expert_parallel_size": 8, "tensor_parallel_size": 4}, "32 devices; there are 8"),
         ("llama", {"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be"),
         ("llama", {"tensor_parallel_size": 2, "quantization": "int4"}, "use int8"),
+        ("llama", {"tensor_parallel_size": 2, "quantization": "fp8-weights-128"}, "groups of 128 it would cut"),
         ("gpt-oss", {"tensor_parallel_size": 2}, "use expert_parallel_size"),
     ],
 )

@@ -71,6 +71,9 @@ MANY = [
     ("qwen3-moe", "int4-32", {"data": 2, "expert": 4}),
     ("qwen3-moe", "fp8-weights", {"tensor": 2, "expert": 2}),
     ("gpt-oss-wide", "int8-weights", {"data": 2, "tensor": 2}),
+    ("qwen3-moe", "int8-weights-16", {"tensor": 2, "expert": 2}),
+    ("qwen3-moe", "fp8-weights-128", {"expert": 4}),
+    ("qwen3-moe", "nf4", {"data": 2, "expert": 2}),
 ]
 
 

@@ -343,6 +343,11 @@ inline Numbers look_up(U v, int i, const Entry (&table)[16]) {
   v >>= place(i);
 #if defined(__AVX512F__)
   return (F)_mm512_permutexvar_epi32((__m512i)v, _mm512_loadu_si512(table));  // the lookup sees four bits
+#elif defined(__AVX2__)
+  // It sees three bits; the fourth says which of two it is.
+  __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(table)), (__m256i)v);
+  __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(table) + 8), (__m256i)v);
+  return (F)_mm256_blendv_ps(low, high, (__m256)(v << 28));
 #else
   for (int lane = 0; lane < W; ++lane) v[lane] = table[v[lane] & 15];
   return (F)v;
@@ -392,56 +397,34 @@ struct Floats {
   }
 };
 
-// The same with scales of any size.
-struct FloatsByFloats : Floats {
-  using Scale = float;
-  static F scale(const Scale* p) { return lanes<F>(p); }
-};
-
 // Quantiles of the normal distribution, NF4, to bfloat16.
-struct Normals {
-  using Scale = float;
-  static constexpr float MADE = 0;
-  static F scale(const Scale* p) { return lanes<F>(p); }
-  static Numbers unpack(U v, int i) {
-    static constexpr Entry TABLE[16] = {
-        entry(0xbf80), entry(0xbf32), entry(0xbf06), entry(0xbeca), entry(0xbe92), entry(0xbe3d),
-        entry(0xbdba), entry(0x0000), entry(0x3da3), entry(0x3e25), entry(0x3e7c), entry(0x3ead),
-        entry(0x3ee2), entry(0x3f10), entry(0x3f39), entry(0x3f80)};
-    return look_up(v, i, TABLE);
-  }
-};
-
+inline constexpr Entry NORMALS[16] = {
+    entry(0xbf80), entry(0xbf32), entry(0xbf06), entry(0xbeca), entry(0xbe92), entry(0xbe3d),
+    entry(0xbdba), entry(0x0000), entry(0x3da3), entry(0x3e25), entry(0x3e7c), entry(0x3ead),
+    entry(0x3ee2), entry(0x3f10), entry(0x3f39), entry(0x3f80)};
 // Numbers from -127 to 113 with steps that grow, of GGUF's IQ4.
-struct Steps {
-  using Scale = float;
-  static constexpr float MADE = 0;
-  static F scale(const Scale* p) { return lanes<F>(p); }
-  static Numbers unpack(U v, int i) {
-    static constexpr Entry TABLE[16] = {
-        entry(0xc2fe), entry(0xc2d0), entry(0xc2a6), entry(0xc282), entry(0xc244), entry(0xc20c),
-        entry(0xc1b0), entry(0xc120), entry(0x3f80), entry(0x4150), entry(0x41c8), entry(0x4218),
-        entry(0x4254), entry(0x428a), entry(0x42b2), entry(0x42e2)};
-    return look_up(v, i, TABLE);
-  }
-};
-
+inline constexpr Entry STEPS[16] = {
+    entry(0xc2fe), entry(0xc2d0), entry(0xc2a6), entry(0xc282), entry(0xc244), entry(0xc20c),
+    entry(0xc1b0), entry(0xc120), entry(0x3f80), entry(0x4150), entry(0x41c8), entry(0x4218),
+    entry(0x4254), entry(0x428a), entry(0x42b2), entry(0x42e2)};
 // Floats of four bits in twelfths of the largest, of bitsandbytes' FP4.
-struct Twelfths {
+inline constexpr Entry TWELFTHS[16] = {
+    entry(0x0000), entry(0x3d80), entry(0x4100), entry(0x4140), entry(0x4080), entry(0x40c0),
+    entry(0x4000), entry(0x4040), entry(0x0000), entry(0xbd80), entry(0xc100), entry(0xc140),
+    entry(0xc080), entry(0xc0c0), entry(0xc000), entry(0xc040)};
+
+// The numbers of a table, with scales of any size.
+template <const Entry (&TABLE)[16]>
+struct Tabled {
   using Scale = float;
   static constexpr float MADE = 0;
   static F scale(const Scale* p) { return lanes<F>(p); }
-  static Numbers unpack(U v, int i) {
-    static constexpr Entry TABLE[16] = {
-        entry(0x0000), entry(0x3d80), entry(0x4100), entry(0x4140), entry(0x4080), entry(0x40c0),
-        entry(0x4000), entry(0x4040), entry(0x0000), entry(0xbd80), entry(0xc100), entry(0xc140),
-        entry(0xc080), entry(0xc0c0), entry(0xc000), entry(0xc040)};
-    return look_up(v, i, TABLE);
-  }
+  static Numbers unpack(U v, int i) { return look_up(v, i, TABLE); }
 };
 
-// Four bits that count from 0, with scales of any size.
-struct Levels : Counts {
+// The same codes as of Code, with scales of any size.
+template <typename Code>
+struct Scaled : Code {
   using Scale = float;
   static F scale(const Scale* p) { return lanes<F>(p); }
 };
@@ -499,11 +482,11 @@ struct Nibbles {
 
 using Int4 = Nibbles<Counts>;
 using Mxfp4 = Nibbles<Floats>;
-using Float4 = Nibbles<FloatsByFloats>;
-using Nf4 = Nibbles<Normals>;
-using Iq4 = Nibbles<Steps>;
-using Fp4 = Nibbles<Twelfths>;
-using Uint4 = Nibbles<Levels>;
+using Float4 = Nibbles<Scaled<Floats>>;
+using Nf4 = Nibbles<Tabled<NORMALS>>;
+using Iq4 = Nibbles<Tabled<STEPS>>;
+using Fp4 = Nibbles<Tabled<TWELFTHS>>;
+using Uint4 = Nibbles<Scaled<Counts>>;
 
 struct Signed {
   static constexpr float UNIT = 1;

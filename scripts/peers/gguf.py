@@ -23,16 +23,18 @@ ROUNDS, FEW = 3, 8  # answers that are timed, and the tokens of a short one
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="A GGUF file.", exists=True, dir_okay=False)],
+    file: Annotated[Path, typer.Argument(help="A GGUF file.")],
     prompt: Annotated[list[str] | None, typer.Option(help="Repeatable; four of ours without one.")] = None,
     tokens: Annotated[int, typer.Option(min=FEW + 1, help="Tokens of each answer.")] = 96,
     dtype: Annotated[str, typer.Option(help="What Quire computes in: auto, float32 or bfloat16.")] = "auto",
     place: Annotated[Path | None, typer.Option("--envs", help="Folder of the peers' environments.")] = None,
 ) -> None:
     """Compare the answers of both engines."""
+    if not file.is_file():
+        raise SystemExit(f"{file} is no file")
     prompts = prompt or PROMPTS
     python = envs.make(place or envs.default_place(), ENGINE, lambda line: print(line, flush=True))
-    child = Path(__file__).with_name("run_gguf.py")
+    child = Path(__file__).with_name("answer_gguf.py")
     done = subprocess.run(
         [str(python), str(child), str(file.resolve()), json.dumps(prompts), str(tokens)], capture_output=True, text=True
     )

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from ...ops import native
+from ..checkpoint import published
 from ..checkpoint.dense_leaf import read_leaf, unread_leaf
-from ..checkpoint.folder import CONFIG
+from ..checkpoint.folder import CONFIG, read_json
 from ..checkpoint.loader import put_as_it_is, put_packed
 from ..checkpoint.safetensors import SINGLE, find_tensors, write_tensors
 from ..config import ModelError
@@ -25,7 +26,9 @@ def load(
     folder: Path, heads: DraftHeads, progress: Callable[[int], None] = lambda count: None, plain: bool = False
 ) -> DraftHeadsWeights:
     """The weights of a folder. `plain`: not laid out for the kernels, to be trained or written again."""
-    tensors: dict[str, Any] = {canonical(name, heads.kind): tensor for name, tensor in find_tensors(folder).items()}
+    _, stored = published.split(published.described(folder, read_json(folder / CONFIG)))  # codes are widened
+    found = published.gather(find_tensors(folder), stored)
+    tensors: dict[str, Any] = {canonical(name, heads.kind): tensor for name, tensor in found.items()}
     specs = abstract(heads)
     parts = jax.tree.map(lambda spec, source: source.found_in(tensors), specs, sources(heads))
     check_tensors(folder, heads, tensors, parts)
@@ -49,8 +52,7 @@ def check_tensors(folder: Path, heads: DraftHeads, tensors: dict[str, Any], part
             raise ModelError(f"{folder} lacks the tensor {name!r}, which {heads.kind} heads need")
         if tensors[name].shape != shape:
             raise ModelError(f"tensor {name!r} has shape {list(tensors[name].shape)}; config.json wants {list(shape)}")
-    known = needed.keys() | {f"{name}_scale_inv" for name in needed}
-    extra = [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    extra = [name for name in tensors if name not in needed and not name.endswith("rotary_emb.inv_freq")]
     if extra := sorted(name for name in extra if not unread(name, heads)):
         raise ModelError(f"{folder} holds the tensor {extra[0]!r}, which {heads.kind} heads do not have")
 

@@ -168,11 +168,6 @@ def mtp(hf: dict[str, Any], names: Collection[str], target: ModelConfig) -> Draf
             f"this {target.family} model brings no layer that predicts further tokens. Checkpoints of "
             f"{', '.join(PREDICTS)} can, where they have a tensor {' or '.join(sorted({*PREDICTS.values()}))}"
         )
-    if target.stored is not None:
-        raise ModelError(
-            "heads of kind mtp are not read from a quantised checkpoint; give the one that it was made from, with "
-            f"--quantization {target.stored.quant}"
-        )
     if (hf.get("text_config") or hf).get("mtp_use_dedicated_embeddings"):
         raise ModelError("config.json: mtp_use_dedicated_embeddings = True; only the model's own is supported")
     attends = [layer for layer in target.layers if layer.attention.cached]

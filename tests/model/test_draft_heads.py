@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import naive_heads as naive
 import numpy as np
 import pytest
@@ -279,6 +280,29 @@ def test_mtp(tmp_path):
     assert_close(hidden, expected)
     assert_close(feature, next_feature)
     assert_close(logits, expected @ w["lm_head.weight"].T)
+
+
+def test_mtp_of_codes(tmp_path):
+    """A checkpoint in FP8: the layer that predicts is widened, to the very numbers."""
+    tensors = tiny_deepseek.write(tmp_path)
+    rng, names = np.random.default_rng(0), [name for name in tensors if name.endswith("_proj.weight")]
+    codes, dense = dict(tensors), dict(tensors)
+    for name in names:
+        scale = rng.uniform(0.5, 1.5, [-(-size // 128) for size in tensors[name].shape]).astype(np.float32)
+        codes[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+        codes[f"{name}_scale_inv"] = scale
+        each = scale.repeat(128, 0).repeat(128, 1)[: tensors[name].shape[0], : tensors[name].shape[1]]
+        dense[name] = codes[name].astype(np.float32) * each
+    found = []
+    for tensors, more in ((dense, {}), (codes, {"quant_method": "fp8", "weight_block_size": [128, 128]})):
+        config = tiny_deepseek.CONFIG | ({"quantization_config": more} if more else {})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file(
+            {name: np.ascontiguousarray(value) for name, value in tensors.items()}, tmp_path / "model.safetensors"
+        )
+        heads = draft_heads.read_heads(tmp_path, read_config(tmp_path), "mtp")
+        found.append(draft_heads.load(tmp_path, heads, plain=True))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_mtp_of_qwen(tmp_path):

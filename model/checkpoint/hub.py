@@ -47,7 +47,7 @@ def resolve(
         return gguf_folder.folder_of(fetch_gguf(*named.groups(), revision, cache))
     if model is None or not HUB_ID.fullmatch(model) or folder.exists():
         raise ModelError(
-            f"model {model!r} is not a folder; give a folder with config.json, an owner/name on the Hugging Face Hub, "
+            f"model {model!r} is not a folder and no GGUF file; give a folder with config.json, an owner/name on the Hub, "
             f"or one of {', '.join(BUNDLED)}"
         )
     return fetch(model, files, revision, cache)

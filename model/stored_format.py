@@ -10,9 +10,7 @@ from functools import cached_property
 class StoredGroup:
     """Matrices of a checkpoint that are kept alike. `targets` are names of modules; `Linear` stands for all."""
 
-    quant: (
-        str | None
-    )  # the format that they are kept in here too, as `ops.quant.packed` names it; None: they are widened
+    quant: str | None  # the format that they stay in, as `ops.quant.packed` names it; None: they are widened
     form: Hashable  # how their codes lie in files, in the words of the module in `published` that reads them
     targets: tuple[str, ...] = ("Linear",)
     multiple: int = 1  # what a matrix's inputs must divide by, or it is widened

@@ -436,6 +436,8 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("nf4", f".{STATE}nf4", lambda x: x[:-1], "holds no JSON"),
     ("nf4", f".{STATE}nf4", lambda x: said(x, shape=[4, -1]), r"says shape = \[4, -1\]; it must be two sizes"),
     ("nf4", f".{STATE}nf4", lambda x: said(x, blocksize=0), "says blocksize = 0; it must be a whole number"),
+    ("nf4", f".{STATE}nf4", lambda x: said(x, blocksize=1 << 40), "says blocksize = 1099511627776; it must be"),
+    ("nf4", f".{STATE}nf4", lambda x: said(x, nested_blocksize=1 << 40), "says nested_blocksize = 1099511627776"),
     ("nf4", f".{STATE}nf4", lambda x: said(x, nested_blocksize=256), "says nested_offset = None"),
     ("nf4", f".{STATE}nf4", lambda x: said(x, blocksize=32), f"tensor '{STEM}.weight.absmax' is"),
     ("nf4-nested", ".weight.nested_absmax", lambda x: x[:-1], f"tensor '{STEM}.weight.nested_absmax' is"),

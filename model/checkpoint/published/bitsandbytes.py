@@ -40,6 +40,7 @@ KEYS = {
 }  # fmt: skip
 SCALES = ".weight.absmax"
 NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
+LARGEST = 1 << 16  # numbers of a block; it has 4,096 at most
 STORAGE = ("uint8", "int8", "bfloat16", "float16", "float32", "float64")
 
 
@@ -173,13 +174,13 @@ def read_state(tensor: Tensor) -> State:
     shape, block = said.get("shape"), said.get("blocksize")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
         raise fail("shape", "two sizes")
-    if type(block) is not int or block < 1:
-        raise fail("blocksize", "a whole number")
+    if type(block) is not int or not 0 < block <= LARGEST:
+        raise fail("blocksize", f"a whole number up to {LARGEST}")
     if "nested_blocksize" not in said:
         return State((shape[0], shape[1]), block, None, 0.0)
     nested, offset = said["nested_blocksize"], said.get("nested_offset")
-    if type(nested) is not int or nested < 1:
-        raise fail("nested_blocksize", "a whole number")
+    if type(nested) is not int or not 0 < nested <= LARGEST:
+        raise fail("nested_blocksize", f"a whole number up to {LARGEST}")
     if type(offset) not in (int, float) or not math.isfinite(offset):
         raise fail("nested_offset", "a finite number")
     return State((shape[0], shape[1]), block, nested, float(offset))

@@ -47,8 +47,8 @@ def resolve(
         return gguf_folder.folder_of(fetch_gguf(*named.groups(), revision, cache))
     if model is None or not HUB_ID.fullmatch(model) or folder.exists():
         raise ModelError(
-            f"model {model!r} is not a folder and no GGUF file; give a folder with config.json, an owner/name on the Hub, "
-            f"or one of {', '.join(BUNDLED)}"
+            f"model {model!r} is not a folder and no GGUF file; give a folder with config.json, an owner/name on the "
+            f"Hub, or one of {', '.join(BUNDLED)}"
         )
     return fetch(model, files, revision, cache)
 

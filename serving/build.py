@@ -158,14 +158,13 @@ def make_runner(
 ) -> Made:
     """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
     sized = options.on(jax.default_backend())
-    kernels = native.prepare(of_model(config.dtype, config.quant, config.kv_dtype, quants_of_experts(config)))
+    kernels = native.prepare(kernels_of(config))
     limits = limits_of(sized, config)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
     source = draft_source(options, folder, config, min(config.max_len, sized.most_positions(config.max_len)), mesh)
     if source is not None and source.load is not None:
-        own = source.config
-        native.prepare(of_model(own.dtype, own.quant, own.kv_dtype, quants_of_experts(own))).result()
+        native.prepare(kernels_of(source.config)).result()
     load_weights, weights = partial(load, folder, config, placement, options.load_format, source), None
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
@@ -225,8 +224,11 @@ def limits_of(options: SizedOptions, config: ModelConfig) -> Limits:
     )
 
 
-def quants_of_experts(config: ModelConfig) -> tuple[str | None, ...]:
-    return tuple({layer.moe.quant for layer in config.layers if layer.moe})
+def kernels_of(config: ModelConfig) -> tuple[str, ...]:
+    """The native kernels that a model will call."""
+    experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
+    groups = () if config.stored is None or config.stored.rounds_head else config.stored.groups
+    return of_model(config.dtype, config.quant, config.kv_dtype, experts, tuple(group.quant for group in groups))
 
 
 def load(

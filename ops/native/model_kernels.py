@@ -4,12 +4,22 @@ from .. import quant
 from .kernel_names import ATTENTION, DENSE, SAMPLING
 
 
-def of_model(dtype: str, weights: str | None, kv_dtype: str, experts: tuple[str | None, ...] = ()) -> tuple[str, ...]:
-    """What a model calls whose weights are in a format, or of type `dtype`; `experts` are a checkpoint's own formats.
+def of_model(
+    dtype: str,
+    weights: str | None,
+    kv_dtype: str,
+    experts: tuple[str | None, ...] = (),
+    stored: tuple[str | None, ...] = (),
+) -> tuple[str, ...]:
+    """What a model calls whose weights are in a format, or of type `dtype`.
 
+    `experts` are a checkpoint's own formats of those, and `stored` of its matrices, beside which the head stays dense.
     Products come first, since the weights wait for them. A kernel that is not foreseen here is built when it is called.
     """
-    products = {*quant.kernels(weights), *quant.kernels(quant.head(weights))} if weights else {DENSE[dtype]}
+    if stored:
+        products = {DENSE[dtype], *(name for own in stored for name in quant.kernels(own))}
+    else:
+        products = {*quant.kernels(weights), *quant.kernels(quant.head(weights))} if weights else {DENSE[dtype]}
     if experts:  # what they are kept in, where it is the checkpoint's own; the way to them is found in float32
         products |= {DENSE["float32"], *(name for own in experts for name in quant.kernels(own))}
     attention = [ATTENTION[kv_dtype, dtype]] if (kv_dtype, dtype) in ATTENTION else []

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import tiny_gguf
 import typer
 from served import FORMATS
 from talk import bundled_server, scripted_server
@@ -96,6 +97,7 @@ def place(tmp_path_factory):
     """A folder with the files that the README's commands name, and a `quire` that is this one."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "model" / "quill", folder / "path" / "to" / "model")
+    tiny_gguf.write(folder / "model-Q4_K_M.gguf", "Q4_K", other="Q6_K")
     (folder / "prompt.txt").write_text("Once upon a time")
     (folder / "long.txt").write_text("Once upon a time there was a fox. " * 20)
     body = '{"model": "quill", "messages": [{"role": "user", "content": "Sort: 3 1 2"}], "max_tokens": 8}'

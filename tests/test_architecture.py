@@ -54,7 +54,11 @@ NO_JAX = (
 NO_JAX += ("serving/speculative/*", "serving/engine/scheduler.py", "serving/engine/waiting_queue.py")
 BANNED = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch", "transformers"}
 PEERS = ROOT / "scripts" / "peers"
-GUESTS = [*sorted(PEERS.glob("run_*.py")), PEERS / "continuous.py", PEERS / "answer_gguf.py"]
+GUESTS = [
+    *sorted(PEERS.glob("run_*.py")),
+    PEERS / "continuous.py",
+    PEERS / "answer_gguf.py",
+]  # they run others' engines
 GUESTS.append(ROOT / "ops" / "attention" / "flashinfer" / "builder.py")  # of another's code, in a process of its own
 KERNELS = ("ops/*/mosaic*.py", "ops/*/native*.py", "ops/*/pallas*.py")
 MAX_LINES = 500  # 300 is usual; a longer file is looked at, and stays whole if it is one noun

@@ -253,8 +253,7 @@ def load_weights(
     """
     dense, specs = dense_specs(config), specs_of(config)
     tensors, parts = find_parts(folder, config)
-    if config.stored is not None:
-        log_widened(specs, parts, tensors, config.dtype)
+    log_widened(specs, parts, tensors, config.dtype)
     if config.stored is not None and config.stored.quant is not None:
         check_codes(dense.layers, specs.layers, parts.layers, tensors)
 
@@ -412,7 +411,7 @@ def log_widened(specs, parts, tensors: dict[str, Any], dtype: str) -> None:
 
     def look(spec, parts) -> None:
         if isinstance(spec, ArraySpec):
-            found.extend(part.name for part in parts if isinstance(tensors[part.name], Matrix))
+            found.extend(part.name for part in parts if in_codes(tensors[part.name]))
 
     jax.tree.map(look, specs, parts, is_leaf=lambda node: isinstance(node, ArraySpec | Rounded | Stack))
     if found:
@@ -420,6 +419,11 @@ def log_widened(specs, parts, tensors: dict[str, Any], dtype: str) -> None:
             "%d quantised matrices are widened to %s, such as %s: no kernel here takes their codes, or not beside "
             "those of the others that they are multiplied with", len(found), dtype, found[0],
         )  # fmt: skip
+
+
+def in_codes(tensor: Any) -> bool:
+    """Whether a tensor of a checkpoint is quantised."""
+    return isinstance(tensor, Matrix) or (isinstance(tensor, gguf.Made) and tensor.quantised)
 
 
 def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor], parts) -> None:

@@ -4,6 +4,7 @@ What several formats are, each of which has a file of its own that says how it i
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -222,3 +223,17 @@ def spec(dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped,
         out=out,
         inputs=dense.inputs,
     )
+
+
+def by_table(name: str, code: str, group: int) -> tuple[Callable[..., tuple[str, ...]], Callable[..., Grouped]]:
+    """`kernels` and `spec` of a format that is codes of a table in groups of one size, and has no options."""
+
+    def kernels(*options: str) -> tuple[str, ...]:
+        return (CODES[code].kernel,)
+
+    def specs(dense: ArraySpec, *options: str) -> Grouped:
+        if options:
+            raise FormatError(f"{name} has no option {'-'.join(options)!r}")
+        return spec(dense, code, group)
+
+    return kernels, specs

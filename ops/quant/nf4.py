@@ -1,11 +1,7 @@
 """NF4: sixteen quantiles of the normal distribution; 64 inputs of an output share a scale, as of bitsandbytes."""
 
-from typing import Any
-
-from ...sharding.spec import ArraySpec
-from .compressed import FormatError, Scheme
-from .grouped import CODES
-from .grouped import spec as grouped
+from .compressed import Scheme
+from .grouped import by_table
 
 GROUP = 64
 
@@ -15,13 +11,4 @@ SPLITS = False
 STORED: dict[str, Scheme] = {}
 METHOD, MULTIPLE = None, 1
 
-
-def kernels(*options: str) -> tuple[str, ...]:
-    return (CODES["nf4"].kernel,)
-
-
-def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of an array kept so."""
-    if options:
-        raise FormatError(f"nf4 has no option {'-'.join(options)!r}")
-    return grouped(dense, "nf4", GROUP)
+kernels, spec = by_table("nf4", "nf4", GROUP)

@@ -1,11 +1,7 @@
 """NVFP4: floats of four bits (E2M1); 16 inputs of an output share a scale."""
 
-from typing import Any
-
-from ...sharding.spec import ArraySpec
-from .compressed import FormatError, Scheme
-from .grouped import CODES
-from .grouped import spec as grouped
+from .compressed import Scheme
+from .grouped import by_table
 
 GROUP = 16
 
@@ -15,13 +11,4 @@ SPLITS = False
 STORED: dict[str, Scheme] = {}
 METHOD, MULTIPLE = None, 1
 
-
-def kernels(*options: str) -> tuple[str, ...]:
-    return (CODES["float4"].kernel,)
-
-
-def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of an array kept so."""
-    if options:
-        raise FormatError(f"nvfp4 has no option {'-'.join(options)!r}")
-    return grouped(dense, "float4", GROUP)
+kernels, spec = by_table("nvfp4", "float4", GROUP)

@@ -232,7 +232,7 @@ def test_a_spoilt_file_is_a_model_error_or_a_model():
                 name = rng.choice([*shapes])
                 shapes[name] = rng.choice([(), (0,), (1,), (2, 2), (7, 64), (3, 5, 7), shapes[name][::-1]])
         try:
-            config = config_of(metadata, shapes, lambda name: file.tensors[name])  # noqa: B023
+            config = config_of(metadata, shapes, lambda name, file=file: file.tensors[name])
             origins(metadata["general.architecture"], shapes, config)
         except ModelError:
             pass

@@ -58,10 +58,12 @@ def assert_is(weights, means: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_type_means_what_the_package_says(tmp_path, kind):
+def test_every_type_means_what_the_package_says(tmp_path, kind, caplog):
+    caplog.set_level("INFO", "quire")
     means = tiny_gguf.write(tmp_path / "model.gguf", kind)
     weights = read(tmp_path / "model.gguf")
     assert_is(weights, means)
+    assert ("quantised matrices are widened" in caplog.text) == (kind not in ("F32", "F16", "BF16"))  # the embedding is
     kept = isinstance(weights.layers[0].mlp.down_FD, Int4 | Grouped)
     assert kept == (kind in gguf_folder.KEPT)
     assert read_config(hub.resolve(str(tmp_path / "model.gguf"))).quant == gguf_folder.KEPT.get(kind)

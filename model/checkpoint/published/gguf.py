@@ -36,6 +36,10 @@ class Made:
     def dtype(self) -> Any:
         return np.dtype(self.tensors[self.origin.parts[0].name].dtype)
 
+    @property
+    def quantised(self) -> bool:
+        return not all(self.tensors[part.name].kind.plain for part in self.origin.parts)
+
     def read(self) -> np.ndarray:
         parts = [self.numbers(part) for part in self.origin.parts]
         turn = self.origin.turn

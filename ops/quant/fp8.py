@@ -165,7 +165,7 @@ def as_floats(x_RK):
     most = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     poison = jnp.sum(wide * 0, axis=-1, keepdims=True)  # a row that is not finite stays so
     codes = jnp.clip(wide * jnp.where(most > 0, LIMIT / most, 0), -LIMIT, LIMIT)
-    return jnp.nan_to_num(codes).astype(jnp.float8_e4m3fn), most / LIMIT + poison
+    return jnp.nan_to_num(codes).astype(jnp.float8_e4m3fn), most * np.float32(1 / LIMIT) + poison
 
 
 def kernels(*options: str) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ def as_bytes(x_RK):
     most = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     poison = jnp.sum(wide * 0, axis=-1, keepdims=True)  # a row that is not finite stays so
     codes = jnp.round(wide * jnp.where(most > 0, LIMIT / most, 0))
-    return jnp.nan_to_num(codes).astype(jnp.int8), most / LIMIT + poison
+    return jnp.nan_to_num(codes).astype(jnp.int8), most * np.float32(1 / LIMIT) + poison
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:

@@ -191,8 +191,7 @@ def numbers(code: str, group: int, codes_KO, scale_GO, least_GO):
 
 def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The code of the number nearest to each value; of two as near, the even code."""
-    order = np.argsort(numbers, kind="stable")
-    ordered = numbers[order]
+    ordered, order = np.unique(numbers, return_index=True)  # of codes for the same number the first: all mean one
     above = np.clip(np.searchsorted(ordered, values), 1, len(ordered) - 1)
     low, high = ordered[above - 1], ordered[above]
     down, up = order[above - 1], order[above]

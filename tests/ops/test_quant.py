@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from dense_values import restored
@@ -9,6 +10,7 @@ from dense_values import restored
 from quire.ops import quant
 from quire.ops.linear import einsum
 from quire.ops.quant import four_bits
+from quire.ops.quant.grouped import CODES, nearest
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
 
 FORMATS = {
@@ -105,3 +107,14 @@ def test_a_wrong_name_is_told_what_would_be_right(name):
     with pytest.raises(ValueError, match="int8|int4|weights") as error:
         quant.check(name)
     assert repr(name) in str(error.value) or repr(name.partition("-")[2]) in str(error.value)
+
+
+@pytest.mark.parametrize("code, dtype", [("float8", ml_dtypes.float8_e4m3fn), ("float4", ml_dtypes.float4_e2m1fn)])
+def test_codes_are_those_that_a_cast_gives(code, dtype):
+    """By value, since both zeros mean one; and none is a code that stands for no number."""
+    numbers = CODES[code].numbers
+    inside = np.linspace(-numbers.max(), numbers.max(), 20001, dtype=np.float32)
+    middles = (lambda known: (known[1:] + known[:-1]) / 2)(np.unique(numbers))
+    values = np.concatenate([inside, numbers, middles, np.float32([1e-9, -1e-9, 1e-30, -1e-30])])
+    found = nearest(numbers, values)
+    np.testing.assert_array_equal(found.view(dtype).astype(np.float32), values.astype(dtype).astype(np.float32))

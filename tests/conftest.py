@@ -47,6 +47,23 @@ def few_programs():
 
 
 @pytest.fixture
+def compiled_quickly(monkeypatch):
+    """For tests that compare numbers within a tolerance: they compile in half the time.
+
+    Not for those that compare bits: without XLA's emitters of fusions a row's depend on its company.
+    """
+    import quick
+    from jax._src import compiler
+
+    options = compiler.get_compile_options
+
+    def quickly(*args, env_options_overrides=None, **kwargs):
+        return options(*args, env_options_overrides=quick.OPTIONS | (env_options_overrides or {}), **kwargs)
+
+    monkeypatch.setattr(compiler, "get_compile_options", quickly)
+
+
+@pytest.fixture
 def interpreted_once(monkeypatch):
     """A GPU kernel is compiled once for all of its threads: the interpreter does so for each, most of its time."""
     from threading import Lock

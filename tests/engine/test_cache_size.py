@@ -67,7 +67,7 @@ def test_a_step_is_measured_by_its_compiler(config):
 def test_a_share_of_the_memory_is_kept_to(monkeypatch):
     """As on a device of 64 MiB: weights, cache and working memory together stay below the share."""
     monkeypatch.setattr("quire.serving.engine.cache_size.device_memory", lambda: 64 << 20)
-    llm = LLM(gpu_memory_utilization=0.8, max_num_seqs=2048, max_num_batched_tokens=2048, dtype="float32")
+    llm = LLM(gpu_memory_utilization=0.8, max_num_seqs=256, max_num_batched_tokens=2048, dtype="float32")
     runner = llm.engine.runner
     pages = nbytes(runner.state.pages)
     step = working_bytes(runner.config, runner.weights, runner.limits, 16)

@@ -1,6 +1,7 @@
 """Heads that draft in the step: what they propose is what they say of the whole text, and answers stay as they are."""
 
 import json
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import tiny
 import tiny_deepseek
 import tiny_qwen
 import uncached
+from cases import thinned
 from recorded_drafts import Recorded
 
 from quire import LLM, SamplingParams
@@ -31,7 +33,10 @@ HEADS = {
 }
 
 
-@pytest.fixture(scope="module", params=["medusa", "eagle", "eagle3", "mtp", "mtp-qwen"])
+KINDS = ["medusa", "eagle", "eagle3", "mtp", "mtp-qwen"]
+
+
+@pytest.fixture(scope="module")
 def made(request, tmp_path_factory):
     """(kind, the target's folder, what drafts, heads and weights of both)."""
     (kind, _, qwen), folder = request.param.partition("-"), tmp_path_factory.mktemp("target")
@@ -119,9 +124,16 @@ TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1)]
 PATHS = [(0, 0, 0), (0, 1), (1, 0, 0), (1, 0, 1)]
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-def test_they_propose_what_they_say_of_the_whole_text(made, tree):
+FEW = {("medusa", "chain"), ("eagle", "tree"), ("eagle3", "chain"), ("mtp", "chain"), ("mtp-qwen", "tree")}
+CELLS = [
+    pytest.param(*cell, marks=[] if cell in FEW else pytest.mark.slow) for cell in product(KINDS, ("chain", "tree"))
+]
+
+
+@pytest.mark.parametrize(("made", "shape"), CELLS, indirect=["made"])
+def test_they_propose_what_they_say_of_the_whole_text(made, shape):
     """Prompts in chunks, several at once: each proposal beside the naive one, path by path."""
+    tree = TREE if shape == "tree" else None
     config = {} if tree is None else {"speculative_token_tree": tree, "num_speculative_tokens": None}
     if tree and made[3].state_layers:
         with pytest.raises(ModelError, match="has 4 paths, and this model has layers that keep a state"):
@@ -143,6 +155,7 @@ def test_they_propose_what_they_say_of_the_whole_text(made, tree):
         assert proposed == expected, f"after {len(text)} tokens"
 
 
+@pytest.mark.parametrize("made", thinned(KINDS, ["medusa", "eagle3", "mtp"]), indirect=True)
 def test_drafts_are_drawn_with_the_noise_of_the_answer(made):
     """Sampled, in company, with log-probabilities: the same answers; and the heads agree with themselves."""
     rng = np.random.default_rng(2)

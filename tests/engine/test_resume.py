@@ -47,7 +47,7 @@ def two():
     models = []
     for seed, drafts in ((1, None), (2, DRAFTS)):
         options = options_of(
-            str(FOLDER), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, seed=seed,
+            str(FOLDER), max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, seed=seed,
             speculative_config=drafts,
         )  # fmt: skip
         models.append(Models([Model(("m",), lambda options=options: make_engine(options))]))

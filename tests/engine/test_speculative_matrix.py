@@ -69,9 +69,15 @@ CASES = {
 FEW = {
     ("plain", drafter, case) for drafter, case in product(("ngram", "draft_model"), ("chunks", "preemption", "disk"))
 }
+WITH = {  # all where nothing is rounded, and each with one of the other kinds at least
+    "plain": DRAFTERS,
+    "int8 KV": ("ngram", "draft_model", "layers", "medusa's tree", "eagle"),
+    "int4 weights": ("suffix", "draft_model", "bits", "medusa", "eagle's tree"),
+}
 CELLS = [
     pytest.param(*cell, id="-".join(cell), marks=[] if cell in FEW else pytest.mark.slow)
-    for cell in product(KINDS, DRAFTERS, CASES)
+    for kind in KINDS
+    for cell in product([kind], WITH[kind], CASES)
 ]
 
 

@@ -56,41 +56,47 @@ def mix(rng: random.Random) -> tuple[dict, dict]:
     return requests, arrivals
 
 
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What gives the answers that are expected."""
+    with llm_of(folder) as llm:
+        yield llm
+
+
+FEW = {"kv_cache_memory_bytes": 2 << 20, "max_num_batched_tokens": 24}
+KINDS = {
+    "roomy": {},
+    "small chunks": {"max_num_batched_tokens": 7, "block_size": 8},
+    "tight": {"kv_cache_memory_bytes": 330 << 10},
+    "few snapshots": FEW,
+    "host and disk": FEW | {"kv_cache_host_bytes": 200 << 10},
+}
+
+
 @pytest.mark.random
-def test_company_chunks_and_preemption_change_no_bit(folder, tmp_path):
-    rng, alone = random.Random(2), llm_of(folder)
-    others = {
-        "roomy": llm_of(folder),
-        "small chunks": llm_of(folder, max_num_batched_tokens=7, block_size=8),
-        "tight": llm_of(folder, kv_cache_memory_bytes=330 << 10),
-        "few snapshots": llm_of(folder, kv_cache_memory_bytes=2 << 20, max_num_batched_tokens=24),
-        "host and disk": llm_of(
-            folder, kv_cache_memory_bytes=2 << 20, kv_cache_host_bytes=200 << 10, kv_cache_disk=str(tmp_path)
-        ),
-    }
-    for kind, llm in others.items():
-        if kind != "tight":  # which has no room for any
-            llm.engine.tables[0].snapshots.distance = 32
-    preempted, cached, compiles = (
-        0,
-        {},
-        [llm.engine.snapshot().recompiles for llm in others.values()],
-    )  # those of the others
+@pytest.mark.parametrize("kind", thinned(KINDS, ("tight", "host and disk")))
+def test_company_chunks_and_preemption_change_no_bit(folder, alone, tmp_path, kind):
+    rng, disk = random.Random(2), {"kv_cache_disk": str(tmp_path)} if kind == "host and disk" else {}
+    llm = llm_of(folder, **KINDS[kind], **disk)
+    if kind != "tight":  # which has no room for any
+        llm.engine.tables[0].snapshots.distance = 32
+    preempted, cached, compiles = 0, 0, llm.engine.snapshot().recompiles  # those of the other
     long = SamplingParams(temperature=0, max_tokens=90, logprobs=1, ignore_eos=True)
     crowd = {str(index): ([rng.randrange(160) for _ in range(60)], long) for index in range(4)}
     mixes = [(crowd, dict.fromkeys(crowd, 0)), *(mix(rng) for _ in range(cases(20, least=2)))]
     for number, (requests, arrivals) in enumerate(mixes):
         expected = {name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()}
-        for kind, llm in others.items():
-            got = company.serve(llm.engine, requests, arrivals)
-            assert {name: bits(request) for name, request in got.items()} == expected, f"mix {number}, {kind}"
-            preempted += sum(request.output().metrics.num_preemptions for request in got.values())
-            cached[kind] = cached.get(kind, 0) + sum(request.output().num_cached_tokens for request in got.values())
-    assert preempted or not alone.engine.config.windows  # without pages nobody gives way
-    assert cached["roomy"] and cached["small chunks"] and cached["few snapshots"], cached
-    assert [llm.engine.snapshot().recompiles for llm in others.values()] == compiles
+        got = company.serve(llm.engine, requests, arrivals)
+        assert {name: bits(request) for name, request in got.items()} == expected, f"mix {number}"
+        preempted += sum(request.output().metrics.num_preemptions for request in got.values())
+        cached += sum(request.output().num_cached_tokens for request in got.values())
+    assert preempted or kind != "tight" or not alone.engine.config.windows  # without pages nobody gives way
+    assert cached or kind in ("tight", "host and disk")
+    assert llm.engine.snapshot().recompiles == compiles
+    llm.close()
 
 
+@pytest.mark.slow
 def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
     """And less than the distance between two snapshots, which the answer has passed or not."""
     rng = random.Random(6)
@@ -166,19 +172,18 @@ class Guesses:
 
 
 @pytest.mark.random
-def test_drafts_change_no_bit(folder):
-    rng, plain = random.Random(3), llm_of(folder)
-    config = {"method": "ngram", "num_speculative_tokens": 4, "adapts": False}
-    drafted = llm_of(folder, speculative_config=config)
-    tight = llm_of(folder, speculative_config=config, kv_cache_memory_bytes=380 << 10)
-    compiles = tight.engine.snapshot().recompiles
+@pytest.mark.parametrize("room", thinned((32 << 20, 380 << 10), (380 << 10,)))
+def test_drafts_change_no_bit(folder, alone, room):
+    rng, config = random.Random(3), {"method": "ngram", "num_speculative_tokens": 4, "adapts": False}
+    llm = llm_of(folder, speculative_config=config, kv_cache_memory_bytes=room, max_num_batched_tokens=8)
+    compiles = llm.engine.snapshot().recompiles
     for number in range(cases(20, least=3)):
         requests, arrivals = mix(rng)
-        expected = serve(plain, requests, arrivals)
+        expected = serve(alone, requests, arrivals)
         answers = {tuple(prompt): expected[name][1] for name, (prompt, _) in requests.items()}
-        for llm in (drafted, tight):
-            llm.engine.speculator.drafter = Guesses(answers, rng)
-            assert serve(llm, requests, arrivals) == expected, f"mix {number}"
-    counts = drafted.engine.speculator.counts
+        llm.engine.speculator.drafter = Guesses(answers, rng)
+        assert serve(llm, requests, arrivals) == expected, f"mix {number}"
+    counts = llm.engine.speculator.counts
     assert counts.accepted[0] > 0 and counts.accepted[0] < counts.drafts
-    assert tight.engine.snapshot().recompiles == compiles
+    assert llm.engine.snapshot().recompiles == compiles
+    llm.close()

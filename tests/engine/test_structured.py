@@ -62,7 +62,7 @@ def random_llm(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     core = ZOO[request.param]()
     tiny.write(folder, {**tiny.LLAMA, "vocab_size": core.get_vocab_size() + 7, "max_position_embeddings": 256})
-    return LLM(str(save(folder, core)), max_num_seqs=16, max_num_batched_tokens=64)
+    return LLM(str(save(folder, core)), max_num_seqs=4, max_num_batched_tokens=64)
 
 
 def answers(llm: LLM, prompts: list, params: list[SamplingParams]) -> list:

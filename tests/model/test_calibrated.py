@@ -37,7 +37,7 @@ from quire.model.quantize.samples import read_samples
 from quire.model.quantize.source import Source
 from quire.model.text.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.usefixtures("few_programs")
+pytestmark = pytest.mark.usefixtures("few_programs", "compiled_quickly")
 LLAMA = tiny.LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4, "vocab_size": 96}
 RAGGED = (5, 21, 17, 1, 33, 16)
 RUN = jax.jit(uncached.forward, static_argnums=2)
@@ -306,7 +306,8 @@ def test_experts(tmp_path, method):
     assert any(".experts." in name and name.endswith("_scale") for name in find_tensors(out))
 
 
-def test_the_calibrated_codes_serve_better(tmp_path):
+@pytest.mark.parametrize(("method", "most"), [("gptq", 0.8), pytest.param("awq", 0.9, marks=pytest.mark.slow)])
+def test_the_calibrated_codes_serve_better(tmp_path, method, most):
     """The bundled model on text that calibration has not seen: nearer to what it computes in bfloat16."""
     rng = np.random.default_rng(0)
     folder = hub.resolve("quill")
@@ -324,9 +325,7 @@ def test_the_calibrated_codes_serve_better(tmp_path):
 
     plain = tmp_path / "rtn"
     quantized.save(folder, plain, read_config(folder, quantization="int4-64"))
-    errors = {method: error(make(folder, tmp_path / method, method, "int4-64", learned)) for method in ("gptq", "awq")}
-    assert errors["gptq"] < 0.8 * error(plain), errors
-    assert errors["awq"] < 0.9 * error(plain), errors
+    assert error(make(folder, tmp_path / method, method, "int4-64", learned)) < most * error(plain)
 
 
 def start(dense: Path, out: Path, text: Path) -> list[str]:

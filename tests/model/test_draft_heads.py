@@ -20,6 +20,7 @@ from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.config import ModelError
 from quire.sharding.spec import random_arrays
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 D, V, L, T = 32, 96, 8, 7
 TARGET = tiny.LLAMA | {"num_hidden_layers": L}
 LAYER = {
@@ -132,13 +133,17 @@ def test_medusa_as_vllm_writes_it(tmp_path, target, form):
 
 def drafted(heads, own, weights, tokens, raw, further):
     """(features, hidden states, logits) of rows with the target's features, and of `further` tokens after them."""
-    config, features = heads.model, draft_heads.take_features(heads, own, jnp.asarray(raw, jnp.float32))
+    config, known = heads.model, draft_heads.take_features(heads, own, jnp.asarray(raw, jnp.float32))
+    all_tokens = np.asarray([*tokens, *further])
+    length, features = len(all_tokens), np.zeros((len(all_tokens), known.shape[1]), np.float32)
+    features[: len(tokens)] = known
     feature = hidden = features
-    for count in range(len(further) + 1):
-        all_tokens = jnp.asarray([*tokens, *further[:count]])
-        positions, attend = jnp.arange(len(all_tokens)), uncached.attention(config, 1, len(all_tokens))
-        feature, hidden, _ = draft_heads.run(heads, own, weights, all_tokens, features, positions, {}, attend)
-        features = jnp.concatenate([features, feature[-1:]])
+    for end in range(len(tokens), length + 1):  # what comes after is there, and nobody looks at it
+        positions, attend = jnp.arange(length), uncached.attention(config, 1, length)
+        feature, hidden, _ = draft_heads.run(
+            heads, own, weights, jnp.array(all_tokens), jnp.array(features), positions, {}, attend
+        )
+        features[end : end + 1] = feature[end - 1]
     return feature, hidden, draft_heads.logits(heads, own, weights, hidden)
 
 

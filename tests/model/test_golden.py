@@ -34,6 +34,7 @@ def test_every_family_has_a_variant():
 FIRST = {variant.config["model_type"]: variant.name for variant in reversed(VARIANTS)}  # of each type of model
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(
     "variant", thinned(VARIANTS, [v for v in VARIANTS if v.name in {*FIRST.values(), *KINDS}]), ids=lambda v: v.name
 )

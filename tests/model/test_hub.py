@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import tiny_gguf
+from cases import thinned
 
 import quire.model
 from quire.model.checkpoint import hub
@@ -212,7 +213,10 @@ def test_what_the_hub_has_in_another_format(server, child):
     assert "owner/name:Q4_K_M" in child("good/gguf", address)
 
 
-@pytest.mark.parametrize("name", ["good/gguf:Q4_K_M", "good/gguf:q4_k_m", "good/gguf/good-Q4_K_M.gguf"])
+NAMES = ["good/gguf:Q4_K_M", "good/gguf:q4_k_m", "good/gguf/good-Q4_K_M.gguf"]
+
+
+@pytest.mark.parametrize("name", thinned(NAMES, NAMES[1:]))
 def test_one_gguf_file(server, child, tmp_path, name):
     """By its path, or by what its name ends in; nothing else of the model is fetched, and offline it is found again."""
     address, asked = server

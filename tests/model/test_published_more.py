@@ -6,6 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import served_codes
 import tiny
 from golden.families_moe import MOE_VARIANTS
 from golden.folder import HERE, write_folder
@@ -27,7 +28,7 @@ from quantized_files import (
 )
 from safetensors.numpy import load_file, save_file
 
-from quire import LLM, SamplingParams
+from quire import LLM
 from quire.model.checkpoint.loader import read_config
 from quire.model.config import ModelError
 from quire.ops.quant.fp8 import Fp8
@@ -363,27 +364,9 @@ def test_tokens_and_company(tmp_path, case):
     _, expected = written(tmp_path / "codes", case, config=LLAMA | {"torch_dtype": "bfloat16"})
     dense = {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()}
     tiny.write(tmp_path / "dense", LLAMA, dense)
-    options: dict[str, Any] = {
-        "skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_logprobs": 96,
-    }  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=96)
     prompts = [[5, 17, 3, 9], [1] * 20, [7, 8], [90, 4, 60, 33, 2]]
-    llm = LLM(tmp_path / "codes", **options)
-    together = llm.generate(prompts, params)
-    exact, rounded = (
-        LLM(tmp_path / "dense", dtype=dtype, **options).generate(prompts, params) for dtype in ("float32", "bfloat16")
-    )
-
-    def first(answers) -> np.ndarray:
-        """The log-probabilities of all tokens after each prompt."""
-        return np.array([[one.outputs[0].logprobs[0][token].logprob for token in range(96)] for one in answers])
-
-    limit = 3 * np.abs(first(rounded) - first(exact)).max()  # no further than bfloat16 itself takes the dense model
-    assert np.abs(first(together) - first(exact)).max() < limit
-    for prompt, one in zip(prompts, together, strict=True):
-        alone = llm.generate(prompt, params)[0].outputs[0]
-        assert alone.token_ids == one.outputs[0].token_ids
-        assert alone.logprobs == one.outputs[0].logprobs
+    llm = LLM(tmp_path / "codes", skip_tokenizer_init=True, **served_codes.SIZES)
+    served_codes.check(llm, tmp_path / "dense", prompts)
 
 
 def said(tensor: np.ndarray, **changes) -> np.ndarray:

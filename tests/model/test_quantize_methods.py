@@ -1,5 +1,7 @@
 """GPTQ, AWQ and SmoothQuant over one matrix, against loops that do what the papers say, one number at a time."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -142,9 +144,16 @@ def test_gptq_loses_less_than_rounding_to_nearest(options, seed):
     assert coded.codes.min() >= low and coded.codes.max() <= high
 
 
-@pytest.mark.parametrize("columns", [160, 300])
-@pytest.mark.parametrize("group", [None, 32, 100])
-@pytest.mark.parametrize("act_order", [False, True])
+PAIRS = {(False, None, 160), (True, None, 300), (False, 32, 300), (True, 32, 160), (False, 100, 160), (True, 100, 300)}
+
+
+@pytest.mark.parametrize(
+    ("act_order", "group", "columns"),
+    [
+        pytest.param(*case, marks=[] if case in PAIRS else pytest.mark.slow)
+        for case in product((False, True), (None, 32, 100), (160, 300))
+    ],
+)
 def test_gptq_over_several_blocks(columns, group, act_order):
     rng = np.random.default_rng(columns)
     W, X = matrix(rng, 5, columns), inputs(rng, 600, columns)

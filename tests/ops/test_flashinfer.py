@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run
-from cases import cases
+from cases import cases, thinned
 
 from quire import LLM
 from quire.model.config import ModelError
@@ -87,8 +87,11 @@ SHAPES = {
 }
 
 
+FEW = ["gqa", "mqa", "seven heads", "page 1", "window 1", "soft cap", "sinks", "decoding, window"]
+
+
 @pytest.mark.random
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", thinned(SHAPES, FEW))
 def test_it_is_attention(kernel, name):
     """Against float64: random steps, NaN in all that nobody owns, stale numbers in tables."""
     shape, rng = SHAPES[name], np.random.default_rng(3)
@@ -201,7 +204,7 @@ def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
     return len(places) > total * G
 
 
-@pytest.mark.parametrize("processors", [2, 108])
+@pytest.mark.parametrize("processors", thinned([2, 108], [2]))
 def test_its_trials_find_it_right_and_find_a_fault(kernel, monkeypatch, processors):
     """A small kind, in float16: the trial's own cases, then a kernel that forgets a key."""
     kind = {"heads": 4, "kv_heads": 2, "width": 64, "window": 100, "soft_cap": None, "sinks": True, "page": 16}
@@ -337,6 +340,7 @@ def test_a_build_that_fails_says_why(monkeypatch):
     assert not path and reason is not None and "could not be built" in reason and "rror" in reason
 
 
+@pytest.mark.slow  # it waits
 def test_a_build_that_takes_too_long_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.undo()
     library.built.cache_clear()

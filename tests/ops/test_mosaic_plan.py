@@ -111,7 +111,7 @@ def load(mine) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_once(kind):
     rng = np.random.default_rng(sorted(KINDS).index(kind))
-    for n in range(cases(24, least=3)):
+    for n in range(cases(24, least=2)):
         longest = int(rng.choice([1024, 8192, 40960, 131072]))
         B = int(rng.choice([1, 4, 32]))
         T = B if n % 2 else B + int(rng.choice([1, 60, 700]))

@@ -89,7 +89,7 @@ def pairs(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
     return np.stack([rng.permutation(E + 1)[:X] for _ in range(T)])
 
 
-@pytest.mark.parametrize("kind", ["any", "one", "none"])
+@pytest.mark.parametrize("kind", thinned(["any", "one", "none"], ["any"]))
 @pytest.mark.parametrize("sizes", thinned(SIZES, [(16, 4, 32, 16)]))
 def test_places_are_those_of_xla(sizes, kind):
     """Number by number, and nothing races."""

@@ -258,6 +258,7 @@ def test_log_probabilities_are_those_of_the_reference():
     assert np.abs(found - expected).mean() < 0.01 < np.abs(found).mean()
 
 
+@pytest.mark.slow
 def test_the_table_of_quality(tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "WAYS", {"int4-64": ("rtn", "gptq")})
     quality.main(tmp_path / "table.md", samples=1, held_out=3, calibration=6, seed=0)

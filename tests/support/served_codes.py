@@ -1,0 +1,36 @@
+"""A model in codes through the whole engine: near the dense model of the same numbers, and the same in company."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import uncached
+
+from quire import LLM, SamplingParams
+from quire.model.checkpoint.loader import load_weights, read_config
+
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_logprobs": 96}
+RUN = jax.jit(uncached.forward, static_argnums=2)
+
+
+def check(llm: LLM, dense: Path, prompts: list[list[int]], times: float = 3) -> None:
+    """The scores are no further away than so many times what bfloat16 itself takes the dense model."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=96)
+    together = llm.generate(prompts, params)
+    found = [[one.outputs[0].logprobs[0][token].logprob for token in range(96)] for one in together]
+    exact, rounded = (scores(dense, dtype, prompts) for dtype in ("float32", "bfloat16"))
+    assert np.abs(found - exact).max() < times * np.abs(rounded - exact).max()
+    for prompt, one in zip(prompts, together, strict=True):
+        alone = llm.generate(prompt, params)[0].outputs[0]
+        assert (alone.token_ids, alone.logprobs) == (one.outputs[0].token_ids, one.outputs[0].logprobs)
+
+
+def scores(folder: Path, dtype: str, prompts: list[list[int]]) -> np.ndarray:
+    """The log-probabilities of all tokens after each prompt, by the reference."""
+    config = read_config(folder, dtype)
+    weights, longest = load_weights(folder, config), max(map(len, prompts))
+    ids = jnp.array([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
+    logits = RUN(weights, ids, config)[np.arange(len(prompts)), np.array([*map(len, prompts)]) - 1]
+    return np.asarray(jax.nn.log_softmax(logits))

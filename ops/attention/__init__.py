@@ -20,7 +20,8 @@ IMPLEMENTATIONS = {
 class KVPages:
     """The KV cache of one layer. Without `v_PSKH` the values are the first dimensions of the keys (MLA).
 
-    Pages of uint16 hold the bits of bfloat16; pages of eight bits have a float32 scale for each head and position.
+    Pages of uint16 hold the bits of bfloat16; pages of eight bits have a float32 scale for each head and position, and
+    those of uint8 hold two codes a byte (`four_bits`).
     `kv_PSYH` replaces all the others: each head's value right after its key.
     """
 
@@ -50,10 +51,12 @@ def new_arrivals():
 
 
 def page_dtype(dtype):
-    """The dtype of page arrays. On a CPU bfloat16 is kept as its bits in uint16.
+    """The dtype of page arrays: of int4 uint8, two codes a byte, and on a CPU of bfloat16 its bits in uint16.
 
     XLA cannot update bfloat16 in place there: it would convert the whole cache to float32 and back in every layer.
     """
+    if dtype == jnp.int4:
+        return jnp.dtype(jnp.uint8)
     return jnp.dtype(jnp.uint16 if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype)
 
 

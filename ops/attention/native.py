@@ -9,7 +9,7 @@ import numpy as np
 
 from ..native import target
 from ..native.kernel_names import ATTENTION
-from . import KVPages
+from . import KVPages, four_bits
 
 PAGES = {pages for pages, _ in ATTENTION}
 CHUNKS = True  # it serves rows that see a chunk of the context each
@@ -25,6 +25,9 @@ def paged_attention(
     dtype, held = q_TNH.dtype, pages.k_PSKH.dtype
     if dtype not in (jnp.bfloat16, jnp.float32) or any(x is not None and x.dtype != dtype for x in (k_TKH, v_TKH)):
         raise NotImplementedError(f"queries, keys and values must all be bfloat16 or all float32, not {dtype}")
+    packed = four_bits.packed(pages.k_PSKH)
+    if packed and pages.v_PSKH is None:
+        raise NotImplementedError("keys of four bits are rotated, and cannot hold the values")
     if held.name not in PAGES or (pages.v_PSKH is not None and pages.v_PSKH.dtype != held):
         raise NotImplementedError(f"pages must be one of {', '.join(sorted(PAGES))}, not {held}")
     kernel = target(ATTENTION[held.name, dtype.name])
@@ -40,7 +43,7 @@ def paged_attention(
         rows.positions_T, rows.starts_B1, rows.tables_BM, rows.slots_T,
         or_empty(None if sinks_N is None else sinks_N.astype(jnp.float32), jnp.float32),
     ]  # fmt: skip
-    width = value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1]
+    width = value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1] * (1 + packed)
     written = [] if k_TKH is None else [at for at, x in enumerate(arrays) if x is not None]
     results = [jax.ShapeDtypeStruct((*q_TNH.shape[:2], width), dtype)]
     results += [jax.ShapeDtypeStruct(arrays[at].shape, arrays[at].dtype) for at in written]
@@ -62,13 +65,14 @@ def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
     """The kernel does not check shapes, so each array must have the shape that the others imply."""
     T, N, H = q_TNH.shape
     P, S, K, _ = pages.k_PSKH.shape
+    each = 1 + four_bits.packed(pages.k_PSKH)  # codes of a byte
     B = rows.tables_BM.shape[0]
-    V = value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1]
+    V = value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1] * each
     if V is None or (pages.v_PSKH is None and not 0 < V <= H):
         raise ValueError(f"attention: value_dim is {value_dim}; without v_PSKH it must be 1 to {H}")
     expected = {
-        "k_PSKH": (pages.k_PSKH, (P, S, K, H)),
-        "v_PSKH": (pages.v_PSKH, (P, S, K, V)),
+        "k_PSKH": (pages.k_PSKH, (P, S, K, H // each)),
+        "v_PSKH": (pages.v_PSKH, (P, S, K, V // each)),
         "k_scale_PKS": (pages.k_scale_PKS, (P, K, S)),
         "v_scale_PKS": (pages.v_scale_PKS, (P, K, S)),
         "k_TKH": (k_TKH, (T, K, H)),
@@ -86,5 +90,7 @@ def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
     if (k_TKH is not None and pages.v_PSKH is not None) and v_TKH is None:
         raise ValueError("attention: there are new keys and pages for values, but v_TKH is None")
     scaled = [pages.k_scale_PKS is not None, pages.v_scale_PKS is not None or pages.v_PSKH is None]
-    if pages.k_PSKH.dtype == jnp.int8 and not all(scaled):
-        raise ValueError("attention: pages of int8 need k_scale_PKS, and v_scale_PKS beside v_PSKH")
+    if H % each:
+        raise ValueError(f"attention: heads of an odd width, {H}, have no codes of four bits")
+    if pages.k_PSKH.dtype in (jnp.int8, jnp.uint8) and not all(scaled):
+        raise ValueError(f"attention: pages of {pages.k_PSKH.dtype} need k_scale_PKS, and v_scale_PKS beside v_PSKH")

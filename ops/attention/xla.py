@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ...sharding.device_axes import UNSPLIT, Axis
 from ..ordered_sum import sum_pairs
 from ..precision import precision
-from . import KVPages
+from . import KVPages, four_bits
 
 SPREADS = True  # it serves pages whose positions are split over devices
 CHUNKS = True  # and rows that see a chunk of the context each
@@ -41,14 +41,16 @@ def paged_attention(
     """See `quire.ops.attention.paged_attention`. R: the rows of a tile times the query heads of a KV head."""
     T, N, H = q_TNH.shape
     exact = precision(q_TNH)
-    paired = pages.kv_PSYH is not None
+    paired, packed = pages.kv_PSYH is not None, four_bits.packed(pages.k_PSKH)
+    if packed and pages.v_PSKH is None:
+        raise NotImplementedError("keys of four bits are rotated, and cannot hold the values")
     own, K = (pages.kv_PSYH if paired else pages.k_PSKH).shape[1:3]  # own: positions of a page on this device
     S, first = own * context.size, own * context.index()
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, own_slots(rows.slots_T, pages, S, own, first))
     K = K // 2 if paired else K
     B, G = rows.starts_B1.shape[0] - 1, N // K
-    width = (H if paired else pages.v_PSKH.shape[-1]) if value_dim is None else value_dim
+    width = (H if paired else pages.v_PSKH.shape[-1] * (1 + packed)) if value_dim is None else value_dim
     row_CQ, seq_C, valid_CQ = tiles(rows.starts_B1, T, tile_size(T, B, G, width))
     row_CQ = jnp.minimum(row_CQ, T - 1)
     position_CQ = jnp.where(valid_CQ, rows.positions_T[row_CQ], -1)
@@ -58,7 +60,8 @@ def paged_attention(
         last_C = rows.positions_T[jnp.maximum(rows.starts_B1[seq_C + 1] - 1, 0)]
         sees_CR = jnp.where(position_CR < 0, -1, jnp.minimum(position_CR + ahead, last_C[:, None]))
     C, Q = row_CQ.shape
-    q_CQKGH = q_TNH[row_CQ].reshape(C, Q, K, G, H).astype(jnp.float32) * scale
+    turned_TNH = four_bits.rotate(q_TNH) if packed else q_TNH
+    q_CQKGH = turned_TNH[row_CQ].reshape(C, Q, K, G, H).astype(jnp.float32) * scale
     q_CKRH = jnp.moveaxis(q_CQKGH, 2, 1).reshape(C, K, Q * G, H)
 
     pages_a_block = max(1, BLOCK // own)
@@ -173,6 +176,8 @@ def read_both(pages: KVPages, page_CJ, width: int):
 def read(pages_PSKH, scale_PKS, page_CJ):
     """The pages of each tile one after another, in float32: [C, K, positions, H]."""
     block_CJKH = pages_PSKH[page_CJ].reshape(page_CJ.shape[0], -1, *pages_PSKH.shape[2:])
+    if four_bits.packed(pages_PSKH):
+        block_CJKH = four_bits.codes(block_CJKH)
     if scale_PKS is not None:
         scale_CJK = jnp.swapaxes(scale_PKS[page_CJ], 2, 3).reshape(block_CJKH.shape[:3])
         block_CJKH = block_CJKH.astype(jnp.float32) * scale_CJK[..., None]
@@ -205,6 +210,7 @@ def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:
     if pages.kv_PSYH is not None:
         kv_TYH = jnp.stack((k_TKH, v_TKH), axis=2).reshape(len(k_TKH), *pages.kv_PSYH.shape[2:])
         return pages.replace(kv_PSYH=write(pages.kv_PSYH, kv_TYH))
+    k_TKH = four_bits.rotate(k_TKH) if four_bits.packed(pages.k_PSKH) else k_TKH
     k_PSKH, k_scale_PKS = write_scaled(pages.k_PSKH, pages.k_scale_PKS, k_TKH)
     v_PSKH, v_scale_PKS = write_scaled(pages.v_PSKH, pages.v_scale_PKS, v_TKH)
     return KVPages(k_PSKH, v_PSKH, k_scale_PKS, v_scale_PKS)
@@ -220,6 +226,8 @@ def distinct(slots_T, P: int, S: int):
 
 def quantise(x_TKH, dtype=jnp.int8):
     """(codes, scales): the largest value of each row becomes the largest code. The kernels round in the same way."""
+    if dtype == jnp.uint8:
+        return four_bits.quantise(x_TKH)
     x_TKH = x_TKH.astype(jnp.float32)
     whole = jnp.issubdtype(dtype, jnp.integer)
     largest = 127.0 if whole else float(jnp.finfo(dtype).max)

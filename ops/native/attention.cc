@@ -7,7 +7,7 @@ namespace {
 
 bool of_pages(Buffer x) {
   if (sizeof(PAGE) == 2) return x.type() == dtype::U16 || x.type() == dtype::BF16;
-  return x.type() == (sizeof(PAGE) == 4 ? dtype::F32 : dtype::S8);
+  return x.type() == (sizeof(PAGE) == 4 ? dtype::F32 : attention::EACH<PAGE> == 2 ? dtype::U8 : dtype::S8);
 }
 
 bool of_rows(Buffer x) {
@@ -15,7 +15,7 @@ bool of_rows(Buffer x) {
 }
 
 // Arrays that a case does not have come empty: new keys and values where another layer has appended them, values that
-// are a part of the keys, the scales of pages that are not int8, sinks.
+// are a part of the keys, the scales of pages that are no codes, sinks.
 const char* paged_attention(const Call& call) {
   Buffer q = call.array(0), k_pages = call.array(3), starts = call.array(8), out = call.result();
   if (!of_rows(q) || !of_pages(k_pages) || !of_pages(call.array(4)))

@@ -65,11 +65,46 @@ float quantise(const X* x, int64_t H, int8_t* to) {
   return most * (1.0f / 127.0f) + poison;
 }
 
+// The same as codes of four bits. What is farthest from 0 becomes -8, with the scale's sign as that takes.
+inline float quantise(const float* x, int64_t H, Pair* to) {
+  float most = 0, least = 0, poison = 0;
+  for (int64_t i = 0; i < H; ++i)
+    most = std::max(most, std::fabs(x[i])), least = std::min(least, x[i]), poison += x[i] * 0.0f;
+  bool fits = most > 0x1p-100f && poison == 0;
+  float whole = least == -most ? most : -most, inverse = fits ? 8.0f / whole : 0.0f;
+  auto code = [&](float value) {
+    return static_cast<int>(std::clamp(fits ? std::nearbyint(value * inverse) : 0.0f, -8.0f, 7.0f)) + 8;
+  };
+  for (int64_t i = 0; i < H; i += 2) to[i / 2].codes = static_cast<uint8_t>(code(x[i]) | code(x[i + 1]) << 4);
+  return fits ? whole * 0.125f : poison;
+}
+
+// Each block of the largest power of two that divides H times a Hadamard matrix. XLA adds in the same order.
+inline void rotate(float* x, int64_t H) {
+  int64_t block = H & -H;
+  for (int64_t step = 1; step < block; step *= 2)
+    for (int64_t from = 0; from < H; from += 2 * step)
+      for (int64_t i = from; i < from + step; ++i) {
+        float first = x[i], second = x[i + step];
+        x[i] = first + second, x[i + step] = first - second;
+      }
+  float length = static_cast<float>(1 / std::sqrt(static_cast<double>(block)));
+  for (int64_t i = 0; i < H; ++i) x[i] *= length;
+}
+
+// Keys of four bits are rotated: see `quire.ops.attention.four_bits`.
 template <typename Page, typename X>
 void write(const Call& a, const void* from, int64_t row, int64_t slot, int64_t H, void* pages, float* scale) {
   const X* x = static_cast<const X*>(from) + row * a.K * H;
-  Page* to = static_cast<Page*>(pages) + slot * a.K * H;
-  if constexpr (std::is_same_v<Page, int8_t>)
+  Page* to = static_cast<Page*>(pages) + slot * a.K * H / EACH<Page>;
+  if constexpr (std::is_same_v<Page, Pair>) {
+    std::vector<float> head(H);
+    for (int64_t k = 0; k < a.K; ++k, x += H, to += H / 2) {
+      std::transform(x, x + H, head.begin(), convert<float, X>);
+      if (pages == a.k_pages) rotate(head.data(), H);
+      scale[a.scale_at(slot, k)] = quantise(head.data(), H, to);
+    }
+  } else if constexpr (std::is_same_v<Page, int8_t>)
     for (int64_t k = 0; k < a.K; ++k) scale[a.scale_at(slot, k)] = quantise(x + k * H, H, to + k * H);
   else
     for (int64_t i = 0; i < a.K * H; ++i) to[i] = convert<Page>(x[i]);
@@ -122,8 +157,8 @@ struct OnLines {  // memory that begins at a cache line
 struct Scratch {
   template <typename T>
   using List = std::vector<T, OnLines<T>>;
-  List<float> q, rows, s, totals, wide, k_scale, v_scale, part, whole;
-  List<uint32_t> keys;
+  List<float> q, rows, s, totals, wide, k_scale, v_scale, part, whole, head;
+  List<uint32_t> keys, codes;
   List<int32_t> position, sees;
 
   template <typename T>
@@ -144,11 +179,12 @@ template <typename Page, typename X>
 class Worker {
  public:
   Worker(const Call& a, Scratch& scratch, const Tile* tiles, int64_t heads, int64_t most)
-      : a(a), tiles(tiles), H(padded(a.H, 16 / sizeof(X))), V(width(a)) {
+      : a(a), tiles(tiles), H(padded(a.H, CODED ? 32 : 16 / sizeof(X))), V(width(a)) {
     q = reinterpret_cast<Query<X>*>(Scratch::take(scratch.q, heads * most * H));
-    rows = reinterpret_cast<X*>(Scratch::take(scratch.rows, (BLOCK + 1) * H));
-    zeros = std::fill_n(rows, H, X{}) - H, rows += H;
+    rows = reinterpret_cast<Key*>(Scratch::take(scratch.rows, (BLOCK + 1) * H));
+    zeros = std::fill_n(rows, H, Key{}) - H, rows += H;
     keys = Scratch::take(scratch.keys, BLOCK * H);
+    if (CODED) codes = Scratch::take(scratch.codes, H / 8 * W), line = Scratch::take(scratch.head, a.H);
     s = Scratch::take(scratch.s, most * BLOCK);
     totals = Scratch::take(scratch.totals, heads * most * W);
     wide = Scratch::take(scratch.wide, BLOCK * COLS * W);
@@ -181,7 +217,7 @@ class Worker {
     if (item.begin < item.end) find(t, item.begin, block);
     for (int64_t b = item.begin; b < item.end; ++b, block = after) {
       const Item* soon = b + 1 < item.end ? &item : next;
-      Ahead ahead(soon ? soon->heads * a.H * sizeof(Page) : 64);
+      Ahead ahead(soon ? soon->heads * a.H * sizeof(Page) / EACH<Page> : 64);
       if (soon) find(tiles[soon->tile], soon == next ? next->begin : b + 1, after);
       for (int j = after.lo; soon && j < after.hi; ++j) {
         ahead.add(key_at(after.slot[j], soon->head));
@@ -215,6 +251,9 @@ class Worker {
   }
 
  private:
+  static constexpr bool CODED = std::is_same_v<Page, Pair>;
+  using Key = std::conditional_t<CODED, Pair, X>;  // what rows of keys are turned as
+
   float* partial(const Tile& t, int64_t head, int64_t piece) const {
     return t.partial + (head * t.pieces() + piece - t.first / PIECE) * Sums::size(t.rows * a.G(), V);
   }
@@ -236,14 +275,23 @@ class Worker {
   // A row of `a.H` dimensions in another type, its end filled up with zeros.
   template <typename To, typename From>
   To* copy(const From* from, To* to) const {
-    for (int64_t h = 0; h < a.H; ++h) to[h] = convert<To>(from[h]);
-    std::fill(to + a.H, to + H, To{});
+    for (int64_t h = 0; h < a.H / EACH<To>; ++h) to[h] = convert<To>(from[h]);
+    std::fill(to + a.H / EACH<To>, to + H / EACH<To>, To{});
     return to;
   }
 
   void read_queries(const Tile& t, int64_t head, Query<X>* to) {
     for (int64_t r = 0; r < R; ++r, to += H) {
       int64_t from = place(t, head, r, a.H);
+      if constexpr (CODED) {
+        if (a.wide)
+          std::copy_n(static_cast<const float*>(a.q) + from, a.H, line);
+        else
+          std::transform(static_cast<const uint16_t*>(a.q) + from, static_cast<const uint16_t*>(a.q) + from + a.H, line, widen);
+        rotate(line, a.H);
+        copy(line, to);
+        continue;
+      }
       if constexpr (MAY_BE_WIDE<X>)
         if (a.wide) copy(static_cast<const float*>(a.q) + from, to);
       if constexpr (MAY_BE_NARROW<Page, X>)
@@ -264,20 +312,21 @@ class Worker {
   }
 
   const Page* key_at(int64_t slot, int64_t head) const {
-    return static_cast<const Page*>(a.k_pages) + (slot * a.K + head) * a.H;
+    return static_cast<const Page*>(a.k_pages) + (slot * a.K + head) * a.H / EACH<Page>;
   }
   const Page* value_at(int64_t slot, int64_t head) const {
-    return a.v_pages ? static_cast<const Page*>(a.v_pages) + (slot * a.K + head) * a.V : key_at(slot, head);
+    if (!a.v_pages) return key_at(slot, head);
+    return static_cast<const Page*>(a.v_pages) + (slot * a.K + head) * a.V / EACH<Page>;
   }
 
   void step(const Tile& t, const Block& b, int64_t head, const Query<X>* q, float* totals, Sums sums, Ahead& ahead) {
-    const X* key[BLOCK];
+    const Key* key[BLOCK];
     const Page* value[BLOCK];
     std::fill(key + b.first() * W, key + b.stop() * W, zeros);
     for (int j = b.lo; j < b.hi; ++j) value[j] = value_at(b.slot[j], head);
     for (int j = b.lo; j < b.hi; ++j)
-      if (std::is_same_v<Page, X> && H == a.H)
-        key[j] = reinterpret_cast<const X*>(key_at(b.slot[j], head));
+      if (std::is_same_v<Page, Key> && H == a.H)
+        key[j] = reinterpret_cast<const Key*>(key_at(b.slot[j], head));
       else
         key[j] = copy(key_at(b.slot[j], head), rows + j * H);
     if (a.k_scale) {
@@ -288,7 +337,11 @@ class Worker {
     }
 
     auto turned = [&](int g) { return keys + g * W * H / (4 / sizeof(X)); };
-    for (int g = b.first(); g < b.stop(); ++g) turn(key + g * W, H, turned(g), ahead);
+    for (int g = b.first(); g < b.stop(); ++g)
+      if constexpr (CODED)
+        turn(key + g * W, H / 2, codes, ahead), widen_codes<X>(codes, H / 8, turned(g));
+      else
+        turn(key + g * W, H, turned(g), ahead);
     // The first rows may all come before these keys, and the last may have lost sight of them.
     int64_t from = 0, stop = R;
     while (from < R && sees[from] < b.base + b.lo) ++from;
@@ -312,7 +365,7 @@ class Worker {
       const float* widened[BLOCK];
       if (!direct)
         for (int j = b.lo; j < b.hi; ++j)
-          widened[j] = widen_values(value[j] + at, std::min(a.V - at, vectors * W), wide + j * COLS * W);
+          widened[j] = widen_values(value[j] + at / EACH<Page>, std::min(a.V - at, vectors * W), wide + j * COLS * W);
       each_rows(from, stop, [&](int64_t r, auto count) {
         constexpr int COUNT = decltype(count)::value, STEP = UNIT<Page> / W;
         float *weights = s + r * BLOCK, *out = sums.out + r * V + at;
@@ -324,18 +377,18 @@ class Worker {
   }
 
   static const float* widen_values(const Page* from, int64_t size, float* to) {
-    constexpr int EACH = UNIT<Page>;
+    constexpr int STEP = UNIT<Page>;
     if constexpr (std::is_same_v<Page, int8_t>) {
       for (int64_t i = 0; i < size; ++i) to[i] = from[i];
-      std::fill(to + size, to + padded(size, EACH), 0.0f);
+      std::fill(to + size, to + padded(size, STEP), 0.0f);
       return to;
     } else {
-      for (int64_t i = 0; i < size; i += EACH) {
-        F v[EACH / W];
-        Page end[EACH] = {};
-        if (size - i < EACH) std::memcpy(end, from + i, (size - i) * sizeof(Page));
-        load_values(size - i < EACH ? end : from + i, v);
-        for (int n = 0; n < EACH / W; ++n) store(to + i + n * W, v[n]);
+      for (int64_t i = 0; i < size; i += STEP) {
+        F v[STEP / W];
+        Page end[STEP / EACH<Page>] = {};
+        if (size - i < STEP) std::memcpy(end, from + i / EACH<Page>, (size - i) / EACH<Page> * sizeof(Page));
+        load_values(size - i < STEP ? end : from + i / EACH<Page>, v);
+        for (int n = 0; n < STEP / W; ++n) store(to + i + n * W, v[n]);
       }
       return to;
     }
@@ -350,13 +403,13 @@ class Worker {
 
   template <typename Y>
   void finish(const Tile& t, int64_t head, Sums sums, Y* out) {
-    constexpr int EACH = UNIT<Page>;
+    constexpr int STEP = UNIT<Page>;
     for (int64_t r = 0; r < R; ++r) {
       float inverse = sums.total[r] == 0 ? 1 : 1 / sums.total[r];
-      for (int64_t i = 0; i < a.V; i += EACH) {
-        F v[EACH / W];  // no negative zeros: a key that was not seen may have made one positive
-        for (int n = 0; n < EACH / W; ++n) v[n] = load(sums.out + r * V + i + n * W) * inverse + 0.0f;
-        store_results<Page>(out + place(t, head, r, a.V) + i, v, std::min<int64_t>(EACH, a.V - i));
+      for (int64_t i = 0; i < a.V; i += STEP) {
+        F v[STEP / W];  // no negative zeros: a key that was not seen may have made one positive
+        for (int n = 0; n < STEP / W; ++n) v[n] = load(sums.out + r * V + i + n * W) * inverse + 0.0f;
+        store_results<Page>(out + place(t, head, r, a.V) + i, v, std::min<int64_t>(STEP, a.V - i));
       }
     }
   }
@@ -366,9 +419,9 @@ class Worker {
   const int64_t H, V;  // dimensions of a key and floats of a value, filled up
   int64_t R;
   Query<X>* q;
-  X *rows, *zeros;
-  float *s, *totals, *wide, *k_scale, *v_scale, *part, *whole;
-  uint32_t* keys;
+  Key *rows, *zeros;
+  float *s, *totals, *wide, *k_scale, *v_scale, *part, *whole, *line = nullptr;
+  uint32_t *keys, *codes = nullptr;
   int32_t *position, *sees;
 };
 
@@ -397,7 +450,7 @@ void attend(const Call& a, int64_t threads, const Spread& spread) {
       tiles.push_back(t);
     }
 
-  int64_t share = std::max(total / (threads * ITEMS), WORTH), bytes = BLOCK * (a.H + a.V) * sizeof(Page);
+  int64_t share = std::max(total / (threads * ITEMS), WORTH), bytes = BLOCK * (a.H + a.V) * sizeof(Page) / EACH<Page>;
   std::vector<Item> items;
   std::vector<std::vector<float>> partials;
   for (size_t i = 0; i < tiles.size(); ++i) {

@@ -71,6 +71,18 @@ inline float highest(F x) {
 #endif
 }
 
+// Two codes of four bits, each plus 8: the first in the low ones.
+struct Pair {
+  uint8_t codes;
+};
+
+// Dimensions of an element of pages.
+template <typename Page>
+constexpr int64_t EACH = std::is_same_v<Page, Pair> ? 2 : 1;
+
+// What the lowest four bits of each lane stand for: they are put into the mantissa of 2^23.
+inline F number(U codes) { return (F)((codes & 15u) | 0x4b000000u) - 8388616.0f; }
+
 // The bfloat16 that a float begins with.
 inline uint16_t upper(float x) {
   uint32_t bits;
@@ -165,6 +177,25 @@ void turn(const X* const* key, int64_t H, uint32_t* to, Ahead& ahead) {
     }
 }
 
+// Words of eight codes into words of X, for W keys.
+template <typename X>
+void widen_codes(const uint32_t* codes, int64_t words, uint32_t* to) {
+  for (int64_t i = 0; i < words; ++i) {
+    U eight = lanes<U>(codes + i * W);
+    for (int n = 0; n < 4; ++n, eight >>= 8) {
+      F even = number(eight), odd = number(eight >> 4);
+      if constexpr (sizeof(X) == 4) {
+        std::memcpy(to, &even, sizeof(F)), std::memcpy(to + W, &odd, sizeof(F));
+        to += 2 * W;
+      } else {
+        U pairs = (U)even >> 16 | ((U)odd & 0xffff0000u);
+        std::memcpy(to, &pairs, sizeof(U));
+        to += W;
+      }
+    }
+  }
+}
+
 // How queries lie where words are X: those of pairs as pairs if the machine multiplies them as such, else as floats.
 #if defined(__AVX512BF16__)
 template <typename X>
@@ -226,20 +257,25 @@ void each_rows(int64_t row, int64_t stop, const Run& run) {
   }
 }
 
-// Values come UNIT dimensions at a time. Of bfloat16 the even come first and then the odd, for that costs nothing.
+// Values come UNIT dimensions at a time. Of bfloat16 and pairs the even come first and then the odd, for that costs
+// nothing.
 template <typename X>
-constexpr int UNIT = sizeof(X) == 2 ? 2 * W : W;
+constexpr int UNIT = sizeof(X) == 2 || EACH<X> == 2 ? 2 * W : W;
 
 inline void load_values(const float* p, F* v) { v[0] = load(p); }
 inline void load_values(const uint16_t* p, F* v) {
   U pairs = lanes<U>(p);
   v[0] = (F)(pairs << 16), v[1] = (F)(pairs & 0xffff0000u);
 }
+inline void load_values(const Pair* p, F* v) {
+  U pairs = __builtin_convertvector(lanes<U8>(p), U);
+  v[0] = number(pairs), v[1] = number(pairs >> 4);
+}
 
 // UNIT<X> results, lying as load_values of X brought them, to `n` of type Y in their own order.
 template <typename X, typename Y>
 void store_results(Y* to, const F* v, int64_t n) {
-  if constexpr (sizeof(X) == 2 && sizeof(Y) == 2) {
+  if constexpr (UNIT<X> == 2 * W && sizeof(Y) == 2) {
     U bits[2];
     for (int i = 0; i < 2; ++i) {
       U x = (U)v[i], nan = (x & 0x7fffffffu) > 0x7f800000u;
@@ -261,7 +297,7 @@ void mix(const float* s, const X* const* value, int64_t at, int lo, int hi, floa
   for (int j = lo; j < hi; ++j) {
     ahead.fetch();
     F v[N];
-    for (int n = 0; n < N; n += UNIT<X> / W) load_values(value[j] + at + n * W, v + n);
+    for (int n = 0; n < N; n += UNIT<X> / W) load_values(value[j] + (at + n * W) / EACH<X>, v + n);
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) sums[r][n] += v[n] * s[r * BLOCK + j];
   }

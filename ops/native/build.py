@@ -37,6 +37,8 @@ SEVERAL = {  # of a source that is compiled for several types: it, and one of th
     "attention_bf16_f32": ("attention.cc", "-DPAGE=uint16_t", "-DROW=float"),
     "attention_int8_bf16": ("attention.cc", "-DPAGE=int8_t", "-DROW=uint16_t"),
     "attention_int8_f32": ("attention.cc", "-DPAGE=int8_t", "-DROW=float"),
+    "attention_int4_bf16": ("attention.cc", "-DPAGE=attention::Pair", "-DROW=uint16_t"),
+    "attention_int4_f32": ("attention.cc", "-DPAGE=attention::Pair", "-DROW=float"),
 }
 SHARED = {source for source, *_ in SEVERAL.values()}
 # Any other source is one kernel, and has its name.

@@ -10,6 +10,8 @@ ATTENTION = {  # by the types of pages and queries
     ("bfloat16", "bfloat16"): "attention_bf16",
     ("int8", "float32"): "attention_int8_f32",
     ("int8", "bfloat16"): "attention_int8_bf16",
+    ("uint8", "float32"): "attention_int4_f32",
+    ("uint8", "bfloat16"): "attention_int4_bf16",
 }
 SAMPLING = "sampling"
 DELTA_NET = "delta_net"

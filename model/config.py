@@ -1,5 +1,6 @@
 """What a model computes, layer by layer: frozen, hashable, and free of any checkpoint's key names."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -11,7 +12,7 @@ from .recurrent import DeltaNet, KimiDelta, Mamba2, ShortConv
 from .stored_format import StoredFormat
 
 # The dtypes that keys and values can be kept in; None: the model's own.
-CACHES = {"auto": None, "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
+CACHES = {"auto": None, "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn", "int4": "int4"}
 
 FAR = 1 << 30  # more than any sequence has positions
 
@@ -276,16 +277,22 @@ class ModelConfig:
     head: tuple[Dense, ...] = ()  # what is made of that vector, before the classes if there are any
     quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
     kv_cache_dtype: str = "auto"  # one of CACHES
+    kv_cache_skips: tuple[int, ...] = ()  # layers that own a cache and keep it in the model's dtype nonetheless
     stored: StoredFormat | None = field(default=None, repr=False)  # where the checkpoint is quantised already
 
     @property
     def kv_dtype(self) -> str:
-        """The dtype of keys and values in the cache."""
+        """The dtype of keys and values in the cache, of all layers but those that are skipped."""
         return CACHES[self.kv_cache_dtype] or self.dtype
+
+    def layer_kv_dtype(self, index: int) -> str:
+        """That of the cache that a layer reads."""
+        return self.dtype if self.kv_owner[index] in self.kv_cache_skips else self.kv_dtype
 
     def __post_init__(self):
         for index, layer in enumerate(self.layers):
             check_layer(self, index, layer)
+            check_four_bits(self, index)
 
     @property
     def encodes(self) -> bool:
@@ -366,6 +373,41 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
         raise ModelError(
             f"layer {index}: its window is wider than that of kv_source {source}, whose pages are given back"
         )
+
+
+def check_four_bits(config: ModelConfig, index: int) -> None:
+    """Refuse to keep in four bits what has no such codes."""
+    attention = config.layers[index].attention
+    if index not in config.kv_layers or config.layer_kv_dtype(index) != "int4":
+        return
+    remedy = "it can be int8, or kv_cache_dtype_skip_layers can name the layer"
+    if len(attention.cached) != 2:
+        raise ModelError(
+            f"kv_cache_dtype is 'int4', and layer {index} has latent attention, whose values are a part of the keys; "
+            f"{remedy}"
+        )
+    if width := next((width for _, width in attention.cached if width % 2), None):
+        raise ModelError(
+            f"kv_cache_dtype is 'int4', and layer {index} has heads of an odd width, {width}, where codes lie two a "
+            f"byte; {remedy}"
+        )
+
+
+def skipped_layers(config: ModelConfig, names: Sequence[str]) -> tuple[int, ...]:
+    """The layers that `kv_cache_dtype_skip_layers` names: by number, or all that have a window."""
+    found: set[int] = set()
+    for name in (part.strip() for text in names for part in str(text).split(",")):
+        if name == "sliding_window":
+            found.update(i for i in config.kv_layers if config.layers[i].attention.window is not None)
+        elif name.isdecimal() and int(name) in config.kv_layers:
+            found.add(int(name))
+        else:
+            own = ", ".join(map(str, config.kv_layers)) or "none of this model's"
+            raise ModelError(
+                f"kv_cache_dtype_skip_layers names {name!r}; it can be 'sliding_window' and the layers that have a "
+                f"cache of their own, {own}"
+            )
+    return tuple(sorted(found))
 
 
 def check_moe(index: int, moe: Moe) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..model import expert_copies
 from ..model.checkpoint import embedder, hub, loader
@@ -20,6 +21,7 @@ from ..model.config import ModelConfig, ModelError
 from ..model.text.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
+from ..ops.attention import page_dtype
 from ..ops.native.model_kernels import of_model
 from ..sharding.mesh import Mesh
 from .api.options import DISK, HOST, PARALLEL, EngineOptions, SizedOptions
@@ -120,8 +122,9 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
     wish = options.max_model_len
     length = max_len if max_len is not None else None if wish in (None, -1) else wish
     config = loader.read_config(
-        folder, options.dtype, length, options.quantization, options.kv_cache_dtype, options.hf_overrides
-    )
+        folder, options.dtype, length, options.quantization, options.kv_cache_dtype, options.hf_overrides,
+        options.kv_cache_dtype_skip_layers,
+    )  # fmt: skip
     if config.encodes and config.classes is None and options.pooling is not None:
         config = replace(config, pooling=options.pooling)
     sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
@@ -228,7 +231,9 @@ def kernels_of(config: ModelConfig) -> tuple[str, ...]:
     """The native kernels that a model will call."""
     experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
     groups = () if config.stored is None or config.stored.rounds_head else config.stored.groups
-    return of_model(config.dtype, config.quant, config.kv_dtype, experts, tuple(group.quant for group in groups))
+    kept = {config.layer_kv_dtype(index) for index in config.kv_layers} or {config.dtype}  # rows of a step, of encoders
+    pages = {page_dtype(jnp.dtype(dtype)).name for dtype in kept}
+    return of_model(config.dtype, config.quant, pages, experts, tuple(group.quant for group in groups))
 
 
 def load(

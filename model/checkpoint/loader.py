@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from ...sharding import local_shards
 from ...sharding.mesh import shardings
 from ...sharding.spec import ArraySpec, nbytes, random_arrays
 from .. import families
-from ..config import CACHES, ModelConfig, ModelError
+from ..config import CACHES, ModelConfig, ModelError, skipped_layers
 from ..families import FAMILIES, UNSUPPORTED, wrapper
 from ..stored_format import StoredFormat
 from ..weights import ModelWeights, abstract, dense_specs
@@ -57,6 +57,7 @@ def read_config(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     hf_overrides: Mapping[str, Any] | None = None,
+    kv_cache_dtype_skip_layers: Sequence[str] = (),
 ) -> ModelConfig:
     """The `ModelConfig` of a folder; `dtype`, `quantization` and `hf_overrides` override what the checkpoint says."""
     how = embedder.read(folder)
@@ -87,7 +88,8 @@ def read_config(
     if kv_cache_dtype not in CACHES:
         raise ModelError(f"kv_cache_dtype is {kv_cache_dtype!r}; it can be {', '.join(CACHES)}")
     quant = choose_format(config, quantization, stored)
-    return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype, stored=stored)
+    skips = skipped_layers(config, kv_cache_dtype_skip_layers)
+    return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype, kv_cache_skips=skips, stored=stored)
 
 
 def encoder_of(config: ModelConfig, hf: dict, how: embedder.Embedder) -> ModelConfig:

@@ -74,9 +74,9 @@ class CacheKind:
 
 
 def layer_token_bytes(attention, dtype: str) -> int:
-    """Bytes that one layer writes for a token; in eight bits each head has a float32 scale."""
-    size = jnp.dtype(dtype).itemsize
-    return sum(heads * (width * size + (4 if size == 1 else 0)) for heads, width in attention.cached)
+    """Bytes that one layer writes for a token; in eight and four bits each head has a float32 scale."""
+    bits = 4 if dtype == "int4" else 8 * jnp.dtype(dtype).itemsize
+    return sum(heads * (width * bits // 8 + (4 if bits <= 8 else 0)) for heads, width in attention.cached)
 
 
 def state_bytes(config: ModelConfig, layers: Iterable[int] | None = None, drafts: int = 0) -> int:
@@ -103,7 +103,7 @@ def kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
             continue
         name = "latent" if attention.kind == "latent" else "full"
         name = name if attention.window is None else f"window {attention.window}"
-        found[name, layer_token_bytes(attention, config.kv_dtype), attention.window] += 1
+        found[name, layer_token_bytes(attention, config.layer_kv_dtype(index)), attention.window] += 1
     return tuple(
         CacheKind(name, count, count * token_bytes, window, state_bytes(config) if name == "state" else 0)
         for (name, token_bytes, window), count in sorted(found.items(), key=lambda item: item[0][0] == "shared")
@@ -118,7 +118,7 @@ def kv_bytes(config: ModelConfig, length: int) -> int:
 def kv_read_bytes(config: ModelConfig, length: int) -> int:
     """Bytes of KV cache and states that its next token reads; layers that share a cache each read it."""
     return state_bytes(config) + sum(
-        layer_token_bytes(config.layers[owner].attention, config.kv_dtype) * seen(layer.attention, length)
+        layer_token_bytes(config.layers[owner].attention, config.layer_kv_dtype(owner)) * seen(layer.attention, length)
         for layer, owner in zip(config.layers, config.kv_owner, strict=True)
     )
 

@@ -125,7 +125,7 @@ class Planner:
         held = [sum(jax.tree.leaves(self.stage_weights(sizes, stage))) for stage in parts]
         kept = [
             sum(
-                -(-layer_token_bytes(own.layers[index].attention, own.kv_dtype) // sizes["context"])
+                -(-layer_token_bytes(own.layers[index].attention, own.layer_kv_dtype(index)) // sizes["context"])
                 * seen(own.layers[index].attention, work.length)
                 for index in stage.layers
                 if index in own.kv_layers
@@ -175,7 +175,7 @@ class Planner:
                     0 if weights.moe is None else sum(jax.tree.leaves((weights.moe.up_EDGF, weights.moe.down_EFD)))
                 )
                 read += sum(jax.tree.leaves(weights)) - experts * (1 - chosen(layer, rows * sizes["data"]))
-                cached = layer_token_bytes(own.layers[own.kv_owner[index]].attention, own.kv_dtype)
+                cached = layer_token_bytes(own.layers[own.kv_owner[index]].attention, own.layer_kv_dtype(index))
                 read += seqs * (cached * seen(layer.attention, length) / context + state_bytes(own, [index]))
                 operations += 2 * dense_rows * met_weights(own, layer, specs[index], same_rows)
                 operations += 2 * rows * score_width(layer) * seen(layer.attention, length) / context

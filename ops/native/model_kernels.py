@@ -1,5 +1,7 @@
 """The kernels that a model will call, so that a start has them built ahead."""
 
+from collections.abc import Collection
+
 from .. import quant
 from .kernel_names import ATTENTION, DENSE, SAMPLING
 
@@ -7,13 +9,14 @@ from .kernel_names import ATTENTION, DENSE, SAMPLING
 def of_model(
     dtype: str,
     weights: str | None,
-    kv_dtype: str,
+    pages: Collection[str],
     experts: tuple[str | None, ...] = (),
     stored: tuple[str | None, ...] = (),
 ) -> tuple[str, ...]:
     """What a model calls whose weights are in a format, or of type `dtype`.
 
-    `experts` are a checkpoint's own formats of those, and `stored` of its matrices, beside which the head stays dense.
+    `pages` are the dtypes of page arrays, `experts` a checkpoint's own formats of those, and `stored` of its matrices,
+    beside which the head stays dense.
     Products come first, since the weights wait for them. A kernel that is not foreseen here is built when it is called.
     """
     if stored:
@@ -22,5 +25,5 @@ def of_model(
         products = {*quant.kernels(weights), *quant.kernels(quant.head(weights))} if weights else {DENSE[dtype]}
     if experts:  # what they are kept in, where it is the checkpoint's own; the way to them is found in float32
         products |= {DENSE["float32"], *(name for own in experts for name in quant.kernels(own))}
-    attention = [ATTENTION[kv_dtype, dtype]] if (kv_dtype, dtype) in ATTENTION else []
-    return (*sorted(products), "pack", *attention, SAMPLING)
+    attention = {ATTENTION[held, dtype] for held in pages if (held, dtype) in ATTENTION}
+    return (*sorted(products), "pack", *sorted(attention), SAMPLING)

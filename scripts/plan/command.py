@@ -21,7 +21,10 @@ def speed(help: str, metavar: str) -> Any:
     return o.option(help, MACHINE, metavar, "the device's", min=0.001)
 
 
-@o.takes_engine(only=("dtype", "quantization", "kv_cache_dtype", "gpu_memory_utilization", *o.SOURCE))
+CHOICES = "dtype", "quantization", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "gpu_memory_utilization"
+
+
+@o.takes_engine(only=(*CHOICES, *o.SOURCE))
 def main(
     model: o.Model = None,
     length: Annotated[

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
@@ -108,8 +108,12 @@ class EngineOptions:
     num_processes: int = flag(1, DEVICES, "Processes, one a host, whose devices serve together.")
     process_id: int = flag(0, DEVICES, "Which of them this is: 0 serves, the others lend it their devices.")
     kv_cache_dtype: str = flag(
-        "auto", MEMORY, "Type of keys and values in the KV cache: auto, bfloat16, int8 or fp8.",
+        "auto", MEMORY, "Type of keys and values in the KV cache: auto, bfloat16, int8, fp8 or int4.",
         default_text="auto: the model's dtype",
+    )  # fmt: skip
+    kv_cache_dtype_skip_layers: Sequence[str] = flag(
+        (), MEMORY, "Layers that keep them in the model's dtype nonetheless: numbers from 0 with commas, and "
+        "sliding_window for all that have a window.", "LAYERS", "none",
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = flag(
         None, MEMORY, "Memory for the KV cache, as in 2G.", "BYTES", "a part of what is free"

@@ -78,9 +78,12 @@ def held_of(state: State) -> tuple[jax.Array | None, ...]:
 def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tuple[int, ...]]:
     """Shapes of one page of a layer, by field of `KVPages`; values that are a part of the keys have none."""
     a = config.layers[index].attention
-    if len(a.cached) == 2 and pairs(jnp.dtype(config.kv_dtype)):
+    dtype = jnp.dtype(config.layer_kv_dtype(index))
+    if len(a.cached) == 2 and pairs(dtype):
         return {"kv_PSYH": (page_size, 2 * a.kv_heads, a.head_dim)}
-    return {name: (page_size, *shape) for name, shape in zip(("k_PSKH", "v_PSKH"), a.cached, strict=False)}
+    each = 2 if dtype == jnp.int4 else 1  # codes of a byte
+    shapes = ((page_size, heads, width // each) for heads, width in a.cached)
+    return dict(zip(("k_PSKH", "v_PSKH"), shapes, strict=False))
 
 
 def owners(config: ModelConfig, layers: Iterable[int], group: int) -> list[int]:
@@ -96,7 +99,9 @@ def paged_layers(config: ModelConfig, paged: ModelConfig, stage: Stage) -> list[
 def page_bytes(config: ModelConfig, group: int, page_size: int, owned: Iterable[int] | None = None) -> int:
     """Bytes of one page number of a cache group, over all layers that own it, or those given."""
     owned = owners(config, range(len(config.layers)), group) if owned is None else owned
-    return page_size * sum(layer_token_bytes(config.layers[index].attention, config.kv_dtype) for index in owned)
+    return page_size * sum(
+        layer_token_bytes(config.layers[index].attention, config.layer_kv_dtype(index)) for index in owned
+    )
 
 
 def stored_page_bytes(layers: Iterable[Any]) -> int:
@@ -140,9 +145,9 @@ def empty_pages(
     config: ModelConfig, layers: Iterable[int], num_pages: tuple[int, ...], page_size: int
 ) -> dict[int, KVPages]:
     """The pages of those of some layers that own any."""
-    dtype = page_dtype(jnp.dtype(config.kv_dtype))
 
     def empty(index: int) -> KVPages:
+        dtype = page_dtype(jnp.dtype(config.layer_kv_dtype(index)))
         count, shapes = num_pages[config.group(index)], page_shapes(config, index, page_size)
         arrays = {name: jnp.zeros((count, *shape), dtype) for name, shape in shapes.items()}
         if dtype.itemsize == 1:

@@ -226,19 +226,20 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("model", "kernels"),
     [
-        (("bfloat16", None, "bfloat16"), "attention_bf16 dense_bf16 pack sampling"),
-        (("float32", None, "float32"), "attention_f32 dense_f32 pack sampling"),
-        (("float32", None, "bfloat16"), "attention_bf16_f32 dense_f32 pack sampling"),
-        (("bfloat16", "int8", "int8"), "attention_int8_bf16 int8 pack sampling"),
-        (("float32", "int8-weights", "int8"), "attention_int8_f32 int8 int8_weights pack sampling"),
-        (("bfloat16", None, "float8_e4m3fn"), "dense_bf16 pack sampling"),
-        (("bfloat16", "int4-64-zero", "bfloat16"), "attention_bf16 int4 int8 pack sampling"),
-        (("bfloat16", "int8", "int8", (None,)), "attention_int8_bf16 dense_f32 int8 pack sampling"),
+        (("bfloat16", None, ["bfloat16"]), "attention_bf16 dense_bf16 pack sampling"),
+        (("float32", None, ["float32"]), "attention_f32 dense_f32 pack sampling"),
+        (("float32", None, ["bfloat16"]), "attention_bf16_f32 dense_f32 pack sampling"),
+        (("bfloat16", "int8", ["int8"]), "attention_int8_bf16 int8 pack sampling"),
+        (("float32", "int8-weights", ["int8"]), "attention_int8_f32 int8 int8_weights pack sampling"),
+        (("bfloat16", None, ["uint8", "uint16"]), "attention_bf16 attention_int4_bf16 dense_bf16 pack sampling"),
+        (("bfloat16", None, ["float8_e4m3fn"]), "dense_bf16 pack sampling"),
+        (("bfloat16", "int4-64-zero", ["bfloat16"]), "attention_bf16 int4 int8 pack sampling"),
+        (("bfloat16", "int8", ["int8"], (None,)), "attention_int8_bf16 dense_f32 int8 pack sampling"),
         (
-            ("bfloat16", "int4-32-least", "bfloat16", (), ("int4-32-least", "int8-weights-16")),
+            ("bfloat16", "int4-32-least", ["bfloat16"], (), ("int4-32-least", "int8-weights-16")),
             "attention_bf16 dense_bf16 int8_groups pack sampling uint4",
         ),
-        (("bfloat16", None, "bfloat16", ("mxfp4",)), "attention_bf16 dense_bf16 dense_f32 mxfp4 pack sampling"),
+        (("bfloat16", None, ["bfloat16"], ("mxfp4",)), "attention_bf16 dense_bf16 dense_f32 mxfp4 pack sampling"),
     ],
 )
 def test_what_a_model_calls(model, kernels):

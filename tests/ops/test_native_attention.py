@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache, partial
 
+import four_bits
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -24,6 +25,7 @@ from quire.ops.native import build
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LONGEST = 1300  # positions: two borders between pieces and a few keys
+PAIRWISE = "avx512_bf16", "amx"  # where queries are pairs of bfloat16: those that are turned are rounded once more
 ISAS = [name for name in build.isas() if "emulated" not in name]
 
 
@@ -44,7 +46,7 @@ class Shape:
     H: int = 64
     S: int = 16
     dtype: str = "bfloat16"  # of queries, new keys and results
-    pages: str = "bits"  # bits, bfloat16, float32 or int8
+    pages: str = "bits"  # bits, bfloat16, float32, int8 or int4
     window: int | None = None
     chunked: bool = False
     ahead: int = 0
@@ -57,6 +59,10 @@ class Shape:
         return self.value_dim or self.H
 
     @property
+    def scaled(self):
+        return self.pages in ("int8", "int4")
+
+    @property
     def options(self):
         cap, sinks = self.soft_cap, None
         if self.sinks:
@@ -67,7 +73,7 @@ class Shape:
     @property
     def kept(self):
         """What pages are made of, while numpy holds them."""
-        kinds = {"bits": BFLOAT16, "bfloat16": BFLOAT16, "float32": np.float32, "int8": np.int8}
+        kinds = {"bits": BFLOAT16, "bfloat16": BFLOAT16, "float32": np.float32, "int8": np.int8, "int4": np.uint8}
         return np.dtype(kinds[self.pages])
 
 
@@ -103,14 +109,19 @@ def codes(x):
     return np.round(x * inverse).astype(np.int8), most[..., 0] * np.float32(1 / 127)
 
 
-def kept(shape: Shape, x):
+def kept(shape: Shape, x, keys: bool):
     """Rows as pages hold them: the array, or the array and its scales."""
+    if shape.pages == "int4":
+        return four_bits.coded(four_bits.turned(x) if keys else x)
     return codes(x) if shape.pages == "int8" else (x.astype(shape.kept), None)
 
 
-def seen(shape: Shape, x):
+def seen(shape: Shape, x, keys: bool):
     """Rows as they come out of pages, in float64."""
-    held, scale = kept(shape, x)
+    held, scale = kept(shape, x, keys)
+    if shape.pages == "int4":
+        found = four_bits.numbers(held, scale)
+        return found @ four_bits.matrix(shape.H) if keys else found
     return held.astype(np.float64) * (1 if scale is None else scale.astype(np.float64)[..., None])
 
 
@@ -118,8 +129,10 @@ def reference(shape: Shape, s: Sequence):
     """The definition, in float64."""
     options, sinks = shape.options
     q, k, v = drawn(shape, s.seed)
-    q, k = q[s.start : s.end].astype(np.float64), seen(shape, k[: s.end])
-    v = seen(shape, v[: s.end]) if shape.value_dim is None else k[..., : shape.value_dim]
+    q, k = q[s.start : s.end].astype(np.float64), seen(shape, k[: s.end], keys=True)
+    if shape.pages == "int4" and shape.dtype == "bfloat16" and native.instruction_set() in PAIRWISE:
+        q = four_bits.turned(q).astype(BFLOAT16).astype(np.float64) @ four_bits.matrix(shape.H)
+    v = seen(shape, v[: s.end], keys=False) if shape.value_dim is None else k[..., : shape.value_dim]
     score = np.einsum("tkgh,jkh->tkgj", q.reshape(s.rows, shape.K, shape.G, shape.H), k) * options["scale"]
     if shape.soft_cap is not None:
         score = shape.soft_cap * np.tanh(score / shape.soft_cap)
@@ -144,8 +157,9 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
     free = list(rng.permutation(np.arange(1, P)))
     dtype = drawn(shape, sequences[0].seed)[0].dtype
     new = [np.full((T, n, shape.H), np.nan, dtype) for n in (shape.K * shape.G, shape.K, shape.K)]
-    poison = rng.integers(-128, 128) if shape.pages == "int8" else np.nan
-    held = [np.full((P, S, shape.K, shape.H), poison, shape.kept) for _ in range(2)]
+    poison = rng.integers(0, 128) if shape.scaled else np.nan
+    width = shape.H // 2 if shape.pages == "int4" else shape.H
+    held = [np.full((P, S, shape.K, width), poison, shape.kept) for _ in range(2)]
     scales = [np.full((P, shape.K, S), np.nan, np.float32) for _ in range(2)]
     positions, slots = rng.integers(0, 9, T), rng.integers(0, S, T)
     tables, starts, places = rng.integers(-9, P + 9, (B, M)), np.zeros(B + 1, int), []
@@ -156,9 +170,9 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
         place = slice(starts[b], starts[b] + s.rows)
         p = np.arange(oldest, s.end)
         where = tables[b, p // S] * S + p % S
-        for array, scale, x in zip(held, scales, drawn(shape, s.seed)[1:], strict=True):
-            before, before_scale = kept(shape, x[oldest : s.start])
-            array.reshape(-1, shape.K, shape.H)[where[: s.start - oldest]] = before
+        for keys, array, scale, x in zip((True, False), held, scales, drawn(shape, s.seed)[1:], strict=True):
+            before, before_scale = kept(shape, x[oldest : s.start], keys)
+            array.reshape(-1, shape.K, width)[where[: s.start - oldest]] = before
             if before_scale is not None:
                 old = where[: s.start - oldest]
                 scale[old // S, :, old % S] = before_scale
@@ -168,7 +182,7 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
         starts[b + 1 :] = place.stop
         places.append(place)
     rows = QueryRows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
-    return new, held, scales if shape.pages == "int8" else [None, None], rows, places
+    return new, held, scales if shape.scaled else [None, None], rows, places
 
 
 @partial(jax.jit, static_argnames=("shape", "implementation"), donate_argnames="pages")
@@ -209,8 +223,8 @@ def check(shape: Shape, sequences, rng):
     assert not out[used:].astype(np.float32).any(), "rows of nobody are zero"
     slots = np.asarray(rows.slots_T)[:used]
     expected = [[], []]
-    for array, scale, x in zip(held, scales, new[1:], strict=True):
-        fresh, fresh_scale = kept(shape, x[:used])
+    for keys, array, scale, x in zip((True, False), held, scales, new[1:], strict=True):
+        fresh, fresh_scale = kept(shape, x[:used], keys)
         array.reshape(-1, *array.shape[2:])[slots] = fresh
         expected[0].append(array)
         if scale is not None:
@@ -224,9 +238,12 @@ def check(shape: Shape, sequences, rng):
 @st.composite
 def shapes(draw):
     dtype = draw(st.sampled_from(["bfloat16", "float32"]))
-    pages = draw(st.sampled_from(["bits", "bits", "bfloat16", "int8"] if dtype == "bfloat16" else ["float32", "int8"]))
+    wide = ["bits", "bits", "bfloat16"] if dtype == "bfloat16" else ["float32"]
+    pages = draw(st.sampled_from([*wide, "int8", "int4"]))
     H = draw(st.sampled_from([64, 128, 8, 16, 20, 33, 80, 96, 192]))
     latent = draw(st.sampled_from([None, None, None, H - 8 if H > 8 else 5]))
+    if pages == "int4":
+        H, latent = H + H % 2, None
     K, G = draw(st.sampled_from([(1, 1), (4, 1), (2, 3), (1, 7), (1, 20), (3, 2), (1, 130)]))
     window = draw(st.sampled_from([None, None, 1, 40, 64, 600]))
     return Shape(
@@ -268,6 +285,8 @@ FIXED = {
     "narrow queries on wide pages": (Shape(pages="float32"), [Sequence(0, 100, 5)]),
     "nothing seen but a sink": (Shape(window=1, sinks=True, S=8), [Sequence(0, 77, 9)]),
     "one key": (Shape(), [Sequence(0, 0, 1)]),
+    "four bits": (Shape(pages="int4", H=128, K=2, G=4, S=32), [Sequence(n, 150 * n, 1 + 9 * n) for n in range(4)]),
+    "four bits, heads that are padded": (Shape(pages="int4", H=80, window=70, dtype="float32"), [Sequence(0, 600, 30)]),
     "both ways": (Shape(dtype="float32", pages="float32", ahead=1 << 29), [Sequence(0, 0, 70), Sequence(1, 0, 1)]),
     "both ways in a window": (Shape(window=65, ahead=64, S=1), [Sequence(0, 0, 300), Sequence(1, 0, 64)]),
 }
@@ -278,9 +297,10 @@ def test_cases_of_their_own(isa, name):
     check(*FIXED[name], np.random.default_rng(4))
 
 
-def test_int8_pages_are_those_of_xla(isa):
+@pytest.mark.parametrize("pages", ["int8", "int4"])
+def test_codes_are_those_of_xla(isa, pages):
     """Both implementations quantise to the same bits, zeros and huge rows too."""
-    shape, rng = Shape(pages="int8", H=40), np.random.default_rng(2)
+    shape, rng = Shape(pages=pages, H=40), np.random.default_rng(2)
     case = build_case(shape, [Sequence(0, 20, 60), Sequence(1, 90, 1)], rng)
     for x in case[0][1:]:
         x[3], x[4], x[5] = 0, x[4] * 1e30, x[5] * 1e-30
@@ -306,6 +326,7 @@ SAME = {
     "mha": Shape(K=3, G=1, H=16, dtype="float32", pages="float32"),
     "wide group": Shape(K=1, G=9, H=24),
     "int8": Shape(H=16, pages="int8"),
+    "int4": Shape(H=48, pages="int4"),
     "latent": Shape(K=1, G=4, H=40, value_dim=24),
     "window": Shape(H=16, window=300, sinks=True, soft_cap=4.0),
 }
@@ -389,6 +410,11 @@ def test_shapes_that_disagree():
         attempt(new, [np.zeros(x.shape, np.int8) for x in held], rows)
     with pytest.raises(ValueError, match="value_dim"):
         attempt(new, held, rows, v_PSKH=None)
+    bytes_PSKX = [np.zeros((*x.shape[:-1], 32), np.uint8) for x in held]
+    with pytest.raises(ValueError, match="uint8 need k_scale_PKS"):
+        attempt(new, bytes_PSKX, rows)
+    with pytest.raises(NotImplementedError, match="cannot hold the values"):
+        attempt(new, bytes_PSKX, rows, v_PSKH=None)
 
 
 @pytest.mark.parametrize("starts", [[0, 5, 3], [0, 2, 99], [1, 2, 3], [0, -1, 3]])

@@ -289,7 +289,8 @@ class Worker {
         else
           std::transform(static_cast<const uint16_t*>(a.q) + from, static_cast<const uint16_t*>(a.q) + from + a.H, line, widen);
         rotate(line, a.H);
-        copy(line, to);
+        std::fill_n(to, H, Query<X>{});
+        for (int64_t h = 0; h < a.H; ++h) to[place_of<X>(h)] = convert<Query<X>>(line[h]);
         continue;
       }
       if constexpr (MAY_BE_WIDE<X>)
@@ -307,7 +308,7 @@ class Worker {
     int64_t page = (b.base + b.lo) / a.S, offset = (b.base + b.lo) % a.S;
     for (int j = b.lo; j < b.hi; ++page, offset = 0) {
       int64_t slot = std::clamp<int64_t>(table[page], 0, a.P - 1) * a.S;
-      for (; offset < a.S && j < b.hi; ++offset, ++j) b.slot[j] = slot + offset;
+      for (; offset < a.S && j < b.hi; ++offset, ++j) b.slot[j] = slot + offset, b.scale[j] = slot * a.K + offset;
     }
   }
 
@@ -332,8 +333,8 @@ class Worker {
     if (a.k_scale) {
       const float* v_from = a.v_pages ? a.v_scale : a.k_scale;
       std::fill_n(k_scale, BLOCK, 0.0f), std::fill_n(v_scale, BLOCK, 0.0f);
-      for (int j = b.lo; j < b.hi; ++j) k_scale[j] = a.k_scale[a.scale_at(b.slot[j], head)];
-      for (int j = b.lo; j < b.hi; ++j) v_scale[j] = v_from[a.scale_at(b.slot[j], head)];
+      for (int j = b.lo; j < b.hi; ++j) k_scale[j] = a.k_scale[b.scale[j] + head * a.S];
+      for (int j = b.lo; j < b.hi; ++j) v_scale[j] = v_from[b.scale[j] + head * a.S];
     }
 
     auto turned = [&](int g) { return keys + g * W * H / (4 / sizeof(X)); };

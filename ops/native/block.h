@@ -80,8 +80,21 @@ struct Pair {
 template <typename Page>
 constexpr int64_t EACH = std::is_same_v<Page, Pair> ? 2 : 1;
 
-// What the lowest four bits of each lane stand for: they are put into the mantissa of 2^23.
-inline F number(U codes) { return (F)((codes & 15u) | 0x4b000000u) - 8388616.0f; }
+// What the lowest four bits of each lane stand for.
+inline F number(U codes) {
+#if defined(__AVX512F__)
+  return (F)_mm512_permutexvar_ps((__m512i)codes, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
+#else
+  return (F)((codes & 15u) | 0x4b000000u) - 8388616.0f;  // they are the last bits of 2^23 and so many
+#endif
+}
+
+// Where a dimension's query lies among eight: codes become pairs of bfloat16 four places apart.
+template <typename X>
+constexpr int64_t place_of(int64_t dimension) {
+  if (sizeof(X) == 4) return dimension;
+  return dimension / 8 * 8 + dimension % 4 * 2 + dimension / 4 % 2;
+}
 
 // The bfloat16 that a float begins with.
 inline uint16_t upper(float x) {
@@ -128,7 +141,7 @@ constexpr int TURN = sizeof(Turned) / 4;
 struct Block {
   int64_t base;
   int lo, hi;
-  int64_t slot[BLOCK];
+  int64_t slot[BLOCK], scale[BLOCK];  // and where the first head's scales lie
 
   int first() const { return lo / W; }
   int stop() const { return (hi + W - 1) / W; }
@@ -180,17 +193,26 @@ void turn(const X* const* key, int64_t H, uint32_t* to, Ahead& ahead) {
 // Words of eight codes into words of X, for W keys.
 template <typename X>
 void widen_codes(const uint32_t* codes, int64_t words, uint32_t* to) {
+#if defined(__AVX512BF16__)
+  // bfloat16 of -8 to 7, twice: the lookup sees five bits, of which the fifth is the next code's.
+  __m256i once = _mm256_setr_epi16(0xc100 - 0x10000, 0xc0e0 - 0x10000, 0xc0c0 - 0x10000, 0xc0a0 - 0x10000, 0xc080 - 0x10000,
+                                   0xc040 - 0x10000, 0xc000 - 0x10000, 0xbf80 - 0x10000, 0, 0x3f80, 0x4000, 0x4040, 0x4080,
+                                   0x40a0, 0x40c0, 0x40e0);
+  __m512i table = _mm512_broadcast_i64x4(once);
+#endif
   for (int64_t i = 0; i < words; ++i) {
     U eight = lanes<U>(codes + i * W);
-    for (int n = 0; n < 4; ++n, eight >>= 8) {
-      F even = number(eight), odd = number(eight >> 4);
+    for (int n = 0; n < (sizeof(X) == 4 ? 8 : 4); ++n, eight >>= 4, to += W) {
       if constexpr (sizeof(X) == 4) {
-        std::memcpy(to, &even, sizeof(F)), std::memcpy(to + W, &odd, sizeof(F));
-        to += 2 * W;
+        F one = number(eight);
+        std::memcpy(to, &one, sizeof(F));
       } else {
-        U pairs = (U)even >> 16 | ((U)odd & 0xffff0000u);
+#if defined(__AVX512BF16__)
+        U pairs = (U)_mm512_permutexvar_epi16((__m512i)eight, table);
+#else
+        U pairs = (U)number(eight) >> 16 | ((U)number(eight >> 16) & 0xffff0000u);
+#endif
         std::memcpy(to, &pairs, sizeof(U));
-        to += W;
       }
     }
   }
@@ -268,7 +290,13 @@ inline void load_values(const uint16_t* p, F* v) {
   v[0] = (F)(pairs << 16), v[1] = (F)(pairs & 0xffff0000u);
 }
 inline void load_values(const Pair* p, F* v) {
+#if defined(__AVX512F__)  // GCC converts such a vector one by one
+  U pairs = (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  U pairs = (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
   U pairs = __builtin_convertvector(lanes<U8>(p), U);
+#endif
   v[0] = number(pairs), v[1] = number(pairs >> 4);
 }
 

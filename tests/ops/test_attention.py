@@ -55,6 +55,8 @@ MIXED = {
     "latent bits": Shape(K=1, G=4, H=24, value_dim=16, dtype="bfloat16", bits=True),
     "int8": Shape(dtype="bfloat16", codes="int8", window=50),
     "float8": Shape(codes="float8_e4m3fn", S=32, sinks=True),
+    "int4": Shape(codes="int4", H=48, window=50, soft_cap=3.0),
+    "int4 on bfloat16": Shape(codes="int4", H=64, K=1, G=4, sinks=True, dtype="bfloat16"),
     "paired": Shape(paired=True, window=40),
     "paired bits": Shape(paired=True, dtype="bfloat16", bits=True, sinks=True, soft_cap=3.0),
     "few rows": Shape(T=5, B=4),
@@ -62,7 +64,7 @@ MIXED = {
 }
 QUICK = [
     "mqa", "wide group", "both ways", "both ways in a window", "page 1", "window 1",
-    "chunks", "everything", "bfloat16 bits", "latent bits", "int8", "float8",
+    "chunks", "everything", "bfloat16 bits", "latent bits", "int8", "float8", "int4",
     "paired bits", "few rows",
 ]  # fmt: skip
 
@@ -137,9 +139,10 @@ SAME = {
         "window": Shape(K=2, G=2, H=16, window=40, sinks=True),
     }.items()
 }
+SAME["int4"] = Shape(K=2, G=2, H=64, codes="int4")
 
 
-@pytest.mark.parametrize("name", thinned(SAME, ["gqa, bfloat16", "window, float32"]))
+@pytest.mark.parametrize("name", thinned(SAME, ["gqa, bfloat16", "window, float32", "int4"]))
 def test_the_same_bits_in_any_step(name):
     """A row's result does not depend on its company, on where its chunk begins, or on the step's sizes."""
     shape, rng, seed, wanted = SAME[name], np.random.default_rng(11), 77, {}
@@ -200,6 +203,7 @@ def test_page_dtype():
     """Pages take the bytes of the model's dtype; on a CPU bfloat16 is kept as bits."""
     assert page_dtype(jnp.float32) == jnp.float32
     assert page_dtype(jnp.bfloat16) == jnp.uint16
+    assert page_dtype(jnp.dtype("int4")) == jnp.uint8
 
 
 def test_pairs(monkeypatch):
@@ -230,7 +234,7 @@ def test_split_positions_are_left_to_xla():
             run(PLAIN, case, partial(paged_attention, implementation=name, context=spread))
 
 
-@pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn", "uint8"])
 def test_the_append_of_a_gpu_writes_what_others_do_and_no_padding(codes, monkeypatch):
     """There it names distinct slots, of which those of padding do not exist: the dummy page stays as it is."""
     rng = np.random.default_rng(3)
@@ -239,7 +243,8 @@ def test_the_append_of_a_gpu_writes_what_others_do_and_no_padding(codes, monkeyp
     padding = slice(15, None)
     slots_T[padding] = rng.integers(0, S, T - 15)
     slots_T[17] = P * S  # as where another device has the position
-    page_PSKH = jnp.asarray(rng.integers(-9, 9, (P, S, K, H)), codes or "bfloat16")
+    width = H // 2 if codes == "uint8" else H
+    page_PSKH = jnp.asarray(rng.integers(0, 9, (P, S, K, width)), codes or "bfloat16")
     scales = () if codes is None else (jnp.ones((P, K, S)),) * 2
     pages = KVPages(page_PSKH, page_PSKH, *scales)
     k_TKH, v_TKH = (jnp.asarray(rng.standard_normal((T, K, H)), jnp.bfloat16) for _ in range(2))

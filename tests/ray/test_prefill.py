@@ -28,7 +28,7 @@ PAGE = 8
 # Model, format of the cache, and how far scores of one engine alone differ with what else runs (experts on XLA).
 KINDS = [
     ("llama", "auto", 0), ("gemma3-text", "auto", 0), ("deepseek-v3", "auto", 1e-4), ("qwen3-window", "int8", 0),
-    ("mistral", "fp8", 0), ("qwen3-5", "auto", 0),
+    ("mistral", "fp8", 0), ("gemma3-text", "int4", 0), ("qwen3-5", "auto", 0),
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import four_bits
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -28,7 +29,7 @@ class Shape:
     B: int = 6
     dtype: str = "float32"
     bits: bool = False  # bfloat16 pages held as uint16
-    codes: str | None = None  # pages held as int8 or float8_e4m3fn with scales
+    codes: str | None = None  # pages held as int8, float8_e4m3fn or int4 with scales
     paired: bool = False  # keys and values in one array of pages
     window: int | None = None
     chunked: bool = False
@@ -62,13 +63,18 @@ class Sequence:
     def numbers(self, shape: Shape):
         """The same in float64, with keys and values as the pages hold them."""
         q, *kept = self.arrays(shape)
-        if shape.codes is not None:
+        if shape.codes == "int4":
+            k, v = (four_bits.numbers(*held) for held in (coded(shape, kept[0], keys=True), coded(shape, kept[1])))
+            kept = [k @ four_bits.matrix(shape.H), v]
+        elif shape.codes is not None:
             kept = [codes.astype(np.float64) * scale[..., None] for codes, scale in (coded(shape, x) for x in kept)]
         return [x.astype(np.float64) for x in (q, *kept)]
 
 
-def coded(shape: Shape, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def coded(shape: Shape, x: np.ndarray, keys: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """(codes, the scale of each row): the largest of a row becomes the largest code."""
+    if shape.codes == "int4":
+        return four_bits.coded(four_bits.turned(x) if keys else x)
     x = x.astype(np.float32)
     largest = np.float32(127 if shape.codes == "int8" else 448)
     most = np.abs(x).max(-1)
@@ -95,8 +101,10 @@ def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> 
     if shape.codes is None:
         pages = [np.full((P, S, shape.K, shape.H), np.nan, dtype) for _ in range(2)]
     else:
-        held = np.dtype(getattr(ml_dtypes, shape.codes, shape.codes))
-        pages = [rng.integers(-128, 128, (P, S, shape.K, shape.H), np.int8).view(held) for _ in range(2)]
+        four = shape.codes == "int4"
+        held = np.dtype(np.uint8 if four else getattr(ml_dtypes, shape.codes, shape.codes))
+        size = P, S, shape.K, shape.H // 2 if four else shape.H
+        pages = [rng.integers(-128, 128, size, np.int8).view(held) for _ in range(2)]
         pages += [np.full((P, shape.K, S), np.nan, np.float32) for _ in range(2)]
     q = np.full((T, shape.K * shape.G, shape.H), np.nan, dtype)
     k, v = (np.full((T, shape.K, shape.H), np.nan, dtype) for _ in range(2))
@@ -125,7 +133,7 @@ def as_held(shape: Shape, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
     """Rows of keys and values as a case's pages hold them."""
     if shape.codes is None:
         return [k, v]
-    (k, k_scale), (v, v_scale) = coded(shape, k), coded(shape, v)
+    (k, k_scale), (v, v_scale) = coded(shape, k, keys=True), coded(shape, v)
     return [k, v, k_scale, v_scale]
 
 

@@ -74,7 +74,7 @@ def require(q_TNH, pages, *, soft_cap, sinks_N, value_dim) -> None:
     if pages.kv_PSYH is not None or value_dim is not None:
         raise NotImplementedError("keys and values must lie in arrays of their own, and none within the other (MLA)")
     if pages.k_scale_PKS is not None:
-        raise NotImplementedError("pages must hold numbers, not codes of eight bits with a scale for each position")
+        raise NotImplementedError("pages must hold numbers, not codes with a scale for each position")
     held = pages.k_PSKH.dtype
     if q_TNH.dtype.name not in DTYPES or held != q_TNH.dtype:
         raise NotImplementedError(f"queries and pages must both be {' or '.join(DTYPES)}, not {q_TNH.dtype} and {held}")

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .four_bits import packed
 from .mosaic.task import ROWS
 from .xla import append
 
@@ -41,6 +42,8 @@ def require(q_TNH, pages, value_dim) -> None:
     """Declines what the kernel cannot serve on any card."""
     if pages.kv_PSYH is not None:
         raise NotImplementedError("keys and values must lie in arrays of their own")
+    if packed(pages.k_PSKH):
+        raise NotImplementedError("pages are int4, whose codes the kernel does not read")
     _, N, H = q_TNH.shape
     _, S, K, _ = pages.k_PSKH.shape
     group, held, scaled = N // K, pages.k_PSKH.dtype, pages.k_scale_PKS is not None

@@ -27,15 +27,18 @@ from quire.serving.engine.scheduler import Limits
 LENGTH = 256
 
 
-@pytest.fixture(scope="module", params=list(attention.IMPLEMENTATIONS))
+@pytest.fixture(
+    scope="module", params=[*attention.IMPLEMENTATIONS, pytest.param("native int4", marks=pytest.mark.slow)]
+)
 def runner(request):
-    """quill's steps, with one of the implementations alone."""
+    """quill's steps, with one of the implementations alone, and a cache of the model's dtype or another."""
+    name, _, cache = request.param.partition(" ")
     every = attention.IMPLEMENTATIONS.copy()
     jax.clear_caches()  # which one serves is no part of a trace's key
     attention.IMPLEMENTATIONS.clear()
-    attention.IMPLEMENTATIONS[request.param] = every[request.param]
+    attention.IMPLEMENTATIONS[name] = every[name]
     folder = hub.resolve(None)
-    config = loader.read_config(folder, "float32", LENGTH)
+    config = loader.read_config(folder, "float32", LENGTH, kv_cache_dtype=cache or "auto")
     limits, groups = Limits(8, 48, 16), len(config.windows)
     runner = Runner(config, loader.load(folder, config), limits, (400,) * groups, 16, LENGTH, True)
     try:

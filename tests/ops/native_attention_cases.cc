@@ -11,6 +11,7 @@
 namespace {
 
 using quire::attention::Call;
+using quire::attention::Pair;
 
 constexpr int THREADS = 4;
 
@@ -48,6 +49,21 @@ double at<int8_t>(const void* p, int64_t i) {
   return static_cast<const int8_t*>(p)[i];
 }
 
+template <>
+double at<Pair>(const void* p, int64_t i) {
+  return (static_cast<const Pair*>(p)[i / 2].codes >> i % 2 * 4 & 15) - 8;
+}
+
+// A key of four bits as it was before it was turned.
+std::vector<double> turned_back(const Pair* key, int64_t H) {
+  std::vector<double> found(H);
+  int64_t block = H & -H;
+  for (int64_t i = 0; i < H; ++i)
+    for (int64_t j = i / block * block; j < (i / block + 1) * block; ++j)
+      found[i] += at<Pair>(key, j) * (__builtin_popcountll(i & j & (block - 1)) % 2 ? -1 : 1) / std::sqrt(double(block));
+  return found;
+}
+
 // The largest error of one step of random shape.
 template <typename Page, typename X, typename New>
 double error_of(int seed) {
@@ -55,7 +71,9 @@ double error_of(int seed) {
   Call a{};
   int64_t group = random.one_of({1, 2, 3, 9});
   a.K = random.one_of({1, 2, 4}), a.N = a.K * group, a.H = random.one_of({16, 64, 20, 33, 96, 128});
-  bool latent = random.below(4) == 0, bytes = std::is_same_v<Page, int8_t>;
+  constexpr bool PAIRS = std::is_same_v<Page, Pair>;
+  if (PAIRS) a.H += a.H % 2;
+  bool latent = random.below(4) == 0 && !PAIRS, bytes = sizeof(Page) == 1;
   a.V = latent ? a.H - random.below(9) : a.H;
   a.S = random.one_of({5, 8, 16, 32}), a.B = 1 + random.below(4), a.wide = sizeof(New) == 4;
   a.scoring = {0.2f, random.below(3) ? 0.0f : 5.0f, random.one_of({int64_t{1} << 40, int64_t{1} << 40, 1, 70})};
@@ -82,19 +100,25 @@ double error_of(int seed) {
 
   auto q = normals<New>(random, a.T * a.N * a.H), k = normals<New>(random, a.T * a.K * a.H);
   auto v = normals<New>(random, a.T * a.K * a.V);
-  std::vector<Page> k_pages(a.P * a.S * a.K * a.H), v_pages(latent ? 0 : a.P * a.S * a.K * a.V);
+  constexpr int64_t EACH = quire::attention::EACH<Page>;
+  std::vector<Page> k_pages(a.P * a.S * a.K * a.H / EACH), v_pages(latent ? 0 : a.P * a.S * a.K * a.V / EACH);
   std::vector<float> k_scale(a.P * a.S * a.K), v_scale(a.P * a.S * a.K);
   float nan = std::nanf("");
   auto scale_of = [&](int64_t slot, int64_t head) { return slot / a.S * a.K * a.S + head * a.S + slot % a.S; };
+  auto drawn = [&](int64_t codes, [[maybe_unused]] float number) {
+    if constexpr (PAIRS)
+      return Pair{static_cast<uint8_t>(random.below(256))};
+    else
+      return bytes ? static_cast<Page>(random.below(codes) - 127) : quire::attention::convert<Page>(number);
+  };
   auto fill = [&](std::vector<Page>& pages, std::vector<float>& scale, int64_t width) {
-    for (int64_t i = 0; i < static_cast<int64_t>(pages.size()); ++i)
-      pages[i] = bytes ? static_cast<Page>(random.below(200)) : quire::attention::convert<Page>(nan);
+    for (int64_t i = 0; i < static_cast<int64_t>(pages.size()); ++i) pages[i] = drawn(200, nan);
     std::fill(scale.begin(), scale.end(), nan);
     for (int64_t b = 0; b < a.B && !pages.empty(); ++b)
       for (int64_t p = 0; p < lengths[b]; ++p)
-        for (int64_t i = 0; i < a.K * width; ++i) {
-          int64_t at = slot_of(b, p) * a.K * width + i;
-          pages[at] = bytes ? static_cast<Page>(random.below(255) - 127) : quire::attention::convert<Page>(random.normal());
+        for (int64_t i = 0; i < a.K * width; i += EACH) {
+          int64_t at = (slot_of(b, p) * a.K * width + i) / EACH;
+          pages[at] = drawn(255, random.normal());
           scale[scale_of(slot_of(b, p), i / width)] = 0.02f * static_cast<float>(1 + (p + i / width) % 3);
         }
   };
@@ -120,8 +144,12 @@ double error_of(int seed) {
         for (int64_t p = first; p <= last; ++p) {
           double score = 0;
           int64_t key = slot_of(b, p) * a.K + head;
-          for (int64_t h = 0; h < a.H; ++h)
-            score += at<New>(a.q, (row * a.N + n) * a.H + h) * at<Page>(a.k_pages, key * a.H + h);
+          std::vector<double> numbers(a.H);
+          if constexpr (PAIRS)
+            numbers = turned_back(static_cast<const Pair*>(a.k_pages) + key * a.H / 2, a.H);
+          else
+            for (int64_t h = 0; h < a.H; ++h) numbers[h] = at<Page>(a.k_pages, key * a.H + h);
+          for (int64_t h = 0; h < a.H; ++h) score += at<New>(a.q, (row * a.N + n) * a.H + h) * numbers[h];
           score *= a.scoring.scale * (bytes ? k_scale[scale_of(slot_of(b, p), head)] : 1.0);
           if (a.scoring.soft_cap) score = a.scoring.soft_cap * std::tanh(score / a.scoring.soft_cap);
           scores.push_back(score), best = std::max(best, score);
@@ -148,9 +176,11 @@ int main(int argc, char** argv) {
   for (int seed = 0; seed < cases; ++seed) {
     double errors[] = {error_of<float, float, float>(seed), error_of<uint16_t, uint16_t, uint16_t>(seed),
                        error_of<int8_t, uint16_t, uint16_t>(seed), error_of<int8_t, float, float>(seed),
-                       error_of<uint16_t, float, float>(seed), error_of<float, float, uint16_t>(seed)};
+                       error_of<uint16_t, float, float>(seed), error_of<float, float, uint16_t>(seed),
+                       error_of<Pair, float, float>(seed)};
+    wrong += !(error_of<Pair, uint16_t, uint16_t>(seed) < 0.1);  // queries are rounded once more
     for (double error : errors) wrong += !(error < 0.02);
   }
-  std::printf("%d wrong of %d\n", wrong, 6 * cases);
+  std::printf("%d wrong of %d\n", wrong, 8 * cases);
   return wrong != 0;
 }

@@ -117,8 +117,9 @@ def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> 
         oldest = 0 if shape.window is None else max(0, sequence.start - shape.window + 1)
         for page in range(oldest // S, -(-end // S)):
             tables[b, page] = free.pop()
+        before = as_held(shape, k_all, v_all)
         for p in range(oldest // S * S, sequence.start):
-            put(pages, as_held(shape, k_all, v_all), p, tables[b, p // S] * S + p % S)
+            put(pages, before, p, tables[b, p // S] * S + p % S)
         places.append(range(at, at + sequence.rows))
         for p in range(sequence.start, end):
             q[at], k[at], v[at], positions[at] = q_all[p], k_all[p], v_all[p], p

@@ -22,6 +22,12 @@ WAYS = {
     "int4-64": ("rtn", "gptq", "awq"),
     "int4-64-zero": ("rtn", "gptq", "awq"),
 }  # of a group of 128 there is none: quill's rows have 192 numbers
+CACHES = {
+    "int8": {"kv_cache_dtype": "int8"},
+    "int4": {"kv_cache_dtype": "int4"},
+    "int4, windows wide": {"kv_cache_dtype": "int4", "kv_cache_dtype_skip_layers": ["sliding_window"]},
+    "fp8": {"kv_cache_dtype": "fp8"},
+}
 
 
 def said(llm: Any, count: int, seed: int) -> np.ndarray:
@@ -44,11 +50,11 @@ def said(llm: Any, count: int, seed: int) -> np.ndarray:
     return np.array(found)
 
 
-def judged(model: str | None, samples: int, held_out: int, seed: int) -> dict[str, Any]:
+def judged(model: str | None, samples: int, held_out: int, seed: int, **engine: Any) -> dict[str, Any]:
     """What a model answers, and how well it predicts."""
     from ... import LLM
 
-    with LLM(model) as llm:
+    with LLM(model, **engine) as llm:
         found = said(llm, held_out, seed)
         tasks = evaluate(llm, samples, seed).values()
     right, asked = (sum(int(task[name]) for task in tasks) for name in ("right", "samples"))
@@ -78,6 +84,7 @@ def main(
     held_out: Annotated[int, typer.Option(min=1, help="documents for perplexity")] = 400,
     calibration: Annotated[int, typer.Option(min=1, help="documents that methods look at")] = 128,
     seed: Annotated[int, typer.Option(help="another seed draws other samples and documents")] = 0,
+    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="round the KV cache and not the weights")] = False,
 ):
     """Write a table: exact answers and perplexity as it is, and by each way to round it."""
     start, exact = time.monotonic(), judged(None, samples, held_out, seed)
@@ -98,6 +105,10 @@ def main(
         table.write_text("\n".join(lines) + "\n")
 
     add("bfloat16", "", exact)
+    if kv_cache:
+        for name, engine in CACHES.items():
+            add(name, "", judged(None, samples, held_out, seed, **engine))
+        return
     with tempfile.TemporaryDirectory() as folder:
         for quantization, methods in WAYS.items():
             for method in methods:

@@ -226,6 +226,7 @@ def test_memory_is_divided(golden):
         ("llama", {"tensor_parallel_size": 2}),
         ("mistral", {"tensor_parallel_size": 4}),  # several devices have the same head
         ("llama", {"context_parallel_size": 2, "kv_cache_dtype": "int8"}),
+        ("llama", {"tensor_parallel_size": 2, "kv_cache_dtype": "int4"}),
         ("llama", {"pipeline_parallel_size": 3}),
         ("llama", {"data_parallel_size": 2, "tensor_parallel_size": 2}),
     ],

@@ -322,6 +322,30 @@ def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernel
     assert 1e-5 < worst < {"fp8": 0.4, "int4": 0.8}.get(dtype, 0.15)  # it is rounded, and not by much
 
 
+def test_layers_that_stay_wide(weights, oracle):
+    """Each layer's pages have their own type; where all are skipped they are as without int4."""
+    every = replace(CONFIG, kv_cache_dtype="int4", kv_cache_skips=CONFIG.kv_layers)
+    wide, same = (
+        jax.tree.map(lambda x: (x.shape, x.dtype), make(weights, config=c).runner.state) for c in (CONFIG, every)
+    )
+    assert wide == same
+    mixed = replace(CONFIG, kv_cache_dtype="int4", kv_cache_skips=CONFIG.kv_layers[:1])
+    engine = make(weights, config=mixed)
+    first, *others = (engine.runner.state.pages[index] for index in CONFIG.kv_layers)
+    assert first.k_PSKH.dtype == jnp.float32 and first.k_scale_PKS is None
+    assert all(pages.k_PSKH.dtype == jnp.uint8 and pages.v_scale_PKS is not None for pages in others)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.pages))
+    assert held == sum(40 * page_bytes(mixed, group, 8) for group in range(2))
+    engine.runner.warm_up()
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0)
+    prompt = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
+    (output,) = run(engine, {0: [("x", prompt, params)]}).values()
+    scores = oracle(prompt)
+    found = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+    worst = np.abs(found - scores[np.arange(39), prompt[1:]]).max()
+    assert 1e-5 < worst < 0.8
+
+
 def test_preemption_changes_nothing(weights, oracle, engine):
     """A pool too small for all: sequences give way and come back, with the same tokens."""
     engine = make(weights, compiled=engine)

@@ -10,8 +10,10 @@ import pytest
 from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run, step
 from cases import thinned
 
-from quire.ops.attention import KVPages, page_dtype, paged_attention, pairs, xla
+from quire.ops.attention import KVPages, flashinfer_gpu, mosaic_gpu, page_dtype, paged_attention, pairs, xla
 from quire.ops.attention.xla import BLOCK, tiles
+from quire.ops.heads import Heads
+from quire.ops.heads import mosaic_gpu as heads_gpu
 from quire.ops.implementations import NoImplementation
 from quire.ops.ordered_sum import sum_pairs
 from quire.sharding.device_axes import Axis
@@ -232,6 +234,17 @@ def test_split_positions_are_left_to_xla():
     for name in ("native", "mosaic_tpu", "mosaic_gpu"):
         with pytest.raises(NoImplementation, match=f"{name}: positions are spread over 2 devices"):
             run(PLAIN, case, partial(paged_attention, implementation=name, context=spread))
+
+
+def test_kernels_of_gpus_decline_four_bits():
+    q_TNH, half = jnp.zeros((2, 8, 64), jnp.bfloat16), jnp.zeros((3, 32, 2, 32), jnp.uint8)
+    pages = KVPages(half, half, jnp.zeros((3, 2, 32)), jnp.zeros((3, 2, 32)))
+    with pytest.raises(NotImplementedError, match="pages are int4, whose codes the kernel does not read"):
+        mosaic_gpu.require(q_TNH, pages, None)
+    with pytest.raises(NotImplementedError, match="not codes with a scale"):
+        flashinfer_gpu.require(q_TNH, pages, soft_cap=None, sinks_N=None, value_dim=None)
+    qkv_TGH = jnp.zeros((2, 12, 64), jnp.bfloat16)
+    assert heads_gpu.refusals(qkv_TGH, Heads(8, 2), pages) == ["pages are int4, whose codes the kernel does not write"]
 
 
 @pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn", "uint8"])

@@ -258,7 +258,7 @@ def test_what_xla_calls():
 
 DECLINED = {
     "queries and pages must both be": Trial("", 2, 30, dtype="float32"),
-    "not codes of eight bits": Trial("", 2, 30, page=32, codes="int8"),
+    "not codes with a scale": Trial("", 2, 30, page=32, codes="int8"),
     "none within the other (MLA)": Trial("", 2, 30, heads=8, kv_heads=1, width=576, values=512),
     "of one width of (64, 128, 256), not 96": Trial("", 2, 30, width=96),
     "both sinks and a soft cap": Trial("", 2, 30, sinks=True, soft_cap=5.0),

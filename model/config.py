@@ -395,6 +395,8 @@ def check_four_bits(config: ModelConfig, index: int) -> None:
 
 def skipped_layers(config: ModelConfig, names: Sequence[str]) -> tuple[int, ...]:
     """The layers that `kv_cache_dtype_skip_layers` names: by number, or all that have a window."""
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ModelError(f"kv_cache_dtype_skip_layers is {names!r:.80}; it must be a list, as in ['0', '1']")
     found: set[int] = set()
     for name in (part.strip() for text in names for part in str(text).split(",")):
         if name == "sliding_window":

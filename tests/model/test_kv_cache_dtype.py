@@ -47,6 +47,12 @@ def test_layers_that_have_no_cache_of_their_own(name):
         read(kv_cache_dtype="int4", kv_cache_dtype_skip_layers=[name])
 
 
+@pytest.mark.parametrize("value", ["0", 0])
+def test_skipped_layers_are_a_list(value):
+    with pytest.raises(ModelError, match=f"skip_layers is {value!r}; it must be a list"):
+        read(kv_cache_dtype="int4", kv_cache_dtype_skip_layers=value)
+
+
 def test_latent_attention_has_no_four_bits(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_deepseek.CONFIG))
     with pytest.raises(ModelError, match="kv_cache_dtype is 'int4', and layer 0 has latent attention.*it can be int8"):

@@ -74,11 +74,11 @@ def check_groups(config: ModelConfig, name: str, tensor: int) -> None:
     for node in jax.tree.leaves(abstract(replace(config, quant=name)), is_leaf=lambda x: isinstance(x, Grouped)):
         if not isinstance(node, Grouped) or node.scale.axes[-len(node.out) - 1] in (None, "embed"):
             continue
-        inputs, groups = math.prod(node.into), node.scale.shape[-len(node.out) - 1]
-        if groups % tensor or groups * node.group != inputs:
+        inputs = math.prod(node.into)
+        if inputs % (node.whole * tensor):
             raise ModelError(
                 f"tensor_parallel_size is {tensor}, and a matrix of {inputs} inputs is kept as {name!r}, whose groups "
-                f"of {node.group} it would cut; it can be a number that divides {inputs} / {node.group}, or 1"
+                f"of {node.whole} it would cut; it can be a number that divides {inputs} / {node.whole}, or 1"
             )
 
 

@@ -112,6 +112,8 @@ def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
         return normal() / math.sqrt(spec.fan_in)
     if spec.init == "bytes":  # packed codes, all equally likely
         return integers(0, 256, xp.uint8)
+    if spec.init == "sixes":  # codes of six bits
+        return integers(0, 64, xp.uint8)
     if spec.init == "float8":  # bits of E4M3 below 2, of either sign: of a size of 0.62
         bits = integers(0, 128, xp.uint8)
         return (bits & 64) << 1 | bits & 63

@@ -13,15 +13,18 @@ class Fields:
     """The parts of n blocks of a type with one rule for each group of neighbouring elements.
 
     An element is `level * scale - least`. Its level is `table[code]` where there is a table, else `code - zero`;
-    nothing is subtracted where `least` is None. In float32 this is exactly what `BlockType.decode` gives.
+    nothing is subtracted where `least` is None. In float32 this is exactly what `BlockType.decode` gives. Where there
+    is a `super_scale`, and perhaps a `super_least`, the others are whole numbers, to be multiplied with it.
     """
 
     codes: np.ndarray  # uint8 [n, elements]
-    scale: np.ndarray  # float32 [n, elements / group]
+    scale: np.ndarray  # float32, or int8, [n, elements / group]
     group: int
     zero: int = 0
-    least: np.ndarray | None = None  # float32 [n, elements / group]
+    least: np.ndarray | None = None  # the same
     table: np.ndarray | None = None  # float32 [16]
+    super_scale: np.ndarray | None = None  # float16 [n, 1]
+    super_least: np.ndarray | None = None  # the same
 
     def values(self) -> np.ndarray:
         """The elements, float32 [n, elements]."""
@@ -30,15 +33,30 @@ class Fields:
             levels -= np.float32(self.zero)
         grouped = levels.reshape(*self.scale.shape, self.group)
         with np.errstate(over="ignore", invalid="ignore"):  # of scales that are no numbers
-            grouped *= self.scale[..., None]
-            if self.least is not None:
-                grouped -= self.least[..., None]
+            scale, least = self.scales()
+            grouped *= scale[..., None]
+            if least is not None:
+                grouped -= least[..., None]
         return levels
+
+    def scales(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """`scale` and `least` in float32, multiplied."""
+        least = self.least if self.least is None else product(self.least, self.super_least)
+        return product(self.scale, self.super_scale), least
+
+
+def product(each: np.ndarray, above: np.ndarray | None) -> np.ndarray:
+    return each if above is None else each * above.astype(np.float32)
+
+
+def upper(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at a byte of each block, [n, 1]."""
+    return blocks[:, at : at + 2].view(np.float16)
 
 
 def half(blocks: np.ndarray, at: int) -> np.ndarray:
     """The float16 at a byte of each block, as float32 [n, 1]."""
-    return blocks[:, at : at + 2].view(np.float16).astype(np.float32)
+    return upper(blocks, at).astype(np.float32)
 
 
 def planes(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -85,14 +103,22 @@ def q8_0(blocks: np.ndarray) -> Fields:
 
 def q2_k(blocks: np.ndarray) -> Fields:
     scale, least = blocks[:, :16] & 15, blocks[:, :16] >> 4
-    return Fields(codes_of(blocks, 16, 80, 32, 2), half(blocks, 80) * scale, 16, least=half(blocks, 82) * least)
+    return both_leveled(codes_of(blocks, 16, 80, 32, 2), scale, least, 16, blocks, 80)
+
+
+def both_leveled(
+    codes: np.ndarray, scale: np.ndarray, least: np.ndarray, group: int, blocks: np.ndarray, at: int
+) -> Fields:
+    """Two float16 at a byte of each block, for the scales and for what is subtracted."""
+    uppers = {"super_scale": upper(blocks, at), "super_least": upper(blocks, at + 2)}
+    return Fields(codes, scale.view(np.int8), group, least=least.view(np.int8), **uppers)
 
 
 def q3_k(blocks: np.ndarray) -> Fields:
     """Of three bits the highest stands first, in bytes of its own; scales have six bits, of which 32 is none."""
     codes = codes_of(blocks, 0, 32, 32, 1) << 2 | codes_of(blocks, 32, 96, 32, 2)
     scale = codes_of(blocks, 96, 104, 8, 4) | codes_of(blocks, 104, 108, 4, 2) << 4
-    return Fields(codes, half(blocks, 108) * (scale.astype(np.float32) - 32), 16, zero=4)
+    return Fields(codes, scale.view(np.int8) - np.int8(32), 16, zero=4, super_scale=upper(blocks, 108))
 
 
 def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -109,18 +135,18 @@ def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def q4_k(blocks: np.ndarray) -> Fields:
     scale, least = six_bits(blocks[:, 4:16])
-    return Fields(codes_of(blocks, 16, 144, 32, 4), half(blocks, 0) * scale, 32, least=half(blocks, 2) * least)
+    return both_leveled(codes_of(blocks, 16, 144, 32, 4), scale, least, 32, blocks, 0)
 
 
 def q5_k(blocks: np.ndarray) -> Fields:
     scale, least = six_bits(blocks[:, 4:16])
     codes = codes_of(blocks, 48, 176, 32, 4) | codes_of(blocks, 16, 48, 32, 1) << 4
-    return Fields(codes, half(blocks, 0) * scale, 32, least=half(blocks, 2) * least)
+    return both_leveled(codes, scale, least, 32, blocks, 0)
 
 
 def q6_k(blocks: np.ndarray) -> Fields:
     codes = codes_of(blocks, 0, 128, 64, 4) | codes_of(blocks, 128, 192, 32, 2) << 4
-    return Fields(codes, half(blocks, 208) * blocks[:, 192:208].view(np.int8), 16, zero=32)
+    return Fields(codes, blocks[:, 192:208].view(np.int8), 16, zero=32, super_scale=upper(blocks, 208))
 
 
 def iq4_nl(blocks: np.ndarray) -> Fields:
@@ -130,7 +156,8 @@ def iq4_nl(blocks: np.ndarray) -> Fields:
 def iq4_xs(blocks: np.ndarray) -> Fields:
     """Scales have six bits, of which 32 is none: the high two in two bytes, then the low four in four."""
     scale = codes_of(blocks, 4, 8, 1, 4) | codes_of(blocks, 2, 4, 1, 2) << 4
-    return Fields(codes_of(blocks, 8, 136, 16, 4), half(blocks, 0) * (scale.astype(np.float32) - 32), 32, table=IQ4)
+    codes, whole = codes_of(blocks, 8, 136, 16, 4), scale.view(np.int8) - np.int8(32)
+    return Fields(codes, whole, 32, table=IQ4, super_scale=upper(blocks, 0))
 
 
 def mxfp4(blocks: np.ndarray) -> Fields:

@@ -43,6 +43,7 @@ typedef int32_t I __attribute__((vector_size(4 * W)));
 typedef uint32_t U __attribute__((vector_size(4 * W)));
 typedef uint16_t U16 __attribute__((vector_size(2 * W)));
 typedef uint8_t U8 __attribute__((vector_size(W)));
+typedef int8_t I8 __attribute__((vector_size(W)));
 
 template <typename Vector>
 Vector lanes(const void* p) {

@@ -8,6 +8,7 @@
 //   int8       group 4    the same
 //   eight bits group 2    of codes under rows of bfloat16: int8, FP8
 //   four bits  group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7: int4, MXFP4, NF4
+//   six bits   group 16   as of two groups of four bits, and a word with the two high bits of all sixteen
 //
 // Rows that are taken together lie interleaved, a group of each after the other: [input / group][rows][group].
 //
@@ -357,8 +358,7 @@ inline Numbers look_up(U v, int i, const Entry (&table)[16]) {
 
 // Four bits that count, from 0 to 15: as u - 8 where a table makes them, else 128 + u, which is u with an exponent set.
 struct Counts {
-  using Scale = uint16_t;  // float16
-  static F scale(const Scale* p) { return load_half(p); }
+  static constexpr float MIDDLE = 8;
 #if defined(__AVX512F__)
   static constexpr float MADE = -8;
   static Numbers unpack(U v, int i) {
@@ -377,11 +377,9 @@ struct Counts {
 #endif
 };
 
-// Floats of four bits, E2M1; their scale is a power of two, 127 + its exponent.
+// Floats of four bits, E2M1.
 struct Floats {
-  using Scale = uint8_t;
-  static constexpr float MADE = 0;
-  static F scale(const Scale* p) { return (F)(__builtin_convertvector(lanes<U8>(p), U) << 23); }
+  static constexpr float MADE = 0, MIDDLE = 0;
   static Numbers unpack(U v, int i) {
     static constexpr Entry TABLE[16] = {
         entry(0x0000), entry(0x3f00), entry(0x3f80), entry(0x3fc0), entry(0x4000), entry(0x4040),
@@ -413,43 +411,119 @@ inline constexpr Entry TWELFTHS[16] = {
     entry(0x4000), entry(0x4040), entry(0x0000), entry(0xbd80), entry(0xc100), entry(0xc140),
     entry(0xc080), entry(0xc0c0), entry(0xc000), entry(0xc040)};
 
-// The numbers of a table, with scales of any size.
+// The numbers of a table.
 template <const Entry (&TABLE)[16]>
 struct Tabled {
-  using Scale = float;
-  static constexpr float MADE = 0;
-  static F scale(const Scale* p) { return lanes<F>(p); }
+  static constexpr float MADE = 0, MIDDLE = 0;
   static Numbers unpack(U v, int i) { return look_up(v, i, TABLE); }
 };
 
-// The same codes as of Code, with scales of any size.
-template <typename Code>
-struct Scaled : Code {
-  using Scale = float;
-  static F scale(const Scale* p) { return lanes<F>(p); }
+struct Signed {
+  static constexpr float UNIT = 1;
+  static Numbers unpack(const uint8_t* p, int i) { return from_bytes(reinterpret_cast<const int8_t*>(p), i); }
+};
+struct Floats8 {
+  static constexpr float UNIT = FLOATS_UNIT;
+  static Numbers unpack(const uint8_t* p, int i) { return from_floats(p, i); }
 };
 
-// Four bits a weight; every `group` inputs of an output share a scale and, of counts, perhaps a zero (else it is 8), or
-// what is taken off the product with the scale.
+// How codes lie. What `part` makes of one is MADE more than it stands for, in parts of UNIT; and it stands for MIDDLE less
+// where nothing is said to be taken off.
 template <typename Code>
-struct Nibbles {
+struct Nibbles : Code {
+  using Word = uint32_t;
+  static constexpr int64_t WORD = 8, BITS = 4;
+  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr float UNIT = 1;
+  static Numbers part(const Word* w, int64_t at, int h, int i) {
+    return Code::unpack(lanes<U>(w + at / 8 * LANES + h * W), i);
+  }
+};
+
+template <typename Code>
+struct Bytes : Code {
+  using Word = uint8_t;
+  static constexpr int64_t WORD = 2, BITS = 8;
+  static constexpr bool WIDENS = STEP == 1;  // making numbers of them costs more than reading floats again
+  static constexpr float MADE = 0, MIDDLE = 0;
+  static Numbers part(const Word* w, int64_t at, int h, int i) { return Code::unpack(w + at * LANES + 2 * h * W, i); }
+};
+
+// Six bits that count: of sixteen inputs two words with the low four bits, as of Nibbles, then one with the high two, in
+// the same order. They become 128 + u: a bfloat16 holds it, and it is u with an exponent set.
+struct Sixes {
+  using Word = uint32_t;
+  static constexpr int64_t WORD = 16, BITS = 6;
+  static constexpr bool WIDENS = STEP == 1;
+  static constexpr float UNIT = 1, MADE = 128, MIDDLE = 32;
+
+  static U moved(U v, int left) { return left < 0 ? v >> -left : v << left; }
+  static Numbers part(const Word* w, int64_t at, int h, int i) {
+    constexpr uint32_t EACH = STEP == 2 ? 0x00010001 : 0x00010000;  // where a number ends: a float's is the high half
+    const int pair = STEP == 2 ? i : i / 2, up = STEP == 2 || i % 2 ? 0 : 16;
+    const Word* words = w + at / 16 * 3 * LANES + h * W;
+    U low = moved(lanes<U>(words + pair / 4 * LANES), up - pair % 4 * 4);
+    U high = moved(lanes<U>(words + 2 * LANES), up + 4 - 2 * pair);
+    return (Numbers)((low & 0xf * EACH) | (high & 0x30 * EACH) | 0x4300 * EACH);
+  }
+};
+
+// What the groups of an output share, [O / 16, K / group, 16]: how it is kept. `shared` gives it of a block and a group.
+struct Wide {
+  using Each = float;
+  const Each* each;
+  F shared(int64_t block, int64_t g, int64_t groups, int h) const {
+    return lanes<F>(each + (block * groups + g) * LANES + h * W);
+  }
+};
+struct Float16 {
+  using Each = uint16_t;
+  const Each* each;
+  F shared(int64_t block, int64_t g, int64_t groups, int h) const {
+    return load_half(each + (block * groups + g) * LANES + h * W);
+  }
+};
+struct Exponent {  // 127 + that of a power of two
+  using Each = uint8_t;
+  const Each* each;
+  F shared(int64_t block, int64_t g, int64_t groups, int h) const {
+    return (F)(__builtin_convertvector(lanes<U8>(each + (block * groups + g) * LANES + h * W), U) << 23);
+  }
+};
+// A whole number times a float16 that SUPER inputs share, [O / 16, K / SUPER, 16].
+struct Levels {
+  using Each = int8_t;
+  static constexpr int64_t SUPER = 256;
+  const Each* each;
+  const uint16_t* super;
+  int shift;  // 1 << shift groups are SUPER inputs
+  F shared(int64_t block, int64_t g, int64_t groups, int h) const {
+    I8 whole = lanes<I8>(each + (block * groups + g) * LANES + h * W);
+    F above = load_half(super + (block * (groups >> shift) + (g >> shift)) * LANES + h * W);
+    return __builtin_convertvector(__builtin_convertvector(whole, I), F) * above;  // exact
+  }
+};
+
+// Codes under rows of bfloat16; every `group` inputs of an output share a scale, and perhaps a zero of the codes or what
+// is taken off the product of code and scale.
+template <typename Codes, typename Scale>
+struct Grouped {
   using X = Half;
   static constexpr bool NARROW = true;
-  static constexpr int64_t BITS = 4;
-  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr int64_t BITS = Codes::BITS;
+  static constexpr bool WIDENS = Codes::WIDENS;
   static constexpr bool TILES = false;
-  static constexpr int64_t WORD = 8, GROUP = STEP;
+  static constexpr int64_t WORD = Codes::WORD, GROUP = STEP;
   static constexpr int MOST = MANY;
-  const uint32_t* w;
-  const typename Code::Scale* scale;  // [O / 16, K / group, 16]
-  const uint8_t* zero;                // the same shape, or null
-  const float* x_sum;                 // [T, K / group]; null where `unpack` takes off just what is to be taken off
+  static constexpr float REST = Codes::MADE + Codes::MIDDLE;  // to be taken off where nothing else is said to be
+  using Word = typename Codes::Word;
+  const Word* w;
+  Scale scale, least;   // the second is null where nothing is taken off
+  const float* x_sum;   // [T, K / group]; null where nothing at all is to be taken off
   int64_t group;
-  const float* least = nullptr;  // the scale's shape, or null
+  const uint8_t* zero = nullptr;  // [O / 16, K / group, 16], or null
 
-  Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const {
-    return Code::unpack(lanes<U>(w + (block * K + k) / 8 * LANES + h * W), i);
-  }
+  Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const { return Codes::part(w, block * K + k, h, i); }
 
   f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
 
@@ -459,16 +533,18 @@ struct Nibbles {
     std::memset(out, 0, sizeof(out));
     for (int64_t g = 0; g < groups; ++g) {
       F sum[R][N][H] = {};
-      for (int64_t k = g * group; k < (g + 1) * group; k += 8) add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
+      for (int64_t k = g * group; k < (g + 1) * group; k += WORD) add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
       UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int h = 0; h < H; ++h) {
-          int64_t at = (panel.block[n] * groups + g) * LANES + h * W;
-          F s = Code::scale(scale + at), z = F{} + (Code::MADE + 8);
-          if (zero) z = Code::MADE + __builtin_convertvector(lanes<U8>(zero + at), F);
-          if (least) {
-            F off = Code::MADE * s + lanes<F>(least + at);
+          F s = scale.shared(panel.block[n], g, groups, h) * Codes::UNIT, z = F{} + REST;
+          if (least.each) {
+            F off = Codes::MADE * s + least.shared(panel.block[n], g, groups, h);
             UNROLL for (int r = 0; r < R; ++r) out[r][n][h] += s * sum[r][n][h] - off * x_sum[(row + r) * groups + g];
             continue;
+          }
+          if (zero) {
+            U8 own = lanes<U8>(zero + (panel.block[n] * groups + g) * LANES + h * W);
+            z = Codes::MADE + __builtin_convertvector(own, F);
           }
           UNROLL for (int r = 0; r < R; ++r) {
             if (x_sum) sum[r][n][h] -= z * x_sum[(row + r) * groups + g];
@@ -480,64 +556,17 @@ struct Nibbles {
   }
 };
 
-using Int4 = Nibbles<Counts>;
-using Mxfp4 = Nibbles<Floats>;
-using Float4 = Nibbles<Scaled<Floats>>;
-using Nf4 = Nibbles<Tabled<NORMALS>>;
-using Iq4 = Nibbles<Tabled<STEPS>>;
-using Fp4 = Nibbles<Tabled<TWELFTHS>>;
-using Uint4 = Nibbles<Scaled<Counts>>;
-
-struct Signed {
-  static constexpr float UNIT = 1;
-  static Numbers unpack(const uint8_t* p, int i) { return from_bytes(reinterpret_cast<const int8_t*>(p), i); }
-};
-struct Floats8 {
-  static constexpr float UNIT = FLOATS_UNIT;
-  static Numbers unpack(const uint8_t* p, int i) { return from_floats(p, i); }
-};
-
-// Eight bits a weight under rows of bfloat16; every `group` inputs of an output share a scale.
-template <typename Code>
-struct Bytes {
-  using X = Half;
-  static constexpr bool NARROW = true;
-  static constexpr int64_t BITS = 8;
-  static constexpr bool WIDENS = STEP == 1;  // making numbers of them costs more than reading floats again
-  static constexpr bool TILES = false;
-  static constexpr int64_t WORD = 2, GROUP = STEP;
-  static constexpr int MOST = MANY;
-  const uint8_t* w;
-  const float* scale;  // [O / 16, K / group, 16]
-  const float* least;  // what is taken off the product with it, the same shape or null
-  const float* x_sum;  // [T, K / group], or null without that
-  int64_t group;
-
-  Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const {
-    return Code::unpack(w + (block * K + k) * LANES + 2 * h * W, i);
-  }
-
-  f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
-
-  template <int R, int N, bool WIDE>
-  void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
-    int64_t groups = K / group;
-    std::memset(out, 0, sizeof(out));
-    for (int64_t g = 0; g < groups; ++g) {
-      F sum[R][N][H] = {};
-      for (int64_t k = g * group; k < (g + 1) * group; k += 2) add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
-      UNROLL for (int n = 0; n < N; ++n)
-        UNROLL for (int h = 0; h < H; ++h) {
-          int64_t at = (panel.block[n] * groups + g) * LANES + h * W;
-          F s = lanes<F>(scale + at) * Code::UNIT;
-          UNROLL for (int r = 0; r < R; ++r) {
-            out[r][n][h] += s * sum[r][n][h];
-            if (least) out[r][n][h] -= lanes<F>(least + at) * x_sum[(row + r) * groups + g];
-          }
-        }
-      asm volatile("" ::"r"(out) : "memory");  // the whole sums wait in memory: registers are for a group's
-    }
-  }
-};
+using Int4 = Grouped<Nibbles<Counts>, Float16>;
+using Mxfp4 = Grouped<Nibbles<Floats>, Exponent>;
+using Float4 = Grouped<Nibbles<Floats>, Wide>;
+using Nf4 = Grouped<Nibbles<Tabled<NORMALS>>, Wide>;
+using Iq4 = Grouped<Nibbles<Tabled<STEPS>>, Wide>;
+using Fp4 = Grouped<Nibbles<Tabled<TWELFTHS>>, Wide>;
+using Uint4 = Grouped<Nibbles<Counts>, Wide>;
+using Fp8 = Grouped<Bytes<Floats8>, Wide>;
+using Int8Groups = Grouped<Bytes<Signed>, Wide>;
+using Four = Grouped<Nibbles<Counts>, Levels>;
+using Six = Grouped<Sixes, Levels>;
+using Steps = Grouped<Nibbles<Tabled<STEPS>>, Levels>;
 
 }  // namespace quire

@@ -5,10 +5,8 @@ namespace quire {
 namespace {
 
 const char* mxfp4(const Call& call) {
-  return products<Mxfp4>(call, [](const Product& p) {
-    Buffer scale = p.weight(2);
-    return Mxfp4{p.weight().data<uint32_t>(), scale.data<uint8_t>(), nullptr, nullptr, p.inputs() / scale.dim(1)};
-  });
+  return grouped_products<Mxfp4>(
+      call, [](const Product& p, int64_t) { return Shared<Exponent>{{p.weight(2).data<uint8_t>()}, {nullptr}}; });
 }
 
 }  // namespace

@@ -77,4 +77,24 @@ extern "C" void quire_tile_int4(const uint8_t* from, uint32_t* to, int64_t K, in
   });
 }
 
+// Codes of six bits [K, O], a byte each, to [O / 16][padded / 16][3][16]; see formats.h.
+extern "C" void quire_tile_int6(const uint8_t* from, uint32_t* to, int64_t K, int64_t padded, int64_t O) {
+  each_block((O + LANES - 1) / LANES, [&](int64_t block) {
+    uint32_t* out = to + block * padded / 16 * 3 * LANES;
+    std::memset(out, 0, padded / 16 * 3 * LANES * 4);
+    int64_t lanes = std::min(LANES, O - block * LANES);
+    for (int64_t k = 0; k < K; ++k) {
+      const uint8_t* in = from + k * O + block * LANES;
+      uint32_t* words = out + k / 16 * 3 * LANES;
+      uint32_t* low = words + k % 16 / 8 * LANES;
+      uint32_t* high = words + 2 * LANES;
+      int64_t half = k % 2 * 16;
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        low[lane] |= uint32_t{in[lane]} % 16 << (half + k % 8 / 2 * 4);
+        high[lane] |= uint32_t{in[lane]} / 16 << (half + k % 16 / 2 * 2);
+      }
+    }
+  });
+}
+
 #pragma GCC visibility pop

@@ -63,6 +63,14 @@ def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
     return tiles
 
 
+def tile_sixes(codes_KO: np.ndarray, padded: int) -> np.ndarray:
+    """Codes of six bits [K, O], a byte each, in blocks of sixteen outputs."""
+    (K, O), codes_KO = codes_KO.shape, np.ascontiguousarray(codes_KO)
+    tiles = empty((-(-O // LANES), padded // 16, 3, LANES), np.uint32)
+    library("pack").quire_tile_int6(address(codes_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
+    return tiles
+
+
 def by_block(values_GO: np.ndarray) -> np.ndarray:
     """What groups of inputs have, in blocks of sixteen outputs."""
     padded = np.pad(values_GO, ((0, 0), (0, -values_GO.shape[1] % LANES)))

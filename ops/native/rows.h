@@ -129,18 +129,28 @@ const char* products(const Call& call, const Weights& weights) {
   });
 }
 
-// Products of a format whose weights are codes in groups: scales, and perhaps what is taken off; `weights` makes them.
-template <typename Format, typename Weights>
-const char* grouped_products(const Call& call, const Weights& weights) {
+// What the groups of a product's weight share.
+template <typename Scale>
+struct Shared {
+  Scale scale, least;
+  const uint8_t* zero = nullptr;
+};
+
+// Products of a format whose weights are codes in groups; `shared` gives what those of a product share.
+template <typename Format, typename Of>
+const char* grouped_products(const Call& call, const Of& shared) {
   Pool pool = call.pool();
   return each_product(call, [&](const Product& p) {
-    Buffer x = p.rows(), scale = p.weight(2);
-    int64_t T = rows_used(x), K = p.inputs(), group = K / scale.dim(1);
+    Buffer x = p.rows();
+    int64_t T = rows_used(x), K = p.weight().dim(1) * Format::WORD, group = K / p.weight(2).dim(1);
     Out out = p.out();
     Padded<Format> padded(pool, x, T, K);
-    const float* least = p.weight(3).given<float>();
-    std::vector<float> sums = group_sums(pool, padded.rows, least ? T : 0, K, group);
-    product(pool, weights(p.weight(), scale.data<float>(), least, sums.data(), group), padded.rows, T, K, out);
+    auto own = shared(p, group);
+    bool summed = own.zero || own.least.each || Format::REST != 0;
+    std::vector<float> sums = group_sums(pool, padded.rows, summed ? T : 0, K, group);
+    auto* w = p.weight().data<typename Format::Word>();
+    Format f{w, own.scale, own.least, summed ? sums.data() : nullptr, group, own.zero};
+    product(pool, f, padded.rows, T, K, out);
     out.fill(T, rows_in(x));
   });
 }

@@ -9,13 +9,13 @@ from typing import Any, Protocol, cast
 
 from ...sharding.spec import ArraySpec
 from .compressed import FormatError, Rounded, Scheme
-from .grouped import Grouped
+from .grouped import CODES, WHOLE, Grouped
 from .int4 import Int4
 from .stack import in_front, one_of
 
 FORMATS = {
     "int8": ".int8", "int4": ".int4", "fp8": ".fp8", "nf4": ".nf4", "iq4": ".iq4", "nvfp4": ".nvfp4",
-    "mxfp4": ".mxfp4", "fp4": ".fp4",
+    "mxfp4": ".mxfp4", "fp4": ".fp4", "k4": ".k4", "k6": ".k6",
 }  # fmt: skip
 
 
@@ -102,12 +102,15 @@ def common(names: set[str | None]) -> str | None:
         return None
     every = [example(name) for name in names if name is not None]
     if not all(
-        isinstance(one, Int4) and one.zero is None or isinstance(one, Grouped) and one.code in ("uint4", "int8")
-        for one in every
+        isinstance(one, Int4) and one.zero is None or isinstance(one, Grouped) and one.code in WHOLE for one in every
     ):
         return None
     least = any(isinstance(one, Grouped) and one.least is not None for one in every)
-    return f"int8-weights-{min(one.shared for one in every)}{'-least' if least else ''}"
+    if all(isinstance(one, Grouped) and one.levels for one in every):
+        kind = f"k{max(CODES[one.code].bits for one in every)}"
+    else:
+        kind = "int8-weights"
+    return f"{kind}-{min(one.shared() for one in every)}{'-least' if least else ''}"
 
 
 def has_gpu_kernel(name: str) -> bool:

@@ -46,9 +46,8 @@ class Rounded(Weight):
         """The format with its options, without its sizes."""
         return jax.tree.structure(self.replace(into=(), out=(), inputs=()))
 
-    @property
-    def shared(self) -> int:
-        """How many neighbouring inputs share a scale."""
+    def shared(self, field: str = "scale") -> int:
+        """How many neighbouring inputs share a value of a field that is narrower than the codes."""
         return math.prod(self.into)
 
     def quantize(self, weight: np.ndarray) -> Any:

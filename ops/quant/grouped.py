@@ -1,6 +1,7 @@
 """Codes that stand for numbers by a table; `group` neighbouring inputs of an output share a scale.
 
-What several formats are, each of which has a file of its own that says how it is stored.
+What several formats are, each of which has a file of its own that says how it is stored. A scale is a float32, or has
+two levels: it is a whole number times a float16 that SUPER inputs share. Float32 holds such a product exactly.
 """
 
 import math
@@ -16,12 +17,14 @@ from flax import struct
 from ...sharding.spec import ArraySpec
 from ..native import has
 from ..native.linear import LANES, Product
-from ..native.pack import by_block, tile, tile_nibbles
+from ..native.pack import by_block, tile, tile_nibbles, tile_sixes
 from ..weight import Weight, check_subscripts
 from . import four_bits
 from .compressed import FormatError, Rounded, split
 
 STEP = 64  # inputs that the kernels' rows are filled up to
+SUPER = 256  # inputs that share the upper level of a scale
+MOST = 127  # the largest whole number of the lower one
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Code:
 
     bits: int
     numbers: np.ndarray  # float32 [2 ** bits]; what stands for none is 0
-    kernel: str
+    kernel: str  # for scales of one level
     init: str  # of random codes
 
     @property
@@ -58,8 +61,17 @@ CODES = {
     "fp4": Code(4, np.array(FP4, np.float32), "fp4", "bytes"),
     "iq4": Code(4, np.array(IQ4, np.float32), "iq4", "bytes"),
     "uint4": Code(4, np.arange(16, dtype=np.float32), "uint4", "bytes"),
+    "int4": Code(4, np.arange(-8, 8, dtype=np.float32), "uint4", "bytes"),
+    "uint6": Code(6, np.arange(64, dtype=np.float32), "uint6", "sixes"),
+    "int6": Code(6, np.arange(-32, 32, dtype=np.float32), "uint6", "sixes"),
     "int8": Code(8, np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32), "int8_groups", "bytes"),
 }
+WHOLE = {"uint4", "int4", "uint6", "int6", "int8"}  # those of whole numbers one after another
+
+
+def kernel(code: str, levels: bool) -> str:
+    """The name of the native kernel."""
+    return CODES[code].kernel + ("_levels" if levels else "")
 
 
 @struct.dataclass
@@ -67,14 +79,28 @@ class Grouped(Rounded):
     """weight = number(code) * scale - least."""
 
     codes: Any  # uint8 [*into, *out]; of four bits [count(K), O] as in `four_bits.py`
-    scale: Any  # float32 [ceil(K / group), *out]
+    scale: Any  # float32 [ceil(K / group), *out]; in two levels int8
     least: Any  # the same, or None: 0
+    super_scale: Any  # float16 [ceil(K / SUPER), *out], what the scale is multiplied with; None: it has one level
+    super_least: Any  # the same for what is subtracted
     code: str = struct.field(pytree_node=False)  # a name in CODES
     group: int = struct.field(pytree_node=False)
 
     @property
-    def shared(self) -> int:
-        return self.group
+    def levels(self) -> bool:
+        return self.super_scale is not None
+
+    @property
+    def kernel(self) -> str:
+        return kernel(self.code, self.levels)
+
+    def shared(self, field: str = "scale") -> int:
+        return SUPER if field.startswith("super") else self.group
+
+    @property
+    def whole(self) -> int:
+        """How many neighbouring inputs must lie on one device."""
+        return SUPER if self.levels else self.group
 
     @property
     def packed(self) -> bool:
@@ -93,8 +119,16 @@ class Grouped(Rounded):
     def dense(self, K: int):
         """The weight as one float32 matrix [K, O]."""
         codes_KO = four_bits.split(self.codes, K) if self.packed else self.codes.reshape(K, -1)
-        scale_GO, least_GO = (None if x is None else x.reshape(len(x), -1) for x in (self.scale, self.least))
+        scale_GO, least_GO = (None if x is None else x.reshape(len(x), -1) for x in self.scales())
         return numbers(self.code, self.group, codes_KO, scale_GO, least_GO)
+
+    def scales(self, index=slice(None)):
+        """Scales and what is subtracted, of one level: float32 [groups, *out] of these outputs."""
+        pairs = (self.scale, self.super_scale), (self.least, self.super_least)
+        return (
+            None if x is None else scaled(x[:, index], None if up is None else up[:, index], self.group)
+            for x, up in pairs
+        )
 
     @property
     def rows(self) -> int:
@@ -104,26 +138,30 @@ class Grouped(Rounded):
         """Rows of an embedding, float32."""
         K = math.prod(self.into)
         codes_KR = four_bits.split(self.codes[:, index], K) if self.packed else self.codes[:, index]
-        least_GR = None if self.least is None else self.least[:, index]
-        return numbers(self.code, self.group, codes_KR, self.scale[:, index], least_GR).T
+        return numbers(self.code, self.group, codes_KR, *self.scales(index)).T
 
     def for_kernels(self, narrow: bool) -> Weight:
-        if not has("pack", CODES[self.code].kernel):
+        if not has("pack", self.kernel):
             return self
-        K, codes, whole = math.prod(self.into), np.asarray(self.codes), max(STEP, self.group)
+        K, codes, whole = math.prod(self.into), np.asarray(self.codes), max(STEP, self.whole)
         padded = -(-K // whole) * whole
 
-        def blocks(values) -> np.ndarray:
+        def blocks(field: str, other: str) -> np.ndarray:
+            if (values := getattr(self, field)) is None:
+                return np.zeros(0, getattr(self, other).dtype)
             flat = np.asarray(values).reshape(len(values), -1)
-            return by_block(np.pad(flat, ((0, padded // self.group - len(flat)), (0, 0))))
+            return by_block(np.pad(flat, ((0, padded // self.shared(field) - len(flat)), (0, 0))))
 
         if self.packed:
             tiles = tile_nibbles(codes, K, padded)
+        elif CODES[self.code].bits == 6:
+            tiles = tile_sixes(codes.reshape(K, -1), padded)
         else:
             tiles = tile(np.pad(codes.reshape(K, -1), ((0, padded - K), (0, 0))), 2)
-        least = np.zeros(0, np.float32) if self.least is None else blocks(self.least)
-        sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
-        return TiledGroups(tiles, blocks(self.scale), least, code=self.code, **sizes)
+        fields = {
+            name: blocks(name, name.replace("least", "scale")) for name in SHARED if self.levels or "super" not in name
+        }
+        return TiledGroups(tiles=tiles, **fields, code=self.code, into=self.into, out=self.out, inputs=self.inputs)
 
     def quantize(self, weight: np.ndarray) -> "Grouped":
         """Round to nearest: the largest value of each group at the largest number, or both ends at both ends."""
@@ -132,51 +170,92 @@ class Grouped(Rounded):
         grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, wide_KO.shape[1])
         first, last, fields = code.numbers.min(), code.numbers.max(), {}
         if self.least is None:
-            scale, least = np.abs(grouped).max(1) / last, np.zeros((1, 1), np.float32)
+            scale, least = self.leveled("scale", np.abs(grouped).max(1) / last, fields), np.zeros((1, 1), np.float32)
         else:
             low, high = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
-            scale = (high - low) / (last - first)
-            least = fields["least"] = first * scale - low
+            scale = self.leveled("scale", (high - low) / (last - first), fields)
+            least = self.leveled("least", first * scale - low, fields)
         above = grouped + least[:, None]
         exact = np.divide(above, scale[:, None], out=np.zeros_like(grouped), where=scale[:, None] > 0)
         codes = nearest(code.numbers, exact).reshape(-1, wide_KO.shape[1])[:K]
-        return self.join(fields | {"codes": codes, "scale": scale})
+        return self.join(fields | {"codes": codes})
+
+    def leveled(self, name: str, values_GO: np.ndarray, fields: dict[str, np.ndarray]) -> np.ndarray:
+        """What groups share, put into the fields as it is kept; and what it then is."""
+        fields[name] = values_GO
+        if not self.levels:
+            return values_GO
+        again = SUPER // self.group
+        blocks = np.pad(values_GO, ((0, -len(values_GO) % again), (0, 0))).reshape(-1, again, values_GO.shape[1])
+        above = fields[f"super_{name}"] = (np.abs(blocks).max(1) / MOST).astype(np.float16)
+        each = above.astype(np.float32).repeat(again, 0)[: len(values_GO)]
+        whole = np.rint(np.divide(values_GO, each, out=np.zeros_like(values_GO), where=each > 0))
+        fields[name] = np.clip(whole, -MOST, MOST).astype(np.int8)
+        return fields[name] * each
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
-        found = CODES[self.code].numbers[fields["codes"]] * fields["scale"]
-        return found if self.least is None else found - fields["least"]
+        def product(name: str) -> np.ndarray:
+            return fields[name] * fields[f"super_{name}"].astype(np.float32) if self.levels else fields[name]
+
+        found = CODES[self.code].numbers[fields["codes"]] * product("scale")
+        return found if self.least is None else found - product("least")
 
     def join(self, fields: dict[str, np.ndarray]) -> "Grouped":
         codes = fields["codes"].reshape(len(fields["codes"]), -1)
         codes = four_bits.join(codes) if self.packed else codes.reshape(self.into + self.out)
-        shared = {name: fields[name].reshape(-1, *self.out) for name in ("scale", "least") if name in fields}
+        shared = {name: fields[name].reshape(-1, *self.out) for name in SHARED if name in fields}
         return self.replace(codes=codes, **shared)
+
+
+SHARED = ("scale", "least", "super_scale", "super_least")  # what groups share
 
 
 @struct.dataclass
 class TiledGroups(Product):
     """For the kernels; see formats.h."""
 
-    tiles: Any  # uint8 [O / 16, K / 2, 16, 2], or uint32 [O / 16, K / 8, 16] of four bits
-    scale: Any  # float32 [O / 16, K / group, 16]
+    tiles: Any  # uint8 [O / 16, K / 2, 16, 2]; uint32 [O / 16, K / 8, 16] of four bits, [O / 16, K / 16, 3, 16] of six
+    scale: Any  # float32 [O / 16, K / group, 16]; in two levels int8
     least: Any  # the same, or empty
-    code: str = struct.field(pytree_node=False)
+    super_scale: Any = None  # float16 [O / 16, K / SUPER, 16]; None where scales have one level
+    super_least: Any = None  # the same, or empty
+    code: str = struct.field(pytree_node=False, kw_only=True)
 
     @property
     def kernel(self) -> str:
-        return CODES[self.code].kernel
+        return kernel(self.code, self.super_scale is not None)
 
     def __getitem__(self, index):
         """Rows of an embedding, float32."""
         K, (block, lane) = math.prod(self.into), (index // LANES, index % LANES)
-        tiles = self.tiles[block, :, lane]
-        if CODES[self.code].bits == 4:  # k0 k2 k4 k6 in the low half of a word, and k1 k3 k5 k7 in its high half
-            shifts = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
-            tiles = tiles[..., None] >> shifts & np.uint32(15)
-        codes_KR = tiles.reshape(index.shape[0], -1).T
-        least_GR = self.least[block, :, lane].T if self.least.size else None
+        codes_KR = self.codes_of(block, lane).reshape(index.shape[0], -1).T
         group = len(codes_KR) // self.scale.shape[1]
-        return numbers(self.code, group, codes_KR, self.scale[block, :, lane].T, least_GR)[:K].T
+
+        def rows(values, up):
+            if not values.size:
+                return None
+            return scaled(values[block, :, lane].T, None if up is None else up[block, :, lane].T, group)
+
+        scale_GR, least_GR = rows(self.scale, self.super_scale), rows(self.least, self.super_least)
+        return numbers(self.code, group, codes_KR, scale_GR, least_GR)[:K].T
+
+    def codes_of(self, block, lane):
+        bits, low = CODES[self.code].bits, np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
+        if bits == 8:
+            return self.tiles[block, :, lane]
+        if bits == 4:  # k0 k2 k4 k6 in the low half of a word, and k1 k3 k5 k7 in its high half
+            return self.tiles[block, :, lane, None] >> low & np.uint32(15)
+        words = self.tiles[block, :, :, lane, None]
+        high = np.stack([np.arange(0, 16, 2), np.arange(16, 32, 2)], 1).reshape(2, 8).astype(np.uint32)
+        return words[:, :, :2] >> low & np.uint32(15) | (words[:, :, 2:] >> high & np.uint32(3)) << 4
+
+
+def scaled(values_GO, super_SO, group: int):
+    """What groups share, in float32."""
+    if super_SO is None:
+        return values_GO
+    above = jnp.repeat(super_SO.astype(jnp.float32), SUPER // group, axis=0)
+    return values_GO.astype(jnp.float32) * above[: len(values_GO)]
 
 
 def numbers(code: str, group: int, codes_KO, scale_GO, least_GO):
@@ -200,7 +279,9 @@ def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.where(take_low, down, up).astype(np.uint8)
 
 
-def spec(dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped, least: bool = False) -> Grouped:
+def spec(
+    dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped, least: bool = False, levels: bool = False
+) -> Grouped:
     """The specs of an array kept so. One that is split by its inputs has whole groups in each part, or is refused."""
     into, out, axes = split(dense)
     K, O = math.prod(into), math.prod(out)
@@ -210,12 +291,19 @@ def spec(dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped,
         if K % 2:
             raise FormatError(f"{K} inputs cannot be kept two a byte")
         shape, axes = (four_bits.count(K), O), (by_input[0], by_output[0])
-    shared = (-(-K // group), *out)
-    scale = ArraySpec(shared, jnp.float32, (by_input[0], *by_output), f"scale/{CODES[code].drawn:g}", dense.fan_in)
+
+    def shared(size: int, dtype: Any, init: str) -> ArraySpec:
+        return ArraySpec((-(-K // size), *out), dtype, (by_input[0], *by_output), init, dense.fan_in)
+
+    drawn = f"scale/{CODES[code].drawn:g}"
+    scale = shared(group, jnp.int8, "ones") if levels else shared(group, jnp.float32, drawn)
+    above = shared(SUPER, jnp.float16, drawn) if levels else None
     return kind(
         codes=replace(dense, shape=shape, axes=axes, dtype=jnp.uint8, init=CODES[code].init, inputs=()),
         scale=scale,
         least=scale if least else None,
+        super_scale=above,
+        super_least=above if least else None,
         code=code,
         group=group,
         into=into,
@@ -224,15 +312,38 @@ def spec(dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped,
     )
 
 
-def by_table(name: str, code: str, group: int) -> tuple[Callable[..., tuple[str, ...]], Callable[..., Grouped]]:
-    """`kernels` and `spec` of a format that is codes of a table in groups of one size, and has no options."""
+def by_table(
+    name: str, code: str, group: int, leveled: bool = False
+) -> tuple[Callable[..., tuple[str, ...]], Callable[..., Grouped]]:
+    """`kernels` and `spec` of a format that is codes of a table in groups of one size.
+
+    It has no options, or `levels`: scales in two levels.
+    """
 
     def kernels(*options: str) -> tuple[str, ...]:
-        return (CODES[code].kernel,)
+        return (kernel(code, "levels" in options),)
 
     def specs(dense: ArraySpec, *options: str) -> Grouped:
-        if options:
-            raise FormatError(f"{name} has no option {'-'.join(options)!r}")
-        return spec(dense, code, group)
+        if options and not (leveled and options == ("levels",)):
+            raise FormatError(f"{name} has no option {'-'.join(options)!r}{'; it can be levels' if leveled else ''}")
+        return spec(dense, code, group, levels=bool(options))
+
+    return kernels, specs
+
+
+def by_count(name: str, bits: int) -> tuple[Callable[..., tuple[str, ...]], Callable[..., Grouped]]:
+    """The same of a format that is whole numbers of so many bits, with scales in two levels.
+
+    The options are a group's size, 16 or 32, and perhaps `least`: a number taken off.
+    """
+
+    def kernels(*options: str) -> tuple[str, ...]:
+        return (kernel(f"uint{bits}", True),)
+
+    def specs(dense: ArraySpec, *options: str) -> Grouped:
+        if options not in {("16",), ("32",), ("16", "least"), ("32", "least")}:
+            raise FormatError(f"{name} has no options {'-'.join(options)!r}; they can be 16 or 32, and after it least")
+        least = "least" in options
+        return spec(dense, f"uint{bits}" if least else f"int{bits}", int(options[0]), least=least, levels=True)
 
     return kernels, specs

@@ -53,8 +53,7 @@ class Int4(Rounded):
     zero: Any  # uint8 [K / group, O], or None: 8
     group: int = struct.field(pytree_node=False)
 
-    @property
-    def shared(self) -> int:
+    def shared(self, field: str = "scale") -> int:
         return self.group
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):

@@ -1,4 +1,7 @@
-"""IQ4, as of GGUF's IQ4_NL and IQ4_XS: sixteen numbers with steps that grow; 32 inputs of an output share a scale."""
+"""IQ4: sixteen numbers with steps that grow; 32 inputs of an output share a scale.
+
+As of GGUF's IQ4_NL; and of IQ4_XS, whose scales have two levels.
+"""
 
 from .compressed import Scheme
 from .grouped import by_table
@@ -11,4 +14,4 @@ SPLITS = False
 STORED: dict[str, Scheme] = {}
 METHOD, MULTIPLE = None, 1
 
-kernels, spec = by_table("iq4", "iq4", GROUP)
+kernels, spec = by_table("iq4", "iq4", GROUP, leveled=True)

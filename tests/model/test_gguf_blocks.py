@@ -20,6 +20,7 @@ FIELDS = {  # types with codes and scales: bits of a code, elements that share a
     "Q3_K": (3, 16), "Q4_K": (4, 32), "Q5_K": (5, 32), "Q6_K": (6, 16), "IQ4_NL": (4, 32), "IQ4_XS": (4, 32),
     "MXFP4": (4, 32), "NVFP4": (4, 16), "TQ1_0": (2, 256), "TQ2_0": (2, 256),
 }  # fmt: skip
+LEVELED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}  # whose scales are whole numbers times a float16
 QUANTISED = [kind for kind in TYPES.values() if not kind.plain]
 by_name = pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 
@@ -106,15 +107,23 @@ def test_fields(kind):
         blocks = random_blocks(kind, 300, seed)
         fields = kind.fields(blocks)
         assert (fields.codes.dtype, fields.codes.shape) == (np.uint8, (300, kind.elements))
-        assert (fields.scale.dtype, fields.scale.shape) == (np.float32, (300, kind.elements // group))
+        leveled = kind.name in LEVELED
+        dtype = np.int8 if leveled else np.float32
+        assert (fields.scale.dtype, fields.scale.shape) == (dtype, (300, kind.elements // group))
         assert fields.group == group
         assert fields.codes.max() < 1 << width
         assert fields.table is None or (fields.table.dtype, fields.table.shape, fields.zero) == (np.float32, (16,), 0)
         levels = fields.codes.astype(np.float32) - fields.zero if fields.table is None else fields.table[fields.codes]
-        values = levels * np.repeat(fields.scale, group, axis=1)
-        if fields.least is not None:
-            assert (fields.least.dtype, fields.least.shape) == (np.float32, fields.scale.shape)
-            values = values - np.repeat(fields.least, group, axis=1)
+        scale, least, above = fields.scale, fields.least, (fields.super_scale, fields.super_least)
+        assert [one is not None for one in above] == [leveled, leveled and least is not None]
+        assert all(one is None or (one.dtype, one.shape) == (np.float16, (300, 1)) for one in above)
+        if leveled:
+            scale = scale.astype(np.float32) * above[0].astype(np.float32)
+        values = levels * np.repeat(scale, group, axis=1)
+        if least is not None:
+            assert (least.dtype, least.shape) == (dtype, scale.shape)
+            least = least.astype(np.float32) * above[1].astype(np.float32) if leveled else least
+            values = values - np.repeat(least, group, axis=1)
         np.testing.assert_array_equal(bits(values), bits(reference(kind, blocks)))
         np.testing.assert_array_equal(bits(values), bits(fields.values()))
         np.testing.assert_array_equal(bits(values), bits(kind.decode(blocks)))

@@ -69,14 +69,22 @@ def test_every_type_means_what_the_package_says(tmp_path, kind, caplog):
     assert read_config(hub.resolve(str(tmp_path / "model.gguf"))).quant == gguf_folder.KEPT.get(kind)
 
 
-@pytest.mark.parametrize(("kind", "other"), [("Q4_K", "Q6_K"), ("Q4_0", "Q8_0"), ("Q3_K", "Q5_K"), ("IQ4_XS", "Q5_K")])
-def test_types_that_are_mixed(tmp_path, kind, other):
-    """As in Q4_K_M: what is one matrix here is kept in codes of eight bits that hold both, or is widened."""
+@pytest.mark.parametrize(
+    ("kind", "other", "kept"),
+    [
+        ("Q4_K", "Q6_K", ("uint6", 16, True)), ("Q4_K", "Q2_K", ("uint4", 16, True)),
+        ("Q3_K", "Q4_K", ("uint4", 16, True)), ("Q3_K", "Q5_K", ("uint6", 16, True)),
+        ("Q6_K", "Q3_K", ("int6", 16, True)), ("Q4_0", "Q8_0", ("int8", 32, False)),
+        ("Q8_0", "Q6_K", ("int8", 16, False)), ("Q5_1", "Q4_K", ("int8", 32, False)), ("IQ4_XS", "Q5_K", None),
+    ],
+)  # fmt: skip
+def test_types_that_are_mixed(tmp_path, kind, other, kept):
+    """As in Q4_K_M: what is one matrix here is kept in codes that hold both, or is widened."""
     means = tiny_gguf.write(tmp_path / "model.gguf", kind, other=other)
     weights = read(tmp_path / "model.gguf")
     assert_is(weights, means)
     qkv = weights.layers[0].attention.qkv_DGH
-    assert isinstance(qkv, np.ndarray) if kind == "IQ4_XS" else (qkv.code, qkv.packed) == ("int8", False)
+    assert (None if isinstance(qkv, np.ndarray) else (qkv.code, qkv.group, qkv.levels)) == kept
     assert not isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
 
 

@@ -18,15 +18,17 @@ from quire.ops.linear import einsum, gated, project
 from quire.ops.native import build
 from quire.ops.native.pack import pack
 from quire.ops.quant import four_bits
+from quire.ops.quant.grouped import CODES
 from quire.ops.quant.mxfp4 import Mxfp4, decode
 from quire.ops.quant.stack import Stack
-from quire.sharding.spec import ArraySpec
+from quire.sharding.spec import ArraySpec, random_arrays
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ISAS = list(build.isas())
 FORMATS = (
     "int8", "int8-weights", "int4", "int4-64", "int4-128-zero", "int4-zero", "fp8", "fp8-weights", "fp8-weights-128",
     "int8-weights-64", "nf4", "nvfp4", "int8-weights-16", "int8-weights-32-least", "int4-32-least", "iq4", "fp4",
+    "k4-32-least", "k4-16-least", "k4-16", "k6-16", "k6-32-least", "iq4-levels",
 )  # fmt: skip
 
 
@@ -177,12 +179,12 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     got = einsum(letters, jnp.asarray(x), packed, jnp.float32)
     size = np.tensordot(np.abs(wide(x)), np.abs(wide(w)), len(into)).max()
     # XLA's path rounds a weight of groups to bfloat16 before the product, the kernels do not.
-    near = 4e-3 if name.startswith(("int4", "nf4")) or name.endswith("least") or name[-1].isdigit() else 2e-6
+    near = 4e-3 if name.startswith(("int4", "nf4", "iq4")) or name.endswith("least") or name[-1].isdigit() else 2e-6
     np.testing.assert_allclose(wide(got), plain, atol=size * near)
     exact = np.tensordot(wide(x), wide(w), len(into))
-    worst = {"int8": 0.02, "int4": 0.2, "fp8": 0.1, "nf4": 0.25, "fp4": 0.25, "iq4": 0.3, "nvfp4": 0.25}[
-        name.split("-")[0]
-    ]
+    worst = {
+        "int8": 0.02, "int4": 0.2, "fp8": 0.1, "nf4": 0.25, "fp4": 0.25, "iq4": 0.3, "nvfp4": 0.25, "k4": 0.2, "k6": 0.05,
+    }[name.split("-")[0]]  # fmt: skip
     np.testing.assert_allclose(wide(got), exact, atol=worst * size)
     b = jnp.asarray(made(rng, (), out, np.float32)) if bias else None
     one, whole = rng.integers(rows), project(letters, jnp.asarray(x), packed, b, jnp.float32)
@@ -194,6 +196,54 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
 @pytest.mark.random
 def test_rounded(isa):
     check_rounded()
+
+
+@settings(max_examples=cases(12))
+@given(
+    name=st.sampled_from([name for name in FORMATS if name[0] == "k"] + ["k6-16-least", "iq4-levels"]),
+    rows=st.integers(1, 40), K=st.sampled_from([256, 320, 1024]), out=st.sampled_from([(16,), (3, 24), (500,)]),
+    seed=st.integers(0, 999),
+)  # fmt: skip
+def check_levels(name, rows, K, out, seed):
+    """Scales of any sign, of blocks that differ much, some of them zero or so small that float16 has few bits."""
+    rng = np.random.default_rng(seed)
+    spec = spec_of((K,), out, np.float32)
+    node = random_arrays(quant.packed(name, spec), seed)
+
+    def upper():
+        some = 2.0 ** rng.integers(-24, -8, (-(-K // 256), *out)) * rng.uniform(0.5, 1, (-(-K // 256), *out))
+        return np.where(rng.random(some.shape) < 0.1, 0, some).astype(np.float16)
+
+    parts = {"scale": rng.integers(-128, 128, node.scale.shape).astype(np.int8), "super_scale": upper()}
+    if node.least is not None:
+        parts |= {"least": rng.integers(-128, 128, node.least.shape).astype(np.int8), "super_least": upper()}
+    node = jax.tree.map(np.asarray, node.replace(**parts))
+    x = made(rng, (rows,), (K,), ml_dtypes.bfloat16)
+    scale, least = (
+        None if part is None else wide(part).repeat(node.group, 0)[:K] * wide(above).repeat(256, 0)[:K]
+        for part, above in ((node.scale, node.super_scale), (node.least, node.super_least))
+    )
+    codes = (four_bits.split(node.codes, K) if node.packed else node.codes).reshape(K, *out)
+    w = CODES[node.code].numbers.astype(np.float64)[codes] * scale - (0 if least is None else least)
+    np.testing.assert_array_equal(np.asarray(node.dense(K)).reshape(w.shape), w.astype(np.float32))
+    packed: Any = pack(spec, node)
+    got = einsum("TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)], jnp.asarray(x), packed, jnp.float32)
+    size = np.tensordot(np.abs(wide(x)), np.abs(w) + 128 * np.abs(scale), 1) + 1e-30
+    np.testing.assert_array_less(np.abs(wide(got) - np.tensordot(wide(x), w, 1)) / size, 1e-6)
+    one = rng.integers(rows)
+    alone = einsum(
+        "TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)], jnp.asarray(x[one : one + 1]), packed, jnp.float32
+    )
+    np.testing.assert_array_equal(alone[0], got[one])
+    if len(out) == 1:
+        some = rng.integers(0, *out, 5)
+        np.testing.assert_array_equal(packed[jnp.asarray(some)], w.astype(np.float32)[:, some].T)
+        np.testing.assert_array_equal(node[some], w.astype(np.float32)[:, some].T)
+
+
+@pytest.mark.random
+def test_levels(isa):
+    check_levels()
 
 
 @pytest.mark.parametrize("name", [None, *FORMATS])

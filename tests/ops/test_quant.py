@@ -26,6 +26,12 @@ FORMATS = {
     "nvfp4": 0.5 + 4 / 16,
     "int8-weights-32-least": 1.0 + 8 / 32,
     "int4-32-least": 0.5 + 8 / 32,
+    "iq4-levels": 0.5 + 1 / 32 + 2 / 256,
+    "k4-32-least": 0.5 + 2 / 32 + 4 / 256,
+    "k4-16-least": 0.5 + 2 / 16 + 4 / 256,
+    "k4-16": 0.5 + 1 / 16 + 2 / 256,
+    "k6-16": 1.0 + 1 / 16 + 2 / 256,
+    "k6-32-least": 1.0 + 2 / 32 + 4 / 256,
     "int4": 0.5 + 2 / 32,
     "int4-64": 0.5 + 2 / 64,
     "int4-128-zero": 0.5 + 3 / 128,
@@ -56,12 +62,17 @@ def test_each_weight_is_within_half_a_step(name):
     weight = rng.standard_normal((256, 2, 64)) * rng.uniform(0.01, 10, (1, 2, 64))
     error = np.abs(restored(quant.packed(name, dense_spec()).quantize(weight)) - weight).reshape(256, -1)
     sizes = {"int8-weights-64": 64, "int8-weights-32-least": 32, "int4-32-least": 32, "fp8-weights-128": 128}
-    size = sizes.get(name, {"nf4": 64, "fp4": 64, "iq4": 32, "nvfp4": 16}.get(name, 256))
+    size = sizes.get(name, {"nf4": 64, "fp4": 64, "iq4": 32, "iq4-levels": 32, "nvfp4": 16}.get(name, 256))
+    if name[0] == "k":
+        size = int(name.split("-")[1])
     flat = np.abs(weight).reshape(256, -1)
     most = flat.reshape(-1, size, 128).max(1).repeat(size, 0)  # of those that share a scale
     gaps = {"nf4": 0.304, "fp4": 4 / 12, "iq4": 25 / 113, "nvfp4": 2 / 6}  # the widest between neighbours
+    gaps["iq4-levels"] = gaps["iq4"]
     if name.endswith("least"):
-        step = 2 * most / (255 if name.startswith("int8") else 15)
+        step = 2 * most / (255 if name.startswith("int8") else 63 if name.startswith("k6") else 15)
+    elif name[0] == "k":
+        step = most / (31 if name.startswith("k6") else 7)
     elif name.startswith("int8"):
         step = most / 127
     elif name.startswith("fp8"):  # three bits of mantissa, down to 2^-6 and fewer below

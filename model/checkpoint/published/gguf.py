@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ....ops.quant.grouped import CODES, SHARED
 from ....ops.quant.int4 import Int4
 from ...config import ModelError
 from ...gguf.fields import Fields
@@ -65,7 +66,7 @@ class Made:
             return found[0]
         joined = {
             name: None if getattr(found[0], name) is None else np.concatenate([getattr(one, name) for one in found])
-            for name in ("codes", "scale", "least")
+            for name in ("codes", *SHARED)
         }
         return replace(found[0], **joined)
 
@@ -76,7 +77,7 @@ class Made:
         rows, each = len(blocks), tensor.kind.fields(np.ascontiguousarray(blocks).reshape(-1, tensor.kind.nbytes))
         shaped = {
             name: None if (value := getattr(each, name)) is None else value.reshape(rows, -1)
-            for name in ("codes", "scale", "least")
+            for name in ("codes", *SHARED)
         }
         return replace(each, **shaped)
 
@@ -103,18 +104,35 @@ class BlockMatrix(Matrix):
 
     def fields_for(self, node: Any) -> dict[str, np.ndarray]:
         found = self.made.fields()
-        self.finite(found.scale)
+        for above in (found.super_scale, found.super_least):
+            if above is not None:
+                self.finite(above)
         if isinstance(node, Int4):
-            return {"nibbles": found.codes, "scale": found.scale}
-        again = found.group // node.group
-        scale = (found.scale * np.float32(self.times)).repeat(again, 1)
-        codes = found.codes
+            return {"nibbles": found.codes, "scale": self.finite(found.scale)}
+        if node.levels:
+            return self.leveled(found, node)
+        again, (scale, least) = found.group // node.group, found.scales()
+        fields = {"codes": found.codes, "scale": (self.finite(scale) * np.float32(self.times)).repeat(again, 1)}
         if node.code == "int8":
-            codes = (codes.astype(np.int16) - found.zero).astype(np.int8).view(np.uint8)
-        fields = {"codes": codes, "scale": scale}
+            fields["codes"] = (found.codes.astype(np.int16) - found.zero).astype(np.int8).view(np.uint8)
         if node.least is not None:
-            least = np.zeros_like(found.scale) if found.least is None else self.finite(found.least)
+            least = np.zeros_like(scale) if least is None else self.finite(least)
             fields["least"] = least.repeat(again, 1)
+        return fields
+
+    def leveled(self, found: Fields, node: Any) -> dict[str, np.ndarray]:
+        """The fields of a node whose scales have two levels."""
+        assert found.super_scale is not None
+        again = found.group // node.group
+        fields = {"codes": found.codes, "scale": found.scale.repeat(again, 1), "super_scale": found.super_scale}
+        if node.least is not None:
+            # A zero of all codes becomes what is subtracted: so many scales.
+            pair = (found.scale, found.super_scale.astype(np.float32) * found.zero)
+            least, above = pair if found.least is None else (found.least, found.super_least)
+            fields |= {"least": least.repeat(again, 1), "super_least": above}
+        elif found.table is None:
+            middle = -int(CODES[node.code].numbers[0])
+            fields["codes"] = found.codes + np.uint8(middle - found.zero)
         return fields
 
     @property

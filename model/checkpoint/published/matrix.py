@@ -9,7 +9,7 @@ import numpy as np
 
 from ....ops import quant
 from ....ops.quant import FormatError, Rounded
-from ....ops.quant.grouped import Grouped
+from ....ops.quant.grouped import CODES, WHOLE, Grouped
 from ....ops.quant.int4 import MIDDLE, Int4
 from ....ops.quant.stack import Stack
 from ....sharding.spec import ArraySpec, empty
@@ -36,7 +36,7 @@ class Matrix:
         """The matrix in float32."""
         node = self.format
         assert node is not None, "a matrix that no format has says itself what it means"
-        return node.decode({name: self.spread(value, node) for name, value in self.fields_for(node).items()})
+        return node.decode({name: self.spread(name, value, node) for name, value in self.fields_for(node).items()})
 
     def holds(self, node: Rounded) -> bool:
         """Whether a node can have its codes: of its own format, or of a wider one."""
@@ -60,7 +60,7 @@ class Matrix:
             return fields
         assert isinstance(node, Grouped)
         codes = fields["nibbles"].astype(np.int8) - np.int8(MIDDLE) if isinstance(own, Int4) else fields["codes"]
-        scale = fields["scale"].astype(np.float32).repeat(own.shared // node.group, 1)
+        scale = fields["scale"].astype(np.float32).repeat(own.shared() // node.group, 1)
         return {"codes": codes.view(np.uint8), "scale": scale} | (
             {} if node.least is None else {"least": np.zeros_like(scale)}
         )
@@ -80,24 +80,28 @@ class Matrix:
         """The name of the tensor that the scales come from."""
         return next(tensor.name for ending, tensor in self.tensors.items() if "scale" in ending)
 
-    def spread(self, values: np.ndarray, node: Rounded) -> np.ndarray:
-        """What neighbouring inputs share, for each of them: [out, in]."""
+    def spread(self, field: str, values: np.ndarray, node: Rounded) -> np.ndarray:
+        """A field's values, which neighbouring inputs may share, for each of them: [out, in]."""
         if values.shape[1] == 1:
             return np.broadcast_to(values, self.shape)
         if values.shape[1] == self.shape[1]:
             return values
-        return values.repeat(node.shared, axis=1)[:, : self.shape[1]]
+        return values.repeat(node.shared(field), axis=1)[:, : self.shape[1]]
 
 
 def widens(own: Rounded, node: Grouped) -> bool:
-    """Whether codes of eight bits hold those of a format exactly."""
+    """Whether a node of whole numbers holds the codes of a format exactly."""
     if isinstance(own, Int4):
         least, affine = False, own.zero is None
     elif isinstance(own, Grouped):
-        least, affine = own.least is not None, own.code in ("uint4", "int8")
+        least, affine = own.least is not None, own.code in WHOLE
     else:
         return False
-    return node.code == "int8" and affine and own.group % node.group == 0 and (node.least is not None or not least)
+    if node.levels:
+        holds = isinstance(own, Grouped) and own.levels and CODES[own.code].bits <= CODES[node.code].bits
+    else:
+        holds = node.code == "int8"
+    return holds and affine and own.shared() % node.group == 0 and (node.least is not None or not least)
 
 
 def check(tensor: Tensor, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
@@ -137,8 +141,8 @@ def read_node(dense: ArraySpec, node: Rounded, parts, tensors: dict[str, Any]) -
         for name, value in source.fields_for(node).items():
             if name not in fields:
                 fields[name] = empty((value.shape[1], *node.out), getattr(node, name).dtype)
-            out, step = fields[name], {columns: 1, 1: columns}.get(value.shape[1], node.shared)
-            turned = np.moveaxis(part.turn(source.spread(value, node)), dense.inputs, range(axes))
+            out, step = fields[name], {columns: 1, 1: columns}.get(value.shape[1], node.shared(name))
+            turned = np.moveaxis(part.turn(source.spread(name, value, node)), dense.inputs, range(axes))
             turned = turned.reshape(columns, *turned.shape[axes:])[::step]
             fill(out[(slice(None), *at[axes:])], narrowed(turned, out.dtype, source.scales))
     return node.join(fields)

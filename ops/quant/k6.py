@@ -1,0 +1,12 @@
+"""K6: codes of six bits with scales in two levels, as of GGUF's Q5_K and Q6_K; see `grouped.py`."""
+
+from .compressed import Scheme
+from .grouped import by_count
+
+CHOICES = None
+HEAD = None
+SPLITS = True
+STORED: dict[str, Scheme] = {}
+METHOD, MULTIPLE = None, 1
+
+kernels, spec = by_count("k6", 6)

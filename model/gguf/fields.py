@@ -46,7 +46,9 @@ class Fields:
 
 
 def product(each: np.ndarray, above: np.ndarray | None) -> np.ndarray:
-    return each if above is None else each * above.astype(np.float32)
+    if above is None:
+        return each
+    return each * above.astype(np.float32).repeat(each.shape[1] // above.shape[1], 1)
 
 
 def upper(blocks: np.ndarray, at: int) -> np.ndarray:

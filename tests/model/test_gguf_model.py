@@ -20,7 +20,7 @@ from quire.ops.quant.grouped import Grouped
 from quire.ops.quant.int4 import Int4
 
 KINDS = [*gguf_folder.KEPT, "F32", "F16", "BF16", "IQ3_S", "IQ2_XXS"]
-D, F, N, K, H = 256, 512, 8, 4, 32
+D, N, K = 256, 8, 4
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,8 @@ def dense_of(leaf) -> np.ndarray:
 
 def assert_is(weights, means: dict[str, np.ndarray]) -> None:
     """Bit for bit, but for the sign of a zero."""
+    D = means["model.embed_tokens.weight"].shape[1]
+    H = D // N
     for i, layer in enumerate(weights.layers):
         names = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
         q, k, v, o, gate, up, down = (means[f"model.layers.{i}.{name}.weight"].T for name in names)
@@ -80,7 +82,8 @@ def test_every_type_means_what_the_package_says(tmp_path, kind, caplog):
 )  # fmt: skip
 def test_types_that_are_mixed(tmp_path, kind, other, kept):
     """As in Q4_K_M: what is one matrix here is kept in codes that hold both, or is widened."""
-    means = tiny_gguf.write(tmp_path / "model.gguf", kind, other=other)
+    config = tiny_gguf.LLAMA | {"hidden_size": 512, "num_hidden_layers": 1}  # rows of two blocks
+    means = tiny_gguf.write(tmp_path / "model.gguf", kind, config, other=other)
     weights = read(tmp_path / "model.gguf")
     assert_is(weights, means)
     qkv = weights.layers[0].attention.qkv_DGH

@@ -126,7 +126,8 @@ double nibbles() {
   bool zeros = below(2);
   {
     P pool;
-    Int4 f{w.data(), scale.data(), zeros ? zero.data() : nullptr, zeros || Counts::MADE != -8 ? sums.data() : nullptr, group};
+    const float* taken = zeros || Int4::REST != 0 ? sums.data() : nullptr;
+    Int4 f{w.data(), {scale.data()}, {nullptr}, taken, group, zeros ? zero.data() : nullptr};
     product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
   }
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
@@ -150,7 +151,7 @@ double floats() {
   for (uint8_t& v : scale) v = static_cast<uint8_t>(124 + below(4));
   {
     P pool;
-    Mxfp4 f{w.data(), scale.data(), nullptr, nullptr, 32};
+    Mxfp4 f{w.data(), {scale.data()}, {nullptr}, nullptr, 32};
     product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
   }
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
@@ -161,36 +162,56 @@ double floats() {
   });
 }
 
-// Codes that count, of four bits or of eight, with a scale a group and perhaps what is taken off.
-template <typename P, typename Format>
+// Codes that count, of four bits, six or eight, with a scale a group and perhaps what is taken off.
+template <typename P, typename Format, typename Scale>
 double grouped() {
-  constexpr int64_t WORD = Format::WORD;
+  constexpr bool LEVELS = std::is_same_v<Scale, Levels>;
   Shape s;
+  if (LEVELS) s.K *= 2;
   Input x(s);
-  int64_t group = 16 << below(4), groups = s.K / group;
-  std::vector<uint32_t> w(s.blocks * LANES * s.K * Format::BITS / 32);
-  std::vector<float> scale(s.blocks * LANES * groups), least(scale.size()), sums(s.T * groups), y(s.T * s.O);
+  int64_t group = 16 << below(4), groups = s.K / group, supers = s.K / Levels::SUPER, outputs = s.blocks * LANES;
+  std::vector<uint32_t> w(outputs * s.K * Format::BITS / 32);
+  std::vector<typename Scale::Each> scale(outputs * groups), least(scale.size());
+  std::vector<uint16_t> above(LEVELS ? outputs * supers : 0);
+  std::vector<float> sums(s.T * groups), y(s.T * s.O);
   for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
-  for (float& v : scale) v = normal();
-  for (float& v : least) v = normal();
+  for (auto* both : {&scale, &least})
+    for (auto& v : *both) v = LEVELS ? below(256) - 128 : normal();
+  for (uint16_t& v : above) v = static_cast<uint16_t>(0x2000 + below(8) * 128);  // 2^-7 to 2^-5 in float16
   for (int64_t i = 0; i < s.T * s.K; ++i) sums[i / group] += value(x.rows[i]);
-  const float* taken = below(2) ? least.data() : nullptr;
+  bool taken = below(2);
+  auto shared = [&](const auto* each) {
+    if constexpr (LEVELS)
+      return Levels{each, above.data(), __builtin_ctzll(Levels::SUPER / group)};
+    else
+      return Wide{each};
+  };
   {
     P pool;
-    Format f{};
-    f.w = reinterpret_cast<decltype(f.w)>(w.data());
-    f.scale = scale.data(), f.x_sum = sums.data(), f.group = group;
-    f.least = WORD == 8 || taken ? least.data() : nullptr;
+    const float* x_sum = taken || Format::REST != 0 ? sums.data() : nullptr;
+    Format f{reinterpret_cast<const typename Format::Word*>(w.data()), shared(scale.data()),
+             shared(taken ? least.data() : nullptr), x_sum, group};
     product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
   }
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
-    double code;
-    if (WORD == 8)
-      code = w[(o / LANES * (s.K / 8) + k / 8) * LANES + o % LANES] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
-    else
-      code = reinterpret_cast<const int8_t*>(w.data())[(o / LANES * s.K + k / 2 * 2) * LANES + o % LANES * 2 + k % 2];
-    int64_t at = (o / LANES * groups + k / group) * LANES + o % LANES;
-    return x.at(t * s.K + k) * (code * scale[at] - (WORD == 8 || taken ? least[at] : 0));
+    int64_t block = o / LANES, lane = o % LANES, at = (block * groups + k / group) * LANES + lane;
+    double code, up = 1;
+    if (Format::BITS == 8) {
+      code = reinterpret_cast<const int8_t*>(w.data())[(block * s.K + k / 2 * 2) * LANES + lane * 2 + k % 2];
+    } else if (Format::BITS == 4) {
+      code = w[(block * (s.K / 8) + k / 8) * LANES + lane] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
+      if (!taken) code -= 8;
+    } else {
+      const uint32_t* words = w.data() + (block * (s.K / 16) + k / 16) * 3 * LANES + lane;
+      uint32_t low = words[k % 16 / 8 * LANES] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
+      uint32_t high = words[2 * LANES] >> (k % 2 * 16 + k % 16 / 2 * 2) & 3;
+      code = double(low + 16 * high) - (taken ? 0 : 32);
+    }
+    if (LEVELS) {
+      uint16_t bits = above[(block * supers + k / Levels::SUPER) * LANES + lane];
+      up = std::ldexp(1024 + bits % 1024, bits / 1024 - 25);
+    }
+    return x.at(t * s.K + k) * up * (code * scale[at] - (taken ? least[at] : 0));
   });
 }
 
@@ -201,8 +222,9 @@ int main() {
   for (int seed = 0; seed < 12; ++seed) {
     engine.seed(seed);
     for (double one : {dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), floats<Pool>(), dense<Parked>(), bytes<Parked>(),
-                       nibbles<Parked>(), floats<Parked>(), grouped<Pool, Uint4>(), grouped<Pool, Bytes<Signed>>(),
-                       grouped<Parked, Uint4>(), grouped<Parked, Bytes<Signed>>()})
+                       nibbles<Parked>(), floats<Parked>(), grouped<Pool, Uint4, Wide>(),
+                       grouped<Pool, Int8Groups, Wide>(), grouped<Pool, Four, Levels>(), grouped<Pool, Six, Levels>(),
+                       grouped<Parked, Uint4, Wide>(), grouped<Parked, Six, Levels>()})
       error = std::max(error, one);
   }
   std::printf("largest error %.2g\n", error);

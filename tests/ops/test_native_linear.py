@@ -183,7 +183,8 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     np.testing.assert_allclose(wide(got), plain, atol=size * near)
     exact = np.tensordot(wide(x), wide(w), len(into))
     worst = {
-        "int8": 0.02, "int4": 0.2, "fp8": 0.1, "nf4": 0.25, "fp4": 0.25, "iq4": 0.3, "nvfp4": 0.25, "k4": 0.2, "k6": 0.05,
+        "int8": 0.02, "int4": 0.2, "fp8": 0.1, "nf4": 0.25, "fp4": 0.25, "iq4": 0.3, "nvfp4": 0.25,
+        "k4": 0.2, "k6": 0.05,
     }[name.split("-")[0]]  # fmt: skip
     np.testing.assert_allclose(wide(got), exact, atol=worst * size)
     b = jnp.asarray(made(rng, (), out, np.float32)) if bias else None

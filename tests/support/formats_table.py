@@ -21,7 +21,7 @@ BEGIN, END = "<!-- tables: python tests/support/formats_table.py -->", "<!-- end
 NAMES = (
     "int8", "int8-weights", "int8-weights-128", "int8-weights-32-least", "int8-weights-16", "fp8", "fp8-weights",
     "fp8-weights-128", "int4-32", "int4-64", "int4-128-zero", "int4-32-least", "nf4", "iq4", "nvfp4", "mxfp4",
-    "fp4",
+    "fp4", "k4-16", "k4-32-least", "k6-16", "k6-32-least", "iq4-levels",
 )  # fmt: skip
 SIZE = 1024
 BLOCKS = {"weight_block_size": [128, 128]}
@@ -93,7 +93,8 @@ def formats() -> list[str]:
         assert isinstance(node, Rounded)
         rounds = {"int8": "int8", "float8": "FP8"}.get(node.rounds or "", "-")
         bits, (kernel,) = 8 * nbytes(node) / SIZE**2, quant.kernels(name)
-        kernel = CODES[node.code].kernel if isinstance(node, Grouped) else kernel
+        if isinstance(node, Grouped):
+            kernel, bits = node.kernel, bits - (8 - CODES[node.code].bits) * (not node.packed)
         splits = "yes" if quant.splits(name) else "no"
         rows.append(f"| `{name}` | {bits:.3g} | {rounds} | `{kernel}` | {on_hopper(node)} | {splits} |")
     return rows

@@ -8,7 +8,7 @@
 //   int8       group 4    the same
 //   eight bits group 2    of codes under rows of bfloat16: int8, FP8
 //   four bits  group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7: int4, MXFP4, NF4
-//   six bits   group 16   as of two groups of four bits, and a word with the two high bits of all sixteen
+//   six bits   group 16   three words, see Sixes
 //
 // Rows that are taken together lie interleaved, a group of each after the other: [input / group][rows][group].
 //
@@ -316,11 +316,14 @@ inline Numbers from_floats(const uint8_t* p, int i) {
 inline F load_half(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (F)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return (F)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
-  U wide = __builtin_convertvector(lanes<U16>(p), U);
-  // Exponent and mantissa moved into place, then 2^112 for the difference in bias: right for subnormals too.
-  F magnitude = (F)((wide & 0x7fffu) << 13) * 5.192296858534828e33f;
-  return (F)((U)magnitude | ((wide & 0x8000u) << 16));
+  // Subnormals by their own rule: as bits of a float they would be subnormal too, which XLA's threads take for zero.
+  U wide = __builtin_convertvector(lanes<U16>(p), U), size = wide & 0x7fffu;
+  F small = __builtin_convertvector((I)size, F) * 5.9604644775390625e-8f;  // 2^-24
+  U bits = size < 0x400u ? (U)small : (size << 13) + (112u << 23);
+  return (F)(bits | (wide & 0x8000u) << 16);
 #endif
 }
 
@@ -449,8 +452,14 @@ struct Bytes : Code {
   static Numbers part(const Word* w, int64_t at, int h, int i) { return Code::unpack(w + at * LANES + 2 * h * W, i); }
 };
 
-// Six bits that count: of sixteen inputs two words with the low four bits, as of Nibbles, then one with the high two, in
-// the same order. They become 128 + u: a bfloat16 holds it, and it is u with an exponent set.
+// Six bits that count, sixteen inputs in three words. The even inputs lie in the low halves and the odd ones in the high:
+//
+//   bits   0-5      6-11     12-15
+//          k0  k1   k2  k3   k12 k13, their low four
+//          k4  k5   k6  k7   k14 k15, their low four
+//          k8  k9   k10 k11  the high two of k12 k13, then of k14 k15
+//
+// They become 128 + u: a bfloat16 holds it, and it is u with an exponent set.
 struct Sixes {
   using Word = uint32_t;
   static constexpr int64_t WORD = 16, BITS = 6;
@@ -461,34 +470,36 @@ struct Sixes {
   static Numbers part(const Word* w, int64_t at, int h, int i) {
     constexpr uint32_t EACH = STEP == 2 ? 0x00010001 : 0x00010000;  // where a number ends: a float's is the high half
     const int pair = STEP == 2 ? i : i / 2, up = STEP == 2 || i % 2 ? 0 : 16;
-    const Word* words = w + at / 16 * 3 * LANES + h * W;
-    U low = moved(lanes<U>(words + pair / 4 * LANES), up - pair % 4 * 4);
-    U high = moved(lanes<U>(words + 2 * LANES), up + 4 - 2 * pair);
-    return (Numbers)((low & 0xf * EACH) | (high & 0x30 * EACH) | 0x4300 * EACH);
+    auto bits = [&](int word, int from, uint32_t mask, int to) {
+      return moved(lanes<U>(w + (at / 16 * 3 + word) * LANES + h * W), up + to - from) & (mask << to) * EACH;
+    };
+    if (pair < 6) return (Numbers)(bits(pair / 2, pair % 2 * 6, 63, 0) | 0x4300 * EACH);
+    return (Numbers)(bits(pair - 6, 12, 15, 0) | bits(2, 2 * pair, 3, 4) | 0x4300 * EACH);
   }
 };
 
-// What the groups of an output share, [O / 16, K / group, 16]: how it is kept. `shared` gives it of a block and a group.
-struct Wide {
+// What the groups of an output share, [O / 16, K / group, 16]: how it is kept. `shared` gives it of lanes of a group.
+struct Single {
+  static int64_t together(int64_t groups) { return groups; }
+  F above(int64_t, int) const { return F{}; }
+};
+struct Wide : Single {
   using Each = float;
   const Each* each;
-  F shared(int64_t block, int64_t g, int64_t groups, int h) const {
-    return lanes<F>(each + (block * groups + g) * LANES + h * W);
-  }
+  explicit Wide(const Each* each) : each(each) {}
+  F shared(int64_t at, F) const { return lanes<F>(each + at); }
 };
-struct Float16 {
+struct Float16 : Single {
   using Each = uint16_t;
   const Each* each;
-  F shared(int64_t block, int64_t g, int64_t groups, int h) const {
-    return load_half(each + (block * groups + g) * LANES + h * W);
-  }
+  explicit Float16(const Each* each) : each(each) {}
+  F shared(int64_t at, F) const { return load_half(each + at); }
 };
-struct Exponent {  // 127 + that of a power of two
+struct Exponent : Single {  // 127 + that of a power of two
   using Each = uint8_t;
   const Each* each;
-  F shared(int64_t block, int64_t g, int64_t groups, int h) const {
-    return (F)(__builtin_convertvector(lanes<U8>(each + (block * groups + g) * LANES + h * W), U) << 23);
-  }
+  explicit Exponent(const Each* each) : each(each) {}
+  F shared(int64_t at, F) const { return (F)(__builtin_convertvector(lanes<U8>(each + at), U) << 23); }
 };
 // A whole number times a float16 that SUPER inputs share, [O / 16, K / SUPER, 16].
 struct Levels {
@@ -496,11 +507,11 @@ struct Levels {
   static constexpr int64_t SUPER = 256;
   const Each* each;
   const uint16_t* super;
-  int shift;  // 1 << shift groups are SUPER inputs
-  F shared(int64_t block, int64_t g, int64_t groups, int h) const {
-    I8 whole = lanes<I8>(each + (block * groups + g) * LANES + h * W);
-    F above = load_half(super + (block * (groups >> shift) + (g >> shift)) * LANES + h * W);
-    return __builtin_convertvector(__builtin_convertvector(whole, I), F) * above;  // exact
+  int64_t groups;  // of SUPER inputs
+  int64_t together(int64_t) const { return groups; }
+  F above(int64_t place, int h) const { return load_half(super + place * LANES + h * W); }
+  F shared(int64_t at, F above) const {
+    return __builtin_convertvector(__builtin_convertvector(lanes<I8>(each + at), I), F) * above;  // exact
   }
 };
 
@@ -529,23 +540,29 @@ struct Grouped {
 
   template <int R, int N, bool WIDE>
   void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
-    int64_t groups = K / group;
+    int64_t groups = K / group, together = scale.together(groups);
     std::memset(out, 0, sizeof(out));
+    F above[N][H], least_above[N][H];
     for (int64_t g = 0; g < groups; ++g) {
+      if (g % together == 0)
+        UNROLL for (int n = 0; n < N; ++n)
+          UNROLL for (int h = 0; h < H; ++h) {
+            int64_t place = (panel.block[n] * groups + g) / together;
+            above[n][h] = scale.above(place, h);
+            if (least.each) least_above[n][h] = least.above(place, h);
+          }
       F sum[R][N][H] = {};
       for (int64_t k = g * group; k < (g + 1) * group; k += WORD) add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
       UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int h = 0; h < H; ++h) {
-          F s = scale.shared(panel.block[n], g, groups, h) * Codes::UNIT, z = F{} + REST;
+          int64_t at = (panel.block[n] * groups + g) * LANES + h * W;
+          F s = scale.shared(at, above[n][h]) * Codes::UNIT, z = F{} + REST;
           if (least.each) {
-            F off = Codes::MADE * s + least.shared(panel.block[n], g, groups, h);
+            F off = Codes::MADE * s + least.shared(at, least_above[n][h]);
             UNROLL for (int r = 0; r < R; ++r) out[r][n][h] += s * sum[r][n][h] - off * x_sum[(row + r) * groups + g];
             continue;
           }
-          if (zero) {
-            U8 own = lanes<U8>(zero + (panel.block[n] * groups + g) * LANES + h * W);
-            z = Codes::MADE + __builtin_convertvector(own, F);
-          }
+          if (zero) z = Codes::MADE + __builtin_convertvector(lanes<U8>(zero + at), F);
           UNROLL for (int r = 0; r < R; ++r) {
             if (x_sum) sum[r][n][h] -= z * x_sum[(row + r) * groups + g];
             out[r][n][h] += s * sum[r][n][h];

@@ -6,7 +6,7 @@ namespace {
 
 const char* grouped(const Call& call) {
   return grouped_products<FORMAT>(call, [](const Product& p, int64_t) {
-    return Shared<Wide>{{p.weight(2).data<float>()}, {p.weight(3).given<float>()}};
+    return Shared<Wide>{Wide(p.weight(2).data<float>()), Wide(p.weight(3).given<float>())};
   });
 }
 

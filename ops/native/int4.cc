@@ -6,7 +6,7 @@ namespace {
 
 const char* int4(const Call& call) {
   return grouped_products<Int4>(call, [](const Product& p, int64_t) {
-    return Shared<Float16>{{p.weight(2).data<uint16_t>()}, {nullptr}, p.weight(3).given<uint8_t>()};
+    return Shared<Float16>{Float16(p.weight(2).data<uint16_t>()), Float16(nullptr), p.weight(3).given<uint8_t>()};
   });
 }
 

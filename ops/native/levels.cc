@@ -6,8 +6,9 @@ namespace {
 
 const char* levels(const Call& call) {
   return grouped_products<FORMAT>(call, [](const Product& p, int64_t group) {
-    int shift = __builtin_ctzll(Levels::SUPER / group);
-    auto of = [&](int64_t i) { return Levels{p.weight(i).given<int8_t>(), p.weight(i + 2).given<uint16_t>(), shift}; };
+    auto of = [&](int64_t i) {
+      return Levels{p.weight(i).given<int8_t>(), p.weight(i + 2).given<uint16_t>(), Levels::SUPER / group};
+    };
     return Shared<Levels>{of(2), of(3)};
   });
 }

@@ -5,8 +5,9 @@ namespace quire {
 namespace {
 
 const char* mxfp4(const Call& call) {
-  return grouped_products<Mxfp4>(
-      call, [](const Product& p, int64_t) { return Shared<Exponent>{{p.weight(2).data<uint8_t>()}, {nullptr}}; });
+  return grouped_products<Mxfp4>(call, [](const Product& p, int64_t) {
+    return Shared<Exponent>{Exponent(p.weight(2).data<uint8_t>()), Exponent(nullptr)};
+  });
 }
 
 }  // namespace

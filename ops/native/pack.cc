@@ -86,12 +86,15 @@ extern "C" void quire_tile_int6(const uint8_t* from, uint32_t* to, int64_t K, in
     for (int64_t k = 0; k < K; ++k) {
       const uint8_t* in = from + k * O + block * LANES;
       uint32_t* words = out + k / 16 * 3 * LANES;
-      uint32_t* low = words + k % 16 / 8 * LANES;
-      uint32_t* high = words + 2 * LANES;
-      int64_t half = k % 2 * 16;
+      int64_t pair = k % 16 / 2, half = k % 2 * 16;
       for (int64_t lane = 0; lane < lanes; ++lane) {
-        low[lane] |= uint32_t{in[lane]} % 16 << (half + k % 8 / 2 * 4);
-        high[lane] |= uint32_t{in[lane]} / 16 << (half + k % 16 / 2 * 2);
+        uint32_t code = in[lane];
+        if (pair < 6) {
+          words[pair / 2 * LANES + lane] |= code << (half + pair % 2 * 6);
+        } else {
+          words[(pair - 6) * LANES + lane] |= code % 16 << (half + 12);
+          words[2 * LANES + lane] |= code / 16 << (half + 2 * pair);
+        }
       }
     }
   });

@@ -245,9 +245,15 @@ class TiledGroups(Product):
             return self.tiles[block, :, lane]
         if bits == 4:  # k0 k2 k4 k6 in the low half of a word, and k1 k3 k5 k7 in its high half
             return self.tiles[block, :, lane, None] >> low & np.uint32(15)
-        words = self.tiles[block, :, :, lane, None]
-        high = np.stack([np.arange(0, 16, 2), np.arange(16, 32, 2)], 1).reshape(2, 8).astype(np.uint32)
-        return words[:, :, :2] >> low & np.uint32(15) | (words[:, :, 2:] >> high & np.uint32(3)) << 4
+        words, pair, half = self.tiles[block, :, :, lane], np.arange(16) // 2, np.arange(16) % 2 * 16
+        last = pair >= 6  # those whose two high bits lie apart
+        low = words[:, :, np.where(last, pair - 6, pair // 2)] >> shifts(half, np.where(last, 12, pair % 2 * 6))
+        high = words[:, :, 2:] >> shifts(half, np.where(last, 2 * pair, 0))
+        return jnp.where(last, low & np.uint32(15) | (high & np.uint32(3)) << 4, low & np.uint32(63))
+
+
+def shifts(*parts: np.ndarray) -> np.ndarray:
+    return sum(parts).astype(np.uint32)
 
 
 def scaled(values_GO, super_SO, group: int):

@@ -12,6 +12,7 @@ import tiny_gguf
 from cases import cases, thinned
 
 from quire import LLM, SamplingParams
+from quire.model import partition
 from quire.model.checkpoint import gguf_folder, hub
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.config import ModelError
@@ -118,6 +119,16 @@ def test_the_head_and_the_embedding_in_one(tmp_path):
     x = np.random.default_rng(0).standard_normal((3, D)).astype(np.float32)
     right = x @ means["model.embed_tokens.weight"].T
     np.testing.assert_allclose(einsum("RD,VD->RV", jax.numpy.asarray(x), table), right, atol=0.1)
+
+
+def test_devices_may_not_cut_a_block(tmp_path):
+    """256 inputs share the upper level of a scale: a part has them whole."""
+    shape = {"hidden_size": 512, "num_hidden_layers": 1}
+    tiny_gguf.write(tmp_path / "model.gguf", "Q6_K", tiny_gguf.LLAMA | shape)
+    config = read_config(hub.resolve(str(tmp_path / "model.gguf")))
+    partition.check(config, 2, 1, 1)
+    with pytest.raises(ModelError, match="a matrix of 512 inputs is kept as 'k6-16', whose groups of 256 it would cut"):
+        partition.check(config, 4, 1, 1)
 
 
 def test_parts(tmp_path):

@@ -127,7 +127,7 @@ double nibbles() {
   {
     P pool;
     const float* taken = zeros || Int4::REST != 0 ? sums.data() : nullptr;
-    Int4 f{w.data(), {scale.data()}, {nullptr}, taken, group, zeros ? zero.data() : nullptr};
+    Int4 f{w.data(), Float16(scale.data()), Float16(nullptr), taken, group, zeros ? zero.data() : nullptr};
     product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
   }
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
@@ -151,7 +151,7 @@ double floats() {
   for (uint8_t& v : scale) v = static_cast<uint8_t>(124 + below(4));
   {
     P pool;
-    Mxfp4 f{w.data(), {scale.data()}, {nullptr}, nullptr, 32};
+    Mxfp4 f{w.data(), Exponent(scale.data()), Exponent(nullptr), nullptr, 32};
     product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
   }
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
@@ -182,9 +182,9 @@ double grouped() {
   bool taken = below(2);
   auto shared = [&](const auto* each) {
     if constexpr (LEVELS)
-      return Levels{each, above.data(), __builtin_ctzll(Levels::SUPER / group)};
+      return Levels{each, above.data(), Levels::SUPER / group};
     else
-      return Wide{each};
+      return Wide(each);
   };
   {
     P pool;
@@ -203,9 +203,11 @@ double grouped() {
       if (!taken) code -= 8;
     } else {
       const uint32_t* words = w.data() + (block * (s.K / 16) + k / 16) * 3 * LANES + lane;
-      uint32_t low = words[k % 16 / 8 * LANES] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
-      uint32_t high = words[2 * LANES] >> (k % 2 * 16 + k % 16 / 2 * 2) & 3;
-      code = double(low + 16 * high) - (taken ? 0 : 32);
+      int64_t pair = k % 16 / 2, half = k % 2 * 16;
+      uint32_t all = pair < 6 ? words[pair / 2 * LANES] >> (half + pair % 2 * 6) & 63
+                              : (words[(pair - 6) * LANES] >> (half + 12) & 15) |
+                                    (words[2 * LANES] >> (half + 2 * pair) & 3) << 4;
+      code = double(all) - (taken ? 0 : 32);
     }
     if (LEVELS) {
       uint16_t bits = above[(block * supers + k / Levels::SUPER) * LANES + lane];

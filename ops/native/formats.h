@@ -77,20 +77,20 @@ inline Numbers numbers(U bits, int i) { return (F)(i ? bits & 0xffff0000u : bits
 #endif
 
 // acc + the products of the WORD inputs from k on. One after the other for all outputs, so that no more than one number
-// of each row is in a register.
-template <bool WIDE, typename Format, int R, int N>
+// of each row is in a register. By recursion: a loop whose turns differ much is unrolled too late for sums in registers.
+template <bool WIDE, int i = 0, typename Format, int R, int N>
 __attribute__((always_inline)) inline void add_word(const Format& f, const Half* x, int64_t K, int64_t k,
                                                     const Panel& panel, F (&acc)[R][N][H]) {
-  UNROLL for (int i = 0; i < Format::WORD / STEP; ++i)
-    UNROLL for (int n = 0; n < N; ++n)
-      UNROLL for (int h = 0; h < H; ++h) {
-        Numbers w;
-        if constexpr (WIDE)
-          w = lanes<F>(panel.wide + (n * K + k + i) * LANES + h * W);
-        else
-          w = f.part(panel.block[n], K, k, h, i);
-        UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] = dot(acc[r][n][h], w, x + (k + i * STEP) * R + r * STEP);
-      }
+  UNROLL for (int n = 0; n < N; ++n)
+    UNROLL for (int h = 0; h < H; ++h) {
+      Numbers w;
+      if constexpr (WIDE)
+        w = lanes<F>(panel.wide + (n * K + k + i) * LANES + h * W);
+      else
+        w = f.part(panel.block[n], K, k, h, i);
+      UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] = dot(acc[r][n][h], w, x + (k + i * STEP) * R + r * STEP);
+    }
+  if constexpr (i + 1 < Format::WORD / STEP) add_word<WIDE, i + 1>(f, x, K, k, panel, acc);
 }
 
 // A block of weights as floats.
@@ -327,6 +327,26 @@ inline F load_half(const uint16_t* p) {
 #endif
 }
 
+// Bytes as floats; what the compiler makes of such a conversion goes through memory, lane by lane.
+inline F load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(lanes<I8>(p), I), F);
+#endif
+}
+inline F load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadu_si64(p)));
+#else
+  return __builtin_convertvector(lanes<U8>(p), F);
+#endif
+}
+
 // The i-th STEP of the eight codes of four bits in each lane.
 #if defined(__AVX512BF16__)
 // By a table of bfloat16.
@@ -511,7 +531,7 @@ struct Levels {
   int64_t together(int64_t) const { return groups; }
   F above(int64_t place, int h) const { return load_half(super + place * LANES + h * W); }
   F shared(int64_t at, F above) const {
-    return __builtin_convertvector(__builtin_convertvector(lanes<I8>(each + at), I), F) * above;  // exact
+    return load_bytes(each + at) * above;  // exact
   }
 };
 
@@ -562,7 +582,7 @@ struct Grouped {
             UNROLL for (int r = 0; r < R; ++r) out[r][n][h] += s * sum[r][n][h] - off * x_sum[(row + r) * groups + g];
             continue;
           }
-          if (zero) z = Codes::MADE + __builtin_convertvector(lanes<U8>(zero + at), F);
+          if (zero) z = Codes::MADE + load_bytes(zero + at);
           UNROLL for (int r = 0; r < R; ++r) {
             if (x_sum) sum[r][n][h] -= z * x_sum[(row + r) * groups + g];
             out[r][n][h] += s * sum[r][n][h];

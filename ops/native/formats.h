@@ -491,7 +491,7 @@ struct Sixes {
     constexpr uint32_t EACH = STEP == 2 ? 0x00010001 : 0x00010000;  // where a number ends: a float's is the high half
     const int pair = STEP == 2 ? i : i / 2, up = STEP == 2 || i % 2 ? 0 : 16;
     auto bits = [&](int word, int from, uint32_t mask, int to) {
-      return moved(lanes<U>(w + (at / 16 * 3 + word) * LANES + h * W), up + to - from) & (mask << to) * EACH;
+      return moved(lanes<U>(w + ((at >> 4) * 3 + word) * LANES + h * W), up + to - from) & (mask << to) * EACH;
     };
     if (pair < 6) return (Numbers)(bits(pair / 2, pair % 2 * 6, 63, 0) | 0x4300 * EACH);
     return (Numbers)(bits(pair - 6, 12, 15, 0) | bits(2, 2 * pair, 3, 4) | 0x4300 * EACH);
@@ -576,16 +576,12 @@ struct Grouped {
       UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int h = 0; h < H; ++h) {
           int64_t at = (panel.block[n] * groups + g) * LANES + h * W;
-          F s = scale.shared(at, above[n][h]) * Codes::UNIT, z = F{} + REST;
-          if (least.each) {
-            F off = Codes::MADE * s + least.shared(at, least_above[n][h]);
-            UNROLL for (int r = 0; r < R; ++r) out[r][n][h] += s * sum[r][n][h] - off * x_sum[(row + r) * groups + g];
-            continue;
-          }
-          if (zero) z = Codes::MADE + load_bytes(zero + at);
+          F s = scale.shared(at, above[n][h]) * Codes::UNIT, off = REST * s;
+          if (least.each) off = Codes::MADE * s + least.shared(at, least_above[n][h]);
+          if (zero) off = (Codes::MADE + load_bytes(zero + at)) * s;
           UNROLL for (int r = 0; r < R; ++r) {
-            if (x_sum) sum[r][n][h] -= z * x_sum[(row + r) * groups + g];
             out[r][n][h] += s * sum[r][n][h];
+            if (REST != 0 || x_sum) out[r][n][h] -= off * x_sum[(row + r) * groups + g];
           }
         }
       asm volatile("" ::"r"(out) : "memory");  // the whole sums wait in memory: registers are for a group's

@@ -1,4 +1,4 @@
-"""`quire quantize`: a checkpoint with rounded weights, in a format that vLLM reads too."""
+"""`quire quantize`: a checkpoint with rounded weights, in a layout that other engines read too."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +9,7 @@ from . import options as o
 
 CALIBRATION = "Calibration"
 NEAREST = "rtn"
+COMPRESSED = "compressed-tensors"
 
 
 @o.takes_engine(only=o.SOURCE)
@@ -19,6 +20,14 @@ def main(
         str,
         typer.Option(help=o.ENGINE_FLAGS["quantization"].__metadata__[0].help, show_default=False),
     ],
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="How the weights lie in files: compressed-tensors, or as GPTQModel (gptq) or AutoAWQ (awq: int4 with "
+            "zero points) write them.",
+            metavar="LAYOUT",
+        ),
+    ] = COMPRESSED,
     method: Annotated[
         str,
         typer.Option(
@@ -44,7 +53,7 @@ def main(
     *,
     engine: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Round a model's weights and write them in the compressed-tensors format, which vLLM reads too.
+    """Round a model's weights and write them in a layout that other engines read too.
 
     With calibration text a layer at a time is in memory. A run that was stopped goes on when it is started again.
     """
@@ -62,7 +71,7 @@ def main(
     if calibration is None:
         with Progress(transient=True) as bars:
             bar = bars.add_task("rounding", total=before)
-            count = quantized.save(folder, out, config, lambda read: bars.advance(bar, read), overrides)
+            count = quantized.save(folder, out, config, lambda read: bars.advance(bar, read), overrides, layout=layout)
     else:
         from ..model.quantize import samples, session
         from ..model.text.tokenizer import Tokenizer
@@ -73,12 +82,13 @@ def main(
         with Progress(*columns, transient=True) as bars:
             bar = bars.add_task("layers", total=len(config.layers))
             count = session.save(
-                folder, out, config, method, pieces, lambda done: bars.update(bar, completed=done), overrides, act_order
-            )
+                folder, out, config, method, pieces, lambda done: bars.update(bar, completed=done), overrides,
+                act_order, layout,
+            )  # fmt: skip
         print(f"{method} over {sum(map(len, pieces)):,} tokens of {calibration}, {len(pieces)} pieces")
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     experts = "; experts stay as they are" if quantized.keeps_experts(out) else ""
     print(
         f"wrote {out}: {size / 2**20:.1f} MiB of weights from {before / 2**20:.1f} MiB, {count} matrices in "
-        f"{quantization}{experts}"
+        f"{quantization}, laid out as {layout}{experts}"
     )

@@ -1,4 +1,4 @@
-"""A checkpoint with its matrices rounded, written tensor by tensor in the form that vLLM reads."""
+"""A checkpoint with its matrices rounded, written tensor by tensor in one of the layouts that other engines read."""
 
 import json
 import os
@@ -12,18 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...ops.quant import FormatError
+from ...ops.quant.compressed import Layout
 from ...sharding.spec import ArraySpec
 from ..config import ModelConfig, ModelError
-from ..stored_format import StoredGroup
+from ..stored_format import StoredFormat
 from ..weights import abstract, dense_specs
 from .folder import merged, read_json
 from .loader import find_parts
 from .orbax import holds_weights, write_rest
-from .published.compressed_tensors import layout, quantization_config, round_matrix, stored_format
-from .safetensors import INDEX, SINGLE, Tensor, write_tensors
+from .published import described_as, round_matrix, split, writer_of
+from .safetensors import INDEX, SINGLE, Tensor, find_tensors, write_tensors
 
 EXPERTS = r"re:.*\.experts\..*"
+LAYOUT = "compressed-tensors"  # one of `published.LAYOUTS`, unless another is asked for
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,16 @@ class Plan:
     hf: dict[str, Any]  # its config.json
     tensors: list[Tensor]
     matrices: set[str]  # the names of those to round
-    stored: StoredGroup
+    stored: StoredFormat
+
+    def endings(self, tensor: Tensor) -> Layout:
+        """The tensors of a matrix that is to be rounded."""
+        return writer_of(self.stored.method).layout(tensor.name, self.stored.groups[0], tensor.shape)
 
 
-def plan(folder: Path, out: Path, config: ModelConfig, hf_overrides: Mapping[str, Any] | None = None) -> Plan:
+def plan(
+    folder: Path, out: Path, config: ModelConfig, hf_overrides: Mapping[str, Any] | None = None, layout: str = LAYOUT
+) -> Plan:
     """What `save` would do; all that speaks against it is an error here, before anything is written."""
     if holds_weights(folder):
         raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
@@ -46,15 +53,14 @@ def plan(folder: Path, out: Path, config: ModelConfig, hf_overrides: Mapping[str
     if os.path.lexists(out):
         raise ModelError(f"{out} is there already; give a new folder")
     tensors, matrices, ignore = survey(folder, config)
-    try:
-        described = quantization_config(config.quant, ignore)
-    except FormatError as error:
-        raise ModelError(f"quantization: {error}; it can be used while loading") from None
-    (stored,) = stored_format(described).groups
+    hf = source | {"quantization_config": described_as(layout, config.quant, ignore)}
+    stored = split(hf)[1]
+    assert stored is not None
+    found = Plan(hf, tensors, matrices, stored)
     for tensor in tensors:
         if tensor.name in matrices:
-            layout(tensor.name, stored, tensor.shape)
-    return Plan(source | {"quantization_config": described}, tensors, matrices, stored)
+            found.endings(tensor)  # refuses shapes that the layout has no form for
+    return found
 
 
 def save(
@@ -64,13 +70,14 @@ def save(
     progress: Callable[[int], None] = lambda count: None,
     hf_overrides: Mapping[str, Any] | None = None,
     made: Mapping[str, Tensor] | None = None,
+    layout: str = LAYOUT,
 ) -> int:
     """Write `folder` to `out` with its matrices in the format `config.quant`; returns how many were rounded.
 
     `out` appears once it is complete. Embeddings, norms, routers and the head stay as they are, and so do experts that
-    share one tensor: the compressed-tensors form has matrices only. What was `made` before is taken from there.
+    share one tensor: the layouts have matrices only. What was `made` before is taken from there.
     """
-    found = plan(folder, out, config, hf_overrides)
+    found = plan(folder, out, config, hf_overrides, layout)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)
@@ -109,7 +116,7 @@ def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], set[str], l
 
 def keeps_experts(out: Path) -> bool:
     """Whether a folder that `save` wrote has experts that were left as they are."""
-    return EXPERTS in read_json(out / "config.json")["quantization_config"]["ignore"]
+    return any(".experts." in name and len(tensor.shape) > 2 for name, tensor in find_tensors(out).items())
 
 
 def write_weights(
@@ -126,8 +133,7 @@ def write_weights(
             if tensor.name in plan.matrices:
                 stem = tensor.name.removesuffix(".weight")
                 shapes |= {
-                    stem + ending: (dtypes[0], each[0])
-                    for ending, (dtypes, each) in layout(tensor.name, plan.stored, tensor.shape).items()
+                    stem + ending: (dtypes[0], each[0]) for ending, (dtypes, each) in plan.endings(tensor).items()
                 }
             else:
                 shapes[tensor.name] = tensor.dtype, tensor.shape
@@ -145,7 +151,7 @@ def values(
 ) -> Iterator[np.ndarray]:
     """The tensors of a file in the order of its layout, one in memory at a time."""
     for tensor in tensors:
-        endings = layout(tensor.name, plan.stored, tensor.shape) if tensor.name in plan.matrices else ()
+        endings = plan.endings(tensor) if tensor.name in plan.matrices else ()
         stem = tensor.name.removesuffix(".weight")
         if endings and all(stem + ending in made for ending in endings):
             yield from (made[stem + ending].read() for ending in endings)

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...ops import quant
+from ...ops.quant.grouped import Grouped
+from ...ops.quant.int4 import Int4
+from ...ops.quant.int8 import Int8
 from ..config import ModelError
 
 
@@ -74,12 +77,15 @@ def inverted(scales: np.ndarray) -> np.ndarray:
 
 
 def grid_of(name: str) -> Grid:
-    """The codes of a format, by what it says of itself."""
-    weights = quant.stored_schemes()[quant.stored_name(name)].weights
-    if weights["type"] != "int":
-        whole = [known for known, scheme in quant.stored_schemes().items() if scheme.weights["type"] == "int"]
-        raise ModelError(
-            f"quantization is {name!r}, whose codes are no whole numbers; this method rounds to {', '.join(whole)}"
-        )
-    scale: Any = quant.example(name)
-    return Grid(weights["num_bits"], weights.get("group_size"), not weights["symmetric"], np.dtype(scale.scale.dtype))
+    """The codes of a format."""
+    node = quant.example(name)
+    if isinstance(node, Int4):
+        return Grid(4, node.group, node.zero is not None)
+    if isinstance(node, Int8):
+        return Grid(8, None, scale_dtype=np.float32)
+    if isinstance(node, Grouped) and node.code == "int8" and node.least is None:
+        return Grid(8, node.group)
+    whole = [known for known, scheme in quant.stored_schemes().items() if scheme.weights["type"] == "int"]
+    raise ModelError(
+        f"quantization is {name!r}, whose codes are no whole numbers; this method rounds to {', '.join(whole)}"
+    )

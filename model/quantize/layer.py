@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...ops import quant
-from ...sharding.spec import ArraySpec
-from ..checkpoint.published.compressed_tensors import round_matrix
+from ..checkpoint.published import round_matrix, specs_of, writer_of
 from ..config import ModelError
-from ..stored_format import StoredGroup
+from ..stored_format import StoredFormat
 from . import awq, smoothquant
 from .folds import Fold, divide_norm, divisors, folds
 from .gptq import gptq
@@ -26,21 +25,26 @@ class Method:
     """One of METHODS, and the format that it rounds to."""
 
     name: str
-    stored: StoredGroup
+    stored: StoredFormat
     act_order: bool = True  # of gptq
 
     def __post_init__(self):
         if self.name not in METHODS:
             raise ModelError(f"method is {self.name!r}; it can be rtn, {', '.join(METHODS)}")
-        schemes = quant.stored_schemes()
         if self.name != "smoothquant":
-            grid_of(self.stored.quant)  # refuses formats that it cannot round to
-        elif schemes[self.stored.quant].activations is None:
+            grid_of(self.quant)  # refuses formats that it cannot round to
+        elif quant.example(self.quant).rounds is None:
+            schemes = quant.stored_schemes()
             right = ", ".join(name for name, scheme in schemes.items() if scheme.activations is not None)
             raise ModelError(
                 f"method is 'smoothquant', which is for formats that round activations: {right}; quantization is "
-                f"{self.stored.quant!r}"
+                f"{self.quant!r}"
             )
+
+    @property
+    def quant(self) -> str:
+        assert self.stored.quant is not None
+        return self.stored.quant
 
     @property
     def folds(self) -> bool:
@@ -48,7 +52,7 @@ class Method:
 
     @property
     def grid(self) -> Grid:
-        return grid_of(self.stored.quant)
+        return grid_of(self.quant)
 
     def scales(self, W: np.ndarray, inputs: Inputs, fold: Fold) -> np.ndarray:
         """By what the inputs of W [O, I] are to be divided."""
@@ -70,10 +74,10 @@ class Method:
         return [round_matrix(matrix, self.stored) for matrix in np.split(W, ends)]
 
 
-def stored_tensors(coded: Coded, stored: StoredGroup) -> dict[str, np.ndarray]:
-    rows, columns = coded.codes.shape
-    specs = quant.packed(stored.quant, ArraySpec((columns, rows), np.float32, (None, None), inputs=(0,)))
-    return specs.coded(coded.codes.T, coded.scales.T, coded.zeros.T).parts(stored.form)
+def stored_tensors(coded: Coded, stored: StoredFormat) -> dict[str, np.ndarray]:
+    (group,) = stored.groups
+    node = specs_of(group, *coded.codes.shape).coded(coded.codes.T, coded.scales.T, coded.zeros.T)
+    return writer_of(stored.method).parts(node, group)
 
 
 def round_layer(source: Source, index: int, inputs: Mapping[Key, Inputs], method: Method) -> dict[str, np.ndarray]:

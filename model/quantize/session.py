@@ -29,13 +29,14 @@ def save(
     progress: Callable[[int], None] = lambda done: None,
     hf_overrides: Mapping[str, Any] | None = None,
     act_order: bool = True,
+    layout: str = quantized.LAYOUT,
 ) -> int:
     """As `quantized.save`, by a method that looks at the samples; `progress` is told how many layers are done.
 
     The matrices of a layer see what comes out of rounded layers before it.
     """
     whole.check(config)
-    plan = quantized.plan(folder, out, config, hf_overrides)
+    plan = quantized.plan(folder, out, config, hf_overrides, layout)
     how = Method(method, plan.stored, act_order)
     source = Source.of(folder, config, plan.stored)
     if how.folds and not any(folds(config, index, source.leaves(index)) for index in range(len(config.layers))):
@@ -49,7 +50,7 @@ def save(
         made = round_layers(source, how, samples, done, progress)
     except OSError as error:
         raise ModelError(f"{done} cannot be written: {error.strerror}") from None
-    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, made=made)
+    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, made=made, layout=layout)
     shutil.rmtree(done)
     return count
 
@@ -64,7 +65,8 @@ def asked(
         "files": files,
         "hf_overrides": dict(hf_overrides or {}),
         "dtype": config.dtype,
-        "quantization": how.stored.quant,
+        "quantization": how.quant,
+        "layout": how.stored.method,
         "method": how.name,
         "act_order": how.act_order,
         "calibration": hashlib.sha256(json.dumps([list(map(int, ids)) for ids in samples]).encode()).hexdigest(),

@@ -13,10 +13,10 @@ import numpy as np
 from ...sharding.spec import ArraySpec
 from ..checkpoint.dense_leaf import read_leaf
 from ..checkpoint.loader import find_parts
-from ..checkpoint.published.compressed_tensors import gather
+from ..checkpoint.published import gather
 from ..checkpoint.safetensors import Tensor
 from ..config import ModelConfig
-from ..stored_format import StoredFormat, StoredGroup
+from ..stored_format import StoredFormat
 from ..weights import LayerWeights, ModelWeights, abstract, dense_specs
 from .inputs import Inputs, Watched, WatchedStack, measured, none_yet
 from .whole import Batch
@@ -49,12 +49,12 @@ class Source:
     """A folder's tensors by their family's names, and the configuration that they are to be written with."""
 
     config: ModelConfig
-    stored: StoredGroup
+    stored: StoredFormat
     tensors: Mapping[str, Tensor]
     parts: ModelWeights
 
     @classmethod
-    def of(cls, folder: Path, config: ModelConfig, stored: StoredGroup) -> "Source":
+    def of(cls, folder: Path, config: ModelConfig, stored: StoredFormat) -> "Source":
         return cls(config, stored, *find_parts(folder, config))
 
     @cached_property
@@ -94,7 +94,7 @@ class Source:
 
     def layer(self, index: int, made: Mapping[str, Tensor] | None = None) -> LayerWeights:
         """The dense weights of a layer; tensors that were `made`, by their names in files, stand for its own."""
-        found: Mapping[str, Any] = gather(dict(made or {}), StoredFormat("compressed-tensors", (self.stored,)))
+        found: Mapping[str, Any] = gather(dict(made or {}), self.stored)
         tensors = {name: found.get(tensor.name, tensor) for name, tensor in self.tensors.items()}
         leaves = [jnp.asarray(read_leaf(leaf.spec, leaf.parts, tensors)) for leaf in self.leaves(index).values()]
         return jax.tree.unflatten(jax.tree.structure(self.specs.layers[index]), leaves)

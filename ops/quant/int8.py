@@ -24,7 +24,7 @@ from .grouped import spec as grouped
 LIMIT = 127
 GROUPS = ("16", "32", "64", "128")
 
-CHOICES = "int8, int8-weights (activations stay as they are)"
+CHOICES = "int8, int8-weights (activations stay as they are), int8-weights-128 (a group of 16, 32, 64 or 128)"
 HEAD = "int8"
 SPLITS = True
 METHOD, MULTIPLE = None, 1

@@ -58,7 +58,7 @@ def some(*names: str) -> list:
 
 def source_of(folder: Path, name: str = "int8") -> Source:
     config = read_config(folder, "float32", quantization=name)
-    return Source.of(folder, config, stored_format(quantization_config(name, [])).groups[0])
+    return Source.of(folder, config, stored_format(quantization_config(name, [])))
 
 
 def variant_source(variant, folder: Path, name: str = "int8") -> Source:

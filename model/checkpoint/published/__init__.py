@@ -1,11 +1,21 @@
-"""Quantised checkpoints as they are published: for each quant_method a module that reads its config and its tensors."""
+"""Quantised checkpoints as they are published: for each quant_method a module that reads its config and its tensors.
+
+Those in `LAYOUTS` write them too.
+"""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from ...stored_format import StoredFormat
+import numpy as np
+
+from ....ops import quant
+from ....ops.quant import Rounded
+from ....ops.quant.compressed import Layout
+from ....sharding.spec import ArraySpec
+from ...config import ModelError
+from ...stored_format import StoredFormat, StoredGroup
 from ..folder import read_json
 from ..safetensors import Tensor
 from .matrix import Matrix
@@ -27,6 +37,8 @@ METHODS = {
     "modelopt_fp4": ".modelopt",
 }
 
+LAYOUTS = ("compressed-tensors", "gptq", "awq")  # those of METHODS whose modules are a `Writer`
+
 
 class Method(Protocol):
     """A module of this package."""
@@ -37,6 +49,24 @@ class Method(Protocol):
 
     def gather(self, tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
         """The tensors of a checkpoint with each quantised matrix as one, under the name that it would have dense."""
+        ...
+
+
+class Writer(Method, Protocol):
+    """A module that writes such checkpoints too."""
+
+    WRITES: Sequence[str]  # the formats whose codes it has a form for, by their names with all options
+
+    def quantization_config(self, name: str, ignore: Sequence[str]) -> dict[str, Any]:
+        """What `stored_format` reads: all linear modules in one format, but those that are to be ignored."""
+        ...
+
+    def layout(self, name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
+        """The tensors of a matrix [out, in]; `name` is for the error where the format can keep none of this shape."""
+        ...
+
+    def parts(self, node: Rounded, group: StoredGroup) -> dict[str, np.ndarray]:
+        """The tensors of a rounded matrix, whose node has one axis in and one out, by the endings of their names."""
         ...
 
 
@@ -65,3 +95,38 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat | None) -> dict[str,
 
 def module_of(method: str) -> Method:
     return cast(Method, importlib.import_module(METHODS[method], __name__))
+
+
+def writer_of(layout: str) -> Writer:
+    """The module that writes a layout."""
+    if layout not in LAYOUTS:
+        raise ModelError(f"layout is {layout!r}; it can be {', '.join(LAYOUTS)}")
+    return cast(Writer, module_of(layout))
+
+
+def described_as(layout: str, name: str, ignore: Sequence[str]) -> dict[str, Any]:
+    """quantization_config of a checkpoint in a layout whose matrices are kept in a format."""
+    writer = writer_of(layout)
+    if (found := own_name(writer, name)) is None:
+        others = [other for other in LAYOUTS if own_name(writer_of(other), name) is not None]
+        remedy = f"which layout {' or '.join(others)} has" if others else "which can be used while loading"
+        raise ModelError(
+            f"layout is {layout!r}, which has {', '.join(writer.WRITES)}; quantization is {name!r}, {remedy}"
+        )
+    return writer.quantization_config(found, ignore)
+
+
+def own_name(writer: Writer, name: str) -> str | None:
+    """A format by the name that says all its options, where a writer has a form for it."""
+    return next((own for own in writer.WRITES if quant.example(own) == quant.example(name)), None)
+
+
+def specs_of(group: StoredGroup, rows: int, columns: int) -> Rounded:
+    """The specs of a matrix [rows, columns] in a group's format."""
+    return quant.packed(group.quant, ArraySpec((columns, rows), np.float32, (None, None), inputs=(0,)))
+
+
+def round_matrix(value: np.ndarray, stored: StoredFormat) -> dict[str, np.ndarray]:
+    """The tensors of a dense matrix [out, in]; each output is rounded by itself, so that they may be fused later."""
+    (group,) = stored.groups
+    return writer_of(stored.method).parts(specs_of(group, *value.shape).quantize(value.T), group)

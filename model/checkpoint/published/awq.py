@@ -5,15 +5,29 @@ qzeros   int32 [in / group, out / 8]
 scales   float16 [in / group, out]
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ....ops import quant
+from ....ops.quant import Rounded
+from ....ops.quant.compressed import Layout
 from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
-from .integers import FLOATS, IntegerMatrix, Integers, group_of, groups_of, sides, truth, whole_number
+from .integers import (
+    FLOATS,
+    IntegerMatrix,
+    Integers,
+    group_of,
+    groups_of,
+    numbers_of,
+    sides,
+    sizes_of,
+    truth,
+    whole_number,
+)  # fmt: skip
 from .keys import HERE, known, patterns
 from .matrix import Matrix, check, take
 
@@ -41,6 +55,12 @@ def outputs(words: np.ndarray) -> np.ndarray:
     return (words.view(np.uint32)[:, :, None] >> shifts & np.uint32(15)).astype(np.uint8).reshape(len(words), -1)
 
 
+def words(codes: np.ndarray) -> np.ndarray:
+    """The words of `outputs`."""
+    each = codes.astype(np.uint32).reshape(len(codes), -1, 8)
+    return np.bitwise_or.reduce(each << (4 * PLACES).astype(np.uint32), axis=2).view(np.int32)
+
+
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     said = known(HERE, config, KEYS)
     said = {"bits": said.get("w_bit", 4), "group_size": said.get("q_group_size")} | said
@@ -66,3 +86,30 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     check(tensors[".qzeros"], ("int32",), (groups, words))
     check(tensors[".scales"], FLOATS, (groups, 8 * words))
     return AwqMatrix(f"{stem}.weight", (8 * words, columns), group, tensors)
+
+
+WRITES = tuple(f"int4-{size}-zero" for size in (32, 64, 128))
+
+
+def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
+    """As AutoAWQ writes it: modules are spared whose names hold one of these."""
+    spared = [".experts" if module.startswith("re:") else module for module in ignore if module != "lm_head"]
+    return {
+        "quant_method": "awq", "bits": 4, "group_size": quant.example(name).shared, "zero_point": True,
+        "version": "gemm", "modules_to_not_convert": spared or None,
+    }  # fmt: skip
+
+
+def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
+    assert isinstance(group.form, Integers)
+    rows, columns, groups = sizes_of(name, shape, group.form)
+    return {
+        ".qweight": (("int32",), ((columns, rows // 8),)),
+        ".qzeros": (("int32",), ((groups, rows // 8),)),
+        ".scales": (("float16",), ((groups, rows),)),
+    }
+
+
+def parts(node: Rounded, group: StoredGroup) -> dict[str, np.ndarray]:
+    codes, scales, zeros = numbers_of(node)
+    return {".qweight": words(codes), ".qzeros": words(zeros), ".scales": scales}

@@ -5,16 +5,15 @@ which. What is not understood of quantization_config is an error.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ....ops import quant
-from ....ops.quant import FormatError, Scheme, stored_name, stored_schemes
+from ....ops.quant import FormatError, Rounded, Scheme, stored_schemes
 from ....ops.quant.compressed import Layout
-from ....sharding.spec import ArraySpec
 from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
@@ -135,9 +134,11 @@ def matching(where: str, said: dict[str, Any], schemes: dict[str, Scheme], part:
     return schemes
 
 
-def quantization_config(quant: str, ignore: list[str]) -> dict[str, Any]:
-    """What `stored_format` reads: all linear modules in one format, but those that are to be ignored."""
-    scheme = stored_schemes()[stored_name(quant)]
+WRITES = tuple(stored_schemes())
+
+
+def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
+    scheme = stored_schemes()[name]
     return {
         "quant_method": "compressed-tensors",
         "format": scheme.forms[0],
@@ -150,7 +151,7 @@ def quantization_config(quant: str, ignore: list[str]) -> dict[str, Any]:
                 "output_activations": None,
             }
         },
-        "ignore": ignore,
+        "ignore": list(ignore),
     }
 
 
@@ -215,8 +216,5 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     return Coded(f"{stem}.weight", shape, group, tensors)
 
 
-def round_matrix(value: np.ndarray, group: StoredGroup) -> dict[str, np.ndarray]:
-    """The tensors of a dense matrix [out, in]; each output is rounded by itself, so that they may be fused later."""
-    rows, columns = value.shape
-    specs = quant.packed(group.quant, ArraySpec((columns, rows), value.dtype, (None, None), inputs=(0,)))
-    return specs.quantize(value.T).parts(group.form)
+def parts(node: Rounded, group: StoredGroup) -> dict[str, np.ndarray]:
+    return node.parts(group.form)

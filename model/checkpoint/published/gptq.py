@@ -6,16 +6,34 @@ scales   float16 [groups, out]
 g_idx    int32 [in]: the group of each input, in order unless desc_act
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ....ops import quant
+from ....ops.quant import Rounded
+from ....ops.quant.compressed import Layout
+from ....ops.quant.int4 import Int4
 from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
-from .integers import FLOATS, IntegerMatrix, Integers, group_of, groups_of, sides, truth, unpack, whole_number
+from .integers import (
+    FLOATS,
+    IntegerMatrix,
+    Integers,
+    group_of,
+    groups_of,
+    numbers_of,
+    pack,
+    sides,
+    sizes_of,
+    truth,
+    unpack,
+    whole_number,
+)  # fmt: skip
 from .keys import HERE, known, patterns, refusal
 from .matrix import Matrix, check, take
 
@@ -113,3 +131,53 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     if ".g_idx" in tensors:
         check(tensors[".g_idx"], ("int32", "int64"), (columns,))
     return GptqMatrix(f"{stem}.weight", (rows, columns), group, tensors)
+
+
+WRITES = tuple(f"int4-{size}{zero}" for size in (32, 64, 128) for zero in ("", "-zero"))
+WRITES += tuple(f"int8-weights-{size}" for size in (32, 64, 128))
+
+
+def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
+    """As GPTQModel writes it.
+
+    Groups are neighbours whatever the order of rounding was, so that desc_act is false. Version 1 has no zero of 0, and
+    where groups have zeros of their own that can be one: these are of version 2.
+    """
+    node = quant.example(name)
+    centred = not isinstance(node, Int4) or node.zero is None
+    form = "gptq" if centred else "gptq_v2"
+    spared = [f"-:{pattern_of(module)}" for module in ignore if module != "lm_head"]
+    return {
+        "quant_method": "gptq", "bits": 4 if isinstance(node, Int4) else 8, "group_size": node.shared, "sym": centred,
+        "desc_act": False, "static_groups": True, "checkpoint_format": form, "format": form, "pack_dtype": "int32",
+        "lm_head": False, "true_sequential": True, "damp_percent": 0.01, "meta": {"quantizer": ["quire"]},
+    } | ({"dynamic": {name: {} for name in spared}} if spared else {})  # fmt: skip
+
+
+def pattern_of(module: str) -> str:
+    """A regular expression for one module; those behind `re:` are some already."""
+    return module.removeprefix("re:") if module.startswith("re:") else f"{re.escape(module)}$"
+
+
+def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
+    assert isinstance(group.form, Integers)
+    bits = group.form.bits
+    rows, columns, groups = sizes_of(name, shape, group.form)
+    return {
+        ".qweight": (("int32",), ((columns * bits // 32, rows),)),
+        ".qzeros": (("int32",), ((groups, rows * bits // 32),)),
+        ".scales": (("float16",), ((groups, rows),)),
+        ".g_idx": (("int32",), ((columns,),)),
+    }
+
+
+def parts(node: Rounded, group: StoredGroup) -> dict[str, np.ndarray]:
+    assert isinstance(group.form, Integers)
+    codes, scales, zeros = numbers_of(node)
+    bits, stored = group.form.bits, zeros - np.uint8(group.form.version == 1)
+    return {
+        ".qweight": pack(codes, bits),
+        ".qzeros": np.ascontiguousarray(pack(stored.T, bits).T),
+        ".scales": scales,
+        ".g_idx": (np.arange(len(codes)) // group.form.group).astype(np.int32),
+    }

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ....ops.quant import Rounded
+from ....ops.quant import Rounded, four_bits
 from ....ops.quant.grouped import Grouped
-from ....ops.quant.int4 import Int4
+from ....ops.quant.int4 import MIDDLE, Int4
 from ....ops.quant.int8 import Int8
 from ...config import ModelError
 from ...stored_format import StoredGroup
@@ -143,3 +143,35 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     data = np.ascontiguousarray(words.T, "<i4").view(np.uint8)
     each = np.unpackbits(data, axis=1, bitorder="little").reshape(len(data), -1, bits)
     return (each << np.arange(bits, dtype=np.uint8)).sum(2, dtype=np.uint8).T
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The words of `unpack`, of codes of 4 or 8 bits."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape(1, -1, *[1] * (codes.ndim - 1))
+    each = codes.astype(np.uint32).reshape(-1, 32 // bits, *codes.shape[1:])
+    return np.bitwise_or.reduce(each << shifts, axis=1).view(np.int32)
+
+
+def numbers_of(node: Rounded) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `unpacked` gives of a matrix, of its node: codes [in, out], scales float16 and zeros [groups, out]."""
+    (columns,) = node.into
+    if isinstance(node, Int4):
+        codes = four_bits.split(node.nibbles, columns)
+        return codes, node.scale, np.full_like(node.scale, MIDDLE, np.uint8) if node.zero is None else node.zero
+    assert isinstance(node, Grouped) and node.code == "int8"
+    return node.codes ^ 128, node.scale.astype(np.float16), np.full(node.scale.shape, 128, np.uint8)
+
+
+def sizes_of(name: str, shape: tuple[int, ...], form: Integers) -> tuple[int, int, int]:
+    """Outputs, inputs and groups of a matrix whose zeros are to be packed along its outputs, or an error."""
+    (rows, columns), size = shape, form.group
+    if columns % size:
+        others = [other for other in GROUPS if columns % other == 0]
+        remedy = f"; it could be {' or '.join(map(str, others))}" if others else ""
+        raise ModelError(f"tensor {name!r} has {columns} inputs, which do not divide by the group of {size}{remedy}")
+    if rows * form.bits % 32:
+        raise ModelError(
+            f"tensor {name!r} has {rows} outputs, and {32 // form.bits} of them share a word in this layout; layout "
+            "compressed-tensors has no such bound"
+        )
+    return rows, columns, columns // size

@@ -9,13 +9,13 @@ from . import options as o
 
 CALIBRATION = "Calibration"
 NEAREST = "rtn"
-COMPRESSED = "compressed-tensors"
+COMPRESSED, GGUF = "compressed-tensors", "gguf"
 
 
 @o.takes_engine(only=o.SOURCE)
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must be new.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, or .gguf file; it must be new.")],
     quantization: Annotated[
         str,
         typer.Option(help=o.ENGINE_FLAGS["quantization"].__metadata__[0].help, show_default=False),
@@ -24,7 +24,8 @@ def main(
         str,
         typer.Option(
             help="How the weights lie in files: compressed-tensors, or as GPTQModel (gptq) or AutoAWQ (awq: int4 with "
-            "zero points) write them.",
+            "zero points) write them, or gguf: one file for llama.cpp, and --quantization is Q8_0, Q5_0, Q5_1, Q4_0, "
+            "Q4_1, MXFP4, F16, BF16 or F32.",
             metavar="LAYOUT",
         ),
     ] = COMPRESSED,
@@ -60,15 +61,26 @@ def main(
     if (calibration is None) != (method == NEAREST):
         remedy = "needs --calibration FILE, with some pages of what the model will read and write"
         raise o.UsageError(f"--method {method} {remedy if calibration is None else 'looks at no calibration text'}")
+    if layout == GGUF and method != NEAREST:
+        raise o.UsageError(f"--method is {method}; --layout {GGUF} has --method {NEAREST} alone")
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..model.checkpoint import hub, loader, quantized
 
     folder = hub.resolve(model, revision=engine.get("revision"), download_dir=engine.get("download_dir"))
     overrides = engine.get("hf_overrides")
-    config = loader.read_config(folder, quantization=quantization, hf_overrides=overrides)
+    rounds = None if layout == GGUF else quantization
+    config = loader.read_config(folder, quantization=rounds, hf_overrides=overrides)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if calibration is None:
+    if layout == GGUF:
+        from ..model.quantize import gguf_file
+
+        with Progress(transient=True) as bars:
+            bar = bars.add_task("writing", total=before)
+            count = gguf_file.save(
+                folder, out, config, quantization.upper(), lambda read: bars.advance(bar, read), overrides
+            )
+    elif calibration is None:
         with Progress(transient=True) as bars:
             bar = bars.add_task("rounding", total=before)
             count = quantized.save(folder, out, config, lambda read: bars.advance(bar, read), overrides, layout=layout)
@@ -86,8 +98,8 @@ def main(
                 act_order, layout,
             )  # fmt: skip
         print(f"{method} over {sum(map(len, pieces)):,} tokens of {calibration}, {len(pieces)} pieces")
-    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    experts = "; experts stay as they are" if quantized.keeps_experts(out) else ""
+    size = sum(file.stat().st_size for file in ([out] if layout == GGUF else out.glob("*.safetensors")))
+    experts = "; experts stay as they are" if layout != GGUF and quantized.keeps_experts(out) else ""
     print(
         f"wrote {out}: {size / 2**20:.1f} MiB of weights from {before / 2**20:.1f} MiB, {count} matrices in "
         f"{quantization}, laid out as {layout}{experts}"

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from . import codebooks, fields
+from . import codebooks, fields, rounding
 from .fields import Fields
 
 
@@ -22,6 +22,7 @@ class BlockType:
     dtype: Any  # of the elements, decoded
     parts: Callable[[np.ndarray], Fields] | None = None  # of blocks that are codes and scales
     values: Callable[[np.ndarray], np.ndarray] | None = None  # of those that name rows of a codebook
+    rounded: Callable[[np.ndarray], np.ndarray] | None = None  # blocks of numbers, where they are written
 
     @property
     def plain(self) -> bool:
@@ -48,13 +49,33 @@ class BlockType:
         with np.errstate(over="ignore", invalid="ignore"):  # of scales that are no numbers
             return self.values(blocks)
 
+    @property
+    def written(self) -> bool:
+        """Whether numbers can be rounded to it."""
+        return self.rounded is not None or self.number in (0, 1, 30)  # F32, F16, BF16
+
+    def encode(self, numbers: np.ndarray) -> np.ndarray:
+        """The blocks uint8 [n, nbytes] of numbers [n, elements], each rounded as llama.cpp does it."""
+        assert self.written, f"nothing is rounded to {self.name}"
+        if self.rounded is not None:
+            return self.rounded(numbers.astype(np.float32))
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(numbers.astype(self.dtype)).view(np.uint8)
+
 
 def plain(name: str, number: int, dtype: Any) -> BlockType:
     return BlockType(name, number, 1, np.dtype(dtype).itemsize, np.dtype(dtype))
 
 
-def coded(name: str, number: int, elements: int, nbytes: int, read: Callable[[np.ndarray], Fields]) -> BlockType:
-    return BlockType(name, number, elements, nbytes, np.dtype(np.float32), parts=read)
+def coded(
+    name: str,
+    number: int,
+    elements: int,
+    nbytes: int,
+    read: Callable[[np.ndarray], Fields],
+    write: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> BlockType:
+    return BlockType(name, number, elements, nbytes, np.dtype(np.float32), parts=read, rounded=write)
 
 
 def looked_up(name: str, number: int, nbytes: int, read: Callable[[np.ndarray], np.ndarray]) -> BlockType:
@@ -66,11 +87,11 @@ TYPES = {
     for kind in (
         plain("F32", 0, np.float32),
         plain("F16", 1, np.float16),
-        coded("Q4_0", 2, 32, 18, fields.q4_0),
-        coded("Q4_1", 3, 32, 20, fields.q4_1),
-        coded("Q5_0", 6, 32, 22, fields.q5_0),
-        coded("Q5_1", 7, 32, 24, fields.q5_1),
-        coded("Q8_0", 8, 32, 34, fields.q8_0),
+        coded("Q4_0", 2, 32, 18, fields.q4_0, rounding.q4_0),
+        coded("Q4_1", 3, 32, 20, fields.q4_1, rounding.q4_1),
+        coded("Q5_0", 6, 32, 22, fields.q5_0, rounding.q5_0),
+        coded("Q5_1", 7, 32, 24, fields.q5_1, rounding.q5_1),
+        coded("Q8_0", 8, 32, 34, fields.q8_0, rounding.q8_0),
         coded("Q2_K", 10, 256, 84, fields.q2_k),
         coded("Q3_K", 11, 256, 110, fields.q3_k),
         coded("Q4_K", 12, 256, 144, fields.q4_k),
@@ -93,7 +114,8 @@ TYPES = {
         plain("BF16", 30, ml_dtypes.bfloat16),
         coded("TQ1_0", 34, 256, 54, fields.tq1_0),
         coded("TQ2_0", 35, 256, 66, fields.tq2_0),
-        coded("MXFP4", 39, 32, 17, fields.mxfp4),
+        coded("MXFP4", 39, 32, 17, fields.mxfp4, rounding.mxfp4),
         coded("NVFP4", 40, 64, 36, fields.nvfp4),
     )
 }
+WRITTEN = {kind.name: kind for kind in TYPES.values() if kind.written}

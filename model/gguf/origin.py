@@ -47,6 +47,7 @@ class Change:
 
     rows: np.ndarray | None = None  # take these rows, in this order
     numbers: Turn | None = None  # then, of the decoded numbers
+    back: Turn | None = None  # what a writer does to the numbers: the inverse of `numbers`
 
 
 def halves_apart(heads: int, size: int) -> np.ndarray:

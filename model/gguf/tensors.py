@@ -127,6 +127,22 @@ def name_of(architecture: str, name: str) -> str | None:
     return f"model.layers.{number}.{names[stem]}.{ending}"
 
 
+def file_name(architecture: str, name: str) -> str | None:
+    """The inverse of `name_of`: the file's tensor that has one of the checkpoint; None where there is none."""
+    ends = {target: own for own, target in reversed(ENDS.items())}
+    if name in ends:
+        return ends[name]
+    if (found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)) is None:
+        return None
+    number, rest = found.groups()
+    names = {target: own for own, target in (LAYER | OWN.get(architecture, {})).items()}
+    rest = re.sub(r"\.experts\.\d+\.", ".experts.{E}.", rest)
+    if rest in names:
+        return f"blk.{number}.{names[rest]}"
+    stem, _, ending = rest.rpartition(".")
+    return f"blk.{number}.{names[stem]}.{ending}" if stem in names else None
+
+
 def turn_of(architecture: str, name: str, config: Config) -> Change:
     """How a tensor that is one of the checkpoint's, or one of its stacks, becomes it again."""
     _, _, stem = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
@@ -136,7 +152,7 @@ def turn_of(architecture: str, name: str, config: Config) -> Change:
     if (change := hybrids.change_of(architecture, stem, config)) is not None:
         return change
     if architecture in LESS_ONE and name.endswith("norm.weight"):
-        return Change(numbers=lambda x: x.astype(np.float32) - 1)
+        return Change(numbers=lambda x: x.astype(np.float32) - 1, back=lambda x: x.astype(np.float32) + 1)
     if stem == "conv" and architecture in ("lfm2", "lfm2moe"):
         return Change(numbers=lambda x: x[:, None])
     return Change()

@@ -100,7 +100,7 @@ def module_of(method: str) -> Method:
 def writer_of(layout: str) -> Writer:
     """The module that writes a layout."""
     if layout not in LAYOUTS:
-        raise ModelError(f"layout is {layout!r}; it can be {', '.join(LAYOUTS)}")
+        raise ModelError(f"layout is {layout!r}; it can be {', '.join(LAYOUTS)} or gguf")
     return cast(Writer, module_of(layout))
 
 

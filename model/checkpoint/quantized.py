@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ class Plan:
     tensors: list[Tensor]
     matrices: set[str]  # the names of those to round
     stored: StoredFormat
+    fused: dict[str, tuple[Tensor, ...]]  # by the name of a matrix, those that make one weight with it
+    sizes: dict[str, float] = field(default_factory=dict)  # the largest value of such, once it is known
+
+    def largest(self, tensor: Tensor, dtype: str) -> float:
+        """The largest value of all matrices that make one weight with one."""
+        together = self.fused[tensor.name]
+        if together[0].name not in self.sizes:
+            found = (np.abs(each.read().astype(jnp.dtype(dtype)).astype(np.float32)).max() for each in together)
+            self.sizes[together[0].name] = float(max(found))
+        return self.sizes[together[0].name]
 
     def endings(self, tensor: Tensor) -> Layout:
         """The tensors of a matrix that is to be rounded."""
@@ -52,13 +63,13 @@ def plan(
         raise ModelError(f"{folder} is quantised already: its config.json has a quantization_config")
     if os.path.lexists(out):
         raise ModelError(f"{out} is there already; give a new folder")
-    tensors, matrices, ignore = survey(folder, config)
+    tensors, fused, ignore = survey(folder, config)
     hf = source | {"quantization_config": described_as(layout, config.quant, ignore)}
     stored = split(hf)[1]
     assert stored is not None
-    found = Plan(hf, tensors, matrices, stored)
+    found = Plan(hf, tensors, {*fused}, stored, fused)
     for tensor in tensors:
-        if tensor.name in matrices:
+        if tensor.name in fused:
             found.endings(tensor)  # refuses shapes that the layout has no form for
     return found
 
@@ -91,15 +102,15 @@ def save(
     return len(found.matrices)
 
 
-def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], set[str], list[str]]:
-    """All tensors, the names of those to round, and the linear modules that are left as they are."""
+def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], dict[str, tuple[Tensor, ...]], list[str]]:
+    """All tensors, `Plan.fused` of those to round, and the linear modules that are left as they are."""
     tensors, parts = find_parts(folder, config)
-    matrices: set[str] = set()
+    matrices: dict[str, tuple[Tensor, ...]] = {}
 
     def collect(_, spec, parts) -> None:
         if not isinstance(spec, ArraySpec):
-            found = [tensors[part.name] for part in parts]
-            matrices.update(tensor.name for tensor in found if len(tensor.shape) == 2)
+            found = tuple(tensor for part in parts if len((tensor := tensors[part.name]).shape) == 2)
+            matrices.update((tensor.name, found) for tensor in found)
 
     jax.tree.map(collect, dense_specs(config).layers, abstract(config).layers, parts.layers)
     tables = {part.name for leaf in (parts.embed_VD, parts.per_layer_embed_VLA) for part in leaf or ()}
@@ -157,7 +168,8 @@ def values(
             yield from (made[stem + ending].read() for ending in endings)
         elif endings:
             # First to the dtype that the model would be loaded in: then both ways of rounding give the same codes.
-            rounded = round_matrix(tensor.read().astype(jnp.dtype(dtype)), plan.stored)
+            value = tensor.read().astype(jnp.dtype(dtype))
+            rounded = round_matrix(value, plan.stored, partial(plan.largest, tensor, dtype))
             yield from (rounded[ending] for ending in endings)
         else:
             yield made.get(tensor.name, tensor).read()

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...ops import quant
-from ..checkpoint.published import round_matrix, specs_of, writer_of
+from ..checkpoint.published import round_matrix, writer_of
+from ..checkpoint.published.matrix import specs_of
 from ..config import ModelError
 from ..stored_format import StoredFormat
 from . import awq, smoothquant
@@ -71,7 +72,8 @@ class Method:
             each = zip(*(np.split(field, ends) for field in coded), strict=True)
             return [stored_tensors(Coded(*fields), self.stored) for fields in each]
         W = awq.clipped(W, inputs.H, self.grid) if self.name == "awq" else W
-        return [round_matrix(matrix, self.stored) for matrix in np.split(W, ends)]
+        largest = float(np.abs(W).max())
+        return [round_matrix(matrix, self.stored, lambda: largest) for matrix in np.split(W, ends)]
 
 
 def stored_tensors(coded: Coded, stored: StoredFormat) -> dict[str, np.ndarray]:

@@ -170,10 +170,8 @@ class Grouped(Rounded):
         grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, wide_KO.shape[1])
         first, last, fields = code.numbers.min(), code.numbers.max(), {}
         if self.least is None:
-            scale, least = np.abs(grouped).max(1) / last, np.zeros((1, 1), np.float32)
-            if self.code == "int8":  # which every layout of bytes in groups holds
-                scale = scale.astype(np.float16).astype(np.float32)
-            scale = self.leveled("scale", scale, fields)
+            least = np.zeros((1, 1), np.float32)
+            scale = self.leveled("scale", self.scaled(np.abs(grouped).max(1)), fields)
         else:
             low, high = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
             scale = self.leveled("scale", (high - low) / (last - first), fields)
@@ -195,6 +193,13 @@ class Grouped(Rounded):
         whole = np.rint(np.divide(values_GO, each, out=np.zeros_like(values_GO), where=each > 0))
         fields[name] = np.clip(whole, -MOST, MOST).astype(np.int8)
         return fields[name] * each
+
+    def scaled(self, most: np.ndarray) -> np.ndarray:
+        """The scale of groups by the size of their largest value."""
+        scale = most / CODES[self.code].numbers.max()
+        if self.code == "int8":  # as every layout of bytes in groups holds it
+            return scale.astype(np.float16).astype(np.float32)
+        return scale
 
     def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Grouped":
         assert self.code == "int8" and self.least is None

@@ -1,6 +1,6 @@
 """MXFP4: floats of four bits (E2M1), two a byte; 32 along the axis that is summed over share a power of two.
 
-Stacks of experts are found so in checkpoints of gpt-oss; nothing is rounded to it here.
+Stacks of experts are found so in checkpoints of gpt-oss.
 """
 
 from dataclasses import replace
@@ -18,14 +18,26 @@ from ..native.pack import by_block, pack_stack, tile_nibbles
 from ..weight import Weight
 from . import four_bits
 from .compressed import FormatError, StoredTensor
+from .grouped import Grouped
 from .grouped import spec as grouped
 
 BLOCK = 32
 
-CHOICES = HEAD = None
+CHOICES, HEAD = "mxfp4", None
 SPLITS = False  # the codes lie in blocks along the axis that would be cut
 STORED = {}
 METHOD, MULTIPLE = "mxfp4", BLOCK
+
+
+@struct.dataclass
+class Mxfp4Matrix(Grouped):
+    """A matrix by itself."""
+
+    def scaled(self, most: np.ndarray) -> np.ndarray:
+        """So that the largest becomes 4 to 7, which is clipped to 6; above 7 it is nearer to 8, the next power's 4."""
+        share, exponent = np.frexp(most)
+        exponent = np.maximum(exponent - 3 + (share > 7 / 8), -126)
+        return np.where(most > 0, np.ldexp(np.float32(1), exponent), 1).astype(np.float32)
 
 
 @struct.dataclass
@@ -85,7 +97,7 @@ def spec(dense: ArraySpec, *options: str) -> Any:
     A matrix by itself is codes in groups.
     """
     if not dense.stacked:
-        return grouped(dense, "float4", BLOCK)
+        return grouped(dense, "float4", BLOCK, Mxfp4Matrix)
     E, D, *rest = dense.shape
     if D % BLOCK:
         raise FormatError(f"an axis of {D} does not divide into blocks of {BLOCK}")

@@ -9,14 +9,14 @@ import pytest
 import tiny
 from golden.families_moe import MOE_VARIANTS
 from golden.folder import HERE, write_folder
-from quantized_files import LLAMA, read
-from safetensors.numpy import load_file
+from quantized_files import LLAMA, assert_is, read
 from typer.testing import CliRunner
 
 from quire.__main__ import app
 from quire.model.checkpoint import quantized
 from quire.model.checkpoint.loader import read_config
 from quire.model.checkpoint.published import LAYOUTS, split, writer_of
+from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import ModelError
 from quire.model.quantize import session
 
@@ -28,6 +28,11 @@ CASES = [
     ("awq", "int4-32-zero"),
     ("awq", "int4-128-zero"),
 ]
+FLOATS = [
+    ("compressed-tensors", "mxfp4"), ("compressed-tensors", "nvfp4"), ("compressed-tensors", "int8-weights-32"),
+    ("bitsandbytes", "nf4"), ("fp8", "fp8-weights-128"),
+]  # fmt: skip
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def save(dense: Path, out: Path, layout: str, name: str) -> Path:
@@ -36,7 +41,7 @@ def save(dense: Path, out: Path, layout: str, name: str) -> Path:
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {name: tensor.read() for name, tensor in find_tensors(folder).items()}
 
 
 def said(folder: Path) -> dict:
@@ -221,3 +226,153 @@ def test_shapes_that_a_layout_cannot_have(tmp_path):
             save(tmp_path / folder, tmp_path / "out", "awq", "int4-32-zero")
         for word in words:
             assert word in str(caught.value)
+
+
+# Floats in blocks
+
+
+def pairs(data: np.ndarray) -> np.ndarray:
+    """Codes of which the even one is in the low half of a byte."""
+    return np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)
+
+
+def mxfp4_means(tensors: dict, stem: str) -> np.ndarray:
+    scale = 2.0 ** (tensors[f"{stem}.weight_scale"].astype(np.float64) - 127)
+    return E2M1[pairs(tensors[f"{stem}.weight_packed"])] * scale.repeat(32, 1)
+
+
+def nvfp4_means(tensors: dict, stem: str) -> np.ndarray:
+    scale, whole = (tensors[f"{stem}.weight_{x}"].astype(np.float64) for x in ("scale", "global_scale"))
+    scale /= whole
+    return E2M1[pairs(tensors[f"{stem}.weight_packed"])] * scale.repeat(16, 1)
+
+
+def nf4_means(tensors: dict, stem: str) -> np.ndarray:
+    at = f"{stem}.weight"
+    state = json.loads(tensors[f"{at}.quant_state.bitsandbytes__nf4"].tobytes())
+    scales = tensors[f"{at}.nested_quant_map"].astype(np.float64)[tensors[f"{at}.absmax"]]
+    scales *= tensors[f"{at}.nested_absmax"].astype(np.float64).repeat(state["nested_blocksize"])[: len(scales)]
+    scales += state["nested_offset"]
+    codes = np.stack([tensors[at][:, 0] >> 4, tensors[at][:, 0] & 15], -1).reshape(-1)
+    means = tensors[f"{at}.quant_map"].astype(np.float64)[codes] * scales.repeat(state["blocksize"])
+    return means.reshape(state["shape"])
+
+
+def fp8_means(tensors: dict, stem: str) -> np.ndarray:
+    codes = tensors[f"{stem}.weight"].astype(np.float64)
+    each = tensors[f"{stem}.weight_scale_inv"].astype(np.float64).repeat(128, 0).repeat(128, 1)
+    return codes * each[: codes.shape[0], : codes.shape[1]]
+
+
+def bytes_means(tensors: dict, stem: str) -> np.ndarray:
+    words = tensors[f"{stem}.weight_packed"]
+    codes = np.stack([field(words.T, i, 8) for i in range(4 * words.shape[1])], axis=1) - 128
+    return codes * tensors[f"{stem}.weight_scale"].astype(np.float64).repeat(32, 1)
+
+
+FLOAT_MEANS = {"mxfp4": mxfp4_means, "nvfp4": nvfp4_means, "nf4": nf4_means, "fp8-weights-128": fp8_means,
+               "int8-weights-32": bytes_means}  # fmt: skip
+
+
+def written(folder: Path) -> dict[str, np.ndarray]:
+    """Matrices of which some have groups of zeros, tiny numbers, and sides that 128 does not divide."""
+    config = LLAMA | {"intermediate_size": 320}
+    tensors = tiny.draw(config)
+    rng = np.random.default_rng(1)
+    for name, value in tensors.items():
+        if name.endswith("_proj.weight"):
+            value *= (0.02 * np.exp(rng.standard_normal((len(value), 1)))).astype(np.float32)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, :64] = 0
+    tensors["model.layers.0.mlp.up_proj.weight"][4] = 0
+    tiny.write(folder, config, tensors)
+    return tensors
+
+
+def bound(name: str, value: np.ndarray) -> np.ndarray:
+    """How far from each weight its code may be: half of the widest step, in parts of what a group's largest is."""
+
+    def largest(size: int) -> np.ndarray:
+        return np.abs(value.reshape(len(value), -1, size)).max(2).astype(np.float64).repeat(size, 1)
+
+    if name == "mxfp4":  # 4 is at most the largest, and steps there are 2; from 6 to 7 is cut off
+        return largest(32) / 4
+    if name == "nvfp4":  # the largest is 6; the scale is off by a sixteenth at most
+        return largest(16) * (1 / 6 * 17 / 16 + 1 / 16)
+    if name == "nf4":  # the widest step is 0.304; scales are off by some thousandths of the largest of 256
+        return largest(64) * 0.153 + 0.015 * np.abs(value).max()
+    if name == "int8-weights-32":
+        return largest(32) / 254 * 1.01
+    return np.maximum(np.abs(value) / 16, 1e-3 * np.abs(value).max()) * 1.01
+
+
+@pytest.mark.parametrize(("layout", "name"), FLOATS)
+def test_floats_and_bytes_in_blocks(tmp_path, layout, name):
+    """Each weight is near, and what is read are the file's own codes."""
+    dense = written(tmp_path / "dense")
+    out = save(tmp_path / "dense", tmp_path / "out", layout, name)
+    found, weights = tensors_of(out), read(out)
+    assert read_config(out).quant == name
+    expected = dict(dense)
+    for tensor, value in dense.items():
+        stem = tensor.removesuffix(".weight")
+        if not stem.endswith("_proj"):
+            np.testing.assert_array_equal(found[tensor], value)
+            continue
+        meant = expected[tensor] = FLOAT_MEANS[name](found, stem)
+        assert np.all(np.abs(meant - value) <= bound(name, value) + 1e-9), tensor
+        assert not meant[value == 0].any() or name == "nf4"
+    assert_is(weights, expected, rtol=3e-7, atol=1e-8 if name == "nf4" else 1e-9)
+    if name in ("mxfp4", "int8-weights-32"):  # both ways of rounding are one
+        assert_same(weights.layers, read(tmp_path / "dense", quantization=name).layers)
+
+
+def test_floats_are_the_nearest(tmp_path):
+    """Of sixteen numbers, by looking at all."""
+    dense = written(tmp_path / "dense")
+    for layout, name, size in (("compressed-tensors", "mxfp4", 32), ("compressed-tensors", "nvfp4", 16)):
+        found = tensors_of(save(tmp_path / "dense", tmp_path / name, layout, name))
+        stem = "model.layers.1.mlp.down_proj"
+        sixes = {f"{stem}.weight_packed": np.full((256, 160), 0x77, np.uint8)}
+        scale = FLOAT_MEANS[name](found | sixes, stem) / 6
+        value, meant = dense[f"{stem}.weight"].astype(np.float64), FLOAT_MEANS[name](found, stem)
+        best = np.abs(value[..., None] - E2M1 * scale[..., None]).min(-1)
+        np.testing.assert_allclose(np.abs(value - meant), best, atol=1e-7)
+        if name == "mxfp4":  # the exponent of the largest, the next where that is nearer to 8 than to 6
+            largest = np.abs(value).reshape(256, -1, size).max(2)
+            right = 2.0 ** (np.floor(np.log2(largest)) - 2)
+            right = np.where(largest > 7 * right, 2 * right, right)
+            np.testing.assert_array_equal(scale[:, ::size], right)
+
+
+def test_matrices_that_are_loaded_together_share_the_scale_of_all(tmp_path):
+    """vLLM has one for queries, keys and values, and one for gate and up."""
+    written(tmp_path / "dense")
+    found = tensors_of(save(tmp_path / "dense", tmp_path / "out", "compressed-tensors", "nvfp4"))
+    dense = tensors_of(tmp_path / "dense")
+    for names in (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("mlp.down_proj",),
+    ):
+        stems = [f"model.layers.1.{name}" for name in names]
+        largest = max(np.abs(dense[f"{stem}.weight"]).max() for stem in stems)
+        for stem in stems:
+            np.testing.assert_allclose(found[f"{stem}.weight_global_scale"], [448 * 6 / largest], rtol=1e-6)
+
+
+def test_blocks_that_a_layout_cannot_have(tmp_path):
+    tiny.write(tmp_path / "dense", LLAMA | {"intermediate_size": 80})
+    for layout, name, size in (("bitsandbytes", "nf4", 64), ("compressed-tensors", "mxfp4", 32)):
+        with pytest.raises(ModelError, match=f"down_proj.weight' has 80 inputs, which do not divide .* of {size}"):
+            save(tmp_path / "dense", tmp_path / "out", layout, name)
+
+
+def test_other_dtypes_are_said(tmp_path):
+    import ml_dtypes
+
+    config = LLAMA | {"torch_dtype": "bfloat16"}
+    tiny.write(tmp_path / "dense", config, tiny.draw(config, ml_dtypes.bfloat16))
+    found = tensors_of(save(tmp_path / "dense", tmp_path / "out", "bitsandbytes", "nf4"))
+    state = json.loads(found["model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"].tobytes())
+    assert state["dtype"] == "bfloat16"
+    assert said(tmp_path / "out") | {"load_in_4bit": True, "bnb_4bit_use_double_quant": True} == said(tmp_path / "out")

@@ -250,7 +250,7 @@ def test_what_is_not_quantised(tmp_path):
     refused(lambda: quantize(out, tmp_path / "again", "int8"), "quantised already")
     refused(lambda: quantize(out, tmp_path / "again", "int4"), "'int4'", "'int8'", "--quantization")
     refused(lambda: quantize(dense, tmp_path / "again", "int3"), "'int3'", "int4")
-    refused(lambda: quantize(dense, tmp_path / "again", "nf4"), "'nf4'", "while loading")
+    refused(lambda: quantize(dense, tmp_path / "again", "nf4"), "'nf4'", "layout bitsandbytes has")
     done = CliRunner().invoke(app, ["convert", str(dense), str(tmp_path / "orbax")])
     assert done.exit_code == 0, done.output
     refused(lambda: quantize(tmp_path / "orbax", tmp_path / "again", "int8"), "converted")

@@ -13,12 +13,11 @@ import numpy as np
 from ....ops import quant
 from ....ops.quant import Rounded
 from ....ops.quant.compressed import Layout
-from ....sharding.spec import ArraySpec
 from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..folder import read_json
 from ..safetensors import Tensor
-from .matrix import Matrix
+from .matrix import Largest, Matrix, Parts
 from .modelopt import SIDE_FILE
 
 METHODS = {
@@ -37,7 +36,7 @@ METHODS = {
     "modelopt_fp4": ".modelopt",
 }
 
-LAYOUTS = ("compressed-tensors", "gptq", "awq")  # those of METHODS whose modules are a `Writer`
+LAYOUTS = ("compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes")  # those of METHODS whose modules are a `Writer`
 
 
 class Method(Protocol):
@@ -65,8 +64,12 @@ class Writer(Method, Protocol):
         """The tensors of a matrix [out, in]; `name` is for the error where the format can keep none of this shape."""
         ...
 
-    def parts(self, node: Rounded, group: StoredGroup) -> dict[str, np.ndarray]:
-        """The tensors of a rounded matrix, whose node has one axis in and one out, by the endings of their names."""
+    def round_matrix(self, value: np.ndarray, group: StoredGroup, largest: Largest) -> Parts:
+        """The tensors of a dense matrix [out, in]."""
+        ...
+
+    def parts(self, node: Rounded, group: StoredGroup) -> Parts:
+        """The same of a node with one axis in and one out, whose codes a method of rounding chose."""
         ...
 
 
@@ -121,12 +124,7 @@ def own_name(writer: Writer, name: str) -> str | None:
     return next((own for own in writer.WRITES if quant.example(own) == quant.example(name)), None)
 
 
-def specs_of(group: StoredGroup, rows: int, columns: int) -> Rounded:
-    """The specs of a matrix [rows, columns] in a group's format."""
-    return quant.packed(group.quant, ArraySpec((columns, rows), np.float32, (None, None), inputs=(0,)))
-
-
-def round_matrix(value: np.ndarray, stored: StoredFormat) -> dict[str, np.ndarray]:
-    """The tensors of a dense matrix [out, in]; each output is rounded by itself, so that they may be fused later."""
+def round_matrix(value: np.ndarray, stored: StoredFormat, largest: Largest) -> Parts:
+    """The tensors of a dense matrix [out, in]."""
     (group,) = stored.groups
-    return writer_of(stored.method).parts(specs_of(group, *value.shape).quantize(value.T), group)
+    return writer_of(stored.method).round_matrix(value, group, largest)

@@ -29,7 +29,7 @@ from .integers import (
     whole_number,
 )  # fmt: skip
 from .keys import HERE, known, patterns
-from .matrix import Matrix, check, take
+from .matrix import Largest, Matrix, Parts, check, rounded, take
 
 KEYS = {
     "quant_method": ("awq",), "bits": ..., "group_size": ..., "zero_point": (True,), "version": ("gemm", "GEMM"),
@@ -110,6 +110,10 @@ def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
     }
 
 
-def parts(node: Rounded, group: StoredGroup) -> dict[str, np.ndarray]:
+def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Parts:
+    return parts(rounded(value, group), group)
+
+
+def parts(node: Rounded, group: StoredGroup) -> Parts:
     codes, scales, zeros = numbers_of(node)
     return {".qweight": words(codes), ".qzeros": words(zeros), ".scales": scales}

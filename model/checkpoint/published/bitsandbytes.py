@@ -15,20 +15,21 @@ Rows stay as they are, where bitsandbytes rounds them all but for their outliers
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ....ops.quant import Rounded
-from ....ops.quant.grouped import CODES
+from ....ops.quant import Rounded, four_bits
+from ....ops.quant.compressed import Layout
+from ....ops.quant.grouped import CODES, Grouped, nearest
 from ....ops.quant.nf4 import GROUP
 from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from .keys import HERE, known, patterns, refusal
-from .matrix import Matrix, check, take
+from .matrix import Largest, Matrix, Parts, check, rounded, take
 
 KINDS = ("nf4", "fp4")
 KEYS = {
@@ -40,6 +41,7 @@ KEYS = {
 }  # fmt: skip
 SCALES = ".weight.absmax"
 NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
+NESTED_BLOCK, JSON = 256, 192  # scales that share one, and bytes of the JSON, of what is written
 LARGEST = 1 << 16  # numbers of a block; it has 4,096 at most
 STORAGE = ("uint8", "int8", "bfloat16", "float16", "float32", "float64")
 
@@ -127,14 +129,14 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
     found: dict[str, Any] = dict(tensors)
     (group,) = stored.groups
-    marks, read = ((".SCB", ".weight_format"), whole_bytes) if group.form == "bytes" else ((SCALES,), four_bits)
+    marks, read = ((".SCB", ".weight_format"), whole_bytes) if group.form == "bytes" else ((SCALES,), four_bits_of)
     marked = {name.removesuffix(mark): mark for name in tensors for mark in marks if name.endswith(mark)}
     for stem, mark in marked.items():
         found[f"{stem}.weight"] = read(stem, mark, found, group)
     return found
 
 
-def four_bits(stem: str, mark: str, found: dict[str, Any], group: StoredGroup) -> Matrix:
+def four_bits_of(stem: str, mark: str, found: dict[str, Any], group: StoredGroup) -> Matrix:
     """A matrix of four bits, the shapes and dtypes of its tensors checked."""
     ending = f".weight.quant_state.bitsandbytes__{group.form}"
     (described,) = take(found, stem, mark, (ending,)).values()
@@ -199,3 +201,75 @@ def whole_bytes(stem: str, mark: str, found: dict[str, Any], group: StoredGroup)
     check(codes, ("int8",), (rows, columns))
     check(tensors[".SCB"], ("float32",), (rows,))
     return Bytes(f"{stem}.weight", (rows, columns), group, tensors)
+
+
+WRITES = ("nf4",)
+
+
+def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
+    """As transformers' BitsAndBytesConfig has it, with double quantisation."""
+    spared = [".experts" if module.startswith("re:") else module for module in ignore]
+    return {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
+        "_load_in_8bit": False, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0,
+        "llm_int8_skip_modules": spared, "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
+    }  # fmt: skip
+
+
+def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
+    rows, columns = shape
+    if columns % GROUP:
+        raise ModelError(f"tensor {name!r} has {columns} inputs, which do not divide by the block of {GROUP}")
+    blocks = rows * columns // GROUP
+    return {
+        ".weight": (("uint8",), ((rows * columns // 2, 1),)),
+        SCALES: (("uint8",), ((blocks,),)),
+        ".weight.quant_map": (("float32",), ((16,),)),
+        NESTED[0]: (("float32",), ((-(-blocks // NESTED_BLOCK),),)),
+        NESTED[1]: (("float32",), ((256,),)),
+        f".weight.quant_state.bitsandbytes__{group.form}": (("uint8",), ((JSON,),)),
+    }
+
+
+def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Parts:
+    """Codes by the exact scales; then the scales, less their mean, become codes of eight bits themselves."""
+    node = rounded(value, group)
+    assert isinstance(node, Grouped)
+    codes = four_bits.split(node.codes, value.shape[1]).T.reshape(-1)
+    scale = np.ascontiguousarray(node.scale.T).reshape(-1)
+    offset, numbers = scale.mean(dtype=np.float32), dynamic_map()
+    rest = np.pad(scale - offset, (0, -len(scale) % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    above = np.abs(rest).max(1)
+    exact = np.divide(rest, above[:, None], out=np.zeros_like(rest), where=above[:, None] > 0)
+    said = {
+        "quant_type": group.form, "blocksize": GROUP, "dtype": value.dtype.name, "shape": value.shape,
+        "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(offset),
+    }  # fmt: skip
+    text = json.dumps(said)
+    assert len(text) <= JSON, text
+    return {
+        ".weight": (codes[::2] << 4 | codes[1::2])[:, None],
+        SCALES: nearest(numbers, exact).reshape(-1)[: len(scale)],
+        ".weight.quant_map": CODES[group.form].numbers,
+        NESTED[0]: above,
+        NESTED[1]: numbers,
+        f".weight.quant_state.bitsandbytes__{group.form}": np.frombuffer(text.encode().ljust(JSON), np.uint8),
+    }
+
+
+def dynamic_map() -> np.ndarray:
+    """The numbers that bitsandbytes' codes of eight bits stand for (arXiv 1511.04561).
+
+    In each power of ten from 1e-6 up to 1 twice as many as in the one below, in the middle of even steps; 0, and 1.
+    """
+    found = [0.0, 1.0]
+    for power in range(7):
+        ends = np.linspace(0.1, 1, (1 << power) + 1, dtype=np.float32)
+        means = (ends[:-1] + ends[1:]) / np.float32(2) * np.float32(10.0 ** (power - 6))
+        found += [*means, *-means]
+    return np.sort(np.array(found, np.float32))
+
+
+def parts(node: Rounded, group: StoredGroup) -> Parts:
+    raise NotImplementedError("no method but rtn rounds to it")

@@ -20,7 +20,7 @@ from ..safetensors import Tensor
 from . import fp8
 from .forms import FORMS
 from .keys import HERE, known, patterns, refusal
-from .matrix import Matrix, check, take
+from .matrix import Largest, Matrix, Parts, check, rounded, take
 
 WIDE = 1024  # inputs that divide by the group of any format
 
@@ -134,11 +134,15 @@ def matching(where: str, said: dict[str, Any], schemes: dict[str, Scheme], part:
     return schemes
 
 
-WRITES = tuple(stored_schemes())
+# Of FP8 in blocks it has no form; layout `fp8` has one.
+WRITES = (
+    *(name for name in stored_schemes() if name != "fp8-weights-128"),
+    *(name for name, form in FORMS.items() if form.written),
+)
 
 
 def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
-    scheme = stored_schemes()[name]
+    scheme = FORMS[name].scheme if name in FORMS else stored_schemes()[name]
     return {
         "quant_method": "compressed-tensors",
         "format": scheme.forms[0],
@@ -146,7 +150,7 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": scheme.weights,
+                "weights": {"symmetric": True, "dynamic": False} | scheme.weights,
                 "input_activations": scheme.activations,
                 "output_activations": None,
             }
@@ -216,5 +220,16 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     return Coded(f"{stem}.weight", shape, group, tensors)
 
 
-def parts(node: Rounded, group: StoredGroup) -> dict[str, np.ndarray]:
-    return node.parts(group.form)
+def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Parts:
+    form = FORMS.get(group.form)
+    if form is not None and form.rounded is not None:
+        return form.rounded(value.astype(np.float32), largest())
+    return parts(rounded(value, group), group)
+
+
+def parts(node: Rounded, group: StoredGroup) -> Parts:
+    if group.form not in FORMS:
+        return node.parts(group.form)
+    form = FORMS[group.form]
+    assert form.parts is not None
+    return form.parts(node)

@@ -1,4 +1,4 @@
-"""Forms of compressed-tensors that are read here and never written: each is kept in a format that has its codes.
+"""Forms of compressed-tensors beside those that formats say themselves: each is kept in a format that has its codes.
 
 NVFP4     weight_packed uint8 [out, in / 2], weight_scale float8_e4m3fn [out, in / 16], weight_global_scale:
           weight = code * weight_scale / weight_global_scale
@@ -9,14 +9,18 @@ int4      with a scale an output
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ....ops import quant
-from ....ops.quant import FormatError, Scheme, int4, int8
-from ....ops.quant.compressed import Layout, split_words, words
+from ....ops.quant import FormatError, Scheme, four_bits, int4, int8
+from ....ops.quant.compressed import Layout, join_words, split_words, words
+from ....ops.quant.grouped import CODES, nearest
 
 FLOATS = ("float16", "bfloat16", "float32")
+FLOAT8, FLOAT4 = 448, 6  # the largest of E4M3 and of E2M1
 Parts = dict[str, np.ndarray]
 
 
@@ -28,6 +32,12 @@ class Form:
     scheme: Scheme
     layout: Callable[[int, int], Layout]
     fields: Callable[[Parts, int], Parts]
+    parts: Callable[[Any], Parts] | None = None  # the tensors of a node, of those that are written
+    rounded: Callable[[np.ndarray, float], Parts] | None = None  # or of a matrix [out, in] and the largest value
+
+    @property
+    def written(self) -> bool:
+        return self.parts is not None or self.rounded is not None
 
 
 def nvfp4() -> Form:
@@ -41,8 +51,18 @@ def nvfp4() -> Form:
         whole = parts[".weight_global_scale"].reshape(())
         return {"codes": split_pairs(parts[".weight_packed"]), "scale": shrunk(parts[".weight_scale"], whole)}
 
+    def rounded(value: np.ndarray, largest: float) -> Parts:
+        """The largest value of all at the largest scale, and that of a group at the largest code, both to nearest."""
+        whole = np.float32(min(FLOAT8 * FLOAT4 / largest, 1e38) if largest > 0 else 1)
+        grouped = value.reshape(len(value), -1, 16)
+        scale = np.minimum(np.abs(grouped).max(2) / FLOAT4 * whole, FLOAT8).astype(ml_dtypes.float8_e4m3fn)
+        each = shrunk(scale, whole)[..., None]
+        exact = np.divide(grouped, each, out=np.zeros_like(grouped), where=each > 0)
+        codes = nearest(CODES["float4"].numbers, exact).reshape(value.shape)
+        return {".weight_packed": join_pairs(codes), ".weight_scale": scale, ".weight_global_scale": whole.reshape(1)}
+
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    return Form("nvfp4", Scheme(weights, None, ("nvfp4-pack-quantized",)), layout, fields)
+    return Form("nvfp4", Scheme(weights, None, ("nvfp4-pack-quantized",)), layout, fields, rounded=rounded)
 
 
 def mxfp4() -> Form:
@@ -52,8 +72,15 @@ def mxfp4() -> Form:
     def fields(parts: Parts, columns: int) -> Parts:
         return {"codes": split_pairs(parts[".weight_packed"]), "scale": powers(parts[".weight_scale"].view(np.uint8))}
 
+    def parts(node: Any) -> Parts:
+        exponents = np.frexp(node.scale.T)[1] + 126
+        return {
+            ".weight_packed": join_pairs(four_bits.split(node.codes, *node.into).T),
+            ".weight_scale": exponents.astype(np.uint8),
+        }
+
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
-    return Form("mxfp4", Scheme(weights, None, ("mxfp4-pack-quantized",)), layout, fields)
+    return Form("mxfp4", Scheme(weights, None, ("mxfp4-pack-quantized",)), layout, fields, parts)
 
 
 def bytes_in_groups(group: int) -> Form:
@@ -65,8 +92,17 @@ def bytes_in_groups(group: int) -> Form:
         codes = split_words(parts[".weight_packed"], 8)[:, :columns] ^ 128
         return {"codes": codes, "scale": parts[".weight_scale"].astype(np.float32)}
 
+    def parts(node: Any) -> Parts:
+        codes = node.codes.T
+        scale = node.scale.T.astype(np.float16)
+        return {
+            ".weight_packed": join_words(codes ^ 128),
+            ".weight_shape": np.array(codes.shape),
+            ".weight_scale": scale,
+        }
+
     weights = int8.WHOLE | {"strategy": "group", "group_size": group}
-    return Form(f"int8-weights-{group}", Scheme(weights, None, ("pack-quantized",)), layout, fields)
+    return Form(f"int8-weights-{group}", Scheme(weights, None, ("pack-quantized",)), layout, fields, parts)
 
 
 def fours_by_output(symmetric: bool) -> Form:
@@ -99,6 +135,11 @@ def shared(columns: int, group: int) -> None:
 def split_pairs(data: np.ndarray) -> np.ndarray:
     """The codes [rows, columns] of bytes [rows, columns / 2], the even one in the low half."""
     return np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)
+
+
+def join_pairs(codes: np.ndarray) -> np.ndarray:
+    """The bytes of `split_pairs`."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def shrunk(scales: np.ndarray, whole: np.ndarray) -> np.ndarray:

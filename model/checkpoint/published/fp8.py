@@ -7,18 +7,20 @@ are left out: each row has its own, which is closer.
     weight_scale      one, [out], [out, 1] or [out / 128, in / 128]; of blocks it is called weight_scale_inv
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ....ops.quant.fp8 import checked
+from ....ops.quant import Rounded
+from ....ops.quant.compressed import Layout
+from ....ops.quant.fp8 import E4M3, LIMIT, checked
 from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from .keys import HERE, known, patterns
-from .matrix import Matrix, check
+from .matrix import Largest, Matrix, Parts, check
 
 SIDE = 128  # of a block
 KEYS = {
@@ -84,3 +86,37 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
         return Fp8Matrix(f"{stem}.weight", (rows, columns), group, tensors)
     check(scale, FLOATS, *([blocks] if group.form == "blocks" else [(), (1,), (1, 1), (rows,), (rows, 1)]))
     return Fp8Matrix(f"{stem}.weight", (rows, columns), group, tensors)
+
+
+WRITES = ("fp8-weights-128",)
+
+
+def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
+    """As DeepSeek and Qwen have it: modules are spared by name."""
+    spared = [".experts" if module.startswith("re:") else module for module in ignore]
+    return {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [SIDE, SIDE],
+        "modules_to_not_convert": spared,
+    }  # fmt: skip
+
+
+def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
+    rows, columns = shape
+    blocks = -(-rows // SIDE), -(-columns // SIDE)
+    return {".weight": (("float8_e4m3fn",), ((rows, columns),)), ".weight_scale_inv": (("float32",), (blocks,))}
+
+
+def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Parts:
+    """The largest of each block at 448, the others to nearest."""
+    rows, columns = value.shape
+    padded = np.pad(value.astype(np.float32), ((0, -rows % SIDE), (0, -columns % SIDE)))
+    blocks = padded.reshape(padded.shape[0] // SIDE, SIDE, -1, SIDE)
+    scale = np.abs(blocks).max((1, 3)) / np.float32(LIMIT)
+    each = scale[:, None, :, None]
+    exact = np.divide(blocks, each, out=np.zeros_like(blocks), where=each > 0)
+    codes = np.clip(exact, -LIMIT, LIMIT).astype(E4M3).reshape(padded.shape)[:rows, :columns]
+    return {".weight": codes, ".weight_scale_inv": scale}
+
+
+def parts(node: Rounded, group: StoredGroup) -> Parts:
+    raise NotImplementedError("no method but rtn rounds to it")

@@ -35,7 +35,7 @@ from .integers import (
     whole_number,
 )  # fmt: skip
 from .keys import HERE, known, patterns, refusal
-from .matrix import Matrix, check, take
+from .matrix import Largest, Matrix, Parts, check, rounded, take
 
 VERSIONS = {"gptq": 1, "gptq_v2": 2}  # values of checkpoint_format
 KEYS = {
@@ -171,7 +171,11 @@ def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
     }
 
 
-def parts(node: Rounded, group: StoredGroup) -> dict[str, np.ndarray]:
+def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Parts:
+    return parts(rounded(value, group), group)
+
+
+def parts(node: Rounded, group: StoredGroup) -> Parts:
     assert isinstance(group.form, Integers)
     codes, scales, zeros = numbers_of(node)
     bits, stored = group.form.bits, zeros - np.uint8(group.form.version == 1)

@@ -1,7 +1,7 @@
 """A quantised matrix of a checkpoint, whatever the tensors are that it lies in, and weights made of its codes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from ....sharding.spec import ArraySpec, empty
 from ...config import ModelError
 from ...stored_format import StoredGroup
 from ..safetensors import Tensor, fill
+
+Parts = dict[str, np.ndarray]  # the tensors of a matrix, by the endings of their names
+Largest = Callable[[], float]  # reads the largest value of all matrices that make one weight with another
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,16 @@ def widens(own: Rounded, node: Grouped) -> bool:
     else:
         holds = node.code == "int8"
     return holds and affine and own.shared() % node.group == 0 and (node.least is not None or not least)
+
+
+def specs_of(group: StoredGroup, rows: int, columns: int) -> Rounded:
+    """The specs of a matrix [rows, columns] in a group's format."""
+    return quant.packed(group.quant, ArraySpec((columns, rows), np.float32, (None, None), inputs=(0,)))
+
+
+def rounded(value: np.ndarray, group: StoredGroup) -> Rounded:
+    """A dense matrix [out, in] in a group's format; each output by itself, so that they may be fused later."""
+    return specs_of(group, *value.shape).quantize(value.T)
 
 
 def check(tensor: Tensor, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:

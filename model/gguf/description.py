@@ -47,6 +47,8 @@ def metadata_of(
     if moe is not None:
         own |= {"expert_count": moe.experts, "expert_used_count": moe.top_k, "expert_feed_forward_length": moe.dim}
     mlp = next((layer.mlp for layer in config.layers if layer.mlp is not None), None)
+    if architecture == "qwen3moe" and any(layer.moe is None for layer in config.layers):
+        raise ModelError("this model of the family qwen3_moe has a layer without experts; llama.cpp knows none such")
     own["feed_forward_length"] = hf["intermediate_size"] if mlp is None else mlp.dim
     windows = {layer.attention.window for layer in config.layers} - {None}
     if windows and architecture.startswith("gemma"):

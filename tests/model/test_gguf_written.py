@@ -36,7 +36,8 @@ VOCABULARY = 400
 USUAL: dict[str, dict] = {
     "gemma2": {"query_pre_attn_scalar": 32}, "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6},
     "mistral": {"sliding_window": None}, "mixtral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False},
-    "qwen3": {"use_sliding_window": False, "layer_types": None}, "qwen3_moe": {"norm_topk_prob": True},
+    "qwen3": {"use_sliding_window": False, "layer_types": None},
+    "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
 }  # fmt: skip
 VARIANTS = sorted(name for name, variant in WRITTEN.items() if variant.config["model_type"] in FAMILIES)
 
@@ -257,6 +258,13 @@ def test_other_families_are_refused_by_name(tmp_path):
     asked = ["--layout", "gguf", "--quantization", "F16", "--method", "gptq", "--calibration", "x"]
     done = CliRunner().invoke(app, ["quantize", "quill", str(tmp_path / "out.gguf"), *asked])
     assert "--method is gptq; --layout gguf" in str(done.exception)
+
+
+def test_layers_that_llama_cpp_does_not_know(tmp_path, monkeypatch):
+    monkeypatch.setitem(USUAL, "qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]})
+    variant_folder(tmp_path / "dense", "qwen3-moe")
+    with pytest.raises(ModelError, match="qwen3_moe has a layer without experts"):
+        write(tmp_path / "dense", tmp_path / "out.gguf")
 
 
 def test_numbers_that_a_type_cannot_hold(tmp_path):

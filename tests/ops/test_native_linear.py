@@ -28,7 +28,7 @@ ISAS = list(build.isas())
 FORMATS = (
     "int8", "int8-weights", "int4", "int4-64", "int4-128-zero", "int4-zero", "fp8", "fp8-weights", "fp8-weights-128",
     "int8-weights-64", "nf4", "nvfp4", "int8-weights-16", "int8-weights-32-least", "int4-32-least", "iq4", "fp4",
-    "k4-32-least", "k4-16-least", "k4-16", "k6-16", "k6-32-least", "iq4-levels",
+    "k4-32-least", "k4-16-least", "k4-16", "k6-16", "k6-32-least", "iq4-levels", "mxfp4",
 )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     np.testing.assert_allclose(wide(got), plain, atol=size * near)
     exact = np.tensordot(wide(x), wide(w), len(into))
     worst = {
-        "int8": 0.02, "int4": 0.2, "fp8": 0.1, "nf4": 0.25, "fp4": 0.25, "iq4": 0.3, "nvfp4": 0.25,
+        "int8": 0.02, "int4": 0.2, "fp8": 0.1, "nf4": 0.25, "fp4": 0.25, "iq4": 0.3, "nvfp4": 0.25, "mxfp4": 0.3,
         "k4": 0.2, "k6": 0.05,
     }[name.split("-")[0]]  # fmt: skip
     np.testing.assert_allclose(wide(got), exact, atol=worst * size)

@@ -24,6 +24,7 @@ FORMATS = {
     "iq4": 0.5 + 4 / 32,
     "fp4": 0.5 + 4 / 64,
     "nvfp4": 0.5 + 4 / 16,
+    "mxfp4": 0.5 + 4 / 32,
     "int8-weights-32-least": 1.0 + 8 / 32,
     "int4-32-least": 0.5 + 8 / 32,
     "iq4-levels": 0.5 + 1 / 32 + 2 / 256,
@@ -62,13 +63,12 @@ def test_each_weight_is_within_half_a_step(name):
     weight = rng.standard_normal((256, 2, 64)) * rng.uniform(0.01, 10, (1, 2, 64))
     error = np.abs(restored(quant.packed(name, dense_spec()).quantize(weight)) - weight).reshape(256, -1)
     sizes = {"int8-weights-64": 64, "int8-weights-32-least": 32, "int4-32-least": 32, "fp8-weights-128": 128}
-    size = sizes.get(name, {"nf4": 64, "fp4": 64, "iq4": 32, "iq4-levels": 32, "nvfp4": 16}.get(name, 256))
-    if name[0] == "k":
-        size = int(name.split("-")[1])
+    groups = {"nf4": 64, "fp4": 64, "iq4": 32, "iq4-levels": 32, "nvfp4": 16, "mxfp4": 32}
+    size = int(name.split("-")[1]) if name[0] == "k" else sizes.get(name, groups.get(name, 256))
     flat = np.abs(weight).reshape(256, -1)
     most = flat.reshape(-1, size, 128).max(1).repeat(size, 0)  # of those that share a scale
     gaps = {"nf4": 0.304, "fp4": 4 / 12, "iq4": 25 / 113, "nvfp4": 2 / 6}  # the widest between neighbours
-    gaps["iq4-levels"] = gaps["iq4"]
+    gaps |= {"iq4-levels": gaps["iq4"], "mxfp4": 2 / 3.5}  # the largest of MXFP4 is 3.5 to 7
     if name.endswith("least"):
         step = 2 * most / (255 if name.startswith("int8") else 63 if name.startswith("k6") else 15)
     elif name[0] == "k":
@@ -111,9 +111,7 @@ def test_codes_of_four_bits_two_a_byte(inputs):
         assert np.array_equal(four_bits.split(array, inputs), codes)
 
 
-@pytest.mark.parametrize(
-    "name", ["int3", "int8-32", "int4-48", "int4-32-64", "int4-one", "", "mxfp4", "int4-", "fp8-32"]
-)
+@pytest.mark.parametrize("name", ["int3", "int8-32", "int4-48", "int4-32-64", "int4-one", "", "iq4", "int4-", "fp8-32"])
 def test_a_wrong_name_is_told_what_would_be_right(name):
     with pytest.raises(ValueError, match="int8|int4|weights") as error:
         quant.check(name)

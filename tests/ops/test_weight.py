@@ -93,7 +93,7 @@ def test_a_format_says_all_that_others_ask(name):
     for field in quant.Format.__annotations__:
         assert hasattr(module, field), field
     assert callable(module.spec) and isinstance(module.kernels(), tuple)
-    assert module.METHOD is None or (module.CHOICES is None and not module.STORED)
+    assert module.METHOD is None or not module.STORED
     assert module.CHOICES is not None or not module.STORED
     for full in module.STORED:
         assert quant.stored_name(full) == full == quant.check(full)

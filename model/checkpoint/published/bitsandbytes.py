@@ -261,11 +261,14 @@ def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Par
 def dynamic_map() -> np.ndarray:
     """The numbers that bitsandbytes' codes of eight bits stand for (arXiv 1511.04561).
 
-    In each power of ten from 1e-6 up to 1 twice as many as in the one below, in the middle of even steps; 0, and 1.
+    In each power of ten from 1e-6 up to 1 twice as many as in the one below, in the middle of even steps; 0, and 1. The
+    steps are counted from both ends, as torch does it, each sum rounded once: so the last bits are theirs.
     """
-    found = [0.0, 1.0]
+    found, first, last = [0.0, 1.0], np.float32(0.1), np.float32(1)
     for power in range(7):
-        ends = np.linspace(0.1, 1, (1 << power) + 1, dtype=np.float32)
+        count = 1 << power
+        step, at = np.float64((last - first) / np.float32(count)), np.arange(count + 1)
+        ends = np.where(at < (count + 1) // 2, first + step * at, last - step * (count - at)).astype(np.float32)
         means = (ends[:-1] + ends[1:]) / np.float32(2) * np.float32(10.0 ** (power - 6))
         found += [*means, *-means]
     return np.sort(np.array(found, np.float32))

@@ -25,7 +25,7 @@ def main(
         typer.Option(
             help="How the weights lie in files: compressed-tensors; gptq (int4, int8-weights-128) as GPTQModel writes "
             "them, awq (int4 with zero points) as AutoAWQ, bitsandbytes (nf4), fp8 (fp8-weights-128) as DeepSeek; or "
-            "gguf: one file for llama.cpp, and --quantization is Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, MXFP4, F16, BF16 or F32.",
+            "gguf: one file for llama.cpp, in Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, MXFP4, F16, BF16 or F32.",
             metavar="LAYOUT",
         ),
     ] = COMPRESSED,

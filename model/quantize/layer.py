@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
 
 from ...ops import quant
-from ..checkpoint.published import round_matrix, writer_of
+from ..checkpoint.published import CodesWriter, round_matrix, writer_of
 from ..checkpoint.published.matrix import specs_of
 from ..config import ModelError
 from ..stored_format import StoredFormat
@@ -79,7 +80,7 @@ class Method:
 def stored_tensors(coded: Coded, stored: StoredFormat) -> dict[str, np.ndarray]:
     (group,) = stored.groups
     node = specs_of(group, *coded.codes.shape).coded(coded.codes.T, coded.scales.T, coded.zeros.T)
-    return writer_of(stored.method).parts(node, group)
+    return cast(CodesWriter, writer_of(stored.method)).parts(node, group)
 
 
 def round_layer(source: Source, index: int, inputs: Mapping[Key, Inputs], method: Method) -> dict[str, np.ndarray]:

@@ -68,8 +68,12 @@ class Writer(Method, Protocol):
         """The tensors of a dense matrix [out, in]."""
         ...
 
+
+class CodesWriter(Writer, Protocol):
+    """One that has formats of whole numbers, whose codes a method may choose."""
+
     def parts(self, node: Rounded, group: StoredGroup) -> Parts:
-        """The same of a node with one axis in and one out, whose codes a method of rounding chose."""
+        """The tensors of a node with one axis in and one out."""
         ...
 
 

@@ -272,7 +272,3 @@ def dynamic_map() -> np.ndarray:
         means = (ends[:-1] + ends[1:]) / np.float32(2) * np.float32(10.0 ** (power - 6))
         found += [*means, *-means]
     return np.sort(np.array(found, np.float32))
-
-
-def parts(node: Rounded, group: StoredGroup) -> Parts:
-    raise NotImplementedError("no method but rtn rounds to it")

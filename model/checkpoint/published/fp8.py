@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from ....ops.quant import Rounded
 from ....ops.quant.compressed import Layout
 from ....ops.quant.fp8 import E4M3, LIMIT, checked
 from ...config import ModelError
@@ -116,7 +115,3 @@ def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Par
     exact = np.divide(blocks, each, out=np.zeros_like(blocks), where=each > 0)
     codes = np.clip(exact, -LIMIT, LIMIT).astype(E4M3).reshape(padded.shape)[:rows, :columns]
     return {".weight": codes, ".weight_scale_inv": scale}
-
-
-def parts(node: Rounded, group: StoredGroup) -> Parts:
-    raise NotImplementedError("no method but rtn rounds to it")

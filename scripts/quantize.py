@@ -33,7 +33,7 @@ def main(
         str,
         typer.Option(
             help="How codes are chosen: rtn (the nearest), or by what the model computes over calibration text: gptq "
-            "and awq (int4, int8), smoothquant (int8, fp8).",
+            "and awq (int2 to int4, int8), smoothquant (int8, fp8), squeezellm (codebook), quip (e8p).",
             metavar="METHOD",
         ),
     ] = NEAREST,
@@ -55,6 +55,8 @@ def main(
     engine: dict[str, Any],
 ) -> None:  # fmt: skip
     """Round a model's weights and write them in a layout that other engines read too.
+
+    codebook and e8p are in a form of Quire's own.
 
     With calibration text a layer at a time is in memory. A run that was stopped goes on when it is started again.
     """

@@ -114,6 +114,8 @@ def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
         return integers(0, 256, xp.uint8)
     if spec.init == "sixes":  # codes of six bits
         return integers(0, 64, xp.uint8)
+    if spec.init == "words":
+        return integers(0, 1 << 16, xp.uint16)
     if spec.init == "float8":  # bits of E4M3 below 2, of either sign: of a size of 0.62
         bits = integers(0, 128, xp.uint8)
         return (bits & 64) << 1 | bits & 63

@@ -21,7 +21,7 @@ from ..weights import abstract, dense_specs
 from .folder import merged, read_json
 from .loader import find_parts
 from .orbax import holds_weights, write_rest
-from .published import described_as, round_matrix, split, writer_of
+from .published import described_as, round_matrix, split, writer_for
 from .safetensors import INDEX, SINGLE, Tensor, find_tensors, write_tensors
 
 EXPERTS = r"re:.*\.experts\..*"
@@ -49,7 +49,7 @@ class Plan:
 
     def endings(self, tensor: Tensor) -> Layout:
         """The tensors of a matrix that is to be rounded."""
-        return writer_of(self.stored.method).layout(tensor.name, self.stored.groups[0], tensor.shape)
+        return writer_for(self.stored).layout(tensor.name, self.stored.groups[0], tensor.shape)
 
 
 def plan(

@@ -173,3 +173,10 @@ def write_tensors(path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]],
         for (name, (dtype, shape)), value in zip(layout.items(), values, strict=True):
             assert (value.dtype, value.shape) == (np.dtype(dtype), shape), name
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+
+
+def write_whole(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """A safetensors file, which is there once it is complete."""
+    beside = path.with_suffix(".part")
+    write_tensors(beside, {name: (x.dtype, x.shape) for name, x in tensors.items()}, tensors.values())
+    os.replace(beside, path)

@@ -1,14 +1,15 @@
 """One layer, rounded by a method that knows what its matrices meet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 
 from ...ops import quant
-from ..checkpoint.published import CodesWriter, round_matrix, writer_of
+from ...ops.quant import Scheme
+from ..checkpoint.published import CodesWriter, round_matrix, writer_for
 from ..checkpoint.published.matrix import specs_of
 from ..config import ModelError
 from ..stored_format import StoredFormat
@@ -17,9 +18,18 @@ from .folds import Fold, divide_norm, divisors, folds
 from .gptq import gptq
 from .grid import Coded, Grid, grid_of
 from .inputs import Inputs
+from .quip import quip
 from .source import Key, Leaf, Source
 
-METHODS = ("gptq", "awq", "smoothquant")
+# Of the matrices that share inputs: those, or by weight [O, I] what the loss hears of it.
+Met = Inputs | np.ndarray
+METHODS = ("gptq", "awq", "smoothquant", "squeezellm", "quip")
+# Formats that a method is for, where these are not those of whole numbers.
+FOR: dict[str, tuple[str, Callable[[Scheme], bool]]] = {
+    "smoothquant": ("that round activations", lambda scheme: scheme.activations is not None),
+    "squeezellm": ("whose outputs have tables of their own", lambda scheme: scheme.weights["type"] == "codebook"),
+    "quip": ("of points of a lattice", lambda scheme: scheme.weights["type"] == "lattice"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,14 +43,14 @@ class Method:
     def __post_init__(self):
         if self.name not in METHODS:
             raise ModelError(f"method is {self.name!r}; it can be rtn, {', '.join(METHODS)}")
-        if self.name != "smoothquant":
+        if self.name not in FOR:
             grid_of(self.quant)  # refuses formats that it cannot round to
-        elif quant.example(self.quant).rounds is None:
-            schemes = quant.stored_schemes()
-            right = ", ".join(name for name, scheme in schemes.items() if scheme.activations is not None)
+            return
+        (words, fits), schemes = FOR[self.name], quant.stored_schemes()
+        if not fits(schemes[quant.stored_name(self.quant)]):
+            right = ", ".join(name for name, scheme in schemes.items() if fits(scheme))
             raise ModelError(
-                f"method is 'smoothquant', which is for formats that round activations: {right}; quantization is "
-                f"{self.quant!r}"
+                f"method is {self.name!r}, which is for formats {words}: {right}; quantization is {self.quant!r}"
             )
 
     @property
@@ -50,7 +60,12 @@ class Method:
 
     @property
     def folds(self) -> bool:
-        return self.name != "gptq"
+        return self.name in ("awq", "smoothquant")
+
+    @property
+    def by_gradients(self) -> bool:
+        """Whether it asks what the loss hears of each weight, and not what the matrices meet."""
+        return self.name == "squeezellm"
 
     @property
     def grid(self) -> Grid:
@@ -62,28 +77,40 @@ class Method:
             return awq.scales(W, inputs.H, fold.tied(inputs.total, np.mean), self.grid)
         return smoothquant.scales(fold.tied(inputs.top, np.max), fold.tied(np.abs(W).max(0), np.max))
 
-    def tensors(self, matrices: Sequence[np.ndarray], inputs: Inputs) -> list[dict[str, np.ndarray]]:
+    def tensors(self, matrices: Sequence[np.ndarray], met: Met) -> list[dict[str, np.ndarray]]:
         """What a checkpoint keeps of each of the matrices [O, I] that share inputs, by the endings of the names.
 
         Outputs are rounded each by itself, so that all of them go together.
         """
         W, ends = np.concatenate(matrices), np.cumsum([len(matrix) for matrix in matrices])[:-1]
+        (group,) = self.stored.groups
+        if not isinstance(met, Inputs):
+            pairs = zip(matrices, np.split(met, ends), strict=True)
+            return [self.specs(matrix).fitted(matrix, own).parts(group.form) for matrix, own in pairs]
         if self.name == "gptq":
-            coded = gptq(W, inputs.H, self.grid, self.act_order)
+            coded = gptq(W, met.H, self.grid, self.act_order)
             each = zip(*(np.split(field, ends) for field in coded), strict=True)
             return [stored_tensors(Coded(*fields), self.stored) for fields in each]
-        W = awq.clipped(W, inputs.H, self.grid) if self.name == "awq" else W
+        if self.name == "quip":
+            codes, scale = quip(W, met.H, self.specs(W).bits)
+            each = zip(matrices, np.split(codes, ends, axis=1), np.split(scale, ends), strict=True)
+            return [self.specs(matrix).made(code, own).parts(group.form) for matrix, code, own in each]
+        W = awq.clipped(W, met.H, self.grid) if self.name == "awq" else W
         largest = float(np.abs(W).max())
         return [round_matrix(matrix, self.stored, lambda: largest) for matrix in np.split(W, ends)]
+
+    def specs(self, matrix: np.ndarray) -> Any:
+        """Those of a matrix [O, I]."""
+        return specs_of(self.stored.groups[0], *matrix.shape)
 
 
 def stored_tensors(coded: Coded, stored: StoredFormat) -> dict[str, np.ndarray]:
     (group,) = stored.groups
     node = specs_of(group, *coded.codes.shape).coded(coded.codes.T, coded.scales.T, coded.zeros.T)
-    return cast(CodesWriter, writer_of(stored.method)).parts(node, group)
+    return cast(CodesWriter, writer_for(stored)).parts(node, group)
 
 
-def round_layer(source: Source, index: int, inputs: Mapping[Key, Inputs], method: Method) -> dict[str, np.ndarray]:
+def round_layer(source: Source, index: int, met: Mapping[Key, Met], method: Method) -> dict[str, np.ndarray]:
     """The tensors of a layer that are not as they were, by their names in files.
 
     These are what its matrices become, and norms and biases that scales were folded into.
@@ -96,9 +123,9 @@ def round_layer(source: Source, index: int, inputs: Mapping[Key, Inputs], method
         for part in leaf.parts
     }
     others: dict[str, np.ndarray] = {}
-    inputs = dict(inputs)
+    met = dict(met)
     for fold in folds(source.config, index, leaves) if method.folds else ():
-        W, inputs, more = folded(source, leaves, fold, W, inputs, method)
+        W, met, more = folded(source, leaves, fold, W, met, method)
         others |= more
     out = {source.tensors[name].name: value for name, value in others.items()}
     sharing: dict[Key, list[str]] = {}
@@ -106,7 +133,7 @@ def round_layer(source: Source, index: int, inputs: Mapping[Key, Inputs], method
         for part in leaf.parts if leaf.rounded else ():
             sharing.setdefault(leaf.key(part), []).append(part.name)
     for key, names in sharing.items():
-        for name, made in zip(names, method.tensors([W.pop(name) for name in names], inputs[key]), strict=True):
+        for name, made in zip(names, method.tensors([W.pop(name) for name in names], met[key]), strict=True):
             stem = source.tensors[name].name.removesuffix(".weight")
             out |= {stem + ending: value for ending, value in made.items()}
     return out

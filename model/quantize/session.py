@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from ..checkpoint import quantized
 from ..checkpoint.folder import read_json
-from ..checkpoint.safetensors import Tensor, read_header, write_tensors
+from ..checkpoint.safetensors import Tensor, read_header, write_whole
 from ..config import ModelConfig, ModelError
-from . import whole
+from . import sensitivity, whole
 from .folds import folds
 from .layer import Method, round_layer
 from .source import Source
@@ -95,17 +94,17 @@ def round_layers(
     """All tensors that are not as they were, layer by layer; only layers that are not done are rounded."""
     made: dict[str, Tensor] = {}
     count = len(source.config.layers)
-    batches = whole.embedded(source.embedding(), samples, source.dense)
+    if how.by_gradients:
+        sensitivity.write(source, samples, done)
+    batches = [] if how.by_gradients else whole.embedded(source.embedding(), samples, source.dense)
     for index in range(count):
         file = done / f"layer-{index:05}.safetensors"
         if not file.exists():
-            tensors = round_layer(source, index, source.inputs(index, batches), how)
-            beside = file.with_suffix(".part")
-            write_tensors(beside, {name: (x.dtype, x.shape) for name, x in tensors.items()}, tensors.values())
-            os.replace(beside, file)
+            met = sensitivity.read(source, index, done) if how.by_gradients else source.inputs(index, batches)
+            write_whole(file, round_layer(source, index, met, how))
         own = read_header(file)
         made |= own
-        if index + 1 < count:
+        if batches and index + 1 < count:
             weights = source.layer(index, own)
             batches = [batch.through(index, weights, source.dense) for batch in batches]
         progress(index + 1)

@@ -74,11 +74,17 @@ class Source:
     def embedding(self) -> ModelWeights:
         """The weights of `decoder.embed`, and no others."""
         of_rows = ("embed_VD", "embed_norm_D", "position_embed_PD", "type_embed_ID")
-        of_layers = ("per_layer_embed_VLA", "per_layer_proj_DLA", "per_layer_norm_A")
-        names = (*of_rows, *of_layers)
+        return self.outside(*of_rows, "per_layer_embed_VLA", "per_layer_proj_DLA", "per_layer_norm_A")
+
+    def ends(self) -> ModelWeights:
+        """The weights of `decoder.final_norm` and `decoder.logits`."""
+        return self.outside("embed_VD" if self.dense.tied else "head_VD", "final_norm_D", "head_bias_V")
+
+    def outside(self, *names: str) -> ModelWeights:
+        """The dense weights of these names, and no others."""
         specs, parts = ({name: getattr(tree, name) for name in names} for tree in (self.specs, self.parts))
         found = jax.tree.map(lambda spec, parts: jnp.asarray(read_leaf(spec, parts, self.tensors)), specs, parts)
-        return ModelWeights(**found, layers=(), final_norm_D=None)
+        return ModelWeights(**{"embed_VD": None, "final_norm_D": None} | found, layers=())
 
     def leaves(self, index: int) -> dict[str, Leaf]:
         """The leaves of a layer by name, such as `mlp.down_FD`."""

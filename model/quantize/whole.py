@@ -66,12 +66,14 @@ def batches(samples: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, np.n
 
 def embedded(weights: ModelWeights, samples: Sequence[Sequence[int]], config: ModelConfig) -> list[Batch]:
     """The samples before the first layer."""
-    found = []
-    for tokens_BT, positions_BT in batches(samples):
-        tokens_T, positions_T = jnp.asarray(tokens_BT.reshape(-1)), jnp.asarray(positions_BT.reshape(-1))
-        x = decoder.embed(weights, tokens_T, positions_T, config)
-        found.append(Batch(tokens_BT.shape, positions_T, x, {}))
-    return found
+    return [entering(weights, *batch, config) for batch in batches(samples)]
+
+
+def entering(weights: ModelWeights, tokens_BT: np.ndarray, positions_BT: np.ndarray, config: ModelConfig) -> Batch:
+    """Sequences before the first layer."""
+    tokens_T, positions_T = jnp.asarray(tokens_BT.reshape(-1)), jnp.asarray(positions_BT.reshape(-1))
+    x = decoder.embed(weights, tokens_T, positions_T, config)
+    return Batch(tokens_BT.shape, positions_T, x, {})
 
 
 def attention(config: ModelConfig, B: int, T: int):

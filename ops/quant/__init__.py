@@ -8,14 +8,16 @@ import importlib
 from typing import Any, Protocol, cast
 
 from ...sharding.spec import ArraySpec
+from .codebook import Codebook
 from .compressed import FormatError, Rounded, Scheme
+from .e8p import E8p
 from .grouped import CODES, WHOLE, Grouped
 from .int4 import Int4
 from .stack import in_front, one_of
 
 FORMATS = {
     "int8": ".int8", "int4": ".int4", "fp8": ".fp8", "nf4": ".nf4", "iq4": ".iq4", "nvfp4": ".nvfp4",
-    "mxfp4": ".mxfp4", "fp4": ".fp4", "k4": ".k4", "k6": ".k6",
+    "mxfp4": ".mxfp4", "fp4": ".fp4", "k4": ".k4", "k6": ".k6", "codebook": ".codebook", "e8p": ".e8p",
 }  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def common(names: set[str | None]) -> str | None:
 
 def has_gpu_kernel(name: str) -> bool:
     """Whether the product's kernel for GPUs takes codes of a format."""
-    return not isinstance(example(name), Grouped)
+    return not isinstance(example(name), Grouped | Codebook | E8p)
 
 
 def splits(name: str) -> bool:

@@ -1,7 +1,9 @@
 """Formats that weights are rounded to, and how a checkpoint of the compressed-tensors form holds them."""
 
+import logging
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +25,7 @@ class Scheme:
     weights: dict[str, Any]
     activations: dict[str, Any] | None  # None: rows stay as they are
     forms: tuple[str, ...]  # values of `format`; the first is the one that Quire writes
+    method: str = "compressed-tensors"  # quant_method; "quire": said in the same words, of a format it does not have
 
 
 # Tensors of one matrix by what their names end in: the dtypes and shapes that they may have, the written one first.
@@ -40,6 +43,7 @@ class Rounded(Weight):
     into: tuple[int, ...] = struct.field(pytree_node=False)  # sizes of the axes that products sum over
     out: tuple[int, ...] = struct.field(pytree_node=False)  # and of the others
     inputs: tuple[int, ...] = struct.field(pytree_node=False)  # where the former stand in the dense weight
+    lists = ()  # fields whose numbers belong to an output, and not to neighbouring inputs
 
     @property
     def kind(self) -> Any:
@@ -82,6 +86,11 @@ class Rounded(Weight):
         raise NotImplementedError
 
 
+@cache
+def log_widened(name: str) -> None:
+    logging.getLogger("quire").info("weights in %s are widened to bfloat16: no kernel here takes their codes", name)
+
+
 class StoredTensor(NamedTuple):
     """A tensor of a stack: what its name ends in, its shape in the file, and how it becomes an array of the node."""
 
@@ -98,11 +107,23 @@ def split(dense: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any
 
 
 def split_words(words: np.ndarray, bits: int) -> np.ndarray:
-    """The codes in int32 words, the first in the lowest bits, a byte each."""
+    """The codes in int32 words, the first in the lowest bits, a byte each; no code is cut by a word's end."""
     data = np.ascontiguousarray(words, "<i4").view(np.uint8)
     if bits == 8:
         return data
-    return np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1)
+    if bits == 4:
+        return np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1)
+    shifts = np.arange(0, 33 - bits, bits, dtype=np.uint32)
+    codes = data.view("<u4")[..., None] >> shifts & np.uint32((1 << bits) - 1)
+    return codes.astype(np.uint8).reshape(len(data), -1)
+
+
+def join_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of codes, a byte each, as int32 words."""
+    each = 32 // bits
+    grouped = np.pad(codes, ((0, 0), (0, -codes.shape[1] % each))).reshape(len(codes), -1, each).astype(np.uint32)
+    shifts = np.arange(0, each * bits, bits, dtype=np.uint32)
+    return np.bitwise_or.reduce(grouped << shifts, axis=2).astype("<u4").view("<i4")
 
 
 def join_words(data: np.ndarray) -> np.ndarray:

@@ -21,6 +21,12 @@ WAYS = {
     "int4-32": ("rtn", "gptq", "awq"),
     "int4-64": ("rtn", "gptq", "awq"),
     "int4-64-zero": ("rtn", "gptq", "awq"),
+    "codebook-4": ("rtn", "squeezellm"),
+    "e8p-4": ("quip",),
+    "int3-32": ("rtn", "gptq", "awq"),
+    "codebook-3": ("rtn", "squeezellm"),
+    "int2-32": ("rtn", "gptq", "awq"),
+    "e8p-2": ("rtn", "quip"),
 }  # of a group of 128 there is none: quill's rows have 192 numbers
 CACHES = {
     "int8": {"kv_cache_dtype": "int8"},

@@ -73,7 +73,7 @@ class EngineOptions:
         "auto", MODEL, "float32, bfloat16, float16 (computed in bfloat16) or auto.", default_text="auto: the model's"
     )
     quantization: str | None = flag(
-        None, MODEL, "Round the weights to int8, int8-weights, fp8, fp8-weights, int4-64-zero, nf4, mxfp4 and so on.",
+        None, MODEL, "Round the weights to int8, int8-weights, fp8, fp8-weights, int4-64-zero, mxfp4, e8p-2 and so on.",
         default_text="as they are", short="q",
     )  # fmt: skip
     max_model_len: int | None = flag(

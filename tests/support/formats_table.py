@@ -21,7 +21,7 @@ BEGIN, END = "<!-- tables: python tests/support/formats_table.py -->", "<!-- end
 NAMES = (
     "int8", "int8-weights", "int8-weights-128", "int8-weights-32-least", "int8-weights-16", "fp8", "fp8-weights",
     "fp8-weights-128", "int4-32", "int4-64", "int4-128-zero", "int4-32-least", "nf4", "iq4", "nvfp4", "mxfp4",
-    "fp4", "k4-16", "k4-32-least", "k6-16", "k6-32-least", "iq4-levels",
+    "fp4", "k4-16", "k4-32-least", "k6-16", "k6-32-least", "iq4-levels", "codebook-4", "codebook-3", "e8p-2", "e8p-4",
 )  # fmt: skip
 SIZE = 1024
 BLOCKS = {"weight_block_size": [128, 128]}

@@ -22,6 +22,7 @@ from .modelopt import SIDE_FILE
 
 METHODS = {
     "compressed-tensors": ".compressed_tensors",
+    "quire": ".compressed_tensors",
     "awq": ".awq",
     "gptq": ".gptq",
     "fp8": ".fp8",
@@ -111,6 +112,11 @@ def writer_of(layout: str) -> Writer:
     return cast(Writer, module_of(layout))
 
 
+def writer_for(stored: StoredFormat) -> Writer:
+    """The module that writes what is described so."""
+    return cast(Writer, module_of(stored.method))
+
+
 def described_as(layout: str, name: str, ignore: Sequence[str]) -> dict[str, Any]:
     """quantization_config of a checkpoint in a layout whose matrices are kept in a format."""
     writer = writer_of(layout)
@@ -131,4 +137,4 @@ def own_name(writer: Writer, name: str) -> str | None:
 def round_matrix(value: np.ndarray, stored: StoredFormat, largest: Largest) -> Parts:
     """The tensors of a dense matrix [out, in]."""
     (group,) = stored.groups
-    return writer_of(stored.method).round_matrix(value, group, largest)
+    return writer_for(stored).round_matrix(value, group, largest)

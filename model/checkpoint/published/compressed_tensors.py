@@ -22,12 +22,13 @@ from .forms import FORMS
 from .keys import HERE, known, patterns, refusal
 from .matrix import Largest, Matrix, Parts, check, rounded, take
 
+OWN = "quire"  # quant_method of what is said in these words and lies in a form that compressed-tensors has not
 WIDE = 1024  # inputs that divide by the group of any format
 
 # What the keys of a compressed-tensors config may say, besides null; `...` where no value changes the weights, or where
 # the formats' own schemes say it.
 TOP = {
-    "quant_method": ("compressed-tensors",), "format": ..., "config_groups": ..., "ignore": ...,
+    "quant_method": ("compressed-tensors", OWN), "format": ..., "config_groups": ..., "ignore": ...,
     "kv_cache_scheme": ..., "sparsity_config": ..., "transform_config": ({},), "quantization_status": ...,
     "global_compression_ratio": ..., "version": ..., "run_compressed": ...,
 }  # fmt: skip
@@ -57,7 +58,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
         raise refusal(f"{HERE}.ignore", "Linear", "names and patterns of modules")
     found = [read_group(f"{HERE}.config_groups.{name}", group, top.get("format")) for name, group in groups.items()]
     found.sort(key=lambda group: "Linear" in group.targets)  # names before kinds of modules
-    return StoredFormat("compressed-tensors", tuple(found), ignore)
+    return StoredFormat(top.get("quant_method", "compressed-tensors"), tuple(found), ignore)
 
 
 def read_group(here: str, group: Any, form: Any) -> StoredGroup:
@@ -144,7 +145,7 @@ WRITES = (
 def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     scheme = FORMS[name].scheme if name in FORMS else stored_schemes()[name]
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": scheme.method,
         "format": scheme.forms[0],
         "quantization_status": "compressed",
         "config_groups": {

@@ -52,7 +52,8 @@ class Matrix:
             found = self.fields({ending: tensor.read() for ending, tensor in self.tensors.items()})
         except FormatError as error:
             raise ModelError(f"tensor {self.name!r} {error}") from None
-        self.finite(found["scale"])
+        for name in found.keys() & {"scale", *node.lists}:
+            self.finite(found[name])
         return self.widened(found, node)
 
     def widened(self, fields: dict[str, np.ndarray], node: Rounded) -> dict[str, np.ndarray]:
@@ -81,10 +82,13 @@ class Matrix:
     @property
     def scales(self) -> str:
         """The name of the tensor that the scales come from."""
-        return next(tensor.name for ending, tensor in self.tensors.items() if "scale" in ending)
+        each = {ending: tensor.name for ending, tensor in self.tensors.items()}
+        return next((name for ending, name in each.items() if "scale" in ending), self.name)
 
     def spread(self, field: str, values: np.ndarray, node: Rounded) -> np.ndarray:
-        """A field's values, which neighbouring inputs may share, for each of them: [out, in]."""
+        """A field's values, which neighbouring inputs may share, for each: [out, in]; lists are filled up with zeros."""
+        if field in node.lists:
+            return np.pad(values, ((0, 0), (0, self.shape[1] - values.shape[1])))
         if values.shape[1] == 1:
             return np.broadcast_to(values, self.shape)
         if values.shape[1] == self.shape[1]:
@@ -156,7 +160,8 @@ def read_node(dense: ArraySpec, node: Rounded, parts, tensors: dict[str, Any]) -
                 fields[name] = empty((value.shape[1], *node.out), getattr(node, name).dtype)
             out, step = fields[name], {columns: 1, 1: columns}.get(value.shape[1], node.shared(name))
             turned = np.moveaxis(part.turn(source.spread(name, value, node)), dense.inputs, range(axes))
-            turned = turned.reshape(columns, *turned.shape[axes:])[::step]
+            turned = turned.reshape(columns, *turned.shape[axes:])
+            turned = turned[: value.shape[1]] if name in node.lists else turned[::step]
             fill(out[(slice(None), *at[axes:])], narrowed(turned, out.dtype, source.scales))
     return node.join(fields)
 

@@ -1,0 +1,172 @@
+"""CODEBOOK: each output has its own table of 16 or 8 numbers, and a few weights that stay as they are.
+
+SqueezeLLM's form (arXiv 2306.07629), but that each output keeps as many weights apart as any other: shapes are known
+then from the sizes alone. In a checkpoint codes share words as those of whole numbers do.
+
+    weight_packed   int32 [out, in / 8], or ten codes of three bits a word
+    weight_shape    out, in
+    weight_table    float16 [out, 2 ** bits]: what the codes of an output stand for
+    weight_apart    float16 [out, apart]: weights that stand in place of what their codes stand for
+    weight_columns  int32 [out, apart]: their inputs
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from ...sharding.spec import ArraySpec
+from ..native import has
+from ..native.pack import pack_dense
+from ..weight import Weight, check_subscripts
+from . import clusters, four_bits
+from .compressed import FormatError, Layout, Rounded, Scheme, join_codes, log_widened, split, split_words, words
+
+BITS = ("4", "3")
+SHARE = 0.0045  # of the weights of an output that stay apart, as in the paper
+
+CHOICES = "codebook-4 or codebook-3"
+HEAD = "int8"
+SPLITS = False
+METHOD, MULTIPLE = None, 1
+STORED = {
+    f"codebook-{bits}": Scheme(
+        {"type": "codebook", "num_bits": int(bits), "strategy": "channel", "symmetric": True, "dynamic": False},
+        None,
+        ("codebook-sparse",),
+        "quire",
+    )
+    for bits in BITS
+}
+
+
+@struct.dataclass
+class Codebook(Rounded):
+    """weight = table[code], but for those apart."""
+
+    codes: Any  # uint8 [four_bits.count(K), O]
+    table: Any  # float16 [2 ** bits, *out]
+    apart: Any  # float16 [apart, *out]
+    columns: Any  # int32 [apart, *out]
+    bits: int = struct.field(pytree_node=False)
+    lists = ("table", "apart", "columns")
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        check_subscripts(subscripts, x, self.into, self.out, self.inputs)
+        lead = x.shape[: x.ndim - len(self.into)]
+        x_RK = x.reshape(-1, math.prod(self.into)).astype(jnp.bfloat16)
+        y_RO = jnp.dot(x_RK, self.dense().astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+        y = y_RO.reshape(*lead, *self.out)
+        return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+    def dense(self):
+        """The weight as one float32 matrix [K, O]."""
+        codes_KO = four_bits.split(self.codes, math.prod(self.into)).astype(jnp.int32)
+        table, apart, columns = (jnp.reshape(x, (len(x), -1)) for x in (self.table, self.apart, self.columns))
+        found_KO = jnp.take_along_axis(table.astype(jnp.float32), codes_KO, axis=0, mode="clip")
+        return found_KO.at[columns, jnp.arange(found_KO.shape[1])].set(apart.astype(jnp.float32))
+
+    def for_kernels(self, narrow: bool) -> Weight:
+        if not has("pack", "dense_bf16"):
+            return self
+        log_widened(f"codebook-{self.bits}")
+        fields = {"codes": four_bits.split(self.codes, math.prod(self.into)).T}
+        fields |= {name: np.reshape(getattr(self, name), (len(getattr(self, name)), -1)).T for name in self.lists}
+        dense_KO = self.decode(fields).T.astype(jnp.bfloat16)
+        return pack_dense((0,), dense_KO).replace(into=self.into, out=self.out, inputs=self.inputs)
+
+    def quantize(self, weight: np.ndarray) -> "Codebook":
+        """Means of each output's weights, all of which count the same; the largest stay apart."""
+        K = math.prod(self.into)
+        return self.fitted(weight.astype(np.float32).reshape(K, -1).T, None)
+
+    def fitted(self, W: np.ndarray, sensitivity: np.ndarray | None) -> "Codebook":
+        """W [O, K] such that the sum of sensitivity * error^2 is small; without, all weights count the same."""
+        columns = outside(W, sensitivity, self.apart.shape[0])
+        rest = np.ones(W.shape, bool)
+        np.put_along_axis(rest, columns, False, 1)
+        mass = np.ones_like(W) if sensitivity is None else sensitivity
+        shape = len(W), -1
+        table = clusters.means(W[rest].reshape(shape), mass[rest].reshape(shape), 1 << self.bits)
+        table = np.sort(table.astype(np.float16), 1)
+        fields = {"codes": clusters.nearest(W, table), "table": table, "columns": columns}
+        fields["apart"] = np.take_along_axis(W, columns, 1).astype(np.float16)
+        return self.join({name: value.T.reshape(-1, *self.out) for name, value in fields.items()})
+
+    def layout(self, rows: int, columns: int, form: str) -> Layout:
+        size, apart = 1 << self.bits, few(columns)
+        if columns % 2 or columns <= size:
+            raise FormatError(f"has {columns} inputs; codebook-{self.bits} needs an even number above {size}")
+        lists = {".weight_table": (("float16",), ((rows, size),)), ".weight_apart": (("float16",), ((rows, apart),))}
+        return words(rows, columns, self.bits) | lists | {".weight_columns": (("int32",), ((rows, apart),))}
+
+    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+        if (parts[".weight_columns"] < 0).any() or (parts[".weight_columns"] >= columns).any():
+            raise FormatError(f"keeps weights apart of inputs that it has not: there are {columns}")
+        codes = split_words(parts[".weight_packed"], self.bits)[:, :columns]
+        return {"codes": codes} | {name: parts[f".weight_{name}"] for name in self.lists}
+
+    def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        found = np.take_along_axis(fields["table"].astype(np.float32), fields["codes"].astype(np.int64), 1)
+        apart = few(found.shape[1])
+        np.put_along_axis(found, fields["columns"][:, :apart], fields["apart"][:, :apart].astype(np.float32), 1)
+        return found
+
+    def join(self, fields: dict[str, np.ndarray]) -> "Codebook":
+        codes = fields["codes"].astype(np.uint8)
+        dtypes = {name: getattr(self, name).dtype for name in self.lists}
+        lists = {name: fields[name].astype(dtype).reshape(-1, *self.out) for name, dtype in dtypes.items()}
+        return self.replace(codes=four_bits.join(codes.reshape(len(codes), -1)), **lists)
+
+    def parts(self, form: str) -> dict[str, np.ndarray]:
+        (columns,), (rows,) = self.into, self.out
+        codes = join_codes(four_bits.split(self.codes, columns).T, self.bits)
+        found = {".weight_packed": codes, ".weight_shape": np.array([rows, columns])}
+        return found | {f".weight_{name}": getattr(self, name).T for name in self.lists}
+
+
+def few(columns: int) -> int:
+    """How many weights of an output stay apart."""
+    return math.ceil(SHARE * columns)
+
+
+def outside(W: np.ndarray, sensitivity: np.ndarray | None, count: int) -> np.ndarray:
+    """The inputs [O, count], in order, of weights that stay apart: one in nine the most sensitive, else the largest."""
+    size = np.abs(W)
+    if sensitivity is not None and (first := round(count / 9)):
+        top = np.argsort(-sensitivity, axis=1, kind="stable")[:, :first]
+        np.put_along_axis(size, top, np.inf, 1)
+    return np.sort(np.argsort(-size, axis=1, kind="stable")[:, :count], axis=1)
+
+
+def kernels(*options: str) -> tuple[str, ...]:
+    return ("dense_bf16",)
+
+
+def spec(dense: ArraySpec, *options: str) -> Codebook:
+    """The specs of an array kept so; the option is the bits of a code."""
+    if len(options) != 1 or options[0] not in BITS:
+        raise FormatError(f"codebook has no option {'-'.join(options)!r}; it must be 4 or 3")
+    bits = int(options[0])
+    into, out, axes = split(dense)
+    K, by_output = math.prod(into), axes[len(into) :]
+    if K % 2:
+        raise FormatError(f"{K} inputs cannot be kept two a byte")
+
+    def shared(count: int, dtype: Any, init: str) -> ArraySpec:
+        return ArraySpec((count, *out), dtype, (None, *by_output), init, dense.fan_in)
+
+    shape, over = (four_bits.count(K), math.prod(out)), (axes[0], by_output[0])
+    return Codebook(
+        codes=replace(dense, shape=shape, axes=over, dtype=jnp.uint8, init="bytes", inputs=()),
+        table=shared(1 << bits, jnp.float16, "normal"),
+        apart=shared(few(K), jnp.float16, "normal"),
+        columns=shared(few(K), jnp.int32, "zeros"),
+        bits=bits,
+        into=into,
+        out=out,
+        inputs=dense.inputs,
+    )

@@ -18,6 +18,7 @@ from .stack import in_front, one_of
 FORMATS = {
     "int8": ".int8", "int4": ".int4", "fp8": ".fp8", "nf4": ".nf4", "iq4": ".iq4", "nvfp4": ".nvfp4",
     "mxfp4": ".mxfp4", "fp4": ".fp4", "k4": ".k4", "k6": ".k6", "codebook": ".codebook", "e8p": ".e8p",
+    "int3": ".int3", "int2": ".int2",
 }  # fmt: skip
 
 

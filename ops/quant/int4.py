@@ -1,7 +1,8 @@
 """INT4: four bits a weight, two a byte; `group` inputs of an output share a scale and perhaps a zero.
 
 In a checkpoint each code is stored plus 8, so that it is never negative, as an `Int4` has it; eight neighbouring inputs
-share a word, the first in the lowest bits.
+share a word, the first in the lowest bits. Codes of three and two bits (`int3.py`, `int2.py`) are stored plus 4 and 2,
+ten and sixteen a word, and kept here in four bits.
 
     weight_packed      int32 [out, in / 8]
     weight_shape       out, in
@@ -23,7 +24,7 @@ from ..native.linear import Product
 from ..native.pack import by_block, tile_nibbles
 from ..weight import Weight, check_subscripts
 from . import four_bits
-from .compressed import FormatError, Layout, Rounded, Scheme, join_words, split, split_words, words
+from .compressed import FormatError, Layout, Rounded, Scheme, join_codes, split, split_words, words
 from .grouped import CODES
 from .grouped import spec as grouped
 
@@ -35,13 +36,20 @@ HEAD = "int8"  # four bits are too few for a vocabulary
 SPLITS = False  # the codes lie in groups along the axis that would be cut
 METHOD, MULTIPLE = None, 1
 WHOLE = {"type": "int", "symmetric": True, "dynamic": False, "num_bits": 4, "strategy": "group"}
-STORED = {
-    f"int4-{group}{'' if symmetric else '-zero'}": Scheme(
-        WHOLE | {"symmetric": symmetric, "group_size": int(group)}, None, ("pack-quantized",)
-    )
-    for group in GROUPS
-    for symmetric in (True, False)
-}
+
+
+def schemes(bits: int) -> dict[str, Scheme]:
+    """All that are of so many bits."""
+    return {
+        f"int{bits}-{group}{'' if symmetric else '-zero'}": Scheme(
+            WHOLE | {"num_bits": bits, "symmetric": symmetric, "group_size": int(group)}, None, ("pack-quantized",)
+        )
+        for group in GROUPS
+        for symmetric in (True, False)
+    }
+
+
+STORED = schemes(4)
 
 
 @struct.dataclass
@@ -52,6 +60,12 @@ class Int4(Rounded):
     scale: Any  # float16 [K / group, O]
     zero: Any  # uint8 [K / group, O], or None: 8
     group: int = struct.field(pytree_node=False)
+    bits: int = struct.field(pytree_node=False, default=4)  # of a code in files
+
+    @property
+    def offset(self) -> int:
+        """What a code has more here than in files."""
+        return MIDDLE - (1 << (self.bits - 1)) if self.zero is None else 0
 
     def shared(self, field: str = "scale") -> int:
         return self.group
@@ -86,27 +100,29 @@ class Int4(Rounded):
 
     def quantize(self, weight: np.ndarray) -> "Int4":
         """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to its largest."""
-        K, group = math.prod(self.into), self.group
+        K, group, last = math.prod(self.into), self.group, (1 << self.bits) - 1
+        middle = (last + 1) // 2
         wide_KO = weight.astype(np.float32).reshape(K, -1)
         O = wide_KO.shape[1]
         grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, O)
         if self.zero is None:
             # The sign of the largest decides which end it lies at: all sixteen codes are in use.
             top = np.take_along_axis(grouped, np.abs(grouped).argmax(1)[:, None], 1)[:, 0]
-            scale, zero = (top / -MIDDLE).astype(np.float16), np.full_like(grouped[:, :1], MIDDLE)
+            scale, zero = (top / -middle).astype(np.float16), np.full_like(grouped[:, :1], middle)
         else:
             low, high = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
-            scale = ((high - low) / 15).astype(np.float16)
+            scale = ((high - low) / last).astype(np.float16)
             inverse = inverted(scale.astype(np.float32))
-            zero = np.clip(np.rint(-low * inverse), 0, 15)[:, None]
+            zero = np.clip(np.rint(-low * inverse), 0, last)[:, None]
         codes = np.rint(grouped * inverted(scale.astype(np.float32))[:, None]) + zero
-        codes = np.clip(codes, 0, 15).astype(np.uint8).reshape(-1, O)[:K]
+        codes = np.clip(codes, 0, last).astype(np.uint8).reshape(-1, O)[:K] + np.uint8(self.offset)
         zeros = None if self.zero is None else zero[:, 0].astype(np.uint8)
         return self.replace(nibbles=four_bits.join(codes), scale=scale, zero=zeros)
 
     def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int4":
         zeros = None if self.zero is None else zero.astype(np.uint8)
-        return self.replace(nibbles=four_bits.join(codes.astype(np.uint8)), scale=scale.astype(np.float16), zero=zeros)
+        nibbles = four_bits.join(codes.astype(np.uint8) + np.uint8(self.offset))
+        return self.replace(nibbles=nibbles, scale=scale.astype(np.float16), zero=zeros)
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         if columns % self.group:  # no other reader takes a group that is not full as Quire would
@@ -115,14 +131,15 @@ class Int4(Rounded):
             raise FormatError(f"has {columns} inputs, which do not divide by the group of {self.group}; {remedy}")
         groups = columns // self.group
         scales = ((rows, groups), (rows,)) if groups == 1 else ((rows, groups),)
-        zero = {} if self.zero is None else {".weight_zero_point": (("int32",), ((-(-rows // 8), groups),))}
-        return words(rows, columns, 4) | zero | {".weight_scale": (("float16", "float32", "bfloat16"), scales)}
+        down = -(-rows // (32 // self.bits)), groups
+        zero = {} if self.zero is None else {".weight_zero_point": (("int32",), (down,))}
+        return words(rows, columns, self.bits) | zero | {".weight_scale": (("float16", "float32", "bfloat16"), scales)}
 
     def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
-        codes = split_words(parts[".weight_packed"], 4)[:, :columns]
+        codes = split_words(parts[".weight_packed"], self.bits)[:, :columns] + np.uint8(self.offset)
         found = {"nibbles": codes, "scale": parts[".weight_scale"].astype(np.float32).reshape(len(codes), -1)}
         if self.zero is not None:
-            found["zero"] = split_words(parts[".weight_zero_point"].T, 4)[:, : len(codes)].T
+            found["zero"] = split_words(parts[".weight_zero_point"].T, self.bits)[:, : len(codes)].T
         return found
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
@@ -135,15 +152,14 @@ class Int4(Rounded):
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
         (columns,), (rows,) = self.into, self.out
-        codes = four_bits.split(self.nibbles, columns).T
+        codes = four_bits.split(self.nibbles, columns).T - np.uint8(self.offset)
         found = {
-            ".weight_packed": join_words(codes[:, ::2] | codes[:, 1::2] << 4),
+            ".weight_packed": join_codes(codes, self.bits),
             ".weight_shape": np.array([rows, columns]),
             ".weight_scale": self.scale.T,
         }
         if self.zero is not None:
-            pairs = np.pad(self.zero, ((0, 0), (0, rows % 2)))
-            found[".weight_zero_point"] = join_words(pairs[:, ::2] | pairs[:, 1::2] << 4).T
+            found[".weight_zero_point"] = join_codes(self.zero, self.bits).T
         return found
 
 
@@ -166,8 +182,14 @@ def spec(dense: ArraySpec, *options: str) -> Any:
     sizes = [option for option in options if option in GROUPS]
     if "least" in options and len(sizes) == 1 and len(options) == 2:
         return grouped(dense, "uint4", int(sizes[0]), least=True)
+    return of_bits(4, dense, *options)
+
+
+def of_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
+    """The specs of codes of so many bits."""
+    sizes = [option for option in options if option in GROUPS]
     if len(sizes) > 1 or set(options) - {"zero", *GROUPS}:
-        raise FormatError(f"int4 has no options {'-'.join(options)!r}; they can be {', '.join(GROUPS)} and zero")
+        raise FormatError(f"int{bits} has no options {'-'.join(options)!r}; they can be {', '.join(GROUPS)} and zero")
     group = int(sizes[0]) if sizes else 32
     into, out, ordered = split(dense)
     K, O = math.prod(into), math.prod(out)
@@ -184,6 +206,7 @@ def spec(dense: ArraySpec, *options: str) -> Any:
         out=out,
         inputs=dense.inputs,
         group=group,
+        bits=bits,
     )
 
 

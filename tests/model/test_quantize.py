@@ -43,6 +43,8 @@ FORMATS = [
     "int4-64-zero",
     "int4-128",
     "int4-128-zero",
+    "int3-64",
+    "int2-32-zero",
     "fp8",
     "fp8-weights",
 ]
@@ -113,7 +115,9 @@ def test_a_written_folder_is_what_rounding_while_loading_makes(tmp_path, config,
     assert_same(read(out), read(tmp_path / "dense", name))
     assert read_config(out, "bfloat16").quant.replace("int4-32", "int4") == name.replace("int4-32", "int4")
     bits = (
-        8 if name.startswith(("int8", "fp8")) else 4 + (16 + 4 * ("zero" in name)) / int((name.split("-") + ["32"])[1])
+        8
+        if name.startswith(("int8", "fp8"))
+        else {"2": 2, "3": 3.25, "4": 4}[name[3]] + (16 + 4 * ("zero" in name)) / int((name.split("-") + ["32"])[1])
     )
     matrices = 2 * (2 * D * D + 2 * D * D // 2 + 3 * D * F)
     assert size(tmp_path / "dense") - size(out) == pytest.approx(matrices * (4 - bits / 8), rel=0.02)
@@ -249,7 +253,7 @@ def test_what_is_not_quantised(tmp_path):
     assert {file: file.read_bytes() for file in out.iterdir()} == before
     refused(lambda: quantize(out, tmp_path / "again", "int8"), "quantised already")
     refused(lambda: quantize(out, tmp_path / "again", "int4"), "'int4'", "'int8'", "--quantization")
-    refused(lambda: quantize(dense, tmp_path / "again", "int3"), "'int3'", "int4")
+    refused(lambda: quantize(dense, tmp_path / "again", "int5"), "'int5'", "int4")
     refused(lambda: quantize(dense, tmp_path / "again", "nf4"), "'nf4'", "layout bitsandbytes has")
     done = CliRunner().invoke(app, ["convert", str(dense), str(tmp_path / "orbax")])
     assert done.exit_code == 0, done.output
@@ -322,12 +326,15 @@ CASES = {
     "w4a16-32": (described(rounding(4, 32)), ml_dtypes.bfloat16, "int4-32"),
     "w4a16-64-zero": (described(rounding(4, 64, True)), np.float16, "int4-64-zero"),
     "w4a16-128": (described(rounding(4, 128)), np.float32, "int4-128"),
+    "w3a16-64": (described(rounding(3, 64)), np.float16, "int3-64"),
+    "w2a16-32-zero": (described(rounding(2, 32, True)), ml_dtypes.bfloat16, "int2-32-zero"),
     "fp8": (described(FLOAT, TOKEN | {"type": "float"}, "float-quantized"), ml_dtypes.bfloat16, "fp8"),
     "fp8-a16": (described(FLOAT, None, "naive-quantized"), np.float32, "fp8-weights"),
     "w4a16-128-zero": (described(rounding(4, 128, True)), ml_dtypes.bfloat16, "int4-128-zero"),
 }
 
 
+FEW = ("w4", "w3", "w2")
 CASE_NAMES = {name for _, _, name in CASES.values()} | {"int4-32-zero", "int4-64", "fp8-weights-128"}
 
 
@@ -405,8 +412,8 @@ def test_a_folder_by_hand(tmp_path, case):
     config = read_config(tmp_path)
     assert config.quant == CASES[case][2]
     weights = read(tmp_path)
-    assert isinstance(weights.layers[0].mlp.up_DGF, Int4 if "w4" in case else Fp8 if "fp8" in case else Int8)
-    assert getattr(weights.layers[0].mlp.up_DGF, "dynamic", True) == (case in ("w8a8", "fp8") or "w4" in case)
+    assert isinstance(weights.layers[0].mlp.up_DGF, Int4 if case[:2] in FEW else Fp8 if "fp8" in case else Int8)
+    assert getattr(weights.layers[0].mlp.up_DGF, "dynamic", True) == (case in ("w8a8", "fp8") or case[:2] in FEW)
     assert_is(weights, expected)
     told = []
     placed = load(tmp_path, config, Placement(make_mesh()), told.append)
@@ -510,7 +517,7 @@ def test_codes_of_experts(tmp_path, case):
         gate, up, down = (expected[f"model.layers.1.block_sparse_moe.experts.{e}.w{n}.weight"].T for n in (1, 3, 2))
         np.testing.assert_array_equal(dense_of(moe.down_EFD[e]), down)
         np.testing.assert_array_equal(dense_of(moe.up_EDGF[e]).reshape(len(gate), 2, -1), np.stack([gate, up], 1))
-    assert isinstance(moe.down_EFD.each, Int4 if "w4" in case else Fp8 if case == "fp8" else Int8)
+    assert isinstance(moe.down_EFD.each, Int4 if case[:2] in FEW else Fp8 if case == "fp8" else Int8)
     change(folder, quantization_config=CASES[case][0] | {"ignore": ["lm_head", "re:.*w[23]$"]})
     assert isinstance(read(folder).layers[1].moe.up_EDGF, np.ndarray)  # w1 has codes, and w3 by that has none
 
@@ -540,7 +547,7 @@ def test_a_wish_that_the_checkpoint_contradicts(tmp_path):
 W = "quantization_config.config_groups.group_0.weights"
 A = "quantization_config.config_groups.group_0.input_activations"
 CONFIGS = [
-    (described(rounding(4, 32, num_bits=3)), f"{W}.num_bits = 3"),
+    (described(rounding(4, 32, num_bits=5)), f"{W}.num_bits = 5"),
     (described(rounding(4, 32, type="float")), "quantization_config.format = 'pack-quantized'"),
     (described(rounding(4, 32, actorder="group")), f"{W}.actorder = 'group'"),
     (described(rounding(4, 32, actorder=True)), f"{W}.actorder = True"),

@@ -14,7 +14,10 @@ from quire.model.quantize.grid import Grid, grid_of
 from quire.ops import quant
 from quire.sharding.spec import ArraySpec
 
-FORMATS = ["int8", "int8-weights", "int4", "int4-64", "int4-128", "int4-32-zero", "int4-64-zero"]
+FORMATS = [
+    "int8", "int8-weights", "int4", "int4-64", "int4-128", "int4-32-zero", "int4-64-zero", "int3-32", "int3-64-zero",
+    "int2-32-zero", "int2-64",
+]  # fmt: skip
 
 
 def matrix(rng, rows: int, columns: int) -> np.ndarray:

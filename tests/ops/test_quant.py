@@ -111,9 +111,11 @@ def test_codes_of_four_bits_two_a_byte(inputs):
         assert np.array_equal(four_bits.split(array, inputs), codes)
 
 
-@pytest.mark.parametrize("name", ["int3", "int8-32", "int4-48", "int4-32-64", "int4-one", "", "iq4", "int4-", "fp8-32"])
+@pytest.mark.parametrize(
+    "name", ["int5", "int8-32", "int4-48", "int3-least", "int4-32-64", "int4-one", "", "iq4", "int4-", "fp8-32"]
+)
 def test_a_wrong_name_is_told_what_would_be_right(name):
-    with pytest.raises(ValueError, match="int8|int4|weights") as error:
+    with pytest.raises(ValueError, match="int8|int4|int3|weights") as error:
         quant.check(name)
     assert repr(name) in str(error.value) or repr(name.partition("-")[2]) in str(error.value)
 

@@ -1,0 +1,17 @@
+"""INT3: as INT4, with codes of three bits in files; they are kept in four."""
+
+from functools import partial
+
+from .int4 import of_bits, schemes
+
+CHOICES = "int3 with the options of int4"
+HEAD = "int8"
+SPLITS = False
+METHOD, MULTIPLE = None, 1
+STORED = schemes(3)
+
+spec = partial(of_bits, 3)
+
+
+def kernels(*options: str) -> tuple[str, ...]:
+    return ("int4",)

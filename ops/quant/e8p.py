@@ -134,8 +134,7 @@ class E8p(Rounded):
     rest: Any  # the same, or None
     scale: Any  # float32 [1, *out]
 
-    @property
-    def shared(self) -> int:
+    def shared(self, field: str = "codes") -> int:
         return SIZE
 
     @property

@@ -95,7 +95,7 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     """As AutoAWQ writes it: modules are spared whose names hold one of these."""
     spared = [".experts" if module.startswith("re:") else module for module in ignore if module != "lm_head"]
     return {
-        "quant_method": "awq", "bits": 4, "group_size": quant.example(name).shared, "zero_point": True,
+        "quant_method": "awq", "bits": 4, "group_size": quant.example(name).shared(), "zero_point": True,
         "version": "gemm", "modules_to_not_convert": spared or None,
     }  # fmt: skip
 

@@ -148,7 +148,7 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     form = "gptq" if centred else "gptq_v2"
     spared = [f"-:{pattern_of(module)}" for module in ignore if module != "lm_head"]
     return {
-        "quant_method": "gptq", "bits": 4 if isinstance(node, Int4) else 8, "group_size": node.shared, "sym": centred,
+        "quant_method": "gptq", "bits": 4 if isinstance(node, Int4) else 8, "group_size": node.shared(), "sym": centred,
         "desc_act": False, "static_groups": True, "checkpoint_format": form, "format": form, "pack_dtype": "int32",
         "lm_head": False, "true_sequential": True, "damp_percent": 0.01, "meta": {"quantizer": ["quire"]},
     } | ({"dynamic": {name: {} for name in spared}} if spared else {})  # fmt: skip

@@ -86,7 +86,7 @@ class Matrix:
         return next((name for ending, name in each.items() if "scale" in ending), self.name)
 
     def spread(self, field: str, values: np.ndarray, node: Rounded) -> np.ndarray:
-        """A field's values, which neighbouring inputs may share, for each: [out, in]; lists are filled up with zeros."""
+        """A field's values for each input that shares one: [out, in]; lists are filled up with zeros."""
         if field in node.lists:
             return np.pad(values, ((0, 0), (0, self.shape[1] - values.shape[1])))
         if values.shape[1] == 1:

@@ -80,7 +80,7 @@ def grid_of(name: str) -> Grid:
     """The codes of a format."""
     node = quant.example(name)
     if isinstance(node, Int4):
-        return Grid(4, node.group, node.zero is not None)
+        return Grid(node.bits, node.group, node.zero is not None)
     if isinstance(node, Int8):
         return Grid(8, None, scale_dtype=np.float32)
     if isinstance(node, Grouped) and node.code == "int8" and node.least is None:

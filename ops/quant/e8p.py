@@ -174,6 +174,7 @@ class E8p(Rounded):
             codes, least = numbers.astype(np.int8).view(np.uint8), None
         sizes = {"into": (K,), "out": (numbers.shape[1],), "inputs": (0,)}
         flat = {"scale": np.reshape(scale, (1, -1)), "least": None if least is None else np.reshape(least, (1, -1))}
+        flat |= {"super_scale": None, "super_least": None}
         node = Grouped(codes=codes, **flat, code=kernel, group=-(-K // STEP) * STEP, **sizes).for_kernels(narrow)
         assert isinstance(node, TiledGroups)
         own = {name: getattr(node, name) for name in ("tiles", "scale", "least", "code")}

@@ -33,7 +33,7 @@ SAMPLES = [np.random.default_rng(length).integers(0, 96, length).tolist() for le
 
 def source_of(folder: Path, name: str) -> Source:
     config = read_config(folder, "float32", quantization=name)
-    return Source.of(folder, config, stored_format(quantization_config(name, [])).groups[0])
+    return Source.of(folder, config, stored_format(quantization_config(name, [])))
 
 
 def read(folder: Path, quantization: str | None = None):

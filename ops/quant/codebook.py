@@ -21,9 +21,20 @@ from flax import struct
 from ...sharding.spec import ArraySpec
 from ..native import has
 from ..native.pack import pack_dense
-from ..weight import Weight, check_subscripts
+from ..weight import Weight
 from . import clusters, four_bits
-from .compressed import FormatError, Layout, Rounded, Scheme, join_codes, log_widened, split, split_words, words
+from .compressed import (
+    FormatError,
+    Layout,
+    Rounded,
+    Scheme,
+    decoded_product,
+    join_codes,
+    log_widened,
+    split,
+    split_words,
+    words,
+)
 
 BITS = ("4", "3")
 SHARE = 0.0045  # of the weights of an output that stay apart, as in the paper
@@ -55,12 +66,7 @@ class Codebook(Rounded):
     lists = ("table", "apart", "columns")
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        check_subscripts(subscripts, x, self.into, self.out, self.inputs)
-        lead = x.shape[: x.ndim - len(self.into)]
-        x_RK = x.reshape(-1, math.prod(self.into)).astype(jnp.bfloat16)
-        y_RO = jnp.dot(x_RK, self.dense().astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-        y = y_RO.reshape(*lead, *self.out)
-        return (y if bias is None else y + bias).astype(dtype or x.dtype)
+        return decoded_product(self, self.dense(), subscripts, x, bias, dtype)
 
     def dense(self):
         """The weight as one float32 matrix [K, O]."""

@@ -7,11 +7,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
 from ...sharding.spec import ArraySpec
-from ..weight import Weight
+from ..weight import Weight, check_subscripts
 
 
 class FormatError(ValueError):
@@ -84,6 +85,15 @@ class Rounded(Weight):
     def parts(self, form: str) -> dict[str, np.ndarray]:
         """The tensors that a rounded matrix, whose node has one axis in and one out, is stored as."""
         raise NotImplementedError
+
+
+def decoded_product(node: Rounded, w_KO, subscripts: str, x, bias, dtype):
+    """The product of rows with a node's decoded matrix, both in bfloat16."""
+    check_subscripts(subscripts, x, node.into, node.out, node.inputs)
+    lead = x.shape[: x.ndim - len(node.into)]
+    x_RK = x.reshape(-1, math.prod(node.into)).astype(jnp.bfloat16)
+    y = jnp.dot(x_RK, w_KO.astype(jnp.bfloat16), preferred_element_type=jnp.float32).reshape(*lead, *node.out)
+    return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
 
 @cache

@@ -22,9 +22,9 @@ from ...sharding.spec import ArraySpec
 from ..native import has
 from ..native.linear import Product
 from ..native.pack import by_block, tile_nibbles
-from ..weight import Weight, check_subscripts
+from ..weight import Weight
 from . import four_bits
-from .compressed import FormatError, Layout, Rounded, Scheme, join_codes, split, split_words, words
+from .compressed import FormatError, Layout, Rounded, Scheme, decoded_product, join_codes, split, split_words, words
 from .grouped import CODES
 from .grouped import spec as grouped
 
@@ -71,12 +71,7 @@ class Int4(Rounded):
         return self.group
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        check_subscripts(subscripts, x, self.into, self.out, self.inputs)
-        lead = x.shape[: x.ndim - len(self.into)]
-        x_RK = x.reshape(-1, math.prod(self.into)).astype(jnp.bfloat16)
-        y_RO = jnp.dot(x_RK, self.dense().astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-        y = y_RO.reshape(*lead, *self.out)
-        return (y if bias is None else y + bias).astype(dtype or x.dtype)
+        return decoded_product(self, self.dense(), subscripts, x, bias, dtype)
 
     def dense(self):
         """The weight as one float32 matrix [K, O]."""

@@ -11,7 +11,7 @@ from quire.ops.quant.hadamard import signs
 
 def meaning(node, name: str) -> np.ndarray:
     """[K, O] in float64, from a node's arrays one number at a time."""
-    K, O = int(np.prod(node.into)), int(np.prod(node.out))  # noqa: E741
+    K, O = int(np.prod(node.into)), int(np.prod(node.out))  # noqa: E741 - letters of sizes, as in the code that it checks
     out = np.zeros((K, O))
     if name.startswith("codebook"):
         table, apart, columns = (np.reshape(x, (len(x), O)) for x in (node.table, node.apart, node.columns))

@@ -58,7 +58,8 @@ def main(
 
     codebook and e8p are in a form of Quire's own.
 
-    With calibration text one layer's weights at a time are in memory. A run that was stopped goes on when it is started again.
+    With calibration text one layer's weights at a time are in memory. A run that was stopped goes on when it is
+    started again.
     """
     if (calibration is None) != (method == NEAREST):
         remedy = "needs --calibration FILE, with some pages of what the model will read and write"

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import tiny
 import tiny_gguf
 import typer
 from served import FORMATS
@@ -97,6 +98,10 @@ def place(tmp_path_factory):
     """A folder with the files that the README's commands name, and a `quire` that is this one."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "model" / "quill", folder / "path" / "to" / "model")
+    sizes = {"vocab_size": 1280, "hidden_size": 64, "intermediate_size": 96}  # whole blocks of Q8_0
+    tiny.write(folder / "path" / "to" / "llama", tiny.LLAMA | sizes)
+    for file in (ROOT / "model" / "quill").glob("tokenizer*"):
+        shutil.copy(file, folder / "path" / "to" / "llama")
     tiny_gguf.write(folder / "model-Q4_K_M.gguf", "Q4_K", other="Q6_K")
     (folder / "prompt.txt").write_text("Once upon a time")
     (folder / "long.txt").write_text("Once upon a time there was a fox. " * 20)

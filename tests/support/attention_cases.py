@@ -39,6 +39,13 @@ class Shape:
     value_dim: int | None = None
 
     @property
+    def close(self) -> dict[str, float]:
+        """How near the result is: kernels may round queries once more after they rotated them."""
+        if self.dtype == "float32":
+            return {"rtol": 2e-5, "atol": 2e-5}
+        return {"rtol": 1e-2, "atol": 3e-2 if self.codes == "int4" else 4e-3}
+
+    @property
     def options(self):
         cap, width = self.soft_cap, self.value_dim
         chunks = ({"chunked": True} if self.chunked else {}) | ({"ahead": self.ahead} if self.ahead else {})
@@ -207,7 +214,7 @@ def check(
     """That a step is right, writes where it should and nowhere else, and leaves rows of nobody zero."""
     case = build(shape, sequences, rng)
     out, pages = run(shape, case, attend)
-    close = close or ({"rtol": 2e-5, "atol": 2e-5} if shape.dtype == "float32" else {"rtol": 1e-2, "atol": 4e-3})
+    close = close or shape.close
     for sequence, place in zip(sequences, case.places, strict=True):
         np.testing.assert_allclose(out[place].astype(np.float64), reference(shape, sequence), **close)
     padding = out[case.places[-1].stop :].astype(np.float32)

@@ -14,6 +14,8 @@ from .stored_format import StoredFormat
 # The dtypes that keys and values can be kept in; None: the model's own.
 CACHES = {"auto": None, "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn", "int4": "int4"}
 
+ACTIVATIONS = ("auto", "int8")  # what rows become before products; auto: they stay as they are
+
 FAR = 1 << 30  # more than any sequence has positions
 
 
@@ -276,9 +278,15 @@ class ModelConfig:
     pooling: str = ""  # of an encoder, whose step gives one vector for each sequence: "mean", "cls" or "last"
     head: tuple[Dense, ...] = ()  # what is made of that vector, before the classes if there are any
     quant: str | None = None  # the format that the matrices are kept in, as `ops.quant.packed` names it
+    activation_dtype: str = "auto"  # one of ACTIVATIONS
     kv_cache_dtype: str = "auto"  # one of CACHES
     kv_cache_skips: tuple[int, ...] = ()  # layers that own a cache and keep it in the model's dtype nonetheless
     stored: StoredFormat | None = field(default=None, repr=False)  # where the checkpoint is quantised already
+
+    @property
+    def rows(self) -> str:
+        """The type of rows that meet the weights; "int8" where they may be rounded to it."""
+        return self.dtype if self.activation_dtype == "auto" else self.activation_dtype
 
     @property
     def kv_dtype(self) -> str:

@@ -71,10 +71,10 @@ class Weight:
         stack, e = jax.lax.optimization_barrier((self, e))
         return stack[e]
 
-    def for_kernels(self, narrow: bool) -> "Weight":
+    def for_kernels(self, rows: str) -> "Weight":
         """The same on the host, laid out for the native kernels; itself where none takes it.
 
-        `narrow`: it will meet rows of bfloat16.
+        `rows`: the type of those that it will meet; "int8": they may be rounded to bytes before.
         """
         return self
 

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from ..model import expert_copies
 from ..model.checkpoint import embedder, hub, loader
 from ..model.checkpoint.placement import Placement
-from ..model.config import ModelConfig, ModelError
+from ..model.config import ACTIVATIONS, ModelConfig, ModelError
 from ..model.text.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.attention import page_dtype
+from ..ops.native.linear import Product
 from ..ops.native.model_kernels import of_model
 from ..sharding.mesh import Mesh
 from .api.options import DISK, HOST, PARALLEL, EngineOptions, SizedOptions
@@ -125,6 +126,9 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
         folder, options.dtype, length, options.quantization, options.kv_cache_dtype, options.hf_overrides,
         options.kv_cache_dtype_skip_layers,
     )  # fmt: skip
+    if options.activation_dtype not in ACTIVATIONS:
+        raise ModelError(f"activation_dtype is {options.activation_dtype!r}; it can be {' or '.join(ACTIVATIONS)}")
+    config = replace(config, activation_dtype=options.activation_dtype)
     if config.encodes and config.classes is None and options.pooling is not None:
         config = replace(config, pooling=options.pooling)
     sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
@@ -233,7 +237,8 @@ def kernels_of(config: ModelConfig) -> tuple[str, ...]:
     groups = () if config.stored is None or config.stored.rounds_head else config.stored.groups
     kept = {config.layer_kv_dtype(index) for index in config.kv_layers} or {config.dtype}  # rows of a step, of encoders
     pages = {page_dtype(jnp.dtype(dtype)).name for dtype in kept}
-    return of_model(config.dtype, config.quant, pages, experts, tuple(group.quant for group in groups))
+    stored = tuple(group.quant for group in groups)
+    return of_model(config.dtype, config.quant, pages, experts, stored, config.activation_dtype == "int8")
 
 
 def load(
@@ -241,8 +246,26 @@ def load(
 ) -> ModelWeights | WithDrafter:
     """The weights, and where the copies of experts lie; with those of the drafter, where one drafts in the step."""
     weights = loader.load(folder, config, placement, load_format=load_format)
+    check_rounding(weights, config, placement)
     weights = expert_copies.as_loaded(weights, config, placement.mesh)
     return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
+
+
+def check_rounding(weights: ModelWeights, config: ModelConfig, placement: Placement) -> None:
+    """Refuse rows of bytes where no weight would meet them."""
+    nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Product))
+    if config.activation_dtype == "auto" or any(isinstance(node, Product) and node.in_bytes for node in nodes):
+        return
+    if placement.mesh is not None:
+        why = "the weights lie on several devices, which have no kernels for that; leave it out"
+    elif not native.serves():
+        why = "the native kernels, which alone can do that, are not in use here; leave it out"
+    else:
+        why = (
+            "no weight of the model has four bits in groups of at least 32 inputs; leave it out, or choose a "
+            "quantization such as int4-64"
+        )
+    raise ModelError(f"activation_dtype is {config.activation_dtype!r}, and {why}")
 
 
 def make_trace(file: str | None) -> Trace | None:

@@ -98,6 +98,7 @@ def part_of(
         own = loader.read_config(
             folder, config.dtype, config.max_len, chosen.quantization, options.kv_cache_dtype, options.hf_overrides
         )
+        own = replace(own, activation_dtype=config.activation_dtype)
         check_split(own, chosen, mesh)
         load = partial(first_layers, folder, own, count, options.load_format, mesh)
     own = replace(own, layers=own.layers[:count])
@@ -120,6 +121,7 @@ def other_model(
     """A smaller model with the same tokenizer."""
     own_folder = draft_folder(chosen, options)
     own = loader.read_config(own_folder, config.dtype, None, chosen.quantization, options.kv_cache_dtype)
+    own = replace(own, activation_dtype=config.activation_dtype)
     check_pages(own, config, max_len)
     tokens = Tokenizer(Path(options.tokenizer or folder)).get_vocab()
     theirs = Tokenizer(own_folder).get_vocab()

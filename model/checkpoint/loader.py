@@ -200,7 +200,7 @@ def load(
         except ValueError as error:
             raise ModelError(f"{folder} does not fit the mesh: {error}") from None
     for_kernels = placement.mesh is None and not plain and native.serves()
-    put = partial(put_packed, narrow=config.dtype == "bfloat16") if for_kernels else put_as_it_is
+    put = partial(put_packed, rows=config.rows) if for_kernels else put_as_it_is
     dummy, converted = load_format == "dummy", orbax.holds_weights(folder)
     if converted and load_format == "safetensors":
         raise ModelError(f"load_format is 'safetensors', and {folder} is a converted checkpoint; leave it out")
@@ -237,9 +237,9 @@ def put_as_it_is(dense: ArraySpec, leaf):
     return jax.device_put(leaf)
 
 
-def put_packed(dense: ArraySpec, leaf, narrow: bool = True):
-    """A leaf on the device, laid out for the kernels; `narrow`: it will meet rows of bfloat16."""
-    return jax.device_put(pack(dense, leaf, narrow))
+def put_packed(dense: ArraySpec, leaf, rows: str):
+    """A leaf on the device, laid out for the kernels, which meet rows of this type."""
+    return jax.device_put(pack(dense, leaf, rows))
 
 
 def load_weights(

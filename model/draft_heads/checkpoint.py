@@ -32,12 +32,14 @@ def load(
     specs = abstract(heads)
     parts = jax.tree.map(lambda spec, source: source.found_in(tensors), specs, sources(heads))
     check_tensors(folder, heads, tensors, parts)
-    for_kernels, narrow = native.serves() and not plain, heads.model.dtype == "bfloat16"
+    for_kernels = native.serves() and not plain
 
     def read(spec, parts):
         leaf = read_leaf(spec, parts, tensors)
         progress(leaf.nbytes)
-        return jax.block_until_ready(put_packed(spec, leaf, narrow) if for_kernels else put_as_it_is(spec, leaf))
+        return jax.block_until_ready(
+            put_packed(spec, leaf, heads.model.rows) if for_kernels else put_as_it_is(spec, leaf)
+        )
 
     weights = jax.tree.map(read, specs, parts)
     check_tokens(heads, weights)

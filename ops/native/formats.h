@@ -155,6 +155,7 @@ struct F32 {
   static constexpr bool TILES = false;  // whether AMX takes it
   static constexpr int64_t GROUP = 1;  // inputs of a row that lie together
   static constexpr int MOST = ROWS;  // rows at once
+  static constexpr int FULL = ROWS;  // and of those so many with all blocks; more of them with half, not to spill registers
   const float* w;
 
   f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
@@ -181,7 +182,7 @@ struct Bf16 {
   static constexpr bool WIDENS = FEW_REGISTERS;
   static constexpr bool TILES = true;
   static constexpr int64_t WORD = 2, GROUP = STEP;
-  static constexpr int MOST = MANY;
+  static constexpr int MOST = MANY, FULL = ROWS;
   const uint16_t* w;
 
   Numbers part(int64_t block, int64_t K, int64_t k, int h, int i) const {
@@ -209,7 +210,7 @@ struct Int8 {
   static constexpr int64_t BITS = 8;
   static constexpr bool TILES = true;
   static constexpr int64_t GROUP = 4;
-  static constexpr int MOST = MANY;
+  static constexpr int MOST = MANY, FULL = ROWS;
   const int8_t* w;
   const float* scale;    // [O]
   const int32_t* sum;    // [O]: over the inputs, to take BIAS back out
@@ -260,7 +261,7 @@ struct Int8Wide {
   static constexpr bool WIDENS = STEP == 1;  // making numbers of them costs more than reading floats again
   static constexpr bool TILES = false;
   static constexpr int64_t WORD = 2, GROUP = STEP;
-  static constexpr int MOST = STEP == 1 ? MANY : ROWS;
+  static constexpr int MOST = STEP == 1 ? MANY : ROWS, FULL = ROWS;
   const int8_t* w;
   const float* scale;
 
@@ -456,6 +457,7 @@ template <typename Code>
 struct Nibbles : Code {
   using Word = uint32_t;
   static constexpr int64_t WORD = 8, BITS = 4;
+  static constexpr int FULL = ROWS;
   static constexpr bool WIDENS = FEW_REGISTERS;
   static constexpr float UNIT = 1;
   static Numbers part(const Word* w, int64_t at, int h, int i) {
@@ -467,6 +469,7 @@ template <typename Code>
 struct Bytes : Code {
   using Word = uint8_t;
   static constexpr int64_t WORD = 2, BITS = 8;
+  static constexpr int FULL = ROWS;
   static constexpr bool WIDENS = STEP == 1;  // making numbers of them costs more than reading floats again
   static constexpr float MADE = 0, MIDDLE = 0;
   static Numbers part(const Word* w, int64_t at, int h, int i) { return Code::unpack(w + at * LANES + 2 * h * W, i); }
@@ -483,6 +486,7 @@ struct Bytes : Code {
 struct Sixes {
   using Word = uint32_t;
   static constexpr int64_t WORD = 16, BITS = 6;
+  static constexpr int FULL = (ROWS + 2) / 3;  // making numbers of them takes registers too
   static constexpr bool WIDENS = STEP == 1;
   static constexpr float UNIT = 1, MADE = 128, MIDDLE = 32;
 
@@ -545,7 +549,7 @@ struct Grouped {
   static constexpr bool WIDENS = Codes::WIDENS;
   static constexpr bool TILES = false;
   static constexpr int64_t WORD = Codes::WORD, GROUP = STEP;
-  static constexpr int MOST = MANY;
+  static constexpr int MOST = MANY, FULL = Codes::FULL;
   static constexpr float REST = Codes::MADE + Codes::MIDDLE;  // to be taken off where nothing else is said to be
   using Word = typename Codes::Word;
   const Word* w;

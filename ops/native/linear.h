@@ -67,17 +67,18 @@ void rows_of(const Format& f, const typename Format::X* x, int64_t row, int64_t 
 template <typename Format, int R = Format::MOST>
 void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t rows, int64_t K, const Panel& panel,
               int used, const Out& out) {
-  if constexpr (R <= ROWS) {
-    if (rows >= R) return rows_of<R, BLOCKS>(f, x, row, K, panel, used, out);
-  } else if (rows >= R) {
-    // Two blocks of outputs, or one of the gate and its part of up; one call, or the compiler makes a copy for each.
-    const int step = out.activation ? 1 : 2, other = out.activation ? BLOCKS / 2 : 1;
-    for (int n = 0; n < used; n += step) {
-      Panel pair{{panel.block[n], panel.block[n + other]}, {panel.then[n], panel.then[n + other]}, nullptr};
-      rows_of<R, 2>(f, x, row, K, pair, std::min(step, used - n), out);
+  if constexpr (R <= ROWS)
+    if (rows >= R && (R <= Format::FULL || panel.wide)) return rows_of<R, BLOCKS>(f, x, row, K, panel, used, out);
+  if constexpr (R > Format::FULL)
+    if (rows >= R) {
+      // Two blocks of outputs, or one of the gate and its part of up; one call, or the compiler makes a copy for each.
+      const int step = out.activation ? 1 : 2, other = out.activation ? BLOCKS / 2 : 1;
+      for (int n = 0; n < used; n += step) {
+        Panel pair{{panel.block[n], panel.block[n + other]}, {panel.then[n], panel.then[n + other]}, nullptr};
+        rows_of<R, 2>(f, x, row, K, pair, std::min(step, used - n), out);
+      }
+      return;
     }
-    return;
-  }
   if constexpr (R > 1) any_rows<Format, R - 1>(f, x, row, rows, K, panel, used, out);
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 
 from ..weight import Weight, check_subscripts
-from . import kernel_names, target
+from . import has, kernel_names, target
 
 LANES = 16  # outputs of a block
 FUSED = {"silu": 1, "gelu_tanh": 2}  # activations that the kernels know
@@ -23,6 +23,7 @@ class Product(Weight):
     out: tuple[int, ...] = struct.field(pytree_node=False)
     inputs: tuple[int, ...] = struct.field(pytree_node=False)
     which: Any = None  # int32 [1]: the one that is meant of a stack, whose arrays are [E, ...]
+    in_bytes: bool = struct.field(pytree_node=False, default=False)  # whether the kernel rounds the rows to bytes
     native = True
     kernel = ""  # the name of the kernel that takes the arrays
 
@@ -80,6 +81,16 @@ class Many(Weight):
         return jnp.swapaxes(every.reshape(E, T, *self.each.out), 0, 1)
 
 
+def in_bytes(kernel: str, group: int, rows: str) -> bool:
+    """Whether rows of this type are rounded to bytes for a kernel's codes."""
+    return rows == "int8" and takes_bytes(kernel, group) and has(kernel_names.ROUNDING[kernel])
+
+
+def takes_bytes(kernel: str, group: int) -> bool:
+    """Whether there is a kernel for that which is faster. With smaller groups none is."""
+    return group >= 32 and kernel in kernel_names.ROUNDING
+
+
 def call(node: Product, x, bias, dtype, activation: int = 0):
     """The products with the matrices that are meant of a stack, each with its share of the rows; or the only one."""
     which = jnp.zeros(0, jnp.int32) if node.which is None else node.which
@@ -98,7 +109,8 @@ def run_kernel(node: Product, rows, which, bias, dtype, activation: int):
         bias_O = bias.reshape(-1).astype(jnp.float32)
         bias_O = jnp.pad(bias_O, (0, -bias_O.shape[0] % LANES))
     outputs = node.out[-1] if activation else math.prod(node.out)
-    run = jax.ffi.ffi_call(target(node.kernel), jax.ShapeDtypeStruct((*rows.shape[:-1], outputs), dtype))
+    name = kernel_names.ROUNDING[node.kernel] if node.in_bytes else node.kernel
+    run = jax.ffi.ffi_call(target(name), jax.ShapeDtypeStruct((*rows.shape[:-1], outputs), dtype))
     return run(rows, *jax.tree.leaves(node.replace(which=None)), bias_O, which, activation=np.int32(activation))
 
 

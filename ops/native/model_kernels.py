@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from .. import quant
-from .kernel_names import ATTENTION, DENSE, SAMPLING
+from .kernel_names import ATTENTION, DENSE, ROUNDING, SAMPLING
 
 
 def of_model(
@@ -12,11 +12,12 @@ def of_model(
     pages: Collection[str],
     experts: tuple[str | None, ...] = (),
     stored: tuple[str | None, ...] = (),
+    rounds: bool = False,
 ) -> tuple[str, ...]:
     """What a model calls whose weights are in a format, or of type `dtype`.
 
     `pages` are the dtypes of page arrays, `experts` a checkpoint's own formats of those, and `stored` of its matrices,
-    beside which the head stays dense.
+    beside which the head stays dense. `rounds`: rows become bytes where a kernel can do that.
     Products come first, since the weights wait for them. A kernel that is not foreseen here is built when it is called.
     """
     if stored:
@@ -25,5 +26,7 @@ def of_model(
         products = {*quant.kernels(weights), *quant.kernels(quant.head(weights))} if weights else {DENSE[dtype]}
     if experts:  # what they are kept in, where it is the checkpoint's own; the way to them is found in float32
         products |= {DENSE["float32"], *(name for own in experts for name in quant.kernels(own))}
+    if rounds:
+        products = {ROUNDING.get(name, name) for name in products}
     attention = {ATTENTION[held, dtype] for held in pages if (held, dtype) in ATTENTION}
     return (*sorted(products), "pack", *sorted(attention), SAMPLING)

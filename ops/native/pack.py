@@ -17,13 +17,13 @@ from . import has, kernel_names, library
 from .linear import LANES, Many, Product, Tiled
 
 
-def pack(spec: ArraySpec, leaf, narrow: bool = True):
+def pack(spec: ArraySpec, leaf, rows: str = "bfloat16"):
     """A loaded leaf as the kernels want it, or as it is if no product of theirs takes it.
 
-    `spec` is that of its dense form; `narrow`: it will meet rows of bfloat16.
+    `spec` is that of its dense form, `rows` the type of rows that it will meet, as `Weight.for_kernels` has it.
     """
     if isinstance(leaf, Weight):
-        return leaf.for_kernels(narrow)
+        return leaf.for_kernels(rows)
     if not isinstance(leaf, np.ndarray) or not spec.inputs or leaf.dtype.name not in kernel_names.DENSE:
         return leaf
     if not has("pack", kernel_names.DENSE[leaf.dtype.name]):

@@ -1,9 +1,11 @@
 // What the entries to the weight products share: reading the rows, and placing the results.
 #pragma once
 
+#include <cmath>
 #include <vector>
 
 #include "ffi.h"
+#include "group_bytes.h"
 #include "linear.h"
 
 namespace quire {
@@ -31,6 +33,51 @@ void each_row(Pool& pool, int64_t T, int64_t K, const Run& run) {
     for (int64_t row = chunk * rows; row < std::min(T, (chunk + 1) * rows); ++row) run(row);
   });
 }
+
+// A row in float32, from either type.
+struct Row {
+  const void* at;
+  bool wide;
+
+  Row(Buffer x, int64_t row) : wide(x.wide()) {
+    at = x.data<const char>() + row * x.last() * (wide ? 4 : 2);
+  }
+  f32x16 sixteen(int64_t k) const {
+    return wide ? load(static_cast<const float*>(at) + k) : load_wide(static_cast<const uint16_t*>(at) + k);
+  }
+  float one(int64_t k) const {
+    return wide ? static_cast<const float*>(at)[k] : widen(static_cast<const uint16_t*>(at)[k]);
+  }
+
+  // The numbers from `from` to `to` as bytes, and what to multiply those with: the largest becomes 127. Where one is not
+  // finite, neither is that.
+  float bytes(int64_t from, int64_t to, uint8_t* out, uint32_t bias) const {
+    constexpr float ROUND = 12582912.0f;  // see `exp`
+    constexpr uint32_t ZERO = 0x4b400000u;
+    int64_t whole = from + (to - from) / LANES * LANES;
+    f32x16 most{}, poison{};
+    for (int64_t k = from; k < whole; k += LANES) {
+      f32x16 v = sixteen(k), size = (f32x16)((u32x16)v & 0x7fffffffu);
+      most = size > most ? size : most;
+      poison += v * 0.0f;
+    }
+    float largest = 0, spoilt = 0;
+    for (int i = 0; i < LANES; ++i) largest = std::max(largest, most[i]), spoilt += poison[i];
+    for (int64_t k = whole; k < to; ++k) largest = std::max(largest, std::fabs(one(k))), spoilt += one(k) * 0;
+    float inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;  // which is a number
+    for (int64_t k = from; k < whole; k += LANES) {
+      u8x16 bytes = __builtin_convertvector((u32x16)(sixteen(k) * inverse + ROUND) - ZERO + bias, u8x16);
+      std::memcpy(out + k - from, &bytes, LANES);
+    }
+    for (int64_t k = whole; k < to; ++k) {
+      float shifted = one(k) * inverse + ROUND;
+      uint32_t bits;
+      std::memcpy(&bits, &shifted, 4);
+      out[k - from] = static_cast<uint8_t>(bits - ZERO + bias);
+    }
+    return largest / 127.0f + spoilt;
+  }
+};
 
 // The rows in a format's type, their ends filled up with zeros.
 template <typename Format>
@@ -81,6 +128,27 @@ inline std::vector<float> group_sums(Pool& pool, const Half* rows, int64_t T, in
     }
   });
   return sums;
+}
+
+// Rows as bytes in groups; every code stands for so much `more` than its own number.
+inline GroupBytes group_bytes(Pool& pool, Buffer x, int64_t T, int64_t K, int64_t group, int more) {
+  constexpr int PLACE[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // of each input among the bytes of a word: those of its low halves first
+  int64_t from = x.last(), groups = K / group;
+  auto shared = static_cast<size_t>(T * groups);
+  GroupBytes found{std::vector<int8_t>(T * K), std::vector<float>(shared), std::vector<float>(shared), std::vector<int32_t>(shared)};
+  each_row(pool, T, K, [&](int64_t row) {
+    std::vector<uint8_t> bytes(group);
+    for (int64_t g = 0; g < groups && g * group < from; ++g) {
+      int64_t at = row * groups + g, stop = std::min(from, (g + 1) * group);
+      std::fill(bytes.begin(), bytes.end(), 0);
+      float scale = Row(x, row).bytes(g * group, stop, bytes.data(), 0);
+      int8_t* out = found.rows.data() + row * K + g * group;
+      int32_t sum = 0;
+      for (int64_t k = 0; k < group; ++k) sum += out[k / 8 * 8 + PLACE[k % 8]] = static_cast<int8_t>(bytes[k]);
+      found.scale[at] = scale, found.sum[at] = scale * sum, found.start[at] = -more * sum;
+    }
+  });
+  return found;
 }
 
 // One product of a call: the only one, or one of several, with rows, a matrix of the stack and a result of its own.
@@ -144,13 +212,19 @@ const char* grouped_products(const Call& call, const Of& shared) {
     Buffer x = p.rows();
     int64_t T = rows_used(x), K = p.weight().dim(1) * Format::WORD, group = K / p.weight(2).dim(1);
     Out out = p.out();
-    Padded<Format> padded(pool, x, T, K);
     auto own = shared(p, group);
-    bool summed = own.zero || own.least.each || Format::REST != 0;
-    std::vector<float> sums = group_sums(pool, padded.rows, summed ? T : 0, K, group);
+    bool taken_off = own.zero || own.least.each;
     auto* w = p.weight().data<typename Format::Word>();
-    Format f{w, own.scale, own.least, summed ? sums.data() : nullptr, group, own.zero};
-    product(pool, f, padded.rows, T, K, out);
+    if constexpr (std::is_same_v<typename Format::X, int8_t>) {
+      GroupBytes bytes = group_bytes(pool, x, T, K, group, Format::OFFSET + (taken_off ? 0 : Format::MIDDLE));
+      product(pool, Format{w, own.scale, own.least, bytes, group, own.zero}, bytes.rows.data(), T, K, out);
+    } else {
+      Padded<Format> padded(pool, x, T, K);
+      bool summed = taken_off || Format::REST != 0;
+      std::vector<float> sums = group_sums(pool, padded.rows, summed ? T : 0, K, group);
+      Format f{w, own.scale, own.least, summed ? sums.data() : nullptr, group, own.zero};
+      product(pool, f, padded.rows, T, K, out);
+    }
     out.fill(T, rows_in(x));
   });
 }

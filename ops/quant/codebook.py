@@ -75,7 +75,7 @@ class Codebook(Rounded):
         found_KO = jnp.take_along_axis(table.astype(jnp.float32), codes_KO, axis=0, mode="clip")
         return found_KO.at[columns, jnp.arange(found_KO.shape[1])].set(apart.astype(jnp.float32))
 
-    def for_kernels(self, narrow: bool) -> Weight:
+    def for_kernels(self, rows: str) -> Weight:
         if not has("pack", "dense_bf16"):
             return self
         log_widened(f"codebook-{self.bits}")

@@ -162,7 +162,7 @@ class E8p(Rounded):
             found = FINER * found + points(self.rest)
         return jnp.swapaxes(found, 1, 2).reshape(-1, found.shape[1])
 
-    def for_kernels(self, narrow: bool) -> Weight:
+    def for_kernels(self, rows: str) -> Weight:
         kernel = self.kernel_code
         if not has("pack", {"uint4": "uint4", "int8": "int8_groups"}[kernel]):
             return self
@@ -175,9 +175,9 @@ class E8p(Rounded):
         sizes = {"into": (K,), "out": (numbers.shape[1],), "inputs": (0,)}
         flat = {"scale": np.reshape(scale, (1, -1)), "least": None if least is None else np.reshape(least, (1, -1))}
         flat |= {"super_scale": None, "super_least": None}
-        node = Grouped(codes=codes, **flat, code=kernel, group=-(-K // STEP) * STEP, **sizes).for_kernels(narrow)
+        node = Grouped(codes=codes, **flat, code=kernel, group=-(-K // STEP) * STEP, **sizes).for_kernels(rows)
         assert isinstance(node, TiledGroups)
-        own = {name: getattr(node, name) for name in ("tiles", "scale", "least", "code")}
+        own = {name: getattr(node, name) for name in ("tiles", "scale", "least", "code", "in_bytes")}
         return TiledE8p(**own, into=self.into, out=self.out, inputs=self.inputs)
 
     @property

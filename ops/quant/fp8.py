@@ -76,7 +76,7 @@ class Fp8(Rounded):
     def __getitem__(self, index):
         return floats(self.codes[:, index].T).astype(jnp.float32) * self.scale[index][:, None]
 
-    def for_kernels(self, narrow: bool) -> Weight:
+    def for_kernels(self, rows: str) -> Weight:
         if not has("pack", "fp8"):
             return self
         codes_KO = np.asarray(self.codes).reshape(math.prod(self.into), -1)

@@ -16,7 +16,7 @@ from flax import struct
 
 from ...sharding.spec import ArraySpec
 from ..native import has
-from ..native.linear import LANES, Product
+from ..native.linear import LANES, Product, in_bytes
 from ..native.pack import by_block, tile, tile_nibbles, tile_sixes
 from ..weight import Weight, check_subscripts
 from . import four_bits
@@ -140,7 +140,7 @@ class Grouped(Rounded):
         codes_KR = four_bits.split(self.codes[:, index], K) if self.packed else self.codes[:, index]
         return numbers(self.code, self.group, codes_KR, *self.scales(index)).T
 
-    def for_kernels(self, narrow: bool) -> Weight:
+    def for_kernels(self, rows: str) -> Weight:
         if not has("pack", self.kernel):
             return self
         K, codes, whole = math.prod(self.into), np.asarray(self.codes), max(STEP, self.whole)
@@ -158,10 +158,11 @@ class Grouped(Rounded):
             tiles = tile_sixes(codes.reshape(K, -1), padded)
         else:
             tiles = tile(np.pad(codes.reshape(K, -1), ((0, padded - K), (0, 0))), 2)
-        fields = {
+        fields: dict[str, Any] = {
             name: blocks(name, name.replace("least", "scale")) for name in SHARED if self.levels or "super" not in name
         }
-        return TiledGroups(tiles=tiles, **fields, code=self.code, into=self.into, out=self.out, inputs=self.inputs)
+        fields |= {"into": self.into, "out": self.out, "inputs": self.inputs}
+        return TiledGroups(tiles, **fields, code=self.code, in_bytes=in_bytes(self.kernel, self.group, rows))
 
     def quantize(self, weight: np.ndarray) -> "Grouped":
         """Round to nearest: the largest value of each group at the largest number, or both ends at both ends."""

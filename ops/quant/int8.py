@@ -72,7 +72,7 @@ class Int8(Rounded):
     def __getitem__(self, index):
         return self.codes[:, index].T.astype(jnp.float32) * self.scale[index][:, None]
 
-    def for_kernels(self, narrow: bool) -> Weight:
+    def for_kernels(self, rows: str) -> Weight:
         if not has("pack", kernel(self.dynamic)):
             return self
         codes_KO = np.asarray(self.codes).reshape(math.prod(self.into), -1)

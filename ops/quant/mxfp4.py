@@ -13,7 +13,7 @@ from flax import struct
 
 from ...sharding.spec import ArraySpec
 from ..native import has
-from ..native.linear import Product
+from ..native.linear import Product, in_bytes
 from ..native.pack import by_block, pack_stack, tile_nibbles
 from ..weight import Weight
 from . import four_bits
@@ -51,11 +51,12 @@ class Mxfp4(Weight):
         """One matrix [D, ...] in bfloat16, which holds each value exactly."""
         return decode(self.nibbles[index], self.scales[index])
 
-    def for_kernels(self, narrow: bool) -> Weight:
+    def for_kernels(self, rows: str) -> Weight:
         """These round the rows to bfloat16, so wider ones are not for them."""
-        if not narrow or not has("pack", "mxfp4"):
+        if rows == "float32" or not has("pack", "mxfp4"):
             return self
-        return pack_stack(len(self.scales), lambda e: tiled(self.nibbles[e], self.scales[e])) or self
+        rounded = in_bytes("mxfp4", BLOCK, rows)
+        return pack_stack(len(self.scales), lambda e: tiled(self.nibbles[e], self.scales[e], rounded)) or self
 
 
 @struct.dataclass
@@ -67,11 +68,11 @@ class TiledMxfp4(Product):
     kernel = "mxfp4"
 
 
-def tiled(data: np.ndarray, scales: np.ndarray) -> TiledMxfp4:
+def tiled(data: np.ndarray, scales: np.ndarray, in_bytes: bool) -> TiledMxfp4:
     K, out = BLOCK * len(scales), data.shape[1:]
     tiles = tile_nibbles(data.reshape(len(data), -1), K, K)
     scale = by_block(scales.reshape(len(scales), -1))
-    return TiledMxfp4(tiles, scale, into=(K,), out=out, inputs=(0,))
+    return TiledMxfp4(tiles, scale, into=(K,), out=out, inputs=(0,), in_bytes=in_bytes)
 
 
 def kernels(*options: str) -> tuple[str, ...]:

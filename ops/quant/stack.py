@@ -20,9 +20,9 @@ class Stack(Weight):
     def __getitem__(self, index):
         return jax.tree.map(lambda leaf: leaf[index], self.each)
 
-    def for_kernels(self, narrow: bool) -> Weight:
+    def for_kernels(self, rows: str) -> Weight:
         E = len(jax.tree.leaves(self.each)[0])
-        return pack_stack(E, lambda e: self[e].for_kernels(narrow)) or self
+        return pack_stack(E, lambda e: self[e].for_kernels(rows)) or self
 
 
 def one_of(dense: ArraySpec) -> ArraySpec:

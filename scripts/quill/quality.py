@@ -34,6 +34,11 @@ CACHES = {
     "int4, windows wide": {"kv_cache_dtype": "int4", "kv_cache_dtype_skip_layers": ["sliding_window"]},
     "fp8": {"kv_cache_dtype": "fp8"},
 }
+ROWS = {
+    f"{name}{', rows of bytes' * (rows == 'int8')}": {"quantization": name, "activation_dtype": rows}
+    for name in ("int4-32", "int4-64", "int4-64-zero", "mxfp4")
+    for rows in ("auto", "int8")
+}
 
 
 def said(llm: Any, count: int, seed: int) -> np.ndarray:
@@ -91,6 +96,7 @@ def main(
     calibration: Annotated[int, typer.Option(min=1, help="documents that methods look at")] = 128,
     seed: Annotated[int, typer.Option(help="another seed draws other samples and documents")] = 0,
     kv_cache: Annotated[bool, typer.Option("--kv-cache", help="round the KV cache and not the weights")] = False,
+    activations: Annotated[bool, typer.Option("--activations", help="rows as bytes, beside rows as they are")] = False,
 ):
     """Write a table: exact answers and perplexity as it is, and by each way to round it."""
     start, exact = time.monotonic(), judged(None, samples, held_out, seed)
@@ -111,8 +117,8 @@ def main(
         table.write_text("\n".join(lines) + "\n")
 
     add("bfloat16", "", exact)
-    if kv_cache:
-        for name, engine in CACHES.items():
+    if kv_cache or activations:
+        for name, engine in ((CACHES if kv_cache else {}) | (ROWS if activations else {})).items():
             add(name, "", judged(None, samples, held_out, seed, **engine))
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -76,6 +76,10 @@ class EngineOptions:
         None, MODEL, "Round the weights to int8, int8-weights, fp8, fp8-weights, int4-64-zero, mxfp4, e8p-2 and so on.",
         default_text="as they are", short="q",
     )  # fmt: skip
+    activation_dtype: str = flag(
+        "auto", MODEL, "int8: rows are rounded to bytes, in groups, before they meet weights of four bits; CPUs only.",
+        "auto|int8",
+    )  # fmt: skip
     max_model_len: int | None = flag(
         None, MODEL, "Most tokens of a prompt and its answer together; -1: as many as fit into memory.", "TOKENS",
         "the model's own",

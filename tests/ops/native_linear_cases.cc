@@ -4,6 +4,7 @@
 #include <functional>
 #include <random>
 
+#include "group_bytes.h"
 #include "linear.h"
 
 namespace {
@@ -162,6 +163,42 @@ double floats() {
   });
 }
 
+// Codes of four bits under rows of bytes.
+template <typename P, typename Format>
+double byte_rows() {
+  constexpr int PLACE[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+  constexpr double VALUES[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  Shape s;
+  int64_t group = 32 << below(3), groups = s.K / group, outputs = s.blocks * LANES;
+  std::vector<uint32_t> w(outputs * s.K / 8);
+  std::vector<float> scale(outputs * groups), least(outputs * groups), y(s.T * s.O);
+  bool taken = below(2);
+  GroupBytes x{std::vector<int8_t>(s.T * s.K), {}, {}, {}};
+  for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
+  for (auto* both : {&scale, &least})
+    for (float& v : *both) v = normal();
+  for (int8_t& v : x.rows) v = static_cast<int8_t>(below(255) - 127);
+  for (int64_t i = 0; i < s.T * groups; ++i) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < group; ++k) sum += x.rows[i * group + k];
+    x.scale.push_back(std::abs(normal()));
+    x.sum.push_back(x.scale[i] * sum);
+    x.start.push_back(-(Format::OFFSET + (taken ? 0 : Format::MIDDLE)) * sum);
+  }
+  {
+    P pool;
+    Format f{w.data(), Wide(scale.data()), Wide(taken ? least.data() : nullptr), x, group};
+    product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
+  }
+  return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
+    int64_t block = o / LANES, lane = o % LANES, at = (block * groups + k / group) * LANES + lane;
+    int code = w[(block * (s.K / 8) + k / 8) * LANES + lane] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
+    double number = std::is_same_v<Format, Float4Bytes> ? (code & 8 ? -1 : 1) * VALUES[code & 7] : code - (taken ? 0 : 8);
+    double row = x.rows[t * s.K + k / 8 * 8 + PLACE[k % 8]] * x.scale[t * groups + k / group];
+    return row * (number * scale[at] - (taken ? least[at] : 0));
+  });
+}
+
 // Codes that count, of four bits, six or eight, with a scale a group and perhaps what is taken off.
 template <typename P, typename Format, typename Scale>
 double grouped() {
@@ -226,7 +263,8 @@ int main() {
     for (double one : {dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), floats<Pool>(), dense<Parked>(), bytes<Parked>(),
                        nibbles<Parked>(), floats<Parked>(), grouped<Pool, Uint4, Wide>(),
                        grouped<Pool, Int8Groups, Wide>(), grouped<Pool, Four, Levels>(), grouped<Pool, Six, Levels>(),
-                       grouped<Parked, Uint4, Wide>(), grouped<Parked, Six, Levels>()})
+                       grouped<Parked, Uint4, Wide>(), grouped<Parked, Six, Levels>(), byte_rows<Pool, Uint4Bytes>(),
+                       byte_rows<Pool, Float4Bytes>()})
       error = std::max(error, one);
   }
   std::printf("largest error %.2g\n", error);

@@ -243,6 +243,10 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
             ("bfloat16", "k4-32-least", ["bfloat16"], (), ("k4-32-least", "k6-16", "iq4-levels")),
             "attention_bf16 dense_bf16 iq4_levels pack sampling uint4_levels uint6_levels",
         ),
+        (
+            ("bfloat16", "int4-64", ["bfloat16"], (None, "mxfp4"), (), True),
+            "attention_bf16 dense_f32 int4_a8 int8 mxfp4_a8 pack sampling",
+        ),
         (("bfloat16", None, ["bfloat16"], ("mxfp4",)), "attention_bf16 dense_bf16 dense_f32 mxfp4 pack sampling"),
     ],
 )

@@ -30,6 +30,10 @@ FORMATS = (
     "int8-weights-64", "nf4", "nvfp4", "int8-weights-16", "int8-weights-32-least", "int4-32-least", "iq4", "fp4",
     "k4-32-least", "k4-16-least", "k4-16", "k6-16", "k6-32-least", "iq4-levels", "mxfp4",
 )  # fmt: skip
+IN_BYTES = (  # those whose kernels can round rows to bytes
+    "int4", "int4-64", "int4-128-zero", "int4-zero", "int4-32-least", "k4-32-least", "iq4", "iq4-levels", "mxfp4",
+)  # fmt: skip
+EVERY = (*FORMATS, *(f"{name} of bytes" for name in IN_BYTES))
 
 
 @pytest.fixture(params=thinned(ISAS, ISAS[:1]))
@@ -50,6 +54,13 @@ def spec_of(into, out, dtype, head=False):
 def made(rng, into, out, dtype):
     scale = rng.uniform(0.1, 3) / math.sqrt(math.prod(into))
     return (rng.standard_normal((*into, *out)) * scale).astype(dtype)
+
+
+def rounded(name, spec, w):
+    """A weight in a format, and as the kernels have it."""
+    name, _, rows = name.partition(" of ")
+    node = quant.packed(name, spec).quantize(w)
+    return node, pack(spec, node, "int8" if rows else "bfloat16")
 
 
 def wide(x):
@@ -87,7 +98,7 @@ def test_dense(isa):
     check_dense()
 
 
-@pytest.mark.parametrize("name", [None, *FORMATS])
+@pytest.mark.parametrize("name", [None, *EVERY])
 def test_matrices_of_a_stack(isa, name):
     """One that is named, with a bias or a gate; and each with rows of its own, the last ones zeros: to the bit what
     the matrix gives by itself."""
@@ -99,12 +110,11 @@ def test_matrices_of_a_stack(isa, name):
     dense = ArraySpec(w.shape, np.float32, (None,) * 4, inputs=(1,), stacked=True)
     one = spec_of((K,), (2, F), np.float32)
     leaf: Any = w
-    nodes: list[Any] = list(w)
+    alone: list[Any] = [pack(one, matrix) for matrix in w]
     if name is not None:
-        nodes = [quant.packed(name, one).quantize(matrix) for matrix in w]
+        nodes, alone = zip(*(rounded(name, one, matrix) for matrix in w), strict=True)
         leaf = Stack(jax.tree.map(lambda *arrays: np.stack(arrays), *nodes))
-    stack: Any = pack(dense, leaf)
-    alone: list[Any] = [pack(one, node) for node in nodes]
+    stack: Any = pack(dense, leaf, "int8" if name in EVERY[len(FORMATS) :] else "bfloat16")
     pick = jax.jit(lambda stack, e, x: project("TD,DGF->TGF", x, stack.pick(e), bias))
     for e in range(E):
         np.testing.assert_array_equal(pick(stack, e, x), project("TD,DGF->TGF", x, alone[e], bias))
@@ -199,6 +209,56 @@ def test_rounded(isa):
     check_rounded()
 
 
+def in_groups(x_TK, group):
+    return np.pad(wide(x_TK), ((0, 0), (0, -x_TK.shape[1] % group))).reshape(len(x_TK), -1, group)
+
+
+def in_bytes(x_TK, group):
+    """Rows as they meet codes of four bits: the largest of each group becomes 127."""
+    groups = in_groups(x_TK, group)
+    scale = np.abs(groups).max(2, keepdims=True) / 127
+    bytes_TGK = np.rint(np.divide(groups, scale, out=np.zeros_like(groups), where=scale > 0))
+    return (bytes_TGK * scale).reshape(len(x_TK), -1)[:, : x_TK.shape[1]]
+
+
+@settings(max_examples=cases(20))
+@given(
+    name=st.sampled_from(IN_BYTES), rows=st.integers(1, 40), padding=st.integers(0, 9),
+    K=st.sampled_from([32, 64, 322, 1024]), out=st.sampled_from([(16,), (7,), (3, 24), (500,)]), bias=st.booleans(),
+    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]), seed=st.integers(0, 999),
+)  # fmt: skip
+def check_rows_of_bytes(name, rows, padding, K, out, bias, dtype, seed):
+    """To the last bits what float64 makes of the rounded rows and the decoded weight."""
+    rng = np.random.default_rng(seed)
+    x, w = made(rng, (rows,), (K,), dtype), made(rng, (K,), out, dtype)
+    x *= 10 ** rng.uniform(-3, 3, (rows, 1)).astype(dtype)
+    x[max(rows - padding, 0) :] = 0
+    x[:, rng.integers(K)] *= 0
+    node, packed = rounded(f"{name} of bytes", spec_of((K,), out, dtype), w)
+    assert packed.in_bytes
+    code = node.dense() if name.startswith("int4") and "least" not in name else node.dense(K)
+    w_KO = wide(code).reshape(K, -1)
+    between = np.stack([between_bytes(row).reshape(-1)[:K] for row in in_groups(x, node.group)])
+    x[between] = 0
+    bytes_TK = in_bytes(x, node.group)
+    b = made(rng, (), out, np.float32) if bias else None
+    letters = "TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)]
+    given = None if b is None else jnp.asarray(b), jnp.float32
+    got = project(letters, jnp.asarray(x), packed, *given)
+    exact = (bytes_TK @ w_KO).reshape(rows, *out) + (0 if b is None else wide(b))
+    above = 16 * wide(np.abs(node.scale)).max() if node.scale.dtype != np.int8 else np.abs(w_KO).max() * 128
+    size = (np.abs(bytes_TK) @ (np.abs(w_KO) + above)).reshape(rows, *out) + (0 if b is None else np.abs(wide(b)))
+    np.testing.assert_array_less(np.abs(wide(got) - exact), 2e-6 * size + 1e-30)
+    one = rng.integers(rows)
+    alone = project(letters, jnp.asarray(x[one : one + 1]), packed, *given)
+    np.testing.assert_array_equal(alone[0], got[one])
+
+
+@pytest.mark.random
+def test_rows_of_bytes(isa):
+    check_rows_of_bytes()
+
+
 @settings(max_examples=cases(12))
 @given(
     name=st.sampled_from([name for name in FORMATS if name[0] == "k"] + ["k6-16-least", "iq4-levels"]),
@@ -247,14 +307,13 @@ def test_levels(isa):
     check_levels()
 
 
-@pytest.mark.parametrize("name", [None, *FORMATS])
+@pytest.mark.parametrize("name", [None, *EVERY])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 def test_gate_and_up_in_one_pass(isa, name, activation):
     rng = np.random.default_rng(1)
     x, w = made(rng, (9,), (64,), np.float32), made(rng, (64,), (2, 48), np.float32)
     spec = spec_of((64,), (2, 48), np.float32)
-    node = w if name is None else quant.packed(name, spec).quantize(w)
-    packed = pack(spec, node)
+    packed = pack(spec, w) if name is None else rounded(name, spec, w)[1]
     got = gated("TD,DGF->TGF", jnp.asarray(x), packed, activation)
     np.testing.assert_allclose(got, glu(einsum("TD,DGF->TGF", jnp.asarray(x), packed), activation), atol=2e-6)
 
@@ -274,13 +333,13 @@ def test_head_that_is_an_embedding_too(isa, name):
         np.testing.assert_array_equal(packed[tokens], node[tokens])
 
 
-@pytest.mark.parametrize("name", [None, *FORMATS])
+@pytest.mark.parametrize("name", [None, *EVERY])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_spoils_no_other(isa, name, bad):
     rng = np.random.default_rng(3)
     x, w = made(rng, (8,), (64,), np.float32), made(rng, (64,), (40,), np.float32)
     spec = spec_of((64,), (40,), np.float32)
-    packed = pack(spec, w if name is None else quant.packed(name, spec).quantize(w))
+    packed = pack(spec, w) if name is None else rounded(name, spec, w)[1]
     before = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), packed))
     x[5, 7] = bad
     after = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), packed))
@@ -289,8 +348,8 @@ def test_a_row_that_is_not_finite_spoils_no_other(isa, name, bad):
 
 
 def test_zeros_stay_zeros(isa):
-    for name in FORMATS:
+    for name in EVERY:
         spec = spec_of((32,), (16,), np.float32)
-        packed = pack(spec, quant.packed(name, spec).quantize(np.zeros((32, 16), np.float32)))
+        packed = rounded(name, spec, np.zeros((32, 16), np.float32))[1]
         assert not np.asarray(einsum("TD,DF->TF", jnp.ones((2, 32)), packed)).any()
         assert not np.asarray(einsum("TD,DF->TF", jnp.zeros((2, 32)), packed)).any()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from quire.model.checkpoint.gguf_folder import KEPT
 from quire.model.checkpoint.published import split
 from quire.ops import quant
+from quire.ops.native.linear import takes_bytes
 from quire.ops.product import prepare
 from quire.ops.quant.compressed import Rounded
 from quire.ops.quant.grouped import CODES, Grouped
@@ -95,6 +96,8 @@ def formats() -> list[str]:
         bits, (kernel,) = 8 * nbytes(node) / SIZE**2, quant.kernels(name)
         if isinstance(node, Grouped):
             kernel, bits = node.kernel, bits - (8 - CODES[node.code].bits) * (not node.packed)
+        if takes_bytes(kernel, getattr(node, "group", SIZE)):
+            rounds += ", int8 on request"
         splits = "yes" if quant.splits(name) else "no"
         rows.append(f"| `{name}` | {bits:.3g} | {rounds} | `{kernel}` | {on_hopper(node)} | {splits} |")
     return rows

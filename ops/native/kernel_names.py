@@ -13,7 +13,7 @@ ATTENTION = {  # by the types of pages and queries
     ("uint8", "float32"): "attention_int4_f32",
     ("uint8", "bfloat16"): "attention_int4_bf16",
 }
-# Those that round the rows to bytes, in groups as the codes lie, by what takes the same codes and leaves rows as they are.
+# Those that round rows to bytes in groups, by what takes the same codes and leaves rows as they are.
 ROUNDING = {name: f"{name}_a8" for name in ("int4", "mxfp4", "float4", "iq4", "iq4_levels", "uint4", "uint4_levels")}
 SAMPLING = "sampling"
 DELTA_NET = "delta_net"

@@ -132,10 +132,11 @@ inline std::vector<float> group_sums(Pool& pool, const Half* rows, int64_t T, in
 
 // Rows as bytes in groups; every code stands for so much `more` than its own number.
 inline GroupBytes group_bytes(Pool& pool, Buffer x, int64_t T, int64_t K, int64_t group, int more) {
-  constexpr int PLACE[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // of each input among the bytes of a word: those of its low halves first
+  constexpr int PLACE[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // of an input in its word, whose four low halves come first
   int64_t from = x.last(), groups = K / group;
   auto shared = static_cast<size_t>(T * groups);
-  GroupBytes found{std::vector<int8_t>(T * K), std::vector<float>(shared), std::vector<float>(shared), std::vector<int32_t>(shared)};
+  std::vector<float> zeros(shared);
+  GroupBytes found{std::vector<int8_t>(T * K), zeros, zeros, std::vector<int32_t>(shared)};
   each_row(pool, T, K, [&](int64_t row) {
     std::vector<uint8_t> bytes(group);
     for (int64_t g = 0; g < groups && g * group < from; ++g) {

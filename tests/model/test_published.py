@@ -91,6 +91,20 @@ def test_each_matrix_is_what_its_format_says(tmp_path, case):
         np.testing.assert_array_equal(weights.head_VD, expected["lm_head.weight"])
 
 
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("fp8-blocks", False),
+        *((name, True) for name, case in CASES.items() if case[2].get("activation_scheme") == "static"),
+    ],
+)
+def test_scales_of_activations_are_named(tmp_path, caplog, case, said):
+    written(tmp_path, case)
+    with caplog.at_level("INFO", "quire"):
+        read(tmp_path)
+    assert ("input_scale of the checkpoint: not used" in caplog.text) == said
+
+
 @pytest.mark.parametrize("case", ["awq-128", "gptq-sym", "fp8-blocks", "fp8-one"])
 def test_what_the_config_leaves_dense(tmp_path, case):
     """By parts of names, as transformers has them."""

@@ -4,6 +4,7 @@ Those in `LAYOUTS` write them too.
 """
 
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,6 +18,7 @@ from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..folder import read_json
 from ..safetensors import Tensor
+from .keys import MEASURED
 from .matrix import Largest, Matrix, Parts
 from .modelopt import SIDE_FILE
 
@@ -38,6 +40,7 @@ METHODS = {
 }
 
 LAYOUTS = ("compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes")  # those of METHODS whose modules are a `Writer`
+log = logging.getLogger("quire")
 
 
 class Method(Protocol):
@@ -98,7 +101,12 @@ def split(hf: dict[str, Any]) -> tuple[dict[str, Any], StoredFormat | None]:
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat | None) -> dict[str, Tensor | Matrix]:
     """The tensors of a checkpoint, those of a quantised matrix as one."""
-    return dict(tensors) if stored is None else module_of(stored.method).gather(tensors, stored)
+    if stored is None:
+        return dict(tensors)
+    if found := sorted({name.rpartition(".")[2] for name in tensors if name.endswith(MEASURED)}):
+        unused = "%s of the checkpoint: not used, since each row and each cached position has a scale of its own"
+        log.info(unused, ", ".join(found))
+    return module_of(stored.method).gather(tensors, stored)
 
 
 def module_of(method: str) -> Method:

@@ -19,7 +19,7 @@ from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from . import fp8
 from .forms import FORMS
-from .keys import HERE, known, patterns, refusal
+from .keys import HERE, MEASURED, known, patterns, refusal
 from .matrix import Largest, Matrix, Parts, check, rounded, take
 
 OWN = "quire"  # quant_method of what is said in these words and lies in a form that compressed-tensors has not
@@ -182,8 +182,6 @@ def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
 
 
 MARKS = (".weight_scale", ".weight_packed")  # of which every form has one or both
-# What is said of activations and of the KV cache, which are rounded as the options here say, or not at all.
-UNUSED = (".input_scale", ".output_scale", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale")
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
@@ -200,7 +198,7 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
                     "quantization_config does not explain"
                 )
         found[f"{stem}.weight"] = matrix(stem, mine, group)
-    return {name: tensor for name, tensor in found.items() if not name.endswith(UNUSED)}
+    return {name: tensor for name, tensor in found.items() if not name.endswith(MEASURED)}
 
 
 def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:

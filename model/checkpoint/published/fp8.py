@@ -18,7 +18,7 @@ from ....ops.quant.fp8 import E4M3, LIMIT, checked
 from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
-from .keys import HERE, known, patterns
+from .keys import HERE, MEASURED, known, patterns
 from .matrix import Largest, Matrix, Parts, check
 
 SIDE = 128  # of a block
@@ -29,7 +29,6 @@ KEYS = {
     "kv_cache_scheme": ..., "kv_cache_quant_method": ...,
 }  # fmt: skip
 SCALES = (".weight_scale_inv", ".weight_scale")
-UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".v_scale")
 FLOATS = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 
@@ -63,7 +62,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    found: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
+    found: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.endswith(MEASURED)}
     for scales in [name for name in found if name.endswith(SCALES)]:
         stem, _, ending = scales.rpartition(".")
         if f"{stem}.weight" not in found:

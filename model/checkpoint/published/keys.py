@@ -7,6 +7,10 @@ from typing import Any
 from ...config import ModelError
 
 HERE = "quantization_config"
+MEASURED = (  # endings of scales that were measured before for what is computed, not for weights
+    ".input_scale", ".input_scale_ub", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale",
+    ".v_scale", ".q_scale",
+)  # fmt: skip
 
 
 def known(where: str, table: Any, keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from . import fp8
 from .forms import split_pairs
-from .keys import HERE, known, patterns, refusal
+from .keys import HERE, MEASURED, known, patterns, refusal
 from .matrix import Matrix, check, take
 
 SIDE_FILE = "hf_quant_config.json"  # holds the same where config.json does not
@@ -40,7 +40,6 @@ KINDS = {  # what is kept of each quant_algo
     "FP8_PER_CHANNEL_PER_TOKEN": StoredGroup("fp8", "float8_e4m3fn"),
 }
 MIXED = "MIXED_PRECISION"
-UNUSED = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def kind_of(where: str, said: Mapping[str, Any]) -> StoredGroup:
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    found: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
+    found: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.endswith(MEASURED)}
     for stem in [name.removesuffix(".weight_scale") for name in found if name.endswith(".weight_scale")]:
         found[f"{stem}.weight"] = matrix(stem, found, stored)
     return found

@@ -114,11 +114,20 @@ def place(tmp_path_factory):
 
 
 (TYPED,) = (block for block in blocks(PAGES[0], "") if block.startswith("quire generate"))
+OF_HUB = "Qwen/"  # lines with such a model would fetch it
+BEGUN = [ROOT / "docs" / name for name in ("quickstart.md", "offline.md")]
+BEGUN_LINES = [
+    line
+    for page in BEGUN
+    for block in blocks(page, "")
+    for line in block.splitlines()
+    if line.startswith("quire ") and OF_HUB not in line
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", TYPED.splitlines())
-def test_the_commands_of_the_readme_run(place, line):
+@pytest.mark.parametrize("line", [*TYPED.splitlines(), *BEGUN_LINES])
+def test_the_commands_of_readme_and_first_pages_run(place, line):
     environment = os.environ | {"PATH": f"{place}{os.pathsep}{os.environ['PATH']}"}
     if "quire serve" in line:
         line = line.replace("quire serve", "exec quire serve --port 0").replace("32K", "1K")
@@ -151,4 +160,15 @@ def test_the_scripts_of_the_readme_run(capsys):
         exec(tools.replace('"mine"', '"quill"'), names)
         assert "Rome" in capsys.readouterr().out
     exec(offline, {})
+    assert "31 52 90" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", BEGUN, ids=lambda page: page.name)
+def test_the_scripts_of_the_first_pages_run(page, capsys, place, monkeypatch):
+    """Each block goes on from those before."""
+    monkeypatch.chdir(place)
+    names: dict = {}
+    for block in blocks(page, "python"):
+        exec(block, names)
     assert "31 52 90" in capsys.readouterr().out

@@ -23,7 +23,7 @@ def main() -> int:
     config = ROOT / "build" / "docs" / "mkdocs.yml"  # paths are relative to this file
     told = {"INHERIT": "../../mkdocs.yml", "docs_dir": "pages", "site_dir": "site", "nav": order}
     config.write_text(json.dumps(told, indent=2))
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", str(config)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
     done = subprocess.run(command, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
     if done.returncode == 0:
         print(f"The site is {(place / 'site' / 'index.html').relative_to(ROOT)}")

@@ -28,7 +28,7 @@ class Section(NamedTuple):
 def on_site(path: str) -> str:
     """Where a file of the repository is in the site; what is no Markdown and no picture is shown by a page."""
     inside = path.removeprefix("docs/")
-    return inside if path.startswith("docs/") or inside.endswith(".md") else f"{inside}.md"
+    return inside if path.startswith("docs/") or inside.endswith(".md") else f"files/{inside}.md"
 
 
 def prose(text: str, change: Callable[[str], str]) -> str:

@@ -44,15 +44,15 @@ def test_every_link_of_the_site_leads_to_a_page(site):
 def test_the_index_lists_every_page(site):
     listed = [path for section in pages.sections(ROOT) for _, path in section.pages]
     assert len(listed) == len(set(listed))
-    own = {path for path in site if path.endswith(".md") and not path.startswith("examples/")}
+    own = {path for path in site if path.endswith(".md") and not path.startswith("files/")}
     assert own - {"index.md"} - set(listed) == set(), "docs/index.md has a line for each page"
     assert set(listed) <= own
 
 
 def test_what_is_no_page_is_shown_by_one(site):
     source = (ROOT / "examples" / "batch.py").read_text()
-    assert f"~~~~python\n{source}~~~~" in site["examples/batch.py.md"]
-    assert "(examples/batch.py.md)" in site["examples.md"]
+    assert f"~~~~python\n{source}~~~~" in site["files/examples/batch.py.md"]
+    assert "(files/examples/batch.py.md)" in site["examples.md"]
     assert "(../docs/" not in site["CONTRIBUTING.md"] and "(architecture.md)" in site["CONTRIBUTING.md"]
     assert site["page.png"] == (ROOT / "docs" / "page.png").read_bytes()
 
@@ -60,9 +60,7 @@ def test_what_is_no_page_is_shown_by_one(site):
 def test_links_in_fences_are_text():
     text = "[a](b.md)\n\n```\n[c](d.md)\n```\n\n[e](https://f.example) ![g](h.png) [i](j.md#k)\n"
     assert pages.links(text) == ["b.md", "h.png", "j.md#k"]
-    assert pages.moved("docs/x.md", text.replace("b.md", "../examples/b.py")) == text.replace(
-        "b.md", "examples/b.py.md"
-    )
+    assert pages.moved("docs/x.md", text.replace("b.md", "../e/b.py")) == text.replace("b.md", "files/e/b.py.md")
 
 
 @pytest.mark.parametrize(

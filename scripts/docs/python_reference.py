@@ -88,12 +88,12 @@ def function(name: str, made: Any) -> Iterator[str]:
     node = ast.parse(textwrap.dedent(inspect.getsource(made))).body[0]
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     node.args.args = [each for each in node.args.args if each.arg != "self"]
-    arguments = ast.unparse(node.args).replace("Seq[", "Sequence[")
+    arguments = ast.unparse(node.args).replace("Seq[", "Sequence[").replace("=", " = ")
     result = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
     start = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
     line = f"{start}{name}({arguments}){result}"
     if len(line) > WIDTH:
-        parts = re.split(r", (?=\*|\w+[:=])", arguments)
+        parts = re.split(r", (?=\*|\w+:)", arguments)
         line = f"{start}{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
     yield f"```python\n{line}\n```"
     said, entries = docstring(made)

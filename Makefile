@@ -10,7 +10,7 @@ WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); ec
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
 CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 python
 
-.PHONY: help demo serve test test-all lint parity gpu-compiler dist clean
+.PHONY: help demo serve test test-all lint parity gpu-compiler docs dist clean
 
 help:
 	@echo "make demo     watch the bundled model write a story"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all the same and the rest: chaos, browser, Ray, hosts, devices, sanitizers, all random cases, parity"
 	@echo "make parity   the same tokens as transformers? (installs torch)"
 	@echo "make gpu-compiler  what compiles for NVIDIA GPUs without one (about 230 MB to fetch): test-all then covers it"
+	@echo "make docs     the documentation as a site, in build/docs/site; a dead link is an error"
 	@echo "make dist     a wheel and an sdist in dist/"
 	@echo "make clean    remove what the others made"
 	@echo "PYTHON=/path/to/python chooses the Python for .venv (3.11 or newer)"
@@ -46,6 +47,9 @@ parity: $(VENV)/.parity
 
 gpu-compiler: $(VENV)/.gpu-compiler
 
+docs: $(VENV)/.docs
+	@$(VENV)/bin/python -m quire.scripts.docs.build
+
 dist: $(VENV)/.test
 	rm -rf build dist  # a stale build/ would ship old files
 	$(VENV)/bin/python -m build
@@ -61,6 +65,11 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/.made
 $(VENV)/.test: pyproject.toml | $(VENV)/.made
 	@echo "Installing Quire, its libraries and the test tools into $(VENV), once."
 	@$(PIP) -e '.[test]'
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.made
+	@echo "Installing mkdocs into $(VENV), once."
+	@$(PIP) -e '.[docs]'
 	@touch $@ $(VENV)/.demo
 
 # torch alone and first: asked for together with the rest, pip may choose its CUDA build.

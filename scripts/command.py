@@ -132,6 +132,14 @@ def write_help(command: TyperCommand | TyperGroup, ctx, formatter) -> None:
     """Usage, what the command does, and lists of arguments, options by panel, and commands."""
     command.format_usage(ctx, formatter)
     command.format_help_text(ctx, formatter)
+    for panel, rows in panels_of(command, ctx).items():
+        with formatter.section(panel):
+            for line in listed(rows, formatter.width - formatter.current_indent):
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+
+def panels_of(command: TyperCommand | TyperGroup, ctx) -> dict[str, list[tuple[str, str]]]:
+    """By panel (name, what is said of it) of arguments, options and commands; those of every command come last."""
     panels: dict[str, list[tuple[str, str]]] = {}
     for param in command.get_params(ctx):
         if (record := param.get_help_record(ctx)) is None:
@@ -145,10 +153,7 @@ def write_help(command: TyperCommand | TyperGroup, ctx, formatter) -> None:
             found = command.get_command(ctx, name)
             about = "" if found is None else found.get_short_help_str(1000)
             panels.setdefault("Commands", []).append((name, about))
-    for panel in sorted(panels, key=lambda name: name == "Options"):  # those of every command come last
-        with formatter.section(panel):
-            for line in listed(panels[panel], formatter.width - formatter.current_indent):
-                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+    return {panel: panels[panel] for panel in sorted(panels, key=lambda name: name == "Options")}
 
 
 def listed(rows: list[tuple[str, str]], width: int) -> Iterator[str]:

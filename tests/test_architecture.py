@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from quire import EXPORTS
+
 ROOT = Path(__file__).parents[1]
 # Rooms in order: each may import itself and what stands before it, inside of functions too. A name is a folder or a
 # file; a file is of the longest name that it begins with, so that app.py stands after the endpoints that it serves.
@@ -38,11 +40,12 @@ ROOMS = """
     scripts/command scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env
     scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/search scripts/chat
     scripts/run_batch scripts/plan scripts/serve scripts/bench scripts/train_heads scripts/peers scripts/gpu
-    scripts/quill
+    scripts/quill scripts/docs
 """.split()
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
 FILES += [ROOT / "__init__.py", ROOT / "__main__.py"]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))  # of users: in the repository, in no package
 NO_JAX = (
     "serving/api/*",
     "serving/parsing/*",
@@ -64,7 +67,7 @@ KERNELS = ("ops/*/mosaic*.py", "ops/*/native*.py", "ops/*/pallas*.py")
 MAX_LINES = 500  # 300 is usual; a longer file is looked at, and stays whole if it is one noun
 # Words that were given up, as parts of names: delivery, release, tenant and offload say the same.
 RETIRED = {"courier", "disown", "mourners", "party", "spill"}
-TOOLS = {"gpu", "peers", "quill"}  # of those who work on Quire: in the repository, not in the wheel
+TOOLS = {"docs", "gpu", "peers", "quill"}  # of those who work on Quire: in the repository, not in the wheel
 HOSTS = {"arxiv.org", "docs.jax.dev", "github.com", "huggingface.co", "semver.org", "www.apache.org"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -240,6 +243,14 @@ def test_what_ships_imports_no_tool():
             assert not found, f"{path} imports {found}"
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=ids)
+def test_an_example_uses_what_a_user_has(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "quire":
+            assert node.module == "quire", f"{path}:{node.lineno}: {node.module} is no public module"
+            assert {alias.name for alias in node.names} <= set(EXPORTS), f"{path}:{node.lineno}: not exported"
+
+
 def test_every_data_file_is_shipped():
     patterns = [
         f"{name.replace('.', '/').replace('quire', '.', 1)}/{pattern}".removeprefix("./")
@@ -268,7 +279,8 @@ def test_import_is_light():
 
 def test_text_names_no_machine_and_few_hosts():
     """Nothing points at somebody's disk, and every address is one that a reader may follow."""
-    paths = [*FILES, *(ROOT / "tests").rglob("*.py"), ROOT / ".ci" / "run"]
+    paths = [*FILES, *EXAMPLES, *(ROOT / "tests").rglob("*.py"), ROOT / ".ci" / "run"]
+    paths += [path for path in (ROOT / ".github").rglob("*") if path.is_file()]
     paths += [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
     private = [str(ROOT), str(Path.home())] if len(str(Path.home())) > 1 else [str(ROOT)]
     for path in paths:

@@ -306,13 +306,12 @@ def refuse(name: str, value: Any, why: str) -> NoReturn:
 def options_of(model: str | Path | None, **options) -> EngineOptions:
     """The options as a caller gave them; one that does not exist is named."""
     options = only_known(options, ENGINE, refuse)
-    try:
-        return EngineOptions(model=None if model is None else str(model), **options)
-    except TypeError as error:
-        known = EngineOptions.__dataclass_fields__
-        unknown = [meant(name, known) for name in options if name not in known]
-        hint = next(iter(unknown), "") or f"the options are {', '.join(known)}"
-        raise TypeError(f"{str(error).split('__init__() ')[-1]}; {hint}") from None
+    known = EngineOptions.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            hint = meant(name, known) or f"the options are {', '.join(known)}"
+            raise TypeError(f"got an unexpected keyword argument {name!r}; {hint}")
+    return EngineOptions(model=None if model is None else str(model), **options)
 
 
 def takes_options(

@@ -186,7 +186,7 @@ def llm():
 
 def test_the_bundled_model_answers_what_the_readme_and_the_page_suggest(llm):
     """Every request that they show is of a kind that it was taught, and gets the answer that stands beside it."""
-    table = ROOT.joinpath("README.md").read_text().split("| ask it |")[1].split("\n\n")[0]
+    table = ROOT.joinpath("docs", "quill.md").read_text().split("| ask it |")[1].split("\n\n")[0]
     asked: list[tuple[str, str]] = []
     for row in table.splitlines()[2:]:
         left, right = (re.findall(r"`([^`]+)`", cell) for cell in row.strip("| ").split(" | "))

@@ -1,0 +1,30 @@
+"""Which of some texts is nearest to a question in meaning: vectors, and the cosine between them.
+
+Prints for each question the texts from the nearest to the farthest, with their cosines. An embedding model, such as
+Qwen/Qwen3-Embedding-0.6B, does it better than the bundled one.
+
+    python examples/semantic_search.py [MODEL]      # without MODEL: the bundled one
+"""
+
+import sys
+
+import numpy as np
+
+from quire import LLM
+
+TEXTS = ["Mia found a lantern in the forest.", "The dog slept in the sun.", "What is 34 + 57?",
+         "Anna is 31 and lives in Oslo"]  # fmt: skip
+QUESTIONS = ["A girl saw a lamp among the trees.", "What is 12 + 30?", "Ben is 40 and lives in Rome"]
+
+
+def vectors(llm: LLM, texts: list[str]) -> np.ndarray:
+    """A row of length 1 for each text, so that a product of two rows is their cosine."""
+    return np.array([result.outputs.embedding for result in llm.embed(texts, use_tqdm=False)])
+
+
+llm = LLM(*sys.argv[1:])
+cosines = vectors(llm, QUESTIONS) @ vectors(llm, TEXTS).T
+for question, row in zip(QUESTIONS, cosines, strict=True):
+    print(question)
+    for index in np.argsort(-row):
+        print(f"    {row[index]:5.2f}  {TEXTS[index]}")

@@ -63,15 +63,16 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
         params, bare = replace(params, structured_outputs=form), name is not None and form == request.custom.get(name)
 
         def parser() -> Any:
-            return Forced(name) if name else parsing.make_parser("llama3_json", None, True)
+            return Forced(name) if name else parsing.make_parser("llama3_json", None, {})
 
     elif tools and tool_parser is None:
         raise RequestError("tools", "are not understood by this server: --tool-call-parser names the model's format")
     else:
         in_thought = parsing.opens_thought(text)
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools} if tools else None
 
         def parser() -> Any:
-            return parsing.make_parser(tool_parser, reasoning_parser, bool(tools), in_thought)
+            return parsing.make_parser(tool_parser, reasoning_parser, schemas, in_thought)
 
         if parser().keeps_special and params.skip_special_tokens:
             params = replace(params, skip_special_tokens=False)
@@ -204,7 +205,7 @@ def compile_form(engine: Engine, params: SamplingParams) -> None:
 
 def plain() -> Any:
     """Reads an answer that is nothing but text."""
-    return parsing.make_parser(None, None, False)
+    return parsing.make_parser(None, None, None)
 
 
 def encode(engine: Engine, where: str, text: str, special: bool, most: int | None = None) -> list[int]:

@@ -37,7 +37,9 @@ def attempt(reader: Reader, steps: Iterator[None]) -> Generator[None, None, bool
     return True
 
 
-def call(reader: Reader, call_id: str, bare: bool = False) -> Iterator[None]:
+def call(
+    reader: Reader, call_id: str, bare: bool = False, keys: tuple[str, str] = ("name", "arguments")
+) -> Iterator[None]:
     """{"name": ..., "arguments": {...}}; a bare object is one only with its arguments.
 
     It begins when its name is known and its arguments begin, which may stand before the name.
@@ -48,9 +50,9 @@ def call(reader: Reader, call_id: str, bare: bool = False) -> Iterator[None]:
     while reader.char != "}":
         key = decoded((yield from held_string(reader)))
         yield from sign(reader, ":")
-        if key == "name":
+        if key == keys[0]:
             name = decoded((yield from held_string(reader)))
-        elif key in ("arguments", "parameters") and given is None:
+        elif key in (keys[1], "arguments", "parameters") and given is None:
             if name and reader.char in BEGINS:
                 reader.begin(name, call_id)
                 yield from arguments(reader)

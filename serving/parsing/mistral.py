@@ -4,9 +4,9 @@ import secrets
 from collections.abc import Generator, Iterator
 
 from .calls import BEGINS, arguments, attempt, call
+from .form import Tools
 from .reader import Broken, Reader, blank, marker, text
 
-KEEPS_SPECIAL = True
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
@@ -15,7 +15,7 @@ def new_id() -> str:
     return secrets.token_hex(5)[:9]
 
 
-def read(reader: Reader) -> Iterator[None]:
+def read(reader: Reader, tools: Tools) -> Iterator[None]:
     while (yield from text(reader, (CALLS,))):
         yield from blank(reader)
         if reader.char == "[":

@@ -22,14 +22,14 @@ MARKERS = (
     "<|constrain|> <|message|> <|end|> <|call|> <|return|>"
 ).split()
 PARSERS = {
-    "plain": partial(parsing.make_parser, None, None, True),
-    "hermes": partial(parsing.make_parser, "hermes", None, True),
-    "llama3_json": partial(parsing.make_parser, "llama3_json", None, True),
-    "mistral": partial(parsing.make_parser, "mistral", None, True),
-    "openai": partial(parsing.make_parser, "openai", "openai_gptoss", True),
-    "qwen3": partial(parsing.make_parser, "hermes", "qwen3", True),
-    "deepseek_r1": partial(parsing.make_parser, "mistral", "deepseek_r1", True),
-    "no tools": partial(parsing.make_parser, "hermes", "qwen3", False),
+    "plain": partial(parsing.make_parser, None, None, {}),
+    "hermes": partial(parsing.make_parser, "hermes", None, {}),
+    "llama3_json": partial(parsing.make_parser, "llama3_json", None, {}),
+    "mistral": partial(parsing.make_parser, "mistral", None, {}),
+    "openai": partial(parsing.make_parser, "openai", "openai_gptoss", {}),
+    "qwen3": partial(parsing.make_parser, "hermes", "qwen3", {}),
+    "deepseek_r1": partial(parsing.make_parser, "mistral", "deepseek_r1", {}),
+    "no tools": partial(parsing.make_parser, "hermes", "qwen3", None),
 }
 HEAD = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 
@@ -328,7 +328,7 @@ def test_thoughts_come_before_the_rest(thought, parts, opened, gap):
     answer = "".join(part.text for part in parts).lstrip()
     assume(not answer.startswith("<think"))
     rest = read(PARSERS["hermes"], answer)
-    make = partial(parsing.make_parser, "hermes", "qwen3", True, opened)
+    make = partial(parsing.make_parser, "hermes", "qwen3", {}, opened)
     text = ("" if opened else f"{gap}<think>{gap}") + f"{thought}{gap}</think>{gap}{answer}"
     whole = Result(rest.said, thought, rest.calls)
     assert read(make, text) == read(make, *text) == whole
@@ -490,8 +490,8 @@ def test_half_a_character_in_a_string_stays_an_escape():
 
 def test_harmony_without_tools_and_within_a_thought():
     answer = HEAD + "{}<|call|>"
-    assert read(partial(parsing.make_parser, "openai", None, False), answer) == Result("{}", "", [])
-    inside = partial(parsing.make_parser, None, "openai_gptoss", True, True)
+    assert read(partial(parsing.make_parser, "openai", None, None), answer) == Result("{}", "", [])
+    inside = partial(parsing.make_parser, None, "openai_gptoss", {}, True)
     assert read(inside, "hm<|end|><|start|>assistant" + answer) == Result("", "hm", [("f", "{}")])
 
 
@@ -555,8 +555,8 @@ def test_collect():
 def test_which_parsers_keep_special_tokens():
     keeps = {name: make().keeps_special for name, make in PARSERS.items()}
     assert [name for name, kept in keeps.items() if not kept] == ["plain", "no tools"]
-    assert not parsing.make_parser("mistral", "qwen3", False).keeps_special
-    assert parsing.make_parser("openai", None, False).keeps_special
+    assert not parsing.make_parser("mistral", "qwen3", None).keeps_special
+    assert parsing.make_parser("openai", None, None).keeps_special
 
 
 @pytest.mark.parametrize(
@@ -565,8 +565,8 @@ def test_which_parsers_keep_special_tokens():
         "{{ message.content }}": (None, None),
         "<tool_call>\n{{ call }}\n</tool_call>": ("hermes", None),
         "{{ content.split('</think>')[-1] }}<tool_call>": ("hermes", "qwen3"),
-        "<tool_call>\n<function={{ name }}>": (None, None),
-        "<tool_call>{{ name }}<arg_key>": (None, None),
+        "<tool_call>\n<function={{ name }}>": ("qwen3_coder", None),
+        "<tool_call>{{ name }}<arg_key>": ("glm45", None),
         "[TOOL_CALLS][{{ calls }}]": ("mistral", None),
         "<|python_tag|>": ("llama3_json", None),
         "<|start_header_id|>ipython<|end_header_id|>": ("llama3_json", None),
@@ -576,7 +576,7 @@ def test_which_parsers_keep_special_tokens():
 )
 def test_detect(template, found):
     assert parsing.detect(template) == found
-    parsing.make_parser(*found, tools=True)
+    parsing.make_parser(*found, tools={})
 
 
 def test_a_prompt_that_opens_the_thought():
@@ -584,22 +584,24 @@ def test_a_prompt_that_opens_the_thought():
     assert not parsing.opens_thought("<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize("name", parsing.FORMS)
-def test_every_name_makes_a_parser(name):
-    pair = (name, None) if name in parsing.TOOL_PARSERS else (None, name)
-    assert read(partial(parsing.make_parser, *pair, True), "Hello!") == Result(
+@pytest.mark.parametrize(
+    "pair", [(name, None) for name in parsing.TOOL_PARSERS] + [(None, name) for name in parsing.REASONING_PARSERS]
+)
+def test_every_name_makes_a_parser(pair):
+    name = pair[1]
+    assert read(partial(parsing.make_parser, *pair, {}), "Hello!") == Result(
         "" if name == "deepseek_r1" else "Hello!", "Hello!" if name == "deepseek_r1" else "", []
     )
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match=r"tool parser is 'x'; it can be harmony, hermes, llama3_json, mistral, open"):
-        parsing.make_parser("x", None, True)
+    with pytest.raises(ValueError, match=r"tool parser is 'x'; it can be apertus, cohere_command3, deep"):
+        parsing.make_parser("x", None, {})
     with pytest.raises(ValueError, match=r"reasoning parser is 'x'; it can be deepseek_r1, openai_gptoss, qwen3"):
-        parsing.make_parser(None, "x", True)
+        parsing.make_parser(None, "x", {})
     for pair in [("hermes", "openai_gptoss"), ("openai", "qwen3")]:
         with pytest.raises(ValueError, match="do not go together"):
-            parsing.make_parser(*pair, True)
+            parsing.make_parser(*pair, {})
 
 
 @pytest.mark.parametrize("each", [1, 3, 1000])
@@ -607,7 +609,7 @@ def test_calls_of_tools_that_take_a_text(each):
     """It comes whole, as its text; one that breaks its form is text, and the calls after it have its number."""
 
     def read(answer: str, bare: bool = False) -> list:
-        inner = Forced("sums") if bare else parsing.make_parser("hermes", None, True)
+        inner = Forced("sums") if bare else parsing.make_parser("hermes", None, {})
         parser = CustomCalls(inner, "input", {"sums": str.isdigit}, bare)
         pieces = [piece for at in range(0, len(answer), each) for piece in parser.push(answer[at : at + each])]
         content, _, calls = collect([*pieces, *parser.finish()])

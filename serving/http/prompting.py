@@ -68,11 +68,11 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
     elif tools and tool_parser is None:
         raise RequestError("tools", "are not understood by this server: --tool-call-parser names the model's format")
     else:
-        in_thought = parsing.opens_thought(text)
+        opened = parsing.opens_thought(text)
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools} if tools else None
 
         def parser() -> Any:
-            return parsing.make_parser(tool_parser, reasoning_parser, schemas, in_thought)
+            return parsing.make_parser(tool_parser, reasoning_parser, schemas, opened)
 
         if parser().keeps_special and params.skip_special_tokens:
             params = replace(params, skip_special_tokens=False)

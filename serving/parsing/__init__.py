@@ -5,41 +5,38 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from . import thoughts
 from .form import Tools
 from .parser import Parser, ParserChain
 from .reader import Reader
+from .thoughts import REASONING, REFUSED_REASONING, Thoughts
 from .tool_forms import REFUSED_TOOLS, SIGNS, TOOL_FORMS
 
-REASONING = {  # name that a user gives -> module
-    "deepseek_r1": ".thinking",
-    "openai_gptoss": ".harmony",
-    "qwen3": ".thinking",
-}
 REASONING_PARSERS = tuple(REASONING)
 TOOL_PARSERS = tuple(TOOL_FORMS)
+HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
 def make_parser(
-    tool_parser: str | None, reasoning_parser: str | None, tools: Tools | None, in_thought: bool = False
+    tool_parser: str | None, reasoning_parser: str | None, tools: Tools | None, opened: bool | None = None
 ) -> Parser:
     """A parser for one answer. `tools` has the schema of each function's arguments; without it calls are text.
 
-    `in_thought` the prompt has opened the thought.
+    `opened`: whether the prompt has opened a thought, or closed one; None if neither.
     """
     form = known("tool parser", tool_parser, TOOL_FORMS, REFUSED_TOOLS)
-    reasoning = known("reasoning parser", reasoning_parser, REASONING, {})
+    reasoning = known("reasoning parser", reasoning_parser, REASONING, REFUSED_REASONING)
     if ".harmony" in (form, reasoning):
-        if {tool_parser, reasoning_parser} - {"harmony", "openai", "openai_gptoss", None}:
+        if {form, reasoning} - {".harmony", None}:
             raise ValueError(
                 f"the tool parser {tool_parser!r} and the reasoning parser {reasoning_parser!r} do not go together: "
                 "harmony is both (openai and openai_gptoss)"
             )
         read = importlib.import_module(".harmony", __name__).read
-        return Reader(partial(read, tools=tools is not None, inside=in_thought), keeps_special=True)
+        return Reader(partial(read, tools=tools is not None, inside=bool(opened)), keeps_special=True)
     row = []
     if reasoning:
-        inside = in_thought or reasoning_parser == "deepseek_r1"  # whose prompts always open it
-        row.append(Reader(partial(importlib.import_module(reasoning, __name__).read, inside=inside)))
+        row.append(Reader(partial(reasoning.read, inside=reasoning.inside(opened)), reasoning.keeps_special))
     if form and tools is not None:
         read = importlib.import_module(form, __name__).read if isinstance(form, str) else form.read
         row.append(Reader(partial(read, tools=tools), keeps_special=True))  # marks are special tokens in some models
@@ -56,12 +53,17 @@ def known(what: str, name: str | None, table: Mapping[str, Any], refused: Mappin
 
 def detect(chat_template: str) -> tuple[str | None, str | None]:
     """The tool parser and the reasoning parser that a chat template asks for."""
-    tool = next((name for signs, name in SIGNS if all(sign in chat_template for sign in signs)), None)
-    if tool == "openai":
-        return tool, "openai_gptoss"
-    return tool, "qwen3" if "</think>" in chat_template or "<think>" in chat_template else None
+    tool, reasoning = (
+        next((name for signs, name in table if all(sign in chat_template for sign in signs)), None)
+        for table in (SIGNS, thoughts.SIGNS)
+    )
+    return tool, reasoning
 
 
-def opens_thought(prompt: str) -> bool:
-    """Whether a prompt ends within a thought, so that the answer begins there."""
-    return prompt.rstrip().endswith(("<think>", "<|channel|>analysis<|message|>"))
+def opens_thought(prompt: str) -> bool | None:
+    """Whether a prompt ends where a thought has begun, so that the answer goes on with it; None: nor has one ended."""
+    end = prompt.rstrip()
+    found = [each for each in REASONING.values() if isinstance(each, Thoughts)]
+    if end.endswith((HARMONY[0], *(text for each in found for text in each.opens))):
+        return True
+    return False if end.endswith(tuple(text for each in found for text in each.closes)) else None

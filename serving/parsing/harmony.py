@@ -1,9 +1,10 @@
 """Answers as gpt-oss writes them: messages with a channel, perhaps a recipient, and text between markers."""
 
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 
 from .calls import BEGINS, arguments, attempt, new_id
+from .form import Form
 from .pieces import Said, Thought
 from .reader import Broken, Reader, Text, blank, marker, text
 
@@ -12,6 +13,11 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HEADER = frozenset("_-./=: ")  # beside letters and digits
 RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 THINKING = re.compile(r"<\|channel\|> *analysis\b")
+
+
+def written(specials: Collection[str]) -> Form:
+    """A call; the token that ends it ends the answer."""
+    return Form("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}")
 
 
 def read(reader: Reader, tools: bool, inside: bool) -> Iterator[None]:

@@ -1,18 +1,24 @@
 """Calls as Mistral writes them: [TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[ARGS]{...}."""
 
 import secrets
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 
 from .calls import BEGINS, arguments, attempt, call
-from .form import Tools
+from .form import Form, Tools
 from .reader import Broken, Reader, blank, marker, text
 
+LISTED, NAMED = Form("{object}", "[TOOL_CALLS][", ", ", "]"), Form("[TOOL_CALLS]{name}[ARGS]{arguments}")
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 def new_id() -> str:
     """Nine characters: the chat templates take no other length."""
     return secrets.token_hex(5)[:9]
+
+
+def written(specials: Collection[str]) -> Form:
+    """What a model with these special tokens writes."""
+    return NAMED if ARGS in specials else LISTED
 
 
 def read(reader: Reader, tools: Tools) -> Iterator[None]:

@@ -6,29 +6,9 @@ from functools import partial
 from random import Random
 
 import pytest
-from recorded_calls import ALONE, RECORDED, TOOLS, TRAINS
+from recorded_calls import ALONE, RECORDED, TOOLS, TRAINS, joined, read
 
 from quire.serving import parsing
-from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
-
-
-def joined(pieces) -> tuple[str, str, list[tuple[str, str]]]:
-    said, thought, calls = "", "", []
-    for piece in pieces:
-        if isinstance(piece, Said):
-            said += piece.text
-        elif isinstance(piece, Thought):
-            thought += piece.text
-        elif isinstance(piece, CallStart):
-            calls.append((piece.name, ""))
-        elif isinstance(piece, Arguments):
-            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
-    return said, thought, calls
-
-
-def read(make, *slices: str):
-    parser = make()
-    return joined([*(piece for part in slices for piece in parser.push(part)), *parser.finish()])
 
 
 def maker(name: str, tools=TOOLS, reasoning: str | None = None):

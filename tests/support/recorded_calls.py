@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
+
 TOOLS: dict[str, Any] = {
     "find_trains": {
         "type": "object",
@@ -128,3 +130,22 @@ RECORDED: dict[str, str] = {
     "xlam, in a fence": f"```json\n[{', '.join(OBJECTS)}]\n```",
 }
 ALONE = {"llama3_json", "llama4_json", "llama4_pythonic", "openai", "pythonic", "xlam", "xlam, in a fence"}
+
+
+def joined(pieces) -> tuple[str, str, list[tuple[str, str]]]:
+    said, thought, calls = "", "", []
+    for piece in pieces:
+        if isinstance(piece, Said):
+            said += piece.text
+        elif isinstance(piece, Thought):
+            thought += piece.text
+        elif isinstance(piece, CallStart):
+            calls.append((piece.name, ""))
+        elif isinstance(piece, Arguments):
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
+    return said, thought, calls
+
+
+def read(make, *slices: str):
+    parser = make()
+    return joined([*(piece for part in slices for piece in parser.push(part)), *parser.finish()])

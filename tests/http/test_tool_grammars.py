@@ -1,0 +1,182 @@
+"""Answers forced into a format: whatever tokens are drawn, they are read back as calls that keep to their schemas."""
+
+import json
+import re
+from functools import partial
+from random import Random
+from typing import Any
+
+import jsonschema
+import llguidance
+import numpy as np
+import pytest
+from cases import cases
+from recorded_calls import read
+
+from quire.serving import parsing
+from quire.serving.parsing import grammar, harmony, mistral
+from quire.serving.parsing.form import Form
+from quire.serving.parsing.thoughts import REASONING, Thoughts
+from quire.serving.parsing.tool_forms import TOOL_FORMS
+from quire.serving.request.grammar import whole
+
+FORMS: dict[str, Form] = {name: form for name, form in TOOL_FORMS.items() if isinstance(form, Form)}
+FORMS |= {"mistral, a list": mistral.LISTED, "mistral, by name": mistral.NAMED, "openai": harmony.written(())}
+TEXT = {"type": "string"}
+TOOLS: dict[str, Any] = {
+    "find-trains.v2": {
+        "type": "object",
+        "properties": {
+            "to": TEXT,
+            "seats": {"type": "integer", "minimum": 1},
+            "first": {"type": "boolean"},
+            "note": {"anyOf": [TEXT, {"type": "null"}]},
+            "kind": {"enum": ["ICE", "S 3", "<b>"]},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}/[0-9]+$"},
+            "via": {"type": "array", "items": TEXT, "maxItems": 2},
+            "at": {"$ref": "#/$defs/place"},
+            "never": {"type": ["boolean", "null"]},
+            "fare": {"type": ["number", "string"]},
+        },
+        "required": ["to", "via", "at"],
+        "additionalProperties": False,
+        "$defs": {
+            "place": {"type": "object", "properties": {"x": {"type": "number"}, "name": TEXT}, "required": ["x"]}
+        },
+    },
+    "now": {"type": "object", "properties": {}},
+    "count": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+}
+PIECES = [
+    '"',
+    "{",
+    "}",
+    "[",
+    "]",
+    ", ",
+    ": ",
+    "true",
+    "null",
+    "1",
+    "0.5",
+    "True",
+    "None",
+    "12",
+    "\n",
+    "</",
+    "<",
+    "'",
+    ")",
+]
+
+
+class Tokens:
+    """What the library asks of a tokenizer; the last ones are never text."""
+
+    is_tokenizer_wrapper = True
+    eos_token_id = bos_token_id = None
+
+    def __init__(self, pieces: list[str], specials: list[str]):
+        self.tokens = [bytes([byte]) for byte in range(256)] + [piece.encode() for piece in [*pieces, *specials]]
+        self.special_token_ids = list(range(256 + len(pieces), len(self.tokens)))
+
+    def __call__(self, text: str) -> list[int]:
+        return []
+
+
+def marks_of(form: Form) -> list[str]:
+    """The texts round the holes, whole and in parts."""
+    found = " ".join([form.begin, form.end, form.call, form.parameter, form.quote])
+    return sorted({each for each in re.split(r"\{\w+\}|\s+|(?<=>)", found) if each})
+
+
+def sentence(random: Random, matcher: Any, tokens: Tokens) -> str | None:
+    """An answer of random tokens that may come; None if it has no end soon."""
+    written = b""
+    for count in range(4000):
+        if matcher.is_accepting() and (random.random() < 0.3 or count > 300):
+            return written.decode()
+        allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: len(tokens.tokens)])
+        if not len(allowed):
+            return written.decode() if matcher.is_accepting() else None
+        known = [i for i in allowed if i > 255]
+        plain = [i for i in allowed if 32 <= i < 127] or list(allowed)
+        pick = random.choice(known) if known and (random.random() < 0.5 or count > 300) else random.choice(plain)
+        assert matcher.consume_token(int(pick)), matcher.get_error()
+        written += tokens.tokens[pick]
+    return None
+
+
+def made(form: Form, tools: dict[str, Any], special: bool, thoughts: Thoughts | None, inside: bool, many: bool = True):
+    marks = marks_of(form)
+    if thoughts:
+        marks += [thoughts.opens[0], thoughts.closes[0]]
+    specials = [mark for mark in marks if special and re.fullmatch(r"<.+>|\[[A-Z_]+\]", mark)]
+    tokens = Tokens([*PIECES, *(mark for mark in marks if mark not in specials)], specials)
+    ids = dict(zip(specials, tokens.special_token_ids, strict=True))
+    written = grammar.grammar_of(form, tools, ids, many, thoughts, inside)
+    body = whole(json.dumps({"lark_grammar": written}), "")
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokens), body, log_level=0)  # type: ignore[arg-type]
+    assert not matcher.is_error(), matcher.get_error() + written
+    return matcher, tokens
+
+
+def check(random: Random, name: str, tools: dict[str, Any], special: bool, reasoning: str | None, opened: bool) -> int:
+    """How many of some answers came to an end; what they call keeps to its schema."""
+    described = REASONING[reasoning] if reasoning else None
+    assert described is None or isinstance(described, Thoughts)
+    matcher, tokens = made(FORMS[name], tools, special, described, opened)
+    parser = name.partition(",")[0]
+    make = partial(parsing.make_parser, parser, reasoning if parser != "openai" else None, tools, opened)
+    ended = 0
+    for _ in range(cases(12)):
+        text = sentence(random, matcher.deep_copy(), tokens)
+        if text is None:
+            continue
+        ended += 1
+        said, _, calls = read(make, text)
+        assert calls and not said.strip(), text
+        for called, arguments in calls:
+            jsonschema.validate(json.loads(arguments), tools[called])
+    return ended
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_forced_answers_are_calls(name, special):
+    assert check(Random(1), name, TOOLS, special, None, False)
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "gemma4", "kimi_k2", "deepseek_v31"])
+def test_a_thought_may_come_first(name, opened):
+    reasoning = {"gemma4": "gemma4", "kimi_k2": "kimi_k2"}.get(name, "qwen3")
+    for special in (False, True):
+        assert check(Random(2), name, TOOLS, special, reasoning, opened)
+
+
+def test_one_call_where_one_is_wanted():
+    for name in ("hermes", "kimi_k2", "pythonic"):
+        matcher, tokens = made(FORMS[name], TOOLS, False, None, False, many=False)
+        for text in filter(None, (sentence(Random(i), matcher.deep_copy(), tokens) for i in range(5))):
+            assert len(read(partial(parsing.make_parser, name, None, TOOLS), text)[2]) == 1
+
+
+UNSAYABLE: dict[str, Any] = {
+    "anyOf": {"anyOf": [{"properties": {"a": TEXT}}]},
+    "minProperties": {"type": "object", "properties": {"a": TEXT}, "minProperties": 1},
+    "format": {"type": "object", "properties": {"a": TEXT | {"format": "date"}}},
+    "pattern": {"type": "object", "properties": {"a": TEXT | {"pattern": r"\bx\b"}}},
+    "name": {"type": "object", "properties": {"a>b": TEXT}},
+}
+
+
+SAID = [(name, why) for name in ("qwen3_coder", "gemma4") for why in UNSAYABLE if (name, why) != ("gemma4", "name")]
+
+
+@pytest.mark.parametrize(("name", "why"), SAID)
+def test_what_a_format_cannot_be_held_to_is_said(name, why):
+    with pytest.raises(grammar.Unsayable):
+        grammar.grammar_of(FORMS[name], {"f": UNSAYABLE[why]}, {}, True, None, False)

@@ -171,6 +171,11 @@ class Tokenizer:
         return frozenset(i for i, token in self._core.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
+    def special_texts(self) -> dict[str, int]:
+        """The ids of those tokens by their texts."""
+        return {token.content: i for i, token in self._core.get_added_tokens_decoder().items() if token.special}
+
+    @cached_property
     def byte_tokens(self) -> frozenset[int]:
         """The ids of tokens such as <0x0A>, where the decoder reads them as bytes."""
         if '"ByteFallback"' not in self._decoder:

@@ -22,6 +22,10 @@ OWN_SPACING = ("whitespace_pattern", "whitespace_flexible")  # the same within a
 OLD_DRAFT = re.compile(r"json-schema\.org/draft-0[0-3]\b")
 
 
+class ServersGrammar(str):
+    """A grammar in Lark's notation that the server wrote, of schemas that were checked before."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """What an answer has to look like: exactly one of the shapes, and where its JSON may have white space.
@@ -78,7 +82,7 @@ def checked_structure(given: object) -> dict[str, Any]:
         found["choice"] = choices(asked["choice"])
     elif shape == "structural_tag":
         found["structural_tag"] = tags(asked["structural_tag"])
-    elif shape in ("regex", "grammar"):
+    elif shape in ("regex", "grammar") and not isinstance(asked[shape], ServersGrammar):
         text(f"{FIELD}.{shape}", asked[shape], MAX_GRAMMAR)
     if "whitespace_pattern" in found:
         text(f"{FIELD}.whitespace_pattern", found["whitespace_pattern"], MAX_PATTERN)

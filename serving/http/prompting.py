@@ -10,6 +10,7 @@ from ...model.text.tokenizer import Tokenizer
 from .. import parsing
 from ..api.errors import RequestError, TooLong
 from ..api.params import SamplingParams
+from ..api.structured import ServersGrammar
 from ..async_llm import Ask
 from ..chat_prompt import render, template_source
 from ..engine.engine import Engine
@@ -53,29 +54,31 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
         room = room_of(engine, request.params)
         messages = newest(messages, lambda messages: fits(encoded, messages, room))
     text, tokens = encoded(messages)
-    params, parser = request.params, None
-    forced = request.tool_choice.removeprefix("function:") if request.tool_choice.startswith("function:") else None
-    bare = False  # whether the answer is the text that a custom tool takes
-    if tools and (forced or request.tool_choice == "required"):
-        if forced is None and len(tools) == 1:
-            forced = tools[0]["function"]["name"]
-        form, name = forced_call(request, tools, forced), forced
-        params, bare = replace(params, structured_outputs=form), name is not None and form == request.custom.get(name)
+    params = request.params
+    bare, opened = False, parsing.opens_thought(text)  # bare: the answer is the text that a custom tool takes
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools} if tools else None
 
-        def parser() -> Any:
-            return Forced(name) if name else parsing.make_parser("llama3_json", None, {})
+    def parser() -> Any:
+        return parsing.make_parser(tool_parser, reasoning_parser, schemas, opened)
 
+    if schemas and request.tool_choice not in ("auto", "none"):
+        any_of_them = request.tool_choice == "required"
+        names = schemas if any_of_them else [request.tool_choice.removeprefix("function:")]
+        wanted, many = {name: schemas[name] for name in names}, any_of_them and request.parallel_tool_calls
+        form = own_form(tokenizer, request, tool_parser, reasoning_parser, wanted, many, opened)
+        if form is None:
+            name = next(iter(wanted)) if len(wanted) == 1 else None
+            form = forced_call(request, tools, name)
+            bare = name is not None and form == request.custom.get(name)
+
+            def parser() -> Any:
+                return Forced(name) if name else parsing.make_parser("llama3_json", None, {})
+
+        params = replace(params, structured_outputs=form)
     elif tools and tool_parser is None:
         raise RequestError("tools", "are not understood by this server: --tool-call-parser names the model's format")
-    else:
-        opened = parsing.opens_thought(text)
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools} if tools else None
-
-        def parser() -> Any:
-            return parsing.make_parser(tool_parser, reasoning_parser, schemas, opened)
-
-        if parser().keeps_special and params.skip_special_tokens:
-            params = replace(params, skip_special_tokens=False)
+    if parser().keeps_special and params.skip_special_tokens:
+        params = replace(params, skip_special_tokens=False)
     compile_form(engine, params)
     if tools and request.custom:
         inner, checks = parser, checks_of(engine, request)
@@ -109,10 +112,37 @@ def chat_batch(engine: Engine, request: ChatBatch, formats: Formats) -> Prepared
     return replace(found[0], asks=asks, prompts=prompts)
 
 
-def forced_call(request: ChatRequest, tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
-    """The form of an answer that is a call: the arguments of the one function, or a name and its arguments."""
+def own_form(
+    tokenizer: Tokenizer,
+    request: ChatRequest,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    schemas: parsing.Tools,
+    many: bool,
+    opened: bool | None,
+) -> dict[str, Any] | None:
+    """The form of an answer that is a call in the model's own format; None where the format cannot be held to that."""
+    if tool_parser is None or any(request.custom.get(name) for name in schemas):
+        return None
+    refuse_two_forms(request)
+    specials = {
+        text: None if token in tokenizer.eos_token_ids else token for text, token in tokenizer.special_texts.items()
+    }
+    try:
+        found = parsing.call_grammar(tool_parser, reasoning_parser, schemas, specials, many, opened)
+    except parsing.Unsayable:
+        return None
+    return {"grammar": ServersGrammar(found)}
+
+
+def refuse_two_forms(request: ChatRequest) -> None:
     if request.params.structured_outputs is not None:
         raise RequestError("tool_choice", "and a form of the answer cannot both be kept; leave one of them out")
+
+
+def forced_call(request: ChatRequest, tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
+    """The form of an answer that is a call in JSON: the arguments of one function, or a name and its arguments."""
+    refuse_two_forms(request)
     functions = [tool["function"] for tool in tools]
     if name is not None:
         own = next(function["parameters"] for function in functions if function["name"] == name)

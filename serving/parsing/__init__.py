@@ -7,6 +7,8 @@ from typing import Any
 
 from . import thoughts
 from .form import Tools
+from .grammar import Unsayable as Unsayable
+from .grammar import grammar_of
 from .parser import Parser, ParserChain
 from .reader import Reader
 from .thoughts import REASONING, REFUSED_REASONING, Thoughts
@@ -41,6 +43,29 @@ def make_parser(
         read = importlib.import_module(form, __name__).read if isinstance(form, str) else form.read
         row.append(Reader(partial(read, tools=tools), keeps_special=True))  # marks are special tokens in some models
     return row[0] if len(row) == 1 else ParserChain(row)
+
+
+def call_grammar(
+    tool_parser: str,
+    reasoning_parser: str | None,
+    tools: Tools,
+    specials: Mapping[str, int | None],
+    many: bool,
+    opened: bool | None,
+) -> str:
+    """The grammar, for llguidance, of an answer that calls one of these tools, or `many`, in a model's own format.
+
+    `specials` has the ids of the tokens that are never text, None for those that end an answer. Unsayable where the
+    format has no texts for a schema.
+    """
+    form = known("tool parser", tool_parser, TOOL_FORMS, REFUSED_TOOLS)
+    reasoning = known("reasoning parser", reasoning_parser, REASONING, REFUSED_REASONING)
+    if form == ".harmony":
+        many, reasoning = False, Thoughts((HARMONY[0],), (HARMONY[1],))
+    if isinstance(form, str):
+        form = importlib.import_module(form, __name__).written(specials)
+    inside = reasoning is not None and reasoning.inside(opened)
+    return grammar_of(form, tools, specials, many, reasoning, inside)
 
 
 def known(what: str, name: str | None, table: Mapping[str, Any], refused: Mapping[str, str]) -> Any:

@@ -38,8 +38,8 @@ class Unsayable(ValueError):
 class Grammar:
     """Rules that are written down while an answer's are put together."""
 
-    def __init__(self, specials: Mapping[str, int]):
-        """`specials`: the ids of the tokens that are never text."""
+    def __init__(self, specials: Mapping[str, int | None]):
+        """`specials`: the ids of the tokens that are never text; None for one that ends an answer: it is left out."""
         self.specials = specials
         self.marks = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
         self.rules: list[str] = []
@@ -58,7 +58,8 @@ class Grammar:
         """A text, whose special tokens are these tokens and no others that spell them."""
         found, at = [], 0
         for mark in self.marks.finditer(text):
-            found += [quoted(text[at : mark.start()]), f"<[{self.specials[mark[0]]}]>"]
+            token = self.specials[mark[0]]
+            found += [quoted(text[at : mark.start()]), "" if token is None else f"<[{token}]>"]
             at = mark.end()
         return " ".join(each for each in [*found, quoted(text[at:])] if each)
 
@@ -110,7 +111,7 @@ def references(schema: Any) -> Iterable[str]:
 
 
 def grammar_of(
-    form: Form, tools: Tools, specials: Mapping[str, int], many: bool, thoughts: Thoughts | None, inside: bool
+    form: Form, tools: Tools, specials: Mapping[str, int | None], many: bool, thoughts: Thoughts | None, inside: bool
 ) -> str:
     """The grammar of one call of these tools, or of `many`; a thought may come before, and ends if it has begun."""
     grammar = Grammar(specials)

@@ -22,7 +22,7 @@ import numpy as np
 from ...model.text.tokenizer import Tokenizer
 from ...model.text.worker import WorkerProcess
 from ..api.errors import RequestError
-from ..api.structured import FIELD
+from ..api.structured import FIELD, ServersGrammar
 from .gbnf import GrammarError, is_gbnf
 from .lark import to_lark
 
@@ -207,7 +207,8 @@ def body_of(structure: Mapping[str, Any]) -> dict[str, Any]:
     if "grammar" in structure:
         text = structure["grammar"]
         try:
-            return {"lark_grammar": to_lark(text) if is_gbnf(text) else text}
+            is_lark = isinstance(text, ServersGrammar) or not is_gbnf(text)
+            return {"lark_grammar": text if is_lark else to_lark(text)}
         except GrammarError as error:
             raise RequestError(f"{FIELD}.grammar", one_line(f"{error}")) from None
     if "structural_tag" in structure:

@@ -62,10 +62,11 @@ def scripted_server(formats: Formats, **chosen: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def bundled_server() -> Iterator[Any]:
+def bundled_server(formats: Formats | None = None) -> Iterator[Any]:
     """A server of the bundled model."""
     options = options_of(None, max_num_seqs=8, max_num_batched_tokens=128, kv_cache_memory_bytes=32 << 20)
-    with served(Model(("quill",), lambda: make_engine(options)), formats=Formats("none", chat_template=PLAIN)) as state:
+    formats = formats or Formats("none", chat_template=PLAIN)
+    with served(Model(("quill",), lambda: make_engine(options)), formats=formats) as state:
         state.engine = state.service.models.models[0].llm.engine
         yield state
 

@@ -72,13 +72,15 @@ def main(
     tool_call_parser: Annotated[
         str,
         o.option(
-            "Format of tool calls: hermes, llama3_json, mistral, openai, none or auto, from the chat template.", ANSWERS
+            "Format of tool calls by vLLM's name for it (docs/tools.md), none, or auto: as the chat template shows.",
+            ANSWERS,
         ),
     ] = "auto",
     reasoning_parser: Annotated[
         str,
         o.option(
-            "Format of reasoning: deepseek_r1, qwen3, openai_gptoss, none or auto, from the chat template.", ANSWERS
+            "Format of reasoning by vLLM's name for it (docs/tools.md), none, or auto: as the chat template shows.",
+            ANSWERS,
         ),
     ] = "auto",
     enable_auto_tool_choice: Annotated[

@@ -25,11 +25,13 @@ class Formats:
     chat_template: str | None = None
 
     def __post_init__(self):
-        for name, known in (
-            ("tool_call_parser", parsing.TOOL_PARSERS),
-            ("reasoning_parser", parsing.REASONING_PARSERS),
+        for name, known, refused in (
+            ("tool_call_parser", parsing.TOOL_PARSERS, parsing.REFUSED_TOOLS),
+            ("reasoning_parser", parsing.REASONING_PARSERS, parsing.REFUSED_REASONING),
         ):
-            if (value := getattr(self, name)) not in ("auto", "none", *known):
+            if (value := getattr(self, name)) in refused:
+                raise ModelError(f"{name} {value!r} is not served: {refused[value]}")
+            if value not in ("auto", "none", *known):
                 raise ModelError(f"{name} is {value!r}; it can be auto, none, {', '.join(known)}")
 
     def parsers(self, template: str) -> tuple[str | None, str | None]:

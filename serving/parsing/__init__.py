@@ -1,4 +1,4 @@
-"""Parsers of answers: a file for each format of tool calls or thoughts, in FORMS by the names that users give."""
+"""Parsers of answers: descriptions of the formats of tool calls and of thoughts, by the names that users give."""
 
 import importlib
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ def known(what: str, name: str | None, table: Mapping[str, Any], refused: Mappin
     if name is None or name in table:
         return None if name is None else table[name]
     if name in refused:
-        raise ValueError(f"the {what} {name!r} is not there: {refused[name]}")
+        raise ValueError(f"the {what} {name!r} is not served: {refused[name]}")
     raise ValueError(f"the {what} is {name!r}; it can be {', '.join(table)}")
 
 

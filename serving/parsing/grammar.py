@@ -147,7 +147,7 @@ def call(grammar: Grammar, form: Form, name: str, schema: Mapping[str, Any]) -> 
         if hole == "id":
             found.append(grammar.rule("/[0-9]{1,3}/", terminal=True))
         elif hole in ("object", "arguments"):
-            found.append(grammar.json(schema | {"type": "object"}, schema))
+            found.append(grammar.json({**schema, "type": "object"}, schema))
         elif hole == "parameters":
             found += [f"({each})" if wanted else f"({each})?" for each, wanted in tagged(grammar, form, schema)]
         elif hole == "keywords":

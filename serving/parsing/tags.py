@@ -46,6 +46,7 @@ def parameters(reader: Reader, tag: Tag, name: str, schema: Mapping[str, Any]) -
     if not found:
         raise Broken
     reader.begin(name, new_id())
+    reader.held.extend(found)  # text, if the parameter breaks before its value
     reader.add(Arguments, "{")
     reader.argued = True
     count = 0
@@ -67,7 +68,6 @@ def parameters(reader: Reader, tag: Tag, name: str, schema: Mapping[str, Any]) -
 
 def parameter(reader: Reader, tag: Tag, schema: Mapping[str, Any], index: int) -> Generator[None, None, str | None]:
     """A member of the object, from behind the first text of its tag; the text that ended the value."""
-    reader.drop()
     key, told = "", None
     rest = tag.parts[0][1].split()[1:]
     for i, (hole, written) in enumerate(tag.parts):
@@ -99,9 +99,12 @@ def parameter(reader: Reader, tag: Tag, schema: Mapping[str, Any], index: int) -
         if reader.char in OPENS:  # within JSON a tag is text
             with suppress(Broken):
                 yield from value(reader, lambda: parts.append(reader.char))
+        after_json = len(parts)
         ended = yield from raw(reader, tag.ends, parts.append, trims)
         if ended:
-            reader.add(Arguments, begun + as_json("".join(parts), own, schema))
+            text = "".join(parts)  # of what is no JSON after all, `value` has kept the last line break
+            text = text.removesuffix("\n") if trims and len(parts) == after_json else text
+            reader.add(Arguments, begun + as_json(text, own, schema))
     if ended:
         reader.drop()
     return ended

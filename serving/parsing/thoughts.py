@@ -61,6 +61,8 @@ def answer(reader: Reader, begin: str, end: str) -> Iterator[None]:
     reader.drop()
     if (yield from text(reader, (end,))):
         reader.drop()
+        yield from blank(reader)
+        reader.drop()
 
 
 THINK = Thoughts()

@@ -106,7 +106,7 @@ REFUSED_REASONING = {  # names that vLLM has -> why they are not here
     "inkling": "its format is not written yet",
     "kimi_k3": "its format is not written yet; kimi_k2 reads the models before it",
     "minimax_m3": "its format is not written yet; minimax_m2 reads the models before it",
-    "solar_open2": "its format is not written yet",
+    "solar_open2": "its thoughts have a format that is not written yet",
 }
 # What a chat template shows of the format; the first line of which it has all counts.
 SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (

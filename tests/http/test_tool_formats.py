@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 
 import pytest
+import tools_page
 from recorded_calls import ALONE, RECORDED, TOOLS, TRAINS, joined, read
 
 from quire.model.config import ModelError
@@ -303,3 +304,7 @@ def test_the_names_of_vllm_are_served_or_refused_with_a_reason():
             else:
                 with pytest.raises(ModelError, match=f"{field} '{name}' is not served: .*\\w"):
                     Formats(**{field: name})
+
+
+def test_the_page_of_formats_says_what_is_so():
+    assert tools_page.PAGE.read_text() == tools_page.document(), "python tests/support/tools_page.py > docs/tools.md"

@@ -37,12 +37,26 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Any], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt of a conversation; `variables` (tools, enable_thinking, ...) are the template's own."""
+        given = [_as_templates_read(message) for message in messages]
+        answer = self._rendered(given, add_generation_prompt, variables)
+        if "error" in answer and (written := _with_written_arguments(given)) != given:
+            # Some templates put the arguments of calls into a text as they are, and so take no objects.
+            second = self._rendered(written, add_generation_prompt, variables)
+            answer = answer if "error" in second else second
+        if "error" in answer:
+            raise PromptError(f"chat template: {answer['error']}")
+        return answer["text"]
+
+    def _rendered(
+        self, messages: list[Any], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The text of the prompt, or why there is none."""
         context = {
             "tools": None,
             "documents": None,
             **self.variables,
             **variables,
-            "messages": [_as_templates_read(message) for message in messages],
+            "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -50,11 +64,7 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise PromptError(f"chat template: the conversation must be plain JSON: {error}") from None
         answer = self.worker.ask(request)
-        if answer is None:
-            answer = {"error": "the template was stopped: it used too much time or memory"}
-        if "error" in answer:
-            raise PromptError(f"chat template: {answer['error']}")
-        return answer["text"]
+        return {"error": "the template was stopped: it used too much time or memory"} if answer is None else answer
 
 
 def _as_templates_read(message: Any) -> Any:
@@ -66,3 +76,20 @@ def _as_templates_read(message: Any) -> Any:
         given.setdefault("content", "")  # beside tool calls there is none, and many a template adds to it
     thought = next((given[name] for name in REASONING if name in given), None)
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
+
+
+def _with_written_arguments(messages: list[Any]) -> list[Any]:
+    """The messages with the arguments of calls as JSON text."""
+
+    def written(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
+        if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]

@@ -290,3 +290,35 @@ def status_of(pid: int) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+CALLS_IN_TEMPLATES = {  # how templates write a call's arguments
+    "{{- '```json\\n' + call['function']['arguments'] + '\\n```' -}}": '```json\n{"to": "Zürich", "n": 2}\n```',
+    "{{- call['function']['name'] + '<sep>' + call['function']['arguments'] + '<end>' -}}": (
+        'find<sep>{"to": "Zürich", "n": 2}<end>'
+    ),
+    "{% if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}"
+    "{% else %}{{ call['function']['arguments'] | tojson }}{% endif %}": '{"to": "Zürich", "n": 2}',
+    "{%- for name, value in call.function.arguments | items %}"
+    "{{- '<parameter=' ~ name ~ '>' ~ (value if value is string else value | tojson) ~ '</parameter>' }}{%- endfor %}": (
+        "<parameter=to>Zürich</parameter><parameter=n>2</parameter>"
+    ),
+    "{% set _args = call.function.arguments %}{% for k, v in _args.items() %}"
+    "<arg_key>{{ k }}</arg_key><arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>"
+    "{% endfor %}": "<arg_key>to</arg_key><arg_value>Zürich</arg_value><arg_key>n</arg_key><arg_value>2</arg_value>",
+}
+
+
+@pytest.mark.parametrize("template", CALLS_IN_TEMPLATES)
+def test_templates_take_the_arguments_of_calls_as_objects_or_as_texts(template):
+    call = {"type": "function", "function": {"name": "find", "arguments": {"to": "Zürich", "n": 2}}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    source = "{% for m in messages %}{% for call in m.tool_calls or [] %}" + template + "{% endfor %}{% endfor %}"
+    assert ChatTemplate(source).render(messages) == CALLS_IN_TEMPLATES[template]
+    assert call["function"]["arguments"] == {"to": "Zürich", "n": 2}
+
+
+def test_what_fails_with_both_kinds_of_arguments_says_the_first_reason():
+    call = {"type": "function", "function": {"name": "find", "arguments": {"a": 1}}}
+    with pytest.raises(PromptError, match="not today"):
+        ChatTemplate("{{ raise_exception('not today') }}").render([{"role": "assistant", "tool_calls": [call]}])

@@ -2,16 +2,19 @@
 breaks; and which format a chat template shows."""
 
 import json
+import time
 from functools import partial
 from random import Random
 
 import pytest
 import tools_page
+from cases import cases
 from recorded_calls import ALONE, RECORDED, TOOLS, TRAINS, joined, read
 
 from quire.model.config import ModelError
 from quire.serving import parsing
 from quire.serving.http.settings import Formats
+from quire.serving.parsing.form import Form
 from quire.serving.parsing.pieces import CallStart
 from quire.serving.parsing.thoughts import Thoughts
 
@@ -42,6 +45,58 @@ def test_recorded_calls_however_they_are_cut(name):
             assert name_cut == full_name and full.startswith(part)
     for _ in range(30):
         assert read(make, *slices_of(random, text)) == whole
+
+
+SOUP = [
+    '{"name": "f", "arguments": {"a": 1', '"arguments": "', "}", "{", "null", ",", ":", '"', "\\", "'", "]", "[", "(", ")",
+    "=", "f", "f(a=", "functions.f:0", "True", "12", "\n", " ", "<", "</", "```", "é", "😀", "x y", "a:", ">", "/>",
+]  # fmt: skip
+FORMS = {name: form for name, form in parsing.TOOL_FORMS.items() if isinstance(form, Form)}
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("name", FORMS)
+def test_any_text_is_read_the_same_however_it_is_cut(name):
+    """Marks in any order, and what stands between them: no error, nothing without end, and one result."""
+    form, random = FORMS[name], Random(7)
+    whole_marks = [each for each in (form.begin, form.end, *form.prefixes) if each]
+    marks = [*form.head, *form.closing, *whole_marks, *form.parameter.replace("{", " {").split(), form.quote or "<"]
+    for reasoning in (None, "qwen3"):
+        make = maker(name, {"f": TOOLS["find_trains"]}, reasoning)
+        for _ in range(cases(60)):
+            parts = [random.choice(marks if random.random() < 0.6 else SOUP) for _ in range(random.randrange(1, 14))]
+            if random.random() < 0.5:  # the beginning of a call, and then anything
+                text = RECORDED[name]
+                parts = [text[: random.randrange(len(text))], *parts]
+            text = "".join(parts)
+            whole = read(make, text)
+            assert read(make, *text) == read(make, *parts) == whole
+            for at in random.sample(range(len(text) + 1), min(8, len(text))):
+                assert read(make, text[:at], text[at:]) == whole
+
+
+LONG = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=to>\n" + "x\n<" * 60_000,
+    "glm45": "<tool_call>f\n" + "<arg_key>to</arg_key>\n<arg_value>x</arg_value>\n" * 5_000,
+    "pythonic": "[" + "f(to='x'), " * 15_000,
+    "gemma4": "<|tool_call>call:f{via:" + "[" * 100_000,
+    "lfm2": "<|tool_call_start|>[f(via=" + "[" * 100_000,
+    "deepseek_v31": "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>" * 4_000,
+    "minimax_m2": "<minimax:tool_call>\n" * 10_000,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_answer_takes_time_in_proportion(name):
+    def seconds(answer: str) -> float:
+        parser, start = maker(name, {"f": TOOLS["find_trains"]})(), time.process_time()
+        for char in answer:
+            parser.push(char)
+        parser.finish()
+        return time.process_time() - start
+
+    short = len(LONG[name]) // 20
+    assert seconds(LONG[name]) < 4 * 20 * sum(seconds(LONG[name][:short]) for _ in range(4)) / 4
 
 
 def test_every_format_is_recorded():
@@ -139,7 +194,7 @@ CUT = [  # parser, answer; text, calls
     ("glm45", "<tool_call>what is this</tool_call>", "<tool_call>what is this</tool_call>", []),
     ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
     ("glm45", "<tool_call>f\n<arg_key>a</arg_key>x</tool_call>", "<arg_key>a</arg_key>x", [("f", "{}")]),
-    ("pythonic", "[1](http://x)", "[1](http://x)", []),
+    ("pythonic", "[1](see x)", "[1](see x)", []),
     ("pythonic", "[see(it)]", "[see(it)]", []),
     ("pythonic", "f(a=1)", "f(a=1)", []),
     ("pythonic", "Well [f(a=1)]", "Well [f(a=1)]", []),

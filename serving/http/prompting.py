@@ -64,8 +64,9 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
     if schemas and request.tool_choice not in ("auto", "none"):
         any_of_them = request.tool_choice == "required"
         names = schemas if any_of_them else [request.tool_choice.removeprefix("function:")]
-        wanted, many = {name: schemas[name] for name in names}, any_of_them and request.parallel_tool_calls
-        form = own_form(tokenizer, request, tool_parser, reasoning_parser, wanted, many, opened)
+        wanted = {name: schemas[name] for name in names}
+        calls = "several" if any_of_them and request.parallel_tool_calls else "one"
+        form = own_form(tokenizer, request, tool_parser, reasoning_parser, wanted, calls, opened)
         if form is None:
             name = next(iter(wanted)) if len(wanted) == 1 else None
             form = forced_call(request, tools, name)
@@ -77,6 +78,9 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
         params = replace(params, structured_outputs=form)
     elif tools and tool_parser is None:
         raise RequestError("tools", "are not understood by this server: --tool-call-parser names the model's format")
+    elif schemas and schemas.keys() <= request.strict and params.structured_outputs is None:
+        form = own_form(tokenizer, request, tool_parser, reasoning_parser, schemas, "any", opened)
+        params = replace(params, structured_outputs=form if form and can_be_kept(engine, form) else None)
     if parser().keeps_special and params.skip_special_tokens:
         params = replace(params, skip_special_tokens=False)
     compile_form(engine, params)
@@ -118,7 +122,7 @@ def own_form(
     tool_parser: str | None,
     reasoning_parser: str | None,
     schemas: parsing.Tools,
-    many: bool,
+    calls: str,
     opened: bool | None,
 ) -> dict[str, Any] | None:
     """The form of an answer that is a call in the model's own format; None where the format cannot be held to that."""
@@ -129,7 +133,7 @@ def own_form(
         text: None if token in tokenizer.eos_token_ids else token for text, token in tokenizer.special_texts.items()
     }
     try:
-        found = parsing.call_grammar(tool_parser, reasoning_parser, schemas, specials, many, opened)
+        found = parsing.call_grammar(tool_parser, reasoning_parser, schemas, specials, calls, opened)
     except parsing.Unsayable:
         return None
     return {"grammar": ServersGrammar(found)}
@@ -231,6 +235,14 @@ def compile_form(engine: Engine, params: SamplingParams) -> None:
     """A grammar takes a while the first time: now, and not when the engine takes the request."""
     if params.structured_outputs is not None and engine.grammars is not None:
         engine.grammars.compile(params.structured_outputs)
+
+
+def can_be_kept(engine: Engine, form: Mapping[str, Any]) -> bool:
+    """Whether answers can be held to a form that was not asked for by itself: a `strict` tool does not fail for it."""
+    try:
+        return engine.grammars is not None and bool(engine.grammars.compile(form))
+    except RequestError:
+        return False
 
 
 def plain() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from . import thoughts
 from .form import Tools
 from .grammar import Unsayable as Unsayable
-from .grammar import grammar_of
+from .grammar import free_grammar, grammar_of
 from .parser import Parser, ParserChain
 from .reader import Reader
 from .thoughts import REASONING, REFUSED_REASONING, Thoughts
@@ -50,10 +50,12 @@ def call_grammar(
     reasoning_parser: str | None,
     tools: Tools,
     specials: Mapping[str, int | None],
-    many: bool,
+    calls: str,
     opened: bool | None,
 ) -> str:
-    """The grammar, for llguidance, of an answer that calls one of these tools, or `many`, in a model's own format.
+    """The grammar, for llguidance, of an answer that calls these tools in a model's own format.
+
+    `calls`: "one", "several", or "any" number of them within any text.
 
     `specials` has the ids of the tokens that are never text, None for those that end an answer. Unsayable where the
     format has no texts for a schema.
@@ -61,11 +63,15 @@ def call_grammar(
     form = known("tool parser", tool_parser, TOOL_FORMS, REFUSED_TOOLS)
     reasoning = known("reasoning parser", reasoning_parser, REASONING, REFUSED_REASONING)
     if form == ".harmony":
-        many, reasoning = False, Thoughts((HARMONY[0],), (HARMONY[1],))
+        if calls == "any":
+            raise Unsayable("harmony has headers and channels round its texts")
+        calls, reasoning = "one", Thoughts((HARMONY[0],), (HARMONY[1],))
     if isinstance(form, str):
         form = importlib.import_module(form, __name__).written(specials)
     inside = reasoning is not None and reasoning.inside(opened)
-    return grammar_of(form, tools, specials, many, reasoning, inside)
+    if calls == "any":
+        return free_grammar(form, tools, specials, reasoning, inside)
+    return grammar_of(form, tools, specials, calls == "several", reasoning, inside)
 
 
 def known(what: str, name: str | None, table: Mapping[str, Any], refused: Mapping[str, str]) -> Any:

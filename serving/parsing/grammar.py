@@ -122,6 +122,30 @@ def grammar_of(
     return "\n".join([f"start: {' '.join(filter(None, start))}", *grammar.rules])
 
 
+def free_grammar(
+    form: Form, tools: Tools, specials: Mapping[str, int | None], thoughts: Thoughts | None, inside: bool
+) -> str:
+    """The grammar of any answer whose calls, if it has some, are such calls."""
+    if form.bare:
+        raise Unsayable("what begins a call begins other texts too")
+    grammar = Grammar(specials)
+    never = {form.head[0], *form.also}
+    marks = " | ".join(map(quoted, sorted(never)))
+    free = f"(/(?s:.+)/ & ~{grammar.rule(f'/(?s:.*)/ ({marks}) /(?s:.*)/', terminal=True)})"
+    text = grammar.rule(free, terminal=True)
+    if grammar.marks.match(form.head[0]):  # no text has this token, so nothing has to tell where the text ends
+        begins, skip = f"{text}?", ""
+    else:
+        begins, skip = grammar.rule(f"{free} {quoted(form.head[0])} | {quoted(form.head[0])}", lazy=True), form.head[0]
+    in_call = "" if form.begin else skip
+    calls = grammar.rule(" | ".join(call(grammar, form, name, schema, in_call) for name, schema in tools.items()))
+    several = f"{calls} ({quoted(form.between)} {calls}){{0,{MAX_CALLS - 1}}}" if form.begin else calls
+    begin = grammar.literal(form.begin.removeprefix(skip)) if form.begin else ""
+    block = " ".join(filter(None, [begins, begin, several, grammar.literal(form.end)]))
+    start = " ".join(filter(None, [thought(grammar, thoughts, inside), f"({block}){{0,{MAX_CALLS}}}", f"{text}?"]))
+    return "\n".join([f"start: {start}", *grammar.rules])
+
+
 def thought(grammar: Grammar, thoughts: Thoughts | None, inside: bool) -> str:
     if thoughts is None or thoughts.said:
         return ""
@@ -130,13 +154,13 @@ def thought(grammar: Grammar, thoughts: Thoughts | None, inside: bool) -> str:
     return found if inside else f"({grammar.literal(thoughts.opens[0])} {found})?"
 
 
-def call(grammar: Grammar, form: Form, name: str, schema: Mapping[str, Any]) -> str:
-    """The rule of a call of one tool."""
+def call(grammar: Grammar, form: Form, name: str, schema: Mapping[str, Any], skip: str = "") -> str:
+    """The rule of a call of one tool, from behind `skip`."""
     found: list[str] = []
     written = ""  # text that is not in `found` yet
-    for hole, text in form.parts:
+    for i, (hole, text) in enumerate(form.parts):
         if hole in ("", "name"):
-            written += text or name
+            written += name if hole else text if i else text.removeprefix(skip)
             continue
         if hole == "object":
             written += f'{{"{form.keys[0]}": {json.dumps(name)}, "{form.keys[1]}": '

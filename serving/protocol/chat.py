@@ -25,7 +25,7 @@ from .fields import (
 )
 from .fields import LABELS as COMMON_LABELS
 from .objects import known_of, listed, plain
-from .tools import INPUT, MAX_TOOLS, Custom, choice_of, parse_choice, parse_function, parse_tools
+from .tools import INPUT, MAX_TOOLS, Custom, choice_of, parse_choice, parse_function, parse_tools, strict_names
 
 OWN_SAMPLING = sampling_fields("chat")
 LABELS = (*COMMON_LABELS, "prediction")  # which elsewhere makes the same answer come sooner
@@ -78,6 +78,7 @@ def parse(body: Any) -> ChatRequest:
         template_options=template_options(given),
         tools=tools,
         custom=custom,
+        strict=strict_names(given.get("tools")),
         old_calls=old,
         tool_choice=choice,
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)) and not old,

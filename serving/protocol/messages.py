@@ -22,7 +22,7 @@ from .fields import (
     template_options,
 )
 from .objects import listed, message_of, plain, texts, typed
-from .tools import MAX_TOOLS, choice_of, parse_function
+from .tools import MAX_TOOLS, choice_of, parse_function, strict_names
 
 OWN_SAMPLING = sampling_fields("messages")
 # What is computed for a prompt is found again without being asked for, so cache_control labels like the others.
@@ -94,6 +94,7 @@ def request_of(given: dict[str, Any], own: dict[str, Any]) -> ChatRequest:
         | parse_effort(config.get("effort"))
         | template_options(given),
         tools=tools,
+        strict=strict_names(given.get("tools")),
         tool_choice=choice,
         parallel_tool_calls=parallel,
         edits=parse_edits(given.get("context_management")),

@@ -25,7 +25,7 @@ from .fields import (
     verbosity_of,
 )
 from .objects import listed, message_of, plain, texts, typed
-from .tools import INPUT, parse_choice, parse_tools
+from .tools import INPUT, parse_choice, parse_tools, strict_names
 
 OWN_SAMPLING = sampling_fields("responses")
 LABELS = tuple(name for name in fields.LABELS if name != "store")  # here it is more than a label
@@ -145,6 +145,7 @@ def parse(body: Any, history: History | None = None) -> ResponsesRequest:
         template_options=told | template_options(given),
         tools=tools,
         custom=custom,
+        strict=strict_names(given.get("tools")),
         tool_choice=choice,
         drops_oldest=drops_oldest(given),
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),

@@ -46,6 +46,12 @@ def parse_tools(value: Any, nested: bool) -> tuple[list[dict[str, Any]], Custom]
     return tools, custom
 
 
+def strict_names(tools: Any) -> frozenset[str]:
+    """The functions, of tools that were parsed, whose arguments are to keep to their schemas."""
+    flats = [tool.get("function") or tool for tool in tools or []]
+    return frozenset(flat["name"] for flat in flats if flat.get("strict") is True and "format" not in flat)
+
+
 def parse_function(where: str, function: Mapping[str, Any]) -> dict[str, Any]:
     """A function's name, what it does, and the schema of its arguments."""
     refuse_unknown(function, KINDS["function"], f"{where}.")

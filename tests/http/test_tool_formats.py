@@ -48,8 +48,9 @@ def test_recorded_calls_however_they_are_cut(name):
 
 
 SOUP = [
-    '{"name": "f", "arguments": {"a": 1', '"arguments": "', "}", "{", "null", ",", ":", '"', "\\", "'", "]", "[", "(", ")",
-    "=", "f", "f(a=", "functions.f:0", "True", "12", "\n", " ", "<", "</", "```", "é", "😀", "x y", "a:", ">", "/>",
+    '{"name": "f", "arguments": {"a": 1', '"arguments": "', "}", "{", "null", ",", ":", '"', "\\", "'", "]", "[", "(",
+    ")", "=", "f", "f(a=", "functions.f:0", "True", "12", "\n", " ", "<", "</", "```",
+    "é", "😀", "x y", "a:", ">", "/>",
 ]  # fmt: skip
 FORMS = {name: form for name, form in parsing.TOOL_FORMS.items() if isinstance(form, Form)}
 

@@ -91,3 +91,17 @@ def test_a_thought_that_the_prompt_has_opened_ends_before_the_call(client):
     }
     found = client.chat.completions.create(**asked).choices[0]
     assert found.message.reasoning_content and not found.message.content
+
+
+def test_strict_tools_are_taken_whatever_their_schemas_are(client):
+    asked = {
+        "model": "quill",
+        "messages": [{"role": "user", "content": "sort 3 1 2"}],
+        "max_tokens": 60,
+        "extra_body": {"chat_template": TEMPLATE % ("<function=", "")},
+    }
+    odd = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string", "pattern": "(?=x)"}}}}
+    for schema in (SCHEMA, odd):
+        function = {"name": "find_trains", "parameters": schema, "strict": True}
+        found = client.chat.completions.create(**asked, tools=[{"type": "function", "function": function}]).choices[0]
+        assert found.message.content or found.message.tool_calls

@@ -90,11 +90,11 @@ def marks_of(form: Form) -> list[str]:
     return sorted({each for each in re.split(r"\{\w+\}|\s+|(?<=>)", found) if each})
 
 
-def sentence(random: Random, matcher: Any, tokens: Tokens) -> str | None:
+def sentence(random: Random, matcher: Any, tokens: Tokens, ends: float = 0.3) -> str | None:
     """An answer of random tokens that may come; None if it has no end soon."""
     written = b""
     for count in range(4000):
-        if matcher.is_accepting() and (random.random() < 0.3 or count > 300):
+        if matcher.is_accepting() and (random.random() < ends or count > 300):
             return written.decode()
         allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: len(tokens.tokens)])
         if not len(allowed):
@@ -107,14 +107,19 @@ def sentence(random: Random, matcher: Any, tokens: Tokens) -> str | None:
     return None
 
 
-def made(form: Form, tools: dict[str, Any], special: bool, thoughts: Thoughts | None, inside: bool, many: bool = True):
+def made(
+    form: Form, tools: dict[str, Any], special: bool, thoughts: Thoughts | None, inside: bool, calls: str = "several"
+):
     marks = marks_of(form)
     if thoughts:
         marks += [thoughts.opens[0], thoughts.closes[0]]
     specials = [mark for mark in marks if special and re.fullmatch(r"<.+>|\[[A-Z_]+\]", mark)]
     tokens = Tokens([*PIECES, *(mark for mark in marks if mark not in specials)], specials)
     ids = dict(zip(specials, tokens.special_token_ids, strict=True))
-    written = grammar.grammar_of(form, tools, ids, many, thoughts, inside)
+    if calls == "any":
+        written = grammar.free_grammar(form, tools, ids, thoughts, inside)
+    else:
+        written = grammar.grammar_of(form, tools, ids, calls == "several", thoughts, inside)
     body = whole(json.dumps({"lark_grammar": written}), "")
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokens), body, log_level=0)  # type: ignore[arg-type]
     assert not matcher.is_error(), matcher.get_error() + written
@@ -159,9 +164,43 @@ def test_a_thought_may_come_first(name, opened):
 
 def test_one_call_where_one_is_wanted():
     for name in ("hermes", "kimi_k2", "pythonic"):
-        matcher, tokens = made(FORMS[name], TOOLS, False, None, False, many=False)
+        matcher, tokens = made(FORMS[name], TOOLS, False, None, False, "one")
         for text in filter(None, (sentence(Random(i), matcher.deep_copy(), tokens) for i in range(5))):
             assert len(read(partial(parsing.make_parser, name, None, TOOLS), text)[2]) == 1
+
+
+MARKED = sorted(name for name, form in FORMS.items() if not form.bare and name != "openai")
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", MARKED)
+def test_strict_calls_within_any_text(name, special):
+    """Text is free; a call that begins is one, and keeps to its schema."""
+    random, called = Random(6), 0
+    matcher, tokens = made(FORMS[name], TOOLS, special, None, False, "any")
+    make = partial(parsing.make_parser, name.partition(",")[0], None, TOOLS)
+    for i in range(cases(30)):
+        trial, start = matcher.deep_copy(), f"Hm. {FORMS[name].head[0]}" * (i % 3 > 0)
+        while written := start:  # token by token, those of marks first
+            token = next(
+                i for i in reversed(range(len(tokens.tokens))) if written.encode().startswith(tokens.tokens[i])
+            )
+            assert trial.consume_token(token)
+            start = start.encode()[len(tokens.tokens[token]) :].decode()
+        text = sentence(random, trial, tokens, 0.02)
+        if text is None:
+            continue
+        text = f"Hm. {FORMS[name].head[0]}" * (i % 3 > 0) + text
+        _, _, calls = read(make, text)
+        for name_called, arguments in calls:
+            jsonschema.validate(json.loads(arguments), TOOLS[name_called])
+        called += len(calls)
+        assert FORMS[name].head[0] not in text or calls
+    assert called
+    for free in ("Hello, <b>world</b>! {}", "a < b\n"):
+        trial = matcher.deep_copy()
+        assert all(trial.consume_token(byte) for byte in free.encode()) and trial.is_accepting()
 
 
 UNSAYABLE: dict[str, Any] = {

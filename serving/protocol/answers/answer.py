@@ -37,6 +37,7 @@ class ChatRequest:
     tools: list[dict[str, Any]] = field(default_factory=list)  # {"type": "function", "function": {...}}
     # Which of the tools take a text, and its form: they are told as functions with one argument.
     custom: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    strict: frozenset[str] = frozenset()  # the functions whose arguments keep to their schemas
     old_calls: bool = False  # a call is told under its old name, `function_call`
     tool_choice: str = "auto"  # or "none", "required", or the name of a function behind "function:"
     parallel_tool_calls: bool = True

@@ -30,8 +30,8 @@ request brings counts, if there is one.
   format and to the tools' schemas; a thought may come first where the model has them. What a format's own texts cannot
   be held to (`format`, `minProperties`, alternatives of whole objects, a pattern with lookaround) is asked for as JSON
   instead, and so it is where the template shows no format. The client sees the same calls.
-- `strict: true` of every tool that may be called: under `tool_choice: auto` text is free, and a call that begins keeps to
-  its schema. Where that cannot be (formats without a mark of their own, as Llama 3's; gpt-oss; schemas as above; a
+- `strict: true` of every tool that may be called: under `tool_choice: auto` text is free, and a call that begins keeps
+  to its schema. Where that cannot be (formats without a mark of their own, as Llama 3's; gpt-oss; schemas as above; a
   form of the answer beside it) arguments are as the model writes them.
 - Where the prompt ends with the text that opens a thought, the answer begins within it; where it ends with the one that
   closes it (`enable_thinking: false` in many templates), there is none.

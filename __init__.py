@@ -16,6 +16,7 @@ EXPORTS = {
     "EmbeddingRequestOutput": ".serving.api.outputs",
     "FlatLogprobs": ".serving.api.outputs",
     "LLM": ".serving.llm",
+    "LoRARequest": ".serving.api.lora",
     "Logprob": ".serving.api.outputs",
     "ModelError": ".model.config",
     "RequestError": ".serving.api.errors",
@@ -35,6 +36,7 @@ EXPORTS = {
 if TYPE_CHECKING:
     from .model.config import ModelError as ModelError
     from .serving.api.errors import RequestError as RequestError
+    from .serving.api.lora import LoRARequest as LoRARequest
     from .serving.api.outputs import CompletionOutput as CompletionOutput
     from .serving.api.outputs import EmbeddingOutput as EmbeddingOutput
     from .serving.api.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput

@@ -10,7 +10,7 @@ from .implementations import choose
 from .weight import RoundedRows, Weight
 
 # Tried in order; one that cannot serve a weight, or a product with it, raises NotImplementedError.
-IMPLEMENTATIONS = {"native": ".native.linear", "mosaic": ".product.linear", "xla": ".weight"}
+IMPLEMENTATIONS = {"adapter": ".adapter", "native": ".native.linear", "mosaic": ".product.linear", "xla": ".weight"}
 
 
 def weight_of(w, implementation: str | None = None) -> Weight:

@@ -1,7 +1,7 @@
 """Mixture of experts: routing, and products that touch only the experts that were chosen."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,33 +81,56 @@ def add_pairs(out_ZD, X: int):
     return sum((out_TXD[:, x] for x in range(1, X)), start=out_TXD[:, 0])
 
 
-def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
-    """`run(e, pair_Q)` of each pair and its expert, [Z, width]; zeros where the expert is `num_experts`.
-
-    The pairs are sorted by expert and each expert's share is padded to whole blocks:
+class Blocks(NamedTuple):
+    """Pairs sorted by expert, each expert's share padded to whole blocks:
 
         pairs   |e0 e0 e0|e2|e3 e3 e3 e3 e3|          sorted, no pair dropped
         blocks  [e0 e0 e0 .] [e2 . . .] [e3 e3 e3 e3] [e3 . . .]
 
-    The loop runs over the blocks that exist, so an expert that no row chose is never read. A dot is padding.
+    A dot is padding. A pair of no expert is in no block.
     """
-    pairs = experts_Z.shape[0]
-    order = jnp.argsort(experts_Z, stable=True)
-    counts_E = jnp.zeros(num_experts, jnp.int32).at[experts_Z].add(1, mode="drop")
-    first_pair_E = jnp.cumsum(counts_E) - counts_E
-    blocks_E = (counts_E + BLOCK - 1) // BLOCK
-    last_block_E = jnp.cumsum(blocks_E)
+
+    order_Z: Any
+    counts_E: Any
+    first_pair_E: Any
+    blocks_E: Any
+    last_block_E: Any
+
+    @classmethod
+    def of(cls, experts_Z, num_experts: int) -> "Blocks":
+        order_Z = jnp.argsort(experts_Z, stable=True)
+        counts_E = jnp.zeros(num_experts, jnp.int32).at[experts_Z].add(1, mode="drop")
+        first_pair_E = jnp.cumsum(counts_E) - counts_E
+        blocks_E = (counts_E + BLOCK - 1) // BLOCK
+        return cls(order_Z, counts_E, first_pair_E, blocks_E, jnp.cumsum(blocks_E))
+
+    @property
+    def num_blocks(self):
+        return self.last_block_E[-1]
+
+    def at(self, block) -> tuple[Any, Any, Any]:
+        """(a block's expert, its pairs, their places among those sorted); of padding both are one past the last."""
+        pairs = self.order_Z.shape[0]
+        e = jnp.searchsorted(self.last_block_E, block, side="right").astype(jnp.int32)
+        offset = (block - (self.last_block_E[e] - self.blocks_E[e])) * BLOCK + jnp.arange(BLOCK)
+        valid = offset < self.counts_E[e]
+        place_Q = jnp.where(valid, self.first_pair_E[e] + offset, pairs)
+        return e, jnp.where(valid, self.order_Z[jnp.minimum(place_Q, pairs - 1)], pairs), place_Q
+
+
+def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
+    """`run(e, pair_Q)` of each pair and its expert, [Z, width]; zeros where the expert is `num_experts`.
+
+    The loop runs over the blocks that exist, so an expert that no row chose is never read.
+    """
+    pairs, blocks = experts_Z.shape[0], Blocks.of(experts_Z, num_experts)
 
     def run_block(block, out_ZD):
-        e = jnp.searchsorted(last_block_E, block, side="right").astype(jnp.int32)
-        offset = (block - (last_block_E[e] - blocks_E[e])) * BLOCK + jnp.arange(BLOCK)
-        valid = offset < counts_E[e]
-        place = jnp.where(valid, first_pair_E[e] + offset, pairs)
-        result = run(e, jnp.where(valid, order[jnp.minimum(place, pairs - 1)], pairs))
-        return out_ZD.at[place].set(result.astype(dtype), mode="drop")
+        e, pair_Q, place_Q = blocks.at(block)
+        return out_ZD.at[place_Q].set(run(e, pair_Q).astype(dtype), mode="drop")
 
-    out_ZD = jax.lax.fori_loop(0, last_block_E[-1], run_block, jnp.zeros((pairs, width), dtype))
-    place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
+    out_ZD = jax.lax.fori_loop(0, blocks.num_blocks, run_block, jnp.zeros((pairs, width), dtype))
+    place = jnp.zeros(pairs, jnp.int32).at[blocks.order_Z].set(jnp.arange(pairs, dtype=jnp.int32))
     return out_ZD[place]
 
 

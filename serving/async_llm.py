@@ -7,7 +7,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..model.config import FAR
+from .adapter_store import with_adapter
 from .api.errors import NotServing
+from .api.lora import LoRARequest
 from .api.options import Pooling, options_of, takes_options
 from .api.outputs import Delta, Fresh, RequestOutput
 from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms
@@ -105,6 +107,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The result as it grows; leaving the loop early, or cancelling it, aborts the request.
@@ -113,6 +116,7 @@ class AsyncLLM:
         """
         self.engine.check_process()
         text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer, priority)
+        terms = await asyncio.to_thread(with_adapter, terms, self.engine.adapters, lora_request)
         name = f"request-{next(self.ids)}" if request_id is None else request_id
         params = sampling_params or self.get_default_sampling_params()
         kind = getattr(params, "output_kind", None)  # what is no SamplingParams is refused by the engine

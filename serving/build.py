@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ..model import expert_copies
 from ..model.checkpoint import embedder, hub, loader
+from ..model.checkpoint.adapters import bucket_of, targets_of, with_adapters
 from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
 from ..model.text.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ from ..ops.attention import page_dtype
 from ..ops.native.linear import Product
 from ..ops.native.model_kernels import of_model
 from ..sharding.mesh import Mesh
+from .adapter_store import AdapterStore
 from .api.options import DISK, HOST, PARALLEL, EngineOptions, SizedOptions
 from .api.params import MAX_LOGPROBS
 from .cache.disk_cache import DiskCache
@@ -92,6 +94,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     engine = Engine(
         runner, tokenizer, tables, made.max_len, seed, queued,
         embedder=embedder_of(options, folder), defaults=defaults, speculation=options.speculation,
+        adapters=adapter_store(options, runner.config),
     )  # fmt: skip
     if trace is not None:
         engine.observers.append(trace)
@@ -172,7 +175,8 @@ def make_runner(
     source = draft_source(options, folder, config, min(config.max_len, sized.most_positions(config.max_len)), mesh)
     if source is not None and source.load is not None:
         native.prepare(kernels_of(source.config)).result()
-    load_weights, weights = partial(load, folder, config, placement, options.load_format, source), None
+    ranks = (options.max_loras, bucket_of(options.max_lora_rank)) if options.enable_lora else None
+    load_weights, weights = partial(load, folder, config, placement, options.load_format, source, ranks), None
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
         progress("loading weights")
@@ -228,7 +232,17 @@ def limits_of(options: SizedOptions, config: ModelConfig) -> Limits:
         path_rows=1 if chosen is None else chosen.num_rows,
         follows=chosen is not None and chosen.follows,
         whole=config.encodes,
+        adapters=options.max_loras if options.enable_lora else 0,
     )
+
+
+def adapter_store(options: EngineOptions, config: ModelConfig) -> AdapterStore | None:
+    """What reads adapters, where they are served."""
+    if not options.enable_lora:
+        return None
+    if not (targets := targets_of(config)):
+        raise ModelError(f"enable_lora is set, and no weight of {config.family} models takes adapters")
+    return AdapterStore(config, targets, options.max_lora_rank, options.max_cpu_loras or options.max_loras)
 
 
 def kernels_of(config: ModelConfig) -> tuple[str, ...]:
@@ -242,12 +256,19 @@ def kernels_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 def load(
-    folder: Path, config: ModelConfig, placement: Placement, load_format: str, source: DraftSource | None = None
+    folder: Path,
+    config: ModelConfig,
+    placement: Placement,
+    load_format: str,
+    source: DraftSource | None = None,
+    adapters: tuple[int, int] | None = None,  # how many, and their rank
 ) -> ModelWeights | WithDrafter:
     """The weights, and where the copies of experts lie; with those of the drafter, where one drafts in the step."""
     weights = loader.load(folder, config, placement, load_format=load_format)
     check_rounding(weights, config, placement)
     weights = expert_copies.as_loaded(weights, config, placement.mesh)
+    if adapters is not None:
+        weights = with_adapters(weights, config, *adapters)
     return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
 
 

@@ -6,13 +6,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from ..model.config import FAR
 from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
+from .adapter_store import with_adapter
 from .api.errors import RequestError
+from .api.lora import LoRARequest, adapters_list
 from .api.options import EngineOptions, Pooling, no_flag, options_of, takes_options
 from .api.outputs import (
     ClassificationRequestOutput,
@@ -21,7 +23,7 @@ from .api.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms
+from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms, declarations
 from .api.prompts import Prompt, TokensPrompt
 from .api.validation import refuse_unknown, shown
 from .build import make_engine
@@ -42,7 +44,7 @@ from .request.request import Request
 from .search import Reward, SearchOutput, SearchParams, is_chat
 from .search import search as search_answers
 
-TERMS = tuple(field.name for field in fields(Terms))
+TERMS = tuple(declarations(Terms))
 PROMPT_KEYS = ("prompt", "prompt_token_ids", *TERMS)
 
 
@@ -99,18 +101,20 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         priority: int | Seq[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; the results come in the order of the prompts.
 
-        `sampling_params` and `priority` are for all prompts, or one for each; the lower priority goes first.
+        `sampling_params`, `lora_request` and `priority` are for all prompts, or one for each; the lower priority goes
+        first.
         """
         batch = prompt_list(prompts)
         priorities = list(priority) if isinstance(priority, Iterable) else [priority] * len(batch)
         if len(priorities) != len(batch):
             raise RequestError("priority", f"has {len(priorities)} entries for {len(batch)} prompts")
         params = params_list(self.or_default(sampling_params), len(batch))
-        return self.run(batch, params, use_tqdm, priorities=priorities)
+        return self.run(batch, params, use_tqdm, priorities=priorities, adapters=lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling parameters get: the model's defaults, from its generation_config.json."""
@@ -179,6 +183,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         tools: Seq[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -201,7 +206,8 @@ class LLM:
             "continue_final_message": continue_final_message,
         }
         prompts = [self.chat_prompt(one, tools, **options) for one in (messages if several else [messages])]
-        return self.run(prompts, params_list(self.or_default(sampling_params), len(prompts)), use_tqdm)
+        params = params_list(self.or_default(sampling_params), len(prompts))
+        return self.run(prompts, params, use_tqdm, adapters=lora_request)
 
     def chat_prompt(
         self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] | None = None, **options: Any
@@ -236,6 +242,7 @@ class LLM:
         use_tqdm: bool = True,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Every prompt as a vector of length 1: its last hidden state, or what `pooling` or the model's folder says.
 
@@ -246,7 +253,8 @@ class LLM:
         how = self.engine.embedder
         first = pooling.before(how, prompt_name)
         batch = [prompt_after(first, prompt) for prompt in prompt_list(prompts)]
-        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, how.pooling)
+        params = [pooling.PARAMS] * len(batch)
+        outputs = self.run(batch, params, use_tqdm, how.pooling, adapters=lora_request)
         return [pooling.embedding(output, dimensions, how.normalize) for output in outputs]
 
     encode = embed
@@ -333,6 +341,7 @@ class LLM:
         pooling: Pooling | None = None,
         priorities: Seq[int | None] | None = None,
         seconds: Seq[int] | None = None,
+        adapters: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Serve all requests to their ends; one that is refused ends the call before any is computed."""
         batch, requests = Batch(), []
@@ -340,10 +349,11 @@ class LLM:
             self.engine.observers.append(batch)
         try:
             count = len(prompts)
-            for prompt, own, priority, second in zip(
-                prompts, params, priorities or [None] * count, seconds or [FAR] * count, strict=True
+            each = adapters_list(adapters, count)
+            for prompt, own, priority, second, adapter in zip(
+                prompts, params, priorities or [None] * count, seconds or [FAR] * count, each, strict=True
             ):
-                requests.append(self.add(prompt, own, pooling, priority, batch, second))
+                requests.append(self.add(prompt, own, pooling, priority, batch, second, adapter))
             with bar(len(requests), use_tqdm) as advance:
                 while batch.left:
                     with self.turn():
@@ -381,9 +391,11 @@ class LLM:
         priority: int | None = None,
         batch: "Batch | None" = None,
         second: int = FAR,
+        adapter: LoRARequest | None = None,
     ) -> Request:
         """Queue one prompt."""
         text, tokens, terms = parse_prompt(prompt, self.engine.tokenizer, priority)
+        terms = with_adapter(terms, self.engine.adapters, adapter)
         with self.turn():
             request = self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling, second)
             if batch is not None:

@@ -29,6 +29,8 @@ PARALLEL = {  # axes of the mesh
 # Panels of `--help`.
 MODEL, DEVICES, MEMORY = "The model", "Devices and processes", "Memory and batching"
 PREFIXES, SPECULATION, OUTPUT, SAMPLING = "Prefix cache", "Speculative decoding", "Input and output", "Sampling"
+ADAPTERS = "Adapters"
+MOST_ADAPTERS, MOST_RANK = 1024, 256
 
 
 def flag(
@@ -149,6 +151,13 @@ class EngineOptions:
         "Draft tokens and verify several a step: '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'.",
         "JSON", "one token a step",
     )  # fmt: skip
+    enable_lora: bool = flag(False, ADAPTERS, "Serve requests with LoRA adapters that they name.")
+    max_loras: int = flag(1, ADAPTERS, "Most different adapters in one step; the others wait.", "N")
+    max_lora_rank: int = flag(16, ADAPTERS, "Highest rank of an adapter; memory is kept for 8, 16, 32 and so on.", "N")
+    max_cpu_loras: int | None = flag(
+        None, ADAPTERS, "Most adapters in host memory; further ones are read again from their folders.", "N",
+        "--max-loras",
+    )  # fmt: skip
     max_queued_requests: int | None = no_flag(None, "Most requests that wait; more are refused. None: as many as come.")
     pooling: Pooling | None = flag(
         None, MODEL, "Make an embedding of the last hidden state, of the mean of all, or of the first (cls).",
@@ -215,7 +224,8 @@ class EngineOptions:
             raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
         if self.pooling is not None and self.pooling not in POOLINGS:
             raise ModelError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
-        for name in ("enable_prefix_caching", "shard_weights", "require_invariance"):
+        self.check_adapters()
+        for name in ("enable_prefix_caching", "shard_weights", "require_invariance", "enable_lora"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ModelError(f"{name} is {value!r}; it must be True or False")
         for name in ("kv_cache_host_bytes", "kv_cache_disk_bytes", "weights_host_bytes"):
@@ -236,6 +246,25 @@ class EngineOptions:
             raise ModelError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ModelError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive")
+
+    def check_adapters(self) -> None:
+        """What adapters need, and what they are not served with."""
+        for name, most in {"max_loras": MOST_ADAPTERS, "max_lora_rank": MOST_RANK, "max_cpu_loras": 1 << 20}.items():
+            value = getattr(self, name)
+            if value is None and name == "max_cpu_loras":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ModelError(f"{name} is {value!r}; it must be an integer from 1 to {most}")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ModelError(f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras, {self.max_loras}")
+        if not self.enable_lora:
+            return
+        for name in (*PARALLEL.values(), "num_processes"):
+            if (value := getattr(self, name)) != 1:
+                raise ModelError(f"enable_lora is set and {name} is {value}: adapters are served on one device so far")
+        for name in ("shard_weights", "weights_host_bytes"):
+            if getattr(self, name):
+                raise ModelError(f"enable_lora is set, and so is {name}: weights that have adapters stay on the device")
 
     def check_sources(self) -> None:
         """What the model and its defaults are read from."""

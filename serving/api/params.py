@@ -89,7 +89,7 @@ def documented(cls: type[T]) -> type[T]:
 
 @functools.cache
 def declarations(of: type) -> dict[str, Declaration]:
-    return {each.name: each.metadata["declaration"] for each in fields(of)}
+    return {each.name: each.metadata["declaration"] for each in fields(of) if "declaration" in each.metadata}
 
 
 def check_fields(given: Any) -> None:
@@ -201,6 +201,7 @@ class Terms:
     priority: int = declared(0, whole(-1000, 1000))  # among a tenant's requests the lower goes first; waiting helps too
     # Seconds from its arrival; then it ends with what it has.
     timeout: float | None = declared(None, real(0, 7 * 24 * 3600.0, " (seconds)", open_low=True))
+    adapter: Any = None  # an `Adapter` that was read: what is added to the weights
 
     def __post_init__(self):
         check_fields(self)

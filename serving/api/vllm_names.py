@@ -18,7 +18,7 @@ COMPILED = "every step is compiled at the start, and how is XLA's choice"
 EXCHANGE = "how devices exchange values is XLA's choice"
 LOADING = "files are mapped, and each tensor is read once"
 NO_MEDIA = "no model here takes images, video or sound"
-NO_ADAPTERS = "there are no adapters"
+STACKS = "adapters lie in one stack a weight, in the type of the model"
 NO_MAMBA = "no model here has such layers"
 ORDER = "it changes who is computed when, and no answer"
 METRICS = "metrics are always counted"
@@ -74,7 +74,7 @@ ENGINE: Mapping[str, str | Refused] = {  # the reason, where the value does not 
     "dbo_prefill_token_threshold": EXCHANGE,
     "dcp_kv_cache_interleave_size": "positions of every page are divided",
     "decode_context_parallel_size": refused("`context_parallel_size` divides the positions of every page", 1),
-    "default_mm_loras": refused(NO_ADAPTERS),
+    "default_mm_loras": refused(NO_MEDIA),
     "disable_cascade_attn": COMPILED,
     "disable_chunked_mm_input": NO_MEDIA,
     "disable_custom_all_reduce": EXCHANGE,
@@ -91,19 +91,18 @@ ENGINE: Mapping[str, str | Refused] = {  # the reason, where the value does not 
     "enable_layerwise_nvtx_tracing": PROFILED,
     "enable_log_requests": "prompts are not logged",
     "enable_logging_iteration_details": METRICS,
-    "enable_lora": refused(NO_ADAPTERS),
     "enable_mfu_metrics": METRICS,
     "enable_mm_embeds": refused(NO_MEDIA),
     "enable_mm_processor_stats": NO_MEDIA,
     "enable_prompt_embeds": refused("prompts are text or token ids"),
     "enable_return_routed_experts": refused(ROUTES),
     "enable_sleep_mode": "`sleep()` is always there",
-    "enable_tower_connector_lora": NO_ADAPTERS,
+    "enable_tower_connector_lora": NO_MEDIA,
     "enforce_eager": COMPILED,
     "eplb_config": refused("`expert_redundancy` and `expert_rebalance_steps` say it"),
     "expert_placement_strategy": ORDER,
     "fail_on_environ_validation": "there are no variables of the environment to check",
-    "fully_sharded_loras": NO_ADAPTERS,
+    "fully_sharded_loras": STACKS,
     "gdn_prefill_backend": NO_MAMBA,
     "hf_config_path": refused("config.json lies beside the weights: put the wanted one into a copy of the folder"),
     "hf_token": refused("HF_TOKEN in the environment has it"),
@@ -125,18 +124,15 @@ ENGINE: Mapping[str, str | Refused] = {  # the reason, where the value does not 
     ),  # fmt: skip
     "logprobs_mode": refused("log-probabilities are those of the model, before any parameter", "raw_logprobs"),
     "long_prefill_token_threshold": ORDER,
-    "lora_dtype": NO_ADAPTERS,
+    "lora_dtype": refused(STACKS, "auto"),
     "mamba_block_size": NO_MAMBA,
     "mamba_cache_dtype": NO_MAMBA,
     "mamba_cache_mode": NO_MAMBA,
     "mamba_ssm_cache_dtype": NO_MAMBA,
     "master_addr": refused(HOSTS, "127.0.0.1"),
     "master_port": refused(HOSTS, 29501),
-    "max_cpu_loras": NO_ADAPTERS,
     "max_cudagraph_capture_size": COMPILED,
     "max_long_partial_prefills": ORDER,
-    "max_lora_rank": NO_ADAPTERS,
-    "max_loras": NO_ADAPTERS,
     "max_num_partial_prefills": ORDER,
     "max_parallel_loading_workers": LOADING,
     "media_io_kwargs": NO_MEDIA,
@@ -172,7 +168,7 @@ ENGINE: Mapping[str, str | Refused] = {  # the reason, where the value does not 
     "show_hidden_metrics_for_version": METRICS,
     "shutdown_timeout": "`close()` ends what runs",
     "skip_mm_profiling": NO_MEDIA,
-    "specialize_active_lora": NO_ADAPTERS,
+    "specialize_active_lora": STACKS,
     "stream_interval": "results come when they are ready",
     "structured_outputs_config": "llguidance reads every form of an answer",
     "swap_space": "a request that has to wait is computed again; `kv_cache_host_bytes` keeps pages",

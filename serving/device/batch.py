@@ -49,6 +49,7 @@ class Batch:
     # Where drafts have several paths:
     paths_B: Any = None  # each path is a sequence of the step; its number, from 0
     spares_GAQW: tuple[np.ndarray, ...] = ()  # pages of each sequence's paths, for the places where drafts lie
+    adapters_T: Any = None  # where there are adapters: the slot of each row's, or one past the last
 
 
 def sizes(
@@ -117,6 +118,7 @@ class Layout:
     max_drafts: int = 0  # of a sequence, one after the other
     paths: int = 1
     path_pages: int = 0
+    adapters: int = 0  # slots for them
 
     @cached_property
     def parts(self):
@@ -126,6 +128,8 @@ class Layout:
             shape = self.size.seqs // self.size.paths, self.paths, self.path_pages
             spares_GAQW = tuple(np.zeros(shape, np.int32) for _ in range(self.groups))
             batch = batch.replace(paths_B=np.zeros(self.size.seqs, np.int32), spares_GAQW=spares_GAQW)
+        if self.adapters:
+            batch = batch.replace(adapters_T=np.full(self.size.rows, self.adapters, np.int32))
         arrays, tree = jax.tree.flatten(batch)
         ends = np.cumsum([array.size for array in arrays]).tolist()
         return arrays, tree, list(zip([0, *ends], ends, strict=False))

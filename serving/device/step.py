@@ -14,7 +14,7 @@ from ...model import decoder, encoder
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig
 from ...model.partition import Stage, local_config, whole_model
-from ...ops import sampling
+from ...ops import adapter, sampling
 from ...ops.attention import KVPages, QueryRows, new_arrivals
 from ...ops.state_rows import StateRows, sequence_of
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
@@ -184,6 +184,8 @@ def step_of_one(
     """What one device does in a step."""
     batch, both = layout.read(buffer), weights
     weights = model_of(weights)
+    if layout.adapters:
+        weights = adapter.with_rows(weights, batch.adapters_T, layout.adapters)
     if stage.begins and stage.ends:  # with several stages the host knows all tokens
         batch = settle(batch, state, drafter is not None and layout.paths == 1, axes)
     tokens_T = batch.tokens_T
@@ -385,6 +387,12 @@ def move_experts(stack_SX, sent_nnM, kept_nnM, turns, mesh: Mesh, places: P) -> 
     in_specs = (places, P(), P(), P())
     run = jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=places, check_vma=False)
     return run(stack_SX, sent_nnM, kept_nnM, turns)
+
+
+@partial(jax.jit, donate_argnames="stacks")
+def write_adapter(stacks, slot, matrices):
+    """An adapter in a slot of the stacks."""
+    return adapter.write_slot(stacks, slot, matrices)
 
 
 @partial(jax.jit, donate_argnames="layers")

@@ -11,6 +11,8 @@ from ..api.params import SamplingParams
 from ..api.validation import shown
 from ..cache.page_pool import largest
 
+NO_ADAPTERS = "names an adapter, and this engine serves none: start it with enable_lora"
+
 
 def check(
     tokens: Sequence[int],

@@ -57,7 +57,7 @@ class BatchBuilder:
         self.path_pages = limits.path_pages(page_size)
         common = (
             num_groups, table_width, limits.max_seqs, replicas, limits.listed, limits.max_drafts, limits.paths,
-            self.path_pages,
+            self.path_pages, limits.adapters,
         )  # fmt: skip
         self.layouts = {size: Layout(size, *common) for size in options}
         top = max(size.seqs for size in options if size.paths == 1)
@@ -68,6 +68,7 @@ class BatchBuilder:
         self.seeds = np.zeros((places, 2), np.uint32)
         self.tracked = np.zeros(places, bool)
         self.plain = np.zeros(places, bool)
+        self.no_adapter, self.adapters = limits.adapters, np.full(places, limits.adapters, np.int32)
         self.params = param_arrays(places)
         self.settings = self.params | {name: np.zeros(places, bool) for name in ("biased_R", "wants_logprobs_R")}
         # Of each replica the last steps under way that only decoded, the first one the next to go on.
@@ -88,6 +89,7 @@ class BatchBuilder:
         place, p = self.place(seq), seq.params
         self.decode_steps[seq.replica].clear()
         self.num_synced[place], self.seeds[place] = 0, seq.seed
+        self.adapters[place] = self.no_adapter if seq.adapter is None else seq.adapter_slot
         for table in self.tables:
             table[place] = 0  # a step that drafts may write past what the sequence has pages for: into the dummy page
         tracked = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
@@ -198,6 +200,8 @@ class BatchBuilder:
         b.tokens_T[:T] = [token for item in part for token in tokens_of(item)]
         b.is_prompt_T[:T] = positions < np.repeat([seq.num_prompt for seq in seqs], counts)
         b.tracked_T[:T] = self.tracked[places_T]
+        if b.adapters_T is not None:
+            b.adapters_T[:T] = self.adapters[places_T]
         for item, end in zip(part, ends.tolist(), strict=True) if self.drafts else ():
             if item.drafts:  # the step counts those that are accepted
                 b.tracked_T[end - len(item.drafts) - (item.path > 0) : end] = False

@@ -25,7 +25,7 @@ from ..request.pooling import Pool
 from ..request.request import Request
 from ..request.sequence import Sequence, sequences_of
 from ..speculative.speculator import Speculator
-from .admission import check, check_whole, spelled
+from .admission import NO_ADAPTERS, check, check_whole, spelled
 from .deadlines import Deadlines
 from .runner import Drawn, Runner
 from .scheduler import Scheduler, StepPlan, rank_of
@@ -55,11 +55,13 @@ class Engine:
         embedder: Embedder = Embedder(),  # noqa: B008 - it is frozen
         defaults: Mapping[str, Any] = MappingProxyType({}),
         speculation: SpeculativeConfig | None = None,
+        adapters: Any = None,  # reads them, where they are served: an `AdapterStore`
     ):
         self.runner, self.tokenizer, self.tables, self.max_len = runner, tokenizer, tables, max_len
         self.config = runner.config
         self.max_queued, self.clock = max_queued, clock
         self.observers: list[Observer] = []
+        self.adapters = adapters
         self.embedder = embedder  # how a request for an embedding is answered
         self.defaults = defaults  # of sampling parameters that a request leaves out: the model's own
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
@@ -93,6 +95,8 @@ class Engine:
         if request_id in self.requests:
             raise RequestError("request_id", f"{request_id!r} is being served already; ids must differ")
         self.check(tokens, params, pooling is not None)
+        if terms.adapter is not None and self.adapters is None:
+            raise RequestError("lora_request", NO_ADAPTERS)
         if self.max_queued is not None and len(self.scheduler.waiting) + params.num_sequences > self.max_queued:
             raise QueueFull("queue", f"is full: {self.max_queued} may wait (max_queued_requests); try again later")
         bad_words, shape, n = spelled(params.bad_words, self.tokenizer), params.structured_outputs, params.num_sequences
@@ -103,7 +107,9 @@ class Engine:
         pooling = "last" if pooling and self.config.encodes else pooling  # the step itself has pooled
         sequences = sequences_of(tokens, params, self.room, rank_of(terms.priority, now), eos, base)
         for seq, constraint in zip(sequences, constraints, strict=True):
-            seq.tenant, seq.cache.salt = terms.share_key, terms.cache_salt
+            seq.tenant, seq.cache.salt, seq.adapter = terms.share_key, terms.cache_salt, terms.adapter
+            if seq.adapter is not None:  # what is computed with another is another's
+                seq.cache.salt = seq.adapter.key, terms.cache_salt
             seq.bad_words, seq.constraint, seq.second = bad_words, constraint, second
             seq.lockstep = self.stages > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
             step = None if self.config.classes is None else self.config.classes.step
@@ -204,6 +210,8 @@ class Engine:
         scheduled = self.clock()
         for item in plan.items:
             item.seq.request.scheduled(began)
+        for slot, adapter in self.scheduler.take_adapters():
+            self.runner.load_adapter(slot, adapter.matrices)
         results = self.runner.launch(plan, self.scheduler.take_moves())
         return UnderWay(plan, results, began, scheduled, self.clock())
 
@@ -335,6 +343,7 @@ class Engine:
         for seq in self.scheduler.waiting:
             seq.pending = 0
         self.runner.reset()
+        self.scheduler.forget_adapters()
         self.forget_device()
 
     def forget_device(self) -> None:
@@ -368,6 +377,7 @@ class Engine:
         """Serve again, with what was compiled."""
         if self.asleep:
             self.runner.wake_up()
+            self.scheduler.forget_adapters()
             self.asleep = False
 
     def close(self) -> None:

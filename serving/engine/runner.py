@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from ...model.config import ModelConfig
 from ...model.expert_copies import spare_of
+from ...ops import adapter
 from ...ops.sampling import Sampled, SlotState
 from ...sharding.mesh import device_axes
 from ..cache.page_moves import PageMoves
@@ -28,7 +29,7 @@ from ..device.page_copier import Offload, PageCopier
 from ..device.pipeline import Pipeline
 from ..device.state import State
 from ..device.state_copier import StateCopier
-from ..device.step import model_of, reset_slot, set_bias, with_model
+from ..device.step import model_of, reset_slot, set_bias, with_model, write_adapter
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
 from ..request.sequence import Sequence
@@ -117,6 +118,7 @@ class Runner:
         self.drafters: dict[Size, Any] = {}  # for rows that only the drafter computes
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
+        self.write_adapter: Any = None  # the program that puts an adapter into a slot
         self.compiles = CompileCounter()
         self.leader: Leader | None = None  # to the other processes, which make the same calls
         counted = config.experts and len(self.pipeline) == 1 and jax.process_count() == 1
@@ -185,6 +187,8 @@ class Runner:
             for name, lowered in self.page_copier.lower(self.state.by_page):
                 copies[name] = threads.submit(lowered.compile)
             of_states = {name: threads.submit(lowered.compile) for name, lowered in self.state_copier.lower(self.state)}
+            if self.limits.adapters:
+                self.write_adapter = self.lower_write().compile()
             if self.expert_loads is not None:
                 self.expert_loads.program = self.expert_loads.lower(self.state).compile()
             if self.rebalancer is not None:
@@ -301,6 +305,17 @@ class Runner:
             if sampled.drafts_BK is not None:
                 sampled.drafts_BK.copy_to_host_async()
         return Launched(plan, size, sampled, hidden_RD, offloads)
+
+    def lower_write(self) -> jax.stages.Lowered:
+        stacks = adapter.stacks_of(model_of(self.weights))
+        blank = [tuple(np.zeros(stack.shape[1:], stack.dtype) for stack in both) for both in stacks]
+        return write_adapter.lower(stacks, np.int32(0), blank)
+
+    def load_adapter(self, slot: int, matrices: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Copy an adapter into a slot: steps under way end before."""
+        weights = model_of(self.weights)
+        stacks = self.write_adapter(adapter.stacks_of(weights), np.int32(slot), matrices)
+        self.weights = with_model(self.weights, adapter.with_stacks(weights, stacks))
 
     def rest(self) -> None:
         """No step is under way: the experts' counters can be read without waiting."""

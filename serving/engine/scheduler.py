@@ -5,12 +5,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..api.params import MAX_LOGPROBS
 from ..cache.page_moves import PageMoves
 from ..cache.page_table import PageTable
 from ..request.sequence import Sequence
+from .adapter_slots import AdapterSlots
 from .waiting_queue import OUTPUT, WaitingQueue
 
 Branches = tuple[tuple[int, tuple[int, ...]], ...]  # other paths of drafts than the first: (number, drafts)
@@ -101,6 +102,7 @@ class Limits:
     paths: int = 1  # of drafts of a sequence
     path_rows: int = 1  # rows of all of them
     whole: bool = False  # a prompt is computed in one step
+    adapters: int = 0  # in a step
 
     def path_pages(self, page_size: int) -> int:
         """In which the drafts of a path lie, wherever they begin."""
@@ -171,6 +173,15 @@ class Scheduler:
             moves.add(replica.table.take_moves())
         return moves
 
+    def take_adapters(self) -> list[tuple[int, Any]]:
+        """(slot, adapter) of those that are to be on the device before the next step."""
+        return [load for replica in self.replicas for load in replica.adapters.take_loads()]
+
+    def forget_adapters(self) -> None:
+        """The device holds none any more, and nobody runs."""
+        for replica in self.replicas:
+            replica.adapters.forget()
+
     def level(self) -> None:
         """Let sequences that wait for a full replica go to one that has slots for which nobody waits."""
         waits = self.waiting.count_for
@@ -230,6 +241,7 @@ class ReplicaScheduler:
         self.table, self.limits, self.num_stages, self.waiting = table, limits, num_stages, waiting
         self.running: list[Sequence] = []
         self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
+        self.adapters = AdapterSlots(limits.adapters)
         self.refused: tuple[Sequence, int, int] | None = None  # who was not admitted, and the state it waits to change
         self.rows = self.samples = self.drafts = 0  # left in the step that is being planned
         self.promised = 0  # of these drafts, to first paths that are still to come
@@ -277,6 +289,7 @@ class ReplicaScheduler:
                 self.rows, self.samples = self.rows - 1, self.samples - 1
             elif item := self.take(seq, missing, items):
                 items[seq] = item
+        self.adapters.begin_look()
         while self.free_slots and self.rows and (seq := self.waiting.first(self.ready)) and self.admit(seq):
             self.waiting.remove(seq)
             if item := self.take(seq, seq.missing, items):
@@ -305,8 +318,8 @@ class ReplicaScheduler:
         return tuple(behind)
 
     def ready(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence is for this replica, and what it wants from disk has come."""
-        return seq.replica == self.table.replica and self.table.prefetched(seq)
+        """Whether a waiting sequence is for this replica, its adapter has room, and its pages have come from disk."""
+        return seq.replica == self.table.replica and self.adapters.admits(seq) and self.table.prefetched(seq)
 
     def admit(self, seq: Sequence) -> bool:
         """Give a slot to a sequence that can catch up: one that cannot would hold pages and not finish."""
@@ -323,6 +336,7 @@ class ReplicaScheduler:
         self.table.begin(seq, match)
         if not seq.num_preemptions:
             seq.cache.num_cached = min(seq.num_computed, seq.num_prompt)
+        self.adapters.take(seq)
         seq.slot, seq.begun = self.free_slots.pop(), False
         self.running.append(seq)
         return True
@@ -428,11 +442,13 @@ class ReplicaScheduler:
         """Take back the slot and the pages of a sequence."""
         self.running.remove(seq)
         self.free_slots.append(seq.slot)
+        self.adapters.give_back(seq)
         seq.slot, seq.held, seq.verifying = -1, 0, 0
         self.table.release(seq)
 
     def check(self) -> None:
         """Prove that pages and slots add up."""
         self.table.check(self.running)
+        self.adapters.check(self.running)
         slots = [seq.slot for seq in self.running] + self.free_slots
         assert sorted(slots) == list(range(self.limits.max_seqs)), "a slot is lost or has two owners"

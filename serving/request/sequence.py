@@ -67,6 +67,8 @@ class Sequence:
     replica: int = 0  # the one that serves it: each has slots and pages of its own
     begun: bool = False  # a step has computed some of it since it got its slot
     tenant: Hashable = None  # for whom it is served: tenants get equal shares
+    adapter: Any = None  # what is added to the weights for it
+    adapter_slot: int = -1  # on the device, while it runs
     cache: SequenceCache = field(default_factory=SequenceCache)
     drafts: list[int] = field(default_factory=list)  # for its next step
     branches: list[list[int]] = field(default_factory=list)  # the other paths of drafts, where there are several

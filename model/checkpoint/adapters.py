@@ -1,0 +1,308 @@
+"""Adapters of low rank: which weights take them, and what a PEFT folder adds to each."""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...ops.adapter import Adapted
+from ...sharding.spec import ArraySpec
+from ..config import ModelConfig, ModelError
+from ..families.common import Source, SourceTensor
+from ..weights import LayerWeights, ModelWeights, dense_specs
+from .folder import ADAPTER, read_json
+from .loader import canonical, inner, module_of, sources_of
+from .safetensors import Tensor, read_header
+
+FILE = "adapter_model.safetensors"
+RANKS = (8, 16, 32, 64, 128, 256)  # that stacks have
+MAX_RANK = 1 << 12  # that a folder may say
+NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+REFUSED = {  # keys of adapter_config.json that change what is computed, and why they are not served
+    "use_dora": "it scales the weights' columns too; merge it into the weights, or train without it",
+    "modules_to_save": "it brings whole weights of its own; merge it into the model",
+    "layers_to_replicate": "it repeats layers", "layer_replication": "it repeats layers",
+    "trainable_token_indices": "it brings rows of the embedding; merge it into the model",
+    "target_parameters": "it adapts stacked experts; merge it into the model",
+    "lora_bias": "its matrices have biases; merge it into the model",
+    "fan_in_fan_out": "its matrices are transposed", "use_qalora": "it pools its inputs",
+    "alora_invocation_tokens": "it begins within a prompt",
+}  # fmt: skip
+REBASED = ("pissa", "olora", "corda")  # ways to begin that change the base's weights
+
+
+class Part(NamedTuple):
+    """A matrix of a checkpoint, within the weight that it is loaded into."""
+
+    shape: tuple[int, int]  # in the checkpoint: [outputs, inputs]
+    source: SourceTensor
+    number: int  # among those of its weight
+    first: int  # of its outputs among those of the weight
+    last: int
+
+    def orders(self, into: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Which input, and which output, of the checkpoint's stands in each place of the weight."""
+        outputs, inputs = self.shape
+        each_out = np.broadcast_to(np.arange(outputs)[:, None], self.shape)
+        each_in = np.broadcast_to(np.arange(inputs)[None], self.shape)
+        size = math.prod(into)
+        out_O, in_I = self.source.turn(each_out).reshape(size, -1)[0], self.source.turn(each_in).reshape(size, -1)[:, 0]
+        for order in (out_O, in_I):
+            if order.dtype.kind != "i" or not np.array_equal(np.sort(order), np.arange(len(order))):
+                raise ModelError(f"{self.source.name} is changed while it is loaded, and takes no adapter")
+        return in_I, out_O
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight that takes adapters."""
+
+    into: tuple[int, ...]
+    out: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.into)
+
+    @property
+    def outputs(self) -> int:
+        return math.prod(self.out)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """What an adapter adds to each weight that takes one, in their order, on the host."""
+
+    key: str  # a digest of its files: what is computed with it is shared with none that differs
+    matrices: list[tuple[np.ndarray, np.ndarray]]  # (down [inputs, parts * rank], up [rank, outputs])
+
+
+def bucket_of(rank: int) -> int:
+    """The rank of the stacks for adapters of at most this rank."""
+    return next(each for each in RANKS if each >= rank)
+
+
+def takes_adapters(spec: Any) -> bool:
+    """Whether a weight, as it is before quantisation, is the matrix of a plain product."""
+    return isinstance(spec, ArraySpec) and bool(spec.inputs) and not spec.stacked and spec.size > spec.shape[0]
+
+
+def target_of(spec: ArraySpec, source: Source) -> Target | None:
+    """The weight as adapters see it; None where it takes none."""
+    k = len(spec.inputs)
+    if not takes_adapters(spec) or spec.inputs != tuple(range(k)) or source.whole:
+        return None
+    into, out = spec.shape[:k], spec.shape[k:]
+    place, parts = np.arange(math.prod(out)).reshape(out), []
+    for number, part in enumerate(source.parts):
+        at = part.at if isinstance(part.at, tuple) else (part.at,)
+        own = place[at[k:]].reshape(-1)
+        if len(part.shape) != 2 or own.size != part.shape[0] or np.any(np.diff(own) != 1):
+            return None
+        parts.append(Part((part.shape[0], part.shape[1]), part, number, int(own[0]), int(own[-1]) + 1))
+    whole = [(part.first, part.last) for part in parts]
+    if [first for first, _ in whole] != [0, *(last for _, last in whole[:-1])] or whole[-1][1] != place.size:
+        return None
+    return Target(into, out, tuple(parts))
+
+
+def layer_targets(config: ModelConfig) -> list[LayerWeights]:
+    """By layer a tree like its weights, with a `Target` or None in place of each. Experts take no adapters."""
+
+    def targets(spec, source) -> Any:
+        return jax.tree.map(target_of, spec, source)
+
+    layers = zip(dense_specs(config).layers, sources_of(config).layers, strict=True)
+    return [
+        LayerWeights(attention=targets(spec.attention, source.attention), mlp=targets(spec.mlp, source.mlp))
+        for spec, source in layers
+    ]
+
+
+def targets_of(config: ModelConfig) -> tuple[Target, ...]:
+    """The weights that take adapters, in the order of the tree."""
+    return tuple(jax.tree.leaves(layer_targets(config)))
+
+
+def with_adapters(weights: ModelWeights, config: ModelConfig, slots: int, rank: int) -> ModelWeights:
+    """The weights with stacks for so many adapters of at most that rank beside them."""
+    dtype = jnp.dtype(config.dtype)
+
+    def add(target: Target | None, weight) -> Any:
+        if target is None:
+            return weight
+        return Adapted(
+            weight,
+            jnp.zeros((slots, target.inputs, len(target.parts) * rank), dtype),
+            jnp.zeros((slots, rank, target.outputs), dtype),
+            parts=tuple((part.first, part.last) for part in target.parts),
+        )
+
+    def both(targets, own):
+        return jax.tree.map(add, targets, own, is_leaf=lambda node: node is None or isinstance(node, Target))
+
+    layers = [
+        own.replace(attention=both(targets.attention, own.attention), mlp=both(targets.mlp, own.mlp))
+        for targets, own in zip(layer_targets(config), weights.layers, strict=True)
+    ]
+    return weights.replace(layers=tuple(layers))
+
+
+def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...], most: int) -> Adapter:
+    """The adapter of a PEFT folder, for stacks of `bucket_of(most)`; what it holds that is not served is named."""
+    about, file = read_about(folder), folder / FILE
+    if not file.is_file():
+        raise ModelError(f"{folder} holds no {FILE}; adapters are read from safetensors alone")
+    places = {
+        part.source.name: (index, part) for index, target in enumerate(targets) for part in target.parts
+    }
+    rank, dtype, family = bucket_of(most), np.dtype(jnp.dtype(config.dtype)), module_of(config)
+    matrices: list[Any] = [None] * len(targets)
+    for module, (down, up) in pairs_of(file).items():
+        name = canonical(family, f"{module}.weight")
+        found = places.get(name) or places.get(inner(name))
+        if found is None:
+            raise ModelError(
+                f"{file} adapts {module!r}, which takes no adapter in {config.family} models here: experts, the "
+                "embedding and the head do not; merge it into the model's weights"
+            )
+        index, part = found
+        own = check_shapes(file, down, up, part, about, module, most)
+        target = targets[index]
+        in_I, out_O = part.orders(target.into)
+        if matrices[index] is None:
+            matrices[index] = (
+                np.zeros((target.inputs, len(target.parts) * rank), dtype), np.zeros((rank, target.outputs), dtype),
+            )  # fmt: skip
+        down_RI, up_OR = (tensor.read().astype(np.float32) for tensor in (down, up))
+        if not (np.isfinite(down_RI).all() and np.isfinite(up_OR).all()):
+            raise ModelError(f"{file}: the matrices of {module!r} have values that are not finite")
+        at = part.number * rank
+        matrices[index][0][:, at : at + own] = down_RI.T[in_I]
+        matrices[index][1][:own, part.first : part.last] = (up_OR * np.float32(about.scale(module, own))).T[:, out_O]
+    empty = {
+        shape: np.zeros(shape, dtype)
+        for target in targets
+        for shape in ((target.inputs, len(target.parts) * rank), (rank, target.outputs))
+    }
+    whole = [
+        (empty[target.inputs, len(target.parts) * rank], empty[rank, target.outputs]) if own is None else own
+        for target, own in zip(targets, matrices, strict=True)
+    ]
+    return Adapter(digest_of(folder), whole)
+
+
+@dataclass(frozen=True)
+class About:
+    """What adapter_config.json says of ranks and scales."""
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]  # of modules whose names end so
+    alphas: Mapping[str, float]
+    by_root: bool
+
+    def rank_of(self, module: str) -> int:
+        return int(matching(self.ranks, module, self.rank))
+
+    def scale(self, module: str, rank: int) -> float:
+        alpha = matching(self.alphas, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.by_root else alpha / rank
+
+
+def matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first name, or regular expression, that a module's name ends with."""
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default
+
+
+def read_about(folder: Path) -> About:
+    """The configuration of an adapter, if it is of a kind that is served."""
+    if not (folder / ADAPTER).is_file():
+        raise ModelError(f"{folder} holds no {ADAPTER}: it must be a folder that PEFT has written")
+    given, where = read_json(folder / ADAPTER), folder / ADAPTER
+    if (kind := given.get("peft_type")) != "LORA":
+        raise ModelError(f"{where}: peft_type = {kind!r:.80}; it must be 'LORA'")
+    for key, why in REFUSED.items():
+        if given.get(key):
+            raise ModelError(f"{where}: {key} = {given[key]!r:.80} is not served: {why}")
+    if (bias := given.get("bias", "none")) != "none":
+        raise ModelError(f"{where}: bias = {bias!r:.80}; it must be 'none': biases are the model's own")
+    if str(begun := given.get("init_lora_weights")).lower().startswith(REBASED):
+        raise ModelError(
+            f"{where}: init_lora_weights = {begun!r:.80} changes the model's weights too; save it with PEFT's "
+            "path_initial_model_for_weight_conversion"
+        )
+    ranks, alphas = given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}
+    rank, alpha = given.get("r"), given.get("lora_alpha")
+    for name, value in {"r": rank, **{f"rank_pattern[{key}]": value for key, value in pattern_of(where, ranks)}}.items():
+        if type(value) is not int or not 1 <= value <= MAX_RANK:
+            raise ModelError(f"{where}: {name} = {value!r:.80}; it must be a whole number from 1 to {MAX_RANK}")
+    for name, value in {
+        "lora_alpha": alpha, **{f"alpha_pattern[{key}]": value for key, value in pattern_of(where, alphas)}
+    }.items():  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelError(f"{where}: {name} = {value!r:.80}; it must be a number")
+    if not isinstance(by_root := given.get("use_rslora") or False, bool):
+        raise ModelError(f"{where}: use_rslora = {by_root!r:.80}; it must be true or false")
+    return About(rank, alpha, ranks, alphas, by_root)  # type: ignore[arg-type] - checked above
+
+
+def pattern_of(where: Path, patterns: Any) -> list[tuple[str, Any]]:
+    """The entries of a table by modules, whose names may be regular expressions of bounded work."""
+    if not isinstance(patterns, dict):
+        raise ModelError(f"{where}: a pattern is {patterns!r:.80}; it must map names of modules to numbers")
+    for name in patterns:
+        if len(name) > 256 or not re.fullmatch(r"\^?[\w.\\|]+\$?", name):
+            raise ModelError(f"{where}: the pattern {name!r:.80} is not read; it must be the name of a module, or its end")
+    return list(patterns.items())
+
+
+def pairs_of(file: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """(down, up) of every module that an adapter's file adapts; a tensor that is neither is named."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_header(file).items():
+        if (found := NAME.fullmatch(name)) is None:
+            raise ModelError(
+                f"{file} holds the tensor {name!r}, which is no lora_A or lora_B of a linear layer; merge the adapter "
+                "into the model's weights"
+            )
+        halves.setdefault(found[1], {})[found[2]] = tensor
+    for module, both in halves.items():
+        if len(both) < 2:
+            raise ModelError(f"{file} lacks lora_{'B' if 'A' in both else 'A'} of {module!r}")
+    if not halves:
+        raise ModelError(f"{file} holds no tensors")
+    return {module: (both["A"], both["B"]) for module, both in halves.items()}
+
+
+def check_shapes(file: Path, down: Tensor, up: Tensor, part: Part, about: About, module: str, most: int) -> int:
+    """The rank of a module's matrices, if they fit the weight, the configuration and the stacks."""
+    (outputs, inputs), rank = part.shape, about.rank_of(module)
+    if down.shape != (rank, inputs) or up.shape != (outputs, rank):
+        raise ModelError(
+            f"{file}: lora_A and lora_B of {module!r} have shapes {list(down.shape)} and {list(up.shape)}; the model "
+            f"and {ADAPTER} want {[rank, inputs]} and {[outputs, rank]}"
+        )
+    if rank > most:
+        raise ModelError(f"{file}: {module!r} has rank {rank}; max_lora_rank is {most}")
+    return rank
+
+
+def digest_of(folder: Path) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for name in (ADAPTER, FILE):
+        with (folder / name).open("rb") as file:
+            while data := file.read(1 << 20):
+                found.update(data)
+    return found.hexdigest()

@@ -1,0 +1,121 @@
+"""Adapters of low rank beside a weight: to each row's product its own adapter adds (x down) up."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from . import linear
+from .moe import Blocks
+from .precision import precision
+from .weight import Weight, plain
+
+
+@struct.dataclass
+class Adapted(Weight):
+    """A weight with a stack of adapters. Rows of none are as without it: no adapter is read for them.
+
+    A fused weight has a part for each matrix that it was made of: `parts` says which of its outputs are whose.
+
+        down    | part 0: rank | part 1: rank |      the inputs of all parts are the same rows
+        up      |   its outputs  | its outputs |
+    """
+
+    base: Any
+    down_SDR: Any  # of each slot [inputs, parts * rank]
+    up_SRO: Any  # of each slot [rank, outputs]
+    blocks: Blocks | None = None  # the rows of a step by the slot of their adapter; the step fills it in
+    parts: tuple[tuple[int, int], ...] = struct.field(pytree_node=False, default=())
+    takes_rounded = True
+
+    @property
+    def rounds(self) -> str | None:
+        return linear.rounds(self.base)
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        out = linear.project(subscripts, x, self.base, bias, jnp.float32)
+        return self.adapt(plain(x), out).astype(dtype or plain(x).dtype)
+
+    def exact(self, subscripts: str, x):
+        return self.adapt(x, linear.exact(subscripts, x, self.base))
+
+    def adapt(self, x, out):
+        """`out` and what each row's adapter adds.
+
+        An adapter's rows are computed in blocks of one fixed shape, so that a row's sums depend neither on the others
+        nor on the slot. Zeros beyond an adapter's own rank come last in every sum.
+        """
+        if self.blocks is None:
+            return out
+        blocks, T = self.blocks, x.shape[0]
+        x_TD, rank = x.reshape(T, -1), self.up_SRO.shape[1]
+
+        def add(block, out_TO):
+            slot, row_Q, _ = blocks.at(block)
+            # Without the barrier XLA widens the whole stacks to float32 ahead of the loop.
+            down_SDR, up_SRO, slot = jax.lax.optimization_barrier((self.down_SDR, self.up_SRO, slot))
+            x_QD = x_TD.at[row_Q].get(mode="fill", fill_value=0)
+            inner_QR, up_RO = dot(x_QD, down_SDR[slot]), up_SRO[slot]
+            added = [
+                dot(inner_QR[:, part * rank :][:, :rank], up_RO[:, first:last])
+                for part, (first, last) in enumerate(self.parts)
+            ]
+            added_QO = added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
+            return out_TO.at[row_Q].add(added_QO, mode="drop")
+
+        with jax.named_scope("adapters"):
+            out_TO = jax.lax.fori_loop(0, blocks.num_blocks, add, out.reshape(T, -1))
+        return out_TO.reshape(out.shape)
+
+
+def dot(x_QI, w_IO):
+    """Summed in float32."""
+    return jnp.dot(x_QI, w_IO, precision=precision(x_QI, w_IO), preferred_element_type=jnp.float32)
+
+
+def is_adapted(node: Any) -> bool:
+    return isinstance(node, Adapted)
+
+
+def with_rows(weights: Any, slots_T, num_slots: int) -> Any:
+    """The weights for a step: each row has the adapter in its slot, or with `num_slots` none."""
+    blocks = Blocks.of(slots_T, num_slots)
+    return jax.tree.map(
+        lambda node: node.replace(blocks=blocks) if is_adapted(node) else node, weights, is_leaf=is_adapted
+    )
+
+
+def stacks_of(weights: Any) -> list[tuple[Any, Any]]:
+    """The stacks of all weights that have adapters, in the order of the tree."""
+    nodes = filter(is_adapted, jax.tree.leaves(weights, is_leaf=is_adapted))
+    return [(node.down_SDR, node.up_SRO) for node in nodes]
+
+
+def with_stacks(weights: Any, stacks: list[tuple[Any, Any]]) -> Any:
+    """The same weights with other stacks."""
+    left = iter(stacks)
+
+    def change(node):
+        if not is_adapted(node):
+            return node
+        down_SDR, up_SRO = next(left)
+        return node.replace(down_SDR=down_SDR, up_SRO=up_SRO)
+
+    return jax.tree.map(change, weights, is_leaf=is_adapted)
+
+
+def write_slot(stacks: list[tuple[Any, Any]], slot, matrices: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The stacks with one adapter in that slot."""
+    return jax.tree.map(lambda stack, matrix: stack.at[slot].set(matrix), stacks, matrices)
+
+
+def weight_of(w) -> Weight:
+    """The weight, if it has adapters."""
+    if not isinstance(w, Adapted):
+        raise NotImplementedError("the weight has no adapters")
+    return w
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

@@ -1,0 +1,52 @@
+"""Folders as PEFT writes them, and the same adapters merged into a model's tensors, in numpy."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+ABOUT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "use_rslora": False}
+EVERY = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+
+
+def draw(
+    tensors: dict[str, np.ndarray], names=EVERY, rank: int = 4, seed: int = 0, size: float = 0.5, ranks=None
+) -> dict[str, np.ndarray]:
+    """Random matrices for every weight whose module has one of these names."""
+    rng, found = np.random.default_rng(seed), {}
+    for name, weight in tensors.items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] not in names:
+            continue
+        own = (ranks or {}).get(module.rpartition(".")[2], rank)
+        for half, shape in (("A", (own, weight.shape[1])), ("B", (weight.shape[0], own))):
+            value = rng.standard_normal(shape) * size / shape[1] ** 0.5
+            found[f"base_model.model.{module}.lora_{half}.weight"] = value.astype(np.float32)
+    return found
+
+
+def write(folder: Path, adapter: dict[str, np.ndarray], about: dict | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(ABOUT | (about or {})))
+    save_file(adapter, folder / "adapter_model.safetensors")
+    return folder
+
+
+def merged(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], about: dict | None = None) -> dict:
+    """PEFT's own sum: W + scale * B A, with the rank and alpha of the first pattern that fits."""
+    about, found = ABOUT | (about or {}), dict(tensors)
+    for name in tensors:
+        module = name.removesuffix(".weight")
+        if (up := adapter.get(f"base_model.model.{module}.lora_B.weight")) is None:
+            continue
+        down = adapter[f"base_model.model.{module}.lora_A.weight"]
+        alpha = next(
+            (value for key, value in (about.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", module)),
+            about["lora_alpha"],
+        )
+        rank = down.shape[0]
+        scale = alpha / rank**0.5 if about["use_rslora"] else alpha / rank
+        found[name] = tensors[name] + np.float32(scale) * (up @ down)
+    return found

@@ -89,7 +89,8 @@ class BatchBuilder:
         place, p = self.place(seq), seq.params
         self.decode_steps[seq.replica].clear()
         self.num_synced[place], self.seeds[place] = 0, seq.seed
-        self.adapters[place] = self.no_adapter if seq.adapter is None else seq.adapter_slot
+        if self.no_adapter:
+            self.adapters[place] = self.no_adapter if seq.adapter is None else seq.adapter_slot
         for table in self.tables:
             table[place] = 0  # a step that drafts may write past what the sequence has pages for: into the dummy page
         tracked = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0

@@ -1,0 +1,214 @@
+"""Many adapters at once: each request as if it were alone, in any company, slot and order; nothing is compiled."""
+
+import random
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import peft
+import pytest
+import tiny
+
+from quire import LLM, LoRARequest, RequestError, SamplingParams
+from quire.model.config import ModelError
+from quire.serving.api.options import options_of
+from quire.serving.engine.adapter_slots import PATIENCE, AdapterSlots
+
+COUNT, SLOTS = 64, 4
+OPTIONS = {
+    "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 8, "max_num_batched_tokens": 32,
+    "enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8, "max_cpu_loras": COUNT,
+}  # fmt: skip
+PARAMS = SamplingParams(max_tokens=6, temperature=0.9, seed=7, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model, and many adapters of several ranks, some of a part of the layers."""
+    root = tmp_path_factory.mktemp("adapters")
+    tensors = tiny.write(root / "base", tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
+    for number in range(COUNT):
+        rank, names = 1 + number % 8, peft.EVERY if number % 3 else ("q_proj", "v_proj")
+        drawn = peft.draw(tensors, names, rank=rank, seed=number)
+        peft.write(root / str(number), drawn, {"r": rank, "use_rslora": number % 2 == 0})
+    return root
+
+
+def adapter(folders, number: int | None) -> LoRARequest | None:
+    return None if number is None else LoRARequest(f"adapter-{number}", number + 1, str(folders / str(number)))
+
+
+@pytest.fixture(scope="module")
+def llm(folders):
+    with LLM(str(folders / "base"), **OPTIONS) as llm:
+        yield llm
+
+
+def answers(llm, prompts, adapters, params=PARAMS):
+    """Tokens and log-probabilities, to the last bit."""
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+    llm.engine.scheduler.check()
+    return [
+        (tuple(o.outputs[0].token_ids), [{t: e.logprob for t, e in step.items()} for step in o.outputs[0].logprobs])
+        for o in outputs
+    ]
+
+
+def prompts_for(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(96) for _ in range(rng.choice([1, 5, 17, 40]))] for _ in range(count)]
+
+
+def test_a_request_is_the_same_alone_and_among_64_adapters(llm, folders):
+    """More adapters than slots, requests without any, several of one: bit for bit what each gets alone."""
+    numbers = [*range(COUNT), None, None, 3, 3, 60, None]
+    prompts = prompts_for(len(numbers))
+    together = answers(llm, prompts, [adapter(folders, number) for number in numbers])
+    order = list(range(len(numbers)))
+    random.Random(2).shuffle(order)
+    again = answers(llm, [prompts[i] for i in order], [adapter(folders, numbers[i]) for i in order])
+    assert [again[order.index(i)] for i in range(len(numbers))] == together
+    for i in (0, 1, 5, 30, 63, 64, 66, 68):
+        llm.reset_prefix_cache()
+        assert answers(llm, [prompts[i]], adapter(folders, numbers[i])) == [together[i]], numbers[i]
+    assert len({tokens for tokens, _ in together}) > COUNT // 2
+    assert llm.engine.snapshot().recompiles == 0
+
+
+def test_the_answers_are_those_of_the_merged_model(llm, folders, tmp_path):
+    """By another way: the adapter is added to the weights on disk, and that model served."""
+    from safetensors.numpy import load_file
+
+    tensors = load_file(folders / "base" / "model.safetensors")
+    drawn, about = load_file(folders / "5" / "adapter_model.safetensors"), {"r": 6, "use_rslora": False}
+    tiny.write(tmp_path, tensors=peft.merged(tensors, drawn, about))
+    greedy, prompts = replace(PARAMS, temperature=0), prompts_for(5)
+    plain = {name: value for name, value in OPTIONS.items() if "lora" not in name}
+    with LLM(str(tmp_path), **plain) as merged:
+        wanted = answers(merged, prompts, None, greedy)
+    found = answers(llm, prompts, adapter(folders, 5), greedy)
+    for (tokens, scores), (own, others) in zip(found, wanted, strict=True):
+        assert tokens == own
+        for one, other in zip(scores, others, strict=True):
+            assert one == pytest.approx(other, abs=1e-3)
+
+
+def test_pages_are_shared_within_an_adapter_alone(llm, folders):
+    llm.reset_prefix_cache()
+    prompt = list(range(40))
+
+    def cached(number) -> int:
+        return llm.generate(prompt, PARAMS, use_tqdm=False, lora_request=adapter(folders, number))[0].num_cached_tokens
+
+    assert [cached(1), cached(2), cached(None)] == [0, 0, 0]
+    assert min(cached(1), cached(2), cached(None)) >= 32
+
+
+def test_a_replaced_adapter_is_another(llm, folders, tmp_path):
+    """Same name, same number, same folder: new files are read, and no page of the old ones is used."""
+    prompt, changing = [list(range(40))], LoRARequest("changing", 99, str(tmp_path / "changing"))
+    shutil.copytree(folders / "7", tmp_path / "changing")
+    assert answers(llm, prompt, changing) == answers(llm, prompt, adapter(folders, 7))
+    shutil.copytree(folders / "8", tmp_path / "changing", dirs_exist_ok=True)
+    assert answers(llm, prompt, changing) == answers(llm, prompt, adapter(folders, 8))
+
+
+def test_fewer_in_host_memory_than_are_used(llm, folders):
+    """They are read again, and are the same."""
+    store = llm.engine.adapters
+    wanted = answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)])
+    most, store.most = store.most, SLOTS
+    try:
+        assert answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)]) == wanted
+        assert len(store.held) == SLOTS
+    finally:
+        store.most = most
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_after_a_sleep(llm, folders, level):
+    wanted = answers(llm, [[1, 2, 3]] * 2, [adapter(folders, 1), None])
+    llm.sleep(level)
+    llm.wake_up()
+    assert answers(llm, [[1, 2, 3]] * 2, [adapter(folders, 1), None]) == wanted
+
+
+def test_a_failed_step_forgets_the_adapters(llm, folders, monkeypatch):
+    wanted = answers(llm, [[1, 2, 3]], adapter(folders, 1))
+    step = llm.engine.runner.step
+    monkeypatch.setattr(llm.engine.runner, "step", lambda *given: 1 / 0)
+    llm.generate([[4, 5]], PARAMS, use_tqdm=False, lora_request=adapter(folders, 2))
+    monkeypatch.setattr(llm.engine.runner, "step", step)
+    assert answers(llm, [[1, 2, 3]], adapter(folders, 1)) == wanted
+
+
+def test_what_is_refused(llm, folders, tmp_path):
+    with pytest.raises(RequestError, match="names 'x': .*is no adapter that can be read"):
+        llm.generate([1], PARAMS, lora_request=LoRARequest("x", 1, str(tmp_path / "nowhere")))
+    with pytest.raises(RequestError, match="2 entries for 1 prompts"):
+        llm.generate([1], PARAMS, lora_request=[None, None])
+    with pytest.raises(RequestError, match="must be a LoRARequest"):
+        llm.generate([1], PARAMS, lora_request="adapter")
+    with pytest.raises(RequestError, match="lora_int_id"):
+        LoRARequest("x", 0, "path")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: adapters are served on one device"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"weights_host_bytes": 1}, "weights_host_bytes"),
+        ({"max_loras": 0}, "max_loras is 0; it must be an integer from 1"),
+        ({"max_lora_rank": 257}, "max_lora_rank is 257; it must be an integer from 1 to 256"),
+        ({"max_loras": 4, "max_cpu_loras": 3}, "must be at least max_loras, 4"),
+    ],
+)
+def test_options_that_do_not_go_together(given, why):
+    with pytest.raises(ModelError, match=why):
+        options_of(None, enable_lora=True, **given)
+
+
+class Waiting:
+    """As a sequence, as far as slots are concerned."""
+
+    def __init__(self, key: str, rank: float):
+        self.adapter, self.rank, self.slot, self.finish_reason, self.adapter_slot = Adapter(key), rank, -1, None, -1
+
+
+class Adapter:
+    def __init__(self, key: str):
+        self.key = key
+
+
+def test_nobody_waits_for_ever():
+    """One adapter is asked for again and again, and another one's request comes between: it gets the slot."""
+    slots, running, served = AdapterSlots(1), [], 0
+    late = Waiting("b", 0.5)
+    for number in range(200):
+        one = Waiting("a", float(number))
+        slots.begin_look()
+        if number > 3 and slots.admits(late):
+            slots.take(late)
+            break
+        if slots.admits(one):
+            slots.take(one)
+            running.append(one)
+            served += 1
+        if len(running) > 2 or not slots.admits(one):
+            slots.give_back(running.pop(0))
+    assert slots.slots == {"b": 0} and PATIENCE <= served <= PATIENCE + 8
+
+
+def test_the_least_recently_used_gives_way_and_only_if_nobody_runs():
+    slots = AdapterSlots(2)
+    a, b, c = (Waiting(key, rank) for rank, key in enumerate("abc"))
+    slots.take(a)
+    slots.take(b)
+    assert not slots.admits(c) and slots.take_loads() == [(0, a.adapter), (1, b.adapter)]
+    slots.give_back(b)
+    slots.give_back(a)
+    assert slots.admits(c)
+    slots.take(c)
+    assert slots.take_loads() == [(1, c.adapter)] and set(slots.slots) == {"a", "c"}
+    slots.check([c])

@@ -1,0 +1,217 @@
+"""Adapters as PEFT writes them: equal to the model that they are merged into, and refused by name where they are not.
+
+The reference is numpy's: W + scale * B A in the checkpoint's own tensors, and that model loaded.
+"""
+
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import tiny
+import tiny_qwen
+import uncached
+from golden.families import VARIANTS
+from safetensors.numpy import save_file
+
+from quire.model.checkpoint import adapters, loader
+from quire.model.checkpoint.adapters import read_adapter, targets_of, with_adapters
+from quire.model.config import ModelError
+from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+TOKENS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
+FIRST = {variant.config["model_type"]: variant for variant in reversed(VARIANTS)}  # of each type of model
+
+
+def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1):
+    """The logits of a folder's model, with an adapter in one of several slots or without any."""
+    config = loader.read_config(folder)
+    weights = loader.load(folder, config)
+    if adapter is not None:
+        found = read_adapter(adapter, config, targets_of(config), most)
+        weights = with_adapters(weights, config, slots, adapters.bucket_of(most))
+        stacks = write_slot(stacks_of(weights), slot, found.matrices)
+        weights = with_rows(with_stacks(weights, stacks), jnp.full(TOKENS.size, slot, jnp.int32), slots)
+    return np.asarray(jax.jit(uncached.forward, static_argnums=2)(weights, TOKENS, config))
+
+
+ABOUTS = {
+    "plain": ({}, None),
+    "rslora": ({"use_rslora": True}, None),
+    "patterns": (
+        {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 4, "down_proj": 3},
+         "alpha_pattern": {"model.layers.0.self_attn.v_proj": 1, "^model.layers.1.self_attn.k_proj": 3}},
+        {"q_proj": 2, "down_proj": 3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("name", ABOUTS)
+def test_an_adapter_is_the_model_that_it_is_merged_into(name, tmp_path):
+    about, ranks = ABOUTS[name]
+    tensors = tiny.write(tmp_path / "base", tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
+    adapter = peft.draw(tensors, ranks=ranks)
+    if name == "patterns":  # the longer name comes first, and says 4
+        part = "base_model.model.model.layers.1.mlp.down_proj.lora_"
+        rng = np.random.default_rng(5)
+        adapter[part + "A.weight"] = rng.standard_normal((4, 48)).astype(np.float32) / 7
+        adapter[part + "B.weight"] = rng.standard_normal((32, 4)).astype(np.float32) / 4
+    peft.write(tmp_path / "adapter", adapter, about)
+    tiny.write(tmp_path / "merged", tensors=peft.merged(tensors, adapter, about))
+    found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
+    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=2e-4)
+    assert np.abs(found - logits_of(tmp_path / "base")).max() > 0.1
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_a_model_whose_layers_keep_states_and_gate_their_heads(tmp_path):
+    tensors = tiny_qwen.write(tmp_path / "base")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp")}
+    names = (*peft.EVERY, "in_proj_qkvz", "out_proj")
+    adapter = peft.draw({name: tensor for name, tensor in tensors.items() if "expert" not in name}, names)
+    peft.write(tmp_path / "adapter", adapter)
+    tiny.write(tmp_path / "merged", tiny_qwen.CONFIG, peft.merged(tensors, adapter))
+    found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
+    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", FIRST.values(), ids=lambda variant: variant.config["model_type"])
+def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path):
+    """The product of what lies in the stacks is what the loader makes of B A."""
+    (tmp_path / "config.json").write_text(json.dumps(variant.config))
+    config = loader.read_config(tmp_path)
+    rng, seen = np.random.default_rng(0), set()
+    for target in targets_of(config):
+        for part in target.parts:
+            kind = part.source.name.rpartition("layers.")[2].partition(".")[2], part.shape
+            if kind in seen:
+                continue
+            seen.add(kind)
+            (outputs, inputs), rank = part.shape, 2
+            down_RI, up_OR = rng.standard_normal((rank, inputs)), rng.standard_normal((outputs, rank))
+            in_I, out_O = part.orders(target.into)
+            leaf = np.zeros((*target.into, *target.out))
+            leaf[part.source.at] = part.source.turn(up_OR @ down_RI)
+            whole = np.zeros((math.prod(target.into), math.prod(target.out)))
+            whole[:, part.first : part.last] = down_RI.T[in_I] @ up_OR.T[:, out_O]
+            np.testing.assert_allclose(whole.reshape(leaf.shape), leaf, atol=1e-12)
+    encoders = ("bert", "modernbert", "roberta", "xlm-roberta")
+    assert seen or variant.config["model_type"] in encoders
+
+
+def test_slots_and_rank_change_no_bit(tmp_path):
+    """Zeros beyond an adapter's rank are no part of its sums, whatever slot it has."""
+    tensors = tiny.write(tmp_path / "base", tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
+    peft.write(tmp_path / "adapter", peft.draw(tensors))
+    once = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
+    for more in ({"slots": 9, "slot": 7}, {"most": 64}):
+        np.testing.assert_array_equal(once, logits_of(tmp_path / "base", adapter=tmp_path / "adapter", **more), str(more))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tensors = tiny.write(folder, tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
+    config = loader.read_config(folder)
+    return SimpleNamespace(tensors=tensors, config=config, targets=targets_of(config))
+
+
+REFUSED = {
+    "dora": ({"use_dora": True}, "use_dora = True"),
+    "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "bias": ({"bias": "all"}, "bias = 'all'"),
+    "kind": ({"peft_type": "IA3"}, "'IA3'; it must be 'LORA'"),
+    "rank": ({"r": 0}, "r = 0; it must be a whole number"),
+    "another rank": ({"r": 5}, "want [5, 48] and [32, 5]"),
+    "alpha": ({"lora_alpha": None}, "lora_alpha = None; it must be a number"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "changes the model's weights too"),
+    "a heavy pattern": ({"rank_pattern": {"(a+)+b": 4}}, "pattern '(a+)+b' is not read"),
+    "no table": ({"alpha_pattern": [3]}, "a pattern is [3]"),
+    "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_configuration_that_is_not_served_is_named(name, base, tmp_path):
+    about, why = REFUSED[name]
+    peft.write(tmp_path, peft.draw(base.tensors), about)
+    with pytest.raises(ModelError) as error:
+        read_adapter(tmp_path, base.config, base.targets, 16)
+    assert why in str(error.value)
+
+
+def halves(module: str, inputs: int = 32, outputs: int = 32) -> dict[str, np.ndarray]:
+    return {f"{module}.lora_A.weight": np.ones((4, inputs), np.float32),
+            f"{module}.lora_B.weight": np.ones((outputs, 4), np.float32)}  # fmt: skip
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+TENSORS = {
+    "the head": (halves("base_model.model.lm_head", 32, 96), "adapts 'lm_head', which takes no adapter"),
+    "an unknown layer": (halves(Q.replace("layers.0", "layers.7")), "adapts 'model.layers.7.self_attn.q_proj'"),
+    "the embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 96), np.float32)},
+                      "embed_tokens.lora_embedding_A"),
+    "a magnitude": ({f"{Q}.lora_magnitude_vector.weight": np.ones(32, np.float32)}, "lora_magnitude_vector"),
+    "one half": ({f"{Q}.lora_A.weight": np.ones((4, 32), np.float32)}, "lacks lora_B of"),
+    "a wrong shape": (halves(Q, 31), "have shapes [4, 31] and [32, 4]"),
+    "no number": ({name: np.full_like(x, np.nan) for name, x in halves(Q).items()}, "not finite"),
+    "none": ({}, "holds no tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_that_has_no_place_is_named(name, base, tmp_path):
+    tensors, why = TENSORS[name]
+    peft.write(tmp_path, tensors)
+    with pytest.raises(ModelError) as error:
+        read_adapter(tmp_path, base.config, base.targets, 16)
+    assert why in str(error.value)
+
+
+def test_what_is_no_adapter(base, tmp_path):
+    for make, why in {
+        "nothing": "holds no adapter_config.json",
+        "about": "holds no adapter_model.safetensors",
+        "bytes": "truncated or not a safetensors file",
+    }.items():
+        if make == "about":
+            (tmp_path / "adapter_config.json").write_text(json.dumps(peft.ABOUT))
+        if make == "bytes":
+            (tmp_path / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
+        with pytest.raises(ModelError, match=why):
+            read_adapter(tmp_path, base.config, base.targets, 16)
+
+
+def test_a_rank_above_the_limit_is_refused(base, tmp_path):
+    peft.write(tmp_path, peft.draw(base.tensors, rank=9), {"r": 9})
+    with pytest.raises(ModelError, match="has rank 9; max_lora_rank is 8"):
+        read_adapter(tmp_path, base.config, base.targets, 8)
+    assert adapters.bucket_of(9) == 16
+    assert read_adapter(tmp_path, base.config, base.targets, 9).matrices[0][1].shape == (16, 64)
+
+
+def test_the_key_is_of_the_content(base, tmp_path):
+    one, same = (peft.write(tmp_path / name, peft.draw(base.tensors)) for name in "ab")
+    other = peft.write(tmp_path / "c", peft.draw(base.tensors, seed=1))
+    scaled = peft.write(tmp_path / "d", peft.draw(base.tensors), {"lora_alpha": 9})
+    keys = [read_adapter(folder, base.config, base.targets, 8).key for folder in (one, same, other, scaled)]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
+def test_names_with_the_adapters_own_and_without_a_prefix(base, tmp_path):
+    drawn = peft.draw(base.tensors)
+    plain = read_adapter(peft.write(tmp_path / "a", drawn), base.config, base.targets, 8)
+    for folder, change in {"b": (".weight", ".default.weight"), "c": ("base_model.model.", "")}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_config.json").write_text(json.dumps(peft.ABOUT))
+        save_file({name.replace(*change): x for name, x in drawn.items()}, tmp_path / folder / "adapter_model.safetensors")
+        again = read_adapter(tmp_path / folder, base.config, base.targets, 8)
+        for one, other in zip(plain.matrices, again.matrices, strict=True):
+            np.testing.assert_array_equal(one[0], other[0])
+            np.testing.assert_array_equal(one[1], other[1])

@@ -14,7 +14,7 @@ from ..serving.api.options import MEMORY as MEMORY
 from ..serving.api.options import MODEL as MODEL
 from ..serving.api.options import OUTPUT as OUTPUT
 from ..serving.api.options import SAMPLING as SAMPLING
-from ..serving.api.options import EngineOptions
+from ..serving.api.options import ADAPTERS, EngineOptions
 from ..serving.api.params import OF_MODEL, SamplingParams
 from .command import UsageError as UsageError
 from .sizes import size
@@ -79,12 +79,17 @@ def engine_flag(field: Field) -> Any:
 
 
 ENGINE_FLAGS = {field.name: engine_flag(field) for field in fields(EngineOptions) if "panel" in field.metadata}
+ADAPTER_FLAGS = [field.name for field in fields(EngineOptions) if field.metadata.get("panel") == ADAPTERS]
 SAMPLING_FIELDS = {field.name: field for field in fields(SamplingParams) if "panel" in field.metadata}
 
 
-def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] = ()):
-    """A command with flags of the engine in place of its parameter `engine`, a dict of those that were given."""
-    return takes("engine", {name: flag for name, flag in ENGINE_FLAGS.items() if name in only and name not in without})
+def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] = (), adapters: bool = False):
+    """A command with flags of the engine in place of its parameter `engine`, a dict of those that were given.
+
+    Those of adapters are only for a command whose requests can name one.
+    """
+    left_out = without if adapters else (*without, *ADAPTER_FLAGS)
+    return takes("engine", {name: flag for name, flag in ENGINE_FLAGS.items() if name in only and name not in left_out})
 
 
 def takes_sampling(max_tokens: int, without: Collection[str] = ()):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ... import __version__
-from ...serving.api.options import EngineOptions
+from ...serving.api.options import ADAPTERS, EngineOptions
 from ...serving.http.settings import ACCESS, ANSWERS, LIMITS, LISTEN, Formats, ServerSettings
 from .. import options as o
 from ..loading import ending_at_once
@@ -29,7 +29,7 @@ def listed(help: str, panel: str, metavar: str = "TEXT", shown: str = "none") ->
 def takes_flags(main):
     """A command with the flags of the server, of replicas and of engines as `settings`, `scale` and `engine`."""
     main = o.takes("settings", SERVER_FLAGS, {field.name: field.default for field in SETTINGS})(main)
-    return o.takes_engine()(o.takes("scale", SCALE_OPTIONS)(main))
+    return o.takes_engine(adapters=True)(o.takes("scale", SCALE_OPTIONS)(main))
 
 
 @takes_flags
@@ -54,6 +54,9 @@ def main(
     ] = None,
     served_model_name: Annotated[
         list[str] | None, listed("Name that clients call the model", LISTEN, shown="the MODEL itself")
+    ] = None,
+    lora_modules: Annotated[
+        list[str] | None, listed("Adapter that requests name as their model, and its folder", ADAPTERS, "NAME=PATH")
     ] = None,
     api_key: Annotated[
         list[str] | None, listed("Key that clients must send, here or with commas in QUIRE_API_KEY", ACCESS, "KEY")
@@ -146,6 +149,7 @@ class ServerSetup(NamedTuple):
     called: list[tuple[str, ...]]  # what clients may call each of them
     settings: ServerSettings
     options: dict[str, Any]  # of every engine
+    adapters: dict[str, str]  # their folders, by name
 
 
 def wanted_of(given: dict[str, Any]) -> ServerSetup:
@@ -172,7 +176,9 @@ def wanted_of(given: dict[str, Any]) -> ServerSetup:
     if processes > 1 and (len(names) > 1 or given["runs_on"] is not None):
         raise o.UsageError(f"--num-processes is {processes}: several processes serve one model together, without Ray")
     options = given["engine"] | {"max_queued_requests": given["max_queued_requests"], "seed": given["seed"]}
-    return ServerSetup(names, called(names, given["served_model_name"] or []), settings, options)
+    called_by = called(names, given["served_model_name"] or [])
+    adapters = adapters_of(given["lora_modules"] or [], called_by, bool(options.get("enable_lora")))
+    return ServerSetup(names, called_by, settings, options, adapters)
 
 
 @takes_flags
@@ -197,7 +203,7 @@ async def run(wanted: ServerSetup) -> None:
     from ...serving.http.service import Service
 
     which = zip(wanted.names or [None], wanted.called, strict=True)
-    models = [entry(name, own, wanted.options) for name, own in which]
+    models = [entry(name, own, wanted.options, wanted.adapters) for name, own in which]
     service = Service(Models(models, wanted.settings.max_loaded), wanted.settings)
 
     def ready(address: str) -> None:
@@ -220,7 +226,25 @@ def called(names: list[str], served: list[str]) -> list[tuple[str, ...]]:
     return found
 
 
-def entry(name: str | None, names: tuple[str, ...], options: dict[str, Any]) -> Any:
+def adapters_of(given: list[str], called: list[tuple[str, ...]], enabled: bool) -> dict[str, str]:
+    """The folders of `--lora-modules`, by name."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, path = one.partition("=")
+        if not name or not path:
+            raise o.UsageError(f"--lora-modules is {one!r}; it must be NAME=PATH")
+        if name in found or any(name in names for names in called):
+            raise o.UsageError(f"--lora-modules names {name!r}, which is a model's or another adapter's name")
+        found[name] = path
+    if found and not enabled:
+        raise o.UsageError("--lora-modules needs --enable-lora")
+    if found and len(called) > 1:
+        raise o.UsageError("--lora-modules needs a single MODEL: it would not say whose the adapters are")
+    return found
+
+
+def entry(name: str | None, names: tuple[str, ...], options: dict[str, Any], adapters: dict[str, str]) -> Any:
+    from ...serving.api.lora import LoRARequest
     from ...serving.api.options import options_of
     from ...serving.build import make_engine
     from ...serving.http.models import Model
@@ -232,4 +256,12 @@ def entry(name: str | None, names: tuple[str, ...], options: dict[str, Any]) -> 
 
         logging.getLogger("quire").info("%s: %s", names[0], stage)
 
-    return Model(names, lambda: make_engine(chosen, note))
+    wanted = {each: LoRARequest(each, number, path) for number, (each, path) in enumerate(adapters.items(), 1)}
+
+    def make() -> Any:
+        engine = make_engine(chosen, note)
+        for each in wanted.values():  # one that cannot be read is told at the start
+            engine.adapters.get(each)
+        return engine
+
+    return Model(names, make, adapters=wanted)

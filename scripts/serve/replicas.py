@@ -14,7 +14,7 @@ from ...serving.http.settings import ServerSettings
 from .. import options as o
 
 PANEL = "Many replicas (--engine ray)"
-OURS = "uds", "admin", "receive_seconds", "write_seconds"  # settings that Ray's HTTP server ignores
+OURS = "uds", "admin", "lora_dir", "receive_seconds", "write_seconds"  # settings that Ray's HTTP server ignores
 
 
 def resources(text: str | dict[str, float]) -> dict[str, float]:
@@ -76,6 +76,8 @@ def plan_of(given: dict[str, Any], wanted: Any, scale: dict[str, Any]) -> Any:
         if getattr(wanted.settings, name) != getattr(ServerSettings(), name):
             flag = f"--{name.replace('_', '-')}"
             raise o.UsageError(f"{flag} has no effect with --engine ray, whose server is Ray's; leave it out")
+    if given["engine"].get("enable_lora") or given.get("lora_modules"):
+        raise o.UsageError("--enable-lora and --engine ray do not go together yet: replicas serve no adapters")
     from ...serving.ray.scale import DeploymentPlan, ReplicaOptions  # not at the top: `--help` must not wait for it
 
     folders = [name if name is None or not Path(name).is_dir() else str(Path(name).resolve()) for name in wanted.names]

@@ -61,7 +61,6 @@ SWITCHES: Final = {  # those that take no value, beside all that begin with `ena
     "trust_remote_code",
 }  # fmt: skip
 
-LORA = "there is no LoRA: merge the adapter into the model's weights"
 SPECULATIVE = "--speculative-config"
 TLS = "the server speaks HTTP: put a proxy with TLS before it"
 FORM = "a request brings it: structured_outputs, response_format"
@@ -88,8 +87,7 @@ MEANING: Final = {
     "collect_detailed_traces": "--trace",
     "headless": HOSTS,
     "device": "the variable JAX_PLATFORMS of the environment chooses it: cpu, cuda or tpu",
-    "lora_modules": LORA,
-    "lora": LORA, "lora_scaled": LORA,
+    "lora": "--lora-modules", "lora_scaled": "--lora-modules",
     "speculative_model": SPECULATIVE, "num_speculative_tokens": SPECULATIVE,
     "model_draft": SPECULATIVE, "md": SPECULATIVE, "draft_max": SPECULATIVE,
     "ssl_keyfile": TLS, "ssl_certfile": TLS, "ssl_ca_certs": TLS, "ssl_key_file": TLS, "ssl_cert_file": TLS,

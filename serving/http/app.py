@@ -21,7 +21,18 @@ from ..protocol.answers import completion as completion_answer
 from ..protocol.answers import messages as message_answer
 from . import prompting
 from .answering import ClientLeft
-from .endpoints import admin, batches, conversations, files, message_batches, pooled, responses, status, tokens
+from .endpoints import (
+    adapters,
+    admin,
+    batches,
+    conversations,
+    files,
+    message_batches,
+    pooled,
+    responses,
+    status,
+    tokens,
+)
 from .endpoints.invocations import invocations
 from .endpoints.static import page_routes
 from .errors import HttpError, as_http, error_response
@@ -83,7 +94,7 @@ def make_app(service: Service) -> Any:
         tokens.ROUTES,
         pooled.ROUTES,
         status.ROUTES,
-        *([admin.ROUTES] if service.settings.admin else []),
+        *([admin.ROUTES, adapters.ROUTES] if service.settings.admin else []),
     ]
     for table in tables:
         for (method, path), handler in table.items():

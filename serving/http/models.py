@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...model.config import ModelError
+from ..api.lora import LoRARequest
 from ..api.validation import shown
 from ..async_llm import AsyncLLM
 from ..build import on_host
@@ -49,6 +50,7 @@ class Model:
     loaded: AsyncLLM | None = None
     why: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # by the names that requests give
 
     @property
     def llm(self) -> AsyncLLM:
@@ -78,10 +80,13 @@ class Models:
     def find(self, name: str | None) -> Model:
         """By any of its names; without one, the first."""
         for model in self.models:
-            if name is None or name in model.names:
+            if name is None or name in model.names or name in model.adapters:
                 return model
+        raise self.unknown(name)
+
+    def unknown(self, name: str | None) -> HttpError:
         known = ", ".join(model.name for model in self.models)
-        raise HttpError(404, f"model: there is no {shown(name)}; there is {known}", "model", "model_not_found")
+        return HttpError(404, f"model: there is no {shown(name)}; there is {known}", "model", "model_not_found")
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Model]:

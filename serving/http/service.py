@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from ...model.config import ModelError
+from ..adapter_store import with_adapter
 from ..api.errors import RequestError
 from ..api.params import Terms
 from ..async_llm import Ask, AsyncLLM
@@ -32,7 +33,7 @@ from .errors import HttpError, JsonResponse
 from .files import StoredFiles
 from .guard import digest, new_id, too_large
 from .logs import access
-from .models import Models
+from .models import Model, Models
 from .prompting import Prepared
 from .settings import Formats, ServerSettings
 from .stored import StoredResponses
@@ -182,6 +183,19 @@ class Service:
             return given
         return replace(given, cache_salt=f"{key} {given.cache_salt or ''}", share_key=key)
 
+    async def adapted(self, model: Model, name: str | None, terms: Terms) -> Terms:
+        """With the adapter that the model's name is one of, if it is; read again where host memory has it no more."""
+        if name is None or name in model.names:
+            return terms
+        if (wanted := model.adapters.get(name)) is None:  # unloaded while the model woke up
+            raise self.models.unknown(name)
+        try:
+            return await self.beside(with_adapter, terms, model.llm.engine.adapters, wanted)
+        except RequestError as error:
+            log.error("adapter %s: %s", name, error)
+            why = f"adapter {name} cannot be read; the server's log says why"
+            raise HttpError(503, why, "model", "model_failed") from None
+
     async def answer(self, request: Request, protocol: Protocol) -> Any:
         """Text, in any of the protocols."""
         parsed, body = await self.read(request, protocol.parse)
@@ -193,7 +207,8 @@ class Service:
             await stack.enter_async_context(self.counted())
             model = await stack.enter_async_context(self.models.use(parsed.model))
             params = with_defaults(parsed.params, parsed.given, model.llm.engine.defaults)
-            parsed = replace(parsed, params=params, terms=self.terms(parsed.terms, self.key(request)))
+            terms = await self.adapted(model, parsed.model, self.terms(parsed.terms, self.key(request)))
+            parsed = replace(parsed, params=params, terms=terms)
             prepared = await self.beside(prepare, protocol.prepare, model.llm.engine, parsed, self.settings.formats)
             choices = parsed.params.n
             if len(prepared.asks) * choices > self.settings.max_choices:

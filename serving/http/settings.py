@@ -57,11 +57,14 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # other sites whose pages may send requests (CORS)
     open_metrics: bool = flag(False, ACCESS, "Serve /metrics without a key.")
-    admin: bool = flag(  # the paths of `endpoints/admin.py`
+    admin: bool = flag(  # the paths of `endpoints/admin.py` and `adapters.py`
         False, ACCESS,
-        "Serve /sleep, /wake_up, /is_sleeping, /pause, /resume, /reset_prefix_cache, /expert_loads and "
-        "/rebalance_experts.",
+        "Serve /sleep, /wake_up, /is_sleeping, /pause, /resume, /reset_prefix_cache, /expert_loads, "
+        "/rebalance_experts, /v1/load_lora_adapter and /v1/unload_lora_adapter.",
     )  # fmt: skip
+    lora_dir: str | None = flag(
+        None, ACCESS, "Folder below which adapters lie that /v1/load_lora_adapter may load.", "DIR", "none is loaded"
+    )
     max_body_bytes: int = flag(16 << 20, LIMITS, "Largest body of a request.", "BYTES", "16M")
     max_choices: int = flag(MAX_CHOICES, LIMITS, "Most answers to one request.", "N")  # n times its prompts
     max_stored_responses: int = flag(

@@ -45,7 +45,8 @@ async def outputs_of(
     """The outputs for all prompts of a request, when they are computed."""
     asked, _ = await service.read(request, parse)
     async with service.counted(), service.models.use(asked.model) as model:
-        asked = replace(asked, terms=service.terms(asked.terms, service.key(request)))
+        terms = service.terms(asked.terms, service.key(request))
+        asked = replace(asked, terms=await service.adapted(model, asked.model, terms))
         asks = await service.beside(prepare, model.llm.engine, asked)
         name = f"{prefix}{new_id()}"
         answers = await model.llm.ask([f"{name}-{i}" for i in range(len(asks))], asks, at_end=True)

@@ -65,7 +65,7 @@ async def model(service: Service, request: Request) -> JsonResponse:
 
 
 def named(service: Service) -> list[tuple[Model, str]]:
-    return [(model, name) for model in service.models.models for name in model.names]
+    return [(model, name) for model in service.models.models for name in (*model.names, *model.adapters)]
 
 
 def card(service: Service, model: Model, name: str) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def card(service: Service, model: Model, name: str) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "quire",
-        "root": model.name,
-        "parent": None,
+        "root": name if name in model.adapters else model.name,
+        "parent": model.name if name in model.adapters else None,
         "max_model_len": None if engine is None else engine.max_len,
         "default_sampling_params": None if engine is None else dict(engine.defaults),
         "state": state_of(service, model),

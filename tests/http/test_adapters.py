@@ -1,0 +1,217 @@
+"""Adapters over HTTP: models of their own names, which come and go while requests run."""
+
+import json
+import shutil
+import threading
+import urllib.error
+import urllib.request
+
+import openai
+import peft
+import pytest
+import tiny
+import tokenizer_zoo
+from served import model_of, served
+
+from quire import LLM, LoRARequest, ModelError, SamplingParams
+from quire.scripts import options as o
+from quire.scripts.serve.command import adapters_of, entry
+from quire.serving.api.options import options_of
+from quire.serving.build import make_engine
+
+OPTIONS = {
+    "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 4, "max_num_batched_tokens": 32, "enable_lora": True,
+    "max_loras": 2, "max_lora_rank": 8,
+}  # fmt: skip
+PROMPT = "adapters"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    core = tokenizer_zoo.byte_level()
+    config = tiny.LLAMA | {"vocab_size": core.get_vocab_size(), "max_position_embeddings": 512}
+    tensors = tiny.write(root / "base", config, tiny.even(tiny.shapes(config)))
+    tokenizer_zoo.save(root / "base", core, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    for number in range(4):
+        peft.write(root / "allowed" / f"a{number}", peft.draw(tensors, seed=number))
+    peft.write(root / "outside", peft.draw(tensors, seed=9))
+    (root / "allowed" / "link").symlink_to(root / "outside")
+    return root
+
+
+@pytest.fixture(scope="module")
+def engine(folders):
+    return make_engine(options_of(str(folders / "base"), **OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def wanted(folders, engine):
+    """What Python gets for each adapter."""
+    llm, params = LLM(engine=engine), SamplingParams(temperature=0, max_tokens=8)
+    found = {None: llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text}
+    for number in range(4):
+        request = LoRARequest("x", 1, str(folders / "allowed" / f"a{number}"))
+        output = llm.generate(PROMPT, params, use_tqdm=False, lora_request=request)
+        found[number] = output[0].outputs[0].text
+    assert len(set(found.values())) == 5
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folders, engine, wanted):
+    model = model_of(engine, "base")
+    model.adapters["first"] = LoRARequest("first", 1, str(folders / "allowed" / "a0"))
+    with served(model, admin=True, lora_dir=str(folders / "allowed")) as state:
+        state.client = openai.OpenAI(base_url=f"{state.url}/v1", api_key="none", max_retries=0)
+        yield state
+
+
+def ask(state, path: str, body: dict | None = None) -> tuple[int, str]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(state.url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def said(state, model: str) -> str:
+    answer = state.client.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=8)
+    assert answer.model == model
+    return answer.choices[0].text
+
+
+def test_a_name_is_a_model(server, wanted):
+    """In /v1/models with its parent, in both protocols that write, streamed or not, and in answers."""
+    cards = {card.id: card for card in server.client.models.list().data}
+    assert cards["first"].parent == "base" and cards["base"].parent is None and cards["first"].root == "first"
+    assert server.client.models.retrieve("first").id == "first"
+    assert (said(server, "base"), said(server, "first")) == (wanted[None], wanted[0])
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 8}
+    whole = server.client.chat.completions.create(model="first", **chat)
+    streamed = list(server.client.chat.completions.create(model="first", stream=True, **chat))
+    assert "".join(part.choices[0].delta.content or "" for part in streamed) == whole.choices[0].message.content
+    assert {part.model for part in streamed} == {whole.model} == {"first"}
+    plain = server.client.chat.completions.create(model="base", **chat)
+    assert plain.choices[0].message.content != whole.choices[0].message.content
+    vectors = [server.client.embeddings.create(model=name, input="x").data[0].embedding for name in ("base", "first")]
+    assert vectors[0] != vectors[1]
+
+
+def test_load_and_unload(server, wanted):
+    """The second one goes while its request runs: that one ends as it would have, and the next is a 404."""
+    status, text = ask(server, "/v1/load_lora_adapter", {"lora_name": "second", "lora_path": "a1"})
+    assert (status, text) == (200, "Success: LoRA adapter 'second' added successfully.")
+    assert said(server, "second") == wanted[1]
+    long = {"model": "second", "prompt": PROMPT, "temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    whole = server.client.completions.create(**long).choices[0].text
+    stream = server.client.completions.create(stream=True, **long)
+    parts = [next(stream).choices[0].text]
+    assert ask(server, "/v1/unload_lora_adapter", {"lora_name": "second"})[0] == 200
+    with pytest.raises(openai.NotFoundError, match="there is no 'second'"):
+        said(server, "second")
+    parts += [part.choices[0].text for part in stream]
+    assert "".join(parts) == whole
+    assert "second" not in {card.id for card in server.client.models.list().data}
+    assert ask(server, "/v1/unload_lora_adapter", {"lora_name": "second"})[0] == 404
+
+
+def test_more_adapters_than_slots_at_once(server, wanted):
+    """Every client gets its own adapter's answer, and nothing is compiled."""
+    for number in range(4):
+        body = {"lora_name": f"many-{number}", "lora_path": f"a{number}"}
+        assert ask(server, "/v1/load_lora_adapter", body)[0] == 200
+    found: dict[int, list[str]] = {number: [] for number in range(4)}
+
+    def client(number: int) -> None:
+        for _ in range(4):
+            found[number].append(said(server, f"many-{number}"))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [wanted[number]] * 4 for number in range(4)}
+    metrics = ask(server, "/metrics")[1]
+    assert 'quire:recompiles_total{model_name="base"} 0.0' in metrics
+
+
+def test_an_adapter_is_replaced_in_place(server, folders, wanted):
+    shutil.copytree(folders / "allowed" / "a2", folders / "allowed" / "changing")
+    body = {"lora_name": "changing", "lora_path": "changing"}
+    assert ask(server, "/v1/load_lora_adapter", body)[0] == 200
+    assert said(server, "changing") == wanted[2]
+    status, text = ask(server, "/v1/load_lora_adapter", body)
+    assert status == 400 and "is served already" in text
+    shutil.copytree(folders / "allowed" / "a3", folders / "allowed" / "changing", dirs_exist_ok=True)
+    assert ask(server, "/v1/load_lora_adapter", body | {"load_inplace": True})[0] == 200
+    assert said(server, "changing") == wanted[3]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"lora_name": "x", "lora_path": "../outside"}, 400, "must be a folder below --lora-dir"),
+        ({"lora_name": "x", "lora_path": "link"}, 400, "must be a folder below --lora-dir"),
+        ({"lora_name": "x", "lora_path": "/etc"}, 400, "must be a folder below --lora-dir"),
+        ({"lora_name": "x", "lora_path": "a1/adapter_config.json"}, 400, "must be a folder below"),
+        ({"lora_name": "x", "lora_path": "a\u00001"}, 400, "printable characters"),
+        ({"lora_name": "x", "lora_path": "."}, 400, "must be a folder below"),
+        ({"lora_name": "base", "lora_path": "a1"}, 400, "'base' is served already"),
+        ({"lora_name": "", "lora_path": "a1"}, 400, "lora_name"),
+        ({"lora_name": "x"}, 400, "lora_path"),
+        ({"lora_name": "x", "lora_path": "a1", "load_inplace": 1}, 400, "load_inplace"),
+        ({"lora_name": "x", "lora_path": "a1", "rank": 1}, 400, "rank"),
+        ([], 400, "body"),
+    ],
+)
+def test_what_is_not_loaded(server, folders, body, status, says):
+    found, text = ask(server, "/v1/load_lora_adapter", body)
+    assert found == status and says in text and str(folders) not in text
+
+
+def test_names_in_requests_are_never_paths(server, folders):
+    for name in ("../outside", str(folders / "outside"), "allowed/a1", "a1", "link"):
+        with pytest.raises(openai.NotFoundError):
+            said(server, name)
+
+
+def test_an_adapter_that_is_gone_from_the_disk_says_nothing_of_it(server, folders, wanted):
+    shutil.copytree(folders / "allowed" / "a2", folders / "allowed" / "gone")
+    assert ask(server, "/v1/load_lora_adapter", {"lora_name": "gone", "lora_path": "gone"})[0] == 200
+    shutil.rmtree(folders / "allowed" / "gone")
+    with pytest.raises(openai.InternalServerError, match="adapter gone cannot be read") as error:
+        said(server, "gone")
+    assert error.value.status_code == 503 and str(folders) not in str(error.value)
+
+
+def test_a_server_without_a_folder_loads_none_at_run_time(engine, folders):
+    from quire.serving.http.endpoints.adapters import folder_of
+    from quire.serving.http.errors import HttpError
+    from quire.serving.http.models import Models
+    from quire.serving.http.service import Service
+    from quire.serving.http.settings import ServerSettings
+
+    service = Service(Models([model_of(engine)]), ServerSettings(admin=True))
+    with pytest.raises(HttpError, match="--lora-dir") as error:
+        folder_of(service, "a1")
+    assert error.value.status == 403
+
+
+def test_the_command_line(folders):
+    assert adapters_of(["a=/x", "b=y=z"], [("m",)], True) == {"a": "/x", "b": "y=z"}
+    for given, called, enabled, why in (
+        (["a"], [("m",)], True, "it must be NAME=PATH"),
+        (["a=x", "a=y"], [("m",)], True, "names 'a'"),
+        (["m=x"], [("m",)], True, "names 'm'"),
+        (["a=x"], [("m",)], False, "needs --enable-lora"),
+        (["a=x"], [("m",), ("n",)], True, "needs a single MODEL"),
+    ):
+        with pytest.raises(o.UsageError, match=why):
+            adapters_of(given, called, enabled)
+    model = entry(str(folders / "base"), ("base",), OPTIONS, {"a": str(folders / "nowhere")})
+    with pytest.raises(ModelError, match="no adapter that can be read"):
+        model.make()

@@ -15,6 +15,7 @@ from quire.serving.api.options import options_of
 from quire.serving.engine.adapter_slots import PATIENCE, AdapterSlots
 
 COUNT, SLOTS = 64, 4
+CONFIG = tiny.LLAMA | {"intermediate_size": 64}
 OPTIONS = {
     "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 8, "max_num_batched_tokens": 32,
     "enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8, "max_cpu_loras": COUNT,
@@ -26,7 +27,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.9, seed=7, logprobs=2)
 def folders(tmp_path_factory):
     """A model, and many adapters of several ranks, some of a part of the layers."""
     root = tmp_path_factory.mktemp("adapters")
-    tensors = tiny.write(root / "base", tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
+    tensors = tiny.write(root / "base", CONFIG, tiny.even(tiny.shapes(CONFIG)))
     for number in range(COUNT):
         rank, names = 1 + number % 8, peft.EVERY if number % 3 else ("q_proj", "v_proj")
         drawn = peft.draw(tensors, names, rank=rank, seed=number)
@@ -81,7 +82,7 @@ def test_the_answers_are_those_of_the_merged_model(llm, folders, tmp_path):
 
     tensors = load_file(folders / "base" / "model.safetensors")
     drawn, about = load_file(folders / "5" / "adapter_model.safetensors"), {"r": 6, "use_rslora": False}
-    tiny.write(tmp_path, tensors=peft.merged(tensors, drawn, about))
+    tiny.write(tmp_path, CONFIG, tensors=peft.merged(tensors, drawn, about))
     greedy, prompts = replace(PARAMS, temperature=0), prompts_for(5)
     plain = {name: value for name, value in OPTIONS.items() if "lora" not in name}
     with LLM(str(tmp_path), **plain) as merged:
@@ -212,3 +213,30 @@ def test_the_least_recently_used_gives_way_and_only_if_nobody_runs():
     slots.take(c)
     assert slots.take_loads() == [(1, c.adapter)] and set(slots.slots) == {"a", "c"}
     slots.check([c])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"quantization": "int8", "dtype": "bfloat16"},
+        {"quantization": "int4-32"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=str,
+)
+def test_with_rounded_weights_and_drafts(folders, given):
+    """What each request gets is what it gets alone; drafts, which know no adapter, change nothing."""
+    numbers, prompts = [0, 1, 2, None, 5, 6], [[7, 8, 9] * 6] * 6
+    params = replace(PARAMS, temperature=0, max_tokens=20)
+    with LLM(str(folders / "base"), **OPTIONS | given) as llm:
+        together = answers(llm, prompts, [adapter(folders, number) for number in numbers], params)
+        for i in (1, 3, 4):
+            llm.reset_prefix_cache()
+            assert answers(llm, [prompts[i]], adapter(folders, numbers[i]), params) == [together[i]], numbers[i]
+        assert llm.engine.snapshot().recompiles == 0
+        assert len({tokens for tokens, _ in together}) > 3
+        if "speculative_config" in given:
+            assert llm.engine.speculator.counts.drafts > 0
+            with LLM(str(folders / "base"), **OPTIONS) as plain:
+                undrafted = answers(plain, prompts, [adapter(folders, number) for number in numbers], params)
+            assert [tokens for tokens, _ in undrafted] == [tokens for tokens, _ in together]

@@ -100,6 +100,13 @@ def test_a_name_is_a_model(server, wanted):
     assert vectors[0] != vectors[1]
 
 
+def test_a_grammar_bounds_an_adapter(server):
+    asked = {"prompt": PROMPT, "max_tokens": 20, "extra_body": {"structured_outputs": {"regex": "[0-9]{4}"}}}
+    for name in ("base", "first"):
+        text = server.client.completions.create(model=name, **asked).choices[0].text
+        assert len(text) == 4 and text.isdigit()
+
+
 def test_load_and_unload(server, wanted):
     """The second one goes while its request runs: that one ends as it would have, and the next is a 404."""
     status, text = ask(server, "/v1/load_lora_adapter", {"lora_name": "second", "lora_path": "a1"})

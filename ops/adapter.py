@@ -7,9 +7,28 @@ import jax.numpy as jnp
 from flax import struct
 
 from . import linear
-from .moe import Blocks
+from .moe import BLOCK, Blocks
 from .precision import precision
 from .weight import Weight, plain
+
+
+@struct.dataclass
+class AdapterRows:
+    """The rows of a step by the slot of their adapter, in blocks of one slot each. Rows of no adapter are in none."""
+
+    num_blocks: Any
+    slots_C: Any  # of each block; there are as many as there can be
+    rows_CQ: Any  # one past the last in padding
+    places_T: Any  # each row's place among those of all blocks; one past the last for rows of none
+
+    @classmethod
+    def of(cls, slots_T, num_slots: int) -> "AdapterRows":
+        T = slots_T.shape[0]
+        blocks, C = Blocks.of(slots_T, num_slots), min(T, -(-T // BLOCK) + num_slots)
+        slots_C, rows_CQ, _ = jax.vmap(blocks.at)(jnp.arange(C))
+        places_CQ = jnp.arange(C * BLOCK, dtype=jnp.int32).reshape(C, BLOCK)
+        places_T = jnp.full(T, C * BLOCK, jnp.int32).at[rows_CQ].set(places_CQ, mode="drop")
+        return cls(blocks.num_blocks, slots_C, rows_CQ, places_T)
 
 
 @struct.dataclass
@@ -25,7 +44,7 @@ class Adapted(Weight):
     base: Any
     down_SDR: Any  # of each slot [inputs, parts * rank]
     up_SRO: Any  # of each slot [rank, outputs]
-    blocks: Blocks | None = None  # the rows of a step by the slot of their adapter; the step fills it in
+    rows_of: AdapterRows | None = None  # the step fills it in
     parts: tuple[tuple[int, int], ...] = struct.field(pytree_node=False, default=())
     takes_rounded = True
 
@@ -46,27 +65,27 @@ class Adapted(Weight):
         An adapter's rows are computed in blocks of one fixed shape, so that a row's sums depend neither on the others
         nor on the slot. Zeros beyond an adapter's own rank come last in every sum.
         """
-        if self.blocks is None:
+        if self.rows_of is None:
             return out
-        blocks, T = self.blocks, x.shape[0]
-        x_TD, rank = x.reshape(T, -1), self.up_SRO.shape[1]
+        own, T, (_, rank, O) = self.rows_of, x.shape[0], self.up_SRO.shape
+        x_TD = x.reshape(T, -1)
 
-        def add(block, out_TO):
-            slot, row_Q, _ = blocks.at(block)
+        def add(block, added_PO):
             # Without the barrier XLA widens the whole stacks to float32 ahead of the loop.
-            down_SDR, up_SRO, slot = jax.lax.optimization_barrier((self.down_SDR, self.up_SRO, slot))
-            x_QD = x_TD.at[row_Q].get(mode="fill", fill_value=0)
+            down_SDR, up_SRO, slot = jax.lax.optimization_barrier((self.down_SDR, self.up_SRO, own.slots_C[block]))
+            x_QD = x_TD.at[own.rows_CQ[block]].get(mode="fill", fill_value=0)
             inner_QR, up_RO = dot(x_QD, down_SDR[slot]), up_SRO[slot]
             added = [
                 dot(inner_QR[:, part * rank :][:, :rank], up_RO[:, first:last])
                 for part, (first, last) in enumerate(self.parts)
             ]
             added_QO = added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
-            return out_TO.at[row_Q].add(added_QO, mode="drop")
+            return jax.lax.dynamic_update_slice(added_PO, added_QO, (block * BLOCK, 0))
 
         with jax.named_scope("adapters"):
-            out_TO = jax.lax.fori_loop(0, blocks.num_blocks, add, out.reshape(T, -1))
-        return out_TO.reshape(out.shape)
+            added_PO = jax.lax.fori_loop(0, own.num_blocks, add, jnp.zeros((own.rows_CQ.size, O), jnp.float32))
+            added_TO = added_PO.at[own.places_T].get(mode="fill", fill_value=0)
+        return out + added_TO.reshape(out.shape)
 
 
 def dot(x_QI, w_IO):
@@ -80,9 +99,9 @@ def is_adapted(node: Any) -> bool:
 
 def with_rows(weights: Any, slots_T, num_slots: int) -> Any:
     """The weights for a step: each row has the adapter in its slot, or with `num_slots` none."""
-    blocks = Blocks.of(slots_T, num_slots)
+    rows = AdapterRows.of(slots_T, num_slots)
     return jax.tree.map(
-        lambda node: node.replace(blocks=blocks) if is_adapted(node) else node, weights, is_leaf=is_adapted
+        lambda node: node.replace(rows_of=rows) if is_adapted(node) else node, weights, is_leaf=is_adapted
     )
 
 

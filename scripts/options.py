@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ..serving.api.options import ADAPTERS, EngineOptions
 from ..serving.api.options import MEMORY as MEMORY
 from ..serving.api.options import MODEL as MODEL
 from ..serving.api.options import OUTPUT as OUTPUT
 from ..serving.api.options import SAMPLING as SAMPLING
-from ..serving.api.options import ADAPTERS, EngineOptions
 from ..serving.api.params import OF_MODEL, SamplingParams
 from .command import UsageError as UsageError
 from .sizes import size

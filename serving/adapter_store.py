@@ -15,7 +15,7 @@ from .engine.admission import NO_ADAPTERS
 
 
 class AdapterStore:
-    """At most `most` adapters. One whose files have changed is read again, and is another: it shares no pages with it."""
+    """At most `most` adapters. One whose files have changed is read again, and is another: it shares no pages."""
 
     def __init__(self, config: ModelConfig, targets: tuple[Target, ...], max_rank: int, most: int):
         self.config, self.targets, self.max_rank, self.most = config, targets, max_rank, most

@@ -23,8 +23,8 @@ ROOMS = """
     sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
     ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight
-    ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/adapter ops/expert_dispatch ops/state_rows ops/attention
-    ops/heads ops/residual ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
+    ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/adapter ops/expert_dispatch ops/state_rows
+    ops/attention ops/heads ops/residual ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
 
     model/errors model/stored_format model/classes model/indexer model/recurrent model/config model/matrix
     model/mixers model/weights
@@ -33,7 +33,8 @@ ROOMS = """
 
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
     serving/speculative serving/cache serving/device serving/engine serving/observe
-    serving/defaults serving/drafter serving/adapter_store serving/build serving/follow serving/progress serving/resume serving/chat_prompt
+    serving/adapter_store
+    serving/defaults serving/drafter serving/build serving/follow serving/progress serving/resume serving/chat_prompt
     serving/search serving/llm serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 

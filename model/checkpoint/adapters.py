@@ -26,9 +26,9 @@ RANKS = (8, 16, 32, 64, 128, 256)  # that stacks have
 MAX_RANK = 1 << 12  # that a folder may say
 NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 REFUSED = {  # keys of adapter_config.json that change what is computed, and why they are not served
-    "use_dora": "it scales the weights' columns too; merge it into the weights, or train without it",
+    "use_dora": "it scales the weights' columns too; merge it into the model",
     "modules_to_save": "it brings whole weights of its own; merge it into the model",
-    "layers_to_replicate": "it repeats layers", "layer_replication": "it repeats layers",
+    "layer_replication": "it repeats layers",
     "trainable_token_indices": "it brings rows of the embedding; merge it into the model",
     "target_parameters": "it adapts stacked experts; merge it into the model",
     "lora_bias": "its matrices have biases; merge it into the model",
@@ -161,9 +161,7 @@ def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...],
     about, file = read_about(folder), folder / FILE
     if not file.is_file():
         raise ModelError(f"{folder} holds no {FILE}; adapters are read from safetensors alone")
-    places = {
-        part.source.name: (index, part) for index, target in enumerate(targets) for part in target.parts
-    }
+    places = {part.source.name: (index, part) for index, target in enumerate(targets) for part in target.parts}
     rank, dtype, family = bucket_of(most), np.dtype(jnp.dtype(config.dtype)), module_of(config)
     matrices: list[Any] = [None] * len(targets)
     for module, (down, up) in pairs_of(file).items():
@@ -243,14 +241,15 @@ def read_about(folder: Path) -> About:
             f"{where}: init_lora_weights = {begun!r:.80} changes the model's weights too; save it with PEFT's "
             "path_initial_model_for_weight_conversion"
         )
-    ranks, alphas = given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}
+    ranks, alphas = (pattern_of(where, given.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
     rank, alpha = given.get("r"), given.get("lora_alpha")
-    for name, value in {"r": rank, **{f"rank_pattern[{key}]": value for key, value in pattern_of(where, ranks)}}.items():
+    for name, value in {"r": rank, **{f"rank_pattern[{key}]": value for key, value in ranks.items()}}.items():
         if type(value) is not int or not 1 <= value <= MAX_RANK:
             raise ModelError(f"{where}: {name} = {value!r:.80}; it must be a whole number from 1 to {MAX_RANK}")
     for name, value in {
-        "lora_alpha": alpha, **{f"alpha_pattern[{key}]": value for key, value in pattern_of(where, alphas)}
-    }.items():  # fmt: skip
+        "lora_alpha": alpha,
+        **{f"alpha_pattern[{key}]": value for key, value in alphas.items()},
+    }.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ModelError(f"{where}: {name} = {value!r:.80}; it must be a number")
     if not isinstance(by_root := given.get("use_rslora") or False, bool):
@@ -258,14 +257,15 @@ def read_about(folder: Path) -> About:
     return About(rank, alpha, ranks, alphas, by_root)  # type: ignore[arg-type] - checked above
 
 
-def pattern_of(where: Path, patterns: Any) -> list[tuple[str, Any]]:
-    """The entries of a table by modules, whose names may be regular expressions of bounded work."""
+def pattern_of(where: Path, patterns: Any) -> dict[str, Any]:
+    """A table by modules, whose names may be regular expressions of bounded work."""
     if not isinstance(patterns, dict):
         raise ModelError(f"{where}: a pattern is {patterns!r:.80}; it must map names of modules to numbers")
     for name in patterns:
         if len(name) > 256 or not re.fullmatch(r"\^?[\w.\\|]+\$?", name):
-            raise ModelError(f"{where}: the pattern {name!r:.80} is not read; it must be the name of a module, or its end")
-    return list(patterns.items())
+            why = "it must be the name of a module, or its end"
+            raise ModelError(f"{where}: the pattern {name!r:.80} is not read; {why}")
+    return patterns
 
 
 def pairs_of(file: Path) -> dict[str, tuple[Tensor, Tensor]]:

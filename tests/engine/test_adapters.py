@@ -4,7 +4,6 @@ import random
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import peft
 import pytest
 import tiny

@@ -52,8 +52,8 @@ def test_there_is_one_warning_for_all():
 
 def test_false_is_no_zero():
     for value in (1, True):
-        with pytest.raises(ModelError, match="enable_lora"):
-            options_of(None, enable_lora=value)
+        with pytest.raises(ModelError, match="enable_prompt_embeds"):
+            options_of(None, enable_prompt_embeds=value)
     with pytest.raises(ModelError, match="nnodes is True"):
         options_of(None, nnodes=True)
 

@@ -112,7 +112,8 @@ def test_load_and_unload(server, wanted):
     status, text = ask(server, "/v1/load_lora_adapter", {"lora_name": "second", "lora_path": "a1"})
     assert (status, text) == (200, "Success: LoRA adapter 'second' added successfully.")
     assert said(server, "second") == wanted[1]
-    long = {"model": "second", "prompt": PROMPT, "temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    long = {"model": "second", "prompt": PROMPT, "temperature": 0, "max_tokens": 200}
+    long["extra_body"] = {"ignore_eos": True}
     whole = server.client.completions.create(**long).choices[0].text
     stream = server.client.completions.create(stream=True, **long)
     parts = [next(stream).choices[0].text]

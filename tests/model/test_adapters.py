@@ -111,7 +111,8 @@ def test_slots_and_rank_change_no_bit(tmp_path):
     peft.write(tmp_path / "adapter", peft.draw(tensors))
     once = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
     for more in ({"slots": 9, "slot": 7}, {"most": 64}):
-        np.testing.assert_array_equal(once, logits_of(tmp_path / "base", adapter=tmp_path / "adapter", **more), str(more))
+        again = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", **more)
+        np.testing.assert_array_equal(once, again, str(more))
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +211,8 @@ def test_names_with_the_adapters_own_and_without_a_prefix(base, tmp_path):
     for folder, change in {"b": (".weight", ".default.weight"), "c": ("base_model.model.", "")}.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "adapter_config.json").write_text(json.dumps(peft.ABOUT))
-        save_file({name.replace(*change): x for name, x in drawn.items()}, tmp_path / folder / "adapter_model.safetensors")
+        renamed = {name.replace(*change): x for name, x in drawn.items()}
+        save_file(renamed, tmp_path / folder / "adapter_model.safetensors")
         again = read_adapter(tmp_path / folder, base.config, base.targets, 8)
         for one, other in zip(plain.matrices, again.matrices, strict=True):
             np.testing.assert_array_equal(one[0], other[0])

@@ -42,10 +42,9 @@ def merged(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], about
         if (up := adapter.get(f"base_model.model.{module}.lora_B.weight")) is None:
             continue
         down = adapter[f"base_model.model.{module}.lora_A.weight"]
-        alpha = next(
-            (value for key, value in (about.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", module)),
-            about["lora_alpha"],
-        )
+        alphas = (about.get("alpha_pattern") or {}).items()
+        fitting = [value for key, value in alphas if re.match(rf"(.*\.)?({key})$", module)]
+        alpha = fitting[0] if fitting else about["lora_alpha"]
         rank = down.shape[0]
         scale = alpha / rank**0.5 if about["use_rslora"] else alpha / rank
         found[name] = tensors[name] + np.float32(scale) * (up @ down)

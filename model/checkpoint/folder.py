@@ -76,8 +76,8 @@ def check_folder(folder: Path) -> None:
         about = read_json(folder / ADAPTER)
         raise ModelError(
             f"{folder} holds an adapter ({ADAPTER}: {about.get('peft_type')!r:.20}) of "
-            f"{about.get('base_model_name_or_path')!r:.200}, and adapters are not read yet; merge it into that model "
-            "(peft: merge_and_unload, then save_pretrained) and give the folder of the result"
+            f"{about.get('base_model_name_or_path')!r:.200}: serve that model with --enable-lora and --lora-modules "
+            "NAME=FOLDER, or merge it (peft: merge_and_unload, then save_pretrained) and give the folder of the result"
         )
     if (folder / CONFIG).exists() or not folder.is_dir():
         return

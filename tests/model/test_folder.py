@@ -63,7 +63,7 @@ def test_an_adapter(tmp_path, config):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     if config:
         (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
-    refused(lambda: load(tmp_path), "adapter", "'LORA'", "'owner/base'", "merge_and_unload")
+    refused(lambda: load(tmp_path), "adapter", "'LORA'", "'owner/base'", "--lora-modules", "merge_and_unload")
 
 
 def test_an_adapter_beside_a_whole_model(tmp_path):

@@ -19,7 +19,7 @@ from typing import Any
 from quire.serving.api.structured import SHAPES, SPACING
 from quire.serving.api.validation import INT32_MAX
 from quire.serving.http import app
-from quire.serving.http.endpoints import admin, openapi, pooled, status
+from quire.serving.http.endpoints import adapters, admin, openapi, pooled, status
 from quire.serving.http.endpoints import tokens as tokens_paths
 from quire.serving.protocol import (
     batches,
@@ -55,6 +55,8 @@ BEYOND = {  # what the OpenAPI document leaves out
     "/resume": "Compute again after `/pause`.",
     "/expert_loads": "For each layer of a mixture of experts, how many tokens each expert got, and its device.",
     "/rebalance_experts": "Place the copies of experts by recent loads, with `--expert-redundancy`.",
+    "/v1/load_lora_adapter": "Serve an adapter below `--lora-dir` as a model: `lora_name`, `lora_path`, `load_inplace`.",
+    "/v1/unload_lora_adapter": "Serve it no more: `lora_name`. Requests under way go on.",
 }
 INTRODUCTION = """\
 The base URL is `http://127.0.0.1:8000/v1` for OpenAI's clients and `http://127.0.0.1:8000` for Anthropic's.
@@ -356,7 +358,7 @@ def routes() -> Iterator[tuple[str, str, str]]:
             yield f"`{path.replace(':path', '')}`", method, about[path.replace(":path", "")]
     for (method, path), what in openapi.ELSEWHERE.items():
         yield f"`{path}`", method, what
-    for method, path in admin.ROUTES:
+    for method, path in admin.ROUTES | adapters.ROUTES:
         yield f"`{path}`", method, f"{about[path]} With `--admin`."
 
 

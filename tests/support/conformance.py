@@ -55,7 +55,7 @@ BEYOND = {  # what the OpenAPI document leaves out
     "/resume": "Compute again after `/pause`.",
     "/expert_loads": "For each layer of a mixture of experts, how many tokens each expert got, and its device.",
     "/rebalance_experts": "Place the copies of experts by recent loads, with `--expert-redundancy`.",
-    "/v1/load_lora_adapter": "Serve an adapter below `--lora-dir` as a model: `lora_name`, `lora_path`, `load_inplace`.",
+    "/v1/load_lora_adapter": "Serve an adapter below `--lora-dir`: `lora_name`, `lora_path`, `load_inplace`.",
     "/v1/unload_lora_adapter": "Serve it no more: `lora_name`. Requests under way go on.",
 }
 INTRODUCTION = """\

@@ -385,6 +385,8 @@ def test_without_a_key_only_health_and_the_page_answer(keyed):
                 expected = {("POST", "/v1/files"): 400, ("POST", "/v1/batches"): 404, ("POST", "/classify"): 400}.get(
                     (method, path), expected
                 )
+                if path.endswith("_lora_adapter"):  # it names none
+                    expected = 400
                 assert client.ask(method, path, body)[0] == expected, path
 
 

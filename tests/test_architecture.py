@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # Rooms in order: each may import itself and what stands before it, inside of functions too. A name is a folder or a
 # file; a file is of the longest name that it begins with, so that app.py stands after the endpoints that it serves.
 ROOMS = """
-    sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
+    sharding/struct sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
     ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight
     ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/state_rows ops/attention
@@ -271,6 +271,18 @@ def test_import_is_light():
         "from quire.__main__ import COMMANDS\n"
         "for module in COMMANDS.values(): importlib.import_module(module, 'quire')\n"
         "heavy = {'jax', 'numpy', 'flax', 'tokenizers', 'huggingface_hub', 'safetensors'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_start_is_light():
+    """Neither an engine nor a server imports what only some commands need."""
+    code = (
+        "import sys, quire, quire.serving.http.app\n"
+        "quire.LLM, quire.AsyncLLM\n"
+        "heavy = {'flax', 'optax', 'orbax', 'matplotlib', 'scipy', 'torch'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from ...model.config import ModelConfig
@@ -15,6 +14,7 @@ from ...model.partition import Stage
 from ...model.planning.cost import layer_token_bytes
 from ...ops import sampling
 from ...ops.attention import KVPages, page_dtype, pairs
+from ...sharding import struct
 
 OF_ROWS = ("data", "context")  # the axes of a mesh along which each device may have rows of its own
 HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS": 1}  # the axis of heads

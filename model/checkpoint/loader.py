@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -33,6 +34,7 @@ from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
 from .folder import read_config_json
 from .gguf_folder import weights_of
+from .parallel import in_parallel
 from .placement import Location, Placement, with_head
 from .published import gguf
 from .published.matrix import Matrix, fits, read_node
@@ -253,26 +255,30 @@ def load_weights(
 
     `progress` is told of bytes as they are read.
     """
-    dense, specs = dense_specs(config), specs_of(config)
+    dense, specs, lock = dense_specs(config), specs_of(config), Lock()
     tensors, parts = find_parts(folder, config)
     log_widened(specs, parts, tensors, config.dtype)
     if config.stored is not None and config.stored.quant is not None:
         check_codes(dense.layers, specs.layers, parts.layers, tensors)
 
+    def tell(count: int) -> None:
+        with lock:
+            progress(count)
+
     def read_array(location: Location, spec: ArraySpec, parts, whole: bool = False):
         needed = None if whole or location.mesh is None else local_shards.local_elements(spec, location.mesh)
         leaf = read_leaf(spec, parts, tensors, needed)
-        progress(leaf.nbytes)
+        tell(leaf.nbytes)
         return leaf
 
     def read(location: Location, dense, spec, parts):
         if isinstance(spec, Stack):
-            return read_stack(dense, spec, parts, tensors, wanted(dense, location.mesh), progress)
+            return read_stack(dense, spec, parts, tensors, wanted(dense, location.mesh), tell)
         if not isinstance(spec, Rounded):  # an array, or a node that the checkpoint holds array by array
             return jax.tree.map(partial(read_array, location), spec, parts)
         if fits(spec, [tensors[part.name] for part in parts]):
             leaf = read_node(dense, spec, parts, tensors)
-            progress(nbytes(leaf))
+            tell(nbytes(leaf))
             return leaf
         leaf = read_array(location, dense, parts, whole=True)
         return spec.quantize(np.moveaxis(leaf, dense.inputs, range(len(dense.inputs))))
@@ -282,8 +288,14 @@ def load_weights(
         placed = location.settle(put(dense, leaf)) if location.mesh is None else location.split(spec, leaf)
         return jax.block_until_ready(placed)  # no second leaf while this one is still being copied
 
-    weights = jax.tree.map(read_and_put, placement.by_leaf(config, dense), dense, specs, parts)
-    return with_head(weights, config, placement)
+    leaves, tree = jax.tree.flatten(dense)
+    trees = placement.by_leaf(config, dense), dense, specs, parts
+    works = [partial(read_and_put, *each) for each in zip(*map(tree.flatten_up_to, trees), strict=True)]
+    if placement.mesh is None:
+        made = in_parallel(works, [leaf.nbytes for leaf in leaves])
+    else:
+        made = [work() for work in works]  # devices of a mesh wait for each other in one order
+    return with_head(tree.unflatten(made), config, placement)
 
 
 def array_locations(placement: Placement, config: ModelConfig, specs: ModelWeights) -> ModelWeights:

@@ -39,6 +39,7 @@ from .placement import Location, Placement, with_head
 from .published import gguf
 from .published.matrix import Matrix, fits, read_node
 from .safetensors import Tensor, find_tensors
+from .weight_cache import WeightCache
 
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
 
@@ -190,10 +191,12 @@ def load(
     progress: Callable[[int], None] = lambda count: None,
     plain: bool = False,
     load_format: str = "auto",
+    cached: bool = False,
 ) -> ModelWeights:
     """The weights of a folder, from whichever of the two forms it holds; over a mesh, each array as its rules say.
 
-    `plain`: not laid out for the kernels, to be written again. With the format `dummy` they are random.
+    `plain`: not laid out for the kernels, to be written again. With the format `dummy` they are random. `cached`: what
+    is laid out for the kernels is kept for the next start.
     """
     specs = specs_of(config)
     if placement.mesh is not None:
@@ -207,7 +210,10 @@ def load(
     if converted and load_format == "safetensors":
         raise ModelError(f"load_format is 'safetensors', and {folder} is a converted checkpoint; leave it out")
     if not converted and not dummy:
-        return load_weights(folder, config, put, progress, placement)
+        kept = None
+        if cached and for_kernels and not placement.on_host:
+            kept = WeightCache.of(folder, replace(config, max_len=0))  # it changes no weight
+        return load_weights(folder, config, put, progress, placement, kept)
     if placement.mesh is not None:
         locations = array_locations(placement, config, specs)
         weights = draw(specs, locations) if dummy else orbax.load_weights(folder, specs, progress, locations)
@@ -250,12 +256,18 @@ def load_weights(
     put: Callable[[ArraySpec, Any], Any] = put_as_it_is,
     progress: Callable[[int], None] = lambda count: None,
     placement: Placement = Placement(),  # noqa: B008 - it is frozen
+    kept: WeightCache | None = None,
 ) -> ModelWeights:
-    """The weights from safetensors. `put` gets a leaf and the spec of its dense form, where there is no mesh.
+    """The weights from safetensors, or from where they are `kept`.
 
+    `put` gets a leaf and the spec of its dense form, where there is no mesh.
     `progress` is told of bytes as they are read.
     """
     dense, specs, lock = dense_specs(config), specs_of(config), Lock()
+    leaves, tree = jax.tree.flatten(dense)
+    if kept is not None and (found := kept.read()) is not None:
+        progress(nbytes(found))
+        return tree.unflatten(found)
     tensors, parts = find_parts(folder, config)
     log_widened(specs, parts, tensors, config.dtype)
     if config.stored is not None and config.stored.quant is not None:
@@ -288,11 +300,12 @@ def load_weights(
         placed = location.settle(put(dense, leaf)) if location.mesh is None else location.split(spec, leaf)
         return jax.block_until_ready(placed)  # no second leaf while this one is still being copied
 
-    leaves, tree = jax.tree.flatten(dense)
     trees = placement.by_leaf(config, dense), dense, specs, parts
     works = [partial(read_and_put, *each) for each in zip(*map(tree.flatten_up_to, trees), strict=True)]
     if placement.mesh is None:
         made = in_parallel(works, [leaf.nbytes for leaf in leaves])
+        if kept is not None:
+            kept.write_soon(made)
     else:
         made = [work() for work in works]  # devices of a mesh wait for each other in one order
     return with_head(tree.unflatten(made), config, placement)

@@ -26,7 +26,7 @@ ROOMS = """
     ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/expert_dispatch ops/state_rows ops/attention
     ops/heads ops/residual ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
 
-    model/errors model/stored_format model/classes model/indexer model/recurrent model/config model/matrix
+    model/errors model/extras model/stored_format model/classes model/indexer model/recurrent model/config model/matrix
     model/mixers model/weights
     model/partition model/decoder model/encoder model/expert_copies model/families model/gguf model/checkpoint
     model/draft_heads model/planning model/text model/quantize

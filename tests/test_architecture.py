@@ -40,7 +40,7 @@ ROOMS = """
     scripts/command scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env
     scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/search scripts/chat
     scripts/run_batch scripts/plan scripts/serve scripts/bench scripts/train_heads scripts/peers scripts/gpu
-    scripts/quill scripts/docs
+    scripts/quill scripts/docs scripts/release
 """.split()
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
@@ -67,7 +67,7 @@ KERNELS = ("ops/*/mosaic*.py", "ops/*/native*.py", "ops/*/pallas*.py")
 MAX_LINES = 500  # 300 is usual; a longer file is looked at, and stays whole if it is one noun
 # Words that were given up, as parts of names: delivery, release, tenant and offload say the same.
 RETIRED = {"courier", "disown", "mourners", "party", "spill"}
-TOOLS = {"docs", "gpu", "peers", "quill"}  # of those who work on Quire: in the repository, not in the wheel
+TOOLS = {"docs", "gpu", "peers", "quill", "release"}  # of those who work on Quire: in the repository, not in the wheel
 HOSTS = {"arxiv.org", "docs.jax.dev", "github.com", "huggingface.co", "semver.org", "www.apache.org"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -1,4 +1,4 @@
-"""`python -m quire.scripts.release.wheel WHEEL KERNELS`: a wheel for one platform, of the wheel for all and CPU kernels.
+"""`python -m quire.scripts.release.wheel WHEEL KERNELS`: of the wheel for all platforms one for this, with CPU kernels.
 
 KERNELS is a folder that `quire build-kernels` has filled. The tag says the oldest glibc and libstdc++ that have all
 symbols that the libraries need, so that pip installs the wheel where they load, and the one for all elsewhere.

@@ -115,7 +115,8 @@ def test_installed_without_a_compiler(tmp_path):
         "import quire, logging; logging.basicConfig(level=logging.WARNING)\n"
         "from quire.ops import native\n"
         "llm = quire.LLM()\n"
-        "print(llm.generate('Once upon a time', quire.SamplingParams(max_tokens=8, temperature=0))[0].outputs[0].text)\n"
+        "params = quire.SamplingParams(max_tokens=8, temperature=0)\n"
+        "print(llm.generate('Once upon a time', params)[0].outputs[0].text)\n"
         "print(quire.__file__, native.instruction_set(), sorted(name for _, name in native.begun))"
     )
     done = subprocess.run(

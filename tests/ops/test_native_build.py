@@ -91,6 +91,7 @@ def test_every_variant_has_its_source():
     assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
     formats = {*quant.FORMATS, *quant.stored_schemes(), *KEPT.values()}
     products = {*kernel_names.DENSE.values(), *(kernel for name in formats for kernel in quant.kernels(name))}
+    products |= {*kernel_names.ROUNDING.values()}
     others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "blank", "probe", "pack"}
     assert products | others == {*build.VARIANTS}
 

@@ -95,7 +95,8 @@ def test_installed_without_a_compiler(tmp_path):
         pytest.skip(str(reason))
     kernels = build.private(tmp_path / "kernels")
     with ThreadPoolExecutor(2) as threads:
-        [*threads.map(lambda name: build.built(command, isa, name, build.prebuilt(kernels, isa)), QUILL)]
+        made = list(threads.map(lambda name: build.built(command, isa, name, build.prebuilt(kernels, isa)), QUILL))
+    assert all(path.exists() for path in made)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     source = tmp_path / "source"
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")

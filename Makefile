@@ -20,7 +20,7 @@ help:
 	@echo "make parity   the same tokens as transformers? (installs torch)"
 	@echo "make gpu-compiler  what compiles for NVIDIA GPUs without one (about 230 MB to fetch): test-all then covers it"
 	@echo "make docs     the documentation as a site, in build/docs/site; a dead link is an error"
-	@echo "make dist     a wheel and an sdist in dist/"
+	@echo "make dist     wheels and an sdist in dist/: on x86-64 Linux one with compiled kernels, which needs no compiler"
 	@echo "make clean    remove what the others made"
 	@echo "PYTHON=/path/to/python chooses the Python for .venv (3.11 or newer)"
 
@@ -50,9 +50,15 @@ gpu-compiler: $(VENV)/.gpu-compiler
 docs: $(VENV)/.docs
 	@$(VENV)/bin/python -m quire.scripts.docs.build
 
+# Kernels for every kind of x86 processor: some minutes of compilation. Elsewhere the wheel for all is the only one.
+KERNELS := amx avx512_bf16 avx512 avx2 baseline
 dist: $(VENV)/.test
 	rm -rf build dist  # a stale build/ would ship old files
 	$(VENV)/bin/python -m build
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  set -e; $(VENV)/bin/quire build-kernels --out build/kernels $(KERNELS:%=--isa %) >/dev/null; \
+	  $(VENV)/bin/python -m quire.scripts.release.wheel dist/*-py3-none-any.whl build/kernels; \
+	fi
 
 clean:
 	rm -rf $(VENV) .pkg build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

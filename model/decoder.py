@@ -66,7 +66,7 @@ def embed(
 
 def run_layers(
     layers, first: int, x, cache, positions_T, config, attend, axes=ONE_DEVICE, note=None, fetch=None, prepare=None,
-    see=None, recur=None,
+    see=None, recur=None, share=None,
 ):  # fmt: skip
     """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as `embed` gives it.
 
@@ -75,6 +75,8 @@ def run_layers(
     `note(index, experts_TX, cache) -> cache` is told which experts each row chose; padding rows have one past the last.
     `fetch(number, weights, x) -> (weights, x)` brings a layer's weights to the device, one layer ahead.
     `see(index, x_TD)` is shown what each layer gives, which is what the next one gets.
+    `share(run) -> run` may trace the layers that are alike once, `run(index, weights, rows, per_layer_TA, cache)` being
+    what a layer does.
     """
     x_TD, per_layer_TLA = x
     rows, eps, reach = Residual(x_TD), config.norm_eps, Reach(attend, prepare, recur)
@@ -85,28 +87,36 @@ def run_layers(
     # Once a step, not once a layer.
     ropes = {rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)}
     factors = {t: growth(positions_T, t) for t in {layer.attention.temperature for layer in config.layers} - {None}}
+
+    def run_layer(index: int, w: LayerWeights, rows: Residual, per_layer_TA, cache):
+        """(rows, chosen experts, cache) after a layer."""
+        layer = config.layers[index]
+        with jax.named_scope("attention"):
+            rope, own = ropes.get(layer.attention.rope), reach.of(index)
+            if layer.attention.temperature is not None:
+                own = own._replace(attend=partial(grown, own.attend, factors[layer.attention.temperature]))
+            rows, normed_TD, cache = attention_block(layer, w, rows, rope, live_T, cache, own, config, axes)
+        with jax.named_scope("mlp"):
+            rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes, normed_TD)
+        if w.per_layer is not None:
+            with jax.named_scope("per_layer"):
+                rows = per_layer_block(layer, w.per_layer, add(rows, eps), per_layer_TA, config)
+        if w.scale is not None:
+            x_TD = add(rows, eps)
+            rows = Residual(x_TD * w.scale.astype(x_TD.dtype))
+        return rows, experts_TX, cache
+
+    run = run_layer if share is None else share(run_layer)
     for number, w in enumerate(layers):
         index = first + number
         if fetch is not None and number + 1 < len(layers):
             layers[number + 1], rows = fetch(number + 1, layers[number + 1], rows)
         with jax.named_scope(f"layer{index}"):
-            layer, per_layer_TA = config.layers[index], None if per_layer_TLA is None else per_layer_TLA[:, index]
-            with jax.named_scope("attention"):
-                rope = ropes.get(layer.attention.rope)
-                own = reach.of(index)
-                if layer.attention.temperature is not None:
-                    own = own._replace(attend=partial(grown, own.attend, factors[layer.attention.temperature]))
-                rows, normed_TD, cache = attention_block(layer, w, rows, rope, live_T, cache, own, config, axes)
-            with jax.named_scope("mlp"):
-                rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes, normed_TD)
-                if experts_TX is not None and note is not None:
+            per_layer_TA = None if per_layer_TLA is None else per_layer_TLA[:, index]
+            rows, experts_TX, cache = run(index, w, rows, per_layer_TA, cache)
+            if experts_TX is not None and note is not None:
+                with jax.named_scope("mlp"):
                     cache = note(index, experts_TX, cache)
-            if w.per_layer is not None:
-                with jax.named_scope("per_layer"):
-                    rows = per_layer_block(layer, w.per_layer, add(rows, eps), per_layer_TA, config)
-            if w.scale is not None:
-                x_TD = add(rows, eps)
-                rows = Residual(x_TD * w.scale.astype(x_TD.dtype))
             if see is not None:
                 see(index, add(rows, eps))
     return (add(rows, eps), per_layer_TLA), cache

@@ -1,13 +1,13 @@
-"""The weight tree: flax dataclasses whose leaves are arrays, or `ArraySpec`s in the abstract tree."""
+"""The weight tree: dataclasses (`sharding/struct.py`) whose leaves are arrays, or `ArraySpec`s in the abstract tree."""
 
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 
 from ..ops.norm import LayerNorm
 from ..ops.quant import head, packed, stacked
+from ..sharding import struct
 from ..sharding.spec import ArraySpec, Runs
 from . import mixers
 from .config import Dense, Layer, Mlp, ModelConfig, Moe

@@ -3,7 +3,8 @@
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
+
+from ..sharding import struct
 
 
 def sequence_of(starts_B1, row_N):

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from ..sharding import struct
 from .activation import glu
 from .precision import precision
 

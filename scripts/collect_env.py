@@ -10,7 +10,7 @@ from pathlib import Path
 from .. import __version__
 
 PACKAGES = (
-    "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub",
+    "jax", "jaxlib", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub",
     "minijinja", "typer", "rich", "matplotlib", "flashinfer-python", "jax-tvm-ffi",
 )  # fmt: skip
 CPU_FLAGS = (

@@ -24,6 +24,7 @@ def main(
 
     folder = hub.resolve(model, revision=engine.pop("revision", None), download_dir=engine.pop("download_dir", None))
     config = loader.read_config(folder, **engine)
+    orbax.library("quire convert")  # before anything is read
     orbax.make_empty(out)
     with Progress(transient=True) as bars:
         bar = bars.add_task("reading", total=nbytes(abstract(config)))

@@ -175,8 +175,7 @@ def make_runner(
     source = draft_source(options, folder, config, min(config.max_len, sized.most_positions(config.max_len)), mesh)
     if source is not None and source.load is not None:
         native.prepare(kernels_of(source.config)).result()
-    ranks = (options.max_loras, bucket_of(options.max_lora_rank)) if options.enable_lora else None
-    load_weights, weights = partial(load, folder, config, placement, options.load_format, source, ranks), None
+    load_weights, weights = partial(load, folder, config, placement, options, source), None
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
         progress("loading weights")
@@ -256,19 +255,14 @@ def kernels_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 def load(
-    folder: Path,
-    config: ModelConfig,
-    placement: Placement,
-    load_format: str,
-    source: DraftSource | None = None,
-    adapters: tuple[int, int] | None = None,  # how many, and their rank
+    folder: Path, config: ModelConfig, placement: Placement, options: EngineOptions, source: DraftSource | None = None
 ) -> ModelWeights | WithDrafter:
     """The weights, and where the copies of experts lie; with those of the drafter, where one drafts in the step."""
-    weights = loader.load(folder, config, placement, load_format=load_format)
+    weights = loader.load(folder, config, placement, load_format=options.load_format, cached=options.weight_cache)
     check_rounding(weights, config, placement)
     weights = expert_copies.as_loaded(weights, config, placement.mesh)
-    if adapters is not None:
-        weights = with_adapters(weights, config, *adapters)
+    if options.enable_lora:
+        weights = with_adapters(weights, config, options.max_loras, bucket_of(options.max_lora_rank))
     return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
 
 

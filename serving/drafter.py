@@ -100,13 +100,14 @@ def part_of(
         )
         own = replace(own, activation_dtype=config.activation_dtype)
         check_split(own, chosen, mesh)
-        load = partial(first_layers, folder, own, count, options.load_format, mesh)
+        load = partial(first_layers, folder, own, count, options, mesh)
     own = replace(own, layers=own.layers[:count])
     return DraftSource(DraftModel(own, config, 0), own, load)
 
 
-def first_layers(folder: Path, config: ModelConfig, count: int, load_format: str, mesh: Mesh | None) -> Any:
-    weights = loader.load(folder, config, Placement(mesh), load_format=load_format)
+def first_layers(folder: Path, config: ModelConfig, count: int, options: EngineOptions, mesh: Mesh | None) -> Any:
+    load_format, cached = options.load_format, options.weight_cache
+    weights = loader.load(folder, config, Placement(mesh), load_format=load_format, cached=cached)
     return weights.replace(layers=weights.layers[:count])
 
 
@@ -132,7 +133,8 @@ def other_model(
             "or none; a drafter must have the model's own tokenizer"
         )
     check_split(own, chosen, mesh)
-    load = partial(loader.load, own_folder, own, Placement(mesh), load_format=options.load_format)
+    how = {"load_format": options.load_format, "cached": options.weight_cache}
+    load = partial(loader.load, own_folder, own, Placement(mesh), **how)
     return DraftSource(DraftModel(own, with_layers(config, own), len(config.layers)), own, load)
 
 

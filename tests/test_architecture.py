@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[1]
 # Rooms in order: each may import itself and what stands before it, inside of functions too. A name is a folder or a
 # file; a file is of the longest name that it begins with, so that app.py stands after the endpoints that it serves.
 ROOMS = """
-    sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
+    sharding/struct sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
     ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight
     ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/adapter ops/expert_dispatch ops/state_rows
     ops/attention ops/heads ops/residual ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
 
-    model/errors model/stored_format model/classes model/indexer model/recurrent model/config model/matrix
+    model/errors model/extras model/stored_format model/classes model/indexer model/recurrent model/config model/matrix
     model/mixers model/weights
     model/partition model/decoder model/encoder model/expert_copies model/families model/gguf model/checkpoint
     model/draft_heads model/planning model/text model/quantize
@@ -41,7 +41,7 @@ ROOMS = """
     scripts/command scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env
     scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/search scripts/chat
     scripts/run_batch scripts/plan scripts/serve scripts/bench scripts/train_heads scripts/peers scripts/gpu
-    scripts/quill scripts/docs
+    scripts/quill scripts/docs scripts/release
 """.split()
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
@@ -68,7 +68,7 @@ KERNELS = ("ops/*/mosaic*.py", "ops/*/native*.py", "ops/*/pallas*.py")
 MAX_LINES = 500  # 300 is usual; a longer file is looked at, and stays whole if it is one noun
 # Words that were given up, as parts of names: delivery, release, tenant and offload say the same.
 RETIRED = {"courier", "disown", "mourners", "party", "spill"}
-TOOLS = {"docs", "gpu", "peers", "quill"}  # of those who work on Quire: in the repository, not in the wheel
+TOOLS = {"docs", "gpu", "peers", "quill", "release"}  # of those who work on Quire: in the repository, not in the wheel
 HOSTS = {"arxiv.org", "docs.jax.dev", "github.com", "huggingface.co", "semver.org", "www.apache.org"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -272,6 +272,18 @@ def test_import_is_light():
         "from quire.__main__ import COMMANDS\n"
         "for module in COMMANDS.values(): importlib.import_module(module, 'quire')\n"
         "heavy = {'jax', 'numpy', 'flax', 'tokenizers', 'huggingface_hub', 'safetensors'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_start_is_light():
+    """Neither an engine nor a server imports what only some commands need."""
+    code = (
+        "import sys, quire, quire.serving.http.app\n"
+        "quire.LLM, quire.AsyncLLM\n"
+        "heavy = {'flax', 'optax', 'orbax', 'matplotlib', 'scipy', 'torch'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

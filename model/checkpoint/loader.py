@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -33,10 +34,12 @@ from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
 from .folder import read_config_json
 from .gguf_folder import weights_of
+from .parallel import in_parallel
 from .placement import Location, Placement, with_head
 from .published import gguf
 from .published.matrix import Matrix, fits, read_node
 from .safetensors import Tensor, find_tensors
+from .weight_cache import WeightCache
 
 LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
 
@@ -188,10 +191,12 @@ def load(
     progress: Callable[[int], None] = lambda count: None,
     plain: bool = False,
     load_format: str = "auto",
+    cached: bool = False,
 ) -> ModelWeights:
     """The weights of a folder, from whichever of the two forms it holds; over a mesh, each array as its rules say.
 
-    `plain`: not laid out for the kernels, to be written again. With the format `dummy` they are random.
+    `plain`: not laid out for the kernels, to be written again. With the format `dummy` they are random. `cached`: what
+    is laid out for the kernels is kept for the next start.
     """
     specs = specs_of(config)
     if placement.mesh is not None:
@@ -205,7 +210,10 @@ def load(
     if converted and load_format == "safetensors":
         raise ModelError(f"load_format is 'safetensors', and {folder} is a converted checkpoint; leave it out")
     if not converted and not dummy:
-        return load_weights(folder, config, put, progress, placement)
+        kept = None
+        if cached and for_kernels and not placement.on_host:
+            kept = WeightCache.of(folder, replace(config, max_len=0))  # it changes no weight
+        return load_weights(folder, config, put, progress, placement, kept)
     if placement.mesh is not None:
         locations = array_locations(placement, config, specs)
         weights = draw(specs, locations) if dummy else orbax.load_weights(folder, specs, progress, locations)
@@ -248,31 +256,41 @@ def load_weights(
     put: Callable[[ArraySpec, Any], Any] = put_as_it_is,
     progress: Callable[[int], None] = lambda count: None,
     placement: Placement = Placement(),  # noqa: B008 - it is frozen
+    kept: WeightCache | None = None,
 ) -> ModelWeights:
-    """The weights from safetensors. `put` gets a leaf and the spec of its dense form, where there is no mesh.
+    """The weights from safetensors, or from where they are `kept`.
 
+    `put` gets a leaf and the spec of its dense form, where there is no mesh.
     `progress` is told of bytes as they are read.
     """
-    dense, specs = dense_specs(config), specs_of(config)
+    dense, specs, lock = dense_specs(config), specs_of(config), Lock()
+    leaves, tree = jax.tree.flatten(dense)
+    if kept is not None and (found := kept.read()) is not None:
+        progress(nbytes(found))
+        return tree.unflatten(found)
     tensors, parts = find_parts(folder, config)
     log_widened(specs, parts, tensors, config.dtype)
     if config.stored is not None and config.stored.quant is not None:
         check_codes(dense.layers, specs.layers, parts.layers, tensors)
 
+    def tell(count: int) -> None:
+        with lock:
+            progress(count)
+
     def read_array(location: Location, spec: ArraySpec, parts, whole: bool = False):
         needed = None if whole or location.mesh is None else local_shards.local_elements(spec, location.mesh)
         leaf = read_leaf(spec, parts, tensors, needed)
-        progress(leaf.nbytes)
+        tell(leaf.nbytes)
         return leaf
 
     def read(location: Location, dense, spec, parts):
         if isinstance(spec, Stack):
-            return read_stack(dense, spec, parts, tensors, wanted(dense, location.mesh), progress)
+            return read_stack(dense, spec, parts, tensors, wanted(dense, location.mesh), tell)
         if not isinstance(spec, Rounded):  # an array, or a node that the checkpoint holds array by array
             return jax.tree.map(partial(read_array, location), spec, parts)
         if fits(spec, [tensors[part.name] for part in parts]):
             leaf = read_node(dense, spec, parts, tensors)
-            progress(nbytes(leaf))
+            tell(nbytes(leaf))
             return leaf
         leaf = read_array(location, dense, parts, whole=True)
         return spec.quantize(np.moveaxis(leaf, dense.inputs, range(len(dense.inputs))))
@@ -282,8 +300,15 @@ def load_weights(
         placed = location.settle(put(dense, leaf)) if location.mesh is None else location.split(spec, leaf)
         return jax.block_until_ready(placed)  # no second leaf while this one is still being copied
 
-    weights = jax.tree.map(read_and_put, placement.by_leaf(config, dense), dense, specs, parts)
-    return with_head(weights, config, placement)
+    trees = placement.by_leaf(config, dense), dense, specs, parts
+    works = [partial(read_and_put, *each) for each in zip(*map(tree.flatten_up_to, trees), strict=True)]
+    if placement.mesh is None:
+        made = in_parallel(works, [leaf.nbytes for leaf in leaves])
+        if kept is not None:
+            kept.write_soon(made)
+    else:
+        made = [work() for work in works]  # devices of a mesh wait for each other in one order
+    return with_head(tree.unflatten(made), config, placement)
 
 
 def array_locations(placement: Placement, config: ModelConfig, specs: ModelWeights) -> ModelWeights:

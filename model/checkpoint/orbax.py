@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from ...sharding import local_shards
 from ...sharding.spec import ArraySpec, nbytes
 from ..config import ModelError
+from ..extras import imported
 from .folder import merged, read_json
 
 WEIGHTS = "weights"
@@ -46,10 +47,14 @@ def make_empty(out: Path) -> None:
         raise ModelError(f"{out} cannot be made: {error.strerror}") from None
 
 
+def library(what: str) -> Any:
+    """orbax, a second of imports."""
+    return imported("orbax.checkpoint", "convert", what)
+
+
 def save(folder: Path, out: Path, weights, dtype: str, hf_overrides: Mapping[str, Any] | None = None) -> None:
     """Write weights and the rest of `folder` to `out`, which then is a model folder of its own."""
-    import orbax.checkpoint as ocp  # a second of imports
-
+    ocp = library("to write a converted checkpoint")
     make_empty(out)
     with ocp.StandardCheckpointer() as checkpointer:
         arrays = names(weights)
@@ -77,8 +82,7 @@ def load_weights(folder: Path, specs, progress: Callable[[int], None], locations
 
     An array that the devices have in another order, as a fused `qkv`, is read whole.
     """
-    import orbax.checkpoint as ocp
-
+    ocp = library(f"{folder} is a converted checkpoint, which")
     path, wanted, places = folder.absolute() / WEIGHTS, names(specs), names(locations)
     whole = {name for name, place in places.items() if not local_shards.as_stored(wanted[name], place.mesh)}
 

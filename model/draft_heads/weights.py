@@ -3,8 +3,8 @@
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 
+from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..matrix import matrix, norm
 from ..weights import Array, LayerWeights, layer_spec

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from ...ops.heads import Heads
 from ...ops.heads.xla import turn
 from ...ops.linear import add_up, project
+from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import Attention, ModelConfig

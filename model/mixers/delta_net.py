@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from ...ops.activation import ACTIVATIONS
 from ...ops.delta_net import delta_rule
@@ -13,6 +12,7 @@ from ...ops.norm import rms_norm
 from ...ops.ordered_sum import sum_pairs
 from ...ops.short_conv import short_conv
 from ...ops.weight import plain
+from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import DeltaNet, ModelConfig

@@ -3,12 +3,12 @@
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 
 from ...ops.attention.picking import Picks
 from ...ops.linear import einsum, project
 from ...ops.norm import LayerNorm, layer_norm
 from ...ops.rope import rotate
+from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..config import LatentAttention, ModelConfig
 from ..indexer import Indexer

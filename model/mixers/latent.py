@@ -3,11 +3,11 @@
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 
 from ...ops.linear import add_up, einsum, project
 from ...ops.norm import rms_norm
 from ...ops.rope import rotate
+from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec
 from ..config import LatentAttention, ModelConfig

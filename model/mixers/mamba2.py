@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from ...ops.activation import ACTIVATIONS
 from ...ops.delta_net import delta_rule
 from ...ops.linear import add_up, project
 from ...ops.norm import rms_norm
 from ...ops.short_conv import short_conv
+from ...sharding import struct
 from ...sharding.device_axes import UNSPLIT, DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import Mamba2, ModelConfig

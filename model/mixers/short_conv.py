@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 
 from ...ops.linear import add_up, project
 from ...ops.short_conv import short_conv
+from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import ModelConfig, ShortConv

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from flax import struct
-
+from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
 from ..config import ModelConfig, SideBySide
 from . import Reach, attention, mamba2

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from ...ops.weight import Dense, Weight
+from ...sharding import struct
 
 
 @dataclass(frozen=True)

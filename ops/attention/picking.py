@@ -9,8 +9,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from ...sharding import struct
 from ..ordered_sum import sum_pairs
 from ..precision import precision
 from ..state_rows import sequence_of

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 
 SOURCES = Path(__file__).parent
+SHIPPED = "built"  # the folder in a wheel that has libraries
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
 )  # fmt: skip
@@ -134,19 +135,26 @@ def cache_folder() -> Path:
 
 
 def library(isa: str, variant: str) -> Path:
-    """A variant for an instruction set: as `quire build-kernels` left it ready, from the cache, or built now."""
-    if ready := os.environ.get("QUIRE_KERNELS"):
-        path = prebuilt(Path(ready), isa) / f"{variant}.so"
-        if path.exists():
-            return path
+    """A variant for an instruction set: one that lies ready, from the cache, or built now."""
+    if path := ready(isa, variant):
+        return path
     command = compiler()
     return built(command, isa, variant, private(cache_folder()) / key(command, isa))
 
 
+def ready(isa: str, variant: str) -> Path | None:
+    """A variant as `quire build-kernels` left it in QUIRE_KERNELS, or as a wheel for this platform has it."""
+    chosen = os.environ.get("QUIRE_KERNELS")
+    for folder in ([Path(chosen)] if chosen else []) + [SOURCES / SHIPPED]:
+        path = prebuilt(folder, isa) / f"{variant}.so"
+        if path.exists():
+            return path
+    return None
+
+
 def is_built(isa: str, variant: str) -> bool:
     """Whether `library` would find it and compile nothing."""
-    ready = os.environ.get("QUIRE_KERNELS")
-    if ready and (prebuilt(Path(ready), isa) / f"{variant}.so").exists():
+    if ready(isa, variant):
         return True
     return (cache_folder() / key(compiler(), isa) / f"{variant}.so").exists()
 

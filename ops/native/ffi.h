@@ -81,6 +81,7 @@ class Buffer {
     for (int64_t axis = first; axis < b->rank; ++axis) n *= b->dims[axis];
     return n;
   }
+  int64_t bytes() const { return size() * item(); }
 
   // The part at index `i` of the first axis.
   Buffer part(int64_t i) const {

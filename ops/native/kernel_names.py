@@ -17,3 +17,4 @@ ATTENTION = {  # by the types of pages and queries
 ROUNDING = {name: f"{name}_a8" for name in ("int4", "mxfp4", "float4", "iq4", "iq4_levels", "uint4", "uint4_levels")}
 SAMPLING = "sampling"
 DELTA_NET = "delta_net"
+BLANK = "blank"

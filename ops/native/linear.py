@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from ...sharding import struct
 from ..weight import Weight, check_subscripts
 from . import has, kernel_names, target
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from .. import quant
-from .kernel_names import ATTENTION, DENSE, ROUNDING, SAMPLING
+from .kernel_names import ATTENTION, BLANK, DENSE, ROUNDING, SAMPLING
 
 
 def of_model(
@@ -18,7 +18,8 @@ def of_model(
 
     `pages` are the dtypes of page arrays, `experts` a checkpoint's own formats of those, and `stored` of its matrices,
     beside which the head stays dense. `rounds`: rows become bytes where a kernel can do that.
-    Products come first, since the weights wait for them. A kernel that is not foreseen here is built when it is called.
+    After one that is small come products, since the weights wait for them. A kernel that is not foreseen here is built
+    when it is called.
     """
     if stored:
         products = {DENSE[dtype], *(name for own in stored for name in quant.kernels(own))}
@@ -29,4 +30,4 @@ def of_model(
     if rounds:
         products = {ROUNDING.get(name, name) for name in products}
     attention = {ATTENTION[held, dtype] for held in pages if (held, dtype) in ATTENTION}
-    return (*sorted(products), "pack", *sorted(attention), SAMPLING)
+    return (BLANK, *sorted(products), "pack", *sorted(attention), SAMPLING)

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from ...sharding import struct
 from .. import weight as xla
 from ..quant.compressed import Rounded
 from ..weight import Weight, check_subscripts, plain

@@ -16,8 +16,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..native import has
 from ..native.pack import pack_dense

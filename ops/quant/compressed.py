@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..weight import Weight, check_subscripts
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import struct
 
+from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..native import has
 from ..native.pack import by_block, tile

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import struct
 
+from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..native import has
 from ..native.linear import LANES, Product, in_bytes

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from flax import struct
 
+from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..native.pack import pack_stack
 from ..weight import Weight

@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
+from ...sharding import struct
 from ...sharding.device_axes import UNSPLIT, Axis
 from ..implementations import choose
+from ..native.blank import blank
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with the reason.
 IMPLEMENTATIONS = {"native": ".native", "branchless": ".branchless", "xla": ".xla"}
@@ -95,8 +96,8 @@ def sample(
 
 def empty_state(num_slots: int, vocab: int, num_rows: int = 1) -> SlotState:
     """The state where no slot is in use; `num_rows` are those that a slot may have in a step."""
-    others = [jnp.zeros((num_slots, vocab), dtype) for dtype in (bool, jnp.int32, bool)]
-    return SlotState(jnp.zeros((num_slots, num_rows, vocab), jnp.float32), *others)
+    others = [blank((num_slots, vocab), dtype) for dtype in (bool, jnp.int32, bool)]
+    return SlotState(blank((num_slots, num_rows, vocab)), *others)
 
 
 def replace_row(state: SlotState, slot: Array, row: SlotState) -> SlotState:

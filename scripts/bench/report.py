@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ... import __version__
+from ...model.extras import imported
 from .. import options as o
 from ..tables import table
 from .metrics import METRICS, summarise
@@ -91,6 +92,8 @@ def report(
         as_json = result_filename or Path(f"quire-bench-{context.info_name}-{datetime.now():%Y%m%d-%H%M%S}.json")
     if plot is not None and plot.suffix.lower() not in PLOTS:
         raise o.UsageError(f"--plot is {str(plot)!r}; its name must end in {', '.join(PLOTS)}")
+    if plot is not None:
+        imported("matplotlib", "plots", "--plot")
     for path in (as_json, plot):
         if path is None or str(path) == "-":
             continue

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from ...model import decoder
 from ...model.config import ModelConfig
 from ...ops.weight import Weight
+from ...sharding import struct
 from ..train_heads.attention import attention
 
 

@@ -60,6 +60,9 @@ class EngineOptions:
     revision: str | None = flag(None, MODEL, "Branch, tag or commit of a model on the Hub.", "NAME", "main")
     download_dir: str | None = flag(None, MODEL, "Folder for what is downloaded.", "DIR", "the Hub's own cache")
     load_format: str = flag("auto", MODEL, "auto, safetensors, or dummy: random weights, for measuring.", "FORMAT")
+    weight_cache: bool = flag(
+        True, MODEL, "On CPUs keep the weights as the kernels want them, and map them at the next start."
+    )
     hf_overrides: dict[str, Any] | None = flag(
         None, MODEL, "Values for keys of config.json in place of its own; null is as if a key were not there.", "JSON"
     )
@@ -225,7 +228,7 @@ class EngineOptions:
         if self.pooling is not None and self.pooling not in POOLINGS:
             raise ModelError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
         self.check_adapters()
-        for name in ("enable_prefix_caching", "shard_weights", "require_invariance", "enable_lora"):
+        for name in ("enable_prefix_caching", "shard_weights", "require_invariance", "enable_lora", "weight_cache"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ModelError(f"{name} is {value!r}; it must be True or False")
         for name in ("kv_cache_host_bytes", "kv_cache_disk_bytes", "weights_host_bytes"):

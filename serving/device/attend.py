@@ -4,6 +4,7 @@ Those of an encoder reach the rows of the step alone.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,3 +76,31 @@ def recur_with(rows: StateRows):
         return out_T, state.replace(kept={**state.kept, index: kept})
 
     return recur
+
+
+def share_with(config: ModelConfig, call: Callable[[Callable], Callable]):
+    """`share` of `decoder.run_layers`: of layers that are alike the first stands for all, each with its own pages.
+
+    `call` gives a function that is traced once and then called. To trace and lower each layer again would be most of a
+    start from full caches.
+    """
+
+    def share(run):
+        shared: dict[Any, tuple[int, Callable]] = {}
+
+        def run_alike(index, w, rows, per_layer_TA, state: State):
+            layer = config.layers[index]
+            if config.kv_owner[index] != index or layer.attention.kept or getattr(layer.attention, "indexer", None):
+                return run(index, w, rows, per_layer_TA, state)  # it reaches more than its own pages
+            key = layer, None if layer.attention.both_ways else config.group(index)
+            if key not in shared:
+                shared[key] = index, call(partial(run, index))
+            first, traced = shared[key]
+            own = {first: state.pages[index]} if index in state.pages else {}
+            rows, experts_TX, part = traced(w, rows, per_layer_TA, State(own))
+            filled = {index: part.pages[first]} if own else {}
+            return rows, experts_TX, state.replace(pages={**state.pages, **filled})
+
+        return run_alike
+
+    return share

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from ...model.config import FAR
 from ...ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs
+from ...sharding import struct
 from ..api.params import SAMPLING
 
 

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from ...model import decoder
 from ...model.config import ModelConfig
@@ -15,6 +14,7 @@ from ...ops import sampling
 from ...ops.attention import QueryRows, new_arrivals
 from ...ops.sampling.ranking import runners_up
 from ...ops.state_rows import sequence_of
+from ...sharding import struct
 from ...sharding.device_axes import UNSPLIT, Axis, DeviceAxes
 from ...sharding.mesh import Mesh
 from .attend import attend_with

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from ...ops.state_rows import StateRows, sequence_of
+from ...sharding import struct
 from .batch import Batch
 
 

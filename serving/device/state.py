@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from ...model.config import ModelConfig
@@ -15,6 +14,8 @@ from ...model.partition import Stage
 from ...model.planning.cost import layer_token_bytes
 from ...ops import sampling
 from ...ops.attention import KVPages, page_dtype, pairs
+from ...ops.native.blank import blank
+from ...sharding import struct
 
 OF_ROWS = ("data", "context")  # the axes of a mesh along which each device may have rows of its own
 HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS": 1}  # the axis of heads
@@ -135,9 +136,9 @@ def empty_state(
 
 def empty_kept(mixer, max_seqs: int, max_drafts: int) -> dict[str, Any]:
     """What a layer keeps for each slot; where there are drafts, what their rows brought, too."""
-    kept: dict[str, Any] = {name: jnp.zeros((max_seqs, *shape)) for name, shape in mixer.kept.items()}
+    kept: dict[str, Any] = {name: blank((max_seqs, *shape)) for name, shape in mixer.kept.items()}
     if max_drafts:
-        kept["drafted"] = tuple(jnp.zeros((max_seqs, max_drafts, *shape)) for shape in mixer.inputs)
+        kept["drafted"] = tuple(blank((max_seqs, max_drafts, *shape)) for shape in mixer.inputs)
     return kept
 
 
@@ -149,10 +150,10 @@ def empty_pages(
     def empty(index: int) -> KVPages:
         dtype = page_dtype(jnp.dtype(config.layer_kv_dtype(index)))
         count, shapes = num_pages[config.group(index)], page_shapes(config, index, page_size)
-        arrays = {name: jnp.zeros((count, *shape), dtype) for name, shape in shapes.items()}
+        arrays = {name: blank((count, *shape), dtype) for name, shape in shapes.items()}
         if dtype.itemsize == 1:
             scales = {name.replace("PSKH", "scale_PKS"): (heads, slots) for name, (slots, heads, _) in shapes.items()}
-            arrays |= {name: jnp.zeros((count, *shape), jnp.float32) for name, shape in scales.items()}
+            arrays |= {name: blank((count, *shape)) for name, shape in scales.items()}
         return KVPages(**arrays)
 
     return {index: empty(index) for index in layers if index in config.kv_layers}

@@ -19,7 +19,7 @@ from ...ops.attention import KVPages, QueryRows, new_arrivals
 from ...ops.state_rows import StateRows, sequence_of
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
-from .attend import attend_with, attend_within, recur_with
+from .attend import attend_with, attend_within, recur_with, share_with
 from .batch import Batch, Layout
 from .drafts import Seen, StepDrafter, WithDrafter, draft, entry_of, page_size_of, path_of
 from .replay import Replay
@@ -219,9 +219,13 @@ def step_of_one(
         recur = Replay.of(batch, positions_T, lengths_B, layout.max_drafts).recur
     elif state.kept:
         recur = recur_with(StateRows.of(batch.starts_B1, positions_T, batch.owners_T, layout.max_seqs))
+    # Elsewhere not measured; and a reference to arrivals cannot be closed over.
+    share = (
+        share_with(config, jax.jit) if axes is ONE_DEVICE and fetch is None and jax.default_backend() == "cpu" else None
+    )
     x, state = decoder.run_layers(
         weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare, see if wanted else None,
-        recur,
+        recur, share,
     )  # fmt: skip
     if not stage.ends:
         return x, None, state

@@ -134,8 +134,9 @@ def test_put_gets_each_leaf(tmp_path):
     config = read_config(tmp_path)
     seen = []
     weights = load_weights(tmp_path, config, put=lambda spec, leaf: seen.append(leaf) or leaf)
-    assert [leaf.shape for leaf in seen] == [spec.shape for spec in jax.tree.leaves(abstract(config))]
-    assert all(a is b for a, b in zip(seen, jax.tree.leaves(weights), strict=True))
+    leaves = jax.tree.leaves(weights)
+    assert [leaf.shape for leaf in leaves] == [spec.shape for spec in jax.tree.leaves(abstract(config))]
+    assert sorted(map(id, seen)) == sorted(map(id, leaves))  # threads put them in any order
     large = empty((512, 1024), np.float32)
     assert large.ctypes.data % ALIGNMENT == 0
     assert jax.device_put(large).unsafe_buffer_pointer() == large.ctypes.data

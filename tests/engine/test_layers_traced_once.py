@@ -1,0 +1,64 @@
+"""Layers that are alike are traced once, and the program is the one of layers that are traced one by one."""
+
+import re
+from collections import Counter
+
+import jax
+import pytest
+import tiny
+
+from quire.model import decoder
+from quire.model.checkpoint.loader import family_of
+from quire.model.weights import abstract
+from quire.serving.device import step
+from quire.serving.device.batch import Layout, Size
+from quire.serving.device.pipeline import Pipeline
+from quire.sharding.spec import random_arrays
+
+MODELS = {
+    "llama": {},
+    "gemma2": {
+        "model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8, "head_dim": 8,
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}  # fmt: skip
+TRACED = {"llama": 2, "gemma2": 3, "mixtral": 2}  # the first layer gets rows to which nothing is to be added
+
+
+def operations(lowered) -> Counter[tuple[str, str]]:
+    """How often each operation stands in the compiled program, with what it gives.
+
+    What sorts and sums call is written once for all of them, or again for each.
+    """
+    parts = lowered.compile().as_text().split("\n\n")
+    own = "\n".join(part for part in parts if part.startswith(("%fused", "ENTRY")))
+    return Counter(re.findall(r" = (\S+) ([\w-]+)\(", own))
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    """A model of six layers: its name, and a function that lowers its step."""
+    config = family_of(MODELS[request.param] or tiny.LLAMA).config(
+        tiny.LLAMA | {"num_hidden_layers": 6} | MODELS[request.param], None
+    )
+    weights, pipeline = random_arrays(abstract(config)), Pipeline(config, None)
+    groups = len(config.windows)
+    layout = Layout(Size(8, 2, 2), groups, 4, 2)
+    state = pipeline.make_state((9,) * groups, 16, 2)
+    return request.param, lambda: pipeline.lower(weights, state, layout)[0]
+
+
+def test_traced_once(model, monkeypatch):
+    name, lower = model
+    traced, block = [], decoder.attention_block
+    monkeypatch.setattr(decoder, "attention_block", lambda *args: traced.append(args[0]) or block(*args))
+    shared = lower()
+    assert len(traced) == TRACED[name]
+    jax.clear_caches()
+    monkeypatch.setattr(step, "share_with", lambda *args: None)
+    apart = lower()
+    assert len(traced) == TRACED[name] + 6
+    assert len(shared.as_text()) < len(apart.as_text())
+    assert operations(shared) == operations(apart)

@@ -1,0 +1,64 @@
+"""What a library is missing for, and the extra that brings it."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import tiny
+
+from quire import ModelError
+from quire.__main__ import main
+from quire.model.checkpoint import orbax
+from quire.model.extras import imported
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def said(monkeypatch, capsys, *command: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["quire", *command])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("library", "extra", "command"),
+    [
+        ("orbax.checkpoint", "convert", "convert {model} {out}"),
+        ("optax", "train", "train-heads {model} {out}"),
+        ("orbax.checkpoint", "train", "train-heads {model} {out}"),
+        ("matplotlib", "plots", "bench simulate --plot {out}.png"),
+    ],
+)
+def test_a_command_names_the_extra(monkeypatch, capsys, tmp_path, library, extra, command):
+    """Before anything is read or written."""
+    tiny.write(tmp_path / "model")
+    monkeypatch.setitem(sys.modules, library, None)
+    error = said(monkeypatch, capsys, *command.format(model=tmp_path / "model", out=tmp_path / "out").split())
+    assert f"pip install 'quire[{extra}]'" in error
+    assert not (tmp_path / "out").exists()
+    name = library.partition(".")[0]
+    assert any(name in requirement for requirement in EXTRAS[extra])
+
+
+def test_a_converted_folder_names_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ModelError, match="is a converted checkpoint, which needs orbax: pip install 'quire"):
+        orbax.load_weights(tmp_path, {}, lambda count: None)
+
+
+def test_the_tests_have_all():
+    """`test` brings what the commands need, and JAX's own extras are of the range that Quire takes."""
+    assert "quire[convert,plots,train]" in EXTRAS["test"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (own,) = [requirement for requirement in project["dependencies"] if requirement.startswith("jax")]
+    for extra in ("cuda", "cuda12", "tpu"):
+        (requirement,) = EXTRAS[extra]
+        assert requirement.partition("]")[2] == own.removeprefix("jax")
+
+
+def test_what_is_there_is_imported():
+    assert imported("json", "none", "this") is sys.modules["json"]

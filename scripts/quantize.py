@@ -25,7 +25,7 @@ def main(
         o.option(
             "In place of --quantization: so many bits a weight in all, scales included, and for each matrix the format "
             "that calibration text finds for it, from int3-32 to int8-weights, or none.",
-            CALIBRATION, "N", shown="one format for all",
+            CALIBRATION, "N", shown="one format for all", min=1,
         ),
     ] = None,
     layout: Annotated[

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from ..sharding import struct
 from . import linear
 from .moe import BLOCK, Blocks
 from .precision import precision

@@ -17,9 +17,17 @@ def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, or .gguf file; it must be new.")],
     quantization: Annotated[
-        str,
-        typer.Option(help=o.ENGINE_FLAGS["quantization"].__metadata__[0].help, show_default=False),
-    ],
+        str | None,
+        o.option(o.ENGINE_FLAGS["quantization"].__metadata__[0].help, "Options", shown="needed without --bits"),
+    ] = None,
+    bits: Annotated[
+        float | None,
+        o.option(
+            "In place of --quantization: so many bits a weight in all, scales included, and for each matrix the format "
+            "that calibration text finds for it, from int3-32 to int8-weights, or none.",
+            CALIBRATION, "N", shown="one format for all", min=1,
+        ),
+    ] = None,
     layout: Annotated[
         str,
         typer.Option(
@@ -61,7 +69,11 @@ def main(
     With calibration text one layer's weights at a time are in memory. A run that was stopped goes on when it is
     started again.
     """
-    if (calibration is None) != (method == NEAREST):
+    if (quantization is None) == (bits is None):
+        raise o.UsageError("give --quantization FORMAT, or --bits N for a format for each matrix")
+    if bits is not None and (calibration is None or layout != COMPRESSED):
+        raise o.UsageError(f"--bits {bits:g} needs --calibration FILE, and --layout {COMPRESSED}")
+    if bits is None and (calibration is None) != (method == NEAREST):
         remedy = "needs --calibration FILE, with some pages of what the model will read and write"
         raise o.UsageError(f"--method {method} {remedy if calibration is None else 'looks at no calibration text'}")
     if layout == GGUF and method != NEAREST:
@@ -69,10 +81,11 @@ def main(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..model.checkpoint import hub, loader, quantized
+    from ..model.quantize import mixed
 
     folder = hub.resolve(model, revision=engine.get("revision"), download_dir=engine.get("download_dir"))
     overrides = engine.get("hf_overrides")
-    rounds = None if layout == GGUF else quantization
+    rounds = None if layout == GGUF else quantization or mixed.ANY
     config = loader.read_config(folder, quantization=rounds, hf_overrides=overrides)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if layout == GGUF:
@@ -81,7 +94,7 @@ def main(
         with Progress(transient=True) as bars:
             bar = bars.add_task("writing", total=before)
             count = gguf_file.save(
-                folder, out, config, quantization.upper(), lambda read: bars.advance(bar, read), overrides
+                folder, out, config, str(quantization).upper(), lambda read: bars.advance(bar, read), overrides
             )
     elif calibration is None:
         with Progress(transient=True) as bars:
@@ -98,12 +111,12 @@ def main(
             bar = bars.add_task("layers", total=len(config.layers))
             count = session.save(
                 folder, out, config, method, pieces, lambda done: bars.update(bar, completed=done), overrides,
-                act_order, layout,
+                act_order, layout, bits,
             )  # fmt: skip
         print(f"{method} over {sum(map(len, pieces)):,} tokens of {calibration}, {len(pieces)} pieces")
     size = sum(file.stat().st_size for file in ([out] if layout == GGUF else out.glob("*.safetensors")))
     experts = "; experts stay as they are" if layout != GGUF and quantized.keeps_experts(out) else ""
     print(
         f"wrote {out}: {size / 2**20:.1f} MiB of weights from {before / 2**20:.1f} MiB, {count} matrices in "
-        f"{quantization}, laid out as {layout}{experts}"
+        f"{quantization or f'formats of their own, {bits:g} bits a weight at most'}, laid out as {layout}{experts}"
     )

@@ -16,16 +16,17 @@ import numpy as np
 from ...ops.quant.compressed import Layout
 from ...sharding.spec import ArraySpec
 from ..config import ModelConfig, ModelError
-from ..stored_format import StoredFormat
+from ..stored_format import StoredFormat, StoredGroup
 from ..weights import abstract, dense_specs
 from .folder import merged, read_json
 from .loader import find_parts
 from .orbax import holds_weights, write_rest
-from .published import described_as, round_matrix, split, writer_for
+from .published import described_as, mixed_as, round_matrix, split, writer_for
 from .safetensors import INDEX, SINGLE, Tensor, find_tensors, write_tensors
 
 EXPERTS = r"re:.*\.experts\..*"
 LAYOUT = "compressed-tensors"  # one of `published.LAYOUTS`, unless another is asked for
+Chosen = Mapping[str, str | None]  # the format of each matrix, by the name of its tensor; None: it is left as it is
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,22 @@ class Plan:
             self.sizes[together[0].name] = float(max(found))
         return self.sizes[together[0].name]
 
+    def group(self, tensor: Tensor) -> StoredGroup:
+        """How a matrix that is to be rounded is kept."""
+        return self.stored.group_of(tensor.name.removesuffix(".weight")) or self.stored.groups[0]
+
     def endings(self, tensor: Tensor) -> Layout:
         """The tensors of a matrix that is to be rounded."""
-        return writer_for(self.stored).layout(tensor.name, self.stored.groups[0], tensor.shape)
+        return writer_for(self.stored).layout(tensor.name, self.group(tensor), tensor.shape)
 
 
 def plan(
-    folder: Path, out: Path, config: ModelConfig, hf_overrides: Mapping[str, Any] | None = None, layout: str = LAYOUT
+    folder: Path,
+    out: Path,
+    config: ModelConfig,
+    hf_overrides: Mapping[str, Any] | None = None,
+    layout: str = LAYOUT,
+    chosen: Chosen | None = None,
 ) -> Plan:
     """What `save` would do; all that speaks against it is an error here, before anything is written."""
     if holds_weights(folder):
@@ -64,7 +74,17 @@ def plan(
     if os.path.lexists(out):
         raise ModelError(f"{out} is there already; give a new folder")
     tensors, fused, ignore = survey(folder, config)
-    hf = source | {"quantization_config": described_as(layout, config.quant, ignore)}
+    if chosen is None:
+        described = described_as(layout, config.quant, ignore)
+    else:
+        modules = {tensor: tensor.removesuffix(".weight") for tensor in fused}
+        ignore = sorted({*ignore, *(modules[tensor] for tensor in fused if chosen[tensor] is None)})
+        fused = {tensor: together for tensor, together in fused.items() if chosen[tensor] is not None}
+        each: dict[str, list[str]] = {}
+        for tensor in fused:
+            each.setdefault(str(chosen[tensor]), []).append(modules[tensor])
+        described = mixed_as(each, ignore)
+    hf = source | {"quantization_config": described}
     stored = split(hf)[1]
     assert stored is not None
     found = Plan(hf, tensors, {*fused}, stored, fused)
@@ -82,13 +102,15 @@ def save(
     hf_overrides: Mapping[str, Any] | None = None,
     made: Mapping[str, Tensor] | None = None,
     layout: str = LAYOUT,
+    chosen: Chosen | None = None,
 ) -> int:
     """Write `folder` to `out` with its matrices in the format `config.quant`; returns how many were rounded.
 
     `out` appears once it is complete. Embeddings, norms, routers and the head stay as they are, and so do experts that
-    share one tensor: the layouts have matrices only. What was `made` before is taken from there.
+    share one tensor: the layouts have matrices only. What was `made` before is taken from there. With formats `chosen`
+    each matrix is in its own.
     """
-    found = plan(folder, out, config, hf_overrides, layout)
+    found = plan(folder, out, config, hf_overrides, layout, chosen)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)
@@ -169,7 +191,7 @@ def values(
         elif endings:
             # First to the dtype that the model would be loaded in: then both ways of rounding give the same codes.
             value = tensor.read().astype(jnp.dtype(dtype))
-            rounded = round_matrix(value, plan.stored, partial(plan.largest, tensor, dtype))
+            rounded = round_matrix(value, plan.stored, plan.group(tensor), partial(plan.largest, tensor, dtype))
             yield from (rounded[ending] for ending in endings)
         else:
             yield made.get(tensor.name, tensor).read()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from ...ops.quant import Scheme
 from ..checkpoint.published import CodesWriter, round_matrix, writer_for
 from ..checkpoint.published.matrix import specs_of
 from ..config import ModelError
-from ..stored_format import StoredFormat
+from ..stored_format import StoredFormat, StoredGroup
 from . import awq, smoothquant
 from .folds import Fold, divide_norm, divisors, folds
 from .gptq import gptq
@@ -71,41 +72,46 @@ class Method:
     def grid(self) -> Grid:
         return grid_of(self.quant)
 
+    def group_of(self, tensor: str) -> StoredGroup | None:
+        """How a matrix is to be kept; None: as it is."""
+        module = tensor.removesuffix(".weight")
+        return self.stored.groups[0] if len(self.stored.groups) == 1 else self.stored.group_of(module)
+
     def scales(self, W: np.ndarray, inputs: Inputs, fold: Fold) -> np.ndarray:
         """By what the inputs of W [O, I] are to be divided."""
         if self.name == "awq":
             return awq.scales(W, inputs.H, fold.tied(inputs.total, np.mean), self.grid)
         return smoothquant.scales(fold.tied(inputs.top, np.max), fold.tied(np.abs(W).max(0), np.max))
 
-    def tensors(self, matrices: Sequence[np.ndarray], met: Met) -> list[dict[str, np.ndarray]]:
+    def tensors(self, matrices: Sequence[np.ndarray], met: Met, group: StoredGroup) -> list[dict[str, np.ndarray]]:
         """What a checkpoint keeps of each of the matrices [O, I] that share inputs, by the endings of the names.
 
         Outputs are rounded each by itself, so that all of them go together.
         """
         W, ends = np.concatenate(matrices), np.cumsum([len(matrix) for matrix in matrices])[:-1]
-        (group,) = self.stored.groups
+        specs = partial(specs_like, group)
         if not isinstance(met, Inputs):
             pairs = zip(matrices, np.split(met, ends), strict=True)
-            return [self.specs(matrix).fitted(matrix, own).parts(group.form) for matrix, own in pairs]
+            return [specs(matrix).fitted(matrix, own).parts(group.form) for matrix, own in pairs]
         if self.name == "gptq":
-            coded = gptq(W, met.H, self.grid, self.act_order)
+            coded = gptq(W, met.H, grid_of(group.quant), self.act_order)
             each = zip(*(np.split(field, ends) for field in coded), strict=True)
-            return [stored_tensors(Coded(*fields), self.stored) for fields in each]
+            return [stored_tensors(Coded(*fields), self.stored, group) for fields in each]
         if self.name == "quip":
-            codes, scale = quip(W, met.H, self.specs(W).bits)
+            codes, scale = quip(W, met.H, specs(W).bits)
             each = zip(matrices, np.split(codes, ends, axis=1), np.split(scale, ends), strict=True)
-            return [self.specs(matrix).made(code, own).parts(group.form) for matrix, code, own in each]
+            return [specs(matrix).made(code, own).parts(group.form) for matrix, code, own in each]
         W = awq.clipped(W, met.H, self.grid) if self.name == "awq" else W
         largest = float(np.abs(W).max())
-        return [round_matrix(matrix, self.stored, lambda: largest) for matrix in np.split(W, ends)]
-
-    def specs(self, matrix: np.ndarray) -> Any:
-        """Those of a matrix [O, I]."""
-        return specs_of(self.stored.groups[0], *matrix.shape)
+        return [round_matrix(matrix, self.stored, group, lambda: largest) for matrix in np.split(W, ends)]
 
 
-def stored_tensors(coded: Coded, stored: StoredFormat) -> dict[str, np.ndarray]:
-    (group,) = stored.groups
+def specs_like(group: StoredGroup, matrix: np.ndarray) -> Any:
+    """The specs of a matrix [O, I]."""
+    return specs_of(group, *matrix.shape)
+
+
+def stored_tensors(coded: Coded, stored: StoredFormat, group: StoredGroup) -> dict[str, np.ndarray]:
     node = specs_of(group, *coded.codes.shape).coded(coded.codes.T, coded.scales.T, coded.zeros.T)
     return cast(CodesWriter, writer_for(stored)).parts(node, group)
 
@@ -133,7 +139,10 @@ def round_layer(source: Source, index: int, met: Mapping[Key, Met], method: Meth
         for part in leaf.parts if leaf.rounded else ():
             sharing.setdefault(leaf.key(part), []).append(part.name)
     for key, names in sharing.items():
-        for name, made in zip(names, method.tensors([W.pop(name) for name in names], met[key]), strict=True):
+        group, matrices = method.group_of(source.tensors[names[0]].name), [W.pop(name) for name in names]
+        if group is None:
+            continue
+        for name, made in zip(names, method.tensors(matrices, met[key], group), strict=True):
             stem = source.tensors[name].name.removesuffix(".weight")
             out |= {stem + ending: value for ending, value in made.items()}
     return out

@@ -11,7 +11,8 @@ from ..checkpoint import quantized
 from ..checkpoint.folder import read_json
 from ..checkpoint.safetensors import Tensor, read_header, write_whole
 from ..config import ModelConfig, ModelError
-from . import sensitivity, whole
+from ..stored_format import StoredFormat
+from . import mixed, sensitivity, whole
 from .folds import folds
 from .layer import Method, round_layer
 from .source import Source
@@ -29,13 +30,17 @@ def save(
     hf_overrides: Mapping[str, Any] | None = None,
     act_order: bool = True,
     layout: str = quantized.LAYOUT,
+    bits: float | None = None,
 ) -> int:
     """As `quantized.save`, by a method that looks at the samples; `progress` is told how many layers are done.
 
-    The matrices of a layer see what comes out of rounded layers before it.
+    The matrices of a layer see what comes out of rounded layers before it. With `bits` each matrix has the format that
+    `mixed.choose` finds for it, so many bits a weight in all.
     """
     whole.check(config)
     plan = quantized.plan(folder, out, config, hf_overrides, layout)
+    if bits is not None:
+        return save_mixed(folder, out, config, method, samples, progress, hf_overrides, act_order, bits)
     how = Method(method, plan.stored, act_order)
     source = Source.of(folder, config, plan.stored)
     if how.folds and not any(folds(config, index, source.leaves(index)) for index in range(len(config.layers))):
@@ -45,7 +50,7 @@ def save(
         )
     done = out.with_name(f".{out.name}.layers")
     try:
-        begin(done, asked(folder, config, how, samples, hf_overrides))
+        begin(done, asked(folder, config, method, how.stored, act_order, samples, hf_overrides))
         made = round_layers(source, how, samples, done, progress)
     except OSError as error:
         raise ModelError(f"{done} cannot be written: {error.strerror}") from None
@@ -54,8 +59,45 @@ def save(
     return count
 
 
+def save_mixed(
+    folder: Path,
+    out: Path,
+    config: ModelConfig,
+    method: str,
+    samples: Sequence[Sequence[int]],
+    progress: Callable[[int], None],
+    hf_overrides: Mapping[str, Any] | None,
+    act_order: bool,
+    bits: float,
+) -> int:
+    """The same with a format for each matrix, rounded to nearest or by gptq."""
+    if method not in ("rtn", "gptq"):
+        raise ModelError(f"method is {method!r} with bits; it can be rtn or gptq")
+    plan = quantized.plan(folder, out, config, hf_overrides)
+    source = Source.of(folder, config, plan.stored)
+    done, made = out.with_name(f".{out.name}.layers"), {}
+    try:
+        begin(done, asked(folder, config, method, plan.stored, act_order, samples, hf_overrides) | {"bits": bits})
+        chosen = mixed.choose(source, samples, done, bits, progress)
+        plan = quantized.plan(folder, out, config, hf_overrides, chosen=chosen)
+        if method == "gptq":
+            how = Method(method, plan.stored, act_order)
+            made = round_layers(Source.of(folder, config, plan.stored), how, samples, done, progress)
+    except OSError as error:
+        raise ModelError(f"{done} cannot be written: {error.strerror}") from None
+    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, made=made, chosen=chosen)
+    shutil.rmtree(done)
+    return count
+
+
 def asked(
-    folder: Path, config: ModelConfig, how: Method, samples: Sequence[Sequence[int]], hf_overrides: Any
+    folder: Path,
+    config: ModelConfig,
+    method: str,
+    stored: StoredFormat,
+    act_order: bool,
+    samples: Sequence[Sequence[int]],
+    hf_overrides: Any,
 ) -> dict[str, Any]:
     """What a run is made of: one that differs in any of it makes other codes."""
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(folder.glob("*.safetensors"))}
@@ -64,10 +106,10 @@ def asked(
         "files": files,
         "hf_overrides": dict(hf_overrides or {}),
         "dtype": config.dtype,
-        "quantization": how.quant,
-        "layout": how.stored.method,
-        "method": how.name,
-        "act_order": how.act_order,
+        "quantization": stored.quant,
+        "layout": stored.method,
+        "method": method,
+        "act_order": act_order,
         "calibration": hashlib.sha256(json.dumps([list(map(int, ids)) for ids in samples]).encode()).hexdigest(),
     }
 

@@ -27,6 +27,9 @@ WAYS = {
     "codebook-3": ("rtn", "squeezellm"),
     "int2-32": ("rtn", "gptq", "awq"),
     "e8p-2": ("rtn", "quip"),
+    "4 bits": ("gptq",),
+    "4.5 bits": ("rtn", "gptq"),
+    "5 bits": ("gptq",),
 }  # of a group of 128 there is none: quill's rows have 192 numbers
 CACHES = {
     "int8": {"kv_cache_dtype": "int8"},
@@ -75,18 +78,20 @@ def judged(model: str | None, samples: int, held_out: int, seed: int, **engine: 
 def rounded(out: Path, quantization: str, method: str, calibration: int, seed: int) -> None:
     """The bundled model, written to a folder."""
     from ...model.checkpoint import hub, loader, quantized
-    from ...model.quantize import session
+    from ...model.quantize import mixed, session
     from ...model.text.tokenizer import Tokenizer
 
-    folder = hub.resolve("quill")
+    folder, bits = hub.resolve("quill"), None
+    if quantization.endswith(" bits"):  # of several formats
+        bits, quantization = float(quantization.removesuffix(" bits")), mixed.ANY
     config = loader.read_config(folder, quantization=quantization)
-    if method == "rtn":
+    if method == "rtn" and bits is None:
         quantized.save(folder, out, config)
         return
     tokenizer = Tokenizer(folder)
     whole = ("".join(part for part, _ in parts) for parts in documents(f"calibration/{seed}", calibration))
     pieces = [tokenizer.encode(text.removeprefix(BOS))[: config.max_len] for text in whole]
-    session.save(folder, out, config, method, pieces)
+    session.save(folder, out, config, method, pieces, bits=bits)
 
 
 def main(

@@ -18,6 +18,7 @@ from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..folder import read_json
 from ..safetensors import Tensor
+from . import compressed_tensors
 from .keys import MEASURED
 from .matrix import Largest, Matrix, Parts
 from .modelopt import SIDE_FILE
@@ -142,7 +143,11 @@ def own_name(writer: Writer, name: str) -> str | None:
     return next((own for own in writer.WRITES if quant.example(own) == quant.example(name)), None)
 
 
-def round_matrix(value: np.ndarray, stored: StoredFormat, largest: Largest) -> Parts:
+def mixed_as(modules: Mapping[str, Sequence[str]], ignore: Sequence[str]) -> dict[str, Any]:
+    """The same where these modules are in a format each; compressed-tensors has a layout for it."""
+    return compressed_tensors.mixed_config(modules, ignore)
+
+
+def round_matrix(value: np.ndarray, stored: StoredFormat, group: StoredGroup, largest: Largest) -> Parts:
     """The tensors of a dense matrix [out, in]."""
-    (group,) = stored.groups
     return writer_for(stored).round_matrix(value, group, largest)

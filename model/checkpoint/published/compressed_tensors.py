@@ -160,6 +160,18 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def mixed_config(modules: Mapping[str, Sequence[str]], ignore: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` where each format has modules of its own, by their names."""
+    groups: dict[str, Any] = {}
+    for number, (name, own) in enumerate(modules.items()):
+        said = quantization_config(name, ())
+        about = said["config_groups"]["group_0"] | {"targets": list(own), "format": said["format"]}
+        groups[f"group_{number}"] = about
+    forms = {about["format"] for about in groups.values()}
+    form = forms.pop() if len(forms) == 1 else "mixed-precision"
+    return quantization_config(next(iter(modules)), ignore) | {"format": form, "config_groups": groups}
+
+
 @dataclass(frozen=True)
 class Coded(Matrix):
     """A matrix in the tensors that its format names."""

@@ -21,7 +21,7 @@ from ..protocol.answers import completion as completion_answer
 from ..protocol.answers import messages as message_answer
 from . import prompting
 from .answering import ClientLeft
-from .endpoints import admin, batches, conversations, files, message_batches, pooled, responses, status, tokens
+from .endpoints import admin, batches, conversations, files, message_batches, ollama, pooled, responses, status, tokens
 from .endpoints.invocations import invocations
 from .endpoints.static import page_routes
 from .errors import HttpError, as_http, error_response
@@ -46,11 +46,8 @@ PROTOCOLS = {
     ),
 }
 
-OTHERS = {  # paths of Ollama and llama-server
-    "/api/chat": "/v1/chat/completions", "/api/generate": "/v1/completions", "/api/tags": "/v1/models",
-    "/api/ps": "/v1/models", "/api/embed": "/v1/embeddings", "/api/embeddings": "/v1/embeddings",
-    "/api/version": "/version", "/completion": "/v1/completions", "/embedding": "/v1/embeddings",
-    "/props": "/v1/models", "/docs": "/openapi.json",
+OTHERS = {  # paths of llama-server
+    "/completion": "/v1/completions", "/embedding": "/v1/embeddings", "/props": "/v1/models", "/docs": "/openapi.json",
 }  # fmt: skip
 
 
@@ -83,6 +80,7 @@ def make_app(service: Service) -> Any:
         tokens.ROUTES,
         pooled.ROUTES,
         status.ROUTES,
+        ollama.ROUTES,
         *([admin.ROUTES] if service.settings.admin else []),
     ]
     for table in tables:

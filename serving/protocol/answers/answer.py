@@ -118,6 +118,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    reading: float = 0.0  # seconds from when the engine took it up to its first token
+    writing: float = 0.0  # and from there until now
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,7 @@ class Answering:
         now = self.answers.thread.engine.clock()
         taken = now if first.first_scheduled is None else first.first_scheduled
         begun = now if first.first_token is None else first.first_token
-        return Usage(
-            self.prompt_tokens, self.choices.written, cached, self.choices.thought, begun - taken, now - begun
-        )
+        return Usage(self.prompt_tokens, self.choices.written, cached, self.choices.thought, begun - taken, now - begun)
 
     def facts(self) -> dict[str, Any]:
         """What the log may know of it: numbers and names."""

@@ -45,13 +45,15 @@ def bundled():
 
 @pytest.fixture
 def client(server):
-    yield Client(host=server.url)
+    with Client(host=server.url) as client:
+        yield client
     frees_all(server)
 
 
 @pytest.fixture
 def quill(bundled):
-    yield Client(host=bundled.url)
+    with Client(host=bundled.url) as client:
+        yield client
     frees_all(bundled)
 
 
@@ -188,7 +190,9 @@ def test_the_same_bits_as_openai(quill, bundled):
 
 def test_raw_is_a_completion(quill, bundled):
     text = openai(bundled, "/v1/completions", prompt="Once upon", temperature=0, max_tokens=20)["choices"][0]["text"]
-    assert quill.generate("quill", "Once upon", raw=True, options={"temperature": 0, "num_predict": 20}).response == text
+    assert (
+        quill.generate("quill", "Once upon", raw=True, options={"temperature": 0, "num_predict": 20}).response == text
+    )
 
 
 def test_context_goes_on(quill, bundled):
@@ -208,7 +212,8 @@ def test_embeddings_are_those_of_openai(quill, bundled):
     assert [list(one) for one in found.embeddings] == wanted and found.prompt_eval_count > 3
     assert list(quill.embed("quill", texts[0]).embeddings[0]) == wanted[0]
     assert list(quill.embeddings("quill", texts[0]).embedding) == wanted[0]
-    assert quill.embed("quill", []).embeddings == [] and quill.embeddings("quill", "").embedding == []
+    assert quill.embed("quill", []).embeddings == []
+    assert quill.embeddings("quill", "").embedding == []
     long = "word " * 5000
     assert len(quill.embed("quill", long).embeddings) == 1  # its end is left out
     with pytest.raises(ResponseError) as caught:
@@ -342,8 +347,8 @@ def test_several_at_once(server):
         async def one(client: AsyncClient, text: str) -> str:
             return "".join([part.message.content async for part in await client.chat("quill", user(text), stream=True)])
 
-        client = AsyncClient(host=server.url)
-        return await asyncio.gather(*[one(client, f"hello {i}") for i in range(8)])
+        async with AsyncClient(host=server.url) as client:
+            return await asyncio.gather(*[one(client, f"hello {i}") for i in range(8)])
 
     assert asyncio.run(run()) == [said(f"hello {i}") for i in range(8)]
     frees_all(server)

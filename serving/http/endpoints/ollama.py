@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -49,6 +48,7 @@ def prepare(engine: Engine, request: OllamaRequest, formats: Formats) -> Prepare
     tokenizer = prompting.chat_tokenizer(engine, formats)
     if request.thinks and formats.parsers(tokenizer.template_for(request.tools) or "")[1] is None:
         raise RequestError("think", "is not understood by this model: its chat template shows no thoughts")
+    request = replace(request, kept_room=engine.max_len // 4)
     if request.prompt is None:
         return prompting.chat(engine, request, formats)
     plain = tokenizer.chat_template is None and len(request.messages) == 1

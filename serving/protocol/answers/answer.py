@@ -43,6 +43,7 @@ class ChatRequest:
     parallel_tool_calls: bool = True
     truncate_prompt_tokens: int | None = None
     drops_oldest: bool = False  # turns, where not all fit
+    kept_room: int = 1  # tokens that those leave for an answer without a limit
     edits: Sequence[Any] = ()  # of the conversation, each as `context.Edit`
     echo: bool = False
     ignored: Sequence[str] = ()  # names of fields of messages that say nothing here

@@ -37,9 +37,7 @@ def loaded(request: OllamaRequest, reason: str) -> dict[str, Any]:
     return part_body(request, "", "", []) | {"done": True, "done_reason": reason}
 
 
-def part_body(
-    request: OllamaRequest, text: str, thought: str, calls: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def part_body(request: OllamaRequest, text: str, thought: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A text, with what was thought and called where there is any; it is not the last."""
     found: dict[str, Any] = {"model": request.called, "created_at": moment(time.time())}
     more = ({"thinking": thought} if thought else {}) | ({"tool_calls": list(calls)} if calls else {})

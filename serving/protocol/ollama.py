@@ -5,7 +5,7 @@ What a request leaves out is the model's own, as at every endpoint here, and not
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..api.errors import RequestError
 from ..api.params import MAX_LOGPROBS
 from ..api.validation import INT32_MAX, boolean, integer, number, refuse_unknown, shown, strings
 from ..api.validation import unicode_text as unicode
-from .answers.answer import ChatRequest, Delivery
+from .answers.answer import Delivery, OllamaRequest
 from .chat import MAX_MESSAGES, parse_call
 from .cohere import EmbedRequest
 from .fields import known_fields, sampling_of
@@ -55,25 +55,6 @@ ROLES = ("system", "user", "assistant", "tool")
 MESSAGE = ("role", "content", "thinking", "images", "tool_calls", "tool_name", "name", "tool_call_id")
 LEVELS = ("low", "medium", "high")
 DURATION = re.compile(r"-?(\d+(\.\d+)?(ns|us|µs|ms|s|m|h))+|-?\d+")
-
-
-@dataclass(frozen=True)
-class OllamaRequest(ChatRequest):
-    """A conversation or a prompt; without either the model is only loaded."""
-
-    called: str = ""  # the model, by the name that the client knows
-    prompt: str | None = None  # of /api/generate; None: a conversation
-    suffix: str = ""
-    raw: bool = False  # the prompt is what the model reads, without its chat template
-    context: Sequence[int] = ()  # tokens that came before
-    thinks: bool = False  # thoughts were asked for, so that a model without them is refused
-    unloads: bool = False  # keep_alive is 0
-    began: float = field(default_factory=time.monotonic, compare=False)
-
-    @property
-    def loads(self) -> bool:
-        """Whether nothing is asked but that the model be ready."""
-        return not (self.messages if self.prompt is None else self.prompt or self.suffix)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from ...api.validation import shown
 from ...engine.engine import Engine
 from ...protocol import ollama
 from ...protocol.answers import ollama as answers
-from ...protocol.answers.answer import CompletionRequest, Usage
-from ...protocol.ollama import OllamaEmbed, OllamaRequest
+from ...protocol.answers.answer import CompletionRequest, OllamaRequest, Usage
+from ...protocol.ollama import OllamaEmbed
 from ...protocol.tokens import checked
 from .. import prompting
 from ..answering import AS_LINES, LINES
@@ -111,14 +111,17 @@ async def embed(parse: Callable[[Any], OllamaEmbed], service: Service, request: 
     """Texts as vectors; none are asked for by a client that wants the model loaded."""
     asked, _ = await service.read(request, parse)
     asked = replace(asked, model=named(service, asked.called))
-    if not asked.texts:
+    vectors, usage = [], Usage(0, 0)
+    if asked.texts:
+        prepare = partial(ask_for_texts, texts="prompt" if asked.single else "input", dimension="dimensions")
+        found = await outputs_for(service, request, "embd-", asked, prepare)
+        vectors, usage = vectors_of(found), found.usage
+    else:
         async with service.counted(), service.models.use(asked.model):
-            return JsonResponse(answers.embed_response(asked, [], Usage(0, 0)))
-    texts = "prompt" if asked.single else "input"
-    found = await outputs_for(
-        service, request, "embd-", asked, partial(ask_for_texts, texts=texts, dimension="dimensions")
-    )
-    return JsonResponse(answers.embed_response(asked, vectors_of(found), found.usage))
+            pass
+    if asked.single:
+        return JsonResponse({"embedding": list(vectors[0]) if vectors else []})
+    return JsonResponse(answers.embed_response(asked.called, asked.began, vectors, usage))
 
 
 async def tags(service: Service, request: Request) -> JsonResponse:

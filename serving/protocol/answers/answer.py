@@ -1,5 +1,6 @@
 """Requests and answers before a protocol gives them its shape."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,6 +88,25 @@ class CompletionRequest:
     silent: bool = False  # no text is wanted: with echo, max_tokens may be 0
     wants_prompt_logprobs: bool = False  # by themselves, and not for echo only
     given: frozenset[str] = field(default=frozenset(), compare=False)  # parameters that the model's own do not replace
+
+
+@dataclass(frozen=True)
+class OllamaRequest(ChatRequest):
+    """A conversation or a prompt; without either the model is only loaded."""
+
+    called: str = ""  # the model, by the name that the client knows
+    prompt: str | None = None  # of /api/generate; None: a conversation
+    suffix: str = ""
+    raw: bool = False  # the prompt is what the model reads, without its chat template
+    context: Sequence[int] = ()  # tokens that came before
+    thinks: bool = False  # thoughts were asked for, so that a model without them is refused
+    unloads: bool = False  # keep_alive is 0
+    began: float = field(default_factory=time.monotonic, compare=False)
+
+    @property
+    def loads(self) -> bool:
+        """Whether nothing is asked but that the model be ready."""
+        return not (self.messages if self.prompt is None else self.prompt or self.suffix)
 
 
 @dataclass(frozen=True)

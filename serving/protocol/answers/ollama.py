@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from ...parsing.pieces import Arguments, CallStart, Said, Thought
-from ..ollama import OllamaEmbed, OllamaRequest
-from .answer import ChoicePart, FinishedChoice, Head, Logprobs, ToolCall, Usage
+from .answer import ChoicePart, FinishedChoice, Head, Logprobs, OllamaRequest, ToolCall, Usage
 from .messages import arguments_of
 from .shapes import chat_logprobs
 
@@ -87,14 +86,11 @@ def remembered(head: Head, request: OllamaRequest, token_ids: Sequence[int]) -> 
     return {"context": [*head.prompts[0].token_ids, *token_ids]}
 
 
-def embed_response(request: OllamaEmbed, vectors: Sequence[Sequence[float]], usage: Usage) -> dict[str, Any]:
-    if request.single:
-        return {"embedding": list(vectors[0]) if vectors else []}
-    total = time.monotonic() - request.began
+def embed_response(model: str, began: float, vectors: Sequence[Sequence[float]], usage: Usage) -> dict[str, Any]:
     return {
-        "model": request.called,
+        "model": model,
         "embeddings": [list(vector) for vector in vectors],
-        "total_duration": int(total * SECOND),
+        "total_duration": int((time.monotonic() - began) * SECOND),
         "load_duration": 0,
         "prompt_eval_count": usage.prompt_tokens,
     }

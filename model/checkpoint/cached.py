@@ -1,6 +1,7 @@
 """The models in the Hub's cache on this machine, and the bundled ones."""
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,6 @@ def readable_gguf(file: Path) -> bool:
 
 def remove(model: CachedModel) -> int:
     """Delete a model from the cache, with its repository where that has no other; how many bytes are free now."""
-    from huggingface_hub import scan_cache_dir
-
     repo = next(parent for parent in model.files[0].parents if parent.name.startswith("models--"))
     links = [path for path in (repo / "snapshots").rglob("*") if path.is_file()]
     wanted = {within(repo, path) for path in model.files}
@@ -114,11 +113,9 @@ def remove(model: CachedModel) -> int:
         for path in (*own, *gone):
             path.unlink(missing_ok=True)
         return freed
-    cache = scan_cache_dir(repo.parent)
-    whole = next(one for one in cache.repos if one.repo_path == repo)
-    plan = cache.delete_revisions(*(revision.commit_hash for revision in whole.revisions))
-    plan.execute()
-    return plan.expected_freed_size
+    freed = sum(path.stat().st_size for path in (repo / "blobs").iterdir())
+    shutil.rmtree(repo)  # by its folder and not by its commits, which a copy of a repository shares
+    return freed
 
 
 def within(repo: Path, path: Path) -> Path:

@@ -9,6 +9,8 @@ from contextlib import closing, contextmanager, suppress
 from time import perf_counter
 from typing import Annotated, Any
 
+import typer
+
 from . import options as o
 from .command import paint
 from .generate import Timing
@@ -35,6 +37,17 @@ def main(
 
     A message of several lines stands between two \"\"\".
     """
+    converse(model, system, sampling, engine)
+
+
+def converse(
+    model: str | None,
+    system: str | None,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
+    question: str | None = None,
+) -> None:
+    """A conversation, or the answer to one question."""
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
     params, name = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling), model or "quill"
@@ -47,9 +60,13 @@ def main(
                 "(a template of your own goes into its folder, as chat_template.jinja)"
             )
         params = with_defaults(params, sampling, llm.engine.defaults)
+        opening = () if system is None else ({"role": "system", "content": system},)
+        if question is not None:
+            if turn(llm, params, opening, question) == opening:
+                raise typer.Exit(1)
+            return
         if sys.stdin.isatty():
             print(f"{paint(name, sys.stdout, bold=True)}\n{paint(HELP, sys.stdout, dim=True)}")
-        opening = () if system is None else ({"role": "system", "content": system},)
         messages = opening
         for message in whole_messages(lines()):
             match message.split():

@@ -39,9 +39,9 @@ ROOMS = """
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 
     scripts/command scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env
-    scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/search scripts/chat
-    scripts/run_batch scripts/plan scripts/serve scripts/bench scripts/train_heads scripts/peers scripts/gpu
-    scripts/quill scripts/docs scripts/release
+    scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/search scripts/chat scripts/run
+    scripts/pull scripts/list scripts/rm scripts/run_batch scripts/plan scripts/serve scripts/bench
+    scripts/train_heads scripts/peers scripts/gpu scripts/quill scripts/docs scripts/release
 """.split()
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]

@@ -15,6 +15,7 @@ BUNDLED = {
 }
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 HUB_FILE = re.compile(rf"({HUB_ID.pattern})(?::([\w.-]+)|/([\w./-]+\.gguf))", re.ASCII)  # one GGUF file of a model's
+HOSTS = ("hf.co/", "huggingface.co/")  # which other engines have before an id
 FILES = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]  # no code, and one format of weights
 WITHOUT_WEIGHTS = ["*.json", "*.jinja", "tiktoken.model"]
 # The same weights again, under their makers' own names; 1_Pooling and the like are parts of the model.
@@ -28,6 +29,7 @@ def resolve(
 
     `revision` is a branch, tag or commit of the Hub's; downloads are kept in `download_dir`, or the Hub's own cache.
     """
+    model = None if model is None else plain_name(model)
     folder = Path(model or "").expanduser()
     if model is None or model in BUNDLED:
         folder = Path(__file__).parents[1] / BUNDLED[model or "quill"]
@@ -53,6 +55,12 @@ def resolve(
     return fetch(model, files, revision, cache)
 
 
+def plain_name(model: str) -> str:
+    """An id without the Hub's host before it."""
+    host = next((host for host in HOSTS if model.startswith(host) and not Path(model).exists()), "")
+    return model.removeprefix(host)
+
+
 def folder_of_gguf(folder: Path) -> Path:
     """The folder itself, or that of the one GGUF file in it where it has nothing else."""
     if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
@@ -67,6 +75,8 @@ def folder_of_gguf(folder: Path) -> Path:
 
 def fetch_gguf(model: str, quant: str | None, file: str | None, revision: str | None, cache: str | None) -> Path:
     """One GGUF file of a model, or the first part of one: by its path, or by what its name ends in, such as Q4_K_M."""
+    if quant is not None and quant.endswith(".gguf"):
+        quant, file = None, quant
     stem = (file or "").removesuffix(".gguf")
     whole = gguf_folder.PART.sub("", file or "")
     patterns = [f"{stem}.gguf", f"{whole}-*-of-*.gguf"]

@@ -186,13 +186,11 @@ def meant(name: str, known: Collection[str]) -> str:
 
 # Commands of others -> what does the same here.
 COMMANDS: Final = {
-    "run": "chat", "cli": "chat", "complete": "generate", "completion": "generate", "api-server": "serve",
+    "cli": "chat", "complete": "generate", "completion": "generate", "api-server": "serve",
     "server": "serve", "start": "serve", "benchmark": "bench",
-    "pull": "a model is downloaded when it is first used: `quire serve MODEL`",
-    "list": "/v1/models of a server lists its models", "ls": "/v1/models of a server lists its models",
-    "ps": "/v1/models of a server lists its models",
+    "ls": "list", "delete": "rm", "remove": "rm", "download": "pull",
+    "ps": "/api/ps of a server lists the models that are awake",
     "stop": "Ctrl-C or SIGTERM ends a server",
-    "rm": "downloaded models lie in the cache of Hugging Face: `hf cache rm`",
     "show": "`quire plan MODEL` describes a model",
     "create": "a model is a folder with config.json, tokenizer.json and *.safetensors: `quire serve FOLDER`",
     "cp": "--served-model-name gives a model another name",

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..api.errors import EngineError
 from ..api.outputs import Fresh, RequestOutput
@@ -21,10 +21,19 @@ log = logging.getLogger("quire")
 
 QUIET = 10.0  # seconds; a stream with nothing new for so long sends a comment
 ALIVE = b": waiting\n\n"
-EVENTS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)  # fmt: skip
+UNCACHED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), *UNCACHED)
+LINES = ((b"content-type", b"application/x-ndjson"), *UNCACHED)
+
+
+class Framing(NamedTuple):
+    """How a stream is sent: its headers, and what a long wait sends."""
+
+    headers: Sequence[tuple[bytes, bytes]] = EVENTS
+    alive: bytes = ALIVE
+
+
+AS_EVENTS, AS_LINES = Framing(), Framing(LINES, b" ")  # a line of JSON may begin with spaces
 
 
 class ClientLeft(Exception):
@@ -42,7 +51,11 @@ class Answering:
     @property
     def usage(self) -> Usage:
         cached = sum(request.sequences[0].cache.num_cached for request in self.answers.requests)
-        return Usage(self.prompt_tokens, self.choices.written, cached, self.choices.thought)
+        first = self.answers.requests[0]
+        now = self.answers.thread.engine.clock()
+        taken = now if first.first_scheduled is None else first.first_scheduled
+        begun = now if first.first_token is None else first.first_token
+        return Usage(self.prompt_tokens, self.choices.written, cached, self.choices.thought, begun - taken, now - begun)
 
     def facts(self) -> dict[str, Any]:
         """What the log may know of it: numbers and names."""
@@ -60,7 +73,7 @@ class Answering:
             raise EngineFailed("the engine has stopped")
         return self.choices.part(prompt, fresh)
 
-    async def stream(self, stream: Any, counted: bool) -> AsyncIterator[bytes]:
+    async def stream(self, stream: Any, counted: bool, alive: bytes = ALIVE) -> AsyncIterator[bytes]:
         """The events of a protocol, one write a delivery; an error on the way is the last of them."""
         out: list[bytes] = []  # not yet written
         try:
@@ -74,7 +87,7 @@ class Answering:
                 while left:
                     news = await self.answers.news()
                     if not news:
-                        yield ALIVE
+                        yield alive
                         continue
                     if not began:
                         began = True
@@ -132,13 +145,21 @@ async def watched(receive: Callable, answers: Answers) -> AsyncIterator[None]:
 
 
 class EventStream:
-    """A response of server-sent events, which holds what is in `keep` until it is over.
+    """A response of server-sent events, or of lines, which holds what is in `keep` until it is over.
 
     A reader that leaves, or takes nothing for too long, ends its request.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], answering: Answering, keep: AsyncExitStack, metrics: HttpMetrics):
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        answering: Answering,
+        keep: AsyncExitStack,
+        metrics: HttpMetrics,
+        framing: Framing = AS_EVENTS,
+    ):
         self.events, self.answering, self.keep, self.metrics = events, answering, keep, metrics
+        self.framing = framing
 
     async def __call__(self, scope, receive, send) -> None:
         state = scope["state"]
@@ -146,7 +167,7 @@ class EventStream:
         self.metrics.streams += 1
         try:
             async with self.keep, watched(receive, self.answering.answers):
-                await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS]})
+                await send({"type": "http.response.start", "status": 200, "headers": [*self.framing.headers]})
                 async for data in self.events:
                     await connection.write(data)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

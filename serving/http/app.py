@@ -28,6 +28,7 @@ from .endpoints import (
     conversations,
     files,
     message_batches,
+    ollama,
     pooled,
     responses,
     status,
@@ -57,11 +58,8 @@ PROTOCOLS = {
     ),
 }
 
-OTHERS = {  # paths of Ollama and llama-server
-    "/api/chat": "/v1/chat/completions", "/api/generate": "/v1/completions", "/api/tags": "/v1/models",
-    "/api/ps": "/v1/models", "/api/embed": "/v1/embeddings", "/api/embeddings": "/v1/embeddings",
-    "/api/version": "/version", "/completion": "/v1/completions", "/embedding": "/v1/embeddings",
-    "/props": "/v1/models", "/docs": "/openapi.json",
+OTHERS = {  # paths of llama-server
+    "/completion": "/v1/completions", "/embedding": "/v1/embeddings", "/props": "/v1/models", "/docs": "/openapi.json",
 }  # fmt: skip
 
 
@@ -94,6 +92,7 @@ def make_app(service: Service) -> Any:
         tokens.ROUTES,
         pooled.ROUTES,
         status.ROUTES,
+        ollama.ROUTES,
         *([admin.ROUTES, adapters.ROUTES] if service.settings.admin else []),
     ]
     for table in tables:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from ..api.errors import EngineError, NotServing, QueueFull, RequestError, TooLong
 from ..engine.thread import EngineFailed
-from ..protocol.answers import messages, shapes
+from ..protocol.answers import messages, ollama, shapes
 
 
 class HttpError(Exception):
@@ -59,6 +59,8 @@ def error_response(path: str, error: Exception) -> Response:
     found = as_http(error)
     if path.startswith("/v1/messages"):
         body = messages.error(found.status, found.message, found.param)
+    elif path.startswith("/api/"):
+        body = ollama.error(found.message)
     else:
         body = shapes.error(found.status, found.message, found.param, found.code)
     return JsonResponse(body, found.status, found.headers)

@@ -51,7 +51,7 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
 
     messages, applied = edited(request.messages, request.edits, lambda messages: len(encoded(messages)[1]))
     if request.drops_oldest:
-        room = room_of(engine, request.params)
+        room = max(engine.max_len - (request.params.max_tokens or request.kept_room), 1)
         messages = newest(messages, lambda messages: fits(encoded, messages, room))
     text, tokens = encoded(messages)
     params = request.params

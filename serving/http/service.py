@@ -27,7 +27,7 @@ from ..observe.metrics import HttpMetrics
 from ..protocol.answers.answer import Head, Prompted
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
-from .answering import Answering, ClientLeft, EventStream, watched
+from .answering import AS_EVENTS, Answering, ClientLeft, EventStream, Framing, watched
 from .batches import Batches
 from .errors import HttpError, JsonResponse
 from .files import StoredFiles
@@ -59,6 +59,7 @@ class Protocol(NamedTuple):
     prepare: Callable[..., Prepared]
     response: Callable[..., dict[str, Any]]
     stream: Callable[..., Any]
+    framing: Framing = AS_EVENTS  # of a stream
 
 
 class Service:
@@ -236,9 +237,10 @@ class Service:
             if journal is not None:
                 journal.name, journal.created = name, head.created
                 journal.seeds = [seed_of(asked) for asked in answers.requests]
-            events = answering.stream(protocol.stream(head, parsed, body), parsed.delivery.continuous_usage)
+            stream, counted = protocol.stream(head, parsed, body), parsed.delivery.continuous_usage
+            events = answering.stream(stream, counted, protocol.framing.alive)
             keep = stack.pop_all()  # the model stays awake until the last event
-            return EventStream(events, answering, keep, self.http_metrics)
+            return EventStream(events, answering, keep, self.http_metrics, protocol.framing)
 
     async def width(self) -> int:
         """How many sequences the first model computes together."""

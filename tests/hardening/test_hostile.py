@@ -350,6 +350,16 @@ def keyed():
         yield state
 
 
+OLLAMA = {  # the least that its endpoints take
+    "/api/chat": {"model": "quill", "messages": TURN, "options": {"num_predict": 2}},
+    "/api/generate": {"model": "quill", "prompt": "hello", "options": {"num_predict": 2}},
+    "/api/embed": {"model": "quill", "input": "hello"},
+    "/api/embeddings": {"model": "quill", "prompt": "hello"},
+    "/api/show": {"model": "quill"},
+    "/api/pull": {"model": "quill"},
+} | dict.fromkeys(("/api/delete", "/api/create", "/api/copy", "/api/push"), {"model": "quill"})
+
+
 def test_without_a_key_only_health_and_the_page_answer(keyed):
     routes = make_app(keyed.service).app.routes
     assert {"/v1/completions", "/metrics", "/sleep", "/live", "/page/{name}"} <= {route.path for route in routes}
@@ -380,13 +390,16 @@ def test_without_a_key_only_health_and_the_page_answer(keyed):
         asks = [(m, route.path) for route in routes for m in route.methods if "{" not in route.path and m != "HEAD"]
         for method, path in asks:
             if path not in ("/live", "/sleep", "/wake_up", "/pause", "/resume"):
-                body = BODIES.get(path, b"") if method == "POST" else None
+                body = (BODIES | OLLAMA).get(path, b"") if method in ("POST", "DELETE") else None
                 expected = 400 if path in ("/expert_loads", "/rebalance_experts", "/invocations") else 200  # no experts
                 expected = {("POST", "/v1/files"): 400, ("POST", "/v1/batches"): 404, ("POST", "/classify"): 400}.get(
                     (method, path), expected
                 )
                 if path.endswith("_lora_adapter"):  # it names none
                     expected = 400
+                expected = {"/api/delete": 403, "/api/create": 501, "/api/copy": 501, "/api/push": 501}.get(
+                    path, expected
+                )
                 assert client.ask(method, path, body)[0] == expected, path
 
 

@@ -137,7 +137,6 @@ def test_what_is_not_there(server):
         "/chat/completions": "/v1/chat/completions",  # a base URL without its /v1
         "/v1/v1/chat/completions": "/v1/chat/completions",
         "/v1/health": "/health",
-        "/api/chat": "/v1/chat/completions",  # Ollama's
         "/completion": "/v1/completions",  # llama-server's
     }.items():
         status, _, body = ask(server, "POST", path, {})

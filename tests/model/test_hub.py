@@ -239,3 +239,29 @@ def test_models_that_are_not_to_be_had(server, child):
     assert "does not answer" in child("broken/model", address)
     assert "does not answer" in child("other/model", "http://127.0.0.1:9")
     assert "HF_HUB_OFFLINE" in child("other/model", address, HF_HUB_OFFLINE="1")
+
+
+def test_pull_list_and_rm(server, tmp_path):
+    """A model comes into the cache, is listed by the name that it was asked for, and goes again."""
+    address, asked = server
+    settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    settings |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+    settings["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
+
+    def run(*line: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", *line], capture_output=True, text=True, timeout=240,
+            env=os.environ | settings,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    assert "good/model: " in run("pull", "good/model", "hf.co/good/gguf:good-Q4_K_M.gguf")
+    assert [path for path in asked if path.endswith("good-Q4_K_M.gguf")]
+    assert not [path for path in asked if path.endswith("good-Q8_0.gguf")]
+    assert "neither a folder here nor a public model on the Hub" in run("pull", "bad/model", code=2)
+    asked.clear()
+    listed = run("list")
+    assert [line.split()[0] for line in listed.splitlines()[5:]] == ["good/gguf:Q4_K_M", "good/model"]
+    assert "deleted good/model: " in run("rm", "-y", "good/model")
+    assert "good/model" not in run("list") and not asked

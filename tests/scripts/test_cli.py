@@ -550,16 +550,30 @@ def test_no_flag_is_both_an_option_and_without_effect():
         ("serve --log x", "No such option: --log"),
         ("serve --tokenizer-mode mistral", "--tokenizer-mode is 'mistral'; here it can only be auto, hf: the "),
         ("plan --enforce-eager", "No such option: --enforce-eager"),
-        ("run llama3", "No such command 'run': here it is 'chat'"),
+        ("ls", "No such command 'ls': here it is 'list'"),
         ("help serve", "No such command 'help': `quire --help` lists the commands, and "),
         ("create x", "No such command 'create': a model is a folder with config.json, tokenizer.json and "),
-        ("pull llama3", "No such command 'pull': a model is downloaded when it is first used: `quire serve MODEL`"),
     ],
 )
 def test_what_is_unknown_is_met_with_what_means_the_same_or_nothing(run, line, says):
     code, out, err = run(*line.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {says}") if says.endswith(" ") else err == f"error: {says}\n"
+
+
+def test_run_answers_a_prompt_and_what_is_piped_in(run):
+    """What stdin has comes before the prompt; nothing of both is refused before a model is loaded."""
+    code, out, _ = run("run", "some/model", "Why", "so?", "--system", "Be kind.", stdin=b"It is late.\n")
+    assert (code, out) == (0, "".join(WORDS) + "\n")
+    assert FakeLLM.made[-1].model == "some/model"
+    assert FakeLLM.made[-1].prompts == ["<system>Be kind.<user>It is late.\n\nWhy so?"]
+    assert run("run", "some/model", stdin=b"a\nb\n")[0] == 0
+    assert FakeLLM.made[-1].prompts == ["<user>a\nb"]
+    FakeLLM.made.clear()
+    code, _, err = run("run", "some/model")
+    assert code == 2 and err.startswith("error: no prompt: ") and not FakeLLM.made
+    code, _, err = run("run", "some/model", "too long")
+    assert code == 1 and str(TOO_LONG) in err
 
 
 @pytest.mark.parametrize("line", ["--model {}", "--model={}", "-m {}", "{}"])

@@ -60,10 +60,11 @@ BEYOND = {  # what the OpenAPI document leaves out
 }
 INTRODUCTION = """\
 The base URL is `http://127.0.0.1:8000/v1` for OpenAI's clients and `http://127.0.0.1:8000` for Anthropic's.
-Fields that a client has no argument for go into `extra_body`. A field is applied, is a label without effect, or is
-refused with a 400 that names it. null means that a field is not given. A field that is in no table is refused too.
-Of messages other servers know more fields: those that are unknown here are ignored, and `X-Ignored-Fields` in the
-answer names them, as does the log, once. Stored responses, files and batches are in the memory of one server: they end
+Ollama's endpoints are in [ollama.md](ollama.md). Fields that a client has no argument for go into `extra_body`. A
+field is applied, is a label without effect, or is refused with a 400 that names it. null means that a field is not
+given. A field that is in no table is refused too. Of messages other servers know more fields: those that are unknown
+here are ignored, and `X-Ignored-Fields` in the answer names them, as does the log, once. Stored responses, files and
+batches are in the memory of one server: they end
 with it, and one of several replicas does not know what another keeps."""
 FAILURES = """\
 An error is `{"error": {"message", "type", "param", "code"}}`; at `/v1/messages` it is `{"type": "error", "error":

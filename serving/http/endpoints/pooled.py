@@ -44,6 +44,13 @@ async def outputs_of(
 ) -> Answered:
     """The outputs for all prompts of a request, when they are computed."""
     asked, _ = await service.read(request, parse)
+    return await outputs_for(service, request, prefix, asked, prepare)
+
+
+async def outputs_for(
+    service: Service, request: Request, prefix: str, asked: Any, prepare: Callable[..., list[Ask]]
+) -> Answered:
+    """The same of a request that was read."""
     async with service.counted(), service.models.use(asked.model) as model:
         terms = service.terms(asked.terms, service.key(request))
         asked = replace(asked, terms=await service.adapted(model, asked.model, terms))
@@ -90,8 +97,11 @@ async def embed(service: Service, request: Request) -> JsonResponse:
     return JsonResponse(cohere.response(found.head, found.asked, vectors_of(found), found.usage))
 
 
-def ask_for_texts(engine: Engine, asked: cohere.EmbedRequest) -> list[Ask]:
-    pooling.check_dimensions(asked.dimensions, engine.config, "output_dimension")
+def ask_for_texts(
+    engine: Engine, asked: cohere.EmbedRequest, texts: str = "texts", dimension: str = "output_dimension"
+) -> list[Ask]:
+    """`texts` and `dimension` are what the fields are called."""
+    pooling.check_dimensions(asked.dimensions, engine.config, dimension)
     most = engine.longest_prompt if asked.max_tokens is None else min(asked.max_tokens, engine.longest_prompt)
     longest = most * prompting.needs_tokenizer(engine).longest_token * 4  # characters of which so many tokens are made
     asks, how = [], engine.embedder
@@ -101,10 +111,10 @@ def ask_for_texts(engine: Engine, asked: cohere.EmbedRequest) -> list[Ask]:
         text = first + text if text else text
         if asked.truncate != "NONE":  # what no token of the rest comes from is not cut into tokens
             text = text[:longest] if asked.truncate == "END" else text[-longest:]
-        tokens = prompting.encode(engine, f"texts[{i}]", text, True)
+        tokens = prompting.encode(engine, f"{texts}[{i}]", text, True)
         if len(tokens) > most:
             if asked.truncate == "NONE":
-                raise TooLong(f"texts[{i}]", f"has {len(tokens)} tokens; at most {most} are read")
+                raise TooLong(f"{texts}[{i}]", f"has {len(tokens)} tokens; at most {most} are read")
             tokens = tokens[:most] if asked.truncate == "END" else tokens[-most:]
         asks.append(Ask(tokens, pooling.PARAMS, text, asked.terms, how.pooling))
     return asks

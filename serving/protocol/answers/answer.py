@@ -1,5 +1,6 @@
 """Requests and answers before a protocol gives them its shape."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,6 +44,7 @@ class ChatRequest:
     parallel_tool_calls: bool = True
     truncate_prompt_tokens: int | None = None
     drops_oldest: bool = False  # turns, where not all fit
+    kept_room: int = 1  # tokens that those leave for an answer without a limit
     edits: Sequence[Any] = ()  # of the conversation, each as `context.Edit`
     echo: bool = False
     ignored: Sequence[str] = ()  # names of fields of messages that say nothing here
@@ -89,6 +91,25 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True)
+class OllamaRequest(ChatRequest):
+    """A conversation or a prompt; without either the model is only loaded."""
+
+    called: str = ""  # the model, by the name that the client knows
+    prompt: str | None = None  # of /api/generate; None: a conversation
+    suffix: str = ""
+    raw: bool = False  # the prompt is what the model reads, without its chat template
+    context: Sequence[int] = ()  # tokens that came before
+    thinks: bool = False  # thoughts were asked for, so that a model without them is refused
+    unloads: bool = False  # keep_alive is 0
+    began: float = field(default_factory=time.monotonic, compare=False)
+
+    @property
+    def loads(self) -> bool:
+        """Whether nothing is asked but that the model be ready."""
+        return not (self.messages if self.prompt is None else self.prompt or self.suffix)
+
+
+@dataclass(frozen=True)
 class Prompted:
     """The prompt of an answer."""
 
@@ -118,6 +139,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    reading: float = 0.0  # seconds from when the engine took it up to its first token
+    writing: float = 0.0  # and from there until now
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,24 @@
+"""`quire list`: the models on this machine that commands find by a name."""
+
+import sys
+from datetime import datetime
+from typing import Any
+
+from . import options as o
+from .tables import amount, table
+
+
+@o.takes_engine(only=("download_dir",))
+def main(*, engine: dict[str, Any]) -> None:
+    """List the models of the Hub's cache that Quire reads, and those that came with it."""
+    from ..model.checkpoint import cached  # not at the top: `--help` must not wait for it
+
+    found, others = cached.cached(engine.get("download_dir"))
+    rows = [(model.name, amount(model.size), model.format, day(model.modified)) for model in cached.bundled() + found]
+    print(table(("NAME", "SIZE", "FORMAT", "MODIFIED"), rows))
+    if others:
+        print(f"{others} more in the cache are no models that Quire reads", file=sys.stderr)
+
+
+def day(seconds: float | None) -> str:
+    return "-" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")

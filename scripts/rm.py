@@ -1,0 +1,36 @@
+"""`quire rm`: delete a model from the Hub's cache."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from . import options as o
+from .tables import amount
+
+
+@o.takes_engine(only=("download_dir",))
+def main(
+    names: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names, as `quire list` has them.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.", show_default=False)] = False,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Delete models from the Hub's cache. Folders elsewhere and bundled models stay."""
+    from ..model.checkpoint import cached, hub  # not at the top: `--help` must not wait for it
+
+    known = {model.name: model for model in cached.cached(engine.get("download_dir"))[0]}
+    for name in names:
+        if name in hub.BUNDLED:
+            raise o.UsageError(f"{name} came with Quire and stays")
+        if hub.plain_name(name) not in known:
+            there = ", ".join(known) or "none"
+            raise o.UsageError(f"there is no {name!r} in the cache; there is {there}")
+    for model in [known[name] for name in dict.fromkeys(map(hub.plain_name, names))]:
+        size = amount(model.size)
+        if not yes:
+            if not sys.stdin.isatty():
+                raise o.UsageError(f"{model.name} ({size}) is deleted only when you say so: quire rm -y {model.name}")
+            if not typer.confirm(f"Delete {model.name} ({size})?"):
+                continue
+        print(f"deleted {model.name}: {amount(cached.remove(model))} are free")

@@ -264,7 +264,7 @@ def load_weights(
     `progress` is told of bytes as they are read.
     """
     dense, specs, lock = dense_specs(config), specs_of(config), Lock()
-    leaves, tree = jax.tree.flatten(dense)
+    locations, tree = jax.tree.flatten(placement.by_leaf(config, dense))  # of nodes too that the checkpoint has
     if kept is not None and (found := kept.read()) is not None:
         progress(nbytes(found))
         return tree.unflatten(found)
@@ -300,10 +300,10 @@ def load_weights(
         placed = location.settle(put(dense, leaf)) if location.mesh is None else location.split(spec, leaf)
         return jax.block_until_ready(placed)  # no second leaf while this one is still being copied
 
-    trees = placement.by_leaf(config, dense), dense, specs, parts
-    works = [partial(read_and_put, *each) for each in zip(*map(tree.flatten_up_to, trees), strict=True)]
+    each_dense, *others = map(tree.flatten_up_to, (dense, specs, parts))
+    works = [partial(read_and_put, *each) for each in zip(locations, each_dense, *others, strict=True)]
     if placement.mesh is None:
-        made = in_parallel(works, [leaf.nbytes for leaf in leaves])
+        made = in_parallel(works, [nbytes(each) for each in each_dense])
         if kept is not None:
             kept.write_soon(made)
     else:

@@ -93,7 +93,10 @@ def test_against_a_loop(name, kernels):
             pytest.skip("no compiler")
         if not quant.kernels(name):
             pytest.skip("no kernel multiplies with it")
-        packed = {field: loader.put_packed(getattr(dense_specs, field), getattr(weights, field)) for field in STACKED}
+        packed = {
+            field: loader.put_packed(getattr(dense_specs, field), getattr(weights, field), "bfloat16")
+            for field in STACKED
+        }
         assert all(hasattr(stack.each, "tiles") and stack.each.tiles.shape[0] == E for stack in packed.values())
         weights = weights.replace(**packed)
     x = np.random.default_rng(1).standard_normal((2 * BLOCK + 5, D)).astype(np.float32)

@@ -4,13 +4,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict
 
 from ..api.outputs import RequestOutput
 from ..api.params import SamplingParams
 from ..api.prompts import Prompt
 from ..async_llm import Ask, AsyncLLM
-from ..llm import parse_prompt
+from ..llm import TERMS, parse_prompt
 from .kv_transfer import Handover, check_alike, give, host_cache_of, lacking, take
 
 log = logging.getLogger("quire")
@@ -57,7 +56,7 @@ class Apart:
         """As `AsyncLLM.generate`."""
         text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.writer.engine.tokenizer)
         await bring(self.writer, Ask(tokens, sampling_params or SamplingParams(), text, terms), self.read)
-        whole = {"prompt": text, "prompt_token_ids": tokens, **asdict(terms)}
+        whole = {"prompt": text, "prompt_token_ids": tokens, **{name: getattr(terms, name) for name in TERMS}}
         async for output in self.writer.generate(whole, sampling_params, request_id):
             yield output
 

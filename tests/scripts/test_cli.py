@@ -20,6 +20,7 @@ import quire
 from quire.__main__ import COMMANDS, app, main
 from quire.model.config import ModelError
 from quire.scripts import chat, collect_env, generate, sizes
+from quire.scripts.options import ADAPTER_FLAGS
 from quire.serving.api import other_engines
 from quire.serving.api.errors import RequestError
 from quire.serving.api.options import EngineOptions
@@ -462,7 +463,7 @@ def test_every_engine_option_is_a_flag(command):
     """Flags default to None, so that the engine decides; what `--help` says must be what it decides."""
     flags = {flag.name: flag for flag in typer.main.get_command(app).get_command(None, command).params}
     for option in fields(EngineOptions):
-        if option.name in NOT_FLAGS:
+        if option.name in NOT_FLAGS or (command == "generate" and option.name in ADAPTER_FLAGS):
             continue
         flag = flags[option.name]
         short = option.metadata["short"]

@@ -10,15 +10,17 @@ WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); ec
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
 CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 python
 
-.PHONY: help demo serve test test-all lint parity gpu-compiler docs dist clean
+.PHONY: help demo serve test check test-all lint parity test-clients gpu-compiler docs dist clean
 
 help:
 	@echo "make demo     watch the bundled model write a story"
 	@echo "make serve    the same model behind HTTP, with a page to look at"
 	@echo "make test     linters, types, and every behaviour once: for each change"
-	@echo "make test-all the same and the rest: chaos, browser, Ray, hosts, devices, sanitizers, all random cases, parity"
+	@echo "make check    and what needs more: chaos, browser, Ray, hosts, devices, sanitizers, clients, parity"
+	@echo "make test-all every case of all of that, and every random one: hours"
 	@echo "make parity   the same tokens as transformers? (installs torch)"
-	@echo "make gpu-compiler  what compiles for NVIDIA GPUs without one (about 230 MB to fetch): test-all then covers it"
+	@echo "make test-clients  litellm, LangChain and others, each installed by itself"
+	@echo "make gpu-compiler  what compiles for NVIDIA GPUs without one (about 230 MB to fetch): make check then covers it"
 	@echo "make docs     the documentation as a site, in build/docs/site; a dead link is an error"
 	@echo "make dist     wheels and an sdist in dist/: on x86-64 Linux one with compiled kernels, which needs no compiler"
 	@echo "make clean    remove what the others made"
@@ -30,11 +32,18 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.demo
 	@$(VENV)/bin/quire serve
 
+# A file's tests share servers and models: a worker has all of them.
+BY_FILE := --dist loadfile --no-loadscope-reorder --durations=10
 test: lint
-	QUIRE_CASES=0.1 $(PYTEST) --dist loadfile --no-loadscope-reorder --durations=10 -m "not slow"
+	QUIRE_CASES=0.1 $(PYTEST) $(BY_FILE) -m "not slow and not nightly"
 
-test-all: test parity
-	$(PYTEST) --dist loadfile --no-loadscope-reorder --durations=10 -m "slow or random or hypothesis"
+check: lint $(VENV)/.parity
+	QUIRE_CASES=0.1 $(PYTEST) $(BY_FILE) -m "not nightly"
+	$(PYTEST) --dist worksteal -m "not nightly" tests/parity
+	$(PYTEST) tests/clients
+
+test-all: lint parity test-clients
+	$(PYTEST) $(BY_FILE)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -44,6 +53,9 @@ lint: $(VENV)/.test
 
 parity: $(VENV)/.parity
 	$(PYTEST) --dist worksteal tests/parity
+
+test-clients: $(VENV)/.test
+	$(PYTEST) tests/clients
 
 gpu-compiler: $(VENV)/.gpu-compiler
 

@@ -539,6 +539,20 @@ struct Levels {
   }
 };
 
+// What group `g` shares with its neighbours, read at the first of them.
+template <int N, typename Scale>
+__attribute__((always_inline)) inline void read_above(const Panel& panel, int64_t groups, int64_t g, const Scale& scale, const Scale& least,
+                F (&above)[N][H], F (&least_above)[N][H]) {
+  int64_t together = scale.together(groups);
+  if (g % together) return;
+  UNROLL for (int n = 0; n < N; ++n)
+    UNROLL for (int h = 0; h < H; ++h) {
+      int64_t place = (panel.block[n] * groups + g) / together;
+      above[n][h] = scale.above(place, h);
+      if (least.each) least_above[n][h] = least.above(place, h);
+    }
+}
+
 // Codes under rows of bfloat16; every `group` inputs of an output share a scale, and perhaps a zero of the codes or what
 // is taken off the product of code and scale.
 template <typename Codes, typename Scale>
@@ -564,17 +578,11 @@ struct Grouped {
 
   template <int R, int N, bool WIDE>
   void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
-    int64_t groups = K / group, together = scale.together(groups);
+    int64_t groups = K / group;
     std::memset(out, 0, sizeof(out));
     F above[N][H], least_above[N][H];
     for (int64_t g = 0; g < groups; ++g) {
-      if (g % together == 0)
-        UNROLL for (int n = 0; n < N; ++n)
-          UNROLL for (int h = 0; h < H; ++h) {
-            int64_t place = (panel.block[n] * groups + g) / together;
-            above[n][h] = scale.above(place, h);
-            if (least.each) least_above[n][h] = least.above(place, h);
-          }
+      read_above(panel, groups, g, scale, least, above, least_above);
       F sum[R][N][H] = {};
       for (int64_t k = g * group; k < (g + 1) * group; k += WORD) add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
       UNROLL for (int n = 0; n < N; ++n)

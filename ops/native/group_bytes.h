@@ -108,20 +108,14 @@ struct GroupedBytes {
 
   template <int R, int N, bool>
   void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
-    int64_t groups = K / group, together = scale.together(groups);
+    int64_t groups = K / group;
     const float *x_scale = x_shared.scale.data() + row * groups, *x_sum = x_shared.sum.data() + row * groups;
     const int32_t* start = x_shared.start.data() + row * groups;
     x += row * K;
     std::memset(out, 0, sizeof(out));
     F above[N][H], least_above[N][H];
     for (int64_t g = 0; g < groups; ++g) {
-      if (g % together == 0)
-        UNROLL for (int n = 0; n < N; ++n)
-          UNROLL for (int h = 0; h < H; ++h) {
-            int64_t place = (panel.block[n] * groups + g) / together;
-            above[n][h] = scale.above(place, h);
-            if (least.each) least_above[n][h] = least.above(place, h);
-          }
+      read_above(panel, groups, g, scale, least, above, least_above);
       I sum[R][N][H];
       UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int n = 0; n < N; ++n)

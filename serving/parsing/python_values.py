@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 
 from .calls import new_id
 from .pieces import Arguments
-from .reader import Broken, Reader, blank, marker
+from .reader import Broken, Reader, blank, marker, separator
 
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 ESCAPES = {
@@ -94,12 +94,7 @@ def several(reader: Reader, depth: int) -> Iterator[None]:
             yield from blank(reader)
             argue(reader, ": ")
         yield from value(reader, depth + 1)
-        yield from blank(reader)
-        if reader.char == ",":
-            yield
-            yield from blank(reader)
-        elif reader.char != end:
-            raise Broken
+        yield from separator(reader, end)
         count += 1
     argue(reader, "}" if end == "}" else "]")
     reader.drop()

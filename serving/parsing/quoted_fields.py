@@ -6,7 +6,7 @@ from typing import Any
 
 from .calls import new_id
 from .python_values import argue
-from .reader import Broken, Reader, blank, marker
+from .reader import Broken, Reader, blank, marker, separator
 from .schema_types import as_json, is_text, kinds, properties_of
 from .tags import escaped, raw
 
@@ -39,15 +39,6 @@ def members(reader: Reader, quote: str, schema: Mapping[str, Any], depth: int) -
     argue(reader, "}")
     reader.drop()
     yield
-
-
-def separator(reader: Reader, end: str) -> Iterator[None]:
-    yield from blank(reader)
-    if reader.char == ",":
-        yield
-        yield from blank(reader)
-    elif reader.char != end:
-        raise Broken
 
 
 def field_name(reader: Reader, quote: str) -> Generator[None, None, str]:

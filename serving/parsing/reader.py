@@ -115,6 +115,16 @@ def blank(reader: Reader) -> Iterator[None]:
         yield
 
 
+def separator(reader: Reader, end: str) -> Iterator[None]:
+    """Pass the comma between two values, unless the last one was."""
+    yield from blank(reader)
+    if reader.char == ",":
+        yield
+        yield from blank(reader)
+    elif reader.char != end:
+        raise Broken
+
+
 def marker(reader: Reader, markers: Collection[str]) -> Generator[None, None, str | None]:
     """Hold the marker that stands here; None if there is none, Broken if there is only the head of one."""
     head = ""

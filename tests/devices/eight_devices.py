@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import uncached
+from cases import nightly_from, thinned
 from golden.families import VARIANTS
 from golden.folder import POSITIONS
 from golden.recorded import TOLERANCE, Golden, check_answers
@@ -45,7 +46,10 @@ def meshes(config) -> list[tuple[int, int]]:
     return [sizes for sizes in MESHES if splits(config, tensor=sizes[0], expert=sizes[1])]
 
 
-@pytest.mark.parametrize("name", NAMED)
+FEW = ["llama", "gemma4-shared", "qwen3-moe", "gpt-oss", "deepseek-v3", "nemotron-h", "qwen3-5", "mamba2"]
+
+
+@pytest.mark.parametrize("name", thinned(NAMED, FEW))
 def test_logits(name, golden):
     made = golden(name)
     config = loader.read_config(made.folder, "float32", NAMED[name].max_len)
@@ -87,7 +91,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", thinned(ENGINES, ["gemma4-shared", "deepseek-v3", "nemotron-h"]))
 def test_greedy_tokens(name, golden):
     """Alone and in a batch of unequal lengths, in chunks."""
     made = golden(name)
@@ -122,12 +126,12 @@ MANY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("many", MANY.values(), ids=MANY)
-def test_every_parameter(many, golden):
+@pytest.mark.parametrize("name", thinned(MANY, ["tensor 4", "stages"]))
+def test_every_parameter(name, golden):
     """Biases, bans, penalties and scores, whose rows are split by words, give what one device gives."""
     folder = golden("qwen3").folder
     prompts = [{"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]} for i in range(len(ASKED))]
-    results = [make(folder, **options).generate(prompts, ASKED, use_tqdm=False) for options in ({}, many)]
+    results = [make(folder, **options).generate(prompts, ASKED, use_tqdm=False) for options in ({}, MANY[name])]
     for alone, together in zip(*results, strict=True):
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids
         pairs = [(alone.outputs[0].logprobs or [], together.outputs[0].logprobs or [])]
@@ -220,17 +224,17 @@ def test_memory_is_divided(golden):
     assert used.argument_size_in_bytes == pytest.approx(held_bytes((four.weights, four.state)), rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("name", "many"),
-    [
-        ("llama", {"tensor_parallel_size": 2}),
-        ("mistral", {"tensor_parallel_size": 4}),  # several devices have the same head
-        ("llama", {"context_parallel_size": 2, "kv_cache_dtype": "int8"}),
-        ("llama", {"tensor_parallel_size": 2, "kv_cache_dtype": "int4"}),
-        ("llama", {"pipeline_parallel_size": 3}),
-        ("llama", {"data_parallel_size": 2, "tensor_parallel_size": 2}),
-    ],
-)
+PAGES = [
+    ("mistral", {"tensor_parallel_size": 4}),  # several devices have the same head
+    ("llama", {"context_parallel_size": 2, "kv_cache_dtype": "int8"}),
+    ("llama", {"tensor_parallel_size": 2}),
+    ("llama", {"tensor_parallel_size": 2, "kv_cache_dtype": "int4"}),
+    ("llama", {"pipeline_parallel_size": 3}),
+    ("llama", {"data_parallel_size": 2, "tensor_parallel_size": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "many"), nightly_from(2, PAGES))
 def test_pages_come_back(name, many, golden):
     """HostCache and sleep move pages that are split, and give back the same."""
     folder = golden(name).folder

@@ -7,7 +7,7 @@ from itertools import product
 import jax
 import numpy as np
 import pytest
-from cases import cases
+from cases import cases, nightly_from, thinned
 from golden.families import VARIANTS
 from golden.recorded import Golden
 from jax.sharding import PartitionSpec as P
@@ -46,12 +46,13 @@ def over(mesh: dict[str, int]) -> dict[str, int]:
     return {f"{axis}_parallel_size": size for axis, size in mesh.items()}
 
 
-@pytest.mark.parametrize(("mesh", "drafters"), MESHES.values(), ids=MESHES)
-def test_the_answers_of_plain_decoding(mesh, drafters, tmp_path):
+@pytest.mark.parametrize("name", thinned(MESHES, ["stages of replicas"]))
+def test_the_answers_of_plain_decoding(name, tmp_path):
     """Random requests, asked twice, where pages are short and go to host memory: tokens, and scores to the last bit.
 
     Over `context` the rows of larger steps are split, and XLA's products give other last bits for fewer rows.
     """
+    mesh, drafters = MESHES[name]
     rng, options = random.Random(4), SIZES | over(mesh) | {"max_model_len": 256}
     plain = LLM(**options)
     mixes = [mix(rng, plain.engine.config.vocab_size) for _ in range(cases(5, least=2))]
@@ -94,7 +95,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "drafter", "more"), EXPERTS)
+@pytest.mark.parametrize(("name", "mesh", "drafter", "more"), nightly_from(1, EXPERTS))
 def test_experts_and_weights_that_do_not_lie_ready(name, mesh, drafter, more, tmp_path):
     """A part of the model drafts, with its experts on several devices, or with layers that are brought to it."""
     folder = Golden(NAMED[name], tmp_path).folder

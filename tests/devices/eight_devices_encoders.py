@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from cases import nightly_from
 from golden.encoders import ENCODERS, GoldenEncoder
 
 from quire import LLM
@@ -14,8 +15,14 @@ NAMED = {variant.name: variant for variant in ENCODERS}
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 120}
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert", "embeddinggemma"])
-@pytest.mark.parametrize("mesh", [{"tensor": 2, "data": 2}, {"pipeline": 2}], ids=str)
+TWO, STAGES = {"tensor": 2, "data": 2}, {"pipeline": 2}
+CASES = [
+    ("bert", TWO), ("modernbert", STAGES), ("embeddinggemma", TWO), ("embeddinggemma", STAGES), ("bert", STAGES),
+    ("modernbert", TWO),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh"), nightly_from(2, CASES))
 def test_vectors(name, mesh, tmp_path):
     made = GoldenEncoder(NAMED[name], tmp_path)
     sizes = {f"{axis}_parallel_size": size for axis, size in mesh.items()}

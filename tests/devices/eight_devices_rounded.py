@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import nightly_from
 from golden.families import VARIANTS
 from golden.recorded import Golden
 from jax.sharding import PartitionSpec as P
@@ -63,13 +64,13 @@ def alone(golden):
 
 
 MANY = [
-    ("mixtral", "int8-weights", {"expert": 4}),
-    ("qwen3-moe", "int8", {"expert": 8}),
-    ("qwen3-moe", "int8-weights", {"tensor": 2, "expert": 2}),
-    ("deepseek-v3", "int8", {"expert": 8}),
     ("deepseek-v3", "int8-weights", {"tensor": 2, "expert": 2, "pipe": 2}),
+    ("qwen3-moe", "int8", {"expert": 8}),
     ("qwen3-moe", "int4-32", {"data": 2, "expert": 4}),
     ("qwen3-moe", "fp8-weights", {"tensor": 2, "expert": 2}),
+    ("mixtral", "int8-weights", {"expert": 4}),
+    ("qwen3-moe", "int8-weights", {"tensor": 2, "expert": 2}),
+    ("deepseek-v3", "int8", {"expert": 8}),
     ("gpt-oss-wide", "int8-weights", {"data": 2, "tensor": 2}),
     ("qwen3-moe", "int8-weights-16", {"tensor": 2, "expert": 2}),
     ("qwen3-moe", "fp8-weights-128", {"expert": 4}),
@@ -77,7 +78,7 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize(("name", "quantization", "sizes"), MANY)
+@pytest.mark.parametrize(("name", "quantization", "sizes"), nightly_from(3, MANY))
 def test_greedy_tokens(name, quantization, sizes, golden, alone):
     """Those of one device; and each device holds as many bytes as planned."""
     made, expected = golden(name), alone(name, quantization)

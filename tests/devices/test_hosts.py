@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import nightly_from
 from golden.families import VARIANTS
 from golden.recorded import Golden
 
@@ -113,7 +114,7 @@ def with_states(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "stored", "data"), [(2, "folder", 1), (4, "converted", 2), (2, "with_states", 2)]
+    ("processes", "stored", "data"), nightly_from(1, [(2, "folder", 1), (4, "converted", 2), (2, "with_states", 2)])
 )
 def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_path, request):
     """200 requests; some of them again after sleep and a reset. Sums go another way, so scores differ a little."""

@@ -126,7 +126,7 @@ PATHS = [(0, 0, 0), (0, 1), (1, 0, 0), (1, 0, 1)]
 
 FEW = {("medusa", "chain"), ("eagle", "tree"), ("eagle3", "chain"), ("mtp", "chain"), ("mtp-qwen", "tree")}
 CELLS = [
-    pytest.param(*cell, marks=[] if cell in FEW else pytest.mark.slow) for cell in product(KINDS, ("chain", "tree"))
+    pytest.param(*cell, marks=[] if cell in FEW else pytest.mark.nightly) for cell in product(KINDS, ("chain", "tree"))
 ]
 
 

@@ -28,7 +28,7 @@ LENGTH = 256
 
 
 @pytest.fixture(
-    scope="module", params=[*attention.IMPLEMENTATIONS, pytest.param("native int4", marks=pytest.mark.slow)]
+    scope="module", params=[*attention.IMPLEMENTATIONS, pytest.param("native int4", marks=pytest.mark.nightly)]
 )
 def runner(request):
     """quill's steps, with one of the implementations alone, and a cache of the model's dtype or another."""

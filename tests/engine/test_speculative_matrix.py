@@ -75,7 +75,7 @@ WITH = {  # all where nothing is rounded, and each with one of the other kinds a
     "int4 weights": ("suffix", "draft_model", "bits", "medusa", "eagle's tree"),
 }
 CELLS = [
-    pytest.param(*cell, id="-".join(cell), marks=[] if cell in FEW else pytest.mark.slow)
+    pytest.param(*cell, id="-".join(cell), marks=[] if cell in FEW else pytest.mark.nightly)
     for kind in KINDS
     for cell in product([kind], WITH[kind], CASES)
 ]

@@ -115,7 +115,7 @@ def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
 
 
 @pytest.mark.parametrize(
-    ("length", "distance", "room"), [(1000, 128, 2 << 20), pytest.param(4000, 512, 3 << 20, marks=pytest.mark.slow)]
+    ("length", "distance", "room"), [(1000, 128, 2 << 20), pytest.param(4000, 512, 3 << 20, marks=pytest.mark.nightly)]
 )
 def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(folder, tmp_path, length, distance, room):
     """Another chat takes the device's snapshots and pages in between, or the engine ends and another begins.

@@ -306,7 +306,7 @@ def test_experts(tmp_path, method):
     assert any(".experts." in name and name.endswith("_scale") for name in find_tensors(out))
 
 
-@pytest.mark.parametrize(("method", "most"), [("gptq", 0.8), pytest.param("awq", 0.9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("method", "most"), [("gptq", 0.8), pytest.param("awq", 0.9, marks=pytest.mark.nightly)])
 def test_the_calibrated_codes_serve_better(tmp_path, method, most):
     """The bundled model on text that calibration has not seen: nearer to what it computes in bfloat16."""
     rng = np.random.default_rng(0)

@@ -53,7 +53,9 @@ def test_logits(variant, golden):
 @pytest.mark.parametrize(
     ("variant", "block_size"),
     [
-        pytest.param(variant, (8, 16)[i % 2], id=variant.name, marks=[] if variant.name in KINDS else pytest.mark.slow)
+        pytest.param(
+            variant, (8, 16)[i % 2], id=variant.name, marks=[] if variant.name in KINDS else pytest.mark.nightly
+        )
         for i, variant in enumerate(VARIANTS)
         if variant.new_tokens
     ],

@@ -154,7 +154,7 @@ SLOW = [("awq", "awq", "int4-32-zero"), ("gptq", "gptq", "int8-weights-32")]
 
 @pytest.mark.parametrize(
     ("method", "layout", "name"),
-    [("gptq", "gptq", "int4-32"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [("gptq", "gptq", "int4-32"), *(pytest.param(*case, marks=pytest.mark.nightly) for case in SLOW)],
 )
 def test_methods_choose_the_same_codes_for_each_layout(tmp_path, method, layout, name):
     """Also with the largest inputs first: the groups stay neighbours, so that g_idx counts up."""

@@ -153,7 +153,7 @@ PAIRS = {(False, None, 160), (True, None, 300), (False, 32, 300), (True, 32, 160
 @pytest.mark.parametrize(
     ("act_order", "group", "columns"),
     [
-        pytest.param(*case, marks=[] if case in PAIRS else pytest.mark.slow)
+        pytest.param(*case, marks=[] if case in PAIRS else pytest.mark.nightly)
         for case in product((False, True), (None, 32, 100), (160, 300))
     ],
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import cases, thinned
+from cases import cases, nightly_from, thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jaxlib.mlir import ir
@@ -348,11 +348,8 @@ def test_experts_against_float64(name):
 
 @pytest.mark.parametrize(
     ("dynamic", "make"),
-    [
-        (False, rounded), (True, in_float8),
-        pytest.param(True, rounded, marks=pytest.mark.slow), pytest.param(False, in_float8, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+    nightly_from(2, [(False, rounded), (True, in_float8), (True, rounded), (False, in_float8)]),
+)
 def test_experts_in_eight_bits_against_float64(dynamic, make):
     rng = np.random.default_rng(4)
     dense, whose, x, weights = mixture(rng), chosen(rng, 9, X, E, "any"), draw(rng, 9, D), np.ones((9, X), np.float32)
@@ -401,7 +398,7 @@ def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
     return Mxfp4(jnp.asarray(data), jnp.asarray(scales)), np.stack(found, 1)
 
 
-@pytest.mark.parametrize(("T", "D", "F"), [(20, 128, 192), pytest.param(70, 192, 128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("T", "D", "F"), [(20, 128, 192), pytest.param(70, 192, 128, marks=pytest.mark.nightly)])
 def test_mxfp4_experts_against_float64(T, D, F):
     """gpt-oss': biases, its clamped activation, and sizes that are no whole number of steps."""
     rng = np.random.default_rng(8)

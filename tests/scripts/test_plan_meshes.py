@@ -165,8 +165,8 @@ def test_command_proposes(tmp_path):
     [
         ("70B", ["--batch", "4"], "--batch is 4; it needs --devices"),
         ("70B", ["--devices", "8", "--best", "price"], "--best is 'price'; it can be throughput"),
-        pytest.param("70B", ["--devices", "83"], "use --devices 64", marks=pytest.mark.slow),
-        pytest.param("70B", ["--devices", "2", "--device", "l4"], "use --devices 16", marks=pytest.mark.slow),
+        pytest.param("70B", ["--devices", "83"], "use --devices 64", marks=pytest.mark.nightly),
+        pytest.param("70B", ["--devices", "2", "--device", "l4"], "use --devices 16", marks=pytest.mark.nightly),
         ("7B", ["--devices", "2", "--batch", "500"], "use --batch 65 or less or --devices 16"),
         ("7B", ["--devices", "2", "--length", "8K"], "at most 4096 positions"),
     ],

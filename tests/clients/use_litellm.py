@@ -1,0 +1,55 @@
+# /// script
+# dependencies = ["litellm>=1.80,<2"]
+# ///
+"""litellm, which knows the server as OpenAI's, as vLLM's, and as Anthropic's."""
+
+import json
+import sys
+
+import litellm
+
+scripted, bundled = sys.argv[1:]
+HELLO = [{"role": "user", "content": "hello"}]
+SAID = "You said: hello – 世界 👩‍🚀"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+for model, base in (
+    ("openai/quill", f"{scripted}/v1"),
+    ("hosted_vllm/quill", f"{scripted}/v1"),
+    ("anthropic/quill", scripted),
+):
+    at = {"model": model, "api_base": base, "api_key": "none"}
+    found = litellm.completion(messages=HELLO, max_tokens=100, **at)
+    assert found.choices[0].message.content == SAID, found
+    assert found.choices[0].finish_reason == "stop" and found.usage.completion_tokens > 0, found
+
+    chunks = litellm.completion(messages=HELLO, max_tokens=100, stream=True, **at)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == SAID, model
+
+    messages = [{"role": "user", "content": "weather in Rome"}]
+    message = litellm.completion(messages=messages, tools=[WEATHER], max_tokens=100, **at).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}, message
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
+    last = litellm.completion(messages=messages, tools=[WEATHER], max_tokens=100, **at)
+    assert last.choices[0].message.content == "It is sun.", last
+
+person = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "job": {"enum": ["painter", "baker"]}, "city": {"type": "string"}},
+    "required": ["name", "job", "city"],
+    "additionalProperties": False,
+}
+found = litellm.completion(
+    model="openai/quill", api_base=f"{bundled}/v1", api_key="none", temperature=0,
+    messages=[{"role": "user", "content": "Give JSON for: David is a painter in Lagos"}],
+    response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": person, "strict": True}},
+)  # fmt: skip
+assert json.loads(found.choices[0].message.content) == {"name": "David", "job": "painter", "city": "Lagos"}, found

@@ -7,6 +7,7 @@ from dataclasses import replace
 import peft
 import pytest
 import tiny
+from cases import thinned
 
 from quire import LLM, LoRARequest, RequestError, SamplingParams
 from quire.model.config import ModelError
@@ -218,15 +219,11 @@ def test_the_least_recently_used_gives_way_and_only_if_nobody_runs():
     slots.check([c])
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"quantization": "int8", "dtype": "bfloat16"},
-        {"quantization": "int4-32"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    ],
-    ids=str,
-)
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+MORE = [{"quantization": "int8", "dtype": "bfloat16"}, {"quantization": "int4-32"}, DRAFTS]
+
+
+@pytest.mark.parametrize("given", thinned(MORE, [DRAFTS]), ids=str)
 def test_with_rounded_weights_and_drafts(folders, given):
     """What each request gets is what it gets alone; drafts, which know no adapter, change nothing."""
     numbers, prompts = [0, 1, 2, None, 5, 6], [[7, 8, 9] * 6] * 6

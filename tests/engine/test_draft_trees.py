@@ -144,7 +144,7 @@ HEADS = [CONFIG, {"method": "eagle", "model": "quill-eagle", "speculative_token_
 COMMON = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 48}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("config", HEADS, ids=lambda config: config["method"])
 def test_heads_leave_the_answers_as_they_are(compiled, config, tmp_path):
     """Their own drafts, taken always and only where they pay, where pages are short; all is asked a second time."""

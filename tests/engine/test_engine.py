@@ -248,7 +248,7 @@ def kernels(request, monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.slow  # test_speculative.py has those that verify
+@pytest.mark.nightly  # test_speculative.py has those that verify
 @pytest.mark.parametrize("kernels", ["off"], indirect=True)
 def test_steps_without_branches_draw_the_same(weights, kernels):
     """Those that a device of its own runs while nobody wants more than a temperature and min-p."""

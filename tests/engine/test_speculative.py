@@ -180,7 +180,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.slow  # test_speculative_matrix.py has some of it for `make test`
+@pytest.mark.nightly  # test_speculative_matrix.py has some of it
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config.values()))[-24:])
 def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path):
     """Its own drafts, taken always and only where they pay, where pages are short; all is asked a second time."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from ...ops.adapter import stacks_of
 from ...sharding.spec import nbytes
 from ..config import Layer, ModelConfig
 from ..weights import LayerWeights, ModelWeights, abstract, dense_specs
@@ -136,10 +137,10 @@ def weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) -> in
 
 
 def read_weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) -> int:
-    """Bytes of weights that a step of a large batch reads: all but the look-up tables."""
+    """Bytes of weights that a step of a large batch reads: all but look-up tables, and adapters of some rows."""
     weights = abstract(config) if weights is None else weights
     lookups = [weights.per_layer_embed_VLA, None if config.tied else weights.embed_VD]
-    return nbytes(weights) - nbytes(lookups)
+    return nbytes(weights) - nbytes([lookups, stacks_of(weights)])
 
 
 def operations(config: ModelConfig, length: int) -> float:

@@ -39,10 +39,12 @@ def serve(
     clock: Callable[[], float] = time.perf_counter,
     advance: Callable[[int, int], None] = lambda requests, tokens: None,
     in_batches: bool = False,
+    adapters: Sequence[Any] = (None,),
 ) -> LoadRun:
     """Answer all requests in full length, with at most `concurrency` of them in the engine.
 
     `in_batches`: the next ones are added when all of these are answered, as without continuous batching.
+    `adapters`: the requests take them in turn.
     The prefix cache is emptied first, so that the same requests cost the same again.
     """
     from ...serving.api.params import SamplingParams
@@ -63,7 +65,7 @@ def serve(
                     temperature=temperature, max_tokens=sample.output_len, ignore_eos=True, seed=index
                 )
                 sent = clock()
-                request = llm.add(sample.prompt, params)
+                request = llm.add(sample.prompt, params, adapter=adapters[index % len(adapters)])
                 live[request] = (index, sent, [])
                 if (seq := request.sequences[0]).max_tokens < sample.output_len:
                     raise o.UsageError(

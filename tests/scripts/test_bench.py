@@ -20,6 +20,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire import LLM
 from quire.__main__ import main
 from quire.scripts.bench import client, command, engine, load, metrics, plot, serve, startup
 from quire.scripts.bench.drafts import Drafts, drafts_table
@@ -890,6 +891,29 @@ def test_throughput_with_drafts(run, tmp_path, monkeypatch):
     assert point["decode"]["steps"] * point["decode"]["tokens"] <= 240 - 4 + 1e-6
     assert point["mean_tpot_ms"] < point["mean_itl_ms"], "a piece is what a step gave"
     assert "accepted by position" in out and "reached" in out
+
+
+def test_throughput_with_adapters(run, tmp_path, monkeypatch):
+    """Each number of them is a run, in which the requests take them in turn; none of them is read for the roof."""
+    monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
+    seen, add = [], LLM.add
+
+    def watched(self, *given, adapter=None, **named):
+        seen.append(adapter and adapter.lora_name)
+        return add(self, *given, adapter=adapter, **named)
+
+    monkeypatch.setattr(LLM, "add", watched)
+    file = tmp_path / "r.json"
+    code, out, err = run(
+        "throughput", *SMALL, "--num-prompts", "4", "--concurrency", "2", "--random-input-len", "10",
+        "--random-output-len", "5", "--adapters", "0", "3", "--adapter-rank", "8", "--json", str(file),
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    points = json.loads(file.read_text())["points"]
+    assert [(point["adapters"], point["total_output_tokens"]) for point in points] == [(0, 20), (3, 20)]
+    assert seen[1:] == [None] * 4 + ["adapter-1", "adapter-2", "adapter-3", "adapter-1"]  # the first warms up
+    assert len({point["decode"]["weight_bytes"] for point in points}) == 1
+    assert points[0]["decode"]["weight_bytes"] < 4 * 4e6 and out.lstrip().startswith("quill-draft: 4 requests")
 
 
 def test_latency_with_drafts(run, tmp_path):

@@ -218,7 +218,7 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
         kernel_trial.test("a.module", "{}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     """What the other process does, at small sizes in the interpreter: it tells a kernel that is right from another."""
@@ -357,7 +357,7 @@ def test_it_is_for_hopper(monkeypatch, tmp_path, caplog, capability, served):
     another_process()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("window", [None, 128])
 def test_trials_go_each_way(window):
     """XLA passes them, also those that are too long for an interpreter; and the kernel has no way that none goes."""

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden.families import VARIANTS
+from cases import thinned
+from golden.families import KINDS, VARIANTS
 from golden.folder import prompts, write_folder
 from published import PUBLISHED
 from published_moe import PUBLISHED_MOE
@@ -30,7 +31,8 @@ SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "li
 TOLERANCE = 1e-4  # and twice what a row moves by itself when last bits do
 LEAST_LEAD = 1e-3  # rounding decides between tokens that are closer
 STEADY = 1e-4  # a model whose own rounding error is larger says nothing about ours
-BY_NAME = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+FEW = [variant for variant in VARIANTS if variant.name in KINDS]  # tests/model/test_golden.py has the others
+BY_NAME = pytest.mark.parametrize("variant", thinned(VARIANTS, FEW), ids=lambda variant: variant.name)
 
 
 class Case:
@@ -84,8 +86,10 @@ def test_saved_config_means_the_same(variant, case):
     assert first == second
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.new_tokens], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("block_size", thinned([8, 16], [8]))
+@pytest.mark.parametrize(
+    "variant", thinned([v for v in VARIANTS if v.new_tokens], FEW), ids=lambda variant: variant.name
+)
 def test_greedy_tokens(variant, block_size, case):
     """Each alone, then all at once with some that have come a part of the way."""
     made = case(variant.name)

@@ -77,7 +77,7 @@ def test_semantic_search():
     assert nearest == ["Mia found a lantern in the forest.", "What is 34 + 57?", "Anna is 31 and lives in Oslo"]
 
 
-@pytest.mark.slow  # two models
+@pytest.mark.nightly  # two models
 def test_speculation():
     plain, guessed, same = printed("speculation")
     assert re.fullmatch(r"plain +\d+ tokens a second", plain)

@@ -582,6 +582,7 @@ def test_a_reader_that_is_slow_and_reads(talkative):
     assert len(json.loads(found.partition(b"\r\n\r\n")[2])["choices"]) == 2
 
 
+@pytest.mark.nightly
 def test_live_view_that_nobody_reads(talkative):
     with connect(talkative.url, receive_buffer=1024) as connection:
         connection.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")

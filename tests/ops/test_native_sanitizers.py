@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from cases import cases, thinned
+from cases import cases
 
 from quire.ops.native import build
 
@@ -22,12 +22,17 @@ def isas(cases: Path) -> list[str]:
     return [name for name in able if "amx" not in name][:1] + emulated
 
 
-BUILDS = [pytest.param(path, isa, id=f"{path.stem}-{isa}") for path in CASES for isa in isas(path)]
+BUILDS = [
+    pytest.param(
+        sanitizer, path, isa, id=f"{path.stem}-{isa}-{sanitizer}",
+        marks=pytest.mark.nightly if sanitizer == "thread" or isa == "amx-emulated" else (),
+    )
+    for path in CASES for isa in isas(path) for sanitizer in ("address,undefined", "thread")
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("sanitizer", thinned(["address,undefined", "thread"], ["address,undefined"]))
-@pytest.mark.parametrize("cases, isa", BUILDS)
-def test_sanitized(cases, isa, sanitizer, tmp_path):
+@pytest.mark.parametrize(("sanitizer", "cases", "isa"), BUILDS)
+def test_sanitized(sanitizer, cases, isa, tmp_path):
     try:
         command = build.compiler()
     except NotImplementedError as reason:

@@ -470,7 +470,7 @@ def test_the_same_bits_in_any_company(rows):
         assert np.array_equal(found[[rows.index(row) for row in both]], wanted[both])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(cases(8, 4)))
 def test_random_experts(seed):
     rng = np.random.default_rng(seed)

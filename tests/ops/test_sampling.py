@@ -388,7 +388,7 @@ def test_without_branches_it_draws_the_same(implementation):
     assert_same_bits(one, other)
 
 
-@pytest.mark.parametrize("V", [700, 9000])
+@pytest.mark.parametrize("V", thinned([700, 9000], [700]))
 def test_without_branches_and_sorts_the_tokens_are_xlas(monkeypatch, V):
     """The same draws and scores; of 9,000 tokens the best are found by groups, and with 700 of them everything ties."""
     monkeypatch.setattr(branchless, "on_gpu", lambda: True)

@@ -32,7 +32,7 @@ LABELS = (*COMMON_LABELS, "prediction")  # which elsewhere makes the same answer
 FIELDS = (
     "model", "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",
     "tool_choice", "parallel_tool_calls", "functions", "function_call", "truncate_prompt_tokens", "echo",
-    *TEMPLATE, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
+    "include_reasoning", *TEMPLATE, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 BATCH_FIELDS = tuple(name for name in FIELDS if name not in ("stream", "stream_options"))
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing

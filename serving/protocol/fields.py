@@ -90,7 +90,9 @@ def delivery_of(given: Mapping[str, Any]) -> Delivery:
         raise RequestError("stream_options.include_obfuscation", "is not implemented; leave it out")
     *flags, drafted = [boolean(f"stream_options.{name}", options.get(name) or False) for name in STREAM_OPTIONS]
     flags += [boolean(name, given.get(name, False)) for name in ("return_token_ids", "return_tokens_as_token_ids")]
-    return Delivery(stream, *flags, name_of(given), drafted)
+    return Delivery(
+        stream, *flags, name_of(given), drafted, boolean("include_reasoning", given.get("include_reasoning", True))
+    )
 
 
 def name_of(given: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "model": TEXT, "stop_sequences": STRINGS, "max_completion_tokens": PARAMS["max_tokens"],
     "max_output_tokens": PARAMS["max_tokens"], "top_logprobs": PARAMS["logprobs"], "stream": FLAG.schema,
     "stream_options": {"type": "object", "properties": dict.fromkeys(STREAM_OPTIONS, FLAG.schema)},
-    "return_tokens_as_token_ids": FLAG.schema,
+    "return_tokens_as_token_ids": FLAG.schema, "include_reasoning": FLAG.schema,
     "return_token_ids": FLAG.schema, "request_id": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
     "verbosity": {"enum": list(VERBOSITIES)}, "functions": many(OBJECT, 128), "function_call": ANYTHING,
     "truncation": {"enum": ["auto", "disabled"]}, "context_management": OBJECT,

@@ -422,6 +422,22 @@ def test_calls_thoughts_and_numbers_of_tokens():
     assert "completion_tokens_details" not in body["usage"]  # nothing was thought
 
 
+def test_thoughts_that_are_not_to_be_seen():
+    """They are left out, also of a stream, and still counted."""
+    request, usage = chat(include_reasoning=False), Usage(2, 5, 0, 3)
+    body = respond(request, FinishedChoice(0, "So.", "stop", "Hm."), usage=usage)
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "So."}
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
+    parts = [
+        ChoicePart(0, [Thought("Hm")]),
+        ChoicePart(0, [Thought("."), Said("So")]),
+        ChoicePart(0, [Said(".")], "stop"),
+    ]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(streamed(request, parts)) if chunk["choices"]]
+    assert [delta.get("content") for delta in deltas] == ["", "So", "."]
+    assert not any("reasoning" in name for delta in deltas for name in delta)
+
+
 def test_echo_says_again_what_the_answer_goes_on_from():
     messages = [*ASK, {"role": "assistant", "content": "Hi "}]
     request = chat(messages=messages, continue_final_message=True, echo=True, n=2)

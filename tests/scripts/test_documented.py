@@ -16,6 +16,7 @@ import pytest
 import tiny
 import tiny_gguf
 import typer
+from cases import thinned
 from talk import bundled_server
 
 import quire
@@ -123,8 +124,11 @@ TYPED = [
 ]
 
 
+LONG = re.compile("build-kernels|bench throughput|--method gptq")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("line", TYPED)
+@pytest.mark.parametrize("line", thinned(TYPED, [line for line in TYPED if not LONG.search(line)]))
 def test_the_commands_of_the_first_pages_run(place, line):
     environment = os.environ | {"PATH": f"{place}{os.pathsep}{os.environ['PATH']}"}
     if "quire serve" in line:

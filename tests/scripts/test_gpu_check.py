@@ -90,7 +90,7 @@ def test_only_the_attention_named_is_compiled(monkeypatch):
     run(*inputs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
     """At the sizes that the card is measured with, but for the number of layers."""
     monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
@@ -132,7 +132,7 @@ def test_the_step_part(tmp_path):
     assert "batch 6: hidden states differ by" in report.found["wrong"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_pieces_part(tmp_path, capsys):
     report = PartReport(tmp_path / "pieces.json")
     gpu_pieces.measure(report, TINY, 3)

@@ -230,7 +230,7 @@ def test_the_bundled_heads_foretell_what_quill_writes(llm, kind, least):
     assert shares[0] >= least and shares == sorted(shares, reverse=True) and shares[3] > 0.1, shares
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_drafts_are_measured_beside_plain_decoding(capsys, monkeypatch):
     kept = {"plain": None, "suffix": {"method": "suffix"}}
     monkeypatch.setattr(drafts, "CONFIGS", kept)
@@ -258,7 +258,7 @@ def test_log_probabilities_are_those_of_the_reference():
     assert np.abs(found - expected).mean() < 0.01 < np.abs(found).mean()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_of_quality(tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "WAYS", {"int4-64": ("rtn", "gptq")})
     quality.main(tmp_path / "table.md", samples=1, held_out=3, calibration=6, seed=0)

@@ -96,7 +96,7 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "structured_outputs": {"regex": "a+"}, "best_of": 5, "max_completion_tokens": 9, "max_output_tokens": 9,
     "stop_sequences": ["END"], "top_logprobs": 3, "response_format": {"type": "json_object"}, "stream": True,
     "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "mine", "priority": 3,
-    "return_tokens_as_token_ids": True,
+    "return_tokens_as_token_ids": True, "include_reasoning": False,
     "cache_salt": "s", "timeout": 2.5, "truncate_prompt_tokens": 5, "echo": True, "add_special_tokens": False,
     "add_generation_prompt": False, "continue_final_message": True, "chat_template": "{{ x }}",
     "chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "model": "other", "prompt": "Twice",

@@ -23,6 +23,7 @@ class Delivery:
     tokens_as_ids: bool = False  # log-probabilities name tokens by their ids
     request_id: str | None = None
     include_drafted: bool = False  # every chunk says which of its tokens were drafted
+    include_reasoning: bool = True  # a chat shows what the model thought
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def choice(request: ChatRequest, answer: FinishedChoice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if echoed := echo_text(request):
         message["content"] = echoed + (answer.content or "")
-    if answer.reasoning is not None:
+    if answer.reasoning is not None and request.delivery.include_reasoning:
         message["reasoning"] = message["reasoning_content"] = answer.reasoning
     if answer.calls and request.old_calls:
         (call,) = answer.calls
@@ -139,6 +139,8 @@ class ChatStream(ChunkStream):
             if isinstance(piece, Said):
                 delta["content"] = delta.get("content", "") + piece.text
             elif isinstance(piece, Thought):
+                if not self.delivery.include_reasoning:
+                    continue
                 delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + piece.text
             elif self.request.old_calls:
                 add_old_call(delta.setdefault("function_call", {"arguments": ""}), piece)

@@ -8,9 +8,11 @@ there: such a test is skipped when it uses it.
 import argparse
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -32,11 +34,17 @@ FILES = (  # of text models that generate, under tests/entrypoints
     "openai/responses/test_simple.py", "anthropic/test_messages.py", "serve/tokenize/test_tokenization.py",
     "serve/instrumentator/test_basic.py",
 )  # fmt: skip
-VALUES = {  # flags that both have, and whether a value follows
-    "--enable-prompt-tokens-details": False, "--enable-auto-tool-choice": False, "--no-enable-prefix-caching": False,
-    "--max-num-seqs": True, "--tool-call-parser": True, "--reasoning-parser": True, "--api-key": True,
-}  # fmt: skip
+BOTH = (  # flags that both have
+    "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--no-enable-prefix-caching", "--max-num-seqs",
+    "--tool-call-parser", "--reasoning-parser", "--api-key",
+)  # fmt: skip
+OWN = "not load_prompt_embeds"  # which calls vLLM's functions, with objects made up for them
 KEY = "token-abc123"
+TURNS = (  # as the bundled model has them, and a place for tools, which it was not taught
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
+    "{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 # Random weights seldom end by themselves, which the tests count on.
 SERVE = (sys.executable, "-m", "quire", "serve", "--port", "0", "--load-format", "dummy")
 
@@ -46,6 +54,9 @@ class Absent(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         pytest.skip(f"needs vLLM's own {cls.__name__}")
+
+    def __add__(cls, other: Any) -> Any:
+        return cls()
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -74,13 +85,24 @@ class Stand(Loader, MetaPathFinder):
         vars(module)["__getattr__"] = lambda own: absent(f"{name}.{own}") if own[:2] != "__" else None
 
 
+def options_of(args: Sequence[str]) -> dict[str, list[str]]:
+    """Flags with the words that follow each."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in args:
+        if word.startswith("--"):
+            name, is_given, value = word.partition("=")
+            values = found[name] = [value] if is_given else []
+        else:
+            values.append(word)
+    return found
+
+
 def tokenizer(*_: Any, **__: Any) -> Any:
     """What the tests count tokens with."""
-    from transformers import AutoTokenizer
-
     from ...model.checkpoint import hub
 
-    return AutoTokenizer.from_pretrained(hub.resolve(None))
+    return import_module("transformers").AutoTokenizer.from_pretrained(hub.resolve(None))
 
 
 class RemoteOpenAIServer:
@@ -89,14 +111,19 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = KEY
 
     def __init__(self, model: str, args: Sequence[str], env_dict: dict[str, str] | None = None, **_: Any):
-        flags, left = [], iter(args)
-        for flag in left:
-            if flag in VALUES:
-                flags += [flag, next(left)] if VALUES[flag] else [flag]
+        given = options_of(args)
+        flags = [word for flag, values in given.items() if flag in BOTH for word in (flag, *values)]
+        names = given.get("--served-model-name", [model])
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             flags += ["--api-key", key]
+        if longest := given.get("--max-model-len"):
+            flags += ["--max-model-len", *longest, "--hf-overrides", f'{{"max_position_embeddings": {longest[0]}}}']
+        self.folder = tempfile.TemporaryDirectory()
+        template = Path(self.folder.name) / "turns.jinja"
+        template.write_text(TURNS)
         self.process = subprocess.Popen(
-            [*SERVE, "--served-model-name", model, *flags], stderr=subprocess.PIPE, text=True,
+            [*SERVE, "--chat-template", str(template), *flags, "--served-model-name", *names],
+            stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         lines = self.process.stderr
         assert lines is not None
@@ -114,6 +141,7 @@ class RemoteOpenAIServer:
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
         self.process.wait(30)
+        self.folder.cleanup()
 
     def url_for(self, *parts: str) -> str:
         return "/".join([self.url_root, *parts])
@@ -172,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a folder of vLLM's source")
     parser.add_argument("files", nargs="*", default=FILES, help="of tests/entrypoints (default: those of text models)")
-    parser.add_argument("-k", dest="some", default="", help="tests whose names match, as pytest has it")
+    parser.add_argument("-k", dest="some", default=OWN, help="tests whose names match, as pytest has it")
     given = parser.parse_args()
     tests = given.source / "tests" / "entrypoints"
     for file in given.files:
@@ -184,8 +212,8 @@ def main() -> None:
     count = Count()
     fixtures = [f"-ptests.entrypoints.{name}" for name in ("conftest", "openai.responses.conftest")]
     options = [
-        "-q", "--noconftest", "--import-mode=importlib", "--continue-on-collection-errors", "--tb=no", "--no-header",
-        "-pno:cacheprovider", "-oaddopts=", *(["-k", given.some] if given.some else []),
+        "-q", "--noconftest", "--continue-on-collection-errors", "--tb=no", "--no-header",
+        "-pno:cacheprovider", "-oaddopts=", "-k", given.some,
     ]  # fmt: skip
     files = [str(tests / file) for file in given.files]
     pytest.main([*fixtures, *options, f"--rootdir={given.source}", "-c/dev/null", *files], plugins=[count])

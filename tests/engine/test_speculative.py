@@ -310,6 +310,7 @@ def test_most_votes_win_among_the_longest_matches():
     assert drafter.propose(sequence([7, 1, 2]), 1) == [6], "what agrees further back is more like it"
 
 
+@pytest.mark.slow
 def test_a_drafter_catches_up_on_what_it_has_not_followed():
     """After steps without drafts it says what it would have said; so it does where it finds pages that it never saw."""
     rng, asked = random.Random(8), [list(range(300, 370)), list(range(300, 350)) + [20, 21]]

@@ -96,7 +96,7 @@ def test_company_chunks_and_preemption_change_no_bit(folder, alone, tmp_path, ki
     llm.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
     """And less than the distance between two snapshots, which the answer has passed or not."""
     rng = random.Random(6)

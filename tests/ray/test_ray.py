@@ -192,12 +192,14 @@ def test_a_replica_killed_under_load(cluster):
         found = processes("engine")
         for process in found:
             process.cpu_percent()
-        time.sleep(0.1)
+        while asker.total("vllm:generation_tokens_total") <= told:  # no answer has begun
+            time.sleep(0.01)
         os.kill(max(found, key=psutil.Process.cpu_percent).pid, signal.SIGKILL)
 
     for number in range(5):
         while asker.get("/health")["replicas"]["engine"] != {"RUNNING": 3} or len(processes("engine")) != 3:
             time.sleep(0.2)
+        told = asker.total("vllm:generation_tokens_total")
         asker.all_answered(bodies(16, number), kill)
         if asker.total("quire:front_resumed_total"):
             break

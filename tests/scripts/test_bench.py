@@ -746,7 +746,7 @@ def test_an_interrupted_run_leaves_the_engine_clean(llm, monkeypatch):
         raise KeyboardInterrupt
 
     requests, add = [], llm.add
-    monkeypatch.setattr(llm, "add", lambda *given: requests.append(add(*given)) or requests[-1])
+    monkeypatch.setattr(llm, "add", lambda *given, **named: requests.append(add(*given, **named)) or requests[-1])
     with pytest.raises(KeyboardInterrupt):
         engine.serve(llm, [Sample([5], 1), *[Sample([5] * 40, 50)] * 5], 3, 0.0, advance=interrupt)
     assert [request.sequences[0].finish_reason for request in requests] == ["length", "abort", "abort"]

@@ -86,7 +86,7 @@ def test_what_is_no_wheel_and_no_kernels(pure, tmp_path):
         platform_wheel(tmp_path / "quire-1-cp311-cp311-linux_x86_64.whl", tmp_path)
 
 
-@pytest.mark.slow  # it builds a wheel, installs it, and compiles what the bundled model calls
+@pytest.mark.nightly  # it builds a wheel, installs it, and compiles what the bundled model calls
 def test_installed_without_a_compiler(tmp_path):
     """A wheel of this tree with kernels for this machine: installed, with nothing on PATH, it generates with them."""
     try:

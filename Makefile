@@ -37,10 +37,9 @@ BY_FILE := --dist loadfile --no-loadscope-reorder --durations=10
 test: lint
 	QUIRE_CASES=0.1 $(PYTEST) $(BY_FILE) -m "not slow and not nightly"
 
-check: lint $(VENV)/.parity
+check: lint test-clients $(VENV)/.parity
 	QUIRE_CASES=0.1 $(PYTEST) $(BY_FILE) -m "not nightly"
 	$(PYTEST) --dist worksteal -m "not nightly" tests/parity
-	$(PYTEST) tests/clients
 
 test-all: lint parity test-clients
 	$(PYTEST) $(BY_FILE)

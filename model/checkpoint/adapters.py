@@ -242,23 +242,23 @@ def read_about(folder: Path) -> About:
             "path_initial_model_for_weight_conversion"
         )
     ranks, alphas = (pattern_of(where, given.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
-    rank, alpha = rank_of(where, "r", given.get("r")), number_of(where, "lora_alpha", given.get("lora_alpha"))
+    rank, alpha = checked_rank(where, "r", given.get("r")), checked_number(where, "lora_alpha", given.get("lora_alpha"))
     for key, value in ranks.items():
-        rank_of(where, f"rank_pattern[{key}]", value)
+        checked_rank(where, f"rank_pattern[{key}]", value)
     for key, value in alphas.items():
-        number_of(where, f"alpha_pattern[{key}]", value)
+        checked_number(where, f"alpha_pattern[{key}]", value)
     if not isinstance(by_root := given.get("use_rslora") or False, bool):
         raise ModelError(f"{where}: use_rslora = {by_root!r:.80}; it must be true or false")
     return About(rank, alpha, ranks, alphas, by_root)
 
 
-def rank_of(where: Path, name: str, value: Any) -> int:
+def checked_rank(where: Path, name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
         raise ModelError(f"{where}: {name} = {value!r:.80}; it must be a whole number from 1 to {MAX_RANK}")
     return value
 
 
-def number_of(where: Path, name: str, value: Any) -> float:
+def checked_number(where: Path, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelError(f"{where}: {name} = {value!r:.80}; it must be a number")
     return value

@@ -9,7 +9,6 @@ from ..command import SETTINGS, Command, write_help
 from . import host, latency, serve, simulate, startup, throughput
 
 SEVERAL = {
-    "--adapters": r"[0-9]+",
     "--concurrency": r"[0-9.]+[kKmM]?",
     "--goodput": r"[a-z0-9]+:\S*",
 }  # options that take several values, and what a value looks like

@@ -1,7 +1,6 @@
 """`quire bench throughput`: many requests at once, and decode steps against the memory bandwidth."""
 
 import tempfile
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,13 +41,7 @@ def main(
         ),
     ] = False,
     adapters: Annotated[
-        list[int] | None,
-        o.sized(
-            "Random LoRA adapters that the requests take in turn; several values make a run each, 0 is without.",
-            load.DATA,
-            "N ...",
-            "none",
-        ),
+        int | None, o.sized("Random LoRA adapters that the requests take in turn.", load.DATA, "N", "none")
     ] = None,
     adapter_rank: Annotated[int, o.sized("Their rank.", load.DATA, "N")] = 16,
     seed: load.Seed = 0,
@@ -57,30 +50,28 @@ def main(
     report: reports.ResultFiles,
 ) -> None:
     """Answer many requests at once. Prints rates, and decode steps against the memory bandwidth."""
-    load.above_zero(num_prompts=num_prompts, concurrency=min(concurrency or [1]))
+    least = min(concurrency or [1])
+    load.above_zero(num_prompts=num_prompts, concurrency=least, adapters=adapters, adapter_rank=adapter_rank)
+    if adapters is not None:
+        engine |= {"enable_lora": True, "max_loras": adapters, "max_lora_rank": adapter_rank}
     if concurrency:
         most = engine.setdefault("max_num_seqs", max(concurrency))
         if max(concurrency) > most:
             raise o.UsageError(f"--concurrency {max(concurrency)} is more than --max-num-seqs {most}: raise that too")
-    counts = sorted(set(adapters or [0]))
-    if adapters:
-        engine |= {"enable_lora": True, "max_loras": max(1, counts[-1]), "max_lora_rank": adapter_rank}
     bandwidth = read_bandwidth()  # before the model takes the memory
     with load_model(model, **engine) as llm, tempfile.TemporaryDirectory() as folder:
         most = llm.engine.snapshot().max_seqs
         serve(llm, [WARM_UP], 1, temperature)  # pays for what happens once, such as the first touch of memory
-        random = random_adapters(llm, counts[-1], adapter_rank, Path(folder)) if adapters else []
+        random = random_adapters(llm, adapters, adapter_rank, Path(folder)) if adapters else (None,)
         points, drafts = [], []
-        for count, level in product(counts, sorted(set(concurrency or [most]))):
+        for level in sorted(set(concurrency or [most])):
             # Each level has requests of its own, so that no level finds cached prefixes.
             samples = dataset.samples(
                 num_prompts, llm.engine.tokenizer, f"{seed} {level}", llm.engine.config.vocab_size
             )
-            own = random[:count] or (None,)
             with bar(num_prompts, True) as advance:
-                run = serve(llm, samples, level, temperature, advance=advance, in_batches=in_batches, adapters=own)
-            found = point(level, run, engine_roof(llm, run, bandwidth))
-            points.append(found | ({"adapters": count} if adapters else {}))
+                run = serve(llm, samples, level, temperature, advance=advance, in_batches=in_batches, adapters=random)
+            points.append(point(level, run, engine_roof(llm, run, bandwidth)))
             if run.drafts is not None:
                 drafts.append((level, run.drafts))
     name = model or "quill"
@@ -118,24 +109,23 @@ def text(
     name: str, num_prompts: int, points: list[dict[str, Any]], bandwidth: float, drafts: list[tuple[int, Drafts]]
 ) -> str:
     """The results for people."""
-    head = (
-        "at once", "seconds", "prompt tokens", "output tokens", "requests/s", "output tokens/s", "total tokens/s",
-        "TPOT, ms",
-    )  # fmt: skip
-    rows = [
+    rates = table(
         (
-            p["concurrency"],
-            f"{p['duration']:,.2f}",
-            *(f"{p[key]:,}" for key in ("total_input_tokens", "total_output_tokens")),
-            f"{p['request_throughput']:,.2f}",
-            *(f"{p[key]:,.1f}" for key in ("output_throughput", "total_token_throughput")),
-            f"{p['median_tpot_ms']:,.2f}" if "median_tpot_ms" in p else "-",
-        )
-        for p in points
-    ]
-    if "adapters" in points[0]:
-        head, rows = ("adapters", *head), [(p["adapters"], *row) for p, row in zip(points, rows, strict=True)]
-    rates = table(head, rows)
+            "at once", "seconds", "prompt tokens", "output tokens", "requests/s", "output tokens/s", "total tokens/s",
+            "TPOT, ms",
+        ),
+        [
+            (
+                p["concurrency"],
+                f"{p['duration']:,.2f}",
+                *(f"{p[key]:,}" for key in ("total_input_tokens", "total_output_tokens")),
+                f"{p['request_throughput']:,.2f}",
+                *(f"{p[key]:,.1f}" for key in ("output_throughput", "total_token_throughput")),
+                f"{p['median_tpot_ms']:,.2f}" if "median_tpot_ms" in p else "-",
+            )
+            for p in points
+        ],
+    )  # fmt: skip
     parts = [f"{name}: {num_prompts} requests", rates, *([drafts_table("at once", drafts)] if drafts else [])]
     return "\n\n".join((*parts, roof_text(points, bandwidth)))
 

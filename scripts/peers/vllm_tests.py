@@ -38,7 +38,7 @@ BOTH = (  # flags that both have
     "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--no-enable-prefix-caching", "--max-num-seqs",
     "--tool-call-parser", "--reasoning-parser", "--api-key",
 )  # fmt: skip
-OWN = "not load_prompt_embeds"  # which calls vLLM's functions, with objects made up for them
+CHOSEN = "not load_prompt_embeds"  # those call vLLM's functions with mocks
 KEY = "token-abc123"
 TURNS = (  # as the bundled model has them, and a place for tools, which it was not taught
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
@@ -68,7 +68,7 @@ def absent(name: str) -> Any:
     return Absent(name, (Exception,), {})
 
 
-class Stand(Loader, MetaPathFinder):
+class Substitutes(Loader, MetaPathFinder):
     """Modules in place of vLLM's, and of the helpers of its tests."""
 
     def __init__(self, given: dict[str, dict[str, Any]]):
@@ -116,8 +116,8 @@ class RemoteOpenAIServer:
         names = given.get("--served-model-name", [model])
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             flags += ["--api-key", key]
-        if longest := given.get("--max-model-len"):
-            flags += ["--max-model-len", *longest, "--hf-overrides", f'{{"max_position_embeddings": {longest[0]}}}']
+        [longest] = given.get("--max-model-len", ["8192"])
+        flags += ["--max-model-len", longest, "--hf-overrides", f'{{"max_position_embeddings": {longest}}}']
         self.folder = tempfile.TemporaryDirectory()
         template = Path(self.folder.name) / "turns.jinja"
         template.write_text(TURNS)
@@ -200,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a folder of vLLM's source")
     parser.add_argument("files", nargs="*", default=FILES, help="of tests/entrypoints (default: those of text models)")
-    parser.add_argument("-k", dest="some", default=OWN, help="tests whose names match, as pytest has it")
+    parser.add_argument("-k", dest="some", default=CHOSEN, help="tests whose names match, as pytest has it")
     given = parser.parse_args()
     tests = given.source / "tests" / "entrypoints"
     for file in given.files:
@@ -208,7 +208,7 @@ def main() -> None:
             parser.error(f"{tests / file} is not there")
     sys.path.insert(0, str(given.source))
     helpers = {"RemoteOpenAIServer": RemoteOpenAIServer, "ROCM_EXTRA_ARGS": [], "ROCM_ENV_OVERRIDES": {}}
-    sys.meta_path.insert(0, Stand({"tests.utils": helpers, "vllm.tokenizers": {"get_tokenizer": tokenizer}}))
+    sys.meta_path.insert(0, Substitutes({"tests.utils": helpers, "vllm.tokenizers": {"get_tokenizer": tokenizer}}))
     count = Count()
     fixtures = [f"-ptests.entrypoints.{name}" for name in ("conftest", "openai.responses.conftest")]
     options = [

@@ -116,7 +116,7 @@ def blank(reader: Reader) -> Iterator[None]:
 
 
 def separator(reader: Reader, end: str) -> Iterator[None]:
-    """Pass the comma between two values, unless the last one was."""
+    """Pass the comma after a value, or stop before the end."""
     yield from blank(reader)
     if reader.char == ",":
         yield

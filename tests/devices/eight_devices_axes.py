@@ -229,7 +229,7 @@ ASKED = [
 def test_replicas_in_one_program(sizes, golden):
     """More requests than slots, of all kinds: the tokens of one device, and of each request without company.
 
-    Scores are nearly the same: XLA's products give other last bits for fewer rows on some processors.
+    Scores may differ in their last bits, as XLA's products do for other numbers of rows, and the engine says so.
     """
     made = golden("qwen3-moe")
     options = {"max_model_len": NAMED["qwen3-moe"].max_len, "enable_prefix_caching": False}
@@ -247,6 +247,7 @@ def test_replicas_in_one_program(sizes, golden):
     found = llm.generate(prompts, params, use_tqdm=False)
     assert used[sizes["data_parallel_size"]] > 10
     engine.scheduler.check()
+    assert not engine.snapshot().invariant
     single = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in range(0, 20, 3)]
     assert engine.runner.compiles.recompiles == 0
     for one, other in zip(single, found[::3], strict=True):

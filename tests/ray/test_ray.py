@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from canary import Client
+from talk import until
 
 import quire
 from quire import LLM, SamplingParams
@@ -192,8 +193,7 @@ def test_a_replica_killed_under_load(cluster):
         found = processes("engine")
         for process in found:
             process.cpu_percent()
-        while asker.total("vllm:generation_tokens_total") <= told:  # no answer has begun
-            time.sleep(0.01)
+        until(lambda: asker.total("vllm:generation_tokens_total") > told, 60)  # an answer has begun
         os.kill(max(found, key=psutil.Process.cpu_percent).pid, signal.SIGKILL)
 
     for number in range(5):

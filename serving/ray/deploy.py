@@ -16,6 +16,7 @@ from .router import Router
 from .scale import DeploymentPlan
 
 THREADS = "PJRT_NPROC"  # XLA's threads; by default each replica would take one a core of the machine
+PATIENCE = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"  # Serve gives up a proxy that has not started by then
 
 
 def application(plan: DeploymentPlan) -> serve.Application:
@@ -70,6 +71,7 @@ def connect(address: str | None, plan: DeploymentPlan) -> None:
     if address is not None:
         ray.init(address=address, log_to_driver=False)
         return
+    os.environ.setdefault(PATIENCE, "60")  # its own 5 are too few where all cores load replicas
     ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
     there, wanted = ray.cluster_resources(), plan.scale.replica_resources or default_resources(plan)
     for name, each in wanted.items():

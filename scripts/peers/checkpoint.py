@@ -12,7 +12,7 @@ VOCAB = 32000
 WIDTH = 3  # tokens that a short convolution sees
 MAX_LEN = 4096
 SPECIALS = ("<s>", "</s>", "<pad>")  # ids 0, 1, 2
-BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # scales not counted: the least that can move
+BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5, "q4_k_m": 0.5}  # scales not counted: the least that can move
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,10 @@ class ModelShape:
 
 
 SIZES = {
+    "60m": ModelShape(layers=12, width=512, heads=8, kv_heads=4, ffn=2048),
     "100m": ModelShape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
     "400m": ModelShape(layers=24, width=1024, heads=16, kv_heads=4, ffn=4096),
+    "1b": ModelShape(layers=16, width=2048, heads=32, kv_heads=8, ffn=8192),  # Llama-3.2-1B's, with fewer words
     "hybrid": ModelShape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048, convolved=3),
     "mixture": ModelShape(layers=8, width=1024, heads=16, kv_heads=4, ffn=512, experts=32, chosen=4),
 }

@@ -61,10 +61,15 @@ def main(
     settings = LoadSettings(str(folder), "", "bf16", checkpoint.MAX_LEN, MAX_SEQS, collect_env.cores())
     bandwidths: list[float] = []
     fit = [name for name in engines if not any(engine == name for _, engine in failures)]
-    for weights in {work.weights for work in works.values()} - {"bf16"} if "vllm" in fit else ():
-        checkpoint.quantise(folder, folder.parent / "vllm" / weights, weights)
+    for weights in ("int8", "int4"):
+        if "vllm" in fit and any(work.weights == weights for work in works.values()):
+            checkpoint.quantise(folder, folder.parent / "vllm" / weights, weights)
+    bench = turns.Bench(place, settings, limit)
+    shared = [each for each in works.values() if each.weights == "q4_k_m"]
+    if shared and "llama.cpp" in fit:
+        turns.prepare("llama.cpp", shared[0], bench)  # Quire reads the same file
     results, failed = turns.play(
-        works, fit, turns.Bench(place, settings, limit), rounds, console.print,
+        works, fit, bench, rounds, console.print,
         between=lambda: bandwidths.append(read_bandwidth()),
     )  # fmt: skip
     failures |= failed

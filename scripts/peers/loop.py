@@ -14,7 +14,7 @@ class LoadSettings:
 
     model: str  # the folder with config.json, model.safetensors and tokenizer.json
     prepared: str  # where this engine keeps its conversion of that folder
-    weights: str  # bf16, int8 or int4
+    weights: str  # bf16, int8, int4 or q4_k_m
     max_len: int
     max_seqs: int
     threads: int

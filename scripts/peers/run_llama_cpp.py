@@ -14,8 +14,11 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
-FILES = {"bf16": "bf16.gguf", "int8": "q8_0.gguf", "int4": "q4_0.gguf"}
-QUANTISED = {"int8": lib.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": lib.LLAMA_FTYPE_MOSTLY_Q4_0}
+FILES = {"bf16": "bf16.gguf", "int8": "q8_0.gguf", "int4": "q4_0.gguf", "q4_k_m": "q4_k_m.gguf"}
+QUANTISED = {
+    "int8": lib.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": lib.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_k_m": lib.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}  # fmt: skip
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",

@@ -16,6 +16,8 @@ def prepare(settings: LoadSettings) -> None:
 
     if settings.drafts:
         raise NotImplementedError("its drafts are not compared")
+    if settings.weights not in COMPRESSION:
+        raise NotImplementedError(f"{settings.weights} is not a format of its own")
     folder = Path(settings.prepared) / settings.weights
     if (folder / "done").is_file():
         return

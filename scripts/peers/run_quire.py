@@ -1,22 +1,28 @@
 """Quire, in the environment that runs the comparison."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ... import LLM, SamplingParams
 from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
+EIGHT = {"activation_dtype": "int8"}  # rows are rounded as llama.cpp and OpenVINO round them
+WEIGHTS = {"bf16": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"} | EIGHT, "q4_k_m": EIGHT}
+
 
 def prepare(settings: LoadSettings) -> None:
-    """Nothing: it reads the checkpoint, and quantises as it loads."""
+    """Nothing: it reads the checkpoint, and quantises as it loads; Q4_K_M is the file that llama.cpp has prepared."""
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
-    options: dict[str, Any] = {} if settings.weights == "bf16" else {"quantization": settings.weights}
+    model, options = settings.model, dict[str, Any](WEIGHTS[settings.weights])
+    if settings.weights == "q4_k_m":
+        model = str(Path(settings.prepared).parent / "llama.cpp" / "q4_k_m.gguf")
     options |= {"max_model_len": settings.max_len, "max_num_seqs": settings.max_seqs, "enable_prefix_caching": False}
     if settings.drafts:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.drafts}
-    llm = LLM(settings.model, **options)
+    llm = LLM(model, **options)
 
     def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
         handles: dict[str, list] = {}

@@ -13,7 +13,9 @@ from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
 
 def prepare(settings: LoadSettings) -> None:
-    """Nothing: `checkpoint.quantise` has written what it reads, in the environment of Quire."""
+    """`checkpoint.quantise` has written what it reads, in the environment of Quire."""
+    if settings.weights not in ("bf16", "int8", "int4"):
+        raise NotImplementedError(f"{settings.weights} is not compared")
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:

@@ -106,17 +106,23 @@ def command(place: Path, engine: str) -> list[str]:
 
 def start(engine: str, work: Workload, bench: Bench) -> EngineProcess:
     """A process that has loaded, after another one has prepared what it loads."""
-    settings = asdict(settings_of(engine, work, bench))
-    for op in ("prepare", "load"):
-        worker = EngineProcess(engine, bench)
-        try:
-            worker.ask(op=op, settings=settings)
-        except BaseException:  # Ctrl-C too: nobody else knows of this process yet
-            worker.close()
-            raise
-        if op == "prepare":
-            worker.close()  # converting leaves memory behind that serving should not pay for
+    prepare(engine, work, bench)
+    worker = EngineProcess(engine, bench)
+    try:
+        worker.ask(op="load", settings=asdict(settings_of(engine, work, bench)))
+    except BaseException:  # Ctrl-C too: nobody else knows of this process yet
+        worker.close()
+        raise
     return worker
+
+
+def prepare(engine: str, work: Workload, bench: Bench) -> None:
+    """In a process of its own: converting leaves memory behind that serving should not pay for."""
+    worker = EngineProcess(engine, bench)
+    try:
+        worker.ask(op="prepare", settings=asdict(settings_of(engine, work, bench)))
+    finally:
+        worker.close()
 
 
 def settings_of(engine: str, work: Workload, bench: Bench) -> LoadSettings:
@@ -143,7 +149,20 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
         alone = [worker.run([request])[0]["tokens"] for request in requests]
         together = [answer["tokens"] for answer in worker.run(requests)]
         return {"identical": sum(a == b for a, b in zip(alone, together, strict=True)), "of": len(requests)}
-    return figures(requests, worker.run(requests))
+    with neighbours(work.busy):
+        return figures(requests, worker.run(requests))
+
+
+@contextlib.contextmanager
+def neighbours(count: int):
+    """So many processes that compute all the time, until the end."""
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def figures(requests: list[TimedPrompt], answers: list[dict]) -> dict:

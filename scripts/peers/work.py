@@ -22,6 +22,7 @@ class Workload:
     spread: bool = False
     drafts: int = 0  # tokens that the text's own n-grams draft a step
     phrases: int = 1  # that a prompt says, one like the other
+    busy: int = 0  # processes that compute beside it and have nothing to do with it
     by: str = "rate"  # what the ratio compares: output tokens a second, or first: the time to the first token
 
     def requests(self, seed: int) -> list[TimedPrompt]:
@@ -38,9 +39,9 @@ class Workload:
     def must_move(self, shape: ModelShape) -> float | None:
         """Bytes that any engine must read: the weights once a step, and the keys and values of each position before.
 
-        None where the engine chooses the number of steps, or where arithmetic is the limit.
+        None where the engine chooses the number of steps, where arithmetic is the limit, or others use the memory.
         """
-        if self.kind != "serve" or self.spread or self.by == "first" or self.drafts:
+        if self.kind != "serve" or self.spread or self.by == "first" or self.drafts or self.busy:
             return None
         requests = self.requests(0)
         steps = max(request.count for request in requests)
@@ -51,6 +52,8 @@ class Workload:
 WORKS = {
     "one": Workload("1 request, 128 in, 128 out", 1, (128, 128), (128, 128)),
     "sixteen": Workload("16 requests, 128 in, 128 out", 16, (128, 128), (128, 128)),
+    "one-busy": Workload("1 request beside 1 busy process", 1, (128, 128), (128, 128), busy=1),
+    "one-busy4": Workload("1 request beside 4 busy processes", 1, (128, 128), (64, 64), busy=4),
     "phrases": Workload("1 request, 8 phrases in, 128 out", 1, (128, 128), (128, 128), phrases=8),
     "phrases-drafts": Workload(
         "1 request, 8 phrases in, 128 out, 4 drafts by n-grams", 1, (128, 128), (128, 128), phrases=8, drafts=4
@@ -64,4 +67,6 @@ WORKS = {
     "sixteen-int8": Workload("16 requests, 128 in, 128 out, int8", 16, (128, 128), (128, 128), weights="int8"),
     "one-int4": Workload("1 request, 128 in, 128 out, int4", 1, (128, 128), (128, 128), weights="int4"),
     "sixteen-int4": Workload("16 requests, 128 in, 128 out, int4", 16, (128, 128), (128, 128), weights="int4"),
+    "one-q4_k_m": Workload("1 request, 128 in, 128 out, Q4_K_M", 1, (128, 128), (128, 128), weights="q4_k_m"),
+    "sixteen-q4_k_m": Workload("16 requests, 128 in, 128 out, Q4_K_M", 16, (128, 128), (128, 128), weights="q4_k_m"),
 }

@@ -118,7 +118,7 @@ def test_checkpoint_has_the_weights_that_the_roof_counts(model, shape, request):
     assert body + checkpoint.VOCAB * shape.width == shape.read(
         1000
     )  # convolutions have three axes, and are nothing beside
-    assert [round(shape.read(1), -8) for shape in checkpoint.SIZES.values()] == [1e8, 4e8, 1e8, 1e8]
+    assert [round(shape.read(1), -8) for shape in checkpoint.SIZES.values()] == [1e8, 1e8, 4e8, 1e9, 1e8, 1e8]
     one_expert = 3 * shape.width * shape.ffn * shape.layers
     expected = {0: 0, 4: (4 - 2) * one_expert}[shape.experts]
     assert shape.read(1000) - shape.read(1) == pytest.approx(expected)
@@ -387,7 +387,7 @@ def run():
     [
         (("--work", "nine"), "'nine' is not one of one, sixteen"),
         (("--engine", "tgi"), "'tgi' is not one of quire, vllm"),
-        (("--size", "7b"), "'7b' is not one of 100m, 400m"),
+        (("--size", "7b"), "'7b' is not one of 60m, 100m"),
     ],
 )
 def test_a_wrong_option_is_named(run, arguments, wrong):

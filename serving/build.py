@@ -232,7 +232,15 @@ def limits_of(options: SizedOptions, config: ModelConfig) -> Limits:
         follows=chosen is not None and chosen.follows,
         whole=config.encodes,
         adapters=options.max_loras if options.enable_lora else 0,
+        series=options.max_steps_per_launch if makes_series(options, config) else 1,
     )
+
+
+def makes_series(options: SizedOptions, config: ModelConfig) -> bool:
+    """Whether several decode steps are one program: where the host takes as long as a step of a small model."""
+    alone = all(getattr(options, name) == 1 for name in (*PARALLEL.values(), "num_processes"))
+    plain = not (options.speculation or config.encodes or config.state_layers or options.weights_host_bytes)
+    return alone and plain and jax.default_backend() == "cpu"
 
 
 def adapter_store(options: EngineOptions, config: ModelConfig) -> AdapterStore | None:

@@ -149,13 +149,13 @@ def roof(
     known: dict[int, int] = {}
     read = sequences = 0
     for step in decodes:
-        sequences += len(step.plan.items)
+        sequences += len(step.plan.items) * step.plan.steps
         for item in step.plan.items:
-            length = item.start + item.num_rows
-            if length not in known:
-                known[length] = cache_bytes(length)
-            read += known[length]
-    count, seconds = len(decodes), sum(step.seconds for step in decodes)
+            for length in range(item.start + item.num_rows, item.start + item.num_rows + step.plan.steps):
+                if length not in known:
+                    known[length] = cache_bytes(length)
+                read += known[length]
+    count, seconds = sum(step.plan.steps for step in decodes), sum(step.seconds for step in decodes)
     tokens = sum(step.tokens for step in decodes)
     return Roof(count, sequences / count, tokens / count, weight_bytes, read / count, seconds / count, bandwidth)
 
@@ -170,7 +170,7 @@ def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
 
 
 def decode_milliseconds(run: LoadRun) -> list[float]:
-    return [step.seconds * 1000 for step in run.steps if step.plan.decodes]
+    return [step.seconds / step.plan.steps * 1000 for step in run.steps if step.plan.decodes]
 
 
 def read_bandwidth() -> float:

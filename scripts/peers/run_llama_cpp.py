@@ -55,7 +55,7 @@ def prepare(settings: LoadSettings) -> None:
 
 
 def write_gguf(model: Path, path: Path) -> None:
-    """The checkpoint as GGUF, with no vocabulary: prompts are token ids."""
+    """The checkpoint as GGUF."""
     config = json.loads((model / "config.json").read_text())
     hybrid = config["model_type"] == "lfm2"
     writer = gguf.GGUFWriter(path, "lfm2" if hybrid else "llama")
@@ -76,7 +76,7 @@ def write_gguf(model: Path, path: Path) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["norm_eps" if hybrid else "rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+    add_vocabulary(writer, model)
     if experts := config.get("num_local_experts", 0):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -103,6 +103,21 @@ def write_gguf(model: Path, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, model: Path) -> None:
+    """Prompts are token ids, but a model without words is refused."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    words, special = tokenizer["model"]["vocab"], {token["id"] for token in tokenizer["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(sorted(words, key=words.__getitem__))
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(words))]
+    )
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:

@@ -149,6 +149,10 @@ class EngineOptions:
     max_num_batched_tokens: int | None = flag(
         None, MEMORY, "Most tokens in one step.", "TOKENS", f"{STEPS['cpu'][1]}; on a GPU {STEPS['gpu'][1]}"
     )
+    max_steps_per_launch: int = flag(
+        4, MEMORY, "On CPUs decode steps that are sent to the device at once while nobody waits and they take 20 ms at "
+        "most; 1: each by itself.", "N",
+    )  # fmt: skip
     speculative_config: dict[str, Any] | None = flag(
         None, SPECULATION,
         "Draft tokens and verify several a step: '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'.",
@@ -194,7 +198,14 @@ class EngineOptions:
         return SizedOptions(**given)
 
     def __post_init__(self):
-        sizes = "block_size", "max_num_seqs", "max_num_batched_tokens", "num_processes", *PARALLEL.values()
+        sizes = (
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_steps_per_launch",
+            "num_processes",
+            *PARALLEL.values(),
+        )
         counts = "expert_redundancy", "expert_rebalance_steps", "process_id"
         for name, low in (dict.fromkeys(sizes, 1) | dict.fromkeys(counts, 0)).items():
             value = getattr(self, name)

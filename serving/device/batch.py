@@ -14,6 +14,8 @@ from ...ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs
 from ...sharding import struct
 from ..api.params import SAMPLING
 
+STOPS = 8  # tokens of a sequence that end a series of steps early
+
 
 class Size(NamedTuple):
     """A shape that is compiled before the first request: rows, sequences, and rows whose logits are wanted."""

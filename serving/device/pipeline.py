@@ -3,16 +3,17 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ...model.config import ModelConfig
 from ...model.partition import Stage, stage_weights, stages
 from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
-from .batch import Layout
+from .batch import STOPS, Layout
 from .drafts import StepDrafter
 from .state import State, owners, paged_layers
-from .step import Places, abstract_state, catch_up, make_state, model_of, step, with_model
+from .step import Places, abstract_state, catch_up, make_state, model_of, series, step, with_model
 
 
 class Pipeline:
@@ -83,6 +84,14 @@ class Pipeline:
             lowered.append(traced.lower())
             x = (lowered[-1].out_info[0],)
         return lowered
+
+    def lower_series(self, weights, state: State, layout: Layout, steps: int) -> jax.stages.Lowered:
+        """The program of several decode steps; of a model on one device, without a drafter."""
+        buffers_SX = np.stack([layout.nothing] * steps)
+        return series.lower(
+            weights, state, buffers_SX, np.zeros((layout.size.seqs, STOPS), np.int32), np.int32(steps), layout,
+            self.config,
+        )  # fmt: skip
 
     def lower_catch_up(self, weights, state: State, layout: Layout) -> jax.stages.Lowered:
         """The program by which a drafter, on the last stage, computes what it has not followed."""

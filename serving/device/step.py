@@ -120,6 +120,33 @@ def step(
     return run(weights, state, buffer, x)
 
 
+@partial(jax.jit, static_argnames=("layout", "config"), donate_argnames="state")
+def series(weights, state: State, buffers_SX, stops_BE, count, layout: Layout, config: ModelConfig):
+    """The first `count` of these decode steps, each of which draws after what the one before has drawn.
+
+    It is over as soon as each sequence's last token is one of those that end it. What steps give is [step, ...].
+    """
+
+    def goes_on(going):
+        number, state, _ = going
+        tokens_B = state.last_tokens_B[jnp.minimum(owners_B, layout.max_seqs - 1)]
+        ended_B = (tokens_B[:, None] == stops_BE).any(axis=1) | (owners_B >= layout.max_seqs)
+        return (number < count) & ~ended_B.all()
+
+    def go_on(going):
+        number, state, found = going
+        # What depends on weights alone XLA would compute before the loop, for all of them: an embedding in float32.
+        own, number = jax.lax.optimization_barrier((weights, number))
+        *new, state = step(own, state, buffers_SX[number], layout, config)
+        return number + 1, state, jax.tree.map(lambda all_S, one: all_S.at[number].set(one), found, new)
+
+    owners_B = layout.read(buffers_SX[0]).store_R[: layout.size.seqs]
+    *like, _ = jax.eval_shape(partial(step, layout=layout, config=config), weights, state, buffers_SX[0])
+    found = jax.tree.map(lambda one: jnp.zeros((len(buffers_SX), *one.shape), one.dtype), like)
+    _, state, found = jax.lax.while_loop(goes_on, go_on, (jnp.int32(0), state, found))
+    return *found, state
+
+
 def axes_of(mesh: Mesh, layout: Layout) -> DeviceAxes:
     """Steps that carry prompts have rows enough for each device to take a part of them, outside of attention."""
     found = device_axes(mesh)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from ..device.batch import Batch, Layout, Size, choose, param_arrays, sizes
+from ..device.batch import STOPS, Batch, Layout, Size, choose, param_arrays, sizes
 from ..request.sequence import Sequence
 from .scheduler import Limits, ScheduledSequence, StepPlan
 
@@ -128,6 +128,29 @@ class BatchBuilder:
             each[:, at.num_drafts_1], each[:, at.follows_1] = drafting(plan.items)
         self.draws_plainly = all(plain)
         return size, buffer
+
+    def goes_on(self, plan: StepPlan) -> bool:
+        """Whether a step of one replica goes on from the one under way, at the smallest size."""
+        (part,), (steps,) = plan.parts, self.decode_steps
+        last = self.continued(steps, part)
+        return last is not None and last.size == next(iter(self.layouts)) and len(last.of_T) == len(part)
+
+    def build_series(self, plan: StepPlan, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """The buffers of a series of at most so many steps that goes on, and the tokens that would end each sequence.
+
+        Of more than `STOPS` of them the device knows the first: the others are seen by the host.
+        """
+        (part,), (steps,) = plan.parts, self.decode_steps
+        size = steps[0].size
+        buffers = np.empty((most, len(self.layouts[size].padding)), np.int32)
+        stops_BE = np.full((size.seqs, STOPS), -1, np.int32)
+        for number in range(plan.steps):
+            self.advance(steps, [item._replace(start=item.start + number) for item in part], buffers[number])
+        buffers[plan.steps :] = buffers[0]
+        for row, item in enumerate(part):
+            stops = sorted(item.seq.stop_ids)[:STOPS]
+            stops_BE[row, : len(stops)] = stops
+        return buffers, stops_BE
 
     def rests(self, size: Size, buffer: np.ndarray) -> bool:
         """Whether a step, one row of each sequence, has nothing to do with drafts."""

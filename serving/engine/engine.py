@@ -33,6 +33,7 @@ from .snapshot import OWNED, DraftCounts, ExpertUse, Occupancy, PageCounts, Snap
 from .step_record import Observer, StepRecord, TakenIn, UnderWay
 
 log = logging.getLogger("quire")
+LATE = 0.02  # seconds that a token may wait for those of later steps
 
 
 class Engine:
@@ -72,6 +73,7 @@ class Engine:
         self.deadlines = Deadlines()
         self.rng = np.random.default_rng(seed)
         self.under_way: deque[UnderWay] = deque()  # the oldest first
+        self.step_seconds = 1.0  # that the device took lately for a decode step
         self.device_free = 0.0  # when the device was done with the last step that was taken in
         self.asleep = self.closed = False
         self.process = os.getpid()
@@ -183,6 +185,8 @@ class Engine:
             launches = self.stages > 1 or not any(step.plan.waited for step in self.under_way)
             self.speculator.trim(self.scheduler.running)
         plan = self.scheduler.schedule(self.speculator is not None and not self.speculator.rests) if launches else None
+        if plan is not None and (most := self.most_steps(plan)) > 1:
+            plan = self.scheduler.go_on(plan, most)
         try:
             if plan is not None:
                 launched = self.launch(plan, began)
@@ -220,9 +224,16 @@ class Engine:
         began = self.clock()
         drawn = self.runner.collect(step.results)
         before, self.device_free = self.device_free, self.clock()
-        if self.speculator is not None and self.speculator.listens and step.plan.decodes:
-            self.tell_pace(step.plan, self.device_free - before)
+        if step.plan.decodes:
+            seconds = (self.device_free - max(step.launched, before)) / step.plan.steps
+            self.step_seconds += (seconds - self.step_seconds) / 8 if self.step_seconds < 1 else seconds - 1
+            if self.speculator is not None and self.speculator.listens:
+                self.tell_pace(step.plan, self.device_free - before)
         return TakenIn(step.plan, drawn, began, self.device_free, max(step.launched, before))
+
+    def most_steps(self, plan: StepPlan) -> int:
+        """That may be made at once after this plan, so that nobody's tokens are late."""
+        return min(self.runner.most_steps(plan), int(LATE / max(self.step_seconds, 1e-6)))
 
     def tell_pace(self, plan: StepPlan, seconds: float) -> None:
         """Tell what decides about drafts how long after the one before a step was done."""

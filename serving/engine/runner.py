@@ -114,6 +114,7 @@ class Runner:
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
         self.plain: dict[Size, Any] = {}  # the same for steps whose rows all draw, and do so plainly
+        self.series: Any = None  # several steps of the smallest size, one after the other
         self.resting: dict[Size, Any] = {}  # and without the drafter, for decode steps that it may rest in
         self.drafters: dict[Size, Any] = {}  # for rows that only the drafter computes
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
@@ -169,6 +170,7 @@ class Runner:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
         # XLA compiles outside of Python's lock: side by side.
         threads, futures, plain, resting, copies = ThreadPoolExecutor(), {}, {}, {}, {}
+        several = None
         drafter = self.pipeline.drafter
         try:
             for size, layout in self.batch_builder.layouts.items():
@@ -184,6 +186,10 @@ class Runner:
             for size in self.batch_builder.catching if self.limits.follows else ():
                 lowered = self.pipeline.lower_catch_up(self.weights, self.state, self.batch_builder.layouts[size])
                 behind[size] = threads.submit(compile_step, lowered)
+            if self.limits.series > 1:
+                size, layout = next(iter(self.batch_builder.layouts.items()))
+                lowered = self.pipeline.lower_series(self.weights, self.state, layout, self.limits.series)
+                several = threads.submit(compile_step, lowered)
             for name, lowered in self.page_copier.lower(self.state.by_page):
                 copies[name] = threads.submit(lowered.compile)
             of_states = {name: threads.submit(lowered.compile) for name, lowered in self.state_copier.lower(self.state)}
@@ -201,6 +207,7 @@ class Runner:
                 self.plain[size] = self.pipeline.program([future.result() for future in programs])
             for size, programs in resting.items():
                 self.resting[size] = self.pipeline.program([future.result() for future in programs], rests=True)
+            self.series = several and several.result()
             self.drafters = {size: future.result() for size, future in behind.items()}
             self.state_copier.programs = {name: future.result() for name, future in of_states.items()}
             self.page_copier.programs = {name: future.result() for name, future in copies.items()}
@@ -294,6 +301,8 @@ class Runner:
                 self.constrain(item, item.seq.constraint)
         if self.rebalancer is not None:
             self.weights = with_model(self.weights, self.rebalancer.launching(model_of(self.weights)))
+        if plan.steps > 1:
+            return self.launch_series(plan, offloads)
         for parts in chunks(plan.behind, self.limits.max_rows):
             self.catch_up(*self.batch_builder.build_behind(parts))
         size, buffer = self.batch_builder.build(plan)
@@ -305,6 +314,22 @@ class Runner:
             if sampled.drafts_BK is not None:
                 sampled.drafts_BK.copy_to_host_async()
         return Launched(plan, size, sampled, hidden_RD, offloads)
+
+    def launch_series(self, plan: StepPlan, offloads: list[Offload]) -> Launched:
+        """Send several steps at once."""
+        size, builder = next(iter(self.batch_builder.layouts)), self.batch_builder
+        buffers_SX, stops_BE = builder.build_series(plan, self.limits.series)
+        sampled, hidden_SRD, self.state = self.series(
+            self.weights, self.state, buffers_SX, stops_BE, np.int32(plan.steps)
+        )
+        if self.expert_loads is not None:
+            self.expert_loads.launched(self.state)
+        return Launched(plan, size, sampled, hidden_SRD, offloads)
+
+    def most_steps(self, plan: StepPlan) -> int:
+        """Of a series that this plan may become, as far as the compiled programs go."""
+        goes_on = self.limits.series > 1 and plan.decodes and self.batch_builder.goes_on(plan)
+        return self.limits.series if goes_on else 1
 
     def lower_write(self) -> jax.stages.Lowered:
         stacks = adapter.stacks_of(model_of(self.weights))
@@ -354,6 +379,8 @@ class Runner:
         items, sampled = launched.plan.items, launched.sampled
         if any(item.scores or item.seq.scored for item in items):
             sampled = jax.device_get(sampled)
+        if launched.plan.steps > 1:
+            return drawn_by_series(launched.plan, sampled)
         hidden_RD = np.asarray(launched.hidden_RD) if any(item.seq.pool is not None for item in items) else None
         tokens = np.asarray(sampled.tokens_R).tolist()  # -1 where a row is not ok
         drafts_BK = None if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
@@ -417,6 +444,18 @@ class Runner:
         slots = self.state.slots
         slots = slots.replace(bias_BJV=set_bias(slots.bias_BJV, np.int32(slot), np.int32(row), bias_V))
         self.state = self.state.replace(slots=slots)
+
+
+def drawn_by_series(plan: StepPlan, sampled: Sampled) -> list[Drawn]:
+    """What each sequence has drawn, one token after the other."""
+    count = plan.steps
+    tokens_RS = np.asarray(sampled.tokens_R)[:count].T
+    if any(item.seq.scored for item in plan.items):  # rows of a sequence after one another
+        sampled = jax.tree.map(lambda all_S: np.concatenate(np.swapaxes(all_S[:count], 0, 1)), sampled)
+    return [
+        Drawn(item, row * count, bool(tokens_RS[row, 0] >= 0), tokens_RS[row].tolist(), sampled, None)
+        for row, item in enumerate(plan.items)
+    ]
 
 
 def chunks(parts: Seq[Seq[ScheduledSequence]], max_rows: int) -> Iterator[tuple[tuple[ScheduledSequence, ...], ...]]:

@@ -69,6 +69,7 @@ class StepPlan:
     parts: tuple[tuple[ScheduledSequence, ...], ...]  # of each replica; an empty one computes nothing
     # Of each replica, what its drafter has not followed and is to compute before.
     behind: tuple[tuple[ScheduledSequence, ...], ...] = ()
+    steps: int = 1  # of a series: each sequence draws so many tokens, one after the other
 
     @cached_property
     def items(self) -> tuple[ScheduledSequence, ...]:
@@ -76,11 +77,13 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        return sum(item.num_rows + sum(1 + len(drafts) for _, drafts in item.branches) for item in self.items)
+        return self.steps * sum(
+            item.num_rows + sum(1 + len(drafts) for _, drafts in item.branches) for item in self.items
+        )
 
     @property
     def decodes(self) -> bool:
-        """Every sequence brings a single row, or one and its drafts."""
+        """Every sequence brings a single row to each step, or one and its drafts."""
         return all(item.num_rows <= max(item.draws, 1) for item in self.items)
 
     @property
@@ -103,6 +106,7 @@ class Limits:
     path_rows: int = 1  # rows of all of them
     whole: bool = False  # a prompt is computed in one step
     adapters: int = 0  # in a step
+    series: int = 1  # steps that the device makes at one call, at most
 
     def path_pages(self, page_size: int) -> int:
         """In which the drafts of a path lie, wherever they begin."""
@@ -165,6 +169,19 @@ class Scheduler:
         parts = tuple([replica.schedule(decodes) for replica in self.replicas])
         behind = tuple([replica.behind for replica in self.replicas]) if self.limits.follows else ()
         return StepPlan(parts, behind if any(behind) else ()) if any(parts) else None
+
+    def go_on(self, plan: StepPlan, most: int) -> StepPlan:
+        """The same step as a series of so many, or of fewer: while nobody waits, and all stay in their pages."""
+        steps = min([most, *(replica.room_after(plan.items) for replica in self.replicas)])
+        if steps < 2 or self.waiting:
+            return plan
+        items = tuple([item._replace(draws=steps) for item in plan.items])
+        for item in items:
+            item.seq.num_computed += steps - 1
+            item.seq.pending += steps - 1
+            if self.waiting.shared:
+                self.waiting.serve(item.seq, steps - 1)
+        return StepPlan((items,), steps=steps)
 
     def take_moves(self) -> PageMoves:
         """What is to be copied before the next step, of all replicas."""
@@ -304,6 +321,18 @@ class ReplicaScheduler:
             for item in items.values():
                 self.waiting.serve(item.seq, item.num_rows)
         return tuple(items.values())
+
+    def room_after(self, items: Seq[ScheduledSequence]) -> int:
+        """Steps that can be made at once, the planned one among them, before somebody needs the host."""
+        if len(items) < len(self.running):
+            return 1  # who takes no part waits for a token
+        page_size, room = self.table.page_size, self.limits.series
+        for seq, start, num_rows, draws, _, scores, *_ in items:
+            if num_rows != 1 or draws != 1 or scores or seq.stays or seq.bad_words:
+                return 1
+            left = seq.max_tokens - (start + 1 - seq.num_prompt)
+            room = min(room, left, page_size - start % page_size)
+        return room
 
     def follow(self, items: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
         """The drafter computes this step's rows; what it lacks of those that it drafts for, it computes before."""

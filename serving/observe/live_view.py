@@ -36,10 +36,13 @@ class LiveView(Observer):
         now = step.collected
         if now < self.watched_until:
             known = [item.num_rows - len(item.drafts) for item in step.plan.items]
-            drafts, seconds = step.plan.num_rows - sum(known), now - step.device_began
+            count, began, rows = step.plan.steps, step.device_began, step.plan.num_rows // step.plan.steps
+            drafts, seconds = rows - sum(known), (now - began) / count
             accepted = sum(drawn.accepted for drawn in step.drawn) if drafts else 0
-            self.steps.append((now, sum(known) + drafts, known.count(1), len(known), seconds, drafts, accepted))
-            self.count += 1
+            for number in range(1, count + 1):
+                ended = began + number * seconds
+                self.steps.append((ended, rows, known.count(1), len(known), seconds, drafts, accepted))
+            self.count += count
         else:
             self.watched_until = 0.0
             self.steps.clear()

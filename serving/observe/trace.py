@@ -39,7 +39,7 @@ class Trace(Observer):
         if (taken := record.taken) is not None:
             self.span("collect", HOST, taken.began, taken.collected)
             plan = taken.plan
-            facts = {"sequences": len(plan.items), "rows": plan.num_rows, "decodes": plan.decodes}
+            facts = {"sequences": len(plan.items), "rows": plan.num_rows, "decodes": plan.decodes, "steps": plan.steps}
             if drafted := [drawn for drawn in taken.drawn if drawn.item.drafts]:
                 facts["drafts"] = sum(drawn.item.num_drafts for drawn in drafted)
                 facts["accepted"] = sum(drawn.accepted for drawn in drafted)

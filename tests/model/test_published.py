@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import served_codes
 import tiny
-from quantized_files import LLAMA, assert_is, awq, fp8, gptq, read
-from safetensors.numpy import save_file
+from quantized_files import LLAMA, D, F, assert_is, awq, dense_of, fp8, gptq, read
+from safetensors.numpy import load_file, save_file
 
 from quire import LLM
 from quire.model.checkpoint.loader import read_config
@@ -42,7 +42,11 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "gptq-2": (gptq, {"bits": 2, "group": 64}, GPTQ | {"bits": 2, "group_size": 64}, "int4-64-zero"),
     "gptq-3": (gptq, {"bits": 3}, GPTQ | {"bits": 3}, "int4-128-zero"),
     "gptq-3-sym": (gptq, {"bits": 3, "sym": True}, GPTQ | {"bits": 3, "sym": True}, "int4-128-zero"),
-    "gptq-8": (gptq, {"bits": 8}, GPTQ | {"bits": 8}, None),
+    "gptq-8": (gptq, {"bits": 8}, GPTQ | {"bits": 8}, "int8-weights-128-least"),
+    "gptq-8-32-v2": (gptq, {"bits": 8, "group": 32, "version": 2},
+                     GPTQ | {"bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"}, "int8-weights-32-least"),
+    "gptq-8-order": (gptq, {"bits": 8, "order": True}, GPTQ | {"bits": 8, "desc_act": True}, None),
+    "gptq-8-all": (gptq, {"bits": 8, "group": -1}, GPTQ | {"bits": 8, "group_size": -1}, None),
     "gptq-8-sym": (gptq, {"bits": 8, "sym": True}, GPTQ | {"bits": 8, "sym": True}, "int8-weights-128"),
     "fp8-blocks": (fp8, {}, BLOCKS, "fp8-weights-128"),
     "fp8-one": (fp8, {"scales": "one", "name": "weight_scale"}, {"quant_method": "fp8", "activation_scheme": "static"},
@@ -125,7 +129,33 @@ def test_what_the_config_leaves_dense(tmp_path, case):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("case", ["gptq-order", "gptq-8"])
+def test_zeros_of_eight_bits_in_groups_of_two_sizes(tmp_path):
+    """Parts of one weight meet in the smaller groups, zeros and all."""
+    _, expected = written(tmp_path, "gptq-8")
+    tensors = load_file(tmp_path / "model.safetensors")
+    rng = np.random.default_rng(5)
+    for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith("v_proj.qweight")]:
+        parts, expected[f"{stem}.weight"] = gptq(rng, stem, expected[f"{stem}.weight"].shape, bits=8, group=32)
+        tensors |= parts
+    dynamic = {r"+:.*\.v_proj": {"group_size": 32}}
+    tiny.write(tmp_path, LLAMA | {"quantization_config": CASES["gptq-8"][2] | {"dynamic": dynamic}}, tensors)
+    weights = read(tmp_path)
+    assert weights.layers[0].attention.qkv_DGH.group == 32
+    assert_is(weights, expected)
+
+
+def test_a_zero_beyond_the_largest_code(tmp_path):
+    """Version 1 stores 255 for it."""
+    tensors, _ = written(tmp_path, "gptq-8")
+    name = "model.layers.0.mlp.down_proj"
+    tensors[f"{name}.qzeros"] = np.full_like(tensors[f"{name}.qzeros"], -1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    codes = tensors[f"{name}.qweight"].view(np.uint8).reshape(F // 4, D, 4).transpose(0, 2, 1).reshape(F, D)
+    scales = tensors[f"{name}.scales"].astype(np.float64).repeat(128, 0)
+    np.testing.assert_array_equal(dense_of(read(tmp_path).layers[0].mlp.down_FD), (codes - 256.0) * scales)
+
+
+@pytest.mark.parametrize("case", ["gptq-order", "gptq-8-all"])
 def test_what_is_widened_can_be_rounded_again(tmp_path, case):
     _, expected = written(tmp_path, case)
     weights = read(tmp_path, quantization="int8")

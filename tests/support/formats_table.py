@@ -47,6 +47,7 @@ PUBLISHED = (
     ("GPTQ, 4 bits in groups of 128", GPTQ | {"bits": 4}),
     ("GPTQ, 2 or 3 bits", GPTQ | {"bits": 3}),
     ("GPTQ, 8 bits in groups of 128", GPTQ | {"bits": 8}),
+    ("GPTQ, 8 bits in groups of 128 with zeros", GPTQ | {"bits": 8, "sym": False}),
     ("GPTQ with `desc_act`", GPTQ | {"bits": 4, "desc_act": True}),
     ("FP8 in blocks of 128 by 128 (DeepSeek, Qwen)", {"quant_method": "fp8"} | BLOCKS),
     ("FP8 with a scale a matrix", {"quant_method": "fp8"}),

@@ -37,13 +37,14 @@ def gptq(rng, stem: str, shape, bits=4, group=128, sym=False, order=False, versi
     size = columns if group == -1 else group
     groups, top = columns // size, 1 << bits
     codes = rng.integers(0, top, (columns, rows))
-    zeros = np.full((groups, rows), top // 2) if sym else rng.integers(1, top, (groups, rows))
+    first = int(version == 1)  # which stores zeros less one
+    zeros = np.full((groups, rows), top // 2) if sym else rng.integers(first, top + first, (groups, rows))
     scales = rng.uniform(0.001, 0.02, (groups, rows)).astype(np.float16)
     index = np.arange(columns) // size
     if order:
         index = rng.permutation(index)
     dense = (codes - zeros[index]) * scales.astype(np.float64)[index]
-    stored = zeros - (version == 1)
+    stored = zeros - first
     tensors = {
         f"{stem}.qweight": words(codes, bits), f"{stem}.qzeros": np.ascontiguousarray(words(stored.T, bits).T),
         f"{stem}.scales": scales, f"{stem}.g_idx": index.astype(np.int32),

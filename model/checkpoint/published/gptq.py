@@ -57,7 +57,8 @@ class GptqMatrix(IntegerMatrix):
     def unpacked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         words, zeros, scales = (self.tensors[ending].read() for ending in ENDINGS)
         codes = unpack(words, self.form.bits)
-        zeros = unpack(np.ascontiguousarray(zeros.T), self.form.bits).T + np.uint8(self.form.version == 1)
+        zeros = unpack(np.ascontiguousarray(zeros.T), self.form.bits).T.astype(np.uint16)  # of eight bits up to 256
+        zeros += self.form.version == 1
         return codes, scales, zeros, self.order(len(scales))
 
     def order(self, groups: int) -> np.ndarray | None:

@@ -40,6 +40,11 @@ class IntegerMatrix(Matrix):
         raise NotImplementedError
 
     @property
+    def middled(self) -> str:
+        """How a config says that zero is the middle code."""
+        return "sym = True"
+
+    @property
     def form(self) -> Integers:
         assert isinstance(self.group.form, Integers)
         return self.group.form
@@ -61,7 +66,8 @@ class IntegerMatrix(Matrix):
         middle = 1 << self.form.bits - 1
         if self.form.centred and (zeros != middle).any():
             raise ModelError(
-                f"tensor {self.name!r} has a zero point other than {middle}, and quantization_config says sym = True"
+                f"tensor {self.name!r} has a zero point other than {middle}, and quantization_config says "
+                f"{self.middled}"
             )
         own = self.format
         if isinstance(own, Int8):
@@ -69,7 +75,9 @@ class IntegerMatrix(Matrix):
         assert isinstance(own, Int4 | Grouped)
         again = len(codes) // len(scales) // own.group  # of a group that is several
         if isinstance(own, Grouped):
-            fields = {"codes": codes.T ^ 128, "scale": self.finite(scales.astype(np.float32)).T.repeat(again, 1)}
+            scale = self.finite(scales.astype(np.float32))
+            shared = {"scale": scale} | ({} if own.least is None else {"least": (zeros - np.float32(middle)) * scale})
+            fields = {"codes": codes.T ^ 128} | {name: value.T.repeat(again, 1) for name, value in shared.items()}
             return self.widened(fields, node)
         shared = {"scale": self.finite(scales)} | ({} if own.zero is None else {"zero": zeros})
         fields = {"nibbles": codes.T} | {name: value.T.repeat(again, 1) for name, value in shared.items()}
@@ -89,12 +97,12 @@ def group_of(form: Integers) -> StoredGroup:
 
 def bytes_of(form: Integers) -> str | None:
     """The format of codes of eight bits."""
-    if not form.centred or not form.ordered:
+    if not form.ordered:
         return None
     if form.group == -1:
-        return "int8-weights"
+        return "int8-weights" if form.centred else None
     size = next((size for size in (*GROUPS, 16) if form.group % size == 0), None)
-    return None if size is None else f"int8-weights-{size}"
+    return None if size is None else f"int8-weights-{size}{'' if form.centred else '-least'}"
 
 
 def sides(codes: Tensor) -> tuple[int, int]:

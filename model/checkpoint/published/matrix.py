@@ -64,10 +64,10 @@ class Matrix:
             return fields
         assert isinstance(node, Grouped)
         codes = fields["nibbles"].astype(np.int8) - np.int8(MIDDLE) if isinstance(own, Int4) else fields["codes"]
-        scale = fields["scale"].astype(np.float32).repeat(own.shared() // node.group, 1)
-        return {"codes": codes.view(np.uint8), "scale": scale} | (
-            {} if node.least is None else {"least": np.zeros_like(scale)}
-        )
+        again = own.shared() // node.group
+        scale = fields["scale"].astype(np.float32).repeat(again, 1)
+        least = fields["least"].repeat(again, 1) if "least" in fields else np.zeros_like(scale)
+        return {"codes": codes.view(np.uint8), "scale": scale} | ({} if node.least is None else {"least": least})
 
     def finite(self, scales: np.ndarray) -> np.ndarray:
         """The scales, if they are numbers."""

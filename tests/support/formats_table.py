@@ -28,12 +28,19 @@ SIZE = 1024
 BLOCKS = {"weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "group_size": 128, "sym": True, "desc_act": False}
 BITS = {"bits": 4, "group_size": 128, "sym": True}
+FOUR = {"_type": "torch.dtype", "_data": "int4"}
+OF32 = {"granularity": {"_type": "PerGroup", "_data": {"group_size": 32}}}
 HQQ = {"nbits": 4, "group_size": 64, "axis": 1}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 FP8 = INT8 | {"type": "float"}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 MXFP4 = NVFP4 | {"strategy": "group", "group_size": 32}
+
+
+def torchao(kind: str, **data) -> dict:
+    """quantization_config of one of torchao's configs."""
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": data}}}
 
 
 def compressed(weights: dict, activations: dict | None, form: str) -> dict:
@@ -59,6 +66,15 @@ PUBLISHED = (
     ("HQQ, 4 bits in groups of 64", {"quant_method": "hqq", "quant_config": {"weight_quant_params": HQQ}}),
     ("Model Optimizer NVFP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     ("Model Optimizer FP8", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    ("torchao, `Int4WeightOnlyConfig`, groups of 128", torchao("Int4WeightOnlyConfig", group_size=128)),
+    (
+        "torchao, `IntxWeightOnlyConfig`, 4 bits, groups of 32",
+        torchao("IntxWeightOnlyConfig", weight_dtype=FOUR, **OF32),
+    ),
+    ("torchao, `Int8WeightOnlyConfig`", torchao("Int8WeightOnlyConfig")),
+    ("torchao, `Int8DynamicActivationInt8WeightConfig`", torchao("Int8DynamicActivationInt8WeightConfig")),
+    ("torchao, `Float8WeightOnlyConfig`", torchao("Float8WeightOnlyConfig")),
+    ("torchao, `Float8DynamicActivationFloat8WeightConfig`", torchao("Float8DynamicActivationFloat8WeightConfig")),
     ("compressed-tensors W8A8", compressed(INT8, INT8 | {"strategy": "token", "dynamic": True}, "int-quantized")),
     ("compressed-tensors W8A16", compressed(INT8, None, "pack-quantized")),
     ("compressed-tensors W4A16, groups of 128", compressed(INT4, None, "pack-quantized")),

@@ -38,6 +38,7 @@ METHODS = {
     "hqq": ".hqq",
     "modelopt": ".modelopt",
     "modelopt_fp4": ".modelopt",
+    "torchao": ".torchao",
 }
 
 LAYOUTS = ("compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes")  # those of METHODS whose modules are a `Writer`

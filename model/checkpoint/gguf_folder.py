@@ -24,7 +24,8 @@ PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")  # the end of a part's name
 
 # What each type's codes are kept as, none of them changed; the others are widened.
 KEPT = {
-    "Q4_0": "int4-32", "Q4_1": "int4-32-least", "IQ4_NL": "iq4", "IQ4_XS": "iq4-levels", "MXFP4": "mxfp4",
+    "Q1_0": "int4-128-least", "Q4_0": "int4-32", "Q4_1": "int4-32-least", "IQ4_NL": "iq4", "IQ4_XS": "iq4-levels",
+    "MXFP4": "mxfp4",
     "Q8_0": "int8-weights-32", "Q5_0": "int8-weights-32", "Q5_1": "int8-weights-32-least", "Q2_K": "k4-16-least",
     "Q3_K": "k4-16", "Q4_K": "k4-32-least", "Q5_K": "k6-32-least", "Q6_K": "k6-16",
 }  # fmt: skip

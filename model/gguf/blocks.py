@@ -116,6 +116,7 @@ TYPES = {
         coded("TQ2_0", 35, 256, 66, fields.tq2_0),
         coded("MXFP4", 39, 32, 17, fields.mxfp4, rounding.mxfp4),
         coded("NVFP4", 40, 64, 36, fields.nvfp4),
+        coded("Q1_0", 41, 128, 18, fields.q1_0),
     )
 }
 WRITTEN = {kind.name: kind for kind in TYPES.values() if kind.written}

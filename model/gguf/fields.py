@@ -76,6 +76,12 @@ def codes_of(blocks: np.ndarray, start: int, end: int, run: int, bits: int) -> n
     return planes(runs, bits).reshape(len(blocks), (end - start) * 8 // bits)
 
 
+def q1_0(blocks: np.ndarray) -> Fields:
+    """A bit says whether the scale is added or taken off."""
+    scale = half(blocks, 0)
+    return Fields(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), 2 * scale, 128, least=scale)
+
+
 def q4_0(blocks: np.ndarray) -> Fields:
     return Fields(codes_of(blocks, 2, 18, 16, 4), half(blocks, 0), 32, zero=8)
 

@@ -14,7 +14,7 @@ LLAMA = tiny.LLAMA | {
 SCALES = {
     "Q4_K": ((0, 2), 1 / 300), "Q5_K": ((0, 2), 1 / 600), "Q6_K": ((208,), 1 / 1200), "Q3_K": ((108,), 1 / 40),
     "Q2_K": ((80, 82), 1 / 15), "IQ4_NL": ((0,), 1 / 70), "IQ4_XS": ((0,), 1 / 1200), "IQ3_S": ((0,), 1 / 40),
-    "IQ2_XXS": ((0,), 1 / 15),
+    "IQ2_XXS": ((0,), 1 / 15), "Q1_0": ((0,), 1),
 }  # fmt: skip
 WORDS = "a story about fox who met small bird and went home in rain one two".split()
 
@@ -32,7 +32,18 @@ def blocks(rng, value: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
             scale = (rng.uniform(0.5, 1, len(data)) * size / np.sqrt(value.shape[-1])).astype(np.float16)
             data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
         data = data.reshape(len(value), -1)
-    return data, gguf.quants.dequantize(data, number)
+    return data, decoded(data, number)
+
+
+def decoded(data: np.ndarray, number: gguf.GGMLQuantizationType) -> np.ndarray:
+    """What blocks uint8 [..., bytes] mean, as the package has it; Q1_0, which it has not, as llama.cpp's code does."""
+    if number.name != "Q1_0":
+        return gguf.quants.dequantize(data, number)
+    each = data.reshape(-1, 18)
+    scale = each[:, :2].copy().view(np.float16).astype(np.float32)
+    bits = each[:, 2:, None] >> np.arange(8, dtype=np.uint8) & 1
+    values = np.where(bits.reshape(-1, 128) == 1, scale, -scale) + np.float32(0)  # no -0
+    return values.reshape(*data.shape[:-1], -1)
 
 
 def side_by_side(value: np.ndarray, heads: int) -> np.ndarray:

@@ -33,7 +33,8 @@ def main(
         typer.Option(
             help="How the weights lie in files: compressed-tensors; gptq (int4, int8-weights-128) as GPTQModel writes "
             "them, awq (int4 with zero points) as AutoAWQ, bitsandbytes (nf4), fp8 (fp8-weights-128) as DeepSeek; or "
-            "gguf: one file for llama.cpp, in Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, MXFP4, F16, BF16 or F32.",
+            "gguf: one file for llama.cpp, in Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, MXFP4, F16, BF16 or F32 (gptq and awq: "
+            "Q8_0 and Q4_0).",
             metavar="LAYOUT",
         ),
     ] = COMPRESSED,
@@ -76,8 +77,6 @@ def main(
     if bits is None and (calibration is None) != (method == NEAREST):
         remedy = "needs --calibration FILE, with some pages of what the model will read and write"
         raise o.UsageError(f"--method {method} {remedy if calibration is None else 'looks at no calibration text'}")
-    if layout == GGUF and method != NEAREST:
-        raise o.UsageError(f"--method is {method}; --layout {GGUF} has --method {NEAREST} alone")
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..model.checkpoint import hub, loader, quantized
@@ -88,7 +87,7 @@ def main(
     rounds = None if layout == GGUF else quantization or mixed.ANY
     config = loader.read_config(folder, quantization=rounds, hf_overrides=overrides)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if layout == GGUF:
+    if layout == GGUF and calibration is None:
         from ..model.quantize import gguf_file
 
         with Progress(transient=True) as bars:
@@ -109,10 +108,15 @@ def main(
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, transient=True) as bars:
             bar = bars.add_task("layers", total=len(config.layers))
-            count = session.save(
-                folder, out, config, method, pieces, lambda done: bars.update(bar, completed=done), overrides,
-                act_order, layout, bits,
-            )  # fmt: skip
+
+            def show(done: int) -> None:
+                bars.update(bar, completed=done)
+
+            if layout == GGUF:
+                kind = str(quantization).upper()
+                count = session.save_gguf(folder, out, config, kind, method, pieces, show, overrides, act_order)
+            else:
+                count = session.save(folder, out, config, method, pieces, show, overrides, act_order, layout, bits)
         print(f"{method} over {sum(map(len, pieces)):,} tokens of {calibration}, {len(pieces)} pieces")
     size = sum(file.stat().st_size for file in ([out] if layout == GGUF else out.glob("*.safetensors")))
     experts = "; experts stay as they are" if layout != GGUF and quantized.keeps_experts(out) else ""

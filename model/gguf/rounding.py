@@ -45,7 +45,11 @@ def fifth(codes: np.ndarray) -> np.ndarray:
 
 
 def q4_0(x: np.ndarray) -> np.ndarray:
-    scale, codes = signed(x, 8)
+    return fours(*signed(x, 8))
+
+
+def fours(scale: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """The blocks of Q4_0."""
     return np.hstack([halves(scale), pairs(codes)])
 
 
@@ -71,7 +75,12 @@ def q8_0(x: np.ndarray) -> np.ndarray:
     size = np.abs(exact)
     whole = np.floor(size)
     codes = np.copysign(whole + (size - whole >= 0.5), exact)
-    return np.hstack([halves(scale), codes.astype(np.int8).view(np.uint8)])
+    return eights(scale, codes.astype(np.int8).view(np.uint8))
+
+
+def eights(scale: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """The blocks of Q8_0; codes are signed bytes."""
+    return np.hstack([halves(scale), codes])
 
 
 def mxfp4(x: np.ndarray) -> np.ndarray:

@@ -13,12 +13,14 @@ from ..checkpoint import orbax
 from ..checkpoint.folder import merged, read_json
 from ..checkpoint.gguf_folder import weights_of
 from ..checkpoint.loader import family_of, find_parts
+from ..checkpoint.published.matrix import Matrix
 from ..config import ModelConfig, ModelError
 from ..families import wrapper
+from ..gguf import rounding
 from ..gguf.architectures import config_of
 from ..gguf.blocks import WRITTEN, BlockType
 from ..gguf.description import check_same, metadata_of
-from ..gguf.origin import Part
+from ..gguf.origin import Change, Part
 from ..gguf.tensors import file_name, origins, turn_of
 from ..gguf.vocabulary import vocabulary_of
 from ..gguf.writer import write_file
@@ -29,6 +31,11 @@ FEW_BITS = ("Q4_0", "Q4_1", "MXFP4")  # too few for a vocabulary
 TABLES = ("token_embd.weight", "output.weight")
 WIDE = ("ffn_gate_inp.weight",)  # routers stay in F32
 TEMPLATE = "tokenizer.chat_template"
+# Types whose blocks are codes and scales that methods choose: the format that has them, and what joins them.
+CHOSEN: dict[str, tuple[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]] = {
+    "Q4_0": ("int4-32", rounding.fours),
+    "Q8_0": ("int8-weights-32", rounding.eights),
+}
 
 
 @dataclass(frozen=True)
@@ -58,16 +65,18 @@ def save(
     kind: str,
     progress: Callable[[int], None] = lambda count: None,
     hf_overrides: Mapping[str, Any] | None = None,
+    made: Mapping[str, Any] | None = None,
 ) -> int:
     """Write `folder` to the file `out` with its matrices of a type in `WRITTEN`; returns how many they are.
 
     `out` appears once it is complete. Norms, biases and routers are F32, embedding and head Q8_0 beside four bits.
+    What was `made` before, by the names of tensors, is taken from there: matrices of a type in CHOSEN in their codes.
     """
     found = plan(folder, out, config, kind, hf_overrides)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_file(part, found.metadata, found.tensors, values(found, progress))
+        write_file(part, found.metadata, found.tensors, values(found, made or {}, progress))
         part.rename(out)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error.strerror}") from None
@@ -140,7 +149,7 @@ def tokenizer(folder: Path, config: ModelConfig) -> dict[str, Any]:
     return found if own.chat_template is None else found | {TEMPLATE: own.chat_template}
 
 
-def values(plan: Plan, progress: Callable[[int], None]) -> Iterator[np.ndarray]:
+def values(plan: Plan, made: Mapping[str, Any], progress: Callable[[int], None]) -> Iterator[np.ndarray]:
     """The tensors' blocks, one tensor in memory at a time."""
     for name, (kind, shape) in plan.tensors.items():
         if name in plan.factors:
@@ -149,8 +158,7 @@ def values(plan: Plan, progress: Callable[[int], None]) -> Iterator[np.ndarray]:
         change = turn_of(plan.architecture, name, plan.config)
         whole = None
         for piece in plan.pieces[name]:
-            own = piece.source.read()
-            own = own if change.back is None else change.back(own)
+            own = blocks_of(made.get(piece.source.name, piece.source), change, kind, name)
             if piece.part.rows is not None:
                 turned = np.empty_like(own)
                 turned[piece.part.rows] = own
@@ -158,11 +166,24 @@ def values(plan: Plan, progress: Callable[[int], None]) -> Iterator[np.ndarray]:
             if piece.part.expert is None:
                 whole = own
             else:
-                whole = np.empty(shape, own.dtype) if whole is None else whole
+                whole = np.empty((shape[0], *own.shape), np.uint8) if whole is None else whole
                 whole[piece.part.expert] = own
             progress(piece.source.nbytes)
         assert whole is not None
-        yield encoded(whole, kind, name)
+        yield whole
+
+
+def blocks_of(source: Any, change: Change, kind: BlockType, name: str) -> np.ndarray:
+    """The blocks of a tensor's rows [rows, bytes]."""
+    if isinstance(source, Matrix) and kind.name in CHOSEN:
+        assert change.back is None and source.format is not None
+        codes, scale = source.fields_for(source.format).values()
+        blocks = CHOSEN[kind.name][1](scale.reshape(-1, 1), codes.reshape(-1, kind.elements))
+    else:
+        own = source.read()
+        own = own if change.back is None else change.back(own)
+        blocks = encoded(own, kind, name)
+    return blocks.reshape(source.shape[0], -1)
 
 
 def encoded(numbers: np.ndarray, kind: BlockType, name: str) -> np.ndarray:

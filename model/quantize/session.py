@@ -4,20 +4,23 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import quantized
 from ..checkpoint.folder import read_json
+from ..checkpoint.published import gather
 from ..checkpoint.safetensors import Tensor, read_header, write_whole
 from ..config import ModelConfig, ModelError
 from ..stored_format import StoredFormat
-from . import mixed, sensitivity, whole
+from . import gguf_file, mixed, sensitivity, whole
 from .folds import folds
 from .layer import Method, round_layer
 from .source import Source
 
 RUN = "run.json"
+IN_BLOCKS = ("gptq", "awq")  # methods whose codes GGUF's blocks hold
 
 
 def save(
@@ -41,21 +44,65 @@ def save(
     plan = quantized.plan(folder, out, config, hf_overrides, layout)
     if bits is not None:
         return save_mixed(folder, out, config, method, samples, progress, hf_overrides, act_order, bits)
-    how = Method(method, plan.stored, act_order)
-    source = Source.of(folder, config, plan.stored)
+    made = rounded(folder, out, config, Method(method, plan.stored, act_order), samples, progress, hf_overrides)
+    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, made=made, layout=layout)
+    shutil.rmtree(beside(out))
+    return count
+
+
+def rounded(
+    folder: Path,
+    out: Path,
+    config: ModelConfig,
+    how: Method,
+    samples: Sequence[Sequence[int]],
+    progress: Callable[[int], None],
+    hf_overrides: Mapping[str, Any] | None,
+) -> dict[str, Tensor]:
+    """`round_layers`, whose files lie beside what is to be written."""
+    source, done = Source.of(folder, config, how.stored), beside(out)
     if how.folds and not any(folds(config, index, source.leaves(index)) for index in range(len(config.layers))):
         raise ModelError(
-            f"method is {method!r}, and in no layer of this model of the family {config.family} is there a norm, or a "
-            "matrix, that scales could be folded into; it can be gptq"
+            f"method is {how.name!r}, and in no layer of this model of the family {config.family} is there a norm, or "
+            "a matrix, that scales could be folded into; it can be gptq"
         )
-    done = out.with_name(f".{out.name}.layers")
     try:
-        begin(done, asked(folder, config, method, how.stored, act_order, samples, hf_overrides))
-        made = round_layers(source, how, samples, done, progress)
+        begin(done, asked(folder, config, how.name, how.stored, how.act_order, samples, hf_overrides))
+        return round_layers(source, how, samples, done, progress)
     except OSError as error:
         raise ModelError(f"{done} cannot be written: {error.strerror}") from None
-    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, made=made, layout=layout)
-    shutil.rmtree(done)
+
+
+def beside(out: Path) -> Path:
+    """The folder for the layers that are done."""
+    return out.with_name(f".{out.name}.layers")
+
+
+def save_gguf(
+    folder: Path,
+    out: Path,
+    config: ModelConfig,
+    kind: str,
+    method: str,
+    samples: Sequence[Sequence[int]],
+    progress: Callable[[int], None] = lambda done: None,
+    hf_overrides: Mapping[str, Any] | None = None,
+    act_order: bool = True,
+) -> int:
+    """As `gguf_file.save`, with codes that a method chooses as it does those of the format with the same ones."""
+    whole.check(config)
+    if kind not in gguf_file.CHOSEN or method not in IN_BLOCKS:
+        raise ModelError(
+            f"method is {method!r} and quantization {kind!r}; layout gguf has {' and '.join(IN_BLOCKS)} for "
+            f"{' and '.join(gguf_file.CHOSEN)}, and rtn for all its types"
+        )
+    gguf_file.plan(folder, out, config, kind, hf_overrides)  # what speaks against the file is said first
+    coded = replace(config, quant=gguf_file.CHOSEN[kind][0])
+    plan = quantized.plan(folder, out, coded, hf_overrides)
+    made = rounded(folder, out, coded, Method(method, plan.stored, act_order), samples, progress, hf_overrides)
+    own = gather(dict(made), plan.stored)
+    count = gguf_file.save(folder, out, config, kind, hf_overrides=hf_overrides, made=own)
+    shutil.rmtree(beside(out))
     return count
 
 
@@ -75,7 +122,7 @@ def save_mixed(
         raise ModelError(f"method is {method!r} with bits; it can be rtn or gptq")
     plan = quantized.plan(folder, out, config, hf_overrides)
     source = Source.of(folder, config, plan.stored)
-    done, made = out.with_name(f".{out.name}.layers"), {}
+    done, made = beside(out), {}
     try:
         begin(done, asked(folder, config, method, plan.stored, act_order, samples, hf_overrides) | {"bits": bits})
         chosen = mixed.choose(source, samples, done, bits, progress)
@@ -125,9 +172,9 @@ def begin(done: Path, run: dict[str, Any]) -> None:
             )
         return
     done.mkdir(parents=True, exist_ok=True)
-    beside = done / f"{RUN}.part"
-    beside.write_text(json.dumps(run, indent=2))
-    beside.replace(done / RUN)
+    part = done / f"{RUN}.part"
+    part.write_text(json.dumps(run, indent=2))
+    part.replace(done / RUN)
 
 
 def round_layers(

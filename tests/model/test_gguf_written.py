@@ -21,13 +21,15 @@ from typer.testing import CliRunner
 from quire.__main__ import app
 from quire.model.checkpoint.gguf_folder import folder_of
 from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.checkpoint.published import gather
+from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import ModelError
 from quire.model.gguf.blocks import WRITTEN as TYPES
 from quire.model.gguf.description import FAMILIES
 from quire.model.gguf.file import read_file
 from quire.model.gguf.tokenizer import tokenizer_of
 from quire.model.gguf.vocabulary import vocabulary_of
-from quire.model.quantize import gguf_file
+from quire.model.quantize import gguf_file, session
 from quire.model.text.tokenizer import Tokenizer as Folder
 
 TEMPLATE = "{% for message in messages %}<|turn|>{{ message.content }}</s>{% endfor %}"
@@ -255,9 +257,6 @@ def test_other_families_are_refused_by_name(tmp_path):
     )
     assert isinstance(done.exception, ModelError)
     assert "family quill" in str(done.exception) and "qwen3" in str(done.exception)
-    asked = ["--layout", "gguf", "--quantization", "F16", "--method", "gptq", "--calibration", "x"]
-    done = CliRunner().invoke(app, ["quantize", "quill", str(tmp_path / "out.gguf"), *asked])
-    assert "--method is gptq; --layout gguf" in str(done.exception)
 
 
 def test_layers_that_llama_cpp_does_not_know(tmp_path, monkeypatch):
@@ -278,3 +277,55 @@ def test_numbers_that_a_type_cannot_hold(tmp_path):
     with pytest.raises(ModelError, match=r"blk.0.ffn_up.weight holds what is no finite number"):
         write(tmp_path / "dense", tmp_path / "out.gguf", "Q8_0")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+
+
+SAMPLES = [[(7 * i + 3 * k) % VOCABULARY for i in range(40)] for k in range(6)]
+CHOSEN = {"Q4_0": "int4-32", "Q8_0": "int8-weights-32"}
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def test_codes_that_a_method_chose(tmp_path, name, kind, method):
+    """Those of a folder in compressed-tensors, block by block, as the format's own package reads them."""
+    dense, folder, out = tmp_path / "dense", tmp_path / "folder", tmp_path / "out.gguf"
+    hf, _ = llama(dense) if name == "llama" else variant_folder(dense, name)
+    session.save(dense, folder, read_config(dense, quantization=CHOSEN[kind]), method, SAMPLES)
+    session.save_gguf(dense, out, read_config(dense), kind, method, SAMPLES)
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "folder", "out.gguf"}
+    stored = read_config(folder).stored
+    assert stored is not None
+    checkpoint = {name: tensor.read() for name, tensor in gather(find_tensors(folder), stored).items()}
+    expected, coded = gguf_written.tensors(hf, checkpoint), 0
+    for tensor in gguf.GGUFReader(out).tensors:
+        found = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if tensor.tensor_type.name == kind and tensor.name not in ("token_embd.weight", "output.weight"):
+            coded += 1
+            np.testing.assert_array_equal(found, expected[tensor.name], err_msg=tensor.name)
+        elif tensor.tensor_type.name == "F32" and tensor.name in expected:
+            np.testing.assert_allclose(found, expected[tensor.name], rtol=1e-6, err_msg=tensor.name)
+    assert coded == 7 * hf["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(("kind", "method"), [("Q5_0", "gptq"), ("F16", "awq"), ("Q8_0", "smoothquant")])
+def test_what_methods_do_not_choose(tmp_path, kind, method):
+    llama(tmp_path / "dense")
+    text = tmp_path / "text.txt"
+    text.write_text("It is a fox. " * 30)
+    asked = ["--layout", "gguf", "--quantization", kind, "--method", method, "--calibration", str(text)]
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "dense"), str(tmp_path / "out.gguf"), *asked])
+    assert isinstance(done.exception, ModelError)
+    assert f"method is '{method}' and quantization '{kind}'" in str(done.exception)
+    assert "gptq and awq for Q4_0 and Q8_0" in str(done.exception)
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "text.txt"}
+
+
+def test_the_command_with_a_method(tmp_path):
+    llama(tmp_path / "dense")
+    (tmp_path / "text.txt").write_text("It is a fox. " * 30)
+    asked = ["--layout", "gguf", "--quantization", "q4_0", "--method", "gptq", "--calibration"]
+    out = tmp_path / "out.gguf"
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "dense"), str(out), *asked, str(tmp_path / "text.txt")])
+    assert done.exit_code == 0, done.output
+    assert "16 matrices in q4_0, laid out as gguf" in " ".join(done.output.split())
+    assert read_file(out).tensors["blk.0.ffn_up.weight"].kind.name == "Q4_0"

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ...model.text.chat_template import PromptError
 from ...model.text.tokenizer import Tokenizer
@@ -22,6 +22,9 @@ from ..protocol.context import Messages, edited, newest
 from ..protocol.pooling import EmbeddingRequest
 from ..protocol.tools import INPUT
 from .settings import Formats
+
+S = TypeVar("S", str, list[int])
+Cut = ChatRequest | CompletionRequest | EmbeddingRequest  # what says how much of a prompt is kept
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
 
     def encoded(messages: Messages) -> tuple[str, list[int]]:
         text = render(tokenizer, messages, tools, request.template_options)
-        read = fitting(engine, "messages", text, request.truncate_prompt_tokens)
+        read = fitting(engine, "messages", text, request)
         try:
             return text, tokenizer.encode(read, add_special_tokens=False)
         except PromptError as error:
@@ -90,7 +93,7 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
         def parser() -> Any:
             return CustomCalls(inner(), INPUT, checks, bare)
 
-    tokens = truncated(tokens, request.truncate_prompt_tokens, params, engine)
+    tokens = truncated(tokens, request, params, engine)
     ask = Ask(tokens, params, text, request.terms)
     return Prepared(
         [ask], [Prompted(text, tokens, applied=applied)], parser, None if request.parallel_tool_calls else 1
@@ -226,9 +229,9 @@ def prompts_of(
     for index, prompt in enumerate(request.prompts):
         where = f"{name}[{index}]" if len(request.prompts) > 1 else name
         text = prompt if isinstance(prompt, str) else None
-        most = request.truncate_prompt_tokens
-        tokens = encode(engine, where, prompt, request.add_special_tokens, most) if isinstance(prompt, str) else prompt
-        yield text, truncated(tokens, most, params, engine)
+        special = request.add_special_tokens
+        tokens = encode(engine, where, prompt, special, request) if isinstance(prompt, str) else prompt
+        yield text, truncated(tokens, request, params, engine)
 
 
 def compile_form(engine: Engine, params: SamplingParams) -> None:
@@ -250,11 +253,11 @@ def plain() -> Any:
     return parsing.make_parser(None, None, None)
 
 
-def encode(engine: Engine, where: str, text: str, special: bool, most: int | None = None) -> list[int]:
+def encode(engine: Engine, where: str, text: str, special: bool, cut: Cut | None = None) -> list[int]:
     if not text:
         raise RequestError(where, "is empty; it must have at least one character")
     try:
-        return needs_tokenizer(engine).encode(fitting(engine, where, text, most), add_special_tokens=special)
+        return needs_tokenizer(engine).encode(fitting(engine, where, text, cut), add_special_tokens=special)
     except PromptError as error:
         raise RequestError(where, str(error)) from None
 
@@ -271,10 +274,10 @@ def longest_text(engine: Engine) -> int:
     return 4 * engine.max_len * needs_tokenizer(engine).longest_token
 
 
-def fitting(engine: Engine, where: str, text: str, most: int | None) -> str:
-    """What is to be cut into tokens: all of a text that may fit; of one that will be truncated, the end is enough."""
-    if most is not None:
-        return text[-longest_text(engine) :]
+def fitting(engine: Engine, where: str, text: str, cut: Cut | None) -> str:
+    """What is to be made tokens: all of a text that may fit; of one that will be truncated, what stays is enough."""
+    if cut is not None and cut.truncate_prompt_tokens is not None:
+        return kept(text, longest_text(engine), cut.truncation_side)
     check_length(engine, where, text)
     return text
 
@@ -293,11 +296,17 @@ def chat_tokenizer(engine: Engine, formats: Formats) -> Tokenizer:
     return tokenizer
 
 
-def truncated(tokens: list[int], most: int | None, params: SamplingParams, engine: Engine) -> list[int]:
-    """The last tokens of a prompt, where no more are wanted."""
+def truncated(tokens: list[int], cut: Cut, params: SamplingParams, engine: Engine) -> list[int]:
+    """The tokens of a prompt, of which no more may be wanted."""
+    most = cut.truncate_prompt_tokens
     if most is None:
         return tokens
-    return tokens[-(room_of(engine, params) if most == -1 else most) :]
+    return kept(tokens, room_of(engine, params) if most == -1 else most, cut.truncation_side)
+
+
+def kept(whole: S, most: int, side: str) -> S:
+    """So much of a text or its tokens, where the rest is left out on one side."""
+    return whole[-most:] if side == "left" else whole[:most]
 
 
 def room_of(engine: Engine, params: SamplingParams) -> int:

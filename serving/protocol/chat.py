@@ -15,6 +15,7 @@ from .fields import (
     DELIVERY,
     TEMPLATE,
     TERMS,
+    TRUNCATION,
     common_fields,
     form_of_text,
     known_fields,
@@ -31,8 +32,8 @@ OWN_SAMPLING = sampling_fields("chat")
 LABELS = (*COMMON_LABELS, "prediction")  # which elsewhere makes the same answer come sooner
 FIELDS = (
     "model", "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",
-    "tool_choice", "parallel_tool_calls", "functions", "function_call", "truncate_prompt_tokens", "echo",
-    "include_reasoning", *TEMPLATE, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
+    "tool_choice", "parallel_tool_calls", "functions", "function_call", "echo", "include_reasoning",
+    *TRUNCATION, *TEMPLATE, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 BATCH_FIELDS = tuple(name for name in FIELDS if name not in ("stream", "stream_options"))
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing

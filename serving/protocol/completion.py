@@ -8,12 +8,21 @@ from ..api.params import SamplingParams
 from ..api.validation import INT32_MAX, boolean, items, shown, token_ids
 from ..api.validation import unicode_text as unicode
 from .answers.answer import CompletionRequest
-from .fields import DELIVERY, LABELS, TERMS, common_fields, known_fields, sampling_fields, sampling_of, structure
+from .fields import (
+    DELIVERY,
+    LABELS,
+    TERMS,
+    TRUNCATION,
+    common_fields,
+    known_fields,
+    sampling_fields,
+    sampling_of,
+    structure,
+)
 
 OWN_SAMPLING = sampling_fields("completions")
 FIELDS = (
-    "model", "prompt", "suffix", "echo", "response_format", "truncate_prompt_tokens",
-    "add_special_tokens", *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
+    "model", "prompt", "suffix", "echo", "response_format", "add_special_tokens", *TRUNCATION, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 MAX_PROMPTS = 2048  # in one request
 

@@ -18,6 +18,8 @@ TEMPLATE = (
     "verbosity",
 )  # fmt: skip
 VERBOSITIES = ("low", "medium", "high")
+TRUNCATION = ("truncate_prompt_tokens", "truncation_side")
+SIDES = ("left", "right")
 MAX_REQUEST_ID = 128
 MAX_TEMPLATE = 65_536  # characters
 MAX_SCHEMA = 65_536
@@ -150,14 +152,19 @@ def verbosity_of(where: str, value: Any) -> dict[str, Any]:
     return {"verbosity": value}
 
 
-def truncation(given: Mapping[str, Any]) -> int | None:
-    """How many of the last tokens of a prompt are kept; -1: as many as the model takes."""
-    value = given.get("truncate_prompt_tokens")
-    return None if value is None else integer("truncate_prompt_tokens", value, -1, INT32_MAX) or refuse_zero()
-
-
-def refuse_zero() -> int:
-    raise RequestError("truncate_prompt_tokens", "must be 1 or more, or -1 for what the model takes, got 0")
+def truncation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """How many tokens of a prompt are kept (-1: as many as the model takes), and on which side others are left out."""
+    if "truncate_prompt_tokens" not in given:
+        if "truncation_side" in given:
+            raise RequestError("truncation_side", "needs truncate_prompt_tokens, which says how many tokens are kept")
+        return {}
+    most = integer("truncate_prompt_tokens", given["truncate_prompt_tokens"], -1, INT32_MAX)
+    if most == 0:
+        raise RequestError("truncate_prompt_tokens", "must be 1 or more, or -1 for what the model takes, got 0")
+    side = given.get("truncation_side", SIDES[0])
+    if side not in SIDES:
+        raise RequestError("truncation_side", f"must be {' or '.join(SIDES)}, got {shown(side)}")
+    return {"truncate_prompt_tokens": most, "truncation_side": side}
 
 
 def common_fields(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +173,7 @@ def common_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         "model": given.get("model"),
         "terms": terms_of(given),
         "delivery": delivery_of(given),
-        "truncate_prompt_tokens": truncation(given),
+        **truncation(given),
     }
 
 

@@ -13,6 +13,7 @@ from .conversation import Conversation
 from .fields import (
     ABSENT,
     TERMS,
+    TRUNCATION,
     common_fields,
     form_of_text,
     known_fields,
@@ -29,8 +30,7 @@ OWN_SAMPLING = sampling_fields("messages")
 LABELS = ("metadata", "service_tier", "user_profile_id", "workspace_id", "cache_control")
 COUNTED = (  # fields that say something of the prompt
     "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "add_generation_prompt",
-    "continue_final_message", "chat_template", "chat_template_kwargs", "truncate_prompt_tokens",
-    "context_management", *LABELS,
+    "continue_final_message", "chat_template", "chat_template_kwargs", "context_management", *TRUNCATION, *LABELS,
 )  # fmt: skip
 FIELDS = (*COUNTED, "stop_sequences", "stream", "request_id", *OWN_SAMPLING, *TERMS)
 NEUTRAL = {"mcp_servers": [], "n": 1, "echo": False, "return_token_ids": False, "speed": "standard"}

@@ -12,12 +12,12 @@ from ..api.validation import boolean, integer, items, refuse_unknown, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import Head, Usage
 from .completion import MAX_PROMPTS, parse_prompts
-from .fields import LABELS, TERMS, known_fields, terms_of, truncation
+from .fields import LABELS, TERMS, TRUNCATION, known_fields, terms_of, truncation
 
 EMBEDDINGS = (
-    "model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens", "add_special_tokens", *TERMS, *LABELS,
+    "model", "input", "encoding_format", "dimensions", "add_special_tokens", *TRUNCATION, *TERMS, *LABELS,
 )  # fmt: skip
-CLASSIFY = ("model", "input", "truncate_prompt_tokens", "add_special_tokens", *TERMS, *LABELS)
+CLASSIFY = ("model", "input", "add_special_tokens", *TRUNCATION, *TERMS, *LABELS)
 # Names of the two sides of /score. Documents and queries are scored as /rerank does it.
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("documents", "queries"), ("items", "queries"))
 SCORE = ("model", *dict.fromkeys(name for pair in SIDES for name in pair), *TERMS, *LABELS)
@@ -34,8 +34,9 @@ class EmbeddingRequest:
     terms: Terms = PLAIN
     encoding_format: str = "float"
     dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
     add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def parse_prompts_of(given: Mapping[str, Any]) -> EmbeddingRequest:
         terms_of(given),
         form,
         None if dimensions is None else integer("dimensions", dimensions, 1, MAX_DIMENSIONS),
-        truncation(given),
         boolean("add_special_tokens", given.get("add_special_tokens", True)),
+        **truncation(given),
     )
 
 

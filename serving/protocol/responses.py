@@ -15,6 +15,7 @@ from .conversation import Conversation
 from .fields import (
     ABSENT,
     TERMS,
+    TRUNCATION,
     common_fields,
     form_of_text,
     known_fields,
@@ -31,15 +32,14 @@ OWN_SAMPLING = sampling_fields("responses")
 LABELS = tuple(name for name in fields.LABELS if name != "store")  # here it is more than a label
 FIELDS = (
     "model", "input", "instructions", "max_output_tokens", "top_logprobs", "include", "stream", "request_id", "tools",
-    "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "truncate_prompt_tokens",
-    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
-    "store", "background", "previous_response_id", "conversation",
-    *OWN_SAMPLING, *TERMS, *LABELS,
+    "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "add_generation_prompt",
+    "continue_final_message", "chat_template", "chat_template_kwargs", "store", "background", "previous_response_id",
+    "conversation", *TRUNCATION, *OWN_SAMPLING, *TERMS, *LABELS,
 )  # fmt: skip
 COUNTED = (  # fields that say something of the prompt
     "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation",
-    "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message", "chat_template",
-    "chat_template_kwargs", "previous_response_id", "conversation",
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
+    "previous_response_id", "conversation", *TRUNCATION,
 )  # fmt: skip
 COMPACTED = ("model", "input", "instructions", "previous_response_id", "prompt_cache_key", "service_tier")
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing

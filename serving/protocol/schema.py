@@ -4,7 +4,7 @@ from ..api.params import MAX_CHOICES, SAMPLING, Terms, declarations
 from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, whole
 from . import batch_file, batches, chat, cohere, completion, conversations, label_scores, messages, pooling, responses
 from .completion import MAX_PROMPTS
-from .fields import STREAM_OPTIONS, VERBOSITIES
+from .fields import SIDES, STREAM_OPTIONS, VERBOSITIES
 from .tokens import DETOKENIZE, TOKENIZE
 
 TEXT: Schema = {"type": "string"}
@@ -30,7 +30,8 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "truncation": {"enum": ["auto", "disabled"]}, "context_management": OBJECT,
     "add_generation_prompt": FLAG.schema, "continue_final_message": FLAG.schema, "chat_template": TEXT,
     "chat_template_kwargs": OBJECT, "reasoning_effort": TEXT, "echo": FLAG.schema,
-    "truncate_prompt_tokens": whole(-1).schema, "add_special_tokens": FLAG.schema,
+    "truncate_prompt_tokens": whole(-1).schema, "truncation_side": {"enum": list(SIDES)},
+    "add_special_tokens": FLAG.schema,
     "prompt": {"anyOf": [TEXT, many(TEXT, 8, 1), many(TOKEN, 4096, 1), many(many(TOKEN, 4096, 1), 8, 1)]},
     "messages": many(MESSAGE, 4096, 1), "tools": many(OBJECT, 128), "tool_choice": ANYTHING,
     "parallel_tool_calls": FLAG.schema, "response_format": OBJECT, "user": TEXT, "metadata": OBJECT,

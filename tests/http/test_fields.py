@@ -157,6 +157,8 @@ def test_how_an_answer_is_sent(parse):
         ({"timeout": float("nan")}, "timeout: must be"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: must be 1 or more, or -1"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens: must be"),
+        ({"truncation_side": "right"}, "truncation_side: needs truncate_prompt_tokens"),
+        ({"truncation_side": "end", "truncate_prompt_tokens": 5}, "truncation_side: must be left or right, got 'end'"),
     ],
 )
 @both
@@ -172,6 +174,9 @@ def test_terms_and_truncation(parse):
     assert given.truncate_prompt_tokens == 7
     assert parse(truncate_prompt_tokens=-1).truncate_prompt_tokens == -1
     assert parse().truncate_prompt_tokens is None
+    for side in ("left", "right"):
+        assert parse(truncate_prompt_tokens=7, truncation_side=side).truncation_side == side
+    assert given.truncation_side == "left"
 
 
 @both

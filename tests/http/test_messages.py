@@ -65,6 +65,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {  # each other field: a value, and what te
     "stream": (True, lambda found: found.delivery == Delivery(stream=True)),
     "request_id": ("mine", lambda found: found.delivery.request_id == "mine"),
     "truncate_prompt_tokens": (5, lambda found: found.truncate_prompt_tokens == 5),
+    "truncation_side": ("right", lambda found: found.truncation_side == "right"),
     "add_generation_prompt": (False, lambda found: not found.template_options["add_generation_prompt"]),
     "context_management": ({"edits": [{"type": THOUGHTS}]}, lambda found: found.edits == (ClearThoughts(),)),
     "continue_final_message": (True, lambda found: "continue_final_message" in found.template_options),
@@ -158,7 +159,8 @@ def test_every_sampling_field_is_applied():
 def test_every_other_field_is_applied():
     assert set(OTHERS) | set(LABELS) | set(OWN_SAMPLING) == set(FIELDS)
     for name, (value, applied) in OTHERS.items():
-        assert applied(parse(**{name: value})) and not applied(parse()), name
+        extra = {"truncate_prompt_tokens": 5} if name == "truncation_side" else {}
+        assert applied(parse(**extra, **{name: value})) and not applied(parse(**extra)), name
 
 
 def test_labels_have_no_effect():

@@ -76,6 +76,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {  # each other field: a value, and what te
     "parallel_tool_calls": (False, lambda found: not found.parallel_tool_calls),
     "reasoning": ({"effort": "low"}, lambda found: found.template_options.get("reasoning_effort") == "low"),
     "truncate_prompt_tokens": (5, lambda found: found.truncate_prompt_tokens == 5),
+    "truncation_side": ("right", lambda found: found.truncation_side == "right"),
     "add_generation_prompt": (False, lambda found: not found.template_options["add_generation_prompt"]),
     "continue_final_message": (True, lambda found: "continue_final_message" in found.template_options),
     "chat_template": ("{{ x }}", lambda found: "chat_template" in found.template_options),
@@ -87,6 +88,10 @@ OTHERS: dict[str, tuple[Any, Any]] = {  # each other field: a value, and what te
     "background": (True, lambda found: found.background),
     "conversation": ({"id": "conv_1"}, lambda found: found.messages[0] == {"role": "user", "content": "conv_1"}),
     "previous_response_id": ("resp_1", lambda found: found.messages[0] == {"role": "user", "content": "resp_1"}),
+}
+NEEDS: dict[str, dict[str, Any]] = {  # what else a field asks for
+    "top_logprobs": {"include": [LOGPROBS]},
+    "truncation_side": {"truncate_prompt_tokens": 5},
 }
 FAILURES = [(500, "server_error"), (400, "invalid_prompt"), (429, "rate_limit_exceeded"), (503, "server_error")]
 LABELS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -153,7 +158,7 @@ def test_every_sampling_field_is_applied():
 def test_every_other_field_is_applied():
     assert set(OTHERS) | set(LABELS) | {*OWN_SAMPLING, "text"} == set(FIELDS)
     for name, (value, applied) in OTHERS.items():
-        extra = {"include": [LOGPROBS]} if name == "top_logprobs" else {}
+        extra = NEEDS.get(name, {})
         assert applied(parse(**extra, **{name: value})) and not applied(parse(**extra)), name
 
 

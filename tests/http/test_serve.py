@@ -354,10 +354,30 @@ def test_a_prompt_is_cut_before_its_length_is_judged(server):
     end = ask(server, "POST", "/v1/completions", short | {"return_token_ids": True})[2]
     assert body["choices"][0]["prompt_token_ids"] == end["choices"][0]["prompt_token_ids"]
     messages = [{"role": "user", "content": text}]
-    status, _, body = ask(server, "POST", "/v1/chat/completions", {"messages": messages, "truncate_prompt_tokens": -1})
-    assert status == 200, body
-    status, _, body = ask(server, "POST", "/v1/embeddings", {"input": text, "truncate_prompt_tokens": 5})
-    assert status == 200 and body["usage"]["prompt_tokens"] == 5
+    for side in ("left", "right"):
+        given = {"messages": messages, "truncate_prompt_tokens": -1, "truncation_side": side}
+        status, _, body = ask(server, "POST", "/v1/chat/completions", given)
+        assert status == 200, body
+        given = {"input": text, "truncate_prompt_tokens": 5, "truncation_side": side}
+        status, _, body = ask(server, "POST", "/v1/embeddings", given)
+        assert status == 200 and body["usage"]["prompt_tokens"] == 5
     for path, fields in [("/v1/completions", {"prompt": text}), ("/v1/chat/completions", {"messages": messages})]:
         status, _, body = ask(server, "POST", path, fields)
         assert status == 400 and "characters; this model's maximum context length" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("long", [1, 10_000])
+def test_the_side_on_which_a_prompt_is_cut(server, long):
+    """By hand: the tokens of what stays; also where the other end is not made tokens at all."""
+    text = "one two three " + "and more " * long + "four five six"
+    asked = {"prompt": text, "max_tokens": 1, "truncate_prompt_tokens": 4, "return_token_ids": True}
+
+    def read(**chosen) -> list[int]:
+        status, _, body = ask(server, "POST", "/v1/completions", asked | chosen)
+        assert status == 200, body
+        return body["choices"][0]["prompt_token_ids"]
+
+    tokens = server.engine.tokenizer.encode(text)
+    assert read() == read(truncation_side="left") == tokens[-4:]
+    assert read(truncation_side="right") == tokens[:4]
+    assert read(prompt=tokens, truncation_side="right") == tokens[:4]

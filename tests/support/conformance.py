@@ -97,7 +97,8 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "stop_sequences": ["END"], "top_logprobs": 3, "response_format": {"type": "json_object"}, "stream": True,
     "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "mine", "priority": 3,
     "return_tokens_as_token_ids": True, "include_reasoning": False,
-    "cache_salt": "s", "timeout": 2.5, "truncate_prompt_tokens": 5, "echo": True, "add_special_tokens": False,
+    "cache_salt": "s", "timeout": 2.5, "truncate_prompt_tokens": 5, "truncation_side": "right", "echo": True,
+    "add_special_tokens": False,
     "add_generation_prompt": False, "continue_final_message": True, "chat_template": "{{ x }}",
     "chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "model": "other", "prompt": "Twice",
     "messages": [{"role": "user", "content": "Ho"}], "tools": [TOOL], "tool_choice": "none",
@@ -112,6 +113,7 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "output_expires_after": {"anchor": "created_at", "seconds": 3600},
     "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
 }  # fmt: skip
+NEEDS = {"truncation_side": {"truncate_prompt_tokens": 5}}  # what else a field asks for, wherever it is
 
 
 @dataclass(frozen=True)

@@ -104,18 +104,19 @@ def ask_for_texts(
     pooling.check_dimensions(asked.dimensions, engine.config, dimension)
     most = engine.longest_prompt if asked.max_tokens is None else min(asked.max_tokens, engine.longest_prompt)
     longest = most * prompting.needs_tokenizer(engine).longest_token * 4  # characters of which so many tokens are made
+    side = {"END": "right", "START": "left"}.get(asked.truncate)
     asks, how = [], engine.embedder
     name = cohere.PROMPT_NAMES.get(asked.input_type)
     first = pooling.before(how, name if name in how.prompts else None)
     for i, text in enumerate(asked.texts):
         text = first + text if text else text
-        if asked.truncate != "NONE":  # what no token of the rest comes from is not cut into tokens
-            text = text[:longest] if asked.truncate == "END" else text[-longest:]
+        if side is not None:  # what no token of the rest comes from is not cut into tokens
+            text = prompting.kept(text, longest, side)
         tokens = prompting.encode(engine, f"{texts}[{i}]", text, True)
         if len(tokens) > most:
-            if asked.truncate == "NONE":
+            if side is None:
                 raise TooLong(f"{texts}[{i}]", f"has {len(tokens)} tokens; at most {most} are read")
-            tokens = tokens[:most] if asked.truncate == "END" else tokens[-most:]
+            tokens = prompting.kept(tokens, most, side)
         asks.append(Ask(tokens, pooling.PARAMS, text, asked.terms, how.pooling))
     return asks
 

@@ -44,6 +44,7 @@ class ChatRequest:
     tool_choice: str = "auto"  # or "none", "required", or the name of a function behind "function:"
     parallel_tool_calls: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"  # where tokens beyond those are left out
     drops_oldest: bool = False  # turns, where not all fit
     kept_room: int = 1  # tokens that those leave for an answer without a limit
     edits: Sequence[Any] = ()  # of the conversation, each as `context.Edit`
@@ -83,6 +84,7 @@ class CompletionRequest:
     terms: Terms = PLAIN
     delivery: Delivery = Delivery()
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
     add_special_tokens: bool = True
     suffix: str = ""  # what comes after the answer, for models that were taught to fill a gap
     echo: bool = False

@@ -9,6 +9,7 @@ from .api.errors import EngineError
 from .api.outputs import Fresh
 from .engine.engine import Engine
 from .request.request import Request
+from .request.sequence import Score
 
 Streamed = tuple[int, int, list[int]]  # which prompt, which of its completions, and the tokens sent at once
 NONE = np.zeros(0)
@@ -51,7 +52,7 @@ def resume(engine: Engine, requests: Seq[Request], streamed: Seq[Streamed]) -> l
         seq = request.sequences[index]
         for token in tokens:
             if seq.finish_reason is None:
-                engine.push(seq, token, (token, 0.0, 1, NONE, NONE) if seq.scored else None, now)
+                engine.push(seq, token, Score(token, 0.0, 1, NONE, NONE, NONE) if seq.scored else None, now)
         if (fresh := request.completions[index].take(index)) is not None:
             found.append((prompt, fresh))
     return found

@@ -8,23 +8,26 @@ namespace {
 
 const char* sample(const Call& call) {
   sampling::Call a{};
-  Buffer logits = call.array(0), biases = call.array(1), bans = call.array(18);
+  Buffer logits = call.array(0), biases = call.array(1), wanted = call.array(5), bans = call.array(19);
   a.R = logits.dim(0), a.V = logits.dim(1), a.J = biases.dim(1), a.X = bans.dim(1), a.K = call.result(3).dim(1);
+  a.L = wanted.dim(1);
   a.logits = logits.data<float>();
   a.bias = biases.data<float>(), a.stop = call.array(2).data<bool>();
   a.counts = call.array(3).data<int32_t>(), a.prompt = call.array(4).data<bool>();
-  a.slots = call.array(5).data<int32_t>(), a.bias_rows = call.array(6).data<int32_t>();
-  a.drafted = call.array(7).data<int32_t>(), a.positions = call.array(8).data<int32_t>();
-  a.seeds = call.array(9).data<uint32_t>(), a.temperature = call.array(10).data<float>();
-  a.top_k = call.array(11).data<int32_t>(), a.top_p = call.array(12).data<float>();
-  a.min_p = call.array(13).data<float>(), a.repetition = call.array(14).data<float>();
-  a.presence = call.array(15).data<float>(), a.frequency = call.array(16).data<float>();
-  a.ban_stop = call.array(17).data<bool>(), a.bans = bans.data<int32_t>();
-  a.targets = call.array(19).data<int32_t>(), a.biased = call.array(20).data<bool>();
-  a.wants_logprobs = call.array(21).data<bool>();
+  a.wanted = wanted.data<int32_t>();
+  a.slots = call.array(6).data<int32_t>(), a.bias_rows = call.array(7).data<int32_t>();
+  a.drafted = call.array(8).data<int32_t>(), a.positions = call.array(9).data<int32_t>();
+  a.seeds = call.array(10).data<uint32_t>(), a.temperature = call.array(11).data<float>();
+  a.top_k = call.array(12).data<int32_t>(), a.top_p = call.array(13).data<float>();
+  a.min_p = call.array(14).data<float>(), a.repetition = call.array(15).data<float>();
+  a.presence = call.array(16).data<float>(), a.frequency = call.array(17).data<float>();
+  a.ban_stop = call.array(18).data<bool>(), a.bans = bans.data<int32_t>();
+  a.targets = call.array(20).data<int32_t>(), a.biased = call.array(21).data<bool>();
+  a.wants_logprobs = call.array(22).data<bool>();
   a.tokens = call.result(0).data<int32_t>(), a.logprobs = call.result(1).data<float>();
   a.ranks = call.result(2).data<int32_t>(), a.top_ids = call.result(3).data<int32_t>();
-  a.top_logprobs = call.result(4).data<float>(), a.ok = call.result(5).data<bool>();
+  a.top_logprobs = call.result(4).data<float>(), a.wanted_logprobs = call.result(5).data<float>();
+  a.ok = call.result(6).data<bool>();
   int64_t slots = biases.dim(0);
 
   Pool pool = call.pool();
@@ -39,8 +42,8 @@ constexpr auto F32 = dtype::F32, S32 = dtype::S32, U32 = dtype::U32, PRED = dtyp
 
 }  // namespace
 
-QUIRE_KERNEL(sample, {{F32, F32, PRED, S32, PRED, S32, S32, S32, S32, U32, F32, S32, F32, F32, F32, F32, F32, PRED, S32,
-                       S32, PRED, PRED},
+QUIRE_KERNEL(sample, {{F32, F32, PRED, S32, PRED, S32, S32, S32, S32, S32, U32, F32, S32, F32, F32, F32, F32, F32, PRED,
+                       S32, S32, PRED, PRED},
                       {}})
 
 }  // namespace quire

@@ -22,11 +22,13 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // What lives as long as a request, and how each row is sampled: see `SlotState` and `SamplingInputs` in Python.
 struct Call {
-  int64_t R, V, J, X, K;  // rows, vocabulary, rows that a slot may have, bans a row, listed log-probabilities
+  // Rows, vocabulary, rows that a slot may have, bans a row, listed log-probabilities, wanted ones.
+  int64_t R, V, J, X, K, L;
   const float *logits, *bias;
   const bool* stop;
   const int32_t* counts;
   const bool* prompt;
+  const int32_t* wanted;
   const int32_t *slots, *bias_rows, *drafted, *positions;
   const uint32_t* seeds;
   const float* temperature;
@@ -39,7 +41,7 @@ struct Call {
   int32_t* tokens;
   float* logprobs;
   int32_t *ranks, *top_ids;
-  float* top_logprobs;
+  float *top_logprobs, *wanted_logprobs;
   bool* ok;
 };
 
@@ -319,7 +321,7 @@ struct Row {
     return x.broken ? -1 : a.temperature[r] > 0 ? draw(x) : x.argmax();
   }
 
-  void score(const Logits& raw, int32_t token) const {
+  void score(const Logits& raw, int32_t token, int64_t slot) const {
     Weights weights(raw, 1, NOTHING, room.weights, room.sums);
     float whole = static_cast<float>(raw.best + std::log(weights.total)), own = raw.at[token];
     i32x16 better{};
@@ -327,6 +329,10 @@ struct Row {
     int32_t rank = 1;
     for (int i = 0; i < LANES; ++i) rank += better[i];
     a.logprobs[r] = own - whole, a.ranks[r] = rank;
+    for (int64_t l = 0; l < a.L; ++l) {
+      int64_t i = std::clamp<int64_t>(a.wanted[slot * a.L + l], 0, a.V - 1);
+      a.wanted_logprobs[r * a.L + l] = raw.at[i] - whole;
+    }
 
     auto& best = room.candidates;
     raw.gather(raw.at_least(a.K), best);
@@ -343,10 +349,11 @@ struct Row {
     int32_t token = raw.broken ? -1 : scored ? std::min<int64_t>(a.targets[r], a.V - 1) : choose(raw, slot(num_slots));
     a.ok[r] = token >= 0;
     a.tokens[r] = std::max(token, 0);
-    if (a.ok[r] && a.wants_logprobs[r]) return score(raw, token);
+    if (a.ok[r] && a.wants_logprobs[r]) return score(raw, token, slot(num_slots));
     a.logprobs[r] = 0, a.ranks[r] = 0;
     std::fill_n(a.top_ids + r * a.K, a.K, 0);
     std::fill_n(a.top_logprobs + r * a.K, a.K, 0.0f);
+    std::fill_n(a.wanted_logprobs + r * a.L, a.L, 0.0f);
   }
 };
 

@@ -8,7 +8,7 @@ A sequence with drafts (tokens that may come next) has a row for each of them an
 is what would be drawn there if the drafts before it were known to be right: `accepted` says which are.
 
 Letters beside the package's: R sampled rows, B slots, J rows that a slot may have, X bans, K listed log-probabilities,
-C candidates, W fan-out.
+L tokens whose log-probabilities are wanted by name, C candidates, W fan-out.
 """
 
 from dataclasses import replace
@@ -27,6 +27,7 @@ from ..native.blank import blank
 IMPLEMENTATIONS = {"native": ".native", "branchless": ".branchless", "xla": ".xla"}
 MAX_LOGPROBS = 20
 MAX_BANS = 64
+MAX_WANTED = 128
 
 
 @struct.dataclass
@@ -37,6 +38,7 @@ class SlotState:
     stop_BV: Array  # bool, the tokens that would end the request
     output_counts_BV: Array  # int32, times each token was generated
     prompt_BV: Array  # bool, the tokens that occur in the prompt
+    wanted_BL: Array  # int32, tokens whose log-probabilities are wanted; what is behind them has no meaning
 
 
 @struct.dataclass
@@ -71,6 +73,7 @@ class Sampled:
     ranks_R: Array  # int32, 1 = best; tokens that tie share the better rank
     top_ids_RK: Array  # int32, K = min(listed, V)
     top_logprobs_RK: Array  # float32
+    wanted_logprobs_RL: Array  # float32, of the slot's wanted tokens
     ok_R: Array  # bool, False where the raw logits are broken (NaN, +inf, all -inf) or every token is banned
     drafts_BK: Any = None  # int32, what may come next of each sequence of the step, where something drafts there
 
@@ -97,7 +100,7 @@ def sample(
 def empty_state(num_slots: int, vocab: int, num_rows: int = 1) -> SlotState:
     """The state where no slot is in use; `num_rows` are those that a slot may have in a step."""
     others = [blank((num_slots, vocab), dtype) for dtype in (bool, jnp.int32, bool)]
-    return SlotState(blank((num_slots, num_rows, vocab)), *others)
+    return SlotState(blank((num_slots, num_rows, vocab)), *others, blank((num_slots, MAX_WANTED), jnp.int32))
 
 
 def replace_row(state: SlotState, slot: Array, row: SlotState) -> SlotState:

@@ -48,9 +48,10 @@ def sample(
     tokens_R = jnp.where(draws_R, drawn_R, greedy_R)
     tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
     if plain:
-        scores = score_nothing(tokens_R, min(listed, logits_RV.shape[1] * axis.size))
+        scores = score_nothing(tokens_R, min(listed, logits_RV.shape[1] * axis.size), state.wanted_BL.shape[1])
     else:
-        scores = score(raw_RV, tokens_R, partial(top, count=listed, best=best_few), axis)
+        wanted_RL = state.wanted_BL[inputs.slots_R]
+        scores = score(raw_RV, tokens_R, wanted_RL, partial(top, count=listed, best=best_few), axis)
         scores = where_wanted(ok_R & inputs.wants_logprobs_R, scores)
     return Sampled(tokens_R, *scores, ok_R=ok_R)
 
@@ -59,10 +60,10 @@ def varies() -> None:
     """A row's bits are the same in any company."""
 
 
-def score_nothing(tokens_R: Array, K: int) -> tuple[Array, ...]:
+def score_nothing(tokens_R: Array, K: int, L: int) -> tuple[Array, ...]:
     """What `score` gives for rows that want nothing."""
-    R = tokens_R.shape[0]
-    shapes = ((R,), jnp.float32), ((R,), jnp.int32), ((R, K), jnp.int32), ((R, K), jnp.float32)
+    R, f32, i32 = tokens_R.shape[0], jnp.float32, jnp.int32
+    shapes = ((R,), f32), ((R,), i32), ((R, K), i32), ((R, K), f32), ((R, L), f32)
     return tuple(jnp.zeros(*shape) for shape in shapes)
 
 

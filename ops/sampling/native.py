@@ -33,6 +33,7 @@ def sample(
         ranks_R=jax.ShapeDtypeStruct((R,), jnp.int32),
         top_ids_RK=jax.ShapeDtypeStruct((R, K), jnp.int32),
         top_logprobs_RK=jax.ShapeDtypeStruct((R, K), jnp.float32),
+        wanted_logprobs_RL=jax.ShapeDtypeStruct((R, state.wanted_BL.shape[1]), jnp.float32),
         ok_R=jax.ShapeDtypeStruct((R,), jnp.bool_),
     )
     leaves, tree = jax.tree.flatten(results)
@@ -51,7 +52,7 @@ def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:
     if not R or not V:
         raise NotImplementedError(f"there must be logits, not an array of {R} by {V}")
     B, J, _ = state.bias_BJV.shape
-    sizes = {"R": R, "V": V, "B": B, "J": J, "X": inputs.ban_RX.shape[1], "2": 2}
+    sizes = {"R": R, "V": V, "B": B, "J": J, "X": inputs.ban_RX.shape[1], "L": state.wanted_BL.shape[1], "2": 2}
     for name, array in {**vars(state), **vars(inputs)}.items():
         expected = tuple(sizes[letter] for letter in name.rsplit("_", 1)[1])
         if array.shape != expected:

@@ -60,8 +60,9 @@ def sample(
 
     wants_R = ok_R & inputs.wants_logprobs_R
     rate = partial(score, best=partial(top, count=listed), axis=axis)
-    zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(rate, raw_RV, tokens_R)]
-    scores = zeros if plain else lax.cond(wants_R.any(), lambda: list(rate(raw_RV, tokens_R)), lambda: zeros)
+    given = raw_RV, tokens_R, state.wanted_BL[inputs.slots_R]
+    zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(rate, *given)]
+    scores = zeros if plain else lax.cond(wants_R.any(), lambda: list(rate(*given)), lambda: zeros)
     return Sampled(tokens_R, *where_wanted(wants_R, scores), ok_R=ok_R)
 
 
@@ -304,20 +305,30 @@ def uniform(seeds_R2: Array, positions_R: Array) -> Array:
 
 @jax.named_scope("score")
 def score(
-    raw_RV: Array, tokens_R: Array, best: Callable[..., tuple[Array, Array]], axis: Axis = UNSPLIT
+    raw_RV: Array,
+    tokens_R: Array,
+    wanted_RL: Array,
+    best: Callable[..., tuple[Array, Array]],
+    axis: Axis = UNSPLIT,
 ) -> tuple[Array, ...]:
-    """Log-probability and rank of each row's token, and the tokens that `best` finds with theirs."""
+    """Log-probability and rank of each row's token, the tokens that `best` finds with theirs, and those of the wanted.
+
+    Each of them is the difference of the same two numbers, so that a token's has the same bits in all places.
+    """
     V = raw_RV.shape[1]
+    named_RL = jnp.concatenate([tokens_R[:, None], wanted_RL], axis=1)
     if axis.size == 1:
-        token_logits_R = jnp.take_along_axis(raw_RV, tokens_R[:, None], axis=1)[:, 0]
+        logits_RL = jnp.take_along_axis(raw_RV, named_RL, axis=1)
     else:
-        at_R = own_tokens(tokens_R, V, axis)
-        found_R = jnp.take_along_axis(raw_RV, jnp.minimum(at_R, V - 1)[:, None], axis=1)[:, 0]
-        token_logits_R = axis.sum(jnp.where(at_R < V, found_R, 0))
+        at_RL = own_tokens(named_RL, V, axis)
+        logits_RL = jnp.take_along_axis(raw_RV, jnp.minimum(at_RL, V - 1), axis=1)
+        logits_RL = axis.sum(jnp.where(at_RL < V, logits_RL, 0))
+    token_logits_R = logits_RL[:, 0]
     ranks_R = 1 + total((raw_RV > token_logits_R[:, None]).astype(jnp.int32), axis)
     top_logits_RK, top_ids_RK = best(raw_RV, axis=axis)
     best_R = raw_RV.max(axis=1)  # a slice of top_k would keep XLA from seeing that it need not sort
     best_R = axis.gather(best_R).max(axis=0)
     log_total_R = jnp.log(total(jnp.exp(raw_RV - best_R[:, None]), axis))
     top_logprobs_RK = top_logits_RK - best_R[:, None] - log_total_R[:, None]
-    return token_logits_R - best_R - log_total_R, ranks_R, top_ids_RK, top_logprobs_RK
+    logprobs_RL = logits_RL - best_R[:, None] - log_total_R[:, None]
+    return logprobs_RL[:, 0], ranks_R, top_ids_RK, top_logprobs_RK, logprobs_RL[:, 1:]

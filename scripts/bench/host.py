@@ -118,7 +118,7 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048, max_draf
 
     from ...model.checkpoint import hub, loader
     from ...model.text.tokenizer import Tokenizer
-    from ...ops.sampling import MAX_LOGPROBS, Sampled
+    from ...ops.sampling import MAX_LOGPROBS, MAX_WANTED, Sampled
     from ...serving.cache.page_table import PageTable
     from ...serving.engine.engine import Engine
     from ...serving.engine.runner import Runner
@@ -135,7 +135,8 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048, max_draf
 
     def drawn(R: int) -> Sampled:
         zeros, best = np.zeros(R, np.float32), np.zeros((R, MAX_LOGPROBS), np.float32)
-        return Sampled(np.full(R, token), zeros, np.ones(R, np.int32), best.astype(np.int32), best, np.ones(R, bool))
+        ids, wanted = best.astype(np.int32), np.zeros((R, MAX_WANTED), np.float32)
+        return Sampled(np.full(R, token), zeros, np.ones(R, np.int32), ids, best, wanted, np.ones(R, bool))
 
     def compiled(size):
         sampled = drawn(size.samples)

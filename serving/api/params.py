@@ -43,6 +43,7 @@ from .vllm_names import takes_vllm_names
 T = TypeVar("T")
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_WANTED = 128
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
 MAX_ALLOWED = 1 << 20  # token ids
@@ -175,6 +176,7 @@ TEMPERATURE = real(0, 100, " (0 is greedy)")
 TOP_K = whole(-1, remedy=" (0 or -1 is off)")
 COUNT = Rule(checked_count, whole(0, MAX_LOGPROBS).schema)  # a server has the default of `max_logprobs`
 PROMPT_COUNT = Rule(checked_prompt_count, COUNT.schema)
+WANTED = rule(lambda param, value: token_ids(param, value, MAX_WANTED), many(TOKEN, MAX_WANTED))
 PENALTY = real(-2, 2)
 SALT = rule(checked_salt, {"type": "string", "minLength": 1})
 TEXTS = rule(lambda param, value: strings(param, () if value is None else value), STRINGS)
@@ -272,6 +274,10 @@ class SamplingParams:
         None, PROMPT_COUNT, ("chat", "completions"), help="The same for the prompt's tokens; True is 1."
     )
     _: KW_ONLY  # so far the order is vLLM's
+    logprob_token_ids: Sequence[int] | None = declared(
+        None, WANTED, ("chat", "completions"),
+        help="Give log-probabilities of each token and of these token ids, in place of the likeliest.",
+    )  # fmt: skip
     flat_logprobs: bool = declared(
         False, FLAG, (), help="Give both as `FlatLogprobs`: a few long lists instead of many objects."
     )
@@ -313,9 +319,14 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
+    def gives_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
     def scored(self) -> bool:
         """Whether the log-probabilities of the tokens drawn are wanted."""
-        return self.logprobs is not None or self.num_sequences > self.n
+        return self.gives_logprobs or self.num_sequences > self.n
 
     def clone(self) -> "SamplingParams":
         """The same again. Parameters do not change: `dataclasses.replace` makes others of them."""

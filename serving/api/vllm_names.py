@@ -187,7 +187,6 @@ SAMPLING: Mapping[str, str | Refused] = {
     "extra_args": refused(PLUGIN),
     "guided_decoding": refused("is the old name of `structured_outputs`"),
     "logits_processors": ENGINE["logits_processors"],
-    "logprob_token_ids": refused("`logprobs` of the likeliest tokens has them, -1 those of the whole vocabulary"),
     "output_text_buffer_length": "text is held back for stop strings by itself",
     "prompt_logprob_start": refused("`prompt_logprobs` has all positions"),
     "prompt_logprob_token_ids": refused("`prompt_logprobs` has the likeliest tokens"),

@@ -43,7 +43,7 @@ def check(
         if wanted is not None and (vocab if wanted == -1 else wanted) > listed:
             all_of_them = f" (-1: the {vocab} of the vocabulary)" if wanted == -1 else ""
             raise RequestError(name, f"must be at most the engine's max_logprobs, {listed}, got {wanted}{all_of_them}")
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         for token in getattr(params, name) or ():
             if not 0 <= token < vocab:
                 raise RequestError(name, f"has the token id {token}; ids are from 0 to {vocab - 1}")

@@ -32,7 +32,7 @@ from ..device.state_copier import StateCopier
 from ..device.step import model_of, reset_slot, set_bias, with_model, write_adapter
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
-from ..request.sequence import Sequence
+from ..request.sequence import Score, Sequence
 from .batch_builder import BatchBuilder
 from .scheduler import Limits, ScheduledSequence, StepPlan
 from .slot_state import bias_of, first_row
@@ -67,11 +67,11 @@ class Drawn(NamedTuple):  # hundreds are made a step
         """Drafts that the answer has taken over, once it has been given its tokens; it may have ended amid them."""
         return max(0, min(len(self.tokens) - 1, len(self.item.seq.tokens) - self.item.num_known))
 
-    def score(self, row: int) -> tuple[int, float, int, np.ndarray, np.ndarray]:
-        """(token, log-probability, rank, best ids, their log-probabilities) of one of the rows."""
+    def score(self, row: int) -> Score:
+        """What is known of one of the rows."""
         s = self.sampled
         token, logprob, rank = int(s.tokens_R[row]), float(s.logprobs_R[row]), int(s.ranks_R[row])
-        return token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row]
+        return Score(token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row], s.wanted_logprobs_RL[row])
 
 
 MEASURED = 2, 12  # runs of a size, at least and at most,
@@ -218,8 +218,7 @@ class Runner:
             jax.block_until_ready(self.step(size, False, layout.nothing))
         if self.limits.max_drafts:
             self.measure()
-        V = self.vocab
-        row = SlotState(*(np.zeros(V, leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
+        row = SlotState(*(np.zeros(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
         slots = reset_slot(self.state.slots, np.int32(0), row)
         slots = slots.replace(bias_BJV=set_bias(slots.bias_BJV, np.int32(0), np.int32(0), row.bias_BJV))
         self.state = self.state.replace(slots=slots)
@@ -421,7 +420,7 @@ class Runner:
         bias = bias_of(seq, self.vocab)
         self.biases[self.batch_builder.place(seq)] = bias
         tracked = self.batch_builder.assign(seq, bias is not None or seq.constraint is not None)
-        if bias is not None or tracked or seq.params.min_tokens:
+        if bias is not None or tracked or seq.params.min_tokens or seq.params.logprob_token_ids:
             self.reset_slot(self.batch_builder.place(seq), first_row(seq, computed, self.vocab, bias))
 
     def reset_slot(self, slot: int, row: SlotState) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...ops.sampling import SlotState
+from ...ops.sampling import MAX_WANTED, SlotState
 from ..request.sequence import Sequence
 
 
@@ -12,7 +12,10 @@ def first_row(seq: Sequence, computed: int, vocab: int, bias_V: np.ndarray | Non
     stop[[token for token in seq.stop_ids if token < vocab]] = True
     prompt[seq.tokens[: min(computed, seq.num_prompt)]] = True
     counts = np.bincount(seq.tokens[seq.num_prompt : computed], minlength=vocab).astype(np.int32)
-    return SlotState(np.zeros(vocab, np.float32) if bias_V is None else bias_V, stop, counts, prompt)
+    wanted = np.zeros(MAX_WANTED, np.int32)
+    ids = seq.params.logprob_token_ids or ()
+    wanted[: len(ids)] = ids
+    return SlotState(np.zeros(vocab, np.float32) if bias_V is None else bias_V, stop, counts, prompt, wanted)
 
 
 def bias_of(seq: Sequence, vocab: int) -> np.ndarray | None:

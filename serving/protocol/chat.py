@@ -69,6 +69,8 @@ def parse(body: Any) -> ChatRequest:
         own["logprobs"] = integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
     elif given.get("top_logprobs"):
         raise RequestError("top_logprobs", f"needs logprobs to be true, got {shown(given['top_logprobs'])}")
+    elif given.get("logprob_token_ids"):
+        raise RequestError("logprob_token_ids", "needs logprobs to be true")
     common = common_fields(given)
     if common["delivery"].stream and own.get("prompt_logprobs") is not None:
         raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")

@@ -22,7 +22,8 @@ from .fields import (
 
 OWN_SAMPLING = sampling_fields("completions")
 FIELDS = (
-    "model", "prompt", "suffix", "echo", "response_format", "add_special_tokens", *TRUNCATION, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
+    "model", "prompt", "suffix", "echo", "response_format", "add_special_tokens",
+    *TRUNCATION, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 MAX_PROMPTS = 2048  # in one request
 
@@ -37,6 +38,10 @@ def parse(body: Any) -> CompletionRequest:
         own["max_tokens"] = 1  # the token that is drawn is not sent
     sampling = sampling_of(own)
     params: SamplingParams = sampling["params"]
+    if params.logprob_token_ids and params.logprobs is None:
+        raise RequestError("logprob_token_ids", "needs logprobs to be given")
+    if params.logprob_token_ids and silent:
+        raise RequestError("logprob_token_ids", "says something of tokens that are written, and max_tokens is 0")
     if common["delivery"].stream:
         if params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")

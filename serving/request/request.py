@@ -4,11 +4,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import count as count_from
+from itertools import repeat
 
 from ..api.outputs import CompletionOutput, Delta, FlatLogprobs, Fresh, Logprob, RequestMetrics, RequestOutput
 from ..api.params import SamplingParams
 from .detokenizer import Detokenizer
-from .sequence import Sequence
+from .sequence import Score, Sequence
 
 
 class Completion:
@@ -17,7 +19,7 @@ class Completion:
     def __init__(self, seq: Sequence, params: SamplingParams, tokenizer):
         self.seq, self.params, self.tokenizer = seq, params, tokenizer
         self.logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
-        if params.logprobs is not None:
+        if params.gives_logprobs:
             self.logprobs = FlatLogprobs() if params.flat_logprobs else []
         self.cumulative = 0.0
         self.finish_reason: str | None = None
@@ -35,13 +37,13 @@ class Completion:
                 include_stop=params.include_stop_str_in_output,
             )
 
-    def push(self, token: int, score) -> str | None:
+    def push(self, token: int, score: Score | None) -> str | None:
         """Take a token; the reason to finish, if this is the last one."""
         seq, p = self.seq, self.params
         if score is not None:
-            self.cumulative += score[1]
+            self.cumulative += score.logprob
             if self.logprobs is not None:
-                self.logprobs.append(logprob_entry(score, p.logprobs, self.tokenizer))
+                self.logprobs.append(logprob_entry(score, p.logprobs or 0, self.tokenizer, p.logprob_token_ids or ()))
         stopped = token in seq.stop_ids
         if self.detokenizer is not None and (not stopped or p.include_stop_str_in_output):
             self.unread.append(token)
@@ -230,16 +232,19 @@ class Request:
         return FlatLogprobs(found) if self.params.flat_logprobs else found
 
 
-def logprob_entry(score, count: int, tokenizer) -> dict[int, Logprob]:
-    """The token's own log-probability, and those of the `count` best; -1: of all."""
-    token, logprob, rank, best, best_logprobs = score
+def logprob_entry(score: Score, count: int, tokenizer, wanted: Seq[int] = ()) -> dict[int, Logprob]:
+    """The token's own log-probability, and those of the `count` best (-1: of all) or, in their place, of the wanted."""
     most = None if count == -1 else count
 
-    def entry(token: int, logprob: float, rank: int) -> Logprob:
+    def entry(token: int, logprob: float, rank: int | None) -> Logprob:
         return Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token))
 
-    found = {token: entry(token, logprob, rank)}
-    for place, (other, value) in enumerate(zip(best[:most].tolist(), best_logprobs[:most].tolist(), strict=True)):
+    found = {score.token: entry(score.token, score.logprob, score.rank)}
+    if wanted:  # after a token that another engine drew nothing is known of them
+        others = zip(wanted, score.wanted_logprobs.tolist(), repeat(None), strict=False)
+    else:
+        others = zip(score.best[:most].tolist(), score.best_logprobs[:most].tolist(), count_from(1), strict=False)
+    for other, value, rank in others:
         if other not in found:
-            found[other] = entry(other, value, place + 1)
+            found[other] = entry(other, value, rank)
     return found

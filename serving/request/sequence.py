@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...model.config import FAR
 from ..api.params import SamplingParams
@@ -12,6 +12,17 @@ from ..api.params import SamplingParams
 if TYPE_CHECKING:
     from .grammar import Constraint
     from .pooling import Pool
+
+
+class Score(NamedTuple):
+    """What a step says of a token beside itself."""
+
+    token: int
+    logprob: float
+    rank: int
+    best: Any  # arrays: token ids,
+    best_logprobs: Any
+    wanted_logprobs: Any  # of `logprob_token_ids`
 
 
 @dataclass(eq=False, slots=True)

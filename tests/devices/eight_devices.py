@@ -117,6 +117,7 @@ ASKED = [
     SamplingParams(temperature=0, max_tokens=12, allowed_token_ids=[5, 85, 159], bad_words=[], min_tokens=12),
     SamplingParams(temperature=1.3, top_k=1, max_tokens=8, seed=3, ignore_eos=True),
     SamplingParams(temperature=0.9, top_p=1e-4, min_p=0.01, max_tokens=8, seed=4, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=4, logprob_token_ids=[0, 79, 80, 159], ignore_eos=True),
 ]
 
 
@@ -158,7 +159,7 @@ def test_draws_follow_the_distribution(name, monkeypatch):
     for top_k, top_p in ((0, 1.0), (9, 1.0), (0, 0.7), (30, 0.9)):
         inputs = inputs_of(R, top_k, top_p)
         state = sampling.empty_state(1, len(padded_V))
-        places = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state)
+        places = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state).replace(wanted_BL=P())
         run = jax.shard_map(
             partial(SAMPLERS[name].sample, axis=device_axes(mesh).tensor), mesh=mesh,
             in_specs=(P(None, "tensor"), places, P()), out_specs=P(), check_vma=False,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.ops.sampling import MAX_LOGPROBS, SamplingInputs
+from quire.ops.sampling import MAX_LOGPROBS, MAX_WANTED, SamplingInputs
 from quire.serving.api import params
 from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SAMPLING, SamplingParams, declarations, declared
@@ -88,4 +88,4 @@ def test_a_made_up_parameter_needs_its_declaration_alone(monkeypatch):
 
 
 def test_as_many_logprobs_as_the_step_lists():
-    assert params.MAX_LOGPROBS == MAX_LOGPROBS
+    assert params.MAX_LOGPROBS == MAX_LOGPROBS and params.MAX_WANTED == MAX_WANTED

@@ -87,6 +87,7 @@ def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int
             repetition_penalty=rng.choice((1, 1, 1.2)),
             max_tokens=rng.randint(1, 24),
             logprobs=2,
+            logprob_token_ids=rng.choice((None, None, [index, 5])),
             prompt_logprobs=1 if rng.random() < 0.1 else None,
             ignore_eos=True,
         )

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import jax
 import pytest
@@ -259,6 +259,45 @@ def test_the_whole_vocabulary_has_log_probabilities(llm):
         llm.generate(PROMPTS[0], SamplingParams(logprobs=-1))
     with pytest.raises(RequestError, match="^prompt_logprobs: .* max_logprobs, 20, got 21"):
         llm.generate(PROMPTS[0], SamplingParams(prompt_logprobs=21))
+
+
+def test_chosen_tokens_have_log_probabilities(llm):
+    """Those that are likely have the bits that they have among the likeliest; all are the same in company."""
+    compiled = llm.engine.runner.compiles.recompiles  # those of other engines in this process count too
+    listed = SamplingParams(temperature=0, max_tokens=6, logprobs=20, ignore_eos=True)
+    (best,) = llm.generate(PROMPTS[0], listed)
+    wanted = [*list(best.outputs[0].logprobs[2])[:5], 7, 3, 7]
+    params = replace(listed, logprobs=None, logprob_token_ids=wanted)
+    (alone,) = llm.generate(PROMPTS[0], params)
+    assert alone.outputs[0].token_ids == best.outputs[0].token_ids
+    seen = 0
+    for token, entry, likeliest in zip(
+        best.outputs[0].token_ids, alone.outputs[0].logprobs, best.outputs[0].logprobs, strict=True
+    ):
+        assert list(entry) == list(dict.fromkeys([token, *wanted])) and entry[token] == likeliest[token]
+        both = entry.keys() & likeliest.keys()
+        assert {t: entry[t].logprob for t in both} == {t: likeliest[t].logprob for t in both}
+        seen += len(both)
+    assert seen >= 5 + 5
+    others = [listed, replace(params, logprob_token_ids=[9], logprobs=3), replace(params, logprob_token_ids=[])]
+    mixed, few, one, none = llm.generate([PROMPTS[0]] * 4, [params, *others])
+    for entry, own in zip(mixed.outputs[0].logprobs, alone.outputs[0].logprobs, strict=True):
+        assert {t: each.logprob for t, each in entry.items()} == {
+            t: pytest.approx(each.logprob, abs=1e-4) for t, each in own.items()
+        }
+    assert all(len(entry) in (20, 21) for entry in few.outputs[0].logprobs)
+    assert all(
+        entry.keys() == {t, 9} for t, entry in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)
+    )
+    assert none.outputs[0].logprobs is None
+    (flat,) = llm.generate(PROMPTS[0], replace(params, flat_logprobs=True))
+    assert (
+        isinstance(flat.outputs[0].logprobs, FlatLogprobs)
+        and list(flat.outputs[0].logprobs) == alone.outputs[0].logprobs
+    )
+    with pytest.raises(RequestError, match="^logprob_token_ids: has the token id 999999"):
+        llm.generate(PROMPTS[0], replace(params, logprob_token_ids=[999999]))
+    assert llm.engine.runner.compiles.recompiles == compiled
 
 
 def test_the_vocabulary_is_known_by_its_tokens(llm):

@@ -39,7 +39,7 @@ NUMBERS = {
 }
 SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "flat_logprobs")
 LISTS = ("stop", "stop_token_ids", "bad_words")
-OTHERS = ("logit_bias", "allowed_token_ids", "structured_outputs")
+OTHERS = ("logit_bias", "allowed_token_ids", "structured_outputs", "logprob_token_ids")
 
 
 def make(**fields: Any) -> SamplingParams:
@@ -66,7 +66,7 @@ def test_defaults():
     for name, (*_, default) in (INTEGERS | NUMBERS).items():
         assert getattr(params, name) == default
     assert [getattr(params, name) for name in SWITCHES] == [False, True, True, False, False]
-    assert [getattr(params, name) for name in (*LISTS, *OTHERS)] == [(), (), (), None, None, None]
+    assert [getattr(params, name) for name in (*LISTS, *OTHERS)] == [(), (), (), None, None, None, None]
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
 

@@ -11,7 +11,7 @@ from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.outputs import CompletionOutput, Fresh
 from quire.serving.api.params import SamplingParams
 from quire.serving.request.request import Request
-from quire.serving.request.sequence import Sequence
+from quire.serving.request.sequence import Score, Sequence
 
 
 @pytest.fixture(scope="module", params=ZOO)
@@ -31,7 +31,8 @@ def make(tokenizer: Tokenizer, params: SamplingParams, max_tokens: int = 40) -> 
 def draw(request: Request, index: int, token: int, rng: random.Random) -> None:
     """What the engine does with a token."""
     best = np.array([rng.randrange(100) for _ in range(20)])
-    score = (token, -rng.random(), rng.randint(1, 50), best, -np.sort(np.random.default_rng(token).random(20)))
+    others = -np.sort(np.random.default_rng(token).random(20))
+    score = Score(token, -rng.random(), rng.randint(1, 50), best, others, others)
     request.sequences[index].tokens.append(token)
     if reason := request.push(index, token, score if request.params.scored else None, 0.0):
         request.end(index, reason)
@@ -45,7 +46,7 @@ def joined(parts: list[Fresh], params: SamplingParams) -> dict[int, CompletionOu
         assert before.finish_reason is None
         assert part.text or part.token_ids or part.finish_reason, "a part with nothing new"
         assert part.finish_reason or part.stop_reason is None
-        assert (part.logprobs is None) == (params.logprobs is None)
+        assert (part.logprobs is None) == (not params.gives_logprobs)
         found[part.index] = replace(
             before,
             text=before.text + part.text,
@@ -68,6 +69,7 @@ def random_params(rng: random.Random, tokenizer: Tokenizer, ids: list[int]) -> S
         stop_token_ids=rng.choices(ids, k=rng.choice((0, 0, 3))),
         min_tokens=rng.choice((0, 0, 5)),
         logprobs=rng.choice((None, 0, 3)),
+        logprob_token_ids=rng.choice((None, None, None, ids[:3])),
         skip_special_tokens=rng.random() < 0.5,
         include_stop_str_in_output=rng.random() < 0.5,
         detokenize=any(stops) or rng.random() < 0.8,

@@ -58,7 +58,8 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
     body = dict(body)
     if body.get("model") is not None:
         body["model"] = "quill"
-    for name in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids", "label_token_ids"):
+    for name in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids", "label_token_ids",
+                 "logprob_token_ids"):  # fmt: skip
         body |= {name: known(body[name], vocab)} if name in body else {}
     if isinstance(body.get("logit_bias"), dict):
         body["logit_bias"] = {str(int(token) % vocab): bias for token, bias in body["logit_bias"].items()}

@@ -44,6 +44,7 @@ NESTED = [  # where a number stands deeper, as %s
     ("/v1/completions", "logit_bias", '{"prompt": "hello", "max_tokens": 1, "logit_bias": {"5": %s}}'),
     ("/v1/completions", "stop_token_ids", '{"prompt": "hello", "max_tokens": 1, "stop_token_ids": [%s]}'),
     ("/v1/completions", "allowed_token_ids", '{"prompt": "hello", "max_tokens": 1, "allowed_token_ids": [%s]}'),
+    ("/v1/completions", "logprob_token_ids", '{"prompt": "hello", "logprobs": 0, "logprob_token_ids": [%s]}'),
     ("/v1/completions", "bad_words", '{"prompt": "hello", "max_tokens": 1, "bad_words": [%s]}'),
     ("/v1/completions", "stop", '{"prompt": "hello", "max_tokens": 1, "stop": [%s]}'),
     ("/v1/completions", "prompt", '{"prompt": [5, %s], "max_tokens": 1}'),

@@ -21,7 +21,7 @@ VALUES: dict[str, Any] = {  # a value for each sampling field, as JSON has it
     "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 7, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
     "max_tokens": 9, "min_tokens": 2, "prompt_logprobs": 1, "skip_special_tokens": False,
     "include_stop_str_in_output": True, "logit_bias": {"5": -1.5}, "allowed_token_ids": [1, 2], "bad_words": ["x"],
-    "structured_outputs": {"regex": "a+"},
+    "structured_outputs": {"regex": "a+"}, "logprob_token_ids": [3, 5],
 }  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 MODULES = [chats, completions]
@@ -50,10 +50,13 @@ modules = pytest.mark.parametrize(("parse", "module"), [(chat, chats), (completi
 @both
 def test_every_sampling_field_is_applied(parse):
     assert set(VALUES) == set(sampling_fields("chat"))
-    expected = SamplingParams(**VALUES)
-    assert parse(**VALUES).params == expected
+    told = {"logprobs": True if parse is chat else 0}  # without it there is no place for `logprob_token_ids`
+    expected = SamplingParams(**VALUES, logprobs=0)
+    assert parse(**VALUES, **told).params == expected
     for name, value in VALUES.items():
-        assert getattr(parse(**{name: value}).params, name) == getattr(expected, name)
+        assert getattr(parse(**told, **{name: value}).params, name) == getattr(expected, name)
+    assert refused(parse, logprob_token_ids=[5]).startswith("logprob_token_ids: needs logprobs")
+    assert parse(logprob_token_ids=[]).params.logprob_token_ids == ()
 
 
 def neutral(module: Any) -> dict[str, Any]:

@@ -381,3 +381,37 @@ def test_the_side_on_which_a_prompt_is_cut(server, long):
     assert read() == read(truncation_side="left") == tokens[-4:]
     assert read(truncation_side="right") == tokens[:4]
     assert read(prompt=tokens, truncation_side="right") == tokens[:4]
+
+
+def test_log_probabilities_of_chosen_tokens(server):
+    """At every position the token itself and those that were asked for, whatever is likely; whole and streamed."""
+    ids = [1000, 3, 77]
+    asked = {"logprobs": True, "top_logprobs": 1, "logprob_token_ids": ids, "return_tokens_as_token_ids": True}
+    told = {f"token_id:{token}": -1.0 - place for place, token in enumerate(ids)}  # as the script has it
+    content = chat(server, **asked)[2]["choices"][0]["logprobs"]["content"]
+    streamed = [event["choices"] for event in events(chat(server, **asked, stream=True)[2])]
+    assert [entry for [part] in streamed if part["logprobs"] for entry in part["logprobs"]["content"]] == content
+    for entry in content:
+        found = {other["token"]: other["logprob"] for other in entry["top_logprobs"]}
+        assert list(found) == [entry["token"], *told] and found == told | {entry["token"]: -0.5}
+    asked = {"prompt": "hello", "logprobs": 2, "logprob_token_ids": ids, "return_tokens_as_token_ids": True}
+    status, _, body = ask(server, "POST", "/v1/completions", asked)
+    tops = body["choices"][0]["logprobs"]["top_logprobs"]
+    assert status == 200 and tops and all(told.items() <= top.items() and len(top) == 4 for top in tops)
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "says"),
+    [
+        ("/v1/chat/completions", {"logprobs": True, "logprob_token_ids": [5, 10**6]}, "has the token id 1000000; ids"),
+        ("/v1/chat/completions", {"logprobs": True, "logprob_token_ids": [5, -1]}, "must be an integer of 0"),
+        ("/v1/chat/completions", {"logprobs": True, "logprob_token_ids": [5] * 129}, "must hold at most 128 items"),
+        ("/v1/chat/completions", {"logprob_token_ids": [5]}, "needs logprobs to be true"),
+        ("/v1/completions", {"logprob_token_ids": [5]}, "needs logprobs to be given"),
+        ("/v1/completions", {"logprobs": 0, "logprob_token_ids": [5], "echo": True, "max_tokens": 0}, "says something"),
+    ],
+)
+def test_chosen_tokens_that_are_refused(server, path, given, says):
+    prompt = {"prompt": "hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hello"}]}
+    status, _, body = ask(server, "POST", path, prompt | given)
+    assert status == 400 and body["error"]["param"].startswith("logprob_token_ids") and says in body["error"]["message"]

@@ -16,6 +16,7 @@ from quire.ops.native import build, kernel_names
 from quire.ops.sampling import (
     MAX_BANS,
     MAX_LOGPROBS,
+    MAX_WANTED,
     SamplingInputs,
     branchless,
     count_tokens,
@@ -94,6 +95,11 @@ def make_inputs(rows, seeds_R2=None, bans=None, drafted=None, **fields):
 
 def empty(slots, V):
     return empty_state(slots, V, 1 + DRAFTS)
+
+
+def row_of(*of_words):
+    """A slot's row, and other tokens whose log-probabilities are wanted than those of an empty one."""
+    return sampling.SlotState(*of_words, jnp.arange(MAX_WANTED) % 7)
 
 
 def take(inputs, rows):
@@ -216,6 +222,7 @@ def mixed_case(V=V, rows=32, slots=SLOTS):
         stop_BV=jnp.asarray(rng.random((slots, V)) < 0.1),
         output_counts_BV=jnp.asarray(rng.poisson(0.1, (slots, V)).astype(np.int32)),
         prompt_BV=jnp.asarray(rng.random((slots, V)) < 0.1),
+        wanted_BL=jnp.asarray(rng.integers(0, V, (slots, MAX_WANTED), np.int32)),
     )
 
     def some(values, off, share=0.5):
@@ -302,7 +309,7 @@ def test_penalties_and_masks_match_numpy(run):
     }
     inputs = make_inputs(R, bans=bans, drafted=drafted, **values)
     adjusted_RV = xla.penalise(xla.mask(jnp.asarray(logits_RV), state, inputs), state, inputs)
-    bias_BJV, stop_BV, counts_BV, prompt_BV = (np.asarray(leaf) for leaf in jax.tree.leaves(state))
+    bias_BJV, stop_BV, counts_BV, prompt_BV, _ = (np.asarray(leaf) for leaf in jax.tree.leaves(state))
     expected_RV = logits_RV.astype(np.float64)
     for r, (slot, bias_row) in enumerate(zip(values["slots"], values["bias_rows"], strict=True)):
         for token in range(V):
@@ -353,9 +360,19 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
     targets_R = np.where(np.arange(R) < 5, rng.integers(0, V, R), -1)
     wants_R = np.arange(R) != 7
     state = empty(SLOTS, V)
-    state = state.replace(bias_BJV=jnp.asarray(rng.normal(size=state.bias_BJV.shape).astype(np.float32)))
+    state = state.replace(
+        bias_BJV=jnp.asarray(rng.normal(size=state.bias_BJV.shape).astype(np.float32)),
+        wanted_BL=jnp.asarray(rng.integers(0, V, state.wanted_BL.shape, np.int32)),
+    )
     inputs = make_inputs(
-        R, temperature=0.5, top_k=3, biased=True, targets=targets_R, wants_logprobs=wants_R, bans={2: [0, 1, 2]}
+        R,
+        slots=np.arange(R) % SLOTS,
+        temperature=0.5,
+        top_k=3,
+        biased=True,
+        targets=targets_R,
+        wants_logprobs=wants_R,
+        bans={2: [0, 1, 2]},
     )
     out = jax.tree.map(np.asarray, run(logits_RV, state, inputs))
     assert out.ok_R.all() and out.top_ids_RK.shape == out.top_logprobs_RK.shape == (R, K)
@@ -364,12 +381,18 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
     for r, token in enumerate(out.tokens_R):
         if not wants_R[r]:
             assert out.logprobs_R[r] == out.ranks_R[r] == 0 and not out.top_ids_RK[r].any()
+            assert not out.wanted_logprobs_RL[r].any()
             continue
         np.testing.assert_allclose(out.logprobs_R[r], exact_RV[r, token], rtol=1e-5, atol=1e-5)
         assert out.ranks_R[r] == 1 + (logits_RV[r] > logits_RV[r, token]).sum()
         best_K = np.argsort(-logits_RV[r], kind="stable")[:K]
         np.testing.assert_array_equal(out.top_ids_RK[r], best_K)
         np.testing.assert_allclose(out.top_logprobs_RK[r], exact_RV[r, best_K], rtol=1e-5, atol=1e-5)
+        wanted_L = np.asarray(state.wanted_BL)[r % SLOTS]
+        np.testing.assert_allclose(out.wanted_logprobs_RL[r], exact_RV[r, wanted_L], rtol=1e-5, atol=1e-5)
+        known = dict(zip(best_K.tolist(), out.top_logprobs_RK[r], strict=True)) | {int(token): out.logprobs_R[r]}
+        for other, value in zip(wanted_L.tolist(), out.wanted_logprobs_RL[r], strict=True):
+            assert known.get(other, value) == value  # the same bits wherever a token is told
 
 
 def test_without_branches_it_draws_the_same(implementation):
@@ -444,7 +467,7 @@ def test_no_nan_is_overlooked(run):
 
 def test_a_row_with_every_token_banned_is_not_ok(run):
     only_V = np.arange(V) == 3
-    row = sampling.SlotState(jnp.where(only_V, 0, -jnp.inf), only_V, np.zeros(V, np.int32), np.zeros(V, bool))
+    row = row_of(jnp.where(only_V, 0, -jnp.inf), only_V, np.zeros(V, np.int32), np.zeros(V, bool))
     state = replace_row(empty(SLOTS, V), 1, row)
     inputs = make_inputs(
         8, slots=1, biased=True, ban_stop=[False] + [True] * 7, temperature=np.arange(8) % 2, targets=[-1] * 7 + [5]
@@ -480,12 +503,12 @@ def test_tokens_are_counted_where_tracked():
 def test_a_new_request_finds_its_slot_clean_and_the_others_as_they_were():
     _, state, _ = mixed_case(20, 18, 3)
     before = jax.tree.map(np.asarray, state)
-    row = sampling.SlotState(jnp.arange(20.0), jnp.arange(20) == 4, jnp.arange(20) % 3, jnp.arange(20) > 7)
+    row = row_of(jnp.arange(20.0), jnp.arange(20) == 4, jnp.arange(20) % 3, jnp.arange(20) > 7)
     after = jax.jit(replace_row, donate_argnums=0)(state, 1, row)
     for leaf, old, new in zip(*map(jax.tree.leaves, (after, before, row)), strict=True):
         if leaf is after.bias_BJV:  # those of rows with drafts before them are written before they are read
             leaf, old = leaf[:, 0], old[:, 0]
-        np.testing.assert_array_equal(leaf[1], np.broadcast_to(new, 20))
+        np.testing.assert_array_equal(leaf[1], np.broadcast_to(new, leaf.shape[-1]))
         np.testing.assert_array_equal(leaf[np.array([0, 2])], old[[0, 2]])
 
 
@@ -533,7 +556,7 @@ def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn():
                     column.append(value)
         R = len(drawn)
         nothing = jnp.zeros((R, 1))
-        sampled = sampling.Sampled(jnp.array(drawn), nothing, nothing, nothing, nothing, jnp.array(ok))
+        sampled = sampling.Sampled(jnp.array(drawn), *[nothing] * 5, jnp.array(ok))
         accepted_R = sampling.accepted(sampled, jnp.array(drafts), jnp.array(depths))
         assert accepted_R.tolist() == expected
         assert sampling.ends(accepted_R, jnp.array(depths)).tolist() == last

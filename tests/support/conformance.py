@@ -92,6 +92,7 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "n": 3, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "temperature": 0,
     "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 7, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
     "max_tokens": 9, "min_tokens": 2, "prompt_logprobs": 1, "skip_special_tokens": False, "logprobs": True,
+    "logprob_token_ids": [3],
     "include_stop_str_in_output": True, "logit_bias": {"5": -1.5}, "allowed_token_ids": [1, 2], "bad_words": ["x"],
     "structured_outputs": {"regex": "a+"}, "best_of": 5, "max_completion_tokens": 9, "max_output_tokens": 9,
     "stop_sequences": ["END"], "top_logprobs": 3, "response_format": {"type": "json_object"}, "stream": True,
@@ -155,6 +156,7 @@ FLAT = {"type": "function", "name": "f", "parameters": {}}
 INPUT = {"name": "f", "input_schema": {}}
 KEPT = {"previous_response_id": "resp_1", "conversation": "conv_1"}
 STREAMS = {"stream_options": {"stream": True}}
+SCORED = dict.fromkeys(("top_logprobs", "logprob_token_ids"), {"logprobs": True})
 
 
 def kept(name: str, field: str) -> list[dict[str, Any]]:
@@ -165,16 +167,16 @@ def kept(name: str, field: str) -> list[dict[str, Any]]:
 ENDPOINTS = [
     Endpoint(
         "/v1/chat/completions", chat.parse, ASK, chat.LABELS, chat.NEUTRAL, chat.REFUSED,
-        needs={"top_logprobs": {"logprobs": True}, **STREAMS}, inside=CHAT | OBJECTS,
+        needs={**SCORED, **STREAMS}, inside=CHAT | OBJECTS,
     ),
     Endpoint(
         "/v1/chat/completions/batch", chat.parse_batch, {"messages": [ASK["messages"]] * 2}, chat.LABELS,
         chat.NEUTRAL, chat.REFUSED, values={"messages": [ASK["messages"]] * 3},
-        needs={"top_logprobs": {"logprobs": True}},
+        needs=SCORED,
     ),
     Endpoint(
         "/v1/completions", completion.parse, {"prompt": "Once"}, fields.LABELS,
-        values={"logprobs": 3}, needs=STREAMS, inside=OBJECTS,
+        values={"logprobs": 3}, needs={"logprob_token_ids": {"logprobs": 0}, **STREAMS}, inside=OBJECTS,
     ),
     Endpoint(
         "/v1/responses", partial(responses.parse, history=kept), {"input": "Hi"},

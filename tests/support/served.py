@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.ops.sampling import MAX_LOGPROBS, Sampled
+from quire.ops.sampling import MAX_LOGPROBS, MAX_WANTED, Sampled
 from quire.scripts.bench.host import pretended_engine
 from quire.serving.engine.runner import Drawn
 from quire.serving.http import server
@@ -66,7 +66,8 @@ class Script:
         ranks, ok = np.ones(rows, np.int32), np.ones(rows, bool)
         hidden = np.zeros((rows, 8), np.float32)
         logprobs, top = np.full(rows, -0.5, np.float32), np.full((rows, MAX_LOGPROBS), -1.5, np.float32)
-        sampled = Sampled(tokens, logprobs, ranks, best, top, ok)
+        wanted = np.tile(-np.arange(1, MAX_WANTED + 1, dtype=np.float32), (rows, 1))
+        sampled = Sampled(tokens, logprobs, ranks, best, top, wanted, ok)
         row = 0
         for item in items:
             count = len(item.scores) + item.draws

@@ -73,8 +73,8 @@ def ended(request: ChatRequest, reason: str | None) -> str | None:
 
 
 def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any]]:
-    count, as_ids = request.params.logprobs or 0, request.delivery.tokens_as_ids
-    return list(chat_logprobs(token_ids, logprobs, count, as_ids))
+    count = None if request.params.logprob_token_ids else request.params.logprobs or 0
+    return list(chat_logprobs(token_ids, logprobs, count, request.delivery.tokens_as_ids))
 
 
 def echo_text(request: ChatRequest) -> str:

@@ -95,9 +95,9 @@ def finite(entry: Logprob) -> float:
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], logprobs: Logprobs, count: int, as_ids: bool = False
+    token_ids: Sequence[int], logprobs: Logprobs, count: int | None, as_ids: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """For each token of an answer itself and the likeliest in its place."""
+    """For each token of an answer itself and the likeliest in its place, so many of them or all that are known."""
 
     def described(token: int, entry: Logprob) -> dict[str, Any]:
         text = token_text(token, entry)

@@ -34,7 +34,7 @@ class Tokenizer:
         self._core = _read_core(folder)
         self._core.no_truncation()  # some folders have the settings of a training run
         self._core.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
+        self.config = config = _read_json(folder / "tokenizer_config.json")
         token_map = _read_json(folder / "special_tokens_map.json")
         self.special_tokens = {
             name: token for name in _NAMED if (token := _content(config.get(name)) or _content(token_map.get(name)))

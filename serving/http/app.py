@@ -94,6 +94,7 @@ def make_app(service: Service) -> Any:
         status.ROUTES,
         ollama.ROUTES,
         *([admin.ROUTES, adapters.ROUTES] if service.settings.admin else []),
+        *([tokens.INFO] if service.settings.enable_tokenizer_info_endpoint else []),
     ]
     for table in tables:
         for (method, path), handler in table.items():

@@ -415,3 +415,18 @@ def test_chosen_tokens_that_are_refused(server, path, given, says):
     prompt = {"prompt": "hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hello"}]}
     status, _, body = ask(server, "POST", path, prompt | given)
     assert status == 400 and body["error"]["param"].startswith("logprob_token_ids") and says in body["error"]["message"]
+
+
+def test_what_the_tokenizer_is_is_told_where_it_is_wanted(server):
+    """The file of the bundled model, with the template of this server; without the option there is no such path."""
+    assert ask(server, "GET", "/tokenizer_info")[0] == 404
+    assert "/tokenizer_info" not in ask(server, "GET", "/openapi.json")[2]["paths"]
+    with served(model_of(scripted(say)[0]), formats=FORMATS, enable_tokenizer_info_endpoint=True) as state:
+        status, _, found = ask(state, "GET", "/tokenizer_info?model=quill")
+        assert status == 200 and found == ask(state, "GET", "/tokenizer_info")[2]
+        assert (found["tokenizer_class"], found["eos_token"]) == ("PreTrainedTokenizerFast", "<|end|>")
+        assert found["chat_template"] == FORMATS.chat_template
+        length = ask(state, "POST", "/tokenize", {"prompt": "hello"})[2]["max_model_len"]
+        assert found["model_max_length"] == length
+        assert ask(state, "GET", "/tokenizer_info?model=other")[0] == 404
+        assert "get" in ask(state, "GET", "/openapi.json")[2]["paths"]["/tokenizer_info"]

@@ -363,6 +363,8 @@ def routes() -> Iterator[tuple[str, str, str]]:
             yield f"`{path.replace(':path', '')}`", method, about[path.replace(":path", "")]
     for (method, path), what in openapi.ELSEWHERE.items():
         yield f"`{path}`", method, what
+    for path, what in openapi.INFO.items():
+        yield f"`{path}`", "GET", f"{what} With `--enable-tokenizer-info-endpoint`."
     for method, path in admin.ROUTES | adapters.ROUTES:
         yield f"`{path}`", method, f"{about[path]} With `--admin`."
 

@@ -33,7 +33,6 @@ FLAGS = {  # why there is no such flag, where the command says no more than that
     "enable_offline_docs": "`/openapi.json` is all there is of it",
     "enable_per_request_metrics": "`/metrics` has the times of all requests, and traces those of each",
     "enable_ssl_refresh": "the server speaks HTTP: put a proxy with TLS before it",
-    "enable_tokenizer_info_endpoint": "the chat template is not shown",
     "exclude_tools_when_tool_choice_none": "tools are never in the prompt where `tool_choice` is none",
     "fingerprint_mode": "the fingerprint is the version",
     "fingerprint_value": "the fingerprint is the version",

@@ -35,6 +35,9 @@ ABOUT = {
     "/load": "How many requests are being answered.",
     "/metrics": "Metrics in Prometheus' form.",
 }
+INFO = {  # with --enable-tokenizer-info-endpoint
+    "/tokenizer_info": "What tokenizer_config.json says of a model (`model`), with its length and chat template here."
+}
 ELSEWHERE = {  # (method, path) of what is no question with fields of its own
     ("GET", "/v1/responses/{id}"): "A response that is kept; `stream`, `starting_after`: its events.",
     ("DELETE", "/v1/responses/{id}"): "Keep it no longer; one in the background ends.",
@@ -82,7 +85,7 @@ def document(settings: ServerSettings) -> dict[str, Any]:
         "default": {"description": "What is wrong.", "content": {"application/json": {"schema": ERROR}}},
     }
     paths: dict[str, Any] = {}
-    for path, about in ABOUT.items():
+    for path, about in (ABOUT | (INFO if settings.enable_tokenizer_info_endpoint else {})).items():
         operation: dict[str, Any] = {"summary": about, "responses": answers}
         if path in BODIES:
             schema = {"$ref": f"#/components/schemas/{name_of(path)}"}

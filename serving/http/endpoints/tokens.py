@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""/tokenize and /detokenize, and what the tokenizer is."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +15,9 @@ from .. import prompting
 from ..errors import JsonResponse
 from ..service import Service
 from ..settings import Formats
+
+OF_FILES = ("vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path")  # paths
+FAST = "PreTrainedTokenizerFast"  # what transformers makes of a tokenizer.json
 
 
 async def tokenize(service: Service, request: Request) -> JsonResponse:
@@ -49,6 +52,16 @@ async def detokenize(service: Service, request: Request) -> JsonResponse:
         return JsonResponse({"prompt": await service.beside(join)})
 
 
+async def tokenizer_info(service: Service, request: Request) -> JsonResponse:
+    """tokenizer_config.json, with what is served: the length, and the chat template."""
+    async with service.models.use(request.query_params.get("model")) as model:
+        engine = model.llm.engine
+        tokenizer = await service.beside(prompting.chat_tokenizer, engine, service.settings.formats)
+        found = {name: value for name, value in tokenizer.config.items() if name not in OF_FILES}
+        served = {"model_max_length": engine.max_len, "chat_template": tokenizer.chat_template}
+        return JsonResponse({"tokenizer_class": FAST} | found | tokenizer.special_tokens | served)
+
+
 async def count(service: Service, request: Request) -> JsonResponse:
     """Anthropic's question how many tokens a conversation has."""
     asked, _ = await service.read(request, messages.parse_count)
@@ -62,6 +75,7 @@ async def count(service: Service, request: Request) -> JsonResponse:
         return JsonResponse(found)
 
 
+INFO: dict[tuple[str, str], Callable] = {("GET", "/tokenizer_info"): tokenizer_info}  # with an option
 ROUTES: dict[tuple[str, str], Callable] = {
     ("POST", "/tokenize"): tokenize,
     ("POST", "/detokenize"): detokenize,

@@ -176,11 +176,11 @@ class EngineOptions:
     trace: str | None = flag(
         None, OUTPUT, "Write a timeline of the steps, for ui.perfetto.dev or chrome://tracing.", "FILE"
     )
-    max_logprobs: int = no_flag(
-        20,
+    max_logprobs: int = flag(
+        20, MEMORY,
         "Most log-probabilities that a request may want of a position, 20 or more; -1: of the whole vocabulary, "
-        "for which every step then has memory.",
-    )
+        "for which every step then has memory.", "N",
+    )  # fmt: skip
     seed: int = no_flag(0, "Of sampling, for requests without a seed.")
 
     @property

@@ -174,7 +174,7 @@ BIAS = -100, 100
 SEEDS = range(-(2**63), 2**63)
 TEMPERATURE = real(0, 100, " (0 is greedy)")
 TOP_K = whole(-1, remedy=" (0 or -1 is off)")
-COUNT = Rule(checked_count, whole(0, MAX_LOGPROBS).schema)  # a server has the default of `max_logprobs`
+COUNT = Rule(checked_count, whole(-1).schema)  # the engine's `max_logprobs` bounds it
 PROMPT_COUNT = Rule(checked_prompt_count, COUNT.schema)
 WANTED = rule(lambda param, value: token_ids(param, value, MAX_WANTED), many(TOKEN, MAX_WANTED))
 PENALTY = real(-2, 2)
@@ -268,7 +268,7 @@ class SamplingParams:
     logprobs: int | None = declared(
         None, COUNT, ("completions",),
         help="Give log-probabilities of each token and of so many of the likeliest. More than 20, and -1 for the whole "
-        "vocabulary, need `LLM(max_logprobs=)`.",
+        "vocabulary, need the engine's `max_logprobs`.",
     )  # fmt: skip
     prompt_logprobs: int | None = declared(
         None, PROMPT_COUNT, ("chat", "completions"), help="The same for the prompt's tokens; True is 1."

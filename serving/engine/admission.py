@@ -39,10 +39,7 @@ def check(
             f"length is {max_len} (max_model_len)",
         )
     for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, name)
-        if wanted is not None and (vocab if wanted == -1 else wanted) > listed:
-            all_of_them = f" (-1: the {vocab} of the vocabulary)" if wanted == -1 else ""
-            raise RequestError(name, f"must be at most the engine's max_logprobs, {listed}, got {wanted}{all_of_them}")
+        check_listed(name, getattr(params, name), vocab, listed)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         for token in getattr(params, name) or ():
             if not 0 <= token < vocab:
@@ -56,6 +53,13 @@ def check(
     for name in ("stop", "bad_words", "structured_outputs"):
         if getattr(params, name) and not has_text:
             raise RequestError(name, "needs a tokenizer, and skip_tokenizer_init is set; use token ids")
+
+
+def check_listed(name: str, wanted: int | None, vocab: int, listed: int) -> None:
+    """Refuse more log-probabilities of a position than a step lists."""
+    if wanted is not None and (vocab if wanted == -1 else wanted) > listed:
+        all_of_them = f" (-1: the {vocab} of the vocabulary)" if wanted == -1 else ""
+        raise RequestError(name, f"must be at most the engine's max_logprobs, {listed}, got {wanted}{all_of_them}")
 
 
 def check_whole(tokens: Sequence[int], max_len: int, max_rows: int) -> None:

@@ -13,6 +13,7 @@ from ..api.params import SamplingParams
 from ..api.structured import ServersGrammar
 from ..async_llm import Ask
 from ..chat_prompt import render, template_source
+from ..engine.admission import check_listed
 from ..engine.engine import Engine
 from ..parsing.custom import CustomCalls
 from ..parsing.forced import Forced
@@ -93,6 +94,7 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
         def parser() -> Any:
             return CustomCalls(inner(), INPUT, checks, bare)
 
+    check_listed("top_logprobs", params.logprobs, engine.config.vocab_size, engine.runner.limits.listed)
     tokens = truncated(tokens, request, params, engine)
     ask = Ask(tokens, params, text, request.terms)
     return Prepared(

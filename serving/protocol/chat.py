@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import MAX_LOGPROBS, SAMPLING
-from ..api.validation import boolean, integer, shown
+from ..api.params import SAMPLING
+from ..api.validation import boolean, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import ChatBatch, ChatRequest
 from .fields import (
@@ -66,7 +66,7 @@ def parse(body: Any) -> ChatRequest:
             raise RequestError("max_tokens", "is the old name of max_completion_tokens; leave one of them out")
         own["max_tokens"] = SAMPLING["max_tokens"].rule.check("max_completion_tokens", given["max_completion_tokens"])
     if boolean("logprobs", given.get("logprobs", False)):
-        own["logprobs"] = integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+        own["logprobs"] = SAMPLING["logprobs"].rule.check("top_logprobs", given.get("top_logprobs", 0))
     elif given.get("top_logprobs"):
         raise RequestError("top_logprobs", f"needs logprobs to be true, got {shown(given['top_logprobs'])}")
     elif given.get("logprob_token_ids"):

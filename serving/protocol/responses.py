@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import MAX_LOGPROBS, SAMPLING
-from ..api.validation import boolean, integer, shown, unicode_text
+from ..api.params import SAMPLING
+from ..api.validation import boolean, shown, unicode_text
 from . import fields
 from .answers.answer import ResponsesRequest
 from .chat import MAX_MESSAGES, read_arguments
@@ -288,7 +288,7 @@ def parse_format(text: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 
 def parse_logprobs(given: Mapping[str, Any]) -> int | None:
     """How many log-probabilities a token are wanted beside its own."""
-    count = integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    count = SAMPLING["logprobs"].rule.check("top_logprobs", given.get("top_logprobs", 0))
     wanted = listed("include", given.get("include", []), MAX_MESSAGES)
     for i, name in enumerate(wanted):
         if name not in INCLUDED:

@@ -18,6 +18,7 @@ from schemathesis import GenerationMode
 from served import model_of, served
 
 from quire.serving.api.options import options_of
+from quire.serving.api.params import MAX_LOGPROBS
 from quire.serving.build import make_engine
 from quire.serving.http.endpoints.openapi import ABOUT, ERROR
 from quire.serving.protocol.schema import BODIES
@@ -61,6 +62,9 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
     for name in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids", "label_token_ids",
                  "logprob_token_ids"):  # fmt: skip
         body |= {name: known(body[name], vocab)} if name in body else {}
+    for name in ("logprobs", "prompt_logprobs", "top_logprobs"):
+        if type(body.get(name)) is int:
+            body[name] %= MAX_LOGPROBS + 1
     if isinstance(body.get("logit_bias"), dict):
         body["logit_bias"] = {str(int(token) % vocab): bias for token, bias in body["logit_bias"].items()}
     if isinstance(body.get("messages"), list):

@@ -35,7 +35,7 @@ BOUND_TO_OTHERS = {
     ("min_tokens", INT32_MAX),
     ("dimensions", 65_536),
     ("output_dimension", 65_536),
-    ("top_logprobs", 20),
+    *((name, value) for name in ("logprobs", "prompt_logprobs", "top_logprobs") for value in (-1, INT32_MAX)),
 }
 NAMED = ("model", "previous_response_id", "conversation", "input_file_id")  # what is not found is a 404
 # Fields, so that none of them must be given.

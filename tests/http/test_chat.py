@@ -83,7 +83,8 @@ def test_logprobs():
     assert chat(logprobs=False).params.logprobs is None
     assert chat(logprobs=True).params.logprobs == 0
     assert chat(logprobs=True, top_logprobs=20).params.logprobs == 20
-    assert refused(logprobs=True, top_logprobs=21).startswith("top_logprobs: ")
+    assert chat(logprobs=True, top_logprobs=-1).params.logprobs == -1
+    assert refused(logprobs=True, top_logprobs=-2).startswith("top_logprobs: must be an integer of -1 or more")
     assert refused(top_logprobs=2).startswith("top_logprobs: needs logprobs")
     assert refused(logprobs=3).startswith("logprobs: must be true or false")
 

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import math
 import socket
 import threading
 import time
@@ -11,6 +12,8 @@ import pytest
 from served import FORMATS, model_of, scripted, served
 
 from quire.model.config import ModelError
+from quire.serving.api.options import options_of
+from quire.serving.build import make_engine
 from quire.serving.http.models import Models
 from quire.serving.http.server import serve
 from quire.serving.http.service import Service
@@ -430,3 +433,52 @@ def test_what_the_tokenizer_is_is_told_where_it_is_wanted(server):
         assert found["model_max_length"] == length
         assert ask(state, "GET", "/tokenizer_info?model=other")[0] == 404
         assert "get" in ask(state, "GET", "/openapi.json")[2]["paths"]["/tokenizer_info"]
+
+
+def test_more_log_probabilities_than_the_server_lists_are_refused(server):
+    for path, given, name in [
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("/v1/completions", {"logprobs": 21}, "logprobs"),
+        ("/v1/responses", {"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
+    ]:
+        text = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path)
+        asked = {text: "hello"} if text else {"messages": [{"role": "user", "content": "hello"}]}
+        status, _, body = ask(server, "POST", path, asked | given)
+        assert status == 400 and body["error"]["param"] == name
+        assert "must be at most the engine's max_logprobs, 20" in body["error"]["message"]
+
+
+def test_the_whole_vocabulary_over_http():
+    """Of a server that lists it, -1 is all of it, as a distribution, in every form."""
+    options = options_of(None, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128, max_logprobs=-1)
+    engine = make_engine(options)
+    vocabulary = engine.config.vocab_size
+
+    def check(logprobs: list[float]) -> None:
+        assert math.fsum(map(math.exp, logprobs)) == pytest.approx(1, abs=1e-4)
+
+    with served(model_of(engine)) as state:
+        named = {"max_tokens": 2, "temperature": 0, "return_tokens_as_token_ids": True}
+        asked = named | {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": -1}
+        status, _, body = ask(state, "POST", "/v1/chat/completions", asked)
+        assert status == 200, body
+        for entry in body["choices"][0]["logprobs"]["content"]:
+            found = {other["token"]: other["logprob"] for other in entry["top_logprobs"]}
+            assert len(found) == vocabulary and found[entry["token"]] == entry["logprob"]
+            check(list(found.values()))
+        asked = named | {"prompt": "hello", "logprobs": -1, "prompt_logprobs": -1}
+        status, _, body = ask(state, "POST", "/v1/completions", asked)
+        assert status == 200, body
+        for found in body["choices"][0]["logprobs"]["top_logprobs"]:
+            assert len(found) == vocabulary
+            check(list(found.values()))
+        for entries in body["choices"][0]["prompt_logprobs"][1:]:
+            check([entry["logprob"] for entry in entries.values()])
+        asked = {"input": "hello", "max_output_tokens": 1, "top_logprobs": -1}
+        asked |= {"include": ["message.output_text.logprobs"], "temperature": 0}
+        status, _, body = ask(state, "POST", "/v1/responses", asked)
+        assert status == 200, body
+        [entry] = body["output"][0]["content"][0]["logprobs"]
+        assert len(entry["top_logprobs"]) == vocabulary

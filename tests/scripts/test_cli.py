@@ -453,7 +453,6 @@ NOT_FLAGS = {  # fields of EngineOptions, and why no flag is made of them
     "model": "it is the command's argument",
     "skip_tokenizer_init": "the commands take and write text",
     "max_queued_requests": "only a server refuses requests: quire serve has a flag and a default of its own",
-    "max_logprobs": "commands and servers list as many as OpenAI's",
     "seed": "quire serve has a flag of its own; elsewhere --seed is that of the request",
 }
 

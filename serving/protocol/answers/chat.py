@@ -6,7 +6,7 @@ from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from .answer import ChatBatch, ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
-from .shapes import ChunkStream, chat_logprobs, head_fields, prompt_logprobs, usage_body
+from .shapes import ChunkStream, chat_logprobs, count_of, head_fields, prompt_logprobs, usage_body
 
 
 def response(
@@ -73,8 +73,7 @@ def ended(request: ChatRequest, reason: str | None) -> str | None:
 
 
 def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any]]:
-    count = None if request.params.logprob_token_ids else request.params.logprobs or 0
-    return list(chat_logprobs(token_ids, logprobs, count, request.delivery.tokens_as_ids))
+    return list(chat_logprobs(token_ids, logprobs, count_of(request.params), request.delivery.tokens_as_ids))
 
 
 def echo_text(request: ChatRequest) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, ResponsesRequest, Usage
-from .shapes import chat_logprobs, typed_event
+from .shapes import chat_logprobs, count_of, typed_event
 
 KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), CallStart: ("function_call", "fc")}
 EVENTS = {  # what the events of an item's text are called, and the field of the last one that holds all of it
@@ -78,7 +78,7 @@ def whole(answer: FinishedChoice) -> ChoicePart:
 
 def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[dict[str, Any]]:
     """The log-probabilities of tokens; bytes that are not known are none here."""
-    for entry in chat_logprobs(token_ids, logprobs, request.params.logprobs or 0):
+    for entry in chat_logprobs(token_ids, logprobs, count_of(request.params)):
         best = [other | {"bytes": other["bytes"] or []} for other in entry["top_logprobs"]]
         yield entry | {"bytes": entry["bytes"] or [], "top_logprobs": best}
 

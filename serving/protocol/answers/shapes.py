@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from ...api.outputs import Logprob
+from ...api.params import SamplingParams
 from .answer import Delivery, Head, Logprobs, Usage
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -92,6 +93,11 @@ def token_name(token: int) -> str:
 
 def finite(entry: Logprob) -> float:
     return max(entry.logprob, LEAST_LOGPROB)
+
+
+def count_of(params: SamplingParams) -> int | None:
+    """How many of those that are known in a token's place are told beside it; None: all."""
+    return None if params.logprob_token_ids or params.logprobs == -1 else params.logprobs or 0
 
 
 def chat_logprobs(

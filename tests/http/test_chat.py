@@ -364,7 +364,7 @@ def test_an_answer_in_full():
         "usage": USED,
     }
     first, second = body["choices"]
-    assert first["message"] == {"role": "assistant", "content": "Hi you\ufffd"}
+    assert first["message"] == {"role": "assistant", "content": "Hi you\ufffd", "reasoning": None}
     assert (first["index"], first["finish_reason"], first["stop_reason"]) == (0, "length", None)
     assert (second["index"], second["finish_reason"], second["stop_reason"]) == (1, "stop", "END")
     hi, you, part = first["logprobs"]["content"]
@@ -427,7 +427,7 @@ def test_thoughts_that_are_not_to_be_seen():
     """They are left out, also of a stream, and still counted."""
     request, usage = chat(include_reasoning=False), Usage(2, 5, 0, 3)
     body = respond(request, FinishedChoice(0, "So.", "stop", "Hm."), usage=usage)
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "So."}
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "So.", "reasoning": None}
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
     parts = [
         ChoicePart(0, [Thought("Hm")]),

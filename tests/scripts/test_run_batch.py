@@ -163,7 +163,7 @@ def test_calls_of_tools(run):
     assert called["finish_reason"] == "tool_calls" and called["message"]["content"] == "<tools>"
     (call,) = called["message"]["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look_up", {"city": "Rome"})
-    assert said["message"] == {"role": "assistant", "content": f"<{asked}>"}
+    assert said["message"] == {"role": "assistant", "content": f"<{asked}>", "reasoning": None}
 
 
 WRONG = [

@@ -39,7 +39,7 @@ def batch_response(
 
 
 def choice(request: ChatRequest, answer: FinishedChoice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "reasoning": None}
     if echoed := echo_text(request):
         message["content"] = echoed + (answer.content or "")
     if answer.reasoning is not None and request.delivery.include_reasoning:

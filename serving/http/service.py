@@ -24,7 +24,7 @@ from ..engine.engine import Engine
 from ..engine.runner import DeviceLost
 from ..multihost.leader import EXIT
 from ..observe.metrics import HttpMetrics
-from ..protocol.answers.answer import Head, Prompted
+from ..protocol.answers.answer import Delivery, Head, Prompted
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
 from .answering import AS_EVENTS, Answering, ClientLeft, EventStream, Framing, watched
@@ -184,6 +184,12 @@ class Service:
             return given
         return replace(given, cache_salt=f"{key} {given.cache_salt or ''}", share_key=key)
 
+    def delivery(self, given: Delivery) -> Delivery:
+        """With the usage in each chunk of a stream, where this server always tells it."""
+        if not self.settings.enable_force_include_usage:
+            return given
+        return replace(given, include_usage=True, continuous_usage=True)
+
     async def adapted(self, model: Model, name: str | None, terms: Terms) -> Terms:
         """With the adapter that the model's name is one of, if it is; read again where host memory has it no more."""
         if name is None or name in model.names:
@@ -209,7 +215,7 @@ class Service:
             model = await stack.enter_async_context(self.models.use(parsed.model))
             params = with_defaults(parsed.params, parsed.given, model.llm.engine.defaults)
             terms = await self.adapted(model, parsed.model, self.terms(parsed.terms, self.key(request)))
-            parsed = replace(parsed, params=params, terms=terms)
+            parsed = replace(parsed, params=params, terms=terms, delivery=self.delivery(parsed.delivery))
             prepared = await self.beside(prepare, protocol.prepare, model.llm.engine, parsed, self.settings.formats)
             choices = parsed.params.n
             if len(prepared.asks) * choices > self.settings.max_choices:

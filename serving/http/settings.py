@@ -88,6 +88,9 @@ class ServerSettings:
     enable_prompt_tokens_details: bool = flag(
         False, ANSWERS, "Say in the usage of /v1/embeddings, /score and /rerank too how many tokens were cached."
     )
+    enable_force_include_usage: bool = flag(
+        False, ANSWERS, "Say in every chunk of a stream what was used so far, also where it was not asked for."
+    )
     enable_tokenizer_info_endpoint: bool = flag(
         False, ANSWERS, "Serve /tokenizer_info: what tokenizer_config.json says, and the chat template."
     )

@@ -482,3 +482,22 @@ def test_the_whole_vocabulary_over_http():
         assert status == 200, body
         [entry] = body["output"][0]["content"][0]["logprobs"]
         assert len(entry["top_logprobs"]) == vocabulary
+
+
+def test_the_usage_that_nobody_asked_for():
+    """Each chunk has that so far, and the last one all; what has other words for it is as before."""
+    with served(model_of(scripted(say)[0]), formats=FORMATS, enable_force_include_usage=True) as state:
+        messages = {"messages": [{"role": "user", "content": "hello"}]}
+        for path, asked in [("/v1/chat/completions", messages), ("/v1/completions", {"prompt": "hello"})]:
+            for more in ({}, {"stream_options": {"include_usage": False}}):
+                chunks = events(ask(state, "POST", path, {**asked, **more, "stream": True, "max_tokens": 5})[2])
+                counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+                assert counts == sorted(counts) and counts[-2:] == [5, 5] and not chunks[-1]["choices"]
+                assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
+            whole = ask(state, "POST", path, {**asked, "max_tokens": 5})[2]
+            assert whole["usage"] == chunks[-1]["usage"]
+        for path, asked in [
+            ("/v1/messages", messages | {"max_tokens": 5}),
+            ("/v1/responses", {"input": "hello"}),
+        ]:
+            assert ask(state, "POST", path, asked | {"stream": True})[0] == 200

@@ -27,7 +27,6 @@ FLAGS = {  # why there is no such flag, where the command says no more than that
     "default_chat_template_kwargs": "a request's `chat_template_kwargs`, or a template of your own: `--chat-template`",
     "disable_access_log_for_endpoints": "`--log-level warning` leaves out the line of each request",
     "disable_fastapi_docs": "`/openapi.json` is all there is of it",
-    "enable_force_include_usage": "a request asks for it: `stream_options`",
     "enable_log_deltas": "answers are not logged",
     "enable_log_outputs": "answers are not logged",
     "enable_offline_docs": "`/openapi.json` is all there is of it",

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..model.config import FAR
@@ -16,6 +17,7 @@ from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms
 from .api.prompts import Prompt
 from .build import make_engine
 from .defaults import default_params
+from .engine.beam_search import BeamSearchParams, Search, begin, likeliest, next_token
 from .engine.delivery import Inbox, Listener
 from .engine.engine import Engine
 from .engine.thread import EngineFailed, EngineThread
@@ -170,6 +172,23 @@ class AsyncLLM:
             answers.close()
             raise
         return answers
+
+    async def beams(self, name: str, asks: Sequence[Ask], params: BeamSearchParams) -> list[Search]:
+        """The beam search of each prompt, when it has ended; every step asks for what all beams need."""
+        tokens, terms = [ask.tokens for ask in asks], [ask.terms for ask in asks]
+        searches = await self.call(lambda: begin(self.engine, tokens, params, terms))
+        one, step = next_token(params), 0
+        while wanted := [Ask(beam, one, None, each.terms) for each in searches for beam in each.asked()]:
+            names = [f"{name}-{step}-{index}" for index in range(len(wanted))]
+            outputs = iter(await (await self.ask(names, wanted, at_end=True)).outputs())
+            for each in searches:
+                own = list(islice(outputs, len(each.live)))
+                if not step:
+                    each.cached = own[0].num_cached_tokens
+                if own:
+                    each.take(likeliest(output.outputs[0], one) for output in own)
+            step += 1
+        return searches
 
     def add(self, name: str, ask: Ask) -> Request:
         """Queue one prompt, in the engine's thread."""

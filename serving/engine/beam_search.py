@@ -1,14 +1,16 @@
 """Beam search: the likeliest continuations, over an engine whose prefix cache holds what the beams share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 
-from ..api.errors import RequestError
+from ..api.errors import EngineError, RequestError
+from ..api.outputs import CompletionOutput, FinishReason
 from ..api.params import MAX_LOGPROBS, PLAIN, SamplingParams, Terms
 from ..api.validation import INT32_MAX, boolean, integer, number
-from ..request.request import Request
+from ..request.request import Completion, Request
 from .engine import Engine
 
 
@@ -36,7 +38,7 @@ class BeamSearchSequence:
     tokens: Seq[int] = ()
     logprobs: Seq[float] = ()
     text: str | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
     @property
     def cum_logprob(self) -> float:
@@ -57,9 +59,41 @@ class Search:
 
     prompt: list[int]
     terms: Terms
+    params: BeamSearchParams
     limit: int  # tokens that may follow
+    eos: frozenset[int]
     live: list[BeamSearchSequence] = field(default_factory=lambda: [BeamSearchSequence()])
     done: list[BeamSearchSequence] = field(default_factory=list)
+    cached: int = 0  # tokens of the prompt that were computed already
+
+    def asked(self) -> list[list[int]]:
+        """The prompt with each live beam."""
+        return [self.prompt + list(beam.tokens) for beam in self.live]
+
+    def take(self, answers: Iterable[Seq[tuple[int, float]]]) -> None:
+        """Go on with the likeliest next tokens of each live beam."""
+        width, length = self.params.beam_width, len(self.live[0].tokens) + 1
+        grown = []
+        for beam, likeliest in zip(self.live, answers, strict=True):
+            for token, logprob in likeliest:
+                reason: FinishReason | None = (
+                    "stop" if token in self.eos else "length" if length == self.limit else None
+                )
+                grown.append(BeamSearchSequence((*beam.tokens, token), (*beam.logprobs, logprob), None, reason))
+        best = sorted(grown, key=lambda beam: -beam.cum_logprob)[: 2 * width]
+        self.done += [beam for beam in best if beam.finish_reason]
+        self.live = [beam for beam in best if not beam.finish_reason][:width]
+        if len(self.done) >= width and not self.params.ignore_eos:
+            worst = sorted(map(self.score, self.done), reverse=True)[width - 1]
+            if all(beyond_hope(beam, worst, self.limit, self.params.length_penalty) for beam in self.live):
+                self.live = []
+
+    def score(self, beam: BeamSearchSequence) -> float:
+        return beam.cum_logprob / len(beam.tokens) ** self.params.length_penalty
+
+    def best(self) -> list[BeamSearchSequence]:
+        """What was found, the best first."""
+        return sorted(self.done, key=self.score)[::-1][: self.params.beam_width]
 
 
 def search(
@@ -71,58 +105,45 @@ def search(
     most: int | None = None,
 ) -> list[BeamSearchOutput]:
     """The beams of every prompt; in each `turn` the engine is this thread's. At most `most` prompts go on together."""
-    terms = [PLAIN] * len(prompts) if terms is None else terms
+    together = max(1, len(prompts)) if most is None else integer("concurrency_limit", most, 1, INT32_MAX, " or None")
+    searches = begin(engine, prompts, params, [PLAIN] * len(prompts) if terms is None else terms)
+    for at in range(0, len(searches), together):
+        search_together(engine, searches[at : at + together], next_token(params), turn)
+    return [BeamSearchOutput(one.prompt, [with_text(engine, beam) for beam in one.best()]) for one in searches]
+
+
+def begin(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[Terms]) -> list[Search]:
+    """A search for each prompt; what cannot be served is refused before anything is computed."""
     if any(own.timeout is not None for own in terms):
         raise RequestError("timeout", "is not kept by a beam search; leave it out and choose max_tokens")
-    together = max(1, len(prompts)) if most is None else integer("concurrency_limit", most, 1, INT32_MAX, " or None")
-    for prompt in prompts:  # before anything is computed
+    for prompt in prompts:
         engine.check(prompt, SamplingParams(max_tokens=params.max_tokens))
-    searches = [
-        Search(list(prompt), own, min(params.max_tokens, engine.max_len - len(prompt)))
+    eos = frozenset()
+    if engine.tokenizer is not None and not params.ignore_eos:
+        eos = engine.tokenizer.eos_token_ids
+    return [
+        Search(list(prompt), own, params, min(params.max_tokens, engine.max_len - len(prompt)), eos)
         for prompt, own in zip(prompts, terms, strict=True)
     ]
-    found = []
-    for at in range(0, len(searches), together):
-        found += search_together(engine, searches[at : at + together], params, turn)
-    return found
+
+
+def next_token(params: BeamSearchParams) -> SamplingParams:
+    """How the likeliest tokens after a beam are asked for."""
+    return SamplingParams(
+        temperature=0, max_tokens=1, logprobs=2 * params.beam_width, ignore_eos=True, detokenize=False
+    )
 
 
 def search_together(
-    engine: Engine, searches: Seq[Search], params: BeamSearchParams, turn: Callable[[], AbstractContextManager]
-) -> list[BeamSearchOutput]:
+    engine: Engine, searches: Seq[Search], one: SamplingParams, turn: Callable[[], AbstractContextManager]
+) -> None:
     """Every step asks for the likeliest next tokens of all beams of all prompts in one batch."""
-    width, eos = params.beam_width, frozenset()
-    if engine.tokenizer is not None and not params.ignore_eos:
-        eos = engine.tokenizer.eos_token_ids
-    one = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
-
-    def score(beam: BeamSearchSequence) -> float:
-        return beam.cum_logprob / len(beam.tokens) ** params.length_penalty
-
-    while asked := [(search, beam) for search in searches for beam in search.live]:
-        length = len(asked[0][1].tokens) + 1  # the same for all beams
+    while asked := [(tokens, each.terms) for each in searches for tokens in each.asked()]:
         with turn():
-            answers = ask(engine, [(search.prompt + list(beam.tokens), search.terms) for search, beam in asked], one)
-        grown: dict[int, list[BeamSearchSequence]] = {id(search): [] for search in searches}
-        for (search, beam), likeliest in zip(asked, answers, strict=True):
-            for token, logprob in likeliest:
-                reason = "stop" if token in eos else "length" if length == search.limit else None
-                longer = BeamSearchSequence((*beam.tokens, token), (*beam.logprobs, logprob), None, reason)
-                grown[id(search)].append(longer)
-        for search in searches:
-            best = sorted(grown[id(search)], key=lambda beam: -beam.cum_logprob)[: 2 * width]
-            search.done += [beam for beam in best if beam.finish_reason]
-            search.live = [beam for beam in best if not beam.finish_reason][:width]
-            if len(search.done) >= width and not params.ignore_eos:
-                worst = sorted(map(score, search.done), reverse=True)[width - 1]
-                if all(beyond_hope(beam, worst, search.limit, params.length_penalty) for beam in search.live):
-                    search.live = []
-    return [
-        BeamSearchOutput(
-            search.prompt, [with_text(engine, beam) for beam in sorted(search.done, key=score)[::-1][:width]]
-        )
-        for search in searches
-    ]
+            answers = iter(ask(engine, asked, one))
+        for each in searches:
+            if each.live:
+                each.take(islice(answers, len(each.live)))
 
 
 def beyond_hope(beam: BeamSearchSequence, worst: float, limit: int, penalty: float) -> bool:
@@ -142,13 +163,14 @@ def ask(engine: Engine, prompts: Seq[tuple[list[int], Terms]], params: SamplingP
         for request in requests:
             engine.abort(request.request_id)
         raise
-    found = []
-    for request in requests:
-        if request.completions[0].finish_reason == "error":
-            raise RuntimeError("a step of the beam search failed; the log says why")
-        entries = request.completions[0].logprobs[0]
-        found.append([(token, entry.logprob) for token, entry in entries.items()][: params.logprobs])
-    return found
+    return [likeliest(request.completions[0], params) for request in requests]
+
+
+def likeliest(answer: Completion | CompletionOutput, params: SamplingParams) -> list[tuple[int, float]]:
+    """The likeliest tokens, with their log-probabilities, of one that was asked for."""
+    if answer.finish_reason != "length" or answer.logprobs is None:
+        raise EngineError("a step of the beam search failed; the log says why")
+    return [(token, entry.logprob) for token, entry in answer.logprobs[0].items()][: params.logprobs]
 
 
 def with_text(engine: Engine, beam: BeamSearchSequence) -> BeamSearchSequence:

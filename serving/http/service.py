@@ -17,24 +17,28 @@ from starlette.requests import ClientDisconnect, Request
 from ...model.config import ModelError
 from ..adapter_store import with_adapter
 from ..api.errors import RequestError
+from ..api.outputs import CompletionOutput, RequestOutput
 from ..api.params import Terms
+from ..api.validation import INT32_MAX
 from ..async_llm import Ask, AsyncLLM
 from ..defaults import with_defaults
+from ..engine.beam_search import BeamSearchParams, Search
 from ..engine.engine import Engine
 from ..engine.runner import DeviceLost
 from ..multihost.leader import EXIT
 from ..observe.metrics import HttpMetrics
-from ..protocol.answers.answer import Delivery, Head, Prompted
+from ..protocol.answers.answer import Delivery, Head, Prompted, Usage
+from ..protocol.answers.choices import Choices
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
-from .answering import AS_EVENTS, Answering, ClientLeft, EventStream, Framing, watched
+from .answering import AS_EVENTS, Answering, ClientLeft, EventStream, Framing, until_gone, watched
 from .batches import Batches
 from .errors import HttpError, JsonResponse
 from .files import StoredFiles
 from .guard import digest, new_id, too_large
 from .logs import access
 from .models import Model, Models
-from .prompting import Prepared
+from .prompting import Prepared, needs_tokenizer
 from .settings import Formats, ServerSettings
 from .stored import StoredResponses
 from .telemetry import make_tracer, span_facts
@@ -229,6 +233,8 @@ class Service:
             if self.tracer is not None:
                 request.state.span = self.tracer.request("llm_request", request.headers)
                 request.state.asked = parsed.params
+            if parsed.length_penalty is not None:
+                return await self.searched(request, protocol, head, parsed, body, prepared, model.llm)
             read_as = (Served.take, False) if parsed.delivery.stream else (Served.output, True)
             names = [name if len(prepared.asks) == 1 else f"{name}-{index}" for index in range(len(prepared.asks))]
             if self.before_asking is not None:
@@ -268,6 +274,47 @@ class Service:
         usage = answering.usage
         found = protocol.response(replace(head, prompts=prompts), parsed, body, answers, usage)
         return JsonResponse(found)
+
+    async def searched(
+        self,
+        request: Request,
+        protocol: Protocol,
+        head: Head,
+        parsed: Any,
+        body: Any,
+        prepared: Prepared,
+        llm: AsyncLLM,
+    ) -> JsonResponse:
+        """The answers that a beam search finds, unless the client leaves or its time is over before they are there."""
+        params = parsed.params
+        beams = BeamSearchParams(
+            beam_width=params.n,
+            max_tokens=params.max_tokens or INT32_MAX,
+            ignore_eos=params.ignore_eos,
+            length_penalty=parsed.length_penalty,
+        )
+        asks = [ask._replace(terms=replace(ask.terms, timeout=None)) for ask in prepared.asks]
+        finding = asyncio.create_task(llm.beams(head.id, asks, beams))
+        leaving = asyncio.create_task(until_gone(request.receive))
+        try:
+            timeout = parsed.terms.timeout
+            ended, _ = await asyncio.wait((finding, leaving), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not ended:
+                raise HttpError(408, "timeout: the time was over before the search was", "timeout")
+            if finding not in ended:
+                raise ClientLeft
+            searches = finding.result()
+        finally:
+            finding.cancel()
+            leaving.cancel()
+            await asyncio.wait((finding, leaving))
+        choices = Choices(prepared.parser, params.n, prepared.most_calls)
+        answers = choices.answers([found_by(*both, llm.engine) for both in zip(searches, asks, strict=True)])
+        reasons = ",".join(sorted(choices.reasons))
+        cached = sum(search.cached for search in searches)
+        request.state.facts |= {"tokens": choices.written, "cached_tokens": cached, "finish_reason": reasons}
+        usage = Usage(sum(len(ask.tokens) for ask in asks), choices.written, cached, choices.thought)
+        return JsonResponse(protocol.response(head, parsed, body, answers, usage))
 
     async def heartbeat(self) -> None:
         """Watch the event loop and the engines: how late a timer is, and whether a step never ends."""
@@ -312,6 +359,16 @@ class Service:
             self.tracer.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.models.close()
+
+
+def found_by(search: Search, ask: Ask, engine: Engine) -> RequestOutput:
+    """What a search found, as an answer to its prompt; the end token has no text."""
+    outputs = []
+    for index, beam in enumerate(search.best()):
+        said = beam.tokens[: len(beam.tokens) - (beam.finish_reason == "stop")]
+        text = needs_tokenizer(engine).decode(list(said), skip_special_tokens=ask.params.skip_special_tokens)
+        outputs.append(CompletionOutput(index, text, beam.tokens, beam.cum_logprob, finish_reason=beam.finish_reason))
+    return RequestOutput("", ask.text, ask.tokens, outputs)
 
 
 def reseeded(ask: Ask, seed: int | None) -> Ask:

@@ -12,10 +12,12 @@ from ..api.validation import unicode_text as unicode
 from .answers.answer import ChatBatch, ChatRequest
 from .fields import (
     ABSENT,
+    BEAMS,
     DELIVERY,
     TEMPLATE,
     TERMS,
     TRUNCATION,
+    beams_of,
     common_fields,
     form_of_text,
     known_fields,
@@ -33,7 +35,7 @@ LABELS = (*COMMON_LABELS, "prediction")  # which elsewhere makes the same answer
 FIELDS = (
     "model", "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",
     "tool_choice", "parallel_tool_calls", "functions", "function_call", "echo", "include_reasoning",
-    *TRUNCATION, *TEMPLATE, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
+    *TRUNCATION, *TEMPLATE, *OWN_SAMPLING, *BEAMS, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 BATCH_FIELDS = tuple(name for name in FIELDS if name not in ("stream", "stream_options"))
 NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
@@ -71,13 +73,17 @@ def parse(body: Any) -> ChatRequest:
         raise RequestError("top_logprobs", f"needs logprobs to be true, got {shown(given['top_logprobs'])}")
     elif given.get("logprob_token_ids"):
         raise RequestError("logprob_token_ids", "needs logprobs to be true")
-    common = common_fields(given)
+    common, sampling = common_fields(given), sampling_of(own)
+    penalty = beams_of(given, sampling)
+    if penalty is not None and tools:
+        raise RequestError("use_beam_search", "has no place beside tools; leave one of them out")
     if common["delivery"].stream and own.get("prompt_logprobs") is not None:
         raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")
     return ChatRequest(
         messages=messages,
         ignored=tuple(sorted(ignored)),
-        **sampling_of(own),
+        **sampling,
+        length_penalty=penalty,
         template_options=template_options(given),
         tools=tools,
         custom=custom,

@@ -9,10 +9,12 @@ from ..api.validation import INT32_MAX, boolean, items, shown, token_ids
 from ..api.validation import unicode_text as unicode
 from .answers.answer import CompletionRequest
 from .fields import (
+    BEAMS,
     DELIVERY,
     LABELS,
     TERMS,
     TRUNCATION,
+    beams_of,
     common_fields,
     known_fields,
     sampling_fields,
@@ -23,7 +25,7 @@ from .fields import (
 OWN_SAMPLING = sampling_fields("completions")
 FIELDS = (
     "model", "prompt", "suffix", "echo", "response_format", "add_special_tokens",
-    *TRUNCATION, *OWN_SAMPLING, *DELIVERY, *TERMS, *LABELS,
+    *TRUNCATION, *OWN_SAMPLING, *BEAMS, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 MAX_PROMPTS = 2048  # in one request
 
@@ -62,6 +64,7 @@ def parse(body: Any) -> CompletionRequest:
         add_special_tokens=boolean("add_special_tokens", given.get("add_special_tokens", True)),
         echo=echo,
         silent=silent,
+        length_penalty=beams_of(given, sampling),
         wants_prompt_logprobs=given.get("prompt_logprobs") is not None,
         **common,
     )

@@ -5,8 +5,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import SAMPLING, SamplingParams, Terms, declarations
-from ..api.validation import INT32_MAX, boolean, integer, refuse_unknown, shown, unicode_text
+from ..api.params import MAX_LOGPROBS, SAMPLING, SamplingParams, Terms, declarations
+from ..api.validation import INT32_MAX, boolean, integer, number, refuse_unknown, shown, unicode_text
 from .answers.answer import Delivery
 
 LABELS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # have no effect
@@ -18,6 +18,9 @@ TEMPLATE = (
     "verbosity",
 )  # fmt: skip
 VERBOSITIES = ("low", "medium", "high")
+BEAMS = ("use_beam_search", "length_penalty")
+OF_BEAMS = ("n", "max_tokens", "ignore_eos", "skip_special_tokens")  # parameters that say something of a beam search
+PENALTY = -10, 10
 TRUNCATION = ("truncate_prompt_tokens", "truncation_side")
 SIDES = ("left", "right")
 MAX_REQUEST_ID = 128
@@ -143,6 +146,25 @@ def sampling_of(own: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request about sampling: all parameters, and the names of those that it gives."""
     given = frozenset(name for name, value in own.items() if value is not None)
     return {"params": SamplingParams.from_dict(own), "given": given}
+
+
+def beams_of(given: Mapping[str, Any], sampling: Mapping[str, Any]) -> float | None:
+    """The length penalty of a beam search, which is to choose the answers in place of draws; None: draws choose."""
+    if not boolean("use_beam_search", given.get("use_beam_search", False)):
+        if "length_penalty" in given:
+            raise RequestError("length_penalty", "needs use_beam_search to be true")
+        return None
+    if given.get("stream"):
+        raise RequestError("use_beam_search", "cannot be streamed: which answers are the likeliest shows at the end")
+    params, neutral = sampling["params"], SamplingParams()
+    for name in sorted(sampling["given"] - set(OF_BEAMS)):
+        value = getattr(params, name)
+        if value != getattr(neutral, name) and not (name == "temperature" and value == 0):
+            raise RequestError(
+                name, f"says nothing of a beam search; leave it or use_beam_search out, got {shown(value)}"
+            )
+    integer("n", params.n, 1, MAX_LOGPROBS // 2, " (with use_beam_search)")
+    return number("length_penalty", given.get("length_penalty", 1.0), *PENALTY)
 
 
 def verbosity_of(where: str, value: Any) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The JSON schemas of what requests may hold, for the server's OpenAPI document."""
 
 from ..api.params import MAX_CHOICES, SAMPLING, Terms, declarations
-from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, whole
+from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, real, whole
 from . import batch_file, batches, chat, cohere, completion, conversations, label_scores, messages, pooling, responses
 from .completion import MAX_PROMPTS
-from .fields import SIDES, STREAM_OPTIONS, VERBOSITIES
+from .fields import PENALTY, SIDES, STREAM_OPTIONS, VERBOSITIES
 from .tokens import DETOKENIZE, TOKENIZE
 
 TEXT: Schema = {"type": "string"}
@@ -30,6 +30,7 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "truncation": {"enum": ["auto", "disabled"]}, "context_management": OBJECT,
     "add_generation_prompt": FLAG.schema, "continue_final_message": FLAG.schema, "chat_template": TEXT,
     "chat_template_kwargs": OBJECT, "reasoning_effort": TEXT, "echo": FLAG.schema,
+    "use_beam_search": FLAG.schema, "length_penalty": real(*PENALTY).schema,
     "truncate_prompt_tokens": whole(-1).schema, "truncation_side": {"enum": list(SIDES)},
     "add_special_tokens": FLAG.schema,
     "prompt": {"anyOf": [TEXT, many(TEXT, 8, 1), many(TOKEN, 4096, 1), many(many(TOKEN, 4096, 1), 8, 1)]},

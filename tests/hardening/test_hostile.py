@@ -35,6 +35,8 @@ BOUND_TO_OTHERS = {
     ("min_tokens", INT32_MAX),
     ("dimensions", 65_536),
     ("output_dimension", 65_536),
+    ("length_penalty", -10),
+    ("length_penalty", 10),
     *((name, value) for name in ("logprobs", "prompt_logprobs", "top_logprobs") for value in (-1, INT32_MAX)),
 }
 NAMED = ("model", "previous_response_id", "conversation", "input_file_id")  # what is not found is a 404

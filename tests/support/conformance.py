@@ -99,6 +99,7 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "mine", "priority": 3,
     "return_tokens_as_token_ids": True, "include_reasoning": False,
     "cache_salt": "s", "timeout": 2.5, "truncate_prompt_tokens": 5, "truncation_side": "right", "echo": True,
+    "use_beam_search": True, "length_penalty": 0.5,
     "add_special_tokens": False,
     "add_generation_prompt": False, "continue_final_message": True, "chat_template": "{{ x }}",
     "chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "model": "other", "prompt": "Twice",
@@ -114,7 +115,9 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "output_expires_after": {"anchor": "created_at", "seconds": 3600},
     "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
 }  # fmt: skip
-NEEDS = {"truncation_side": {"truncate_prompt_tokens": 5}}  # what else a field asks for, wherever it is
+NEEDS: dict[str, dict[str, Any]] = {  # what else a field asks for, wherever it is
+    "truncation_side": {"truncate_prompt_tokens": 5}, "length_penalty": {"use_beam_search": True},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

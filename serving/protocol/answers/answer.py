@@ -45,6 +45,7 @@ class ChatRequest:
     parallel_tool_calls: bool = True
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"  # where tokens beyond those are left out
+    length_penalty: float | None = None  # of a beam search, where that chooses the answers
     drops_oldest: bool = False  # turns, where not all fit
     kept_room: int = 1  # tokens that those leave for an answer without a limit
     edits: Sequence[Any] = ()  # of the conversation, each as `context.Edit`
@@ -85,6 +86,7 @@ class CompletionRequest:
     delivery: Delivery = Delivery()
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
+    length_penalty: float | None = None
     add_special_tokens: bool = True
     suffix: str = ""  # what comes after the answer, for models that were taught to fill a gap
     echo: bool = False

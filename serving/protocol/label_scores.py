@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import MAX_CHOICES, PLAIN, Terms
+from ..api.params import MAX_WANTED, PLAIN, Terms
 from ..api.validation import INT32_MAX, boolean, items, shown, token_ids
 from ..api.validation import unicode_text as unicode
 from .completion import MAX_PROMPTS
@@ -36,7 +36,7 @@ def parse(body: Any) -> LabelRequest:
     """The request in a body."""
     given = known_fields(body, FIELDS, {})
     found = items("items", given.get("items"), MAX_PROMPTS)
-    labels = token_ids("label_token_ids", given.get("label_token_ids"), MAX_CHOICES)
+    labels = token_ids("label_token_ids", given.get("label_token_ids"), MAX_WANTED)
     for name, values in (("items", found), ("label_token_ids", labels)):
         if not values:
             raise RequestError(name, "must hold at least one")

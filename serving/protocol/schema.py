@@ -1,6 +1,6 @@
 """The JSON schemas of what requests may hold, for the server's OpenAPI document."""
 
-from ..api.params import MAX_CHOICES, SAMPLING, Terms, declarations
+from ..api.params import MAX_WANTED, SAMPLING, Terms, declarations
 from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, real, whole
 from . import batch_file, batches, chat, cohere, completion, conversations, label_scores, messages, pooling, responses
 from .completion import MAX_PROMPTS
@@ -42,7 +42,7 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "instructions": TEXT, "encoding_format": {"enum": ["float", "base64"]},
     "dimensions": whole(1, pooling.MAX_DIMENSIONS).schema, "query": TEXT, "documents": many(TEXT, MAX_PROMPTS, 1),
     "apply_softmax": FLAG.schema, "item_first": FLAG.schema, "background": FLAG.schema,
-    "previous_response_id": TEXT, "label_token_ids": many(TOKEN, MAX_CHOICES, 1),
+    "previous_response_id": TEXT, "label_token_ids": many(TOKEN, MAX_WANTED, 1),
     "texts": many(TEXT, MAX_PROMPTS, 1), "inputs": many(OBJECT, MAX_PROMPTS, 1),
     "input_type": {"enum": list(cohere.INPUT_TYPES)}, "truncate": {"enum": list(cohere.TRUNCATE)},
     "embedding_types": many({"enum": list(cohere.EMBEDDING_TYPES)}, 4, 1),

@@ -26,7 +26,7 @@ from ..guard import new_id
 from ..service import Service
 from ..settings import ServerSettings
 
-LABEL = SamplingParams(temperature=0, max_tokens=1, logprobs=0, detokenize=False)
+LABEL = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
 class Answered(NamedTuple):
@@ -173,22 +173,17 @@ async def generative_scoring(service: Service, request: Request) -> JsonResponse
     head, asked, outputs, usage, _ = await outputs_of(
         service, request, "generative-scoring-", label_scores.parse, partial(ask_for_labels, service.settings)
     )
-    each = len(asked.labels)
-    first = outputs[::each]  # the same prompt is asked for each label
-    usage = Usage(
-        sum(len(output.prompt_token_ids) for output in first), 0, sum(output.num_cached_tokens for output in first)
-    )
-    first_steps = [step for output in outputs for answer in output.outputs for step in answer.logprobs or ()]
-    found = [entry.logprob for step in first_steps for entry in step.values()]
-    scores = [label_scores.score(found[at : at + each], asked.apply_softmax) for at in range(0, len(found), each)]
+    steps = [step for output in outputs for answer in output.outputs for step in answer.logprobs or ()]
+    scores = [
+        label_scores.score([step[label].logprob for label in asked.labels], asked.apply_softmax) for step in steps
+    ]
     return JsonResponse(shapes.score_response(head, scores, counts(service, usage)))
 
 
 def ask_for_labels(settings: ServerSettings, engine: Engine, asked: label_scores.LabelRequest) -> list[Ask]:
-    """A request for each label of each item: only that token may come, and its log-probability is told."""
-    if (number := len(asked.items) * len(asked.labels)) > settings.max_choices:
-        most = settings.max_choices
-        raise RequestError("items", f"times label_token_ids must be at most {most} (--max-choices), got {number}")
+    """A request for each item, of whose next token only the log-probabilities of the labels are looked at."""
+    if (number := len(asked.items)) > settings.max_choices:
+        raise RequestError("items", f"must be at most {settings.max_choices} (--max-choices), got {number}")
     checked(list(asked.labels), engine.config.vocab_size, "label_token_ids")
 
     def tokens_of(where: str, given: str | list[int], special: bool) -> list[int]:
@@ -196,15 +191,13 @@ def ask_for_labels(settings: ServerSettings, engine: Engine, asked: label_scores
             return checked(given, engine.config.vocab_size, where)
         return prompting.encode(engine, where, given, special)
 
-    asks = []
+    asks, params = [], replace(LABEL, logprob_token_ids=asked.labels)
     query = tokens_of("query", asked.query, asked.add_special_tokens)
     for i, given in enumerate(asked.items):
         item = tokens_of(f"items[{i}]", given, False)
         tokens = item + query if asked.item_first else query + item
-        for label in asked.labels:
-            params = replace(LABEL, allowed_token_ids=(label,))
-            engine.check(tokens, params)
-            asks.append(Ask(tokens, params, None, asked.terms))
+        engine.check(tokens, params)
+        asks.append(Ask(tokens, params, None, asked.terms))
     return asks
 
 

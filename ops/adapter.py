@@ -19,16 +19,16 @@ class AdapterRows:
     num_blocks: Any
     slots_C: Any  # of each block; there are as many as there can be
     rows_CQ: Any  # one past the last in padding
-    places_T: Any  # each row's place among those of all blocks; one past the last for rows of none
+    starts_C: Any  # the place of a block's first row among all rows, sorted by slot
+    places_T: Any  # each row's place among them; past the last for rows of none
 
     @classmethod
     def of(cls, slots_T, num_slots: int) -> "AdapterRows":
         T = slots_T.shape[0]
         blocks, C = Blocks.of(slots_T, num_slots), min(T, -(-T // BLOCK) + num_slots)
-        slots_C, rows_CQ, _ = jax.vmap(blocks.at)(jnp.arange(C))
-        places_CQ = jnp.arange(C * BLOCK, dtype=jnp.int32).reshape(C, BLOCK)
-        places_T = jnp.full(T, C * BLOCK, jnp.int32).at[rows_CQ].set(places_CQ, mode="drop")
-        return cls(blocks.num_blocks, slots_C, rows_CQ, places_T)
+        slots_C, rows_CQ, places_CQ = jax.vmap(blocks.at)(jnp.arange(C))
+        places_T = jnp.full(T, T + BLOCK, jnp.int32).at[rows_CQ].set(places_CQ.astype(jnp.int32), mode="drop")
+        return cls(blocks.num_blocks, slots_C, rows_CQ, places_CQ[:, 0], places_T)
 
 
 @struct.dataclass
@@ -52,6 +52,14 @@ class Adapted(Weight):
     def rounds(self) -> str | None:
         return linear.rounds(self.base)
 
+    @property
+    def rows(self) -> int:
+        return linear.rows(self.base)
+
+    def __getitem__(self, index):
+        """Rows of an embedding that is the head too: what is looked up has no adapter."""
+        return self.base[index]
+
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         out = linear.project(subscripts, x, self.base, bias, jnp.float32)
         return self.adapt(plain(x), out).astype(dtype or plain(x).dtype)
@@ -63,7 +71,8 @@ class Adapted(Weight):
         """`out` and what each row's adapter adds.
 
         An adapter's rows are computed in blocks of one fixed shape, so that a row's sums depend neither on the others
-        nor on the slot. Zeros beyond an adapter's own rank come last in every sum.
+        nor on the slot. Zeros beyond an adapter's own rank come last in every sum. A block may write more rows than it
+        has: the next one, which begins behind its last, writes over them.
         """
         if self.rows_of is None:
             return out
@@ -80,10 +89,10 @@ class Adapted(Weight):
                 for part, (first, last) in enumerate(self.parts)
             ]
             added_QO = added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
-            return jax.lax.dynamic_update_slice(added_PO, added_QO, (block * BLOCK, 0))
+            return jax.lax.dynamic_update_slice(added_PO, added_QO, (own.starts_C[block], 0))
 
         with jax.named_scope("adapters"):
-            added_PO = jax.lax.fori_loop(0, own.num_blocks, add, jnp.zeros((own.rows_CQ.size, O), jnp.float32))
+            added_PO = jax.lax.fori_loop(0, own.num_blocks, add, jnp.zeros((T + BLOCK, O), jnp.float32))
             added_TO = added_PO.at[own.places_T].get(mode="fill", fill_value=0)
         return out + added_TO.reshape(out.shape)
 

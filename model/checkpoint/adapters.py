@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ FILE = "adapter_model.safetensors"
 RANKS = (8, 16, 32, 64, 128, 256)  # that stacks have
 MAX_RANK = 1 << 12  # that a folder may say
 NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+HEAD = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?lm_head)\.base_layer\.weight")  # the model's own, saved beside it
 REFUSED = {  # keys of adapter_config.json that change what is computed, and why they are not served
     "use_dora": "it scales the weights' columns too; merge it into the model",
     "modules_to_save": "it brings whole weights of its own; merge it into the model",
@@ -67,6 +68,7 @@ class Target:
     into: tuple[int, ...]
     out: tuple[int, ...]
     parts: tuple[Part, ...]
+    is_head: bool = False
 
     @property
     def inputs(self) -> int:
@@ -82,6 +84,7 @@ class Adapter:
     """What an adapter adds to each weight that takes one, in their order, on the host."""
 
     key: str  # a digest of its files: what is computed with it is shared with none that differs
+    has_head: bool  # whether it adapts the head
     matrices: list[tuple[np.ndarray, np.ndarray]]  # (down [inputs, parts * rank], up [rank, outputs])
 
 
@@ -114,22 +117,41 @@ def target_of(spec: ArraySpec, source: Source) -> Target | None:
     return Target(into, out, tuple(parts))
 
 
-def layer_targets(config: ModelConfig) -> list[LayerWeights]:
-    """By layer a tree like its weights, with a `Target` or None in place of each. Experts take no adapters."""
+def target_tree(config: ModelConfig) -> ModelWeights:
+    """A tree like the weights, with a `Target` or None in place of each. Experts take no adapters."""
 
     def targets(spec, source) -> Any:
         return jax.tree.map(target_of, spec, source)
 
     layers = zip(dense_specs(config).layers, sources_of(config).layers, strict=True)
-    return [
-        LayerWeights(attention=targets(spec.attention, source.attention), mlp=targets(spec.mlp, source.mlp))
-        for spec, source in layers
-    ]
+    found = ModelWeights(
+        embed_VD=None,
+        layers=tuple(
+            LayerWeights(attention=targets(spec.attention, source.attention), mlp=targets(spec.mlp, source.mlp))
+            for spec, source in layers
+        ),
+        final_norm_D=None,
+    )
+    return found.replace(**{head_name(config): head_target(config)}) if config.writes else found
+
+
+def head_name(config: ModelConfig) -> str:
+    """The field of the weights that holds the head."""
+    return "embed_VD" if config.tied else "head_VD"
+
+
+def head_target(config: ModelConfig) -> Target | None:
+    """The head, as a checkpoint names it whose head is not the embedding: that is the name that adapters have."""
+    head_VD = dense_specs(replace(config, tied=False)).head_VD
+    (part,) = sources_of(replace(config, tied=False)).head_VD.parts
+    spec = replace(head_VD, shape=head_VD.shape[::-1], axes=head_VD.axes[::-1], inputs=(0,))
+    found = target_of(spec, Source((replace(part, turn=lambda x: part.turn(x).T),)))
+    return found and replace(found, is_head=True)
 
 
 def targets_of(config: ModelConfig) -> tuple[Target, ...]:
     """The weights that take adapters, in the order of the tree."""
-    return tuple(jax.tree.leaves(layer_targets(config)))
+    return tuple(jax.tree.leaves(target_tree(config)))
 
 
 def with_adapters(weights: ModelWeights, config: ModelConfig, slots: int, rank: int) -> ModelWeights:
@@ -149,11 +171,12 @@ def with_adapters(weights: ModelWeights, config: ModelConfig, slots: int, rank: 
     def both(targets, own):
         return jax.tree.map(add, targets, own, is_leaf=lambda node: node is None or isinstance(node, Target))
 
+    found, head = target_tree(config), head_name(config)
     layers = [
         own.replace(attention=both(targets.attention, own.attention), mlp=both(targets.mlp, own.mlp))
-        for targets, own in zip(layer_targets(config), weights.layers, strict=True)
+        for targets, own in zip(found.layers, weights.layers, strict=True)
     ]
-    return weights.replace(layers=tuple(layers))
+    return weights.replace(layers=tuple(layers), **{head: add(getattr(found, head), getattr(weights, head))})
 
 
 def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...], most: int) -> Adapter:
@@ -169,8 +192,8 @@ def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...],
         found = places.get(name) or places.get(inner(name))
         if found is None:
             raise ModelError(
-                f"{file} adapts {module!r}, which takes no adapter in {config.family} models here: experts, the "
-                "embedding and the head do not; merge it into the model's weights"
+                f"{file} adapts {module!r}, which takes no adapter in {config.family} models here: experts and "
+                "the embedding do not; merge it into the model's weights"
             )
         index, part = found
         own = check_shapes(file, down, up, part, about, module, most)
@@ -195,7 +218,8 @@ def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...],
         (empty[target.inputs, len(target.parts) * rank], empty[rank, target.outputs]) if own is None else own
         for target, own in zip(targets, matrices, strict=True)
     ]
-    return Adapter(digest_of(folder), whole)
+    has_head = any(target.is_head and own is not None for target, own in zip(targets, matrices, strict=True))
+    return Adapter(digest_of(folder), has_head, whole)
 
 
 @dataclass(frozen=True)
@@ -278,13 +302,18 @@ def pattern_of(where: Path, patterns: Any) -> dict[str, Any]:
 def pairs_of(file: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """(down, up) of every module that an adapter's file adapts; a tensor that is neither is named."""
     halves: dict[str, dict[str, Tensor]] = {}
+    others: list[str] = []
     for name, tensor in read_header(file).items():
-        if (found := NAME.fullmatch(name)) is None:
+        if found := NAME.fullmatch(name):
+            halves.setdefault(found[1], {})[found[2]] = tensor
+        else:
+            others.append(name)
+    for name in others:
+        if not (found := HEAD.fullmatch(name)) or found[1] not in halves:
             raise ModelError(
                 f"{file} holds the tensor {name!r}, which is no lora_A or lora_B of a linear layer; merge the adapter "
                 "into the model's weights"
             )
-        halves.setdefault(found[1], {})[found[2]] = tensor
     for module, both in halves.items():
         if len(both) < 2:
             raise ModelError(f"{file} lacks lora_{'B' if 'A' in both else 'A'} of {module!r}")

@@ -1,8 +1,10 @@
-"""LoRA adapters of random numbers: folders as PEFT writes them, for every weight that takes one."""
+"""LoRA adapters of random numbers: folders as PEFT writes them, for every weight of the layers that takes one."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+HEAD = "lm_head.weight"  # as in PEFT's "all-linear", which leaves it out
 
 
 def random_adapters(llm: Any, count: int, rank: int, folder: Path) -> list[Any]:
@@ -14,6 +16,7 @@ def random_adapters(llm: Any, count: int, rank: int, folder: Path) -> list[Any]:
 
     rng, found = np.random.default_rng(0), []
     parts = [part for target in llm.engine.adapters.targets for part in target.parts]
+    parts = [part for part in parts if part.source.name != HEAD]
     about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
     for number in range(1, count + 1):
         own, tensors = folder / str(number), {}

@@ -52,6 +52,7 @@ class Batch:
     paths_B: Any = None  # each path is a sequence of the step; its number, from 0
     spares_GAQW: tuple[np.ndarray, ...] = ()  # pages of each sequence's paths, for the places where drafts lie
     adapters_T: Any = None  # where there are adapters: the slot of each row's, or one past the last
+    adapters_R: Any = None  # and of those that draw, if it adapts the head
 
 
 def sizes(
@@ -131,7 +132,10 @@ class Layout:
             spares_GAQW = tuple(np.zeros(shape, np.int32) for _ in range(self.groups))
             batch = batch.replace(paths_B=np.zeros(self.size.seqs, np.int32), spares_GAQW=spares_GAQW)
         if self.adapters:
-            batch = batch.replace(adapters_T=np.full(self.size.rows, self.adapters, np.int32))
+            batch = batch.replace(
+                adapters_T=np.full(self.size.rows, self.adapters, np.int32),
+                adapters_R=np.full(self.size.samples, self.adapters, np.int32),
+            )
         arrays, tree = jax.tree.flatten(batch)
         ends = np.cumsum([array.size for array in arrays]).tolist()
         return arrays, tree, list(zip([0, *ends], ends, strict=False))

@@ -212,7 +212,7 @@ def step_of_one(
     batch, both = layout.read(buffer), weights
     weights = model_of(weights)
     if layout.adapters:
-        weights = adapter.with_rows(weights, batch.adapters_T, layout.adapters)
+        weights = adapting(weights, batch, layout.adapters)
     if stage.begins and stage.ends:  # with several stages the host knows all tokens
         batch = settle(batch, state, drafter is not None and layout.paths == 1, axes)
     tokens_T = batch.tokens_T
@@ -290,6 +290,12 @@ def step_of_one(
     if config.classes is not None:
         hidden_RD = decoder.classes(weights, hidden_RD)
     return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
+
+
+def adapting(weights, batch: Batch, num_slots: int):
+    """The weights, in whose layers each of the step's rows has its adapter, and in the head those that draw."""
+    layers = adapter.with_rows(weights.layers, batch.adapters_T, num_slots)
+    return adapter.with_rows(weights.replace(layers=()), batch.adapters_R, num_slots).replace(layers=layers)
 
 
 def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:

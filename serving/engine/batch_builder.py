@@ -69,6 +69,7 @@ class BatchBuilder:
         self.tracked = np.zeros(places, bool)
         self.plain = np.zeros(places, bool)
         self.no_adapter, self.adapters = limits.adapters, np.full(places, limits.adapters, np.int32)
+        self.of_head = np.zeros(places, bool)  # whether it adapts the head
         self.params = param_arrays(places)
         self.settings = self.params | {name: np.zeros(places, bool) for name in ("biased_R", "wants_logprobs_R")}
         # Of each replica the last steps under way that only decoded, the first one the next to go on.
@@ -91,6 +92,7 @@ class BatchBuilder:
         self.num_synced[place], self.seeds[place] = 0, seq.seed
         if self.no_adapter:
             self.adapters[place] = self.no_adapter if seq.adapter is None else seq.adapter_slot
+            self.of_head[place] = seq.adapter is not None and seq.adapter.has_head
         for table in self.tables:
             table[place] = 0  # a step that drafts may write past what the sequence has pages for: into the dummy page
         tracked = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
@@ -328,6 +330,8 @@ class BatchBuilder:
                     s.ban_RX[row, : len(bans)] = bans
                 row += 1
         places_R = np.repeat(places, counts)
+        if b.adapters_R is not None:
+            b.adapters_R[:R] = np.where(self.of_head[places_R], self.adapters[places_R], self.no_adapter)
         s.slots_R[:R], s.seeds_R2[:R] = np.repeat(slots, counts), self.seeds[places_R]
         for name, values in self.settings.items():
             if name == "wants_logprobs_R":

@@ -25,11 +25,12 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.9, seed=7, logprobs=2)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model, and many adapters of several ranks, some of a part of the layers."""
+    """A model, and many adapters of several ranks, some of a part of the layers, some of the head too."""
     root = tmp_path_factory.mktemp("adapters")
     tensors = tiny.write(root / "base", CONFIG, tiny.even(tiny.shapes(CONFIG)))
     for number in range(COUNT):
         rank, names = 1 + number % 8, peft.EVERY if number % 3 else ("q_proj", "v_proj")
+        names = (*names, "lm_head") if number % 4 == 1 else names
         drawn = peft.draw(tensors, names, rank=rank, seed=number)
         peft.write(root / str(number), drawn, {"r": rank, "use_rslora": number % 2 == 0})
     return root
@@ -92,6 +93,27 @@ def test_the_answers_are_those_of_the_merged_model(llm, folders, tmp_path):
         assert tokens == own
         for one, other in zip(scores, others, strict=True):
             assert one == pytest.approx(other, abs=1e-3)
+
+
+def test_a_head_that_is_the_embedding(tmp_path):
+    """Its adapter changes what is drawn and not what is looked up; who names none has the model's own head."""
+    config = CONFIG | {"tie_word_embeddings": True}
+    tensors = tiny.write(tmp_path / "base", config, tiny.even(tiny.shapes(config)))
+    whole = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    drawn = peft.draw(whole, ("lm_head", "o_proj"))
+    tiny.write(tmp_path / "merged", CONFIG, peft.merged(whole, drawn))
+    one = LoRARequest("head", 1, str(peft.write(tmp_path / "head", drawn)))
+    greedy, prompts = replace(PARAMS, temperature=0), prompts_for(6)
+    plain = {name: value for name, value in OPTIONS.items() if "lora" not in name}
+    wanted = []
+    for name in ("merged", "base"):
+        with LLM(str(tmp_path / name), **plain) as other:
+            wanted.append([tokens for tokens, _ in answers(other, prompts, None, greedy)])
+    with LLM(str(tmp_path / "base"), **OPTIONS) as llm:
+        mixed = answers(llm, prompts, [one, None] * 3, greedy)
+        assert [tokens for tokens, _ in mixed] == [wanted[i % 2][i] for i in range(6)]
+        assert llm.engine.snapshot().recompiles == 0
+    assert wanted[0] != wanted[1]
 
 
 def test_pages_are_shared_within_an_adapter_alone(llm, folders):

@@ -70,6 +70,24 @@ def test_an_adapter_is_the_model_that_it_is_merged_into(name, tmp_path):
 
 
 @pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_adapted_and_not_the_embedding(tied, tmp_path):
+    """A tied model with an adapted head is one whose head is its own. PEFT saves the head as it was beside it."""
+    config = tiny.LLAMA | {"tie_word_embeddings": tied}
+    tensors = tiny.write(tmp_path / "base", config, tiny.even(tiny.shapes(config)))
+    whole = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
+    adapter = peft.draw(whole, ("q_proj", "lm_head"))
+    saved = {"base_model.model.lm_head.base_layer.weight": whole["lm_head.weight"]}
+    peft.write(tmp_path / "adapter", adapter | saved)
+    tiny.write(tmp_path / "merged", tensors=peft.merged(whole, adapter))
+    layers = {name: value for name, value in adapter.items() if "lm_head" not in name}
+    peft.write(tmp_path / "layers", layers)
+    found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
+    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=2e-4)
+    assert np.abs(found - logits_of(tmp_path / "base", adapter=tmp_path / "layers")).max() > 0.1
+
+
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_model_whose_layers_keep_states_and_gate_their_heads(tmp_path):
     tensors = tiny_qwen.write(tmp_path / "base")
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp")}
@@ -154,10 +172,14 @@ def halves(module: str, inputs: int = 32, outputs: int = 32) -> dict[str, np.nda
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 TENSORS = {
-    "the head": (halves("base_model.model.lm_head", 32, 96), "adapts 'lm_head', which takes no adapter"),
+    "the embedding as a layer": (halves("base_model.model.model.embed_tokens", 32, 96),
+                                 "adapts 'model.embed_tokens', which takes no adapter"),
+    "another head": (halves("base_model.model.lm_head", 32, 97), "want [4, 32] and [96, 4]"),
     "an unknown layer": (halves(Q.replace("layers.0", "layers.7")), "adapts 'model.layers.7.self_attn.q_proj'"),
     "the embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 96), np.float32)},
                       "embed_tokens.lora_embedding_A"),
+    "a whole head": (halves(Q) | {"base_model.model.lm_head.base_layer.weight": np.ones((96, 32), np.float32)},
+                     "holds the tensor 'base_model.model.lm_head.base_layer.weight'"),
     "a magnitude": ({f"{Q}.lora_magnitude_vector.weight": np.ones(32, np.float32)}, "lora_magnitude_vector"),
     "one half": ({f"{Q}.lora_A.weight": np.ones((4, 32), np.float32)}, "lacks lora_B of"),
     "a wrong shape": (halves(Q, 31), "have shapes [4, 31] and [32, 4]"),

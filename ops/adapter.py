@@ -1,5 +1,6 @@
 """Adapters of low rank beside a weight: to each row's product its own adapter adds (x down) up."""
 
+import math
 from typing import Any
 
 import jax
@@ -39,11 +40,14 @@ class Adapted(Weight):
 
         down    | part 0: rank | part 1: rank |      the inputs of all parts are the same rows
         up      |   its outputs  | its outputs |
+
+    Over several devices each has the inputs and outputs that it has of the weight. Where inputs are split, each adds
+    what its own give, and the sum of their products is that of their adapters too.
     """
 
     base: Any
-    down_SDR: Any  # of each slot [inputs, parts * rank]
-    up_SRO: Any  # of each slot [rank, outputs]
+    down: Any  # of each slot [*into, parts * rank]
+    up: Any  # of each slot [rank, *out]
     rows_of: AdapterRows | None = None  # the step fills it in
     parts: tuple[tuple[int, int], ...] = struct.field(pytree_node=False, default=())
     takes_rounded = True
@@ -76,14 +80,14 @@ class Adapted(Weight):
         """
         if self.rows_of is None:
             return out
-        own, T, (_, rank, O) = self.rows_of, x.shape[0], self.up_SRO.shape
-        x_TD = x.reshape(T, -1)
+        own, T, (rank, *out_shape) = self.rows_of, x.shape[0], self.up.shape[1:]
+        x_TD, O = x.reshape(T, -1), math.prod(out_shape)
 
         def add(block, added_PO):
             # Without the barrier XLA widens the whole stacks to float32 ahead of the loop.
-            down_SDR, up_SRO, slot = jax.lax.optimization_barrier((self.down_SDR, self.up_SRO, own.slots_C[block]))
+            down, up, slot = jax.lax.optimization_barrier((self.down, self.up, own.slots_C[block]))
             x_QD = x_TD.at[own.rows_CQ[block]].get(mode="fill", fill_value=0)
-            inner_QR, up_RO = dot(x_QD, down_SDR[slot]), up_SRO[slot]
+            inner_QR, up_RO = dot(x_QD, down[slot].reshape(x_TD.shape[1], -1)), up[slot].reshape(rank, O)
             added = [
                 dot(inner_QR[:, part * rank :][:, :rank], up_RO[:, first:last])
                 for part, (first, last) in enumerate(self.parts)
@@ -117,7 +121,7 @@ def with_rows(weights: Any, slots_T, num_slots: int) -> Any:
 def stacks_of(weights: Any) -> list[tuple[Any, Any]]:
     """The stacks of all weights that have adapters, in the order of the tree."""
     nodes = filter(is_adapted, jax.tree.leaves(weights, is_leaf=is_adapted))
-    return [(node.down_SDR, node.up_SRO) for node in nodes]
+    return [(node.down, node.up) for node in nodes]
 
 
 def with_stacks(weights: Any, stacks: list[tuple[Any, Any]]) -> Any:
@@ -127,8 +131,8 @@ def with_stacks(weights: Any, stacks: list[tuple[Any, Any]]) -> Any:
     def change(node):
         if not is_adapted(node):
             return node
-        down_SDR, up_SRO = next(left)
-        return node.replace(down_SDR=down_SDR, up_SRO=up_SRO)
+        down, up = next(left)
+        return node.replace(down=down, up=up)
 
     return jax.tree.map(change, weights, is_leaf=is_adapted)
 

@@ -270,7 +270,7 @@ def load(
     check_rounding(weights, config, placement)
     weights = expert_copies.as_loaded(weights, config, placement.mesh)
     if options.enable_lora:
-        weights = with_adapters(weights, config, options.max_loras, bucket_of(options.max_lora_rank))
+        weights = with_adapters(weights, config, options.max_loras, bucket_of(options.max_lora_rank), placement.mesh)
     return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
 
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...ops.adapter import Adapted
-from ...sharding.spec import ArraySpec
+from ...sharding import local_shards
+from ...sharding.mesh import Mesh, element_orders, sharding, take_elements
+from ...sharding.spec import ArraySpec, Runs
 from ..config import ModelConfig, ModelError
 from ..families.common import Source, SourceTensor
 from ..weights import LayerWeights, ModelWeights, dense_specs
@@ -63,10 +65,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A weight that takes adapters."""
+    """A weight [*into, *out] that takes adapters."""
 
     into: tuple[int, ...]
     out: tuple[int, ...]
+    axes: tuple[str | Runs | None, ...]  # of both
     parts: tuple[Part, ...]
     is_head: bool = False
 
@@ -78,6 +81,29 @@ class Target:
     def outputs(self) -> int:
         return math.prod(self.out)
 
+    def specs(self, dtype: Any, rank: int, slots: tuple[int, ...] = ()) -> tuple[ArraySpec, ArraySpec]:
+        """(down, up) of an adapter, or of stacks of so many. Both are split as the weight beside which they lie."""
+        k, lead = len(self.into), (None,) * len(slots)
+        down = ArraySpec((*slots, *self.into, len(self.parts) * rank), dtype, (*lead, *self.axes[:k], None))
+        return down, ArraySpec((*slots, rank, *self.out), dtype, (*lead, None, *self.axes[k:]))
+
+    def ranges(self, mesh: Mesh | None) -> tuple[tuple[int, int], ...]:
+        """Which outputs, of those that a device has, are of which part."""
+        if mesh is None:
+            return tuple((part.first, part.last) for part in self.parts)
+        spec = ArraySpec(self.out, np.int64, self.axes[len(self.into) :])
+        sizes = [part.last - part.first for part in self.parts]
+        numbers = np.repeat(np.arange(len(sizes)), sizes).reshape(self.out)
+        for at, order in enumerate(element_orders(spec, mesh)):
+            numbers = numbers if order is None else take_elements(numbers, order, at)
+        cuts = sharding(spec, mesh).devices_indices_map(numbers.shape).values()
+        first, *others = [numbers[cut].reshape(-1) for cut in cuts]
+        if np.any(np.diff(first) < 0) or not all(np.array_equal(first, other) for other in others):
+            name = self.parts[0].source.name
+            raise ModelError(f"enable_lora is set, and the devices have unequal parts of {name}: use fewer")
+        ends = np.searchsorted(first, np.arange(len(self.parts)), side="right").tolist()
+        return tuple(zip([0, *ends], ends, strict=False))
+
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
@@ -85,7 +111,7 @@ class Adapter:
 
     key: str  # a digest of its files: what is computed with it is shared with none that differs
     has_head: bool  # whether it adapts the head
-    matrices: list[tuple[np.ndarray, np.ndarray]]  # (down [inputs, parts * rank], up [rank, outputs])
+    matrices: list[tuple[np.ndarray, np.ndarray]]  # (down [*into, parts * rank], up [rank, *out])
 
 
 def bucket_of(rank: int) -> int:
@@ -114,7 +140,7 @@ def target_of(spec: ArraySpec, source: Source) -> Target | None:
     whole = [(part.first, part.last) for part in parts]
     if [first for first, _ in whole] != [0, *(last for _, last in whole[:-1])] or whole[-1][1] != place.size:
         return None
-    return Target(into, out, tuple(parts))
+    return Target(into, out, spec.axes, tuple(parts))
 
 
 def target_tree(config: ModelConfig) -> ModelWeights:
@@ -154,19 +180,21 @@ def targets_of(config: ModelConfig) -> tuple[Target, ...]:
     return tuple(jax.tree.leaves(target_tree(config)))
 
 
-def with_adapters(weights: ModelWeights, config: ModelConfig, slots: int, rank: int) -> ModelWeights:
+def with_adapters(
+    weights: ModelWeights, config: ModelConfig, slots: int, rank: int, mesh: Mesh | None = None
+) -> ModelWeights:
     """The weights with stacks for so many adapters of at most that rank beside them."""
-    dtype = jnp.dtype(config.dtype)
+
+    def zeros(spec: ArraySpec) -> Any:
+        if mesh is None:
+            return jnp.zeros(spec.shape, spec.dtype)
+        return jnp.zeros(local_shards.sharded_shape(spec, mesh), spec.dtype, device=sharding(spec, mesh))
 
     def add(target: Target | None, weight) -> Any:
         if target is None:
             return weight
-        return Adapted(
-            weight,
-            jnp.zeros((slots, target.inputs, len(target.parts) * rank), dtype),
-            jnp.zeros((slots, rank, target.outputs), dtype),
-            parts=tuple((part.first, part.last) for part in target.parts),
-        )
+        down, up = map(zeros, target.specs(jnp.dtype(config.dtype), rank, (slots,)))
+        return Adapted(weight, down, up, parts=target.ranges(mesh))
 
     def both(targets, own):
         return jax.tree.map(add, targets, own, is_leaf=lambda node: node is None or isinstance(node, Target))
@@ -177,6 +205,16 @@ def with_adapters(weights: ModelWeights, config: ModelConfig, slots: int, rank: 
         for targets, own in zip(found.layers, weights.layers, strict=True)
     ]
     return weights.replace(layers=tuple(layers), **{head: add(getattr(found, head), getattr(weights, head))})
+
+
+def spread(matrices: list[tuple[Any, Any]], targets: tuple[Target, ...], mesh: Mesh) -> list[tuple[Any, Any]]:
+    """An adapter's matrices over the devices, as the stacks lie."""
+
+    def place(matrix: np.ndarray, spec: ArraySpec) -> jax.Array:
+        return local_shards.shard(matrix, spec, mesh, sharding(spec, mesh))
+
+    specs = [target.specs(up.dtype, up.shape[0]) for target, (_, up) in zip(targets, matrices, strict=True)]
+    return jax.tree.map(place, matrices, specs)
 
 
 def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...], most: int) -> Adapter:
@@ -218,8 +256,12 @@ def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...],
         (empty[target.inputs, len(target.parts) * rank], empty[rank, target.outputs]) if own is None else own
         for target, own in zip(targets, matrices, strict=True)
     ]
+    shaped = [
+        (down.reshape(*target.into, -1), up.reshape(rank, *target.out))
+        for target, (down, up) in zip(targets, whole, strict=True)
+    ]
     has_head = any(target.is_head and own is not None for target, own in zip(targets, matrices, strict=True))
-    return Adapter(digest_of(folder), has_head, whole)
+    return Adapter(digest_of(folder), has_head, shaped)
 
 
 @dataclass(frozen=True)

@@ -274,8 +274,11 @@ class EngineOptions:
         if not self.enable_lora:
             return
         for name in (*PARALLEL.values(), "num_processes"):
-            if (value := getattr(self, name)) != 1:
-                raise ModelError(f"enable_lora is set and {name} is {value}: adapters are served on one device so far")
+            if (value := getattr(self, name)) != 1 and name != "tensor_parallel_size":
+                raise ModelError(
+                    f"enable_lora is set and {name} is {value}: with adapters a model is split by tensor_parallel_size "
+                    "alone so far"
+                )
         for name in ("shard_weights", "weights_host_bytes"):
             if getattr(self, name):
                 raise ModelError(f"enable_lora is set, and so is {name}: weights that have adapters stay on the device")

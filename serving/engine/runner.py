@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ...model.checkpoint.adapters import spread, targets_of
 from ...model.config import ModelConfig
 from ...model.expert_copies import spare_of
 from ...ops import adapter
@@ -120,6 +121,7 @@ class Runner:
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
         self.write_adapter: Any = None  # the program that puts an adapter into a slot
+        self.targets = targets_of(config) if limits.adapters else ()
         self.compiles = CompileCounter()
         self.leader: Leader | None = None  # to the other processes, which make the same calls
         counted = config.experts and len(self.pipeline) == 1 and jax.process_count() == 1
@@ -332,12 +334,13 @@ class Runner:
 
     def lower_write(self) -> jax.stages.Lowered:
         stacks = adapter.stacks_of(model_of(self.weights))
-        blank = [tuple(np.zeros(stack.shape[1:], stack.dtype) for stack in both) for both in stacks]
-        return write_adapter.lower(stacks, np.int32(0), blank)
+        return write_adapter.lower(stacks, np.int32(0), jax.tree.map(one_of, stacks))
 
     def load_adapter(self, slot: int, matrices: list[tuple[np.ndarray, np.ndarray]]) -> None:
         """Copy an adapter into a slot: steps under way end before."""
         weights = model_of(self.weights)
+        if self.mesh is not None:
+            matrices = spread(matrices, self.targets, self.mesh)
         stacks = self.write_adapter(adapter.stacks_of(weights), np.int32(slot), matrices)
         self.weights = with_model(self.weights, adapter.with_stacks(weights, stacks))
 
@@ -455,6 +458,14 @@ def drawn_by_series(plan: StepPlan, sampled: Sampled) -> list[Drawn]:
         Drawn(item, row * count, bool(tokens_RS[row, 0] >= 0), tokens_RS[row].tolist(), sampled, None)
         for row, item in enumerate(plan.items)
     ]
+
+
+def one_of(stack: jax.Array) -> jax.ShapeDtypeStruct:
+    """One of the arrays that are stacked, where they lie on the same devices."""
+    where = None
+    if isinstance(stack.sharding, NamedSharding):
+        where = NamedSharding(stack.sharding.mesh, PartitionSpec(*stack.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=where)
 
 
 def chunks(parts: Seq[Seq[ScheduledSequence]], max_rows: int) -> Iterator[tuple[tuple[ScheduledSequence, ...], ...]]:

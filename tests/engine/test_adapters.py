@@ -183,7 +183,7 @@ def test_what_is_refused(llm, folders, tmp_path):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: adapters are served on one device"),
+        ({"data_parallel_size": 2}, "data_parallel_size is 2: with adapters a model is split by tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"weights_host_bytes": 1}, "weights_host_bytes"),
         ({"max_loras": 0}, "max_loras is 0; it must be an integer from 1"),

@@ -216,7 +216,7 @@ def test_a_rank_above_the_limit_is_refused(base, tmp_path):
     with pytest.raises(ModelError, match="has rank 9; max_lora_rank is 8"):
         read_adapter(tmp_path, base.config, base.targets, 8)
     assert adapters.bucket_of(9) == 16
-    assert read_adapter(tmp_path, base.config, base.targets, 9).matrices[0][1].shape == (16, 64)
+    assert read_adapter(tmp_path, base.config, base.targets, 9).matrices[0][1].shape == (16, 8, 8)
 
 
 def test_the_key_is_of_the_content(base, tmp_path):

@@ -123,14 +123,15 @@ def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path
     assert seen or variant.config["model_type"] in encoders
 
 
-def test_slots_and_rank_change_no_bit(tmp_path):
-    """Zeros beyond an adapter's rank are no part of its sums, whatever slot it has."""
+def test_slots_change_no_bit_and_a_higher_rank_at_most_the_last(tmp_path):
+    """Zeros beyond an adapter's rank are no part of its sums, which XLA may add in another order for another rank."""
     tensors = tiny.write(tmp_path / "base", tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
     peft.write(tmp_path / "adapter", peft.draw(tensors))
     once = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
-    for more in ({"slots": 9, "slot": 7}, {"most": 64}):
-        again = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", **more)
-        np.testing.assert_array_equal(once, again, str(more))
+    elsewhere = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", slots=9, slot=7)
+    np.testing.assert_array_equal(once, elsewhere)
+    wider = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", most=64)
+    np.testing.assert_allclose(once, wider, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,7 @@ def test_a_step_that_raises(server, name):
 def test_a_step_of_the_model_that_raises(real, name, step):
     """With the device's real state, which is lost with the step."""
     state = fail_at(real.engine, name, step)
-    events = stream(real.url, {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True})
+    events = stream(real.url, {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True})
     assert "failed" in events[-2][1]["error"]["message"] and events[-1][0] - state.at < 1
     took = real.canary.sings(10)
     print(f"{name} raised at step {step}: event {events[-1][0] - state.at:.3f} s later, canary {took:.2f} s")

@@ -135,18 +135,18 @@ def answers(llm, prompts, requests):
     return [(out.token_ids, [{t: e.logprob for t, e in step.items()} for step in out.logprobs]) for out in outputs]
 
 
-def check(found, wanted) -> None:
+def check(found, wanted, near: float = 2e-4) -> None:
     """The same tokens, and scores that are near."""
     for (tokens, scores), (own, others) in zip(found, wanted, strict=True):
         assert tokens == own
         for score, other in zip(scores, others, strict=True):
-            assert score == pytest.approx(other, abs=2e-4)
+            assert score == pytest.approx(other, abs=near)
 
 
 ENGINES = [
     ("tied", {"tensor_parallel_size": 4}),  # two devices have the same key-value head
-    ("own", {"tensor_parallel_size": 2, "quantization": "int8-weights"}),
     ("own", {"tensor_parallel_size": 2}),
+    ("own", {"tensor_parallel_size": 2, "quantization": "int8-weights"}),
     ("tied", {"tensor_parallel_size": 2, "quantization": "int8-weights"}),
     ("own", {"tensor_parallel_size": 4, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
 ]
@@ -160,18 +160,19 @@ def test_many_at_once(name, many, folders):
     prompts = [[rng.randrange(97) for _ in range(rng.choice([1, 6, 17, 40]))] for _ in numbers]
     requests = [None if n is None else LoRARequest(f"a{n}", n + 1, str(folders / str(n))) for n in numbers]
     alike = {option: value for option, value in many.items() if option == "quantization"}
+    near = 2e-2 if alike else 2e-4  # kernels of rounded weights round rows too, and last bits of a mesh differ
     with LLM(str(folders / name), **OPTIONS, **alike) as one:
         wanted = answers(one, prompts, requests)
         whole = held_bytes(stacks_of(one.engine.runner.weights))
     with LLM(str(folders / name), **OPTIONS, **many) as llm:
         found = answers(llm, prompts, requests)
-        check(found, wanted)
+        check(found, wanted, near)
         for i in (0, 4, 8, 9):
             llm.reset_prefix_cache()
-            check(answers(llm, [prompts[i]], requests[i]), [found[i]])
+            check(answers(llm, [prompts[i]], requests[i]), [found[i]], near)
         llm.sleep()
         llm.wake_up()
-        check(answers(llm, prompts, requests), found)
+        check(answers(llm, prompts, requests), found, near)
         assert llm.engine.snapshot().recompiles == 0
         assert held_bytes(stacks_of(llm.engine.runner.weights)) < 0.8 * whole
     assert len({tuple(tokens) for tokens, _ in found}) > COUNT // 2

@@ -8,6 +8,7 @@ import tracemalloc
 import gguf
 import numpy as np
 import pytest
+import tiny_gguf
 from cases import cases
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
 
@@ -216,8 +217,13 @@ def check_tensor(tensor, name, kind, blocks) -> None:
 
 
 def check_values(kind, values, expected) -> None:
-    """Equal: those that are stored as they are in every bit, decoded ones save for which NaN it is."""
+    """Equal: those that are stored as they are in every bit, decoded ones save for which NaN it is.
+
+    A Q1_0 is a sum, in which what is infinite is lost.
+    """
     assert values.shape == expected.shape
+    if kind.name == "Q1_0":
+        values, expected = (np.where(np.isfinite(each), each, np.nan) for each in (values, expected))
     if kind.plain:
         assert values.tobytes() == expected.tobytes()
     else:
@@ -229,7 +235,7 @@ def decoded(kind, blocks) -> np.ndarray:
     if kind.plain:
         return blocks.view(kind.dtype).reshape(*rows, count)
     with np.errstate(all="ignore"):
-        return quants.dequantize(blocks.reshape(*rows, -1), GGMLQuantizationType(kind.number))
+        return tiny_gguf.decoded(blocks.reshape(*rows, -1), GGMLQuantizationType(kind.number))
 
 
 def test_values_that_the_package_rounds(tmp_path):

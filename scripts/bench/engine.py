@@ -170,7 +170,8 @@ def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
 
 
 def decode_milliseconds(run: LoadRun) -> list[float]:
-    return [step.seconds / step.plan.steps * 1000 for step in run.steps if step.plan.decodes]
+    decodes = [step for step in run.steps if step.plan.decodes]
+    return [step.seconds / step.plan.steps * 1000 for step in decodes for _ in range(step.plan.steps)]
 
 
 def read_bandwidth() -> float:

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,7 +68,8 @@ class FakeLLM:
     def __init__(self, model=None, **options):
         self.model, self.options, self.engine = model, options, self  # it is its own engine
         self.tokenizer, self.ids, self.busy = Letters(), itertools.count(), False
-        self.max_len = 1000
+        self.max_len, self.config = 1000, SimpleNamespace(vocab_size=1000)
+        self.runner = SimpleNamespace(limits=SimpleNamespace(listed=20))
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         FakeLLM.made.append(self)

@@ -134,8 +134,9 @@ class BatchBuilder:
     def goes_on(self, plan: StepPlan) -> bool:
         """Whether a step of one replica goes on from the one under way, at the smallest size."""
         (part,), (steps,) = plan.parts, self.decode_steps
-        last = self.continued(steps, part)
-        return last is not None and last.size == next(iter(self.layouts)) and len(last.of_T) == len(part)
+        if not steps or steps[0].size != next(iter(self.layouts)):
+            return False
+        return self.continued(steps, part) is not None and len(steps[0].of_T) == len(part)
 
     def build_series(self, plan: StepPlan, most: int) -> tuple[np.ndarray, np.ndarray]:
         """The buffers of a series of at most so many steps that goes on, and the tokens that would end each sequence.

@@ -233,7 +233,8 @@ class Engine:
 
     def most_steps(self, plan: StepPlan) -> int:
         """That may be made at once after this plan, so that nobody's tokens are late."""
-        return min(self.runner.most_steps(plan), int(LATE / max(self.step_seconds, 1e-6)))
+        most = int(LATE / max(self.step_seconds, 1e-6))
+        return most if most < 2 else min(most, self.runner.most_steps(plan))
 
     def tell_pace(self, plan: StepPlan, seconds: float) -> None:
         """Tell what decides about drafts how long after the one before a step was done."""

@@ -326,7 +326,7 @@ class ReplicaScheduler:
         """Steps that can be made at once, the planned one among them, before somebody needs the host."""
         if len(items) < len(self.running):
             return 1  # who takes no part waits for a token
-        page_size, room = self.table.page_size, self.limits.series
+        page_size = room = self.table.page_size
         for seq, start, num_rows, draws, _, scores, *_ in items:
             if num_rows != 1 or draws != 1 or scores or seq.stays or seq.bad_words:
                 return 1

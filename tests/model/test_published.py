@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import served_codes
 import tiny
-from quantized_files import LLAMA, D, F, assert_is, awq, dense_of, fp8, gptq, read
+from quantized_files import LLAMA, D, F, assert_is, awq, check_damage, dense_of, fp8, gptq, read
 from safetensors.numpy import load_file, save_file
 
 from quire import LLM
@@ -210,12 +210,7 @@ DAMAGE = [
 @pytest.mark.parametrize(("case", "ending", "change", "words"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE])
 def test_damage_is_named(tmp_path, case, ending, change, words):
     tensors, _ = written(tmp_path, case)
-    value = change(tensors.pop(STEM + ending))
-    if value is not None:
-        tensors[STEM + ending] = np.ascontiguousarray(value)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=words):
-        read(tmp_path)
+    check_damage(tmp_path, tensors, STEM + ending, change, words)
 
 
 CONFIGS = [

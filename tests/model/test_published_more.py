@@ -16,6 +16,7 @@ from quantized_files import (
     assert_is,
     awq,
     blocks,
+    check_damage,
     dense_of,
     fp8,
     gptq,
@@ -437,12 +438,7 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
 @pytest.mark.parametrize(("case", "ending", "change", "words_of"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE])
 def test_damage_is_named(tmp_path, case, ending, change, words_of):
     tensors, _ = written(tmp_path, case)
-    value = change(tensors.pop(STEM + ending))
-    if value is not None:
-        tensors[STEM + ending] = np.ascontiguousarray(value)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=words_of):
-        read(tmp_path)
+    check_damage(tmp_path, tensors, STEM + ending, change, words_of)
 
 
 CONFIGS: list[tuple[dict, str]] = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import served_codes
 import tiny
-from quantized_files import FLOAT8, LLAMA, assert_is, dense_of, paired, read
+from quantized_files import FLOAT8, LLAMA, assert_is, check_damage, dense_of, paired, read
 from safetensors.numpy import save_file
 
 from quire import LLM
@@ -268,12 +268,7 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
 @pytest.mark.parametrize(("case", "part", "change", "words"), DAMAGE, ids=[f"{x[0]}-{x[1]}-{x[3]}" for x in DAMAGE])
 def test_damage_is_named(tmp_path, case, part, change, words):
     tensors, _ = written(tmp_path, case)
-    value = change(tensors.pop(STEM + part))
-    if value is not None:
-        tensors[STEM + part] = np.ascontiguousarray(value)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=words):
-        read(tmp_path)
+    check_damage(tmp_path, tensors, STEM + part, change, words)
 
 
 def test_a_form_that_is_not_read(tmp_path):

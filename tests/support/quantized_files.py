@@ -5,9 +5,12 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 import tiny
+from safetensors.numpy import save_file
 
 from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.config import ModelError
 from quire.ops.quant import four_bits
 from quire.ops.quant.fp8 import Fp8
 from quire.ops.quant.grouped import CODES, Grouped
@@ -19,6 +22,16 @@ LLAMA = tiny.LLAMA | {
     "hidden_size": D, "intermediate_size": F, "num_attention_heads": N, "num_key_value_heads": K,
 }  # fmt: skip
 FLOAT8 = ml_dtypes.float8_e4m3fn
+
+
+def check_damage(folder: Path, tensors: dict, name: str, change, told: str) -> None:
+    """With one of the tensors changed, or left out where nothing becomes of it, reading the folder says so."""
+    value = change(tensors.pop(name))
+    if value is not None:
+        tensors[name] = np.ascontiguousarray(value)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=told):
+        read(folder)
 
 
 def words(codes: np.ndarray, bits: int) -> np.ndarray:

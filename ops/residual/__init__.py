@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from ..implementations import choose
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
-IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "xla": ".xla"}
+IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "native": ".native", "xla": ".xla"}
 
 
 class Residual(NamedTuple):

@@ -1,0 +1,55 @@
+"""Sum and norm by the C++ kernel: see residual.cc in `ops/native`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..native import target
+from ..native.kernel_names import RESIDUAL
+from ..norm import LayerNorm
+from . import Residual, xla
+
+
+def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None):
+    """See `quire.ops.residual.add_and_norm`. Products round the rows by themselves."""
+    x_TD, y_TD = rows.x_TD, rows.y_TD
+    if scale_D is None:
+        raise NotImplementedError("there is no norm of the sum")
+    if x_TD.dtype not in (jnp.bfloat16, jnp.float32) or (y_TD is not None and y_TD.dtype != x_TD.dtype):
+        raise NotImplementedError(f"rows must all be bfloat16 or all float32, not {x_TD.dtype}")
+    target(RESIDUAL)  # which declines where there is no kernel
+    return sum_and_norm(eps, rows, scale_D)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def sum_and_norm(eps: float, rows: Residual, scale_D):
+    x_TD, y_TD = rows.x_TD, rows.y_TD
+    adds = y_TD is not None
+    weights = [*parts(rows.scale_D if adds else None), *parts(scale_D)]
+    for array in (x_TD if y_TD is None else y_TD, *weights):  # the kernel does not check shapes
+        if array.size and array.shape not in (x_TD.shape, x_TD.shape[-1:]):
+            raise ValueError(f"residual: an array has shape {array.shape} beside rows of {x_TD.shape}")
+    results = [jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)] * (1 + adds)
+    *sums, normed_TD = jax.ffi.ffi_call(target(RESIDUAL), results)(
+        x_TD, jnp.zeros((0, 0), x_TD.dtype) if y_TD is None else y_TD, *weights,
+        added_centred=np.int32(isinstance(rows.scale_D, LayerNorm)), centred=np.int32(isinstance(scale_D, LayerNorm)),
+        eps=np.float32(eps),
+    )  # fmt: skip
+    return (sums[0] if adds else x_TD), normed_TD
+
+
+@sum_and_norm.defjvp
+def tangents_of(eps: float, primals, tangents):
+    return jax.jvp(partial(xla.add_and_norm, eps=eps), primals, tangents)
+
+
+def parts(weights) -> tuple:
+    """The scale and the bias of a norm; empty where it has none."""
+    scale, bias = (weights.scale_D, weights.bias_D) if isinstance(weights, LayerNorm) else (weights, None)
+    return tuple(jnp.zeros(0, jnp.float32) if x is None else x for x in (scale, bias))
+
+
+def varies() -> None:
+    """A row's bits are the same in any company."""

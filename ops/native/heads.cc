@@ -10,13 +10,9 @@ enum Norms { NONE = 0, EACH = 1, ALL = 2, TURNED = 3 };  // of each head, of all
 
 // The first `pairs` numbers of a head turned with as many after them.
 void turn(float* x, int64_t pairs, const float* cos, const float* sin) {
-  sixteens(pairs, [&](int64_t k, int64_t lanes) {
-    f32x16 c{}, s{}, a{}, b{};
-    auto bytes = lanes * sizeof(float);
-    std::memcpy(&c, cos + k, bytes), std::memcpy(&s, sin + k, bytes);
-    std::memcpy(&a, x + k, bytes), std::memcpy(&b, x + pairs + k, bytes);
-    f32x16 first = a * c - b * s, second = b * c + a * s;
-    std::memcpy(x + k, &first, bytes), std::memcpy(x + pairs + k, &second, bytes);
+  sixteens(pairs, [&](int64_t k, auto lanes) {
+    f32x16 c = some(cos + k, lanes), s = some(sin + k, lanes), a = some(x + k, lanes), b = some(x + pairs + k, lanes);
+    keep(x + k, lanes, a * c - b * s), keep(x + pairs + k, lanes, b * c + a * s);
   });
 }
 
@@ -36,10 +32,7 @@ const char* heads(const Call& call) {
     float* x = room.data();
     Row from(qkv, 0);
     int64_t at = (row * qkv.dim(1) + first) * H;
-    sixteens(count * H, [&](int64_t k, int64_t lanes) {
-      f32x16 some_of_it = some(from, at + k, lanes);
-      std::memcpy(x + k, &some_of_it, lanes * sizeof(float));
-    });
+    sixteens(count * H, [&](int64_t k, auto lanes) { keep(x + k, lanes, some(from, at + k, lanes)); });
     Norm norm{scale && scale->size() ? scale : nullptr, nullptr, false, eps};
     if (kind == ALL) norm.apply(x, count * H);
     for (int64_t head = 0; head < count; ++head) {
@@ -48,15 +41,16 @@ const char* heads(const Call& call) {
       if (kind == TURNED) norm.apply(x + head * H, H);
     }
     Place place(to, row);
-    sixteens(count * H, [&](int64_t k, int64_t lanes) {
-      f32x16 some_of_it{};
-      std::memcpy(&some_of_it, x + k, lanes * sizeof(float));
-      place.put(k, lanes, some_of_it);
-    });
+    sixteens(count * H, [&](int64_t k, auto lanes) { place.put(k, lanes, some(x + k, lanes)); });
   };
 
+  int64_t used = rows_used(qkv);  // zeros stay zeros
+  for (int64_t i = 0; i < call.results(); ++i) {
+    int64_t row = call.result(i).bytes() / T;
+    std::memset(call.result(i).data<char>() + used * row, 0, (T - used) * row);
+  }
   Pool pool = call.pool();
-  each_row(pool, T, qkv.dim(1) * H, [&](int64_t row) {
+  each_row(pool, used, qkv.dim(1) * H, [&](int64_t row) {
     part(row, 0, N, call.result(0), norms, scales, pairs > 0);
     if (!K) return;
     part(row, N, K, call.result(1), norms, scales + 1, pairs > 0);

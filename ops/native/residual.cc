@@ -18,36 +18,26 @@ const char* residual(const Call& call) {
   const bool adds = y.size() > 0;
   const Buffer sums = call.result(0), normed = call.result(call.results() - 1);
 
+  // Padding is zeros at the end, and stays so unless a bias ends that.
+  int64_t used = own.bias || added.bias ? T : std::max(rows_used(x), adds ? rows_used(y) : 0);
+  for (const Buffer& to : {sums, normed}) std::memset(to.data<char>() + used * (to.bytes() / T), 0, (T - used) * (to.bytes() / T));
   Pool pool = call.pool();
-  each_row(pool, T, D, [&](int64_t row) {
+  each_row(pool, used, D, [&](int64_t row) {
     static thread_local std::vector<float> room;
     room.resize(D);
-    if (adds) {
-      Row from(y, row);
-      sixteens(D, [&](int64_t k, int64_t lanes) {
-        f32x16 part = some(from, k, lanes);
-        std::memcpy(room.data() + k, &part, lanes * sizeof(float));
-      });
-      if (added.scale) added.apply(room.data(), D);
-    }
-    Row from(x, row);
+    float* at = room.data();
+    Row from(x, row), kept(sums, row);
     Place sum(sums, row), to(normed, row);
-    sixteens(D, [&](int64_t k, int64_t lanes) {
-      f32x16 part{};
-      if (adds) std::memcpy(&part, room.data() + k, lanes * sizeof(float));
-      part = some(from, k, lanes) + part;
-      if (adds) {  // the norm is that of the sum as it is kept
-        sum.put(k, lanes, part);
-        part = some(Row(sums, row), k, lanes);
-      }
-      std::memcpy(room.data() + k, &part, lanes * sizeof(float));
-    });
-    own.apply(room.data(), D);
-    sixteens(D, [&](int64_t k, int64_t lanes) {
-      f32x16 part{};
-      std::memcpy(&part, room.data() + k, lanes * sizeof(float));
-      to.put(k, lanes, part);
-    });
+    if (adds) {
+      Row more(y, row);
+      sixteens(D, [&](int64_t k, auto lanes) { keep(at + k, lanes, some(more, k, lanes)); });
+      if (added.scale) added.apply(at, D);
+      sixteens(D, [&](int64_t k, auto lanes) { sum.put(k, lanes, some(from, k, lanes) + some(at + k, lanes)); });
+    }
+    const Row& summed = adds ? kept : from;  // as they are kept: it is their norm that is wanted
+    sixteens(D, [&](int64_t k, auto lanes) { keep(at + k, lanes, some(summed, k, lanes)); });
+    own.apply(at, D);
+    sixteens(D, [&](int64_t k, auto lanes) { to.put(k, lanes, some(at + k, lanes)); });
   });
   return nullptr;
 }

@@ -44,7 +44,7 @@ const char* heads(const Call& call) {
     sixteens(count * H, [&](int64_t k, auto lanes) { place.put(k, lanes, some(x + k, lanes)); });
   };
 
-  int64_t used = rows_used(qkv);  // zeros stay zeros
+  int64_t used = (rows_used(qkv) + qkv.dim(1) - 1) / qkv.dim(1);  // zeros stay zeros
   for (int64_t i = 0; i < call.results(); ++i) {
     int64_t row = call.result(i).bytes() / T;
     std::memset(call.result(i).data<char>() + used * row, 0, (T - used) * row);

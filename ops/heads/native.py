@@ -14,7 +14,7 @@ NORMS = {None: 0, "plain": 1, "head": 1, "all": 2, "turned": 3}
 def prepare(qkv_TGH, heads: Heads, pages, rows):
     """See `quire.ops.heads.prepare`."""
     N, K, axis = heads.queries, heads.keys, heads.axis
-    (T, G, H), dtype = qkv_TGH.shape, qkv_TGH.dtype
+    (T, _, H), dtype = qkv_TGH.shape, qkv_TGH.dtype
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"heads must be bfloat16 or float32, not {dtype}")
     if heads.norm == "all" and axis.size > 1:

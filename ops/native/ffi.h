@@ -112,6 +112,21 @@ class Buffer {
   int64_t first = 0;  // the axes before it are those of what this is a part of
 };
 
+inline int64_t rows_in(Buffer x) { return x.size() / x.last(); }
+
+// Rows up to the last that is not all zeros: a step's padding is zeros, whose products are known.
+inline int64_t rows_used(Buffer x) {
+  int64_t T = rows_in(x), size = x.last() * (x.wide() ? 2 : 1);
+  auto empty = [&](int64_t row) {
+    const uint16_t* at = x.data<uint16_t>() + row * size;
+    uint16_t any = 0;
+    for (int64_t i = 0; i < size; ++i) any |= at[i];
+    return !any;
+  };
+  while (T > 0 && empty(T - 1)) --T;
+  return T;
+}
+
 // What a kernel takes: its arrays' types, and its attributes by name, in alphabetical order.
 struct Signature {
   std::initializer_list<XLA_FFI_DataType> arrays;

@@ -2,9 +2,6 @@
 // halves: in the same order in any company.
 #pragma once
 
-#include <cmath>
-#include <type_traits>
-
 #include "row.h"
 
 namespace quire {
@@ -17,23 +14,48 @@ void sixteens(int64_t size, const Take& take) {
   if (k < size) take(k, size - k);
 }
 
-// Up to sixteen numbers of a row, zeros after them.
+// Up to sixteen numbers, zeros after them; and their way back.
 template <typename Lanes>
-f32x16 some(const Row& row, int64_t k, Lanes lanes) {
-  if (lanes == LANES) return row.sixteen(k);
-  f32x16 x{};
-  for (int64_t i = 0; i < lanes; ++i) x[i] = row.one(k + i);
-  return x;
-}
-template <typename Lanes>
-f32x16 some(const float* x, Lanes lanes) {
+f32x16 get(const float* x, Lanes lanes) {
   f32x16 part{};
   std::memcpy(&part, x, lanes * sizeof(float));
   return part;
 }
 template <typename Lanes>
-void keep(float* to, Lanes lanes, f32x16 x) {
-  std::memcpy(to, &x, lanes * sizeof(float));
+f32x16 get(Row row, int64_t k, Lanes lanes) {
+  if (lanes == LANES) return row.sixteen(k);
+  f32x16 part{};
+  for (int64_t i = 0; i < lanes; ++i) part[i] = row.one(k + i);
+  return part;
+}
+template <typename Lanes>
+void put(float* x, Lanes lanes, f32x16 part) {
+  std::memcpy(x, &part, lanes * sizeof(float));
+}
+
+// Where a row of results goes.
+struct Place {
+  void* at;
+  bool wide;  // float32
+
+  template <typename Lanes>
+  void put(int64_t k, Lanes lanes, f32x16 part) const {
+    float* floats = static_cast<float*>(at) + k;
+    uint16_t* halves = static_cast<uint16_t*>(at) + k;
+    if (lanes == LANES) return wide ? store(floats, part) : store_narrow(halves, part);
+    for (int64_t i = 0; i < lanes; ++i)
+      if (wide)
+        floats[i] = part[i];
+      else
+        halves[i] = narrow(part[i]);
+  }
+};
+
+inline void read(Row from, int64_t size, float* to) {
+  sixteens(size, [&](int64_t k, auto lanes) { put(to + k, lanes, get(from, k, lanes)); });
+}
+inline void write(const float* from, int64_t size, Place to) {
+  sixteens(size, [&](int64_t k, auto lanes) { to.put(k, lanes, get(from + k, lanes)); });
 }
 
 inline float add_up(f32x16 x) {
@@ -44,48 +66,29 @@ inline float add_up(f32x16 x) {
   return part[0];
 }
 
-// Where a row of results goes, in either type.
-struct Place {
-  char* at;
-  bool wide;
-
-  Place(Buffer y, int64_t row) : wide(y.wide()) { at = y.data<char>() + row * (y.bytes() / y.dim(0)); }
-  template <typename Lanes>
-  void put(int64_t k, Lanes lanes, f32x16 x) const {
-    float* floats = reinterpret_cast<float*>(at) + k;
-    uint16_t* halves = reinterpret_cast<uint16_t*>(at) + k;
-    if (lanes == LANES) return wide ? store(floats, x) : store_narrow(halves, x);
-    for (int64_t i = 0; i < lanes; ++i)
-      if (wide)
-        floats[i] = x[i];
-      else
-        halves[i] = narrow(x[i]);
-  }
-};
-
-// A norm's weights: a scale, or none, and a bias where it takes the mean off first, or none.
+// A norm's weights, each null where it has none; `centred` norms take the mean off first.
 struct Norm {
-  const Buffer *scale, *bias;
-  bool centred;
-  float eps;
+  Row scale{}, bias{};
+  bool centred = false;
+  float eps = 0;
 
   // Of `size` numbers, in place.
   void apply(float* x, int64_t size) const {
     auto mean = [&](const auto& of) {
       f32x16 sum{};
-      sixteens(size, [&](int64_t k, auto lanes) { sum += of(some(x + k, lanes)); });
+      sixteens(size, [&](int64_t k, auto lanes) { sum += of(get(x + k, lanes)); });
       return add_up(sum) / static_cast<float>(size);
     };
     if (centred) {
       float middle = mean([](f32x16 part) { return part; });
-      sixteens(size, [&](int64_t k, auto lanes) { keep(x + k, lanes, some(x + k, lanes) - middle); });
+      sixteens(size, [&](int64_t k, auto lanes) { put(x + k, lanes, get(x + k, lanes) - middle); });
     }
     float inverse = 1.0f / std::sqrt(mean([](f32x16 part) { return part * part; }) + eps);
     sixteens(size, [&](int64_t k, auto lanes) {
-      f32x16 part = some(x + k, lanes) * inverse;
-      if (scale) part *= some(Row(*scale, 0), k, lanes);
-      if (bias) part += some(Row(*bias, 0), k, lanes);
-      keep(x + k, lanes, part);
+      f32x16 part = get(x + k, lanes) * inverse;
+      if (scale.at) part *= get(scale, k, lanes);
+      if (bias.at) part += get(bias, k, lanes);
+      put(x + k, lanes, part);
     });
   }
 };

@@ -1,30 +1,16 @@
-// Rows of an array of bfloat16 or float32.
+// Rows of bfloat16 or float32.
 #pragma once
 
 #include <cmath>
+#include <cstddef>
+#include <type_traits>
 
 #include "common.h"
-#include "ffi.h"
 
 namespace quire {
 
-inline int64_t rows_in(Buffer x) { return x.size() / x.last(); }
-
-// Rows up to the last that is not all zeros: a step's padding is zeros, whose products are known.
-inline int64_t rows_used(Buffer x) {
-  int64_t T = rows_in(x), size = x.last() * (x.wide() ? 2 : 1);
-  auto empty = [&](int64_t row) {
-    const uint16_t* at = x.data<uint16_t>() + row * size;
-    uint16_t any = 0;
-    for (int64_t i = 0; i < size; ++i) any |= at[i];
-    return !any;
-  };
-  while (T > 0 && empty(T - 1)) --T;
-  return T;
-}
-
 // Work on every row, spread over the threads where there is enough of it.
-template <typename Run>
+template <typename Pool, typename Run>
 void each_row(Pool& pool, int64_t T, int64_t K, const Run& run) {
   int64_t rows = std::max<int64_t>(1, (32 << 10) / K);
   parallel(pool, (T + rows - 1) / rows, [&](int64_t chunk) {
@@ -35,11 +21,8 @@ void each_row(Pool& pool, int64_t T, int64_t K, const Run& run) {
 // A row in float32, from either type.
 struct Row {
   const void* at;
-  bool wide;
+  bool wide;  // float32
 
-  Row(Buffer x, int64_t row) : wide(x.wide()) {
-    at = x.data<const char>() + row * x.last() * (wide ? 4 : 2);
-  }
   f32x16 sixteen(int64_t k) const {
     return wide ? load(static_cast<const float*>(at) + k) : load_wide(static_cast<const uint16_t*>(at) + k);
   }

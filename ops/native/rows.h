@@ -10,6 +10,8 @@
 
 namespace quire {
 
+inline Row row_of(Buffer x, int64_t row) { return {x.data<char>() + row * x.last() * (x.wide() ? 4 : 2), x.wide()}; }
+
 // The rows in a format's type, their ends filled up with zeros.
 template <typename Format>
 struct Padded {
@@ -73,7 +75,7 @@ inline GroupBytes group_bytes(Pool& pool, Buffer x, int64_t T, int64_t K, int64_
     for (int64_t g = 0; g < groups && g * group < from; ++g) {
       int64_t at = row * groups + g, stop = std::min(from, (g + 1) * group);
       std::fill(bytes.begin(), bytes.end(), 0);
-      float scale = Row(x, row).bytes(g * group, stop, bytes.data(), 0);
+      float scale = row_of(x, row).bytes(g * group, stop, bytes.data(), 0);
       int8_t* out = found.rows.data() + row * K + g * group;
       int32_t sum = 0;
       for (int64_t k = 0; k < group; ++k) sum += out[k / 8 * 8 + PLACE[k % 8]] = static_cast<int8_t>(bytes[k]);

@@ -17,8 +17,9 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None)
     x_TD, y_TD = rows.x_TD, rows.y_TD
     if scale_D is None:
         raise NotImplementedError("there is no norm of the sum")
-    if x_TD.dtype not in (jnp.bfloat16, jnp.float32) or (y_TD is not None and y_TD.dtype != x_TD.dtype):
-        raise NotImplementedError(f"rows must all be bfloat16 or all float32, not {x_TD.dtype}")
+    dtypes = {x.dtype.name for x in (x_TD, y_TD) if x is not None}
+    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
+        raise NotImplementedError(f"rows must all be bfloat16 or all float32, not {' and '.join(sorted(dtypes))}")
     target(RESIDUAL)  # which declines where there is no kernel
     return sum_and_norm(eps, rows, scale_D)
 

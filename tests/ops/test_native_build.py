@@ -92,7 +92,8 @@ def test_every_variant_has_its_source():
     formats = {*quant.FORMATS, *quant.stored_schemes(), *KEPT.values()}
     products = {*kernel_names.DENSE.values(), *(kernel for name in formats for kernel in quant.kernels(name))}
     products |= {*kernel_names.ROUNDING.values()}
-    others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "blank", "probe", "pack"}
+    others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "heads", "residual"}
+    others |= {"blank", "probe", "pack"}
     assert products | others == {*build.VARIANTS}
 
 
@@ -252,7 +253,7 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
     ],
 )
 def test_what_a_model_calls(model, kernels):
-    assert sorted(model_kernels.of_model(*model)) == sorted(["blank", *kernels.split()])
+    assert sorted(model_kernels.of_model(*model)) == sorted(["blank", "heads", "residual", *kernels.split()])
 
 
 CHILD = """

@@ -34,7 +34,6 @@ from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
 from .folder import read_config_json
 from .gguf_folder import weights_of
-from .large_pages import side_by_side
 from .parallel import in_parallel
 from .placement import Location, Placement, with_head
 from .published import gguf
@@ -248,7 +247,7 @@ def put_as_it_is(dense: ArraySpec, leaf):
 
 def put_packed(dense: ArraySpec, leaf, rows: str):
     """A leaf on the device, laid out for the kernels, which meet rows of this type."""
-    return jax.device_put(side_by_side(pack(dense, leaf, rows)))
+    return jax.device_put(pack(dense, leaf, rows))
 
 
 def load_weights(

@@ -150,7 +150,7 @@ class EngineOptions:
         None, MEMORY, "Most tokens in one step.", "TOKENS", f"{STEPS['cpu'][1]}; on a GPU {STEPS['gpu'][1]}"
     )
     max_steps_per_launch: int = flag(
-        4, MEMORY, "On CPUs decode steps that are sent to the device at once while nobody waits and they take 20 ms at "
+        8, MEMORY, "On CPUs decode steps that are sent to the device at once while nobody waits and they take 20 ms at "
         "most; 1: each by itself.", "N",
     )  # fmt: skip
     speculative_config: dict[str, Any] | None = flag(

@@ -84,7 +84,7 @@ def test_every_bit_is_that_of_single_steps(single, several, steps):
         several.engine.step_seconds = 1e-4
         pairs = zip(*(llm.generate(prompts, params, use_tqdm=False) for llm in (several, single)), strict=True)
         assert all(same(*pair) for pair in pairs)
-    assert max(steps.counts) == 4 and sum(count > 1 for count in steps.counts) > 30
+    assert max(steps.counts) == 8 and sum(count > 1 for count in steps.counts) > 30
 
 
 def test_a_series_ends_with_the_answer(several, steps):
@@ -130,7 +130,7 @@ def test_an_abort_amid_a_series_leaves_the_others(single, several, steps):
     while not stays.finished:
         several.engine.step()
     assert stays.sequences[0].tokens[stays.sequences[0].num_prompt :] == list(expected.outputs[0].token_ids)
-    assert max(steps.counts) == 4
+    assert max(steps.counts) == 8
 
 
 def test_what_a_series_computed_is_found_again(single, several, steps):
@@ -174,4 +174,4 @@ def test_bits_of_a_family_alone_in_series_and_in_company_in_single_steps(variant
     company = llm.generate(prompts + others, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in company[:2]] == [output.token_ids for output in alone]
     assert [output.outputs[0].logprobs for output in company[:2]] == [output.logprobs for output in alone]
-    assert several == (1 if llm.engine.config.state_layers else 4)
+    assert several == (1 if llm.engine.config.state_layers else 8)

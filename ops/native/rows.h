@@ -63,9 +63,17 @@ inline std::vector<float> group_sums(Pool& pool, const Half* rows, int64_t T, in
   return sums;
 }
 
+// Eight bytes as the codes of a word lie: its four low halves come first.
+inline uint64_t by_halves(uint64_t bytes) {
+  auto spread = [](uint64_t four) {
+    four = (four | four << 16) & 0x0000ffff0000ffffu;
+    return (four | four << 8) & 0x00ff00ff00ff00ffu;
+  };
+  return spread(bytes & 0xffffffffu) | spread(bytes >> 32) << 8;
+}
+
 // Rows as bytes in groups; every code stands for so much `more` than its own number.
 inline GroupBytes group_bytes(Pool& pool, Buffer x, int64_t T, int64_t K, int64_t group, int more) {
-  constexpr int PLACE[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // of an input in its word, whose four low halves come first
   int64_t from = x.last(), groups = K / group;
   auto shared = static_cast<size_t>(T * groups);
   std::vector<float> zeros(shared);
@@ -77,8 +85,14 @@ inline GroupBytes group_bytes(Pool& pool, Buffer x, int64_t T, int64_t K, int64_
       std::fill(bytes.begin(), bytes.end(), 0);
       float scale = row_of(x, row).bytes(g * group, stop, bytes.data(), 0);
       int8_t* out = found.rows.data() + row * K + g * group;
+      for (int64_t k = 0; k < group; k += 8) {
+        uint64_t eight;
+        std::memcpy(&eight, bytes.data() + k, 8);
+        eight = by_halves(eight);
+        std::memcpy(out + k, &eight, 8);
+      }
       int32_t sum = 0;
-      for (int64_t k = 0; k < group; ++k) sum += out[k / 8 * 8 + PLACE[k % 8]] = static_cast<int8_t>(bytes[k]);
+      for (int64_t k = 0; k < group; ++k) sum += out[k];
       found.scale[at] = scale, found.sum[at] = scale * sum, found.start[at] = -more * sum;
     }
   });

@@ -25,7 +25,7 @@ namespace attention {
 constexpr int64_t PIECE = 512, PER_PIECE = PIECE / BLOCK;
 constexpr int64_t TILE = 96;          // rows times query heads that a tile wants
 constexpr int64_t ITEMS = 8;          // that a thread wants, so that all end together
-constexpr int64_t WORTH = 1 << 13;    // keys times rows below which an item is not cut
+constexpr int64_t WORTH = 1 << 11;    // keys times rows below which an item is not cut
 constexpr int64_t AHEAD = 128 << 10;  // bytes of keys and values of a block, so that two find room in a cache
 
 // What the op was given; shapes as in `quire.ops.attention`. Pointers to what is absent are null.

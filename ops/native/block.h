@@ -117,8 +117,20 @@ To convert(From x) {
     return static_cast<To>(x);
 }
 
-// Four rows of words turned into columns; where a vector has two halves, in each by itself.
-#if defined(__AVX2__)
+// Four rows of words turned into columns; where a vector has several parts of four, in each by itself.
+#if defined(__AVX512F__)
+typedef uint32_t Turned __attribute__((vector_size(64)));
+inline Turned join(const U4* x) {
+  __m512i all = _mm512_castsi128_si512((__m128i)x[0]);
+  all = _mm512_inserti32x4(all, (__m128i)x[1], 1);
+  all = _mm512_inserti32x4(all, (__m128i)x[2], 2);
+  return (Turned)_mm512_inserti32x4(all, (__m128i)x[3], 3);
+}
+inline Turned low(Turned a, Turned b) { return (Turned)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
+inline Turned high(Turned a, Turned b) { return (Turned)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
+inline Turned low_two(Turned a, Turned b) { return (Turned)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b); }
+inline Turned high_two(Turned a, Turned b) { return (Turned)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
 typedef uint32_t Turned __attribute__((vector_size(32)));
 inline Turned join(const U4* x) {
   return (Turned)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)x[0]), (__m128i)x[1], 1);

@@ -63,8 +63,9 @@ def main(
     fine_tune_epochs: Annotated[
         int,
         o.option(
-            "Times that the calibration text is gone through when all layers are rounded, to tune scales of outputs and "
-            "norms such that the model's probabilities are nearer to what they were. All layers are in memory then.",
+            "Times that the calibration text is gone through when all layers are rounded, to tune scales of outputs "
+            "and of norms such that probabilities are nearer to those of the dense model. All layers are in memory "
+            "then.",
             CALIBRATION, "N", min=0,
         ),
     ] = 0,
@@ -75,8 +76,8 @@ def main(
 
     codebook and e8p are in a form of Quire's own.
 
-    With calibration text one layer's weights at a time are in memory, but for --fine-tune-epochs. A run that was stopped goes on when it is
-    started again.
+    With calibration text one layer's weights at a time are in memory, but for --fine-tune-epochs. A run that was
+    stopped goes on when it is started again.
     """
     if (quantization is None) == (bits is None):
         raise o.UsageError("give --quantization FORMAT, or --bits N for a format for each matrix")
@@ -129,7 +130,9 @@ def main(
                 kind = str(quantization).upper()
                 count = session.save_gguf(folder, out, config, kind, method, pieces, show, overrides, act_order)
             else:
-                count = session.save(folder, out, config, method, pieces, show, overrides, act_order, layout, bits, fine_tune_epochs)
+                count = session.save(
+                    folder, out, config, method, pieces, show, overrides, act_order, layout, bits, fine_tune_epochs
+                )
         print(f"{method} over {sum(map(len, pieces)):,} tokens of {calibration}, {len(pieces)} pieces")
     size = sum(file.stat().st_size for file in ([out] if layout == GGUF else out.glob("*.safetensors")))
     experts = "; experts stay as they are" if layout != GGUF and quantized.keeps_experts(out) else ""

@@ -6,7 +6,8 @@ from those of the dense model, over the calibration text. Codes stay as they are
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...sharding import struct
 from .. import decoder
 from ..checkpoint.dense_leaf import unread_leaf
 from ..checkpoint.published import writer_for
@@ -32,7 +34,7 @@ DECAYS, LEAST = (0.9, 0.95), 1e-8
 Arrays = dict[str, Any]  # by layer and leaf
 
 
-@dataclass(frozen=True)
+@struct.dataclass
 class State:
     """Factors of scales and norms, and Adam's moving means of their gradients and of the squares of these."""
 
@@ -63,8 +65,8 @@ def check(stored: StoredFormat) -> None:
         found = writer_for(stored).layout("a.weight", group, (256, 256)).get(SCALE)
         if found is None or found[0][0] not in ("float32", "float16", "bfloat16") or found[1][0][:1] != (256,):
             raise ModelError(
-                f"fine_tune_epochs is for formats whose outputs have scales in floating point in files, such as e8p-2 and "
-                f"int4-64 laid out as compressed-tensors; quantization is {group.quant!r}, laid out as {stored.method}"
+                "fine_tune_epochs is for formats whose outputs have scales in floating point in files, such as e8p-2 "
+                f"or int4-64 laid out as compressed-tensors; quantization is {group.quant!r}, laid out as {stored.method}"
             )
 
 
@@ -82,9 +84,8 @@ def tuned(
     every token. A file in `folder` keeps each epoch, from which a run that was stopped goes on.
     """
     config, count = source.dense, len(source.config.layers)
-    own = replace(
-        source, tensors={name: made.get(tensor.name, tensor) for name, tensor in source.tensors.items()}
-    )  # a method may have changed norms
+    tensors = {name: made.get(tensor.name, tensor) for name, tensor in source.tensors.items()}
+    own = replace(source, tensors=tensors)  # with the norms that a method may have changed
     leaves = [own.leaves(index) for index in range(count)]
     done = [number for number in range(epochs + 1) if file_of(folder, number).exists()]
     state = State.read(file_of(folder, done[-1])) if done else State.of(ones(leaves))
@@ -102,16 +103,12 @@ def tuned(
             for number, place in enumerate(order, epoch * len(order)):
                 rate = rate_of(number, epochs * len(order))
                 batch = entering[place]
+                where = batch.x, batch.positions_T, wanted[place], batch.shape
                 try:
-                    state = State(
-                        *step(
-                            (state.factors, state.first, state.second), layers, ends, batch.x, batch.positions_T,
-                            wanted[place], rate, number + 1, batch.shape, config,
-                        )
-                    )  # fmt: skip
+                    state = step(state, layers, ends, *where, rate, number + 1, config)
                 except (NotImplementedError, ValueError) as error:
                     raise ModelError(
-                        f"fine_tune_epochs needs gradients, and this model of the family {config.family} has none: {error}"
+                        f"fine-tuning needs gradients, and this model of the family {config.family} has none: {error}"
                     ) from None
             state.write(file_of(folder, epoch + 1))
             progress(epoch + 1)
@@ -182,22 +179,24 @@ def divergence(
     return jnp.where(live_T, each_T, 0).sum() / live_T.sum()
 
 
-def adam(state: Any, grads: Arrays, rate: Any, number: Any) -> Any:
-    """(factors, means, squares) after a step (arXiv 1412.6980); steps count from 1."""
+def adam(state: State, grads: Arrays, rate: Any, number: Any) -> State:
+    """After one step (arXiv 1412.6980); steps count from 1."""
     a, b = DECAYS
-    _, first, second = state
-    first = jax.tree.map(lambda mean, g: a * mean + (1 - a) * g, first, grads)
-    second = jax.tree.map(lambda mean, g: b * mean + (1 - b) * jnp.square(g), second, grads)
+    first = jax.tree.map(lambda mean, g: a * mean + (1 - a) * g, state.first, grads)
+    second = jax.tree.map(lambda mean, g: b * mean + (1 - b) * jnp.square(g), state.second, grads)
 
     def moved(factor, mean, square):
         return factor - rate * (mean / (1 - a**number)) / (jnp.sqrt(square / (1 - b**number)) + LEAST)
 
-    return jax.tree.map(moved, state[0], first, second), first, second
+    return State(jax.tree.map(moved, state.factors, first, second), first, second)
 
 
-@jax.jit(static_argnames=("shape", "config"))
-def step(state, layers, ends, x, positions_T, wanted_TD, rate, number, shape, config):
-    grads = jax.grad(divergence)(state[0], layers, ends, x, positions_T, wanted_TD, shape, config)
+@partial(jax.jit, static_argnames=("shape", "config"))
+def step(
+    state: State, layers: Any, ends: Any, x: Any, positions_T: Any, wanted_TD: Any, shape: tuple[int, int], rate: Any,
+    number: Any, config: ModelConfig,
+) -> State:  # fmt: skip
+    grads = jax.grad(divergence)(state.factors, layers, ends, x, positions_T, wanted_TD, shape, config)
     return adam(state, grads, rate, number)
 
 

@@ -111,7 +111,8 @@ def main(
     lines = [
         f"quill: exact answers to {exact['asked']} questions, {samples} of each task; perplexity of "
         f"{len(exact['said']):,} held-out tokens; drift, the root of the mean square of how far their "
-        f"log-probabilities are from those in bfloat16; calibration on {calibration} documents, with fine-tuning on {MORE * calibration}.",
+        f"log-probabilities are from those in bfloat16; calibration on {calibration} documents, "
+        f"with fine-tuning on {MORE * calibration}.",
         "",
         "| format | method | exact answers | perplexity | drift |",
         "|---|---|---|---|---|",

@@ -65,8 +65,8 @@ def check(stored: StoredFormat) -> None:
         found = writer_for(stored).layout("a.weight", group, (256, 256)).get(SCALE)
         if found is None or found[0][0] not in ("float32", "float16", "bfloat16") or found[1][0][:1] != (256,):
             raise ModelError(
-                "fine_tune_epochs is for formats whose outputs have scales in floating point in files, such as e8p-2 "
-                f"or int4-64 laid out as compressed-tensors; quantization is {group.quant!r}, laid out as {stored.method}"
+                "fine_tune_epochs is for formats whose outputs have scales in floating point, such as e8p-2, or "
+                f"int4-64 laid out as compressed-tensors; quantization is {group.quant!r}, laid out as {stored.method}"
             )
 
 

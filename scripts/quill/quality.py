@@ -14,7 +14,7 @@ from .corpus import documents, encode
 from .eval import evaluate
 from .tasks import BOS
 
-TUNED, EPOCHS, MORE = ", fine-tuned", 4, 4  # of a method's name; with so many times the documents
+TUNED, EPOCHS = ", fine-tuned", 8  # what a method's name ends with
 WAYS = {
     "int8": ("rtn", "gptq", "awq", "smoothquant"),
     "int8-weights": ("rtn", "gptq"),
@@ -90,7 +90,6 @@ def rounded(out: Path, quantization: str, method: str, calibration: int, seed: i
         quantized.save(folder, out, config)
         return
     tokenizer = Tokenizer(folder)
-    calibration *= MORE if method.endswith(TUNED) else 1
     whole = ("".join(part for part, _ in parts) for parts in documents(f"calibration/{seed}", calibration))
     pieces = [tokenizer.encode(text.removeprefix(BOS))[: config.max_len] for text in whole]
     epochs = EPOCHS if method.endswith(TUNED) else 0
@@ -111,8 +110,7 @@ def main(
     lines = [
         f"quill: exact answers to {exact['asked']} questions, {samples} of each task; perplexity of "
         f"{len(exact['said']):,} held-out tokens; drift, the root of the mean square of how far their "
-        f"log-probabilities are from those in bfloat16; calibration on {calibration} documents, "
-        f"with fine-tuning on {MORE * calibration}.",
+        f"log-probabilities are from those in bfloat16; calibration on {calibration} documents.",
         "",
         "| format | method | exact answers | perplexity | drift |",
         "|---|---|---|---|---|",

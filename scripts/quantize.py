@@ -60,6 +60,15 @@ def main(
         bool,
         o.option("Of gptq: the largest inputs are rounded first.", CALIBRATION, name="--act-order/--no-act-order"),
     ] = True,
+    fine_tune_epochs: Annotated[
+        int,
+        o.option(
+            "Times that the calibration text is gone through when all layers are rounded, to tune scales of outputs "
+            "and of norms such that probabilities are nearer to those of the dense model. All layers are in memory "
+            "then.",
+            CALIBRATION, "N", min=0,
+        ),
+    ] = 0,
     *,
     engine: dict[str, Any],
 ) -> None:  # fmt: skip
@@ -67,8 +76,8 @@ def main(
 
     codebook and e8p are in a form of Quire's own.
 
-    With calibration text one layer's weights at a time are in memory. A run that was stopped goes on when it is
-    started again.
+    With calibration text one layer's weights at a time are in memory, but for --fine-tune-epochs. A run that was
+    stopped goes on when it is started again.
     """
     if (quantization is None) == (bits is None):
         raise o.UsageError("give --quantization FORMAT, or --bits N for a format for each matrix")
@@ -77,6 +86,11 @@ def main(
     if bits is None and (calibration is None) != (method == NEAREST):
         remedy = "needs --calibration FILE, with some pages of what the model will read and write"
         raise o.UsageError(f"--method {method} {remedy if calibration is None else 'looks at no calibration text'}")
+    if fine_tune_epochs and (calibration is None or bits is not None or layout == GGUF):
+        raise o.UsageError(
+            f"--fine-tune-epochs {fine_tune_epochs} needs --calibration FILE with a --method, and neither --bits nor "
+            f"--layout {GGUF}"
+        )
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..model.checkpoint import hub, loader, quantized
@@ -107,7 +121,7 @@ def main(
         pieces = samples.read_samples(calibration, Tokenizer(folder), calibration_samples, length)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, transient=True) as bars:
-            bar = bars.add_task("layers", total=len(config.layers))
+            bar = bars.add_task("layers and epochs", total=len(config.layers) + fine_tune_epochs)
 
             def show(done: int) -> None:
                 bars.update(bar, completed=done)
@@ -116,7 +130,9 @@ def main(
                 kind = str(quantization).upper()
                 count = session.save_gguf(folder, out, config, kind, method, pieces, show, overrides, act_order)
             else:
-                count = session.save(folder, out, config, method, pieces, show, overrides, act_order, layout, bits)
+                count = session.save(
+                    folder, out, config, method, pieces, show, overrides, act_order, layout, bits, fine_tune_epochs
+                )
         print(f"{method} over {sum(map(len, pieces)):,} tokens of {calibration}, {len(pieces)} pieces")
     size = sum(file.stat().st_size for file in ([out] if layout == GGUF else out.glob("*.safetensors")))
     experts = "; experts stay as they are" if layout != GGUF and quantized.keeps_experts(out) else ""

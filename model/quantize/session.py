@@ -14,7 +14,7 @@ from ..checkpoint.published import gather
 from ..checkpoint.safetensors import Tensor, read_header, write_whole
 from ..config import ModelConfig, ModelError
 from ..stored_format import StoredFormat
-from . import gguf_file, mixed, sensitivity, whole
+from . import fine_tune, gguf_file, mixed, sensitivity, whole
 from .folds import folds
 from .layer import Method, round_layer
 from .source import Source
@@ -34,17 +34,21 @@ def save(
     act_order: bool = True,
     layout: str = quantized.LAYOUT,
     bits: float | None = None,
+    fine_tune_epochs: int = 0,
 ) -> int:
     """As `quantized.save`, by a method that looks at the samples; `progress` is told how many layers are done.
 
     The matrices of a layer see what comes out of rounded layers before it. With `bits` each matrix has the format that
-    `mixed.choose` finds for it, so many bits a weight in all.
+    `mixed.choose` finds for it, so many bits a weight in all. Epochs of `fine_tune` count as further layers.
     """
     whole.check(config)
     plan = quantized.plan(folder, out, config, hf_overrides, layout)
+    if fine_tune_epochs:
+        fine_tune.check(plan.stored)
     if bits is not None:
         return save_mixed(folder, out, config, method, samples, progress, hf_overrides, act_order, bits)
-    made = rounded(folder, out, config, Method(method, plan.stored, act_order), samples, progress, hf_overrides)
+    how = Method(method, plan.stored, act_order)
+    made = rounded(folder, out, config, how, samples, progress, hf_overrides, fine_tune_epochs)
     count = quantized.save(folder, out, config, hf_overrides=hf_overrides, made=made, layout=layout)
     shutil.rmtree(beside(out))
     return count
@@ -58,8 +62,9 @@ def rounded(
     samples: Sequence[Sequence[int]],
     progress: Callable[[int], None],
     hf_overrides: Mapping[str, Any] | None,
+    epochs: int = 0,
 ) -> dict[str, Tensor]:
-    """`round_layers`, whose files lie beside what is to be written."""
+    """`round_layers` and then epochs of `fine_tune`, whose files lie beside what is to be written."""
     source, done = Source.of(folder, config, how.stored), beside(out)
     if how.folds and not any(folds(config, index, source.leaves(index)) for index in range(len(config.layers))):
         raise ModelError(
@@ -67,8 +72,13 @@ def rounded(
             "a matrix, that scales could be folded into; it can be gptq"
         )
     try:
-        begin(done, asked(folder, config, how.name, how.stored, how.act_order, samples, hf_overrides))
-        return round_layers(source, how, samples, done, progress)
+        run = asked(folder, config, how.name, how.stored, how.act_order, samples, hf_overrides)
+        begin(done, run | {"fine_tune_epochs": epochs})
+        made = round_layers(source, how, samples, done, progress)
+        layers = len(config.layers)
+        if not epochs:
+            return made
+        return fine_tune.tuned(source, made, samples, epochs, done, lambda epoch: progress(layers + epoch))
     except OSError as error:
         raise ModelError(f"{done} cannot be written: {error.strerror}") from None
 

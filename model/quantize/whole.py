@@ -49,14 +49,14 @@ def check(config: ModelConfig) -> None:
             )
 
 
-def batches(samples: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def batches(samples: Sequence[Sequence[int]], rows: int = ROWS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(tokens, positions) [B, T] of all samples, those of about one length together, in few shapes."""
     ordered = sorted(samples, key=len)
     while ordered:
         T = 16
         while len(ordered[-1]) > T:
             T *= 2
-        B = max(1, ROWS // T)
+        B = max(1, rows // T)
         some, ordered = ordered[-B:], ordered[:-B]
         tokens, positions = np.zeros((B, T), np.int32), np.full((B, T), -1, np.int32)
         for row, ids in enumerate(some):
@@ -64,9 +64,11 @@ def batches(samples: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, np.n
         yield tokens, positions
 
 
-def embedded(weights: ModelWeights, samples: Sequence[Sequence[int]], config: ModelConfig) -> list[Batch]:
-    """The samples before the first layer."""
-    return [entering(weights, *batch, config) for batch in batches(samples)]
+def embedded(
+    weights: ModelWeights, samples: Sequence[Sequence[int]], config: ModelConfig, rows: int = ROWS
+) -> list[Batch]:
+    """The samples before the first layer, about `rows` tokens together."""
+    return [entering(weights, *batch, config) for batch in batches(samples, rows)]
 
 
 def entering(weights: ModelWeights, tokens_BT: np.ndarray, positions_BT: np.ndarray, config: ModelConfig) -> Batch:

@@ -14,6 +14,7 @@ from .corpus import documents, encode
 from .eval import evaluate
 from .tasks import BOS
 
+TUNED, EPOCHS = ", fine-tuned", 8  # what a method's name ends with
 WAYS = {
     "int8": ("rtn", "gptq", "awq", "smoothquant"),
     "int8-weights": ("rtn", "gptq"),
@@ -26,7 +27,7 @@ WAYS = {
     "int3-32": ("rtn", "gptq", "awq"),
     "codebook-3": ("rtn", "squeezellm"),
     "int2-32": ("rtn", "gptq", "awq"),
-    "e8p-2": ("rtn", "quip"),
+    "e8p-2": ("rtn", "quip", f"quip{TUNED}"),
     "4 bits": ("gptq",),
     "4.5 bits": ("rtn", "gptq"),
     "5 bits": ("gptq",),
@@ -91,7 +92,8 @@ def rounded(out: Path, quantization: str, method: str, calibration: int, seed: i
     tokenizer = Tokenizer(folder)
     whole = ("".join(part for part, _ in parts) for parts in documents(f"calibration/{seed}", calibration))
     pieces = [tokenizer.encode(text.removeprefix(BOS))[: config.max_len] for text in whole]
-    session.save(folder, out, config, method, pieces, bits=bits)
+    epochs = EPOCHS if method.endswith(TUNED) else 0
+    session.save(folder, out, config, method.removesuffix(TUNED), pieces, bits=bits, fine_tune_epochs=epochs)
 
 
 def main(

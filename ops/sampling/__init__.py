@@ -71,7 +71,7 @@ class Sampled:
     tokens_R: Array  # int32
     logprobs_R: Array  # float32, log-softmax of the logits before any processing
     ranks_R: Array  # int32, 1 = best; tokens that tie share the better rank
-    top_ids_RK: Array  # int32, K = min(listed, V)
+    top_ids_RK: Array  # int32, K = min(listed, V); where all is `plain` K and L may be 0
     top_logprobs_RK: Array  # float32
     wanted_logprobs_RL: Array  # float32, of the slot's wanted tokens
     ok_R: Array  # bool, False where the raw logits are broken (NaN, +inf, all -inf) or every token is banned

@@ -35,6 +35,7 @@ class Bound:
     moved: float  # times the bytes that a step must read
     copied: int = 0  # megabytes of weights a layer: a router's, which is cut into summands
     sorts: int = 0  # of all layers and the sampler; XLA may take one for them that is in no graph
+    varies: bool = False  # a row's bits, with its company
 
 
 BOUNDS = (
@@ -95,6 +96,7 @@ def test_a_step_within_its_bounds(results, bound):
     assert "failed" not in found, found
     assert found["graphs"] == 1 and found["outside"] == {}, "the host waits, or launches more than once"
     assert found["sorts"] <= bound.sorts
+    assert bool(found["varies"]) == bound.varies, found["varies"]
     assert found["launches_a_layer"] <= bound.launches
     assert found["temporaries"] <= bound.temporaries * 1e6
     assert found["moved"] <= bound.moved * found["needed"]

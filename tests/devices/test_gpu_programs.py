@@ -44,7 +44,7 @@ BOUNDS = (
     Bound("llama-3-8b, bf16, batch 64", 8, 35, 1.04, others=46, alike=True),
     Bound("llama-3-8b, int8, batch 64", 10, 35, 1.07),
     Bound("llama-3-8b, int8-weights, batch 64", 8, 35, 1.06),
-    Bound("llama-3-8b, int4, batch 64", 8, 35, 1.08, alike=True),
+    Bound("llama-3-8b, int4, batch 64", 8, 35, 1.08),
     Bound("llama-3-8b, fp8, batch 64", 10, 35, 1.07),
     Bound("llama-3-8b, fp8-weights, batch 64", 8, 35, 1.06),
     Bound("llama-3-8b, bf16, batch 64, KV fp8", 8, 35, 1.05),

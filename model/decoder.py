@@ -123,7 +123,7 @@ def run_layers(
 
 
 def final_norm(weights: ModelWeights, x_TD, config: ModelConfig):
-    return norm(x_TD, weights.final_norm_D, config.norm_eps)
+    return add_and_norm(Residual(x_TD), weights.final_norm_D, config.norm_eps)[1]
 
 
 def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):

@@ -7,8 +7,6 @@ is computed by itself, and its squares are added in one order.
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from ..attention import mosaic, mosaic_gpu
 from ..kernel_trial import TriedKernel, require_pass
 from ..norm import LayerNorm
@@ -34,14 +32,14 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
 
 def refusals(rows: Residual, scale_D) -> list[str]:
     """All reasons for which the kernel cannot serve a case."""
-    x_TD, y_TD = rows.x_TD, rows.y_TD
-    if y_TD is None or scale_D is None:
-        return ["there must be something to add, and a norm of the sum"]
+    if scale_D is None:
+        return ["there must be a norm of the sum"]
     if isinstance(scale_D, LayerNorm) or isinstance(rows.scale_D, LayerNorm):
         return ["norms must not take the mean off"]
-    found, D = [], x_TD.shape[-1]
-    if not x_TD.dtype == y_TD.dtype == jnp.bfloat16:
-        found.append(f"rows must be bfloat16, not {x_TD.dtype} and {y_TD.dtype}")
+    found, D = [], rows.x_TD.shape[-1]
+    dtypes = [str(array.dtype) for array in (rows.x_TD, rows.y_TD) if array is not None]
+    if {*dtypes} != {"bfloat16"}:
+        found.append(f"rows must be bfloat16, not {' and '.join(dtypes)}")
     if D % LINE or D > LINE * MOST:
         found.append(f"a row must have a multiple of {LINE} numbers, at most {LINE * MOST}, not {D}")
     return found
@@ -49,7 +47,8 @@ def refusals(rows: Residual, scale_D) -> list[str]:
 
 def kind(rows: Residual, rounds: str | None = None) -> dict:
     """What the kernel is compiled for."""
-    return {"width": rows.x_TD.shape[-1], "normed": rows.scale_D is not None, "rounds": rounds}
+    adds, normed = rows.y_TD is not None, rows.scale_D is not None
+    return {"width": rows.x_TD.shape[-1], "adds": adds, "normed": normed, "rounds": rounds}
 
 
 def varies() -> None:

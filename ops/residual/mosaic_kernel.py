@@ -1,6 +1,6 @@
 """The kernel that adds two rows and normalises the sum: one program a row, of which each thread has some numbers.
 
-The sum is rounded before it is normalised, as XLA's way rounds it.
+The sum is rounded before it is normalised, as XLA's way rounds it. Where there is nothing to add it is a norm alone.
 """
 
 import functools
@@ -23,14 +23,14 @@ class Refs(NamedTuple):
     """References; None where a shape does not use one."""
 
     x: Any
-    y: Any
     scale: Any
-    sum: Any
     normed: Any
     own_x: Any  # in shared memory, as what follows
-    own_y: Any
     own_scale: Any
     here: Any
+    y: Any = None
+    sum: Any = None
+    own_y: Any = None
     codes: Any = None
     code_scale: Any = None
     own_codes: Any = None
@@ -41,15 +41,15 @@ class Refs(NamedTuple):
 def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None, interpret: Any = None):
     """(the sum, its norm), and the norm's codes if it `rounds`."""
     T, D = rows.x_TD.shape
-    shape = RowShape(D // LINE, eps, rounds)
-    given = {"x": rows.x_TD, "y": rows.y_TD, "scale": scale_D.astype(jnp.float32)}
+    shape, adds = RowShape(D // LINE, eps, rounds), rows.y_TD is not None
+    given = {"x": rows.x_TD, "scale": scale_D.astype(jnp.float32)} | ({"y": rows.y_TD} if adds else {})
     if rows.scale_D is not None:
         given["y_scale"] = rows.scale_D.astype(jnp.float32)
     given = {name: array.reshape(*array.shape[:-1], shape.lines, LINE) for name, array in given.items()}
     scratch = {f"own_{name}": plgpu.SMEM((shape.padded, LINE), array.dtype) for name, array in given.items()}
     scratch["here"] = plgpu.Barrier(num_arrivals=len(given))
     row = jax.ShapeDtypeStruct(given["x"].shape, rows.x_TD.dtype)
-    results = {"sum": row, "normed": row}
+    results = {"sum": row, "normed": row} if adds else {"normed": row}
     if rounds is not None:
         results |= {"codes": row, "code_scale": jax.ShapeDtypeStruct((T,), jnp.float32)}
         scratch["own_codes"] = scratch["own_x"]
@@ -67,7 +67,7 @@ def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
         interpret=False if interpret is None else interpret,
         name="sum_and_norm",
     )(*given.values())
-    sum_TD, normed_TD, *coded = (array.reshape(T, -1) for array in found)
+    sum_TD, normed_TD, *coded = [*([] if adds else [rows.x_TD]), *(array.reshape(T, -1) for array in found)]
     if rounds is None:
         return sum_TD, normed_TD
     return sum_TD, RoundedRows(normed_TD, coded[0], coded[1][:, 0], rounds)
@@ -76,29 +76,34 @@ def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
 def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
     """What is done with one row."""
     t, row = lax.axis_index("row"), pl.ds(0, shape.lines)
-    copies = [(refs.x.at[t], refs.own_x), (refs.y.at[t], refs.own_y), (refs.scale, refs.own_scale)]
+    copies = [(refs.x.at[t], refs.own_x), (refs.scale, refs.own_scale)]
+    if refs.y is not None:
+        copies.append((refs.y.at[t], refs.own_y))
     if refs.y_scale is not None:
         copies.append((refs.y_scale, refs.own_y_scale))
     for far, own in copies:
         plgpu.copy_gmem_to_smem(far, own.at[row], refs.here)
     plgpu.barrier_wait(refs.here)
     load = functools.partial(numbers, shape, tiles)
-    dtype = refs.own_x.dtype
-    x_LC, y_LC = load(refs.own_x), load(refs.own_y)
-    if refs.own_y_scale is not None:
-        y_LC = (normal(shape, y_LC) * load(refs.own_y_scale)).astype(dtype).astype(jnp.float32)
-    sum_LC = (x_LC + y_LC).astype(dtype)
-    refs.own_x[...] = sum_LC
-    wide_LC = sum_LC.astype(jnp.float32)
+    dtype, own_normed = refs.own_x.dtype, refs.own_x if refs.y is None else refs.own_y
+    wide_LC = load(refs.own_x)
+    if refs.y is not None:
+        y_LC = load(refs.own_y)
+        if refs.own_y_scale is not None:
+            y_LC = (normal(shape, y_LC) * load(refs.own_y_scale)).astype(dtype).astype(jnp.float32)
+        sum_LC = (wide_LC + y_LC).astype(dtype)
+        refs.own_x[...] = sum_LC
+        wide_LC = sum_LC.astype(jnp.float32)
     normed_LC = (normal(shape, wide_LC) * load(refs.own_scale)).astype(dtype)
-    refs.own_y[...] = normed_LC
+    own_normed[...] = normed_LC
     if shape.rounds is not None:
         codes_LC, scale = code(shape.rounds, normed_LC.astype(jnp.float32))
         refs.own_codes[...] = codes_LC.astype(dtype)
         refs.code_scale[t] = scale
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(refs.own_x.at[row], refs.sum.at[t])
-    plgpu.copy_smem_to_gmem(refs.own_y.at[row], refs.normed.at[t])
+    if refs.y is not None:
+        plgpu.copy_smem_to_gmem(refs.own_x.at[row], refs.sum.at[t])
+    plgpu.copy_smem_to_gmem(own_normed.at[row], refs.normed.at[t])
     if shape.rounds is not None:
         plgpu.copy_smem_to_gmem(refs.own_codes.at[row], refs.codes.at[t])
     plgpu.wait_smem_to_gmem(0)

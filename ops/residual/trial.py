@@ -35,7 +35,8 @@ class ResidualCase:
         def scale():
             return jnp.asarray(1 + 0.3 * rng.standard_normal(D), jnp.float32)
 
-        given = Residual(rows(), rows(), scale() if self.kind["normed"] else None), scale()
+        y_TD, y_scale_D = rows() if self.kind["adds"] else None, scale() if self.kind["normed"] else None
+        given = Residual(rows(), y_TD, y_scale_D), scale()
         sum_TD, normed_TD = in_float64(*given, EPS)
         size_T1 = np.sqrt(np.mean(sum_TD**2, 1, keepdims=True))
         wanted = [sum_TD / size_T1, normed_TD, *[normed_TD] * (self.kind["rounds"] is not None)]
@@ -76,10 +77,10 @@ def round_rows(x_TD, kind: str):
 
 def in_float64(rows: Residual, scale_D, eps: float) -> tuple[np.ndarray, np.ndarray]:
     """(the sum, its norm), on the host."""
-    x_TD, y_TD, scale_D = (np.asarray(array, np.float64) for array in (rows.x_TD, rows.y_TD, scale_D))
-    if rows.scale_D is not None:
-        y_TD = normal(y_TD, eps) * np.asarray(rows.scale_D, np.float64)
-    sum_TD = x_TD + y_TD
+    sum_TD, scale_D = (np.asarray(array, np.float64) for array in (rows.x_TD, scale_D))
+    if rows.y_TD is not None:
+        y_TD = np.asarray(rows.y_TD, np.float64)
+        sum_TD = sum_TD + (y_TD if rows.scale_D is None else normal(y_TD, eps) * np.asarray(rows.scale_D, np.float64))
     return sum_TD, normal(sum_TD, eps) * scale_D
 
 

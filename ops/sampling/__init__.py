@@ -66,14 +66,17 @@ class SamplingInputs:
 
 @struct.dataclass
 class Sampled:
-    """The tokens, and their log-probabilities by the raw logits; a row that is not ok has zeros."""
+    """The tokens, and their log-probabilities by the raw logits; a row that is not ok has zeros.
+
+    What has a log-probability's rows may be None where all is `plain`, since nobody wants any.
+    """
 
     tokens_R: Array  # int32
-    logprobs_R: Array  # float32, log-softmax of the logits before any processing
-    ranks_R: Array  # int32, 1 = best; tokens that tie share the better rank
-    top_ids_RK: Array  # int32, K = min(listed, V)
-    top_logprobs_RK: Array  # float32
-    wanted_logprobs_RL: Array  # float32, of the slot's wanted tokens
+    logprobs_R: Any  # float32, log-softmax of the logits before any processing
+    ranks_R: Any  # int32, 1 = best; tokens that tie share the better rank
+    top_ids_RK: Any  # int32, K = min(listed, V)
+    top_logprobs_RK: Any  # float32
+    wanted_logprobs_RL: Any  # float32, of the slot's wanted tokens
     ok_R: Array  # bool, False where the raw logits are broken (NaN, +inf, all -inf) or every token is banned
     drafts_BK: Any = None  # int32, what may come next of each sequence of the step, where something drafts there
 

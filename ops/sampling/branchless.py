@@ -47,9 +47,8 @@ def sample(
     ok_R = jnp.isfinite(most(raw_RV, axis)) & (scored_R | jnp.isfinite(best_R))
     tokens_R = jnp.where(draws_R, drawn_R, greedy_R)
     tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
-    if plain:
-        scores = score_nothing(tokens_R, min(listed, logits_RV.shape[1] * axis.size), state.wanted_BL.shape[1])
-    else:
+    scores = [None] * 5  # a launch would write the zeros of each
+    if not plain:
         wanted_RL = state.wanted_BL[inputs.slots_R]
         scores = score(raw_RV, tokens_R, wanted_RL, partial(top, count=listed, best=best_few), axis)
         scores = where_wanted(ok_R & inputs.wants_logprobs_R, scores)
@@ -58,13 +57,6 @@ def sample(
 
 def varies() -> None:
     """A row's bits are the same in any company."""
-
-
-def score_nothing(tokens_R: Array, K: int, L: int) -> tuple[Array, ...]:
-    """What `score` gives for rows that want nothing."""
-    R, f32, i32 = tokens_R.shape[0], jnp.float32, jnp.int32
-    shapes = ((R,), f32), ((R,), i32), ((R, K), i32), ((R, K), f32), ((R, L), f32)
-    return tuple(jnp.zeros(*shape) for shape in shapes)
 
 
 @jax.named_scope("cut")

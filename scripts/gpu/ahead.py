@@ -60,6 +60,7 @@ class Result:
     seconds: float  # by the model
     share: float  # of that time which the bytes that are needed, or the operations, would take
     spilled: int | None
+    varies: list[str]  # why a row's bits may depend on its company
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
     hf = SHAPES[case.model]
     layers, (few, more) = hf["num_hidden_layers"], depths(case.model)
     with described(target, case.tensor):
-        programs = [compiled(case, count, spills) for count in (few, more)]
+        programs, variances = zip(*(compiled(case, count, spills) for count in (few, more)), strict=True)
         needed, operations = least(case, layers, DEVICES[target])
     low, high = programs
 
@@ -144,11 +145,12 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
         whole(lambda program: program.sorts), high.temporaries,
         {kind: a_layer(lambda program, kind=kind: copied(program, kind)) for kind in ("pages", "experts", "weights")},
         moved, needed, seconds, roof_seconds(DEVICES[target], needed, operations) / seconds, high.spilled,
+        sorted(frozenset().union(*variances)),
     )  # fmt: skip
 
 
 def compiled(case: Case, layers: int, spills: bool):
-    """The program of so many layers, for the card that is described."""
+    """The program of so many layers, for the card that is described, and why a row's bits may depend on its company."""
     from ...model.checkpoint.placement import abstract_over
     from ...model.weights import abstract
     from ...serving.device.batch import choose
@@ -175,7 +177,7 @@ def compiled(case: Case, layers: int, spills: bool):
     state = here(state) if mesh is None else state
     (lowered,) = pipeline.lower(weights, state, layouts[size], plain=case.plain and decodes)
     shares = Shares(pipeline.paged, case, pages * page)
-    return compile_program(lowered, shares.of, shares.turns, spills)
+    return compile_program(lowered, shares.of, shares.turns, spills), pipeline.variance
 
 
 def drafter_of(case: Case, config):
@@ -322,7 +324,7 @@ def of_drafter(case: Case, config) -> tuple[float, float]:
 
 
 HEADINGS = ("step", "graphs", "outside of them", "sorts", "launches a layer", "other launches", "temporaries",
-            "copied a layer", "moved / needed", "predicted", "of the roof")  # fmt: skip
+            "copied a layer", "moved / needed", "predicted", "of the roof", "same bits")  # fmt: skip
 
 
 def row(result: Result | Failure) -> list[str]:
@@ -334,7 +336,7 @@ def row(result: Result | Failure) -> list[str]:
         result.name, str(result.graphs), outside, f"{result.sorts:.0f}", f"{result.launches_a_layer:.0f}",
         f"{result.launches:.0f}", f"{result.temporaries / 1e6:,.0f} MB", copies or "nothing",
         f"{result.moved / 1e9:.1f} / {result.needed / 1e9:.1f} GB, {result.moved / result.needed:.2f}",
-        f"{result.seconds * 1e3:,.2f} ms", f"{result.share:.0%}",
+        f"{result.seconds * 1e3:,.2f} ms", f"{result.share:.0%}", "no" if result.varies else "yes",
     ]  # fmt: skip
     return found if result.spilled is None else [*found, f"{result.spilled:,}"]
 

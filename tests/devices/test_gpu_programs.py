@@ -35,11 +35,13 @@ class Bound:
     moved: float  # times the bytes that a step must read
     copied: int = 0  # megabytes of weights a layer: a router's, which is cut into summands
     sorts: int = 0  # of all layers and the sampler; XLA may take one for them that is in no graph
+    others: int | None = None  # launches outside of layers; None: not held
+    alike: bool = False  # a row's bits are the same in any company
 
 
 BOUNDS = (
     Bound("llama-3-8b, bf16, batch 1", 8, 10, 1.03),
-    Bound("llama-3-8b, bf16, batch 64", 8, 35, 1.04),
+    Bound("llama-3-8b, bf16, batch 64", 8, 35, 1.04, others=46, alike=True),
     Bound("llama-3-8b, int8, batch 64", 10, 35, 1.07),
     Bound("llama-3-8b, int8-weights, batch 64", 8, 35, 1.06),
     Bound("llama-3-8b, int4, batch 64", 8, 35, 1.08),
@@ -57,7 +59,7 @@ BOUNDS = (
     Bound("qwen3-30b-a3b, int8, batch 64", 17, 41, 1.14),
     Bound("qwen3-30b-a3b, int4, batch 64", 16, 41, 1.18),
     Bound("qwen3-30b-a3b, int4-128-zero, batch 64", 16, 41, 1.19),
-    Bound("qwen3-30b-a3b, fp8, batch 64", 19, 41, 1.16),
+    Bound("qwen3-30b-a3b, fp8, batch 64", 19, 41, 1.16, alike=True),
     Bound("gpt-oss-20b, mxfp4, batch 64", 21, 54, 1.09),
     Bound("deepseek-v3, bf16, batch 64", 32, 146, 1.03, copied=12),
 )
@@ -95,7 +97,9 @@ def test_a_step_within_its_bounds(results, bound):
     assert "failed" not in found, found
     assert found["graphs"] == 1 and found["outside"] == {}, "the host waits, or launches more than once"
     assert found["sorts"] <= bound.sorts
+    assert not (bound.alike and found["varies"]), found["varies"]
     assert found["launches_a_layer"] <= bound.launches
+    assert bound.others is None or found["launches"] <= bound.others
     assert found["temporaries"] <= bound.temporaries * 1e6
     assert found["moved"] <= bound.moved * found["needed"]
     weights = found["copied"].pop("weights")

@@ -23,19 +23,21 @@ EPS = 1e-5
 class Case:
     D: int = 512
     normed: bool = False  # what is added has a norm of its own
+    adds: bool = True  # otherwise it is a norm alone
 
     def inputs(self, seed: int = 0, rows: int = 5):
         rng = np.random.default_rng(seed)
         x, y = (rng.standard_normal((rows, self.D)) * rng.choice([0.01, 1, 50], (rows, 1)) for _ in range(2))
         scales = [jnp.asarray(1 + 0.3 * rng.standard_normal(self.D), jnp.float32) for _ in range(2)]
         x, y = (jnp.asarray(array, jnp.bfloat16) for array in (x, y))
-        return Residual(x, y, scales[0] if self.normed else None), scales[1]
+        return Residual(x, y if self.adds else None, scales[0] if self.normed else None), scales[1]
 
 
 CASES = {
     "a line for each thread": Case(),
     "one line": Case(D=64, normed=True),
     "lines that no thread shares": Case(D=704, normed=True),
+    "nothing to add": Case(D=704, adds=False),
     "gpt-oss-20b": Case(D=2880),
     "Gemma-3-12B": Case(D=3840, normed=True),
     "the widest": Case(D=16384, normed=True),
@@ -51,7 +53,9 @@ def run(rows: Residual, scale_D):
     return found
 
 
-@pytest.mark.parametrize("name", thinned(CASES, ["a line for each thread", "lines that no thread shares"]))
+@pytest.mark.parametrize(
+    "name", thinned(CASES, ["a line for each thread", "lines that no thread shares", "nothing to add"])
+)
 def test_against_float64_and_xla(name):
     """Every row is right, the sum has the bits of XLA's, and nothing races."""
     rows, scale_D = CASES[name].inputs()
@@ -65,11 +69,13 @@ def test_against_float64_and_xla(name):
         assert np.asarray(found[0]).tobytes() == np.asarray(by_xla[0]).tobytes()
 
 
-def test_a_row_has_the_same_bits_in_any_company():
-    rows, scale_D = CASES["lines that no thread shares"].inputs()
+@pytest.mark.parametrize("name", ["lines that no thread shares", "nothing to add"])
+def test_a_row_has_the_same_bits_in_any_company(name):
+    rows, scale_D = CASES[name].inputs()
     found = run(rows, scale_D)
     order = np.array([3, 0, 4])
-    others = run(Residual(rows.x_TD[order].at[1].set(jnp.nan), rows.y_TD[order], rows.scale_D), scale_D)
+    y_TD = None if rows.y_TD is None else rows.y_TD[order]
+    others = run(Residual(rows.x_TD[order].at[1].set(jnp.nan), y_TD, rows.scale_D), scale_D)
     for out, other in zip(found, others, strict=True):
         for place in (0, 2):
             assert np.asarray(out[order[place]]).tobytes() == np.asarray(other[place]).tobytes()
@@ -77,7 +83,7 @@ def test_a_row_has_the_same_bits_in_any_company():
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
-@pytest.mark.parametrize("name", thinned(CASES, ["lines that no thread shares"]))
+@pytest.mark.parametrize("name", thinned(CASES, ["lines that no thread shares", "nothing to add"]))
 def test_the_norm_in_codes_besides(name, kind):
     """They are those that the norm's own bits are rounded to by themselves, and change neither norm nor sum."""
     given = CASES[name].inputs()
@@ -113,8 +119,8 @@ def test_all_reasons_are_said():
     rows, scale_D = Case(D=100).inputs()
     with pytest.raises(NotImplementedError, match=r"bfloat16, not float32 and bfloat16, and .* multiple of 64 .* 100"):
         mosaic_gpu.add_and_norm(rows._replace(x_TD=rows.x_TD.astype(jnp.float32)), scale_D, EPS, interpret=True)
-    with pytest.raises(NotImplementedError, match="something to add, and a norm"):
-        mosaic_gpu.add_and_norm(Residual(rows.x_TD), scale_D, EPS, interpret=True)
+    with pytest.raises(NotImplementedError, match="there must be a norm"):
+        mosaic_gpu.add_and_norm(rows, None, EPS, interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         residual.add_and_norm(rows, scale_D, EPS, implementation="mosaic_gpu")
 
@@ -135,8 +141,8 @@ TRIALS = [(None, None), (None, spoil_a_sum), (None, spoil_a_norm), ("int8", None
 
 
 @pytest.mark.parametrize(("rounds", "spoil"), TRIALS)
-@pytest.mark.parametrize("normed", [False, True])
-def test_a_trial(normed, rounds, spoil, monkeypatch):
+@pytest.mark.parametrize("case", [Case(192), Case(192, normed=True), Case(192, adds=False)], ids=str)
+def test_a_trial(case, rounds, spoil, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
     real = trial.sum_and_norm
 
@@ -145,7 +151,7 @@ def test_a_trial(normed, rounds, spoil, monkeypatch):
         return found if spoil is None else spoil(*found)
 
     monkeypatch.setattr(trial, "sum_and_norm", kernel)
-    kind = mosaic_gpu.kind(Case(D=192, normed=normed).inputs()[0], rounds)
+    kind = mosaic_gpu.kind(case.inputs()[0], rounds)
     found = kernel_trial.measure(trial.ResidualCase(kind, 12, InterpretGPUParams()), 0, repeats=2)
     assert (found.wrong is not None) == (spoil is not None)
 

@@ -247,7 +247,7 @@ def adapter_store(options: EngineOptions, config: ModelConfig) -> AdapterStore |
     """What reads adapters, where they are served."""
     if not options.enable_lora:
         return None
-    if not (targets := targets_of(config)):
+    if not (targets := targets_of(config, options.adapted_modules)):
         raise ModelError(f"enable_lora is set, and no weight of {config.family} models takes adapters")
     return AdapterStore(config, targets, options.max_lora_rank, options.max_cpu_loras or options.max_loras)
 
@@ -270,7 +270,8 @@ def load(
     check_rounding(weights, config, placement)
     weights = expert_copies.as_loaded(weights, config, placement.mesh)
     if options.enable_lora:
-        weights = with_adapters(weights, config, options.max_loras, bucket_of(options.max_lora_rank), placement.mesh)
+        slots, rank = options.max_loras, bucket_of(options.max_lora_rank)
+        weights = with_adapters(weights, config, slots, rank, placement.mesh, options.adapted_modules)
     return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...ops.adapter import Adapted
+from ...ops.quant.stack import one_of
 from ...sharding import local_shards
 from ...sharding.mesh import Mesh, element_orders, sharding, take_elements
 from ...sharding.spec import ArraySpec, Runs
 from ..config import ModelConfig, ModelError
 from ..families.common import Source, SourceTensor
-from ..weights import LayerWeights, ModelWeights, dense_specs
+from ..weights import LayerWeights, ModelWeights, MoeWeights, dense_specs
+from .expert_stacks import of_each
 from .folder import ADAPTER, read_json
 from .loader import canonical, inner, module_of, sources_of
 from .safetensors import Tensor, read_header
@@ -26,6 +28,7 @@ from .safetensors import Tensor, read_header
 FILE = "adapter_model.safetensors"
 RANKS = (8, 16, 32, 64, 128, 256)  # that stacks have
 MAX_RANK = 1 << 12  # that a folder may say
+EXPERTS = "experts"  # the name of them all, as of a module
 NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 HEAD = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?lm_head)\.base_layer\.weight")  # the model's own, saved beside it
 REFUSED = {  # keys of adapter_config.json that change what is computed, and why they are not served
@@ -49,6 +52,7 @@ class Part(NamedTuple):
     number: int  # among those of its weight
     first: int  # of its outputs among those of the weight
     last: int
+    which: tuple[int, ...] = ()  # where the weight is a stack of matrices: (the one,)
 
     def orders(self, into: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Which input, and which output, of the checkpoint's stands in each place of the weight."""
@@ -65,13 +69,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A weight [*into, *out] that takes adapters."""
+    """A weight [*stack, *into, *out] that takes adapters."""
 
     into: tuple[int, ...]
     out: tuple[int, ...]
-    axes: tuple[str | Runs | None, ...]  # of both
-    parts: tuple[Part, ...]
+    axes: tuple[str | Runs | None, ...]  # of all
+    parts: tuple[Part, ...]  # of a stack those of all its matrices, one after the other
     is_head: bool = False
+    stack: tuple[int, ...] = ()  # (how many matrices,), such as experts
 
     @property
     def inputs(self) -> int:
@@ -81,18 +86,38 @@ class Target:
     def outputs(self) -> int:
         return math.prod(self.out)
 
+    @property
+    def modules(self) -> set[str]:
+        """The names by which it is chosen: those of its modules, or of what holds all experts."""
+        if self.stack:
+            return {EXPERTS}
+        return {part.source.name.removesuffix(".weight").rpartition(".")[2] for part in self.parts}
+
+    @property
+    def each(self) -> tuple[Part, ...]:
+        """The parts of one matrix."""
+        return self.parts[: len(self.parts) // math.prod(self.stack)]
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(down, up) of an adapter."""
+        return (*self.stack, *self.into, len(self.each) * rank), (*self.stack, rank, *self.out)
+
     def specs(self, dtype: Any, rank: int, slots: tuple[int, ...] = ()) -> tuple[ArraySpec, ArraySpec]:
         """(down, up) of an adapter, or of stacks of so many. Both are split as the weight beside which they lie."""
-        k, lead = len(self.into), (None,) * len(slots)
-        down = ArraySpec((*slots, *self.into, len(self.parts) * rank), dtype, (*lead, *self.axes[:k], None))
-        return down, ArraySpec((*slots, rank, *self.out), dtype, (*lead, None, *self.axes[k:]))
+        lead, first = (*[None] * len(slots), *self.axes[: len(self.stack)]), len(self.stack)
+        into, out = self.axes[first:][: len(self.into)], self.axes[first:][len(self.into) :]
+        down, up = self.shapes(rank)
+        return (
+            ArraySpec((*slots, *down), dtype, (*lead, *into, None)),
+            ArraySpec((*slots, *up), dtype, (*lead, None, *out)),
+        )
 
     def ranges(self, mesh: Mesh | None) -> tuple[tuple[int, int], ...]:
         """Which outputs, of those that a device has, are of which part."""
         if mesh is None:
-            return tuple((part.first, part.last) for part in self.parts)
-        spec = ArraySpec(self.out, np.int64, self.axes[len(self.into) :])
-        sizes = [part.last - part.first for part in self.parts]
+            return tuple((part.first, part.last) for part in self.each)
+        spec = ArraySpec(self.out, np.int64, self.axes[-len(self.out) :])
+        sizes = [part.last - part.first for part in self.each]
         numbers = np.repeat(np.arange(len(sizes)), sizes).reshape(self.out)
         for at, order in enumerate(element_orders(spec, mesh)):
             numbers = numbers if order is None else take_elements(numbers, order, at)
@@ -101,7 +126,7 @@ class Target:
         if np.any(np.diff(first) < 0) or not all(np.array_equal(first, other) for other in others):
             name = self.parts[0].source.name
             raise ModelError(f"enable_lora is set, and the devices have unequal parts of {name}: use fewer")
-        ends = np.searchsorted(first, np.arange(len(self.parts)), side="right").tolist()
+        ends = np.searchsorted(first, np.arange(len(sizes)), side="right").tolist()
         return tuple(zip([0, *ends], ends, strict=False))
 
 
@@ -111,7 +136,8 @@ class Adapter:
 
     key: str  # a digest of its files: what is computed with it is shared with none that differs
     has_head: bool  # whether it adapts the head
-    matrices: list[tuple[np.ndarray, np.ndarray]]  # (down [*into, parts * rank], up [rank, *out])
+    targets: tuple[Target, ...]  # the weights
+    matrices: list[tuple[np.ndarray, np.ndarray]]  # (down [*stack, *into, parts * rank], up [*stack, rank, *out])
 
 
 def bucket_of(rank: int) -> int:
@@ -143,22 +169,59 @@ def target_of(spec: ArraySpec, source: Source) -> Target | None:
     return Target(into, out, spec.axes, tuple(parts))
 
 
-def target_tree(config: ModelConfig) -> ModelWeights:
-    """A tree like the weights, with a `Target` or None in place of each. Experts take no adapters."""
+def target_of_stack(spec: ArraySpec, source: Source) -> Target | None:
+    """The same for a stack, where a checkpoint may hold each of its matrices by itself: adapters name them so."""
+    if not spec.stacked or source.parts[0].at == ():
+        return None
+    one, parts, stack = one_of(spec), [], spec.shape[:1]
+    for which, (own, _) in enumerate(of_each(*stack, source.parts, {})):
+        if (found := target_of(one, Source(own))) is None:
+            return None
+        parts += [part._replace(which=(which,)) for part in found.parts]
+    return found and replace(found, axes=spec.axes, parts=tuple(parts), stack=stack)
+
+
+def every_target(config: ModelConfig) -> ModelWeights:
+    """A tree like the weights, with a `Target` or None in place of each."""
 
     def targets(spec, source) -> Any:
         return jax.tree.map(target_of, spec, source)
+
+    def of_mixture(spec, source) -> MoeWeights:
+        up, down = (
+            jax.tree.map(target_of_stack, getattr(spec, name), getattr(source, name)) for name in ("up_EDGF", "down_EFD")
+        )
+        return MoeWeights(targets(spec.router_DE, source.router_DE), up, down)
 
     layers = zip(dense_specs(config).layers, sources_of(config).layers, strict=True)
     found = ModelWeights(
         embed_VD=None,
         layers=tuple(
-            LayerWeights(attention=targets(spec.attention, source.attention), mlp=targets(spec.mlp, source.mlp))
+            LayerWeights(
+                attention=targets(spec.attention, source.attention),
+                mlp=targets(spec.mlp, source.mlp),
+                moe=spec.moe and of_mixture(spec.moe, source.moe),
+            )
             for spec, source in layers
         ),
         final_norm_D=None,
     )
     return found.replace(**{head_name(config): head_target(config)}) if config.writes else found
+
+
+def target_tree(config: ModelConfig, modules: Sequence[str] = ()) -> ModelWeights:
+    """The targets of these names; without any all but experts and their routers."""
+    every = every_target(config)
+    if not modules:
+        return every.replace(layers=tuple(layer.replace(moe=None) for layer in every.layers))
+    known = {name for target in jax.tree.leaves(every) for name in target.modules}
+    for name in modules:
+        if name not in known:
+            raise ModelError(
+                f"lora_target_modules names {name!r}; of {config.family} models these take adapters: "
+                f"{', '.join(sorted(known))}"
+            )
+    return jax.tree.map(lambda target: target if target.modules & {*modules} else None, every)
 
 
 def head_name(config: ModelConfig) -> str:
@@ -175,13 +238,18 @@ def head_target(config: ModelConfig) -> Target | None:
     return found and replace(found, is_head=True)
 
 
-def targets_of(config: ModelConfig) -> tuple[Target, ...]:
+def targets_of(config: ModelConfig, modules: Sequence[str] = ()) -> tuple[Target, ...]:
     """The weights that take adapters, in the order of the tree."""
-    return tuple(jax.tree.leaves(target_tree(config)))
+    return tuple(jax.tree.leaves(target_tree(config, modules)))
 
 
 def with_adapters(
-    weights: ModelWeights, config: ModelConfig, slots: int, rank: int, mesh: Mesh | None = None
+    weights: ModelWeights,
+    config: ModelConfig,
+    slots: int,
+    rank: int,
+    mesh: Mesh | None = None,
+    modules: Sequence[str] = (),
 ) -> ModelWeights:
     """The weights with stacks for so many adapters of at most that rank beside them."""
 
@@ -199,22 +267,23 @@ def with_adapters(
     def both(targets, own):
         return jax.tree.map(add, targets, own, is_leaf=lambda node: node is None or isinstance(node, Target))
 
-    found, head = target_tree(config), head_name(config)
+    found, head = target_tree(config, modules), head_name(config)
     layers = [
-        own.replace(attention=both(targets.attention, own.attention), mlp=both(targets.mlp, own.mlp))
+        own.replace(**{name: both(getattr(targets, name), getattr(own, name)) for name in ("attention", "mlp", "moe")})
         for targets, own in zip(found.layers, weights.layers, strict=True)
     ]
     return weights.replace(layers=tuple(layers), **{head: add(getattr(found, head), getattr(weights, head))})
 
 
-def spread(matrices: list[tuple[Any, Any]], targets: tuple[Target, ...], mesh: Mesh) -> list[tuple[Any, Any]]:
+def spread(adapter: Adapter, mesh: Mesh) -> list[tuple[Any, Any]]:
     """An adapter's matrices over the devices, as the stacks lie."""
 
     def place(matrix: np.ndarray, spec: ArraySpec) -> jax.Array:
         return local_shards.shard(matrix, spec, mesh, sharding(spec, mesh))
 
-    specs = [target.specs(up.dtype, up.shape[0]) for target, (_, up) in zip(targets, matrices, strict=True)]
-    return jax.tree.map(place, matrices, specs)
+    both = zip(adapter.targets, adapter.matrices, strict=True)
+    specs = [target.specs(up.dtype, up.shape[len(target.stack)]) for target, (_, up) in both]
+    return jax.tree.map(place, adapter.matrices, specs)
 
 
 def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...], most: int) -> Adapter:
@@ -225,43 +294,48 @@ def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...],
     places = {part.source.name: (index, part) for index, target in enumerate(targets) for part in target.parts}
     rank, dtype, family = bucket_of(most), np.dtype(jnp.dtype(config.dtype)), module_of(config)
     matrices: list[Any] = [None] * len(targets)
+    orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # the same for all matrices of a stack
     for module, (down, up) in pairs_of(file).items():
         name = canonical(family, f"{module}.weight")
         found = places.get(name) or places.get(inner(name))
         if found is None:
-            raise ModelError(
-                f"{file} adapts {module!r}, which takes no adapter in {config.family} models here: experts and "
-                "the embedding do not; merge it into the model's weights"
-            )
+            raise ModelError(f"{file} adapts {module!r}, which takes no adapter here: {why_not(config, name)}")
         index, part = found
-        own = check_shapes(file, down, up, part, about, module, most)
-        target = targets[index]
-        in_I, out_O = part.orders(target.into)
+        own, target = check_shapes(file, down, up, part, about, module, most), targets[index]
         if matrices[index] is None:
-            matrices[index] = (
-                np.zeros((target.inputs, len(target.parts) * rank), dtype), np.zeros((rank, target.outputs), dtype),
-            )  # fmt: skip
+            matrices[index] = tuple(np.zeros(shape, dtype) for shape in flat(target, rank))
+        if (index, part.number) not in orders:
+            orders[index, part.number] = part.orders(target.into)
+        in_I, out_O = orders[index, part.number]
         down_RI, up_OR = (tensor.read().astype(np.float32) for tensor in (down, up))
         if not (np.isfinite(down_RI).all() and np.isfinite(up_OR).all()):
             raise ModelError(f"{file}: the matrices of {module!r} have values that are not finite")
-        at = part.number * rank
-        matrices[index][0][:, at : at + own] = down_RI.T[in_I]
-        matrices[index][1][:own, part.first : part.last] = (up_OR * np.float32(about.scale(module, own))).T[:, out_O]
-    empty = {
-        shape: np.zeros(shape, dtype)
-        for target in targets
-        for shape in ((target.inputs, len(target.parts) * rank), (rank, target.outputs))
-    }
-    whole = [
-        (empty[target.inputs, len(target.parts) * rank], empty[rank, target.outputs]) if own is None else own
+        down_IR, up_RO = (matrix[part.which] for matrix in matrices[index])
+        down_IR[:, part.number * rank :][:, :own] = down_RI.T[in_I]
+        up_RO[:own, part.first : part.last] = (up_OR * np.float32(about.scale(module, own))).T[:, out_O]
+    empty = {shape: np.zeros(shape, dtype) for target in targets for shape in flat(target, rank)}
+    shaped = [
+        tuple(
+            (empty[wide] if own is None else own[half]).reshape(shape)
+            for half, (wide, shape) in enumerate(zip(flat(target, rank), target.shapes(rank), strict=True))
+        )
         for target, own in zip(targets, matrices, strict=True)
     ]
-    shaped = [
-        (down.reshape(*target.into, -1), up.reshape(rank, *target.out))
-        for target, (down, up) in zip(targets, whole, strict=True)
-    ]
     has_head = any(target.is_head and own is not None for target, own in zip(targets, matrices, strict=True))
-    return Adapter(digest_of(folder), has_head, shaped)
+    return Adapter(digest_of(folder), has_head, targets, shaped)
+
+
+def flat(target: Target, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of (down, up) with all inputs, and all outputs, along one axis."""
+    return (*target.stack, target.inputs, len(target.each) * rank), (*target.stack, rank, target.outputs)
+
+
+def why_not(config: ModelConfig, name: str) -> str:
+    """What to do about an adapter of a tensor that has no stack."""
+    for target in jax.tree.leaves(every_target(config)):
+        if {part.source.name for part in target.parts} & {name, inner(name)}:
+            return f"name it in lora_target_modules, as {' or '.join(sorted(target.modules))}"
+    return f"of {config.family} models neither the embedding nor fused experts do; merge it into the model's weights"
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ def logits_of(folder, config, adapter, tokens, mesh=None) -> np.ndarray:
     weights = with_adapters(loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh)
     if adapter is not None:
         targets = targets_of(config)
-        matrices = read_adapter(adapter, config, targets, 8).matrices
-        matrices = matrices if mesh is None else spread(matrices, targets, mesh)
+        found = read_adapter(adapter, config, targets, 8)
+        matrices = found.matrices if mesh is None else spread(found, mesh)
         places = jax.tree.map(lambda leaf: leaf.sharding, stacks_of(weights))
         stacks = jax.device_put(write_slot(stacks_of(weights), SLOT, matrices), places)
         weights = with_stacks(weights, stacks)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import peft
 import pytest
 import tiny
+import tiny_moe
 from cases import thinned
 
 from quire import LLM, LoRARequest, RequestError, SamplingParams
@@ -75,6 +76,40 @@ def test_a_request_is_the_same_alone_and_among_64_adapters(llm, folders):
         assert answers(llm, [prompts[i]], adapter(folders, numbers[i])) == [together[i]], numbers[i]
     assert len({tokens for tokens, _ in together}) > COUNT // 2
     assert llm.engine.snapshot().recompiles == 0
+
+
+WHOLE = {"max_loras": COUNT, "max_num_seqs": COUNT, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 1 << 24}
+
+
+@pytest.mark.parametrize(("name", "given"), [("mixtral", {}), ("qwen3_moe", WHOLE)])
+def test_experts_among_64_adapters(name, given, tmp_path):
+    """Each as if alone and as the merged model: a few slots through which all go, or all of them in one batch."""
+    tensors = tiny_moe.write(tmp_path / "base", name)
+    every = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head")
+    for number in range(COUNT):
+        rank, names = 1 + number % 8, every if number % 3 else tiny_moe.EXPERTS[name]
+        peft.write(tmp_path / str(number), peft.draw(tensors, names, rank=rank, seed=number), {"r": rank})
+    numbers, params = [*range(COUNT), None, None, 3, 3, 60, None], replace(PARAMS, temperature=0)
+    prompts, requests = prompts_for(len(numbers)), [adapter(tmp_path, number) for number in numbers]
+    with LLM(str(tmp_path / "base"), **OPTIONS | given, lora_target_modules=tiny_moe.MODULES[name]) as llm:
+        together = answers(llm, prompts, requests, params)
+        for i in (0, 1, 5, 30, 63, 64, 66, 68):
+            llm.reset_prefix_cache()
+            assert answers(llm, [prompts[i]], requests[i], params) == [together[i]], numbers[i]
+        shutil.copytree(tmp_path / "1", tmp_path / "60", dirs_exist_ok=True)  # replaced while others run
+        again = answers(llm, prompts, requests, params)
+        assert [again[i] == together[i] for i in range(len(numbers))] == [number != 60 for number in numbers]
+        assert llm.engine.snapshot().recompiles == 0
+    assert len({tokens for tokens, _ in together}) > COUNT // 2
+    plain = {option: value for option, value in OPTIONS.items() if "lora" not in option}
+    for number in (5, 6):
+        drawn = peft.draw(tensors, every if number % 3 else tiny_moe.EXPERTS[name], rank=1 + number, seed=number)
+        tiny.write(tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, drawn, {"r": 1 + number}))
+        with LLM(str(tmp_path / "merged"), **plain) as merged:
+            ((tokens, scores),) = answers(merged, [prompts[number]], None, params)
+        assert tokens == together[number][0]
+        for one, other in zip(scores, together[number][1], strict=True):
+            assert one == pytest.approx(other, abs=1e-3)
 
 
 def test_the_answers_are_those_of_the_merged_model(llm, folders, tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import peft
 import pytest
 import tiny
+import tiny_moe
 import tiny_qwen
 import uncached
 from golden.families import VARIANTS
@@ -28,13 +29,13 @@ TOKENS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
 FIRST = {variant.config["model_type"]: variant for variant in reversed(VARIANTS)}  # of each type of model
 
 
-def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1):
+def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1, modules=()):
     """The logits of a folder's model, with an adapter in one of several slots or without any."""
     config = loader.read_config(folder)
     weights = loader.load(folder, config)
     if adapter is not None:
-        found = read_adapter(adapter, config, targets_of(config), most)
-        weights = with_adapters(weights, config, slots, adapters.bucket_of(most))
+        found = read_adapter(adapter, config, targets_of(config, modules), most)
+        weights = with_adapters(weights, config, slots, adapters.bucket_of(most), modules=modules)
         stacks = write_slot(stacks_of(weights), slot, found.matrices)
         weights = with_rows(with_stacks(weights, stacks), jnp.full(TOKENS.size, slot, jnp.int32), slots)
     return np.asarray(jax.jit(uncached.forward, static_argnums=2)(weights, TOKENS, config))
@@ -99,14 +100,34 @@ def test_a_model_whose_layers_keep_states_and_gate_their_heads(tmp_path):
     np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
 
 
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("name", tiny_moe.CONFIGS)
+def test_experts_and_their_router(name, tmp_path):
+    """Every expert has matrices of its own, of ranks that differ, and one has none."""
+    tensors = tiny_moe.write(tmp_path / "base", name)
+    first, *_, last = tiny_moe.EXPERTS[name]
+    names, ranks = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head"), {first: 3, last: 6}
+    about = {"rank_pattern": ranks}
+    adapted = {each: tensor for each, tensor in tensors.items() if ".experts.1." not in each}
+    adapter = peft.draw(adapted, names, ranks=ranks)
+    peft.write(tmp_path / "adapter", adapter, about)
+    tiny.write(tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, adapter, about))
+    found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", modules=tiny_moe.MODULES[name])
+    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
+    others = {each: matrix for each, matrix in adapter.items() if ".experts." not in each}
+    peft.write(tmp_path / "others", others, about)
+    without = logits_of(tmp_path / "base", adapter=tmp_path / "others", modules=tiny_moe.MODULES[name])
+    assert np.abs(found - without).max() > 0.1
+
+
 @pytest.mark.parametrize("variant", FIRST.values(), ids=lambda variant: variant.config["model_type"])
 def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path):
-    """The product of what lies in the stacks is what the loader makes of B A."""
+    """The product of what lies in the stacks is what the loader makes of B A; of experts too."""
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = loader.read_config(tmp_path)
     rng, seen = np.random.default_rng(0), set()
-    for target in targets_of(config):
-        for part in target.parts:
+    for target in jax.tree.leaves(adapters.every_target(config)):
+        for part in target.each:
             kind = part.source.name.rpartition("layers.")[2].partition(".")[2], part.shape
             if kind in seen:
                 continue

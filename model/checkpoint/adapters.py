@@ -173,12 +173,12 @@ def target_of_stack(spec: ArraySpec, source: Source) -> Target | None:
     """The same for a stack, where a checkpoint may hold each of its matrices by itself: adapters name them so."""
     if not spec.stacked or source.parts[0].at == ():
         return None
-    one, parts, stack = one_of(spec), [], spec.shape[:1]
-    for which, (own, _) in enumerate(of_each(*stack, source.parts, {})):
-        if (found := target_of(one, Source(own))) is None:
-            return None
-        parts += [part._replace(which=(which,)) for part in found.parts]
-    return found and replace(found, axes=spec.axes, parts=tuple(parts), stack=stack)
+    each = [target_of(one_of(spec), Source(parts)) for parts, _ in of_each(spec.shape[0], source.parts, {})]
+    found = [target for target in each if target is not None]
+    if len(found) < len(each):
+        return None
+    parts = tuple(part._replace(which=(which,)) for which, target in enumerate(found) for part in target.parts)
+    return replace(found[0], axes=spec.axes, parts=parts, stack=spec.shape[:1])
 
 
 def every_target(config: ModelConfig) -> ModelWeights:
@@ -188,10 +188,9 @@ def every_target(config: ModelConfig) -> ModelWeights:
         return jax.tree.map(target_of, spec, source)
 
     def of_mixture(spec, source) -> MoeWeights:
-        up, down = (
-            jax.tree.map(target_of_stack, getattr(spec, name), getattr(source, name)) for name in ("up_EDGF", "down_EFD")
-        )
-        return MoeWeights(targets(spec.router_DE, source.router_DE), up, down)
+        router = targets(spec.router_DE, source.router_DE)
+        stacks = (spec.up_EDGF, source.up_EDGF), (spec.down_EFD, source.down_EFD)
+        return MoeWeights(router, *(jax.tree.map(target_of_stack, *both) for both in stacks))
 
     layers = zip(dense_specs(config).layers, sources_of(config).layers, strict=True)
     found = ModelWeights(

@@ -166,8 +166,8 @@ class EngineOptions:
         "--max-loras",
     )  # fmt: skip
     lora_target_modules: Sequence[str] = flag(
-        (), ADAPTERS, "Modules that take adapters, as the checkpoint names them, with commas; experts: those of mixtures.",
-        "NAMES", "all but experts and routers",
+        (), ADAPTERS, "Modules that take adapters, as the checkpoint names them, with commas; experts for those of a "
+        "mixture.", "NAMES", "all but experts and routers",
     )  # fmt: skip
     max_queued_requests: int | None = no_flag(None, "Most requests that wait; more are refused. None: as many as come.")
     pooling: Pooling | None = flag(

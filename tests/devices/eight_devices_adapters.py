@@ -10,6 +10,7 @@ import numpy as np
 import peft
 import pytest
 import tiny
+import tiny_moe
 import uncached
 from cases import nightly_from, thinned
 from golden.families import VARIANTS
@@ -40,10 +41,10 @@ def golden(tmp_path_factory):
     return lru_cache(lambda name: Golden(NAMED[name], tmp_path_factory.mktemp("g")))
 
 
-def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
+def drawn(config, rank: int = 4, modules=()) -> dict[str, np.ndarray]:
     """Random matrices for all that takes an adapter."""
     rng, found = np.random.default_rng(0), {}
-    for part in (part for target in targets_of(config) for part in target.parts):
+    for part in (part for target in targets_of(config, modules) for part in target.parts):
         module, (outputs, inputs) = part.source.name.removesuffix(".weight"), part.shape
         for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             value = rng.standard_normal(shape) * 0.4 / shape[1] ** 0.5
@@ -51,12 +52,11 @@ def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
     return found
 
 
-def logits_of(folder, config, adapter, tokens, mesh=None) -> np.ndarray:
+def logits_of(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndarray:
     """The logits of every row with the adapter in one of several slots, on one device or over a mesh."""
-    weights = with_adapters(loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh)
+    weights = with_adapters(loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh, modules)
     if adapter is not None:
-        targets = targets_of(config)
-        found = read_adapter(adapter, config, targets, 8)
+        found = read_adapter(adapter, config, targets_of(config, modules), 8)
         matrices = found.matrices if mesh is None else spread(found, mesh)
         places = jax.tree.map(lambda leaf: leaf.sharding, stacks_of(weights))
         stacks = jax.device_put(write_slot(stacks_of(weights), SLOT, matrices), places)
@@ -93,6 +93,19 @@ def test_logits(name, golden, tmp_path):
     assert sizes
     for size in sizes:
         many = logits_of(made.folder, config, adapter, tokens, make_mesh(tensor=size))
+        np.testing.assert_allclose(many, one, rtol=0, atol=1e-3, err_msg=str(size))
+
+
+@pytest.mark.parametrize("name", tiny_moe.CONFIGS)
+def test_experts(name, tmp_path):
+    """Of every expert each device has its own columns."""
+    tiny_moe.write(tmp_path / "base", name)
+    config, modules, tokens = loader.read_config(tmp_path / "base"), tiny_moe.MODULES[name], jnp.arange(24)[None]
+    adapter = peft.write(tmp_path / "adapter", drawn(config, modules=modules))
+    one = logits_of(tmp_path / "base", config, adapter, tokens, modules=modules)
+    assert np.abs(one - logits_of(tmp_path / "base", config, None, tokens)).max() > 0.1
+    for size in (2, 4):
+        many = logits_of(tmp_path / "base", config, adapter, tokens, make_mesh(tensor=size), modules)
         np.testing.assert_allclose(many, one, rtol=0, atol=1e-3, err_msg=str(size))
 
 

@@ -55,6 +55,7 @@ class Adapted(Weight):
     base: Any
     down: Any  # of each slot [*into, parts * rank], or as many of them as the stack has matrices
     up: Any  # of each slot [rank, *out]
+    longer: Any  # float32, of each slot [*out]: the part of a product without bias that is added to it (DoRA)
     rows_of: AdapterRows | None = None  # the step fills it in
     which: Any = None  # the one that is meant of a stack
     parts: tuple[tuple[int, int], ...] = struct.field(pytree_node=False, default=())
@@ -79,8 +80,8 @@ class Adapted(Weight):
         return self.replace(base=pick(self.base, e), which=e)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        out = linear.project(subscripts, x, self.base, bias, jnp.float32)
-        return self.adapt(plain(x), out).astype(dtype or plain(x).dtype)
+        out = self.adapt(plain(x), linear.einsum(subscripts, x, self.base, jnp.float32))
+        return (out if bias is None else out + bias).astype(dtype or plain(x).dtype)
 
     def exact(self, subscripts: str, x):
         return self.adapt(x, linear.exact(subscripts, x, self.base))
@@ -95,21 +96,23 @@ class Adapted(Weight):
         if self.rows_of is None:
             return out
         own, T, (rank, *out_shape) = self.rows_of, x.shape[0], self.up.shape[1 if self.which is None else 2 :]
-        x_TD, O = x.reshape(T, -1), math.prod(out_shape)
+        x_TD, out_TO, O = x.reshape(T, -1), out.reshape(T, -1), math.prod(out_shape)
         if len(own.slots_T) != T:
             raise ValueError(f"{T} rows meet the adapters of {len(own.slots_T)}")
 
         def add(block, added_PO):
             # Without the barrier XLA widens the whole stacks to float32 ahead of the loop.
-            down, up, slot, which = jax.lax.optimization_barrier((self.down, self.up, own.slots_C[block], self.which))
+            stacks = self.down, self.up, self.longer
+            (down, up, longer), slot, which = jax.lax.optimization_barrier((stacks, own.slots_C[block], self.which))
             at = slot if which is None else (slot, which)
-            x_QD = x_TD.at[own.rows_CQ[block]].get(mode="fill", fill_value=0)
+            x_QD, out_QO = (rows.at[own.rows_CQ[block]].get(mode="fill", fill_value=0) for rows in (x_TD, out_TO))
             inner_QR, up_RO = dot(x_QD, down[at].reshape(x_TD.shape[1], -1)), up[at].reshape(rank, O)
             added = [
                 dot(inner_QR[:, part * rank :][:, :rank], up_RO[:, first:last])
                 for part, (first, last) in enumerate(self.parts)
             ]
             added_QO = added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
+            added_QO += longer[at].reshape(O) * out_QO
             return jax.lax.dynamic_update_slice(added_PO, added_QO, (own.starts_C[block], 0))
 
         with jax.named_scope("adapters"):
@@ -135,26 +138,26 @@ def with_rows(weights: Any, slots_T, num_slots: int) -> Any:
     )
 
 
-def stacks_of(weights: Any) -> list[tuple[Any, Any]]:
+def stacks_of(weights: Any) -> list[tuple[Any, Any, Any]]:
     """The stacks of all weights that have adapters, in the order of the tree."""
     nodes = filter(is_adapted, jax.tree.leaves(weights, is_leaf=is_adapted))
-    return [(node.down, node.up) for node in nodes]
+    return [(node.down, node.up, node.longer) for node in nodes]
 
 
-def with_stacks(weights: Any, stacks: list[tuple[Any, Any]]) -> Any:
+def with_stacks(weights: Any, stacks: list[tuple[Any, Any, Any]]) -> Any:
     """The same weights with other stacks."""
     left = iter(stacks)
 
     def change(node):
         if not is_adapted(node):
             return node
-        down, up = next(left)
-        return node.replace(down=down, up=up)
+        down, up, longer = next(left)
+        return node.replace(down=down, up=up, longer=longer)
 
     return jax.tree.map(change, weights, is_leaf=is_adapted)
 
 
-def write_slot(stacks: list[tuple[Any, Any]], slot, matrices: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def write_slot(stacks: list[tuple[Any, Any, Any]], slot, matrices: list[tuple[Any, Any, Any]]) -> list[Any]:
     """The stacks with one adapter in that slot."""
     return jax.tree.map(lambda stack, matrix: stack.at[slot].set(matrix), stacks, matrices)
 

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.adapters import Part, Target, read_adapter, spread, targets_of, with_adapters
+from quire.model.checkpoint.adapter_targets import Part, Target, targets_of, with_adapters
+from quire.model.checkpoint.adapters import read_adapter, spread
 from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError
 from quire.model.families.common import SourceTensor

@@ -20,7 +20,8 @@ from golden.families import VARIANTS
 from safetensors.numpy import save_file
 
 from quire.model.checkpoint import adapters, loader
-from quire.model.checkpoint.adapters import read_adapter, targets_of, with_adapters
+from quire.model.checkpoint.adapter_targets import every_target, targets_of, with_adapters
+from quire.model.checkpoint.adapters import read_adapter
 from quire.model.config import ModelError
 from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
 
@@ -34,7 +35,7 @@ def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1
     config = loader.read_config(folder)
     weights = loader.load(folder, config)
     if adapter is not None:
-        found = read_adapter(adapter, config, targets_of(config, modules), most)
+        found = read_adapter(adapter, config, targets_of(config, modules), most, folder)
         weights = with_adapters(weights, config, slots, adapters.bucket_of(most), modules=modules)
         stacks = write_slot(stacks_of(weights), slot, found.matrices)
         weights = with_rows(with_stacks(weights, stacks), jnp.full(TOKENS.size, slot, jnp.int32), slots)
@@ -120,13 +121,38 @@ def test_experts_and_their_router(name, tmp_path):
     assert np.abs(found - without).max() > 0.1
 
 
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("name", ["biases", "tied", "mixtral"])
+def test_dora_is_the_model_that_it_is_merged_into(name, tmp_path):
+    """Its rows get the adapter's lengths; biases stay as they are."""
+    base, modules = tmp_path / "base", tiny_moe.MODULES[name] if name == "mixtral" else ()
+    if name == "mixtral":
+        config, tensors = tiny_moe.MIXTRAL, tiny_moe.write(base, name)
+    else:
+        config = tiny.LLAMA | {"attention_bias": name == "biases", "tie_word_embeddings": name == "tied"}
+        shapes = tiny.shapes(config)
+        sizes = {each.replace("weight", "bias"): shape[:1] for each, shape in shapes.items() if "self_attn" in each}
+        tensors = tiny.write(base, config, tiny.even(shapes | (sizes if name == "biases" else {})))
+    whole = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
+    adapter = peft.draw(whole, (*peft.EVERY, "w1", "w2", "w3", "gate", "lm_head"))
+    adapter |= peft.lengths(whole, adapter)
+    peft.write(tmp_path / "adapter", adapter, {"use_dora": True})
+    untied = config | {"tie_word_embeddings": False}
+    tiny.write(tmp_path / "merged", untied, peft.merged(whole, adapter))
+    plain = {each: tensor for each, tensor in adapter.items() if "magnitude" not in each}
+    peft.write(tmp_path / "plain", plain)
+    found = logits_of(base, adapter=tmp_path / "adapter", modules=modules)
+    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
+    assert np.abs(found - logits_of(base, adapter=tmp_path / "plain", modules=modules)).max() > 0.1
+
+
 @pytest.mark.parametrize("variant", FIRST.values(), ids=lambda variant: variant.config["model_type"])
 def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path):
     """The product of what lies in the stacks is what the loader makes of B A; of experts too."""
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = loader.read_config(tmp_path)
     rng, seen = np.random.default_rng(0), set()
-    for target in jax.tree.leaves(adapters.every_target(config)):
+    for target in jax.tree.leaves(every_target(config)):
         for part in target.each:
             kind = part.source.name.rpartition("layers.")[2].partition(".")[2], part.shape
             if kind in seen:
@@ -164,7 +190,8 @@ def base(tmp_path_factory):
 
 
 REFUSED = {
-    "dora": ({"use_dora": True}, "use_dora = True"),
+    "dora without lengths": ({"use_dora": True}, "lacks lora_magnitude_vector of 'model.layers.0.mlp.down_proj'"),
+    "dora": ({"use_dora": "yes"}, "use_dora = 'yes'; it must be true or false"),
     "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "bias": ({"bias": "all"}, "bias = 'all'"),
     "kind": ({"peft_type": "IA3"}, "'IA3'; it must be 'LORA'"),

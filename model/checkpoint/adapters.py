@@ -34,7 +34,7 @@ REFUSED = {  # keys of adapter_config.json that change what is computed, and why
     "modules_to_save": "it brings whole weights of its own; merge it into the model",
     "layer_replication": "it repeats layers",
     "trainable_token_indices": "it brings rows of the embedding; merge it into the model",
-    "target_parameters": "it adapts stacked experts; merge it into the model",
+    "target_parameters": "it adapts experts all in one tensor, not each one's projections; merge it into the model",
     "lora_bias": "its matrices have biases; merge it into the model",
     "fan_in_fan_out": "its matrices are transposed", "use_qalora": "it pools its inputs",
     "alora_invocation_tokens": "it begins within a prompt",

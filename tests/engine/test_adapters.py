@@ -227,6 +227,7 @@ def test_what_is_refused(llm, folders, tmp_path):
         ({"max_loras": 0}, "max_loras is 0; it must be an integer from 1"),
         ({"max_lora_rank": 257}, "max_lora_rank is 257; it must be an integer from 1 to 256"),
         ({"max_loras": 4, "max_cpu_loras": 3}, "must be at least max_loras, 4"),
+        ({"lora_target_modules": "experts"}, r"lora_target_modules is 'experts'; it must be a list, as in \['q_proj'"),
     ],
 )
 def test_options_that_do_not_go_together(given, why):

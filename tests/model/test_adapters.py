@@ -186,7 +186,7 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     tensors = tiny.write(folder, tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
     config = loader.read_config(folder)
-    return SimpleNamespace(tensors=tensors, config=config, targets=targets_of(config))
+    return SimpleNamespace(folder=folder, tensors=tensors, config=config, targets=targets_of(config))
 
 
 REFUSED = {
@@ -258,6 +258,47 @@ def test_what_is_no_adapter(base, tmp_path):
             (tmp_path / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
         with pytest.raises(ModelError, match=why):
             read_adapter(tmp_path, base.config, base.targets, 16)
+
+
+def test_modules_that_are_not_named_take_none(tmp_path):
+    """Experts and routers must be named; others are left out where only some are named."""
+    tensors = tiny_moe.write(tmp_path / "base", "mixtral")
+    config = loader.read_config(tmp_path / "base")
+    peft.write(tmp_path / "experts", peft.draw(tensors, ("w1",)))
+    peft.write(tmp_path / "router", peft.draw(tensors, ("gate",)))
+    peft.write(tmp_path / "attention", peft.draw(tensors, ("o_proj",)))
+    for name, modules, why in (("experts", (), "experts"), ("router", ("experts",), "gate"),
+                               ("attention", ("experts", "gate"), "o_proj")):  # fmt: skip
+        with pytest.raises(ModelError, match=f"takes no adapter here: name it in lora_target_modules, as {why}"):
+            read_adapter(tmp_path / name, config, targets_of(config, modules), 16)
+        read_adapter(tmp_path / name, config, targets_of(config, (*modules, why)), 16)
+    with pytest.raises(
+        ModelError, match="names 'w1'; of mixtral models these take adapters: experts, gate, k_proj, lm"
+    ):
+        targets_of(config, ("w1",))
+    stacks = {target.stack for target in targets_of(config)}
+    assert stacks == {()} and {target.stack for target in targets_of(config, ("experts",))} == {(4,)}
+
+
+def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
+    """Of wrong shape, and of experts that the model's files hold in one tensor."""
+    drawn = peft.draw(base.tensors, ("q_proj",))
+    wrong = {name: length[1:] for name, length in peft.lengths(base.tensors, drawn).items()}
+    peft.write(tmp_path / "short", drawn | wrong, {"use_dora": True})
+    with pytest.raises(ModelError, match=r"lora_magnitude_vector of .* has shape \[31\]; the model wants \[32\]"):
+        read_adapter(tmp_path / "short", base.config, base.targets, 16, base.folder)
+    tensors = tiny_moe.write(tmp_path / "base", "qwen3_moe")
+    drawn = peft.draw(tensors, ("gate_proj", "down_proj"))
+    peft.write(tmp_path / "experts", drawn | peft.lengths(tensors, drawn), {"use_dora": True})
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    own = {part: [tensors[f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"] for e in range(6)] for part in
+           ("gate", "up", "down")}  # fmt: skip
+    fused["model.layers.0.mlp.experts.gate_up_proj"] = np.concatenate([own["gate"], own["up"]], axis=1)
+    fused["model.layers.0.mlp.experts.down_proj"] = np.stack(own["down"])
+    tiny.write(tmp_path / "base", tiny_moe.QWEN3_MOE, fused)
+    config = loader.read_config(tmp_path / "base")
+    with pytest.raises(ModelError, match="the model's files hold no 'model.layers.0.mlp.experts.0.down_proj.weight'"):
+        read_adapter(tmp_path / "experts", config, targets_of(config, ("experts", "gate_proj")), 16, tmp_path / "base")
 
 
 def test_a_rank_above_the_limit_is_refused(base, tmp_path):

@@ -96,29 +96,32 @@ class Adapted(Weight):
         if self.rows_of is None:
             return out
         own, T, (rank, *out_shape) = self.rows_of, x.shape[0], self.up.shape[1 if self.which is None else 2 :]
-        x_TD, out_TO, O = x.reshape(T, -1), out.reshape(T, -1), math.prod(out_shape)
+        x_TD, O = x.reshape(T, -1), math.prod(out_shape)
         if len(own.slots_T) != T:
             raise ValueError(f"{T} rows meet the adapters of {len(own.slots_T)}")
 
         def add(block, added_PO):
             # Without the barrier XLA widens the whole stacks to float32 ahead of the loop.
-            stacks = self.down, self.up, self.longer
-            (down, up, longer), slot, which = jax.lax.optimization_barrier((stacks, own.slots_C[block], self.which))
-            at = slot if which is None else (slot, which)
-            x_QD, out_QO = (rows.at[own.rows_CQ[block]].get(mode="fill", fill_value=0) for rows in (x_TD, out_TO))
+            down, up, slot, which = jax.lax.optimization_barrier((self.down, self.up, own.slots_C[block], self.which))
+            at = self.place(slot, which)
+            x_QD = x_TD.at[own.rows_CQ[block]].get(mode="fill", fill_value=0)
             inner_QR, up_RO = dot(x_QD, down[at].reshape(x_TD.shape[1], -1)), up[at].reshape(rank, O)
             added = [
                 dot(inner_QR[:, part * rank :][:, :rank], up_RO[:, first:last])
                 for part, (first, last) in enumerate(self.parts)
             ]
             added_QO = added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
-            added_QO += longer[at].reshape(O) * out_QO
             return jax.lax.dynamic_update_slice(added_PO, added_QO, (own.starts_C[block], 0))
 
         with jax.named_scope("adapters"):
             added_PO = jax.lax.fori_loop(0, own.num_blocks, add, jnp.zeros((T + BLOCK, O), jnp.float32))
             added_TO = added_PO.at[own.places_T].get(mode="fill", fill_value=0)
-        return out + added_TO.reshape(out.shape)
+            longer_T = self.longer.at[self.place(own.slots_T, self.which)].get(mode="fill", fill_value=0)
+        return out + (added_TO.reshape(out.shape) + longer_T.reshape(out.shape) * out)
+
+    def place(self, slots, which):
+        """Where in the stacks the matrices of these slots are."""
+        return slots if which is None else (slots, which)
 
 
 def dot(x_QI, w_IO):

@@ -42,10 +42,10 @@ def golden(tmp_path_factory):
     return lru_cache(lambda name: Golden(NAMED[name], tmp_path_factory.mktemp("g")))
 
 
-def drawn(config, rank: int = 4, modules=()) -> dict[str, np.ndarray]:
+def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
     """Random matrices for all that takes an adapter."""
     rng, found = np.random.default_rng(0), {}
-    for part in (part for target in targets_of(config, modules) for part in target.parts):
+    for part in (part for target in targets_of(config) for part in target.parts):
         module, (outputs, inputs) = part.source.name.removesuffix(".weight"), part.shape
         for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             value = rng.standard_normal(shape) * 0.4 / shape[1] ** 0.5
@@ -57,7 +57,7 @@ def logits_of(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndar
     """The logits of every row with the adapter in one of several slots, on one device or over a mesh."""
     weights = with_adapters(loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh, modules)
     if adapter is not None:
-        found = read_adapter(adapter, config, targets_of(config, modules), 8)
+        found = read_adapter(adapter, config, targets_of(config, modules), 8, folder)
         matrices = found.matrices if mesh is None else spread(found, mesh)
         places = jax.tree.map(lambda leaf: leaf.sharding, stacks_of(weights))
         stacks = jax.device_put(write_slot(stacks_of(weights), SLOT, matrices), places)
@@ -99,10 +99,11 @@ def test_logits(name, golden, tmp_path):
 
 @pytest.mark.parametrize("name", tiny_moe.CONFIGS)
 def test_experts(name, tmp_path):
-    """Of every expert each device has its own columns."""
-    tiny_moe.write(tmp_path / "base", name)
+    """Of every expert each device has its own columns; of DoRA the lengths of its own outputs, or of its own sums."""
+    tensors = tiny_moe.write(tmp_path / "base", name)
     config, modules, tokens = loader.read_config(tmp_path / "base"), tiny_moe.MODULES[name], jnp.arange(24)[None]
-    adapter = peft.write(tmp_path / "adapter", drawn(config, modules=modules))
+    own = peft.draw(tensors, (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head"))
+    adapter = peft.write(tmp_path / "adapter", own | peft.lengths(tensors, own), {"use_dora": True})
     one = logits_of(tmp_path / "base", config, adapter, tokens, modules=modules)
     assert np.abs(one - logits_of(tmp_path / "base", config, None, tokens)).max() > 0.1
     for size in (2, 4):

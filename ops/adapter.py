@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..sharding import struct
 from . import linear
-from .moe import BLOCK, Blocks
+from .moe import BLOCK, Blocks, pick
 from .precision import precision
 from .weight import Weight, plain
 
@@ -22,6 +22,7 @@ class AdapterRows:
     rows_CQ: Any  # one past the last in padding
     starts_C: Any  # the place of a block's first row among all rows, sorted by slot
     places_T: Any  # each row's place among them; past the last for rows of none
+    slots_T: Any
 
     @classmethod
     def of(cls, slots_T, num_slots: int) -> "AdapterRows":
@@ -29,7 +30,11 @@ class AdapterRows:
         blocks, C = Blocks.of(slots_T, num_slots), min(T, -(-T // BLOCK) + num_slots)
         slots_C, rows_CQ, places_CQ = jax.vmap(blocks.at)(jnp.arange(C))
         places_T = jnp.full(T, T + BLOCK, jnp.int32).at[rows_CQ].set(places_CQ.astype(jnp.int32), mode="drop")
-        return cls(blocks.num_blocks, slots_C, rows_CQ, places_CQ[:, 0], places_T)
+        return cls(blocks.num_blocks, slots_C, rows_CQ, places_CQ[:, 0], places_T, slots_T)
+
+    def some(self, row_Q, num_slots: int) -> "AdapterRows":
+        """The same of some of the rows; of one past the last nothing is computed."""
+        return AdapterRows.of(self.slots_T.at[row_Q].get(mode="fill", fill_value=num_slots), num_slots)
 
 
 @struct.dataclass
@@ -43,12 +48,16 @@ class Adapted(Weight):
 
     Over several devices each has the inputs and outputs that it has of the weight. Where inputs are split, each adds
     what its own give, and the sum of their products is that of their adapters too.
+
+    Beside a stack of matrices, such as those of experts, each slot has an adapter's matrices for all of them.
     """
 
     base: Any
-    down: Any  # of each slot [*into, parts * rank]
+    down: Any  # of each slot [*into, parts * rank], or as many of them as the stack has matrices
     up: Any  # of each slot [rank, *out]
+    longer: Any  # float32, of each slot [*out]: the part of a product without bias that is added to it (DoRA)
     rows_of: AdapterRows | None = None  # the step fills it in
+    which: Any = None  # the one that is meant of a stack
     parts: tuple[tuple[int, int], ...] = struct.field(pytree_node=False, default=())
     takes_rounded = True
 
@@ -64,9 +73,15 @@ class Adapted(Weight):
         """Rows of an embedding that is the head too: what is looked up has no adapter."""
         return self.base[index]
 
+    def for_rows(self, row_Q):
+        return self if self.rows_of is None else self.replace(rows_of=self.rows_of.some(row_Q, len(self.down)))
+
+    def pick(self, e):
+        return self.replace(base=pick(self.base, e), which=e)
+
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        out = linear.project(subscripts, x, self.base, bias, jnp.float32)
-        return self.adapt(plain(x), out).astype(dtype or plain(x).dtype)
+        out = self.adapt(plain(x), linear.einsum(subscripts, x, self.base, jnp.float32))
+        return (out if bias is None else out + bias).astype(dtype or plain(x).dtype)
 
     def exact(self, subscripts: str, x):
         return self.adapt(x, linear.exact(subscripts, x, self.base))
@@ -80,14 +95,17 @@ class Adapted(Weight):
         """
         if self.rows_of is None:
             return out
-        own, T, (rank, *out_shape) = self.rows_of, x.shape[0], self.up.shape[1:]
+        own, T, (rank, *out_shape) = self.rows_of, x.shape[0], self.up.shape[1 if self.which is None else 2 :]
         x_TD, O = x.reshape(T, -1), math.prod(out_shape)
+        if len(own.slots_T) != T:
+            raise ValueError(f"{T} rows meet the adapters of {len(own.slots_T)}")
 
         def add(block, added_PO):
             # Without the barrier XLA widens the whole stacks to float32 ahead of the loop.
-            down, up, slot = jax.lax.optimization_barrier((self.down, self.up, own.slots_C[block]))
+            down, up, slot, which = jax.lax.optimization_barrier((self.down, self.up, own.slots_C[block], self.which))
+            at = self.place(slot, which)
             x_QD = x_TD.at[own.rows_CQ[block]].get(mode="fill", fill_value=0)
-            inner_QR, up_RO = dot(x_QD, down[slot].reshape(x_TD.shape[1], -1)), up[slot].reshape(rank, O)
+            inner_QR, up_RO = dot(x_QD, down[at].reshape(x_TD.shape[1], -1)), up[at].reshape(rank, O)
             added = [
                 dot(inner_QR[:, part * rank :][:, :rank], up_RO[:, first:last])
                 for part, (first, last) in enumerate(self.parts)
@@ -98,7 +116,12 @@ class Adapted(Weight):
         with jax.named_scope("adapters"):
             added_PO = jax.lax.fori_loop(0, own.num_blocks, add, jnp.zeros((T + BLOCK, O), jnp.float32))
             added_TO = added_PO.at[own.places_T].get(mode="fill", fill_value=0)
-        return out + added_TO.reshape(out.shape)
+            longer_T = self.longer.at[self.place(own.slots_T, self.which)].get(mode="fill", fill_value=0)
+        return out + (added_TO.reshape(out.shape) + longer_T.reshape(out.shape) * out)
+
+    def place(self, slots, which):
+        """Where in the stacks the matrices of these slots are."""
+        return slots if which is None else (slots, which)
 
 
 def dot(x_QI, w_IO):
@@ -118,26 +141,26 @@ def with_rows(weights: Any, slots_T, num_slots: int) -> Any:
     )
 
 
-def stacks_of(weights: Any) -> list[tuple[Any, Any]]:
+def stacks_of(weights: Any) -> list[tuple[Any, Any, Any]]:
     """The stacks of all weights that have adapters, in the order of the tree."""
     nodes = filter(is_adapted, jax.tree.leaves(weights, is_leaf=is_adapted))
-    return [(node.down, node.up) for node in nodes]
+    return [(node.down, node.up, node.longer) for node in nodes]
 
 
-def with_stacks(weights: Any, stacks: list[tuple[Any, Any]]) -> Any:
+def with_stacks(weights: Any, stacks: list[tuple[Any, Any, Any]]) -> Any:
     """The same weights with other stacks."""
     left = iter(stacks)
 
     def change(node):
         if not is_adapted(node):
             return node
-        down, up = next(left)
-        return node.replace(down=down, up=up)
+        down, up, longer = next(left)
+        return node.replace(down=down, up=up, longer=longer)
 
     return jax.tree.map(change, weights, is_leaf=is_adapted)
 
 
-def write_slot(stacks: list[tuple[Any, Any]], slot, matrices: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def write_slot(stacks: list[tuple[Any, Any, Any]], slot, matrices: list[tuple[Any, Any, Any]]) -> list[Any]:
     """The stacks with one adapter in that slot."""
     return jax.tree.map(lambda stack, matrix: stack.at[slot].set(matrix), stacks, matrices)
 

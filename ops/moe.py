@@ -15,9 +15,13 @@ IMPLEMENTATIONS = {"mosaic": ".product.experts", "xla": ".moe"}
 BLOCK = 16  # rows of one expert computed together: one fixed shape, so that a row's sums never depend on the batch
 
 
-def pick(stack, e, implementation: str | None = None):
-    """One expert's matrix of a stack; `implementation` forces one of `ops.linear.IMPLEMENTATIONS`."""
-    return weight_of(stack, implementation).pick(e)
+def pick(stack, e, row_Q=None, implementation: str | None = None):
+    """One expert's matrix of a stack; `implementation` forces one of `ops.linear.IMPLEMENTATIONS`.
+
+    `row_Q`: which of the step's rows it will meet.
+    """
+    weight = weight_of(stack, implementation)
+    return (weight if row_Q is None else weight.for_rows(row_Q)).pick(e)
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,16 @@ class Experts:
     clamp: float | None = None
     alpha: float = 1.0
 
-    def __call__(self, e, x_QD):
-        """One expert over a block of rows."""
+    def __call__(self, e, x_QD, row_Q=None):
+        """One expert over a block of rows; `row_Q`: which of the step's they are, where it is known."""
         up_bias_GF, down_bias_D = (None if bias is None else bias[e] for bias in (self.up_bias_EGF, self.down_bias_ED))
-        up_DGF = pick(self.up_EDGF, e)
+        up_DGF = pick(self.up_EDGF, e, row_Q)
         if up_bias_GF is None and self.clamp is None:
             inner_QF = gated("QD,DGF->QGF", x_QD, up_DGF, self.activation)
         else:
             up_QGF = project("QD,DGF->QGF", x_QD, up_DGF, up_bias_GF)
             inner_QF = glu(up_QGF, self.activation, self.clamp, self.alpha)
-        return project("QF,FD->QD", inner_QF, pick(self.down_EFD, e), down_bias_D)
+        return project("QF,FD->QD", inner_QF, pick(self.down_EFD, e, row_Q), down_bias_D)
 
 
 def mix(x_TD, weights_TX, experts_TX, num_experts: int, experts: Experts, implementation: str | None = None):
@@ -54,15 +58,16 @@ def mix(x_TD, weights_TX, experts_TX, num_experts: int, experts: Experts, implem
 
 
 def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
-    """sum_x weight * expert(x), where `expert(e, rows_QD)` computes one expert over a block of rows.
+    """sum_x weight * expert(x), where `expert(e, rows_QD, row_Q)` computes one expert over a block of rows.
 
     A pair whose expert is `num_experts` belongs to no expert here and adds nothing.
     """
     X = experts_TX.shape[1]
 
     def run(e, pair_Q):
-        rows_QD = x_TD.at[pair_Q // X].get(mode="fill", fill_value=0)  # kernels stop at the last row that is not zeros
-        return weighed(expert(e, rows_QD), weights_TX.reshape(-1)[pair_Q])
+        row_Q = pair_Q // X
+        rows_QD = x_TD.at[row_Q].get(mode="fill", fill_value=0)  # kernels stop at the last row that is not zeros
+        return weighed(expert(e, rows_QD, row_Q), weights_TX.reshape(-1)[pair_Q])
 
     out_ZD = by_expert(experts_TX.reshape(-1), num_experts, run, x_TD.shape[1], jnp.float32)
     return add_pairs(out_ZD, X).astype(x_TD.dtype)

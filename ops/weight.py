@@ -71,6 +71,10 @@ class Weight:
         stack, e = jax.lax.optimization_barrier((self, e))
         return stack[e]
 
+    def for_rows(self, row_Q) -> "Weight":
+        """The same for some of a step's rows; itself where all rows are multiplied alike."""
+        return self
+
     def for_kernels(self, rows: str) -> "Weight":
         """The same on the host, laid out for the native kernels; itself where none takes it.
 

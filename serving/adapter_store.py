@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..model.checkpoint.adapters import FILE, Adapter, Target, read_adapter
+from ..model.checkpoint.adapter_targets import Target
+from ..model.checkpoint.adapters import FILE, Adapter, read_adapter
 from ..model.checkpoint.folder import ADAPTER
 from ..model.config import ModelConfig, ModelError
 from .api.errors import RequestError
@@ -17,8 +18,8 @@ from .engine.admission import NO_ADAPTERS
 class AdapterStore:
     """At most `most` adapters. One whose files have changed is read again, and is another: it shares no pages."""
 
-    def __init__(self, config: ModelConfig, targets: tuple[Target, ...], max_rank: int, most: int):
-        self.config, self.targets, self.max_rank, self.most = config, targets, max_rank, most
+    def __init__(self, model: Path, config: ModelConfig, targets: tuple[Target, ...], max_rank: int, most: int):
+        self.model, self.config, self.targets, self.max_rank, self.most = model, config, targets, max_rank, most
         self.held: dict[Any, Adapter] = {}  # by path and stamp, the least recently used first
         self.lock = threading.Lock()  # callers are in many threads
 
@@ -29,7 +30,7 @@ class AdapterStore:
             key = str(folder), stamp_of(folder)
             found = self.held.pop(key, None)
             if found is None:
-                found = read_adapter(folder, self.config, self.targets, self.max_rank)
+                found = read_adapter(folder, self.config, self.targets, self.max_rank, self.model)
                 self.held = {other: held for other, held in self.held.items() if other[0] != key[0]}
             self.held[key] = found
             while len(self.held) > self.most:

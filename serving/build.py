@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from ..model import expert_copies
 from ..model.checkpoint import embedder, hub, loader
-from ..model.checkpoint.adapters import bucket_of, targets_of, with_adapters
+from ..model.checkpoint.adapter_targets import targets_of, with_adapters
+from ..model.checkpoint.adapters import bucket_of
 from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
 from ..model.text.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     engine = Engine(
         runner, tokenizer, tables, made.max_len, seed, queued,
         embedder=embedder_of(options, folder), defaults=defaults, speculation=options.speculation,
-        adapters=adapter_store(options, runner.config),
+        adapters=adapter_store(options, folder, runner.config),
     )  # fmt: skip
     if trace is not None:
         engine.observers.append(trace)
@@ -243,13 +244,14 @@ def makes_series(options: SizedOptions, config: ModelConfig) -> bool:
     return alone and plain and jax.default_backend() == "cpu"
 
 
-def adapter_store(options: EngineOptions, config: ModelConfig) -> AdapterStore | None:
+def adapter_store(options: EngineOptions, folder: Path, config: ModelConfig) -> AdapterStore | None:
     """What reads adapters, where they are served."""
     if not options.enable_lora:
         return None
-    if not (targets := targets_of(config)):
+    if not (targets := targets_of(config, options.adapted_modules)):
         raise ModelError(f"enable_lora is set, and no weight of {config.family} models takes adapters")
-    return AdapterStore(config, targets, options.max_lora_rank, options.max_cpu_loras or options.max_loras)
+    most = options.max_cpu_loras or options.max_loras
+    return AdapterStore(folder, config, targets, options.max_lora_rank, most)
 
 
 def kernels_of(config: ModelConfig) -> tuple[str, ...]:
@@ -270,7 +272,8 @@ def load(
     check_rounding(weights, config, placement)
     weights = expert_copies.as_loaded(weights, config, placement.mesh)
     if options.enable_lora:
-        weights = with_adapters(weights, config, options.max_loras, bucket_of(options.max_lora_rank), placement.mesh)
+        slots, rank = options.max_loras, bucket_of(options.max_lora_rank)
+        weights = with_adapters(weights, config, slots, rank, placement.mesh, options.adapted_modules)
     return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
 
 

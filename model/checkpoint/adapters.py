@@ -1,108 +1,45 @@
-"""Adapters of low rank: which weights take them, and what a PEFT folder adds to each."""
+"""Adapters of low rank: what a PEFT folder adds to each weight."""
 
 import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...ops.adapter import Adapted
 from ...sharding import local_shards
-from ...sharding.mesh import Mesh, element_orders, sharding, take_elements
-from ...sharding.spec import ArraySpec, Runs
+from ...sharding.mesh import Mesh, sharding
+from ...sharding.spec import ArraySpec
 from ..config import ModelConfig, ModelError
-from ..families.common import Source, SourceTensor
-from ..weights import LayerWeights, ModelWeights, dense_specs
+from .adapter_targets import Part, Target, every_target
 from .folder import ADAPTER, read_json
-from .loader import canonical, inner, module_of, sources_of
+from .loader import canonical, find_parts, inner, module_of
 from .safetensors import Tensor, read_header
 
 FILE = "adapter_model.safetensors"
 RANKS = (8, 16, 32, 64, 128, 256)  # that stacks have
 MAX_RANK = 1 << 12  # that a folder may say
-NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+STRIP = 256  # rows of a weight whose lengths are computed together
+NAME = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:(?P<half>A|B)(?:\.default)?\.weight|"
+    r"(?P<lengths>magnitude_vector)(?:\.default)?(?:\.weight)?)"
+)
 HEAD = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?lm_head)\.base_layer\.weight")  # the model's own, saved beside it
 REFUSED = {  # keys of adapter_config.json that change what is computed, and why they are not served
-    "use_dora": "it scales the weights' columns too; merge it into the model",
     "modules_to_save": "it brings whole weights of its own; merge it into the model",
     "layer_replication": "it repeats layers",
     "trainable_token_indices": "it brings rows of the embedding; merge it into the model",
-    "target_parameters": "it adapts stacked experts; merge it into the model",
+    "target_parameters": "it adapts experts all in one tensor, not each one's projections; merge it into the model",
     "lora_bias": "its matrices have biases; merge it into the model",
     "fan_in_fan_out": "its matrices are transposed", "use_qalora": "it pools its inputs",
     "alora_invocation_tokens": "it begins within a prompt",
 }  # fmt: skip
 REBASED = ("pissa", "olora", "corda")  # ways to begin that change the base's weights
-
-
-class Part(NamedTuple):
-    """A matrix of a checkpoint, within the weight that it is loaded into."""
-
-    shape: tuple[int, int]  # in the checkpoint: [outputs, inputs]
-    source: SourceTensor
-    number: int  # among those of its weight
-    first: int  # of its outputs among those of the weight
-    last: int
-
-    def orders(self, into: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Which input, and which output, of the checkpoint's stands in each place of the weight."""
-        outputs, inputs = self.shape
-        each_out = np.broadcast_to(np.arange(outputs)[:, None], self.shape)
-        each_in = np.broadcast_to(np.arange(inputs)[None], self.shape)
-        size = math.prod(into)
-        out_O, in_I = self.source.turn(each_out).reshape(size, -1)[0], self.source.turn(each_in).reshape(size, -1)[:, 0]
-        for order in (out_O, in_I):
-            if order.dtype.kind != "i" or not np.array_equal(np.sort(order), np.arange(len(order))):
-                raise ModelError(f"{self.source.name} is changed while it is loaded, and takes no adapter")
-        return in_I, out_O
-
-
-@dataclass(frozen=True)
-class Target:
-    """A weight [*into, *out] that takes adapters."""
-
-    into: tuple[int, ...]
-    out: tuple[int, ...]
-    axes: tuple[str | Runs | None, ...]  # of both
-    parts: tuple[Part, ...]
-    is_head: bool = False
-
-    @property
-    def inputs(self) -> int:
-        return math.prod(self.into)
-
-    @property
-    def outputs(self) -> int:
-        return math.prod(self.out)
-
-    def specs(self, dtype: Any, rank: int, slots: tuple[int, ...] = ()) -> tuple[ArraySpec, ArraySpec]:
-        """(down, up) of an adapter, or of stacks of so many. Both are split as the weight beside which they lie."""
-        k, lead = len(self.into), (None,) * len(slots)
-        down = ArraySpec((*slots, *self.into, len(self.parts) * rank), dtype, (*lead, *self.axes[:k], None))
-        return down, ArraySpec((*slots, rank, *self.out), dtype, (*lead, None, *self.axes[k:]))
-
-    def ranges(self, mesh: Mesh | None) -> tuple[tuple[int, int], ...]:
-        """Which outputs, of those that a device has, are of which part."""
-        if mesh is None:
-            return tuple((part.first, part.last) for part in self.parts)
-        spec = ArraySpec(self.out, np.int64, self.axes[len(self.into) :])
-        sizes = [part.last - part.first for part in self.parts]
-        numbers = np.repeat(np.arange(len(sizes)), sizes).reshape(self.out)
-        for at, order in enumerate(element_orders(spec, mesh)):
-            numbers = numbers if order is None else take_elements(numbers, order, at)
-        cuts = sharding(spec, mesh).devices_indices_map(numbers.shape).values()
-        first, *others = [numbers[cut].reshape(-1) for cut in cuts]
-        if np.any(np.diff(first) < 0) or not all(np.array_equal(first, other) for other in others):
-            name = self.parts[0].source.name
-            raise ModelError(f"enable_lora is set, and the devices have unequal parts of {name}: use fewer")
-        ends = np.searchsorted(first, np.arange(len(self.parts)), side="right").tolist()
-        return tuple(zip([0, *ends], ends, strict=False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +48,8 @@ class Adapter:
 
     key: str  # a digest of its files: what is computed with it is shared with none that differs
     has_head: bool  # whether it adapts the head
-    matrices: list[tuple[np.ndarray, np.ndarray]]  # (down [*into, parts * rank], up [rank, *out])
+    targets: tuple[Target, ...]  # the weights
+    matrices: list[tuple[np.ndarray, ...]]  # of each (down, up, longer), see `Adapted`
 
 
 def bucket_of(rank: int) -> int:
@@ -119,149 +57,96 @@ def bucket_of(rank: int) -> int:
     return next(each for each in RANKS if each >= rank)
 
 
-def takes_adapters(spec: Any) -> bool:
-    """Whether a weight, as it is before quantisation, is the matrix of a plain product."""
-    return isinstance(spec, ArraySpec) and bool(spec.inputs) and not spec.stacked and spec.size > spec.shape[0]
-
-
-def target_of(spec: ArraySpec, source: Source) -> Target | None:
-    """The weight as adapters see it; None where it takes none."""
-    k = len(spec.inputs)
-    if not takes_adapters(spec) or spec.inputs != tuple(range(k)) or source.whole:
-        return None
-    into, out = spec.shape[:k], spec.shape[k:]
-    place, parts = np.arange(math.prod(out)).reshape(out), []
-    for number, part in enumerate(source.parts):
-        at = part.at if isinstance(part.at, tuple) else (part.at,)
-        own = place[at[k:]].reshape(-1)
-        if len(part.shape) != 2 or own.size != part.shape[0] or np.any(np.diff(own) != 1):
-            return None
-        parts.append(Part((part.shape[0], part.shape[1]), part, number, int(own[0]), int(own[-1]) + 1))
-    whole = [(part.first, part.last) for part in parts]
-    if [first for first, _ in whole] != [0, *(last for _, last in whole[:-1])] or whole[-1][1] != place.size:
-        return None
-    return Target(into, out, spec.axes, tuple(parts))
-
-
-def target_tree(config: ModelConfig) -> ModelWeights:
-    """A tree like the weights, with a `Target` or None in place of each. Experts take no adapters."""
-
-    def targets(spec, source) -> Any:
-        return jax.tree.map(target_of, spec, source)
-
-    layers = zip(dense_specs(config).layers, sources_of(config).layers, strict=True)
-    found = ModelWeights(
-        embed_VD=None,
-        layers=tuple(
-            LayerWeights(attention=targets(spec.attention, source.attention), mlp=targets(spec.mlp, source.mlp))
-            for spec, source in layers
-        ),
-        final_norm_D=None,
-    )
-    return found.replace(**{head_name(config): head_target(config)}) if config.writes else found
-
-
-def head_name(config: ModelConfig) -> str:
-    """The field of the weights that holds the head."""
-    return "embed_VD" if config.tied else "head_VD"
-
-
-def head_target(config: ModelConfig) -> Target | None:
-    """The head, as a checkpoint names it whose head is not the embedding: that is the name that adapters have."""
-    head_VD = dense_specs(replace(config, tied=False)).head_VD
-    (part,) = sources_of(replace(config, tied=False)).head_VD.parts
-    spec = replace(head_VD, shape=head_VD.shape[::-1], axes=head_VD.axes[::-1], inputs=(0,))
-    found = target_of(spec, Source((replace(part, turn=lambda x: part.turn(x).T),)))
-    return found and replace(found, is_head=True)
-
-
-def targets_of(config: ModelConfig) -> tuple[Target, ...]:
-    """The weights that take adapters, in the order of the tree."""
-    return tuple(jax.tree.leaves(target_tree(config)))
-
-
-def with_adapters(
-    weights: ModelWeights, config: ModelConfig, slots: int, rank: int, mesh: Mesh | None = None
-) -> ModelWeights:
-    """The weights with stacks for so many adapters of at most that rank beside them."""
-
-    def zeros(spec: ArraySpec) -> Any:
-        if mesh is None:
-            return jnp.zeros(spec.shape, spec.dtype)
-        return jnp.zeros(local_shards.sharded_shape(spec, mesh), spec.dtype, device=sharding(spec, mesh))
-
-    def add(target: Target | None, weight) -> Any:
-        if target is None:
-            return weight
-        down, up = map(zeros, target.specs(jnp.dtype(config.dtype), rank, (slots,)))
-        return Adapted(weight, down, up, parts=target.ranges(mesh))
-
-    def both(targets, own):
-        return jax.tree.map(add, targets, own, is_leaf=lambda node: node is None or isinstance(node, Target))
-
-    found, head = target_tree(config), head_name(config)
-    layers = [
-        own.replace(attention=both(targets.attention, own.attention), mlp=both(targets.mlp, own.mlp))
-        for targets, own in zip(found.layers, weights.layers, strict=True)
-    ]
-    return weights.replace(layers=tuple(layers), **{head: add(getattr(found, head), getattr(weights, head))})
-
-
-def spread(matrices: list[tuple[Any, Any]], targets: tuple[Target, ...], mesh: Mesh) -> list[tuple[Any, Any]]:
+def spread(adapter: Adapter, mesh: Mesh) -> list[tuple[Any, ...]]:
     """An adapter's matrices over the devices, as the stacks lie."""
 
     def place(matrix: np.ndarray, spec: ArraySpec) -> jax.Array:
         return local_shards.shard(matrix, spec, mesh, sharding(spec, mesh))
 
-    specs = [target.specs(up.dtype, up.shape[0]) for target, (_, up) in zip(targets, matrices, strict=True)]
-    return jax.tree.map(place, matrices, specs)
+    both = zip(adapter.targets, adapter.matrices, strict=True)
+    specs = [target.specs(up.dtype, up.shape[len(target.stack)]) for target, (_, up, _) in both]
+    return jax.tree.map(place, adapter.matrices, specs)
 
 
-def read_adapter(folder: Path, config: ModelConfig, targets: tuple[Target, ...], most: int) -> Adapter:
-    """The adapter of a PEFT folder, for stacks of `bucket_of(most)`; what it holds that is not served is named."""
+def read_adapter(
+    folder: Path, config: ModelConfig, targets: tuple[Target, ...], most: int, model: Path | None = None
+) -> Adapter:
+    """The adapter of a PEFT folder, for stacks of `bucket_of(most)`; what it holds that is not served is named.
+
+    `model`: the folder of the weights that it was made for, which one of DoRA gives lengths.
+    """
     about, file = read_about(folder), folder / FILE
     if not file.is_file():
         raise ModelError(f"{folder} holds no {FILE}; adapters are read from safetensors alone")
     places = {part.source.name: (index, part) for index, target in enumerate(targets) for part in target.parts}
     rank, dtype, family = bucket_of(most), np.dtype(jnp.dtype(config.dtype)), module_of(config)
+    specs = [target.specs(dtype, rank) for target in targets]
     matrices: list[Any] = [None] * len(targets)
-    for module, (down, up) in pairs_of(file).items():
+    orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # the same for all matrices of a stack
+    weights = find_weights(model, config) if about.dora and model is not None else {}
+    for module, tensors in tensors_of(file, about).items():
         name = canonical(family, f"{module}.weight")
         found = places.get(name) or places.get(inner(name))
         if found is None:
-            raise ModelError(
-                f"{file} adapts {module!r}, which takes no adapter in {config.family} models here: experts and "
-                "the embedding do not; merge it into the model's weights"
-            )
+            raise ModelError(f"{file} adapts {module!r}, which takes no adapter here: {why_not(config, name)}")
         index, part = found
-        own = check_shapes(file, down, up, part, about, module, most)
-        target = targets[index]
-        in_I, out_O = part.orders(target.into)
+        own, target = check_shapes(file, tensors, part, about, module, most), targets[index]
         if matrices[index] is None:
-            matrices[index] = (
-                np.zeros((target.inputs, len(target.parts) * rank), dtype), np.zeros((rank, target.outputs), dtype),
-            )  # fmt: skip
-        down_RI, up_OR = (tensor.read().astype(np.float32) for tensor in (down, up))
+            matrices[index] = zeros(specs[index])
+        if (index, part.number) not in orders:
+            orders[index, part.number] = part.orders(target.into)
+        in_I, out_O = orders[index, part.number]
+        down_RI, up_OR, *lengths = (tensor.read().astype(np.float32) for tensor in tensors)
+        up_OR *= np.float32(about.scale(module, own))
+        longer_O = np.zeros(len(up_OR), np.float32)
+        if lengths:
+            if (weight := weights.get(part.source.name)) is None:
+                raise ModelError(
+                    f"{file}: use_dora is set, and the model's files hold no {part.source.name!r} by itself, to whose "
+                    "rows it gives lengths; merge it into the model's weights"
+                )
+            with np.errstate(all="ignore"):  # what is not finite is refused below
+                times_O = lengths[0] / row_lengths(weight.read(), down_RI, up_OR)
+                up_OR, longer_O = up_OR * times_O[:, None], times_O - 1
         if not (np.isfinite(down_RI).all() and np.isfinite(up_OR).all()):
             raise ModelError(f"{file}: the matrices of {module!r} have values that are not finite")
-        at = part.number * rank
-        matrices[index][0][:, at : at + own] = down_RI.T[in_I]
-        matrices[index][1][:own, part.first : part.last] = (up_OR * np.float32(about.scale(module, own))).T[:, out_O]
-    empty = {
-        shape: np.zeros(shape, dtype)
-        for target in targets
-        for shape in ((target.inputs, len(target.parts) * rank), (rank, target.outputs))
-    }
-    whole = [
-        (empty[target.inputs, len(target.parts) * rank], empty[rank, target.outputs]) if own is None else own
-        for target, own in zip(targets, matrices, strict=True)
-    ]
-    shaped = [
-        (down.reshape(*target.into, -1), up.reshape(rank, *target.out))
-        for target, (down, up) in zip(targets, whole, strict=True)
-    ]
+        down, up, longer = (each[part.which] for each in matrices[index])
+        down.reshape(target.inputs, -1)[:, part.number * rank :][:, :own] = down_RI.T[in_I]
+        up.reshape(rank, -1)[:own, part.first : part.last] = up_OR.T[:, out_O]
+        longer.reshape(-1)[part.first : part.last] = longer_O[out_O]
+    empty = {each: zeros(each) for each in {*specs}}
+    whole = [empty[each] if own is None else own for each, own in zip(specs, matrices, strict=True)]
     has_head = any(target.is_head and own is not None for target, own in zip(targets, matrices, strict=True))
-    return Adapter(digest_of(folder), has_head, shaped)
+    return Adapter(digest_of(folder), has_head, targets, whole)
+
+
+def zeros(specs: tuple[ArraySpec, ...]) -> tuple[np.ndarray, ...]:
+    return tuple(np.zeros(spec.shape, spec.dtype) for spec in specs)
+
+
+def find_weights(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """The tensors of a model's folder by the names that adapters have for them."""
+    tensors, parts = find_parts(folder, config)
+    if config.tied and config.writes:
+        tensors["lm_head.weight"] = tensors[parts.embed_VD[0].name]
+    return tensors
+
+
+def row_lengths(weight_OI: np.ndarray, down_RI: np.ndarray, up_OR: np.ndarray) -> np.ndarray:
+    """The lengths of the rows of a weight with an adapter."""
+    found = np.empty(len(weight_OI), np.float32)
+    for at in range(0, len(found), STRIP):  # a whole matrix in float32 would leave every cache
+        rows = slice(at, at + STRIP)
+        found[rows] = np.linalg.norm(weight_OI[rows].astype(np.float32) + up_OR[rows] @ down_RI, axis=1)
+    return found
+
+
+def why_not(config: ModelConfig, name: str) -> str:
+    """What to do about an adapter of a tensor that has no stack."""
+    for target in jax.tree.leaves(every_target(config)):
+        if {part.source.name for part in target.parts} & {name, inner(name)}:
+            return f"name it in lora_target_modules, as {' or '.join(sorted(target.modules))}"
+    return f"of {config.family} models neither the embedding nor fused experts do; merge it into the model's weights"
 
 
 @dataclass(frozen=True)
@@ -273,6 +158,7 @@ class About:
     ranks: Mapping[str, int]  # of modules whose names end so
     alphas: Mapping[str, float]
     by_root: bool
+    dora: bool
 
     def rank_of(self, module: str) -> int:
         return int(matching(self.ranks, module, self.rank))
@@ -313,9 +199,10 @@ def read_about(folder: Path) -> About:
         checked_rank(where, f"rank_pattern[{key}]", value)
     for key, value in alphas.items():
         checked_number(where, f"alpha_pattern[{key}]", value)
-    if not isinstance(by_root := given.get("use_rslora") or False, bool):
-        raise ModelError(f"{where}: use_rslora = {by_root!r:.80}; it must be true or false")
-    return About(rank, alpha, ranks, alphas, by_root)
+    for key in ("use_rslora", "use_dora"):
+        if not isinstance(given.get(key) or False, bool):
+            raise ModelError(f"{where}: {key} = {given[key]!r:.80}; it must be true or false")
+    return About(rank, alpha, ranks, alphas, bool(given.get("use_rslora")), bool(given.get("use_dora")))
 
 
 def checked_rank(where: Path, name: str, value: Any) -> int:
@@ -341,36 +228,42 @@ def pattern_of(where: Path, patterns: Any) -> dict[str, Any]:
     return patterns
 
 
-def pairs_of(file: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """(down, up) of every module that an adapter's file adapts; a tensor that is neither is named."""
-    halves: dict[str, dict[str, Tensor]] = {}
+def tensors_of(file: Path, about: About) -> dict[str, tuple[Tensor, ...]]:
+    """(down, up), of DoRA with lengths, of every module that a file adapts; a tensor that is none of them is named."""
+    names = ("A", "B", "magnitude_vector")[: 3 if about.dora else 2]
+    modules: dict[str, dict[str, Tensor]] = {}
     others: list[str] = []
     for name, tensor in read_header(file).items():
-        if found := NAME.fullmatch(name):
-            halves.setdefault(found[1], {})[found[2]] = tensor
+        if (found := NAME.fullmatch(name)) and (kind := found["half"] or found["lengths"]) in names:
+            modules.setdefault(found[1], {})[kind] = tensor
         else:
             others.append(name)
     for name in others:
-        if not (found := HEAD.fullmatch(name)) or found[1] not in halves:
+        if not (found := HEAD.fullmatch(name)) or found[1] not in modules:
             raise ModelError(
-                f"{file} holds the tensor {name!r}, which is no lora_A or lora_B of a linear layer; merge the adapter "
-                "into the model's weights"
+                f"{file} holds the tensor {name!r}, which is no {' or '.join(f'lora_{each}' for each in names)} of a "
+                "linear layer; merge the adapter into the model's weights"
             )
-    for module, both in halves.items():
-        if len(both) < 2:
-            raise ModelError(f"{file} lacks lora_{'B' if 'A' in both else 'A'} of {module!r}")
-    if not halves:
+    for module, own in modules.items():
+        if lost := [name for name in names if name not in own]:
+            raise ModelError(f"{file} lacks lora_{lost[0]} of {module!r}")
+    if not modules:
         raise ModelError(f"{file} holds no tensors")
-    return {module: (both["A"], both["B"]) for module, both in halves.items()}
+    return {module: tuple(own[name] for name in names) for module, own in modules.items()}
 
 
-def check_shapes(file: Path, down: Tensor, up: Tensor, part: Part, about: About, module: str, most: int) -> int:
+def check_shapes(file: Path, tensors: tuple[Tensor, ...], part: Part, about: About, module: str, most: int) -> int:
     """The rank of a module's matrices, if they fit the weight, the configuration and the stacks."""
-    (outputs, inputs), rank = part.shape, about.rank_of(module)
+    (down, up, *lengths), (outputs, inputs), rank = tensors, part.shape, about.rank_of(module)
     if down.shape != (rank, inputs) or up.shape != (outputs, rank):
         raise ModelError(
             f"{file}: lora_A and lora_B of {module!r} have shapes {list(down.shape)} and {list(up.shape)}; the model "
             f"and {ADAPTER} want {[rank, inputs]} and {[outputs, rank]}"
+        )
+    if lengths and lengths[0].shape != (outputs,):
+        raise ModelError(
+            f"{file}: lora_magnitude_vector of {module!r} has shape {list(lengths[0].shape)}; the model wants "
+            f"{[outputs]}"
         )
     if rank > most:
         raise ModelError(f"{file}: {module!r} has rank {rank}; max_lora_rank is {most}")

@@ -165,6 +165,10 @@ class EngineOptions:
         None, ADAPTERS, "Most adapters in host memory; further ones are read again from their folders.", "N",
         "--max-loras",
     )  # fmt: skip
+    lora_target_modules: Sequence[str] = flag(
+        (), ADAPTERS, "Modules that take adapters, as the checkpoint names them, with commas; experts for those of a "
+        "mixture.", "NAMES", "all but experts and routers",
+    )  # fmt: skip
     max_queued_requests: int | None = no_flag(None, "Most requests that wait; more are refused. None: as many as come.")
     pooling: Pooling | None = flag(
         None, MODEL, "Make an embedding of the last hidden state, of the mean of all, or of the first (cls).",
@@ -186,6 +190,11 @@ class EngineOptions:
     @property
     def speculation(self) -> SpeculativeConfig | None:
         return speculation_of(self.speculative_config)
+
+    @property
+    def adapted_modules(self) -> tuple[str, ...]:
+        """Names of modules that take adapters; none: the usual ones."""
+        return tuple(name.strip() for names in self.lora_target_modules or () for name in names.split(","))
 
     def on(self, platform: str) -> "SizedOptions":
         """With the limits of a step that were left out, as JAX's `platform` is to have them."""
@@ -269,6 +278,9 @@ class EngineOptions:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise ModelError(f"{name} is {value!r}; it must be an integer from 1 to {most}")
+        modules = self.lora_target_modules
+        if isinstance(modules, str) or not all(isinstance(name, str) and name for name in modules or ()):
+            raise ModelError(f"lora_target_modules is {modules!r:.80}; it must be a list, as in ['q_proj', 'experts']")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ModelError(f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras, {self.max_loras}")
         if not self.enable_lora:

@@ -215,7 +215,7 @@ class Engine:
         for item in plan.items:
             item.seq.request.scheduled(began)
         for slot, adapter in self.scheduler.take_adapters():
-            self.runner.load_adapter(slot, adapter.matrices)
+            self.runner.load_adapter(slot, adapter)
         results = self.runner.launch(plan, self.scheduler.take_moves())
         return UnderWay(plan, results, began, scheduled, self.clock())
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...model.checkpoint.adapters import spread, targets_of
+from ...model.checkpoint.adapters import Adapter, spread
 from ...model.config import ModelConfig
 from ...model.expert_copies import spare_of
 from ...ops import adapter
@@ -121,7 +121,6 @@ class Runner:
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
         self.write_adapter: Any = None  # the program that puts an adapter into a slot
-        self.targets = targets_of(config) if limits.adapters else ()
         self.compiles = CompileCounter()
         self.leader: Leader | None = None  # to the other processes, which make the same calls
         counted = config.experts and len(self.pipeline) == 1 and jax.process_count() == 1
@@ -336,11 +335,10 @@ class Runner:
         stacks = adapter.stacks_of(model_of(self.weights))
         return write_adapter.lower(stacks, np.int32(0), jax.tree.map(one_of, stacks))
 
-    def load_adapter(self, slot: int, matrices: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    def load_adapter(self, slot: int, own: Adapter) -> None:
         """Copy an adapter into a slot: steps under way end before."""
         weights = model_of(self.weights)
-        if self.mesh is not None:
-            matrices = spread(matrices, self.targets, self.mesh)
+        matrices = own.matrices if self.mesh is None else spread(own, self.mesh)
         stacks = self.write_adapter(adapter.stacks_of(weights), np.int32(slot), matrices)
         self.weights = with_model(self.weights, adapter.with_stacks(weights, stacks))
 

@@ -59,7 +59,8 @@ def address_of(address: str | None) -> tuple[str, int]:
 def facts_of(options: EngineOptions, folder: Path) -> dict[str, Any]:
     """What must be the same in all processes."""
     found = {name: value for name, value in asdict(options).items() if name not in OWN}
-    found["kv_cache_dtype_skip_layers"] = list(options.kv_cache_dtype_skip_layers)  # as it arrives elsewhere
+    for name in ("kv_cache_dtype_skip_layers", "lora_target_modules"):
+        found[name] = list(found[name] or ())  # as it arrives elsewhere
     config = (folder / "config.json").read_bytes() if (folder / "config.json").exists() else b""
     files = [path for path in folder.rglob("*") if path.suffix == ".safetensors" or "weights" in path.parts]
     sizes = sorted((path.name, path.stat().st_size) for path in files if path.is_file())

@@ -10,6 +10,7 @@ import numpy as np
 import peft
 import pytest
 import tiny
+import tiny_moe
 import uncached
 from cases import nightly_from, thinned
 from golden.families import VARIANTS
@@ -18,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.adapters import Part, Target, read_adapter, spread, targets_of, with_adapters
+from quire.model.checkpoint.adapter_targets import Part, Target, targets_of, with_adapters
+from quire.model.checkpoint.adapters import read_adapter, spread
 from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError
 from quire.model.families.common import SourceTensor
@@ -51,13 +53,12 @@ def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
     return found
 
 
-def logits_of(folder, config, adapter, tokens, mesh=None) -> np.ndarray:
+def logits_of(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndarray:
     """The logits of every row with the adapter in one of several slots, on one device or over a mesh."""
-    weights = with_adapters(loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh)
+    weights = with_adapters(loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh, modules)
     if adapter is not None:
-        targets = targets_of(config)
-        matrices = read_adapter(adapter, config, targets, 8).matrices
-        matrices = matrices if mesh is None else spread(matrices, targets, mesh)
+        found = read_adapter(adapter, config, targets_of(config, modules), 8, folder)
+        matrices = found.matrices if mesh is None else spread(found, mesh)
         places = jax.tree.map(lambda leaf: leaf.sharding, stacks_of(weights))
         stacks = jax.device_put(write_slot(stacks_of(weights), SLOT, matrices), places)
         weights = with_stacks(weights, stacks)
@@ -93,6 +94,20 @@ def test_logits(name, golden, tmp_path):
     assert sizes
     for size in sizes:
         many = logits_of(made.folder, config, adapter, tokens, make_mesh(tensor=size))
+        np.testing.assert_allclose(many, one, rtol=0, atol=1e-3, err_msg=str(size))
+
+
+@pytest.mark.parametrize("name", tiny_moe.CONFIGS)
+def test_experts(name, tmp_path):
+    """Of every expert each device has its own columns; of DoRA the lengths of its own outputs, or of its own sums."""
+    tensors = tiny_moe.write(tmp_path / "base", name)
+    config, modules, tokens = loader.read_config(tmp_path / "base"), tiny_moe.MODULES[name], jnp.arange(24)[None]
+    own = peft.draw(tensors, (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head"))
+    adapter = peft.write(tmp_path / "adapter", own | peft.lengths(tensors, own), {"use_dora": True})
+    one = logits_of(tmp_path / "base", config, adapter, tokens, modules=modules)
+    assert np.abs(one - logits_of(tmp_path / "base", config, None, tokens)).max() > 0.1
+    for size in (2, 4):
+        many = logits_of(tmp_path / "base", config, adapter, tokens, make_mesh(tensor=size), modules)
         np.testing.assert_allclose(many, one, rtol=0, atol=1e-3, err_msg=str(size))
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import peft
 import pytest
 import tiny
-from cases import thinned
+import tiny_moe
+from cases import nightly_from, thinned
+from safetensors.numpy import load_file
 
 from quire import LLM, LoRARequest, RequestError, SamplingParams
 from quire.model.config import ModelError
@@ -25,14 +27,16 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.9, seed=7, logprobs=2)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model, and many adapters of several ranks, some of a part of the layers, some of the head too."""
+    """A model, and many adapters of several ranks, some of a part of the layers, some of the head too, some of DoRA."""
     root = tmp_path_factory.mktemp("adapters")
     tensors = tiny.write(root / "base", CONFIG, tiny.even(tiny.shapes(CONFIG)))
     for number in range(COUNT):
         rank, names = 1 + number % 8, peft.EVERY if number % 3 else ("q_proj", "v_proj")
         names = (*names, "lm_head") if number % 4 == 1 else names
         drawn = peft.draw(tensors, names, rank=rank, seed=number)
-        peft.write(root / str(number), drawn, {"r": rank, "use_rslora": number % 2 == 0})
+        drawn |= peft.lengths(tensors, drawn, number) if number % 5 == 0 else {}
+        about = {"r": rank, "use_rslora": number % 2 == 0, "use_dora": number % 5 == 0}
+        peft.write(root / str(number), drawn, about)
     return root
 
 
@@ -77,10 +81,44 @@ def test_a_request_is_the_same_alone_and_among_64_adapters(llm, folders):
     assert llm.engine.snapshot().recompiles == 0
 
 
+WHOLE = {"max_loras": COUNT, "max_num_seqs": COUNT, "max_num_batched_tokens": COUNT, "kv_cache_memory_bytes": 1 << 24}
+
+
+@pytest.mark.parametrize(("name", "given"), nightly_from(1, [("qwen3_moe", WHOLE), ("mixtral", {})]))
+def test_experts_among_64_adapters(name, given, tmp_path):
+    """Each as if alone and as the merged model: a few slots through which all go, or all of them in one batch."""
+    tensors = tiny_moe.write(tmp_path / "base", name)
+    every = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head")
+    for number in range(COUNT):
+        rank, names = 1 + number % 8, every if number % 3 else tiny_moe.EXPERTS[name]
+        drawn = peft.draw(tensors, names, rank=rank, seed=number)
+        drawn |= peft.lengths(tensors, drawn, number) if number % 5 == 0 else {}
+        peft.write(tmp_path / str(number), drawn, {"r": rank, "use_dora": number % 5 == 0})
+    numbers, params = [*range(COUNT), None, None, 3, 3, 60, None], replace(PARAMS, temperature=0)
+    prompts, requests = prompts_for(len(numbers)), [adapter(tmp_path, number) for number in numbers]
+    with LLM(str(tmp_path / "base"), **OPTIONS | given, lora_target_modules=tiny_moe.MODULES[name]) as llm:
+        together = answers(llm, prompts, requests, params)
+        for i in (0, 1, 5, 30, 63, 64, 66, 68):
+            llm.reset_prefix_cache()
+            assert answers(llm, [prompts[i]], requests[i], params) == [together[i]], numbers[i]
+        shutil.copytree(tmp_path / "1", tmp_path / "60", dirs_exist_ok=True)  # replaced while others run
+        again = answers(llm, prompts, requests, params)
+        assert [again[i] == together[i] for i in range(len(numbers))] == [number != 60 for number in numbers]
+        assert llm.engine.snapshot().recompiles == 0
+    assert len({tokens for tokens, _ in together}) > COUNT // 2
+    plain = {option: value for option, value in OPTIONS.items() if "lora" not in option}
+    for number in (5, 6):
+        drawn = load_file(tmp_path / str(number) / "adapter_model.safetensors")
+        tiny.write(tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, drawn, {"r": 1 + number}))
+        with LLM(str(tmp_path / "merged"), **plain) as merged:
+            ((tokens, scores),) = answers(merged, [prompts[number]], None, params)
+        assert tokens == together[number][0]
+        for one, other in zip(scores, together[number][1], strict=True):
+            assert one == pytest.approx(other, abs=1e-3)
+
+
 def test_the_answers_are_those_of_the_merged_model(llm, folders, tmp_path):
     """By another way: the adapter is added to the weights on disk, and that model served."""
-    from safetensors.numpy import load_file
-
     tensors = load_file(folders / "base" / "model.safetensors")
     drawn, about = load_file(folders / "5" / "adapter_model.safetensors"), {"r": 6, "use_rslora": False}
     tiny.write(tmp_path, CONFIG, tensors=peft.merged(tensors, drawn, about))
@@ -189,6 +227,7 @@ def test_what_is_refused(llm, folders, tmp_path):
         ({"max_loras": 0}, "max_loras is 0; it must be an integer from 1"),
         ({"max_lora_rank": 257}, "max_lora_rank is 257; it must be an integer from 1 to 256"),
         ({"max_loras": 4, "max_cpu_loras": 3}, "must be at least max_loras, 4"),
+        ({"lora_target_modules": "experts"}, r"lora_target_modules is 'experts'; it must be a list, as in \['q_proj'"),
     ],
 )
 def test_options_that_do_not_go_together(given, why):

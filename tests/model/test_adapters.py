@@ -13,13 +13,15 @@ import numpy as np
 import peft
 import pytest
 import tiny
+import tiny_moe
 import tiny_qwen
 import uncached
 from golden.families import VARIANTS
 from safetensors.numpy import save_file
 
 from quire.model.checkpoint import adapters, loader
-from quire.model.checkpoint.adapters import read_adapter, targets_of, with_adapters
+from quire.model.checkpoint.adapter_targets import every_target, targets_of, with_adapters
+from quire.model.checkpoint.adapters import read_adapter
 from quire.model.config import ModelError
 from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
 
@@ -28,13 +30,13 @@ TOKENS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
 FIRST = {variant.config["model_type"]: variant for variant in reversed(VARIANTS)}  # of each type of model
 
 
-def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1):
+def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1, modules=()):
     """The logits of a folder's model, with an adapter in one of several slots or without any."""
     config = loader.read_config(folder)
     weights = loader.load(folder, config)
     if adapter is not None:
-        found = read_adapter(adapter, config, targets_of(config), most)
-        weights = with_adapters(weights, config, slots, adapters.bucket_of(most))
+        found = read_adapter(adapter, config, targets_of(config, modules), most, folder)
+        weights = with_adapters(weights, config, slots, adapters.bucket_of(most), modules=modules)
         stacks = write_slot(stacks_of(weights), slot, found.matrices)
         weights = with_rows(with_stacks(weights, stacks), jnp.full(TOKENS.size, slot, jnp.int32), slots)
     return np.asarray(jax.jit(uncached.forward, static_argnums=2)(weights, TOKENS, config))
@@ -99,14 +101,59 @@ def test_a_model_whose_layers_keep_states_and_gate_their_heads(tmp_path):
     np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
 
 
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("name", tiny_moe.CONFIGS)
+def test_experts_and_their_router(name, tmp_path):
+    """Every expert has matrices of its own, of ranks that differ, and one has none."""
+    tensors = tiny_moe.write(tmp_path / "base", name)
+    first, *_, last = tiny_moe.EXPERTS[name]
+    names, ranks = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head"), {first: 3, last: 6}
+    about = {"rank_pattern": ranks}
+    adapted = {each: tensor for each, tensor in tensors.items() if ".experts.1." not in each}
+    adapter = peft.draw(adapted, names, ranks=ranks)
+    peft.write(tmp_path / "adapter", adapter, about)
+    tiny.write(tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, adapter, about))
+    found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", modules=tiny_moe.MODULES[name])
+    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
+    others = {each: matrix for each, matrix in adapter.items() if ".experts." not in each}
+    peft.write(tmp_path / "others", others, about)
+    without = logits_of(tmp_path / "base", adapter=tmp_path / "others", modules=tiny_moe.MODULES[name])
+    assert np.abs(found - without).max() > 0.1
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("name", ["biases", "tied", "mixtral"])
+def test_dora_is_the_model_that_it_is_merged_into(name, tmp_path):
+    """Its rows get the adapter's lengths; biases stay as they are."""
+    base, modules = tmp_path / "base", tiny_moe.MODULES[name] if name == "mixtral" else ()
+    if name == "mixtral":
+        config, tensors = tiny_moe.MIXTRAL, tiny_moe.write(base, name)
+    else:
+        config = tiny.LLAMA | {"attention_bias": name == "biases", "tie_word_embeddings": name == "tied"}
+        shapes = tiny.shapes(config)
+        sizes = {each.replace("weight", "bias"): shape[:1] for each, shape in shapes.items() if "self_attn" in each}
+        tensors = tiny.write(base, config, tiny.even(shapes | (sizes if name == "biases" else {})))
+    whole = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
+    adapter = peft.draw(whole, (*peft.EVERY, "w1", "w2", "w3", "gate", "lm_head"))
+    adapter |= peft.lengths(whole, adapter)
+    peft.write(tmp_path / "adapter", adapter, {"use_dora": True})
+    untied = config | {"tie_word_embeddings": False}
+    tiny.write(tmp_path / "merged", untied, peft.merged(whole, adapter))
+    plain = {each: tensor for each, tensor in adapter.items() if "magnitude" not in each}
+    peft.write(tmp_path / "plain", plain)
+    found = logits_of(base, adapter=tmp_path / "adapter", modules=modules)
+    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
+    assert np.abs(found - logits_of(base, adapter=tmp_path / "plain", modules=modules)).max() > 0.1
+
+
 @pytest.mark.parametrize("variant", FIRST.values(), ids=lambda variant: variant.config["model_type"])
 def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path):
-    """The product of what lies in the stacks is what the loader makes of B A."""
+    """The product of what lies in the stacks is what the loader makes of B A; of experts too."""
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = loader.read_config(tmp_path)
     rng, seen = np.random.default_rng(0), set()
-    for target in targets_of(config):
-        for part in target.parts:
+    for target in jax.tree.leaves(every_target(config)):
+        for part in target.each:
             kind = part.source.name.rpartition("layers.")[2].partition(".")[2], part.shape
             if kind in seen:
                 continue
@@ -139,11 +186,12 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     tensors = tiny.write(folder, tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
     config = loader.read_config(folder)
-    return SimpleNamespace(tensors=tensors, config=config, targets=targets_of(config))
+    return SimpleNamespace(folder=folder, tensors=tensors, config=config, targets=targets_of(config))
 
 
 REFUSED = {
-    "dora": ({"use_dora": True}, "use_dora = True"),
+    "dora without lengths": ({"use_dora": True}, "lacks lora_magnitude_vector of 'model.layers.0.mlp.down_proj'"),
+    "dora": ({"use_dora": "yes"}, "use_dora = 'yes'; it must be true or false"),
     "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "bias": ({"bias": "all"}, "bias = 'all'"),
     "kind": ({"peft_type": "IA3"}, "'IA3'; it must be 'LORA'"),
@@ -210,6 +258,47 @@ def test_what_is_no_adapter(base, tmp_path):
             (tmp_path / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
         with pytest.raises(ModelError, match=why):
             read_adapter(tmp_path, base.config, base.targets, 16)
+
+
+def test_modules_that_are_not_named_take_none(tmp_path):
+    """Experts and routers must be named; others are left out where only some are named."""
+    tensors = tiny_moe.write(tmp_path / "base", "mixtral")
+    config = loader.read_config(tmp_path / "base")
+    peft.write(tmp_path / "experts", peft.draw(tensors, ("w1",)))
+    peft.write(tmp_path / "router", peft.draw(tensors, ("gate",)))
+    peft.write(tmp_path / "attention", peft.draw(tensors, ("o_proj",)))
+    for name, modules, why in (("experts", (), "experts"), ("router", ("experts",), "gate"),
+                               ("attention", ("experts", "gate"), "o_proj")):  # fmt: skip
+        with pytest.raises(ModelError, match=f"takes no adapter here: name it in lora_target_modules, as {why}"):
+            read_adapter(tmp_path / name, config, targets_of(config, modules), 16)
+        read_adapter(tmp_path / name, config, targets_of(config, (*modules, why)), 16)
+    with pytest.raises(
+        ModelError, match="names 'w1'; of mixtral models these take adapters: experts, gate, k_proj, lm"
+    ):
+        targets_of(config, ("w1",))
+    stacks = {target.stack for target in targets_of(config)}
+    assert stacks == {()} and {target.stack for target in targets_of(config, ("experts",))} == {(4,)}
+
+
+def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
+    """Of wrong shape, and of experts that the model's files hold in one tensor."""
+    drawn = peft.draw(base.tensors, ("q_proj",))
+    wrong = {name: length[1:] for name, length in peft.lengths(base.tensors, drawn).items()}
+    peft.write(tmp_path / "short", drawn | wrong, {"use_dora": True})
+    with pytest.raises(ModelError, match=r"lora_magnitude_vector of .* has shape \[31\]; the model wants \[32\]"):
+        read_adapter(tmp_path / "short", base.config, base.targets, 16, base.folder)
+    tensors = tiny_moe.write(tmp_path / "base", "qwen3_moe")
+    drawn = peft.draw(tensors, ("gate_proj", "down_proj"))
+    peft.write(tmp_path / "experts", drawn | peft.lengths(tensors, drawn), {"use_dora": True})
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    own = {part: [tensors[f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"] for e in range(6)] for part in
+           ("gate", "up", "down")}  # fmt: skip
+    fused["model.layers.0.mlp.experts.gate_up_proj"] = np.concatenate([own["gate"], own["up"]], axis=1)
+    fused["model.layers.0.mlp.experts.down_proj"] = np.stack(own["down"])
+    tiny.write(tmp_path / "base", tiny_moe.QWEN3_MOE, fused)
+    config = loader.read_config(tmp_path / "base")
+    with pytest.raises(ModelError, match="the model's files hold no 'model.layers.0.mlp.experts.0.down_proj.weight'"):
+        read_adapter(tmp_path / "experts", config, targets_of(config, ("experts", "gate_proj")), 16, tmp_path / "base")
 
 
 def test_a_rank_above_the_limit_is_refused(base, tmp_path):

@@ -36,7 +36,7 @@ def slowly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
 
 @jax.jit
 def quickly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
-    def expert(e, x_QD):
+    def expert(e, x_QD, _):
         up_QGF = jnp.einsum("QD,DGF->QGF", x_QD, up_EDGF[e], preferred_element_type=jnp.float32)
         inner = (jax.nn.silu(up_QGF[:, 0]) * up_QGF[:, 1]).astype(x_QD.dtype)
         return jnp.einsum("QF,FD->QD", inner, down_EFD[e], preferred_element_type=jnp.float32)

@@ -27,6 +27,17 @@ def draw(
     return found
 
 
+def lengths(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
+    """What DoRA has besides: other lengths for the rows of each weight that is adapted."""
+    rng, found = np.random.default_rng(seed), {}
+    for name, weight in tensors.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapter:
+            times = 1 + 0.3 * rng.standard_normal(len(weight))
+            found[f"{module}.lora_magnitude_vector"] = (np.linalg.norm(weight, axis=1) * times).astype(np.float32)
+    return found
+
+
 def write(folder: Path, adapter: dict[str, np.ndarray], about: dict | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(ABOUT | (about or {})))
@@ -35,7 +46,8 @@ def write(folder: Path, adapter: dict[str, np.ndarray], about: dict | None = Non
 
 
 def merged(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], about: dict | None = None) -> dict:
-    """PEFT's own sum: W + scale * B A, with the rank and alpha of the first pattern that fits."""
+    """PEFT's own sum: W + scale * B A, with the rank and alpha of the first pattern that fits; of DoRA its rows get
+    their lengths, in float64."""
     about, found = ABOUT | (about or {}), dict(tensors)
     for name in tensors:
         module = name.removesuffix(".weight")
@@ -48,4 +60,7 @@ def merged(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], about
         rank = down.shape[0]
         scale = alpha / rank**0.5 if about["use_rslora"] else alpha / rank
         found[name] = tensors[name] + np.float32(scale) * (up @ down)
+        if (length := adapter.get(f"base_model.model.{module}.lora_magnitude_vector")) is not None:
+            whole = tensors[name].astype(np.float64) + scale * up.astype(np.float64) @ down
+            found[name] = (length[:, None] * whole / np.linalg.norm(whole, axis=1)[:, None]).astype(np.float32)
     return found

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import logging
 import math
 import socket
 import threading
@@ -308,6 +309,16 @@ def test_status(server):
     assert [model["id"] for model in ask(server, "GET", "/v1/models")[2]["data"]] == ["quill"]
     assert ask(server, "GET", "/v1/models/quill")[2]["max_model_len"] == 1024
     assert b"vllm:num_requests_running" in ask(server, "GET", "/metrics")[2]
+
+
+def test_what_is_polled_and_parts_of_the_page_are_logged_when_they_fail(server, caplog):
+    caplog.set_level(logging.INFO, "quire.access")
+    for path in ("/", "/page/app.js", "/page/style.css", "/health", "/page/none.js", "/version"):
+        ask(server, "GET", path)
+    until = time.monotonic() + 10
+    while len(caplog.records) < 3 and time.monotonic() < until:  # a record follows the answer
+        time.sleep(0.01)
+    assert [record.path for record in caplog.records] == ["/", "/page/none.js", "/version"]
 
 
 def test_tokens(server):

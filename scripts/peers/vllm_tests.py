@@ -37,7 +37,7 @@ FILES = (  # of text models that generate, under tests/entrypoints
 BOTH = (  # flags that both have
     "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--no-enable-prefix-caching", "--max-num-seqs",
     "--tool-call-parser", "--reasoning-parser", "--api-key", "--enable-tokenizer-info-endpoint", "--max-logprobs",
-    "--enable-force-include-usage",
+    "--enable-force-include-usage", "--enable-per-request-metrics",
 )  # fmt: skip
 CHOSEN = "not load_prompt_embeds"  # those call vLLM's functions with mocks
 KEY = "token-abc123"
@@ -45,6 +45,11 @@ TURNS = (  # as the bundled model has them, and a place for tools, which it was 
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
     "{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# Of a model that thinks: as Qwen3's template has it, where a test asks for a parser of thoughts.
+THINKS = (
+    "{% if add_generation_prompt %}{{ '<think>\n' if enable_thinking | default(true) else '<think>\n\n</think>\n\n' }}"
+    "{% endif %}"
 )
 # Random weights seldom end by themselves, which the tests count on.
 SERVE = (sys.executable, "-m", "quire", "serve", "--port", "0", "--load-format", "dummy")
@@ -121,7 +126,7 @@ class RemoteOpenAIServer:
         flags += ["--max-model-len", longest, "--hf-overrides", f'{{"max_position_embeddings": {longest}}}']
         self.folder = tempfile.TemporaryDirectory()
         template = Path(self.folder.name) / "turns.jinja"
-        template.write_text(TURNS)
+        template.write_text(TURNS + (THINKS if "--reasoning-parser" in given else ""))
         self.process = subprocess.Popen(
             [*SERVE, "--chat-template", str(template), *flags, "--served-model-name", *names],
             stderr=subprocess.PIPE, text=True,

@@ -191,7 +191,8 @@ class Service:
         return replace(given, cache_salt=f"{key} {given.cache_salt or ''}", share_key=key)
 
     def delivery(self, given: Delivery) -> Delivery:
-        """With the usage in each chunk of a stream, where this server always tells it."""
+        """With the usage in each chunk of a stream and with times, where this server always tells them."""
+        given = replace(given, metrics=self.settings.enable_per_request_metrics)
         if not self.settings.enable_force_include_usage:
             return given
         return replace(given, include_usage=True, continuous_usage=True)

@@ -30,7 +30,6 @@ FLAGS = {  # why there is no such flag, where the command says no more than that
     "enable_log_deltas": "answers are not logged",
     "enable_log_outputs": "answers are not logged",
     "enable_offline_docs": "`/openapi.json` is all there is of it",
-    "enable_per_request_metrics": "`/metrics` has the times of all requests, and traces those of each",
     "enable_ssl_refresh": "the server speaks HTTP: put a proxy with TLS before it",
     "exclude_tools_when_tool_choice_none": "tools are never in the prompt where `tool_choice` is none",
     "fingerprint_mode": "the fingerprint is the version",

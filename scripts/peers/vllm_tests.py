@@ -122,7 +122,7 @@ class RemoteOpenAIServer:
         names = given.get("--served-model-name", [model])
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             flags += ["--api-key", key]
-        [longest] = given.get("--max-model-len", ["8192"])
+        [longest] = given.get("--max-model-len", ["4096"])
         flags += ["--max-model-len", longest, "--hf-overrides", f'{{"max_position_embeddings": {longest}}}']
         self.folder = tempfile.TemporaryDirectory()
         template = Path(self.folder.name) / "turns.jinja"

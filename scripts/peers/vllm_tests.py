@@ -46,11 +46,6 @@ TURNS = (  # as the bundled model has them, and a place for tools, which it was 
     "{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Of a model that thinks: as Qwen3's template has it, where a test asks for a parser of thoughts.
-THINKS = (
-    "{% if add_generation_prompt %}{{ '<think>\n' if enable_thinking | default(true) else '<think>\n\n</think>\n\n' }}"
-    "{% endif %}"
-)
 # Random weights seldom end by themselves, which the tests count on.
 SERVE = (sys.executable, "-m", "quire", "serve", "--port", "0", "--load-format", "dummy")
 
@@ -122,11 +117,11 @@ class RemoteOpenAIServer:
         names = given.get("--served-model-name", [model])
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             flags += ["--api-key", key]
-        [longest] = given.get("--max-model-len", ["4096"])
+        [longest] = given.get("--max-model-len", ["8192"])
         flags += ["--max-model-len", longest, "--hf-overrides", f'{{"max_position_embeddings": {longest}}}']
         self.folder = tempfile.TemporaryDirectory()
         template = Path(self.folder.name) / "turns.jinja"
-        template.write_text(TURNS + (THINKS if "--reasoning-parser" in given else ""))
+        template.write_text(TURNS)
         self.process = subprocess.Popen(
             [*SERVE, "--chat-template", str(template), *flags, "--served-model-name", *names],
             stderr=subprocess.PIPE, text=True,

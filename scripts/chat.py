@@ -21,6 +21,9 @@ HELP = """\
 /reset forgets the conversation, /exit leaves (so does Ctrl-D)
 Ctrl-C stops an answer, twice leaves
 \"\"\" before and after a message lets it have several lines"""
+TAUGHT = """\
+It is a very small model to try things with: stories, sums, sorted lists, small JSON.
+It cannot hold a conversation: /reset before the next question."""  # of the bundled one
 FENCE = '"""'
 
 
@@ -66,7 +69,8 @@ def converse(
                 raise typer.Exit(1)
             return
         if sys.stdin.isatty():
-            print(f"{paint(name, sys.stdout, bold=True)}\n{paint(HELP, sys.stdout, dim=True)}")
+            about = f"{TAUGHT}\n{HELP}" if name == "quill" else HELP
+            print(f"{paint(name, sys.stdout, bold=True)}\n{paint(about, sys.stdout, dim=True)}")
         messages = opening
         for message in whole_messages(lines()):
             match message.split():

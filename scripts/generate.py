@@ -98,7 +98,7 @@ def main(
     if as_json:
         print(json.dumps(as_dict(last, timing), ensure_ascii=False))
     elif live:
-        print()
+        print(flush=True)  # so that the timings follow it where both go to one file
     else:
         print(*(head + output.text for output in last.outputs), sep="\n\n")
     print(timing, file=sys.stderr)

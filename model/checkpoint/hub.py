@@ -40,17 +40,16 @@ def resolve(
     if folder.is_file() and folder.suffix == ".gguf":
         return gguf_folder.folder_of(folder)
     if folder.is_file():
-        raise ModelError(
-            f"model {model!r} is a file and not a folder: give the folder that holds it and config.json, "
-            f"{folder.parent}"
-        )
+        here = (folder.parent / "config.json").is_file()
+        remedy = f"give the folder that holds it, {folder.parent}" if here else "give a folder with config.json"
+        raise ModelError(f"model {model!r} is a file and not a folder: {remedy}, or a GGUF file")
     cache = None if download_dir is None else str(Path(download_dir).expanduser())
     if model is not None and not folder.exists() and (named := HUB_FILE.fullmatch(model)):
         return gguf_folder.folder_of(fetch_gguf(*named.groups(), revision, cache))
     if model is None or not HUB_ID.fullmatch(model) or folder.exists():
         raise ModelError(
-            f"model {model!r} is not a folder and no GGUF file; give a folder with config.json, an owner/name on the "
-            f"Hub, or one of {', '.join(BUNDLED)}"
+            f"there is no model {model!r} here; give a folder with config.json, a GGUF file, an owner/name on the Hub, "
+            f"or one of {', '.join(BUNDLED)}"
         )
     return fetch(model, files, revision, cache)
 

@@ -112,6 +112,10 @@ class Tokenizer:
         """The text of one token, with its leading space; U+FFFD for a part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
+    def token_name(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it."""
+        return self._core.id_to_token(token_id)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to a text; none for an id that is not in the vocabulary."""
         token = self._core.id_to_token(token_id)

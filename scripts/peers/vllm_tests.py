@@ -37,7 +37,7 @@ FILES = (  # of text models that generate, under tests/entrypoints
 BOTH = (  # flags that both have
     "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--no-enable-prefix-caching", "--max-num-seqs",
     "--tool-call-parser", "--reasoning-parser", "--api-key", "--enable-tokenizer-info-endpoint", "--max-logprobs",
-    "--enable-force-include-usage",
+    "--enable-force-include-usage", "--enable-per-request-metrics",
 )  # fmt: skip
 CHOSEN = "not load_prompt_embeds"  # those call vLLM's functions with mocks
 KEY = "token-abc123"

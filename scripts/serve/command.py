@@ -120,7 +120,7 @@ def main(
     scale: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Serve models over HTTP: OpenAI's and Anthropic's APIs, metrics, and a page for people."""
+    """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, metrics, and a page for people."""
     given = dict(locals())
     wanted = wanted_of(given)
     if not wanted.settings.loopback and not wanted.settings.api_keys:

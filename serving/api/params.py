@@ -132,11 +132,13 @@ def checked_biases(param: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping) or len(value) > MAX_BIASES:
         got = f"{len(value)} entries" if isinstance(value, Mapping) else shown(value)
         raise RequestError(param, f"must map at most {MAX_BIASES} token ids to numbers, got {got}")
+    # JSON has only string keys, so "50256" is a token id too; eleven digits are no int32.
+    texts = {key for key in value if isinstance(key, str)}
+    if wrong := [key for key in texts if not (key.isascii() and key.isdigit() and len(key) < 11)]:
+        raise RequestError(param, f"must have token ids as keys, got {shown(sorted(wrong))}")
     found: dict[int, float] = {}
     for key, bias in value.items():
-        # JSON has only string keys, so "50256" is a token id too; eleven digits are no int32.
-        digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11
-        token = integer(param, int(key) if digits else key, 0, INT32_MAX, " (each key is a token id)")
+        token = integer(param, int(key) if key in texts else key, 0, INT32_MAX, " (each key is a token id)")
         found[token] = number(f"{param}[{token}]", bias, *BIAS)
     return found
 

@@ -31,7 +31,9 @@ def check(
     plain = set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab
     for token in () if plain else tokens:
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
-            raise RequestError("prompt", f"has the token id {shown(token)}; ids are integers from 0 to {vocab - 1}")
+            raise RequestError(
+                "prompt", f"has the token id {shown(token)}, which is out of vocabulary: ids are from 0 to {vocab - 1}"
+            )
     if len(tokens) >= max_len:
         raise TooLong(
             "prompt",
@@ -43,7 +45,9 @@ def check(
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         for token in getattr(params, name) or ():
             if not 0 <= token < vocab:
-                raise RequestError(name, f"has the token id {token}; ids are from 0 to {vocab - 1}")
+                raise RequestError(
+                    name, f"has the token id {token}, which is out of vocabulary: ids are from 0 to {vocab - 1}"
+                )
     total = len(tokens) + min(params.max_tokens or max_len, max_len - len(tokens))
     most = largest(fits, total)
     if most < total:

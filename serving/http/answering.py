@@ -47,6 +47,7 @@ class Answering:
         self.answers, self.choices = answers, Choices(prepared.parser, each, prepared.most_calls)
         self.journal = journal  # where another replica can go on with the answer
         self.prompt_tokens = sum(len(ask.tokens) for ask in prepared.asks)
+        self.alone = each == len(prepared.asks) == 1
 
     @property
     def usage(self) -> Usage:
@@ -55,7 +56,15 @@ class Answering:
         now = self.answers.thread.engine.clock()
         taken = now if first.first_scheduled is None else first.first_scheduled
         begun = now if first.first_token is None else first.first_token
-        return Usage(self.prompt_tokens, self.choices.written, cached, self.choices.thought, begun - taken, now - begun)
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.choices.written,
+            cached_tokens=cached,
+            reasoning_tokens=self.choices.thought,
+            reading=begun - taken,
+            writing=now - begun,
+            waiting=taken - first.arrival if self.alone else None,
+        )
 
     def facts(self) -> dict[str, Any]:
         """What the log may know of it: numbers and names."""

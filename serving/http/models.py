@@ -161,8 +161,8 @@ class Models:
                 model.state, model.woken, model.fresh = to, time.monotonic(), True
                 self.started = True
             except Exception as error:
-                model.state, model.why = FAILED, str(error) if isinstance(error, ModelError) else "it cannot be loaded"
                 of_user = isinstance(error, ModelError)
+                model.state, model.why = FAILED, str(error) if of_user else "the model cannot be loaded"
                 if not (of_user and model is self.models[0] and not self.started):  # else `load_first` raises it
                     log.error("model %s: %s", model.name, error, exc_info=not of_user)
             finally:

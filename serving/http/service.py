@@ -50,7 +50,8 @@ SMALL_BODY = 4096  # bytes that are read in less time than handing them to anoth
 FAREWELL = 2.0  # seconds for the last answers, when the device is lost
 BEAT = 0.05  # seconds between two looks at the engines
 MOST_IGNORED, MOST_NAMES = 16, 256  # in one header, and in the log
-PROBES = ("/health", "/ping", "/metrics", "/live")  # polled: they are logged only when they fail
+# Polled, or parts of the page: they are logged only when they fail.
+UNLOGGED = ("/health", "/ping", "/metrics", "/live", "/page/{name}")
 
 BeforeAsking = Callable[[AsyncLLM, Ask], Awaitable[None]]
 
@@ -96,7 +97,7 @@ class Service:
         self.http_metrics.request(path, method, status)
         shown = scope["path"][:200]
         facts = state["facts"]
-        if path not in PROBES or status >= 400:
+        if path not in UNLOGGED or status >= 400:
             access(scope["method"], shown, status, seconds, state["request_id"], **facts)
         self.trace(state, seconds, f"HTTP {status}" if status >= 400 else facts.get("ended"))
 
@@ -113,7 +114,8 @@ class Service:
                 self.started = True
         except HttpError:
             first = self.models.find(None)
-            raise ModelError(f"model {first.name}: {first.why}") from None
+            alone = len(self.models.models) == 1
+            raise ModelError(first.why if alone else f"model {first.name}: {first.why}") from None
 
     def refuses(self) -> HttpError | None:
         """The error with which work is refused while the server shuts down."""
@@ -189,7 +191,8 @@ class Service:
         return replace(given, cache_salt=f"{key} {given.cache_salt or ''}", share_key=key)
 
     def delivery(self, given: Delivery) -> Delivery:
-        """With the usage in each chunk of a stream, where this server always tells it."""
+        """With the usage in each chunk of a stream and with times, where this server always tells them."""
+        given = replace(given, metrics=self.settings.enable_per_request_metrics)
         if not self.settings.enable_force_include_usage:
             return given
         return replace(given, include_usage=True, continuous_usage=True)

@@ -91,6 +91,9 @@ class ServerSettings:
     enable_force_include_usage: bool = flag(
         False, ANSWERS, "Say in every chunk of a stream what was used so far, also where it was not asked for."
     )
+    enable_per_request_metrics: bool = flag(
+        False, ANSWERS, "Say beside the usage of a chat or completion how long it waited, read and wrote."
+    )
     enable_tokenizer_info_endpoint: bool = flag(
         False, ANSWERS, "Serve /tokenizer_info: what tokenizer_config.json says, and the chat template."
     )

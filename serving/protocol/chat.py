@@ -14,6 +14,7 @@ from .fields import (
     ABSENT,
     BEAMS,
     DELIVERY,
+    OF_VLLM,
     TEMPLATE,
     TERMS,
     TRUNCATION,
@@ -43,7 +44,7 @@ NEUTRAL = {  # fields that are not implemented, with the value that asks for not
     "documents": [],
     "prompt_cache_retention": "in_memory",
 }
-REFUSED = dict.fromkeys(("audio", "moderation", "prompt_cache_options", "web_search_options"), ABSENT)
+REFUSED = OF_VLLM | dict.fromkeys(("audio", "moderation", "prompt_cache_options", "web_search_options"), ABSENT)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OWN_FIELDS = {  # of messages; clients send back `parsed` as they got it from content, and it says the same
     "assistant": ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal", "parsed"),

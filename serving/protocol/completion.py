@@ -12,6 +12,7 @@ from .fields import (
     BEAMS,
     DELIVERY,
     LABELS,
+    OF_VLLM,
     TERMS,
     TRUNCATION,
     beams_of,
@@ -32,7 +33,7 @@ MAX_PROMPTS = 2048  # in one request
 
 def parse(body: Any) -> CompletionRequest:
     """The request in a body."""
-    given = known_fields(body, FIELDS, {})
+    given = known_fields(body, FIELDS, {}, OF_VLLM)
     own = {name: given[name] for name in OWN_SAMPLING if name in given} | structure(given)
     common, echo = common_fields(given), boolean("echo", given.get("echo", False))
     silent = echo and own.get("max_tokens") == 0 and own["max_tokens"] is not False

@@ -38,6 +38,7 @@ OLD_FORMS = {  # vLLM's names of its parts before it had one
 }
 OLD_BACKEND = "guided_decoding_backend"  # has no effect
 ABSENT = "is not implemented for this endpoint, leave it out"
+OF_VLLM = {"kv_transfer_params": "says where vLLM's servers hand pages on; replicas here do so unasked, leave it out"}
 
 
 def sampling_fields(endpoint: str) -> tuple[str, ...]:

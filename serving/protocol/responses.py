@@ -30,11 +30,12 @@ from .tools import INPUT, parse_choice, parse_tools, strict_names
 
 OWN_SAMPLING = sampling_fields("responses")
 LABELS = tuple(name for name in fields.LABELS if name != "store")  # here it is more than a label
+RAW = "enable_response_messages"
 FIELDS = (
     "model", "input", "instructions", "max_output_tokens", "top_logprobs", "include", "stream", "request_id", "tools",
     "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "add_generation_prompt",
     "continue_final_message", "chat_template", "chat_template_kwargs", "store", "background", "previous_response_id",
-    "conversation", *TRUNCATION, *OWN_SAMPLING, *TERMS, *LABELS,
+    "conversation", RAW, *TRUNCATION, *OWN_SAMPLING, *TERMS, *LABELS,
 )  # fmt: skip
 COUNTED = (  # fields that say something of the prompt
     "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation",
@@ -148,6 +149,7 @@ def parse(body: Any, history: History | None = None) -> ResponsesRequest:
         strict=strict_names(given.get("tools")),
         tool_choice=choice,
         drops_oldest=drops_oldest(given),
+        shows_raw=boolean(RAW, given.get(RAW, False)),
         parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
         **common,
     )

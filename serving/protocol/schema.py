@@ -42,6 +42,7 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "instructions": TEXT, "encoding_format": {"enum": ["float", "base64"]},
     "dimensions": whole(1, pooling.MAX_DIMENSIONS).schema, "query": TEXT, "documents": many(TEXT, MAX_PROMPTS, 1),
     "apply_softmax": FLAG.schema, "item_first": FLAG.schema, "background": FLAG.schema,
+    "enable_response_messages": FLAG.schema,
     "previous_response_id": TEXT, "label_token_ids": many(TOKEN, MAX_WANTED, 1),
     "texts": many(TEXT, MAX_PROMPTS, 1), "inputs": many(OBJECT, MAX_PROMPTS, 1),
     "input_type": {"enum": list(cohere.INPUT_TYPES)}, "truncate": {"enum": list(cohere.TRUNCATE)},

@@ -201,6 +201,8 @@ def test_logit_bias():
     assert bias == {5: 1.0, 6: -100.0, 7: 0.5}
     for key in ("x", "-1", "1.0", -1, 1.5, True, None, 2**31, "9" * 30, "٣"):
         assert refused(logit_bias={key: 1.0}).param == "logit_bias"
+    every = str(refused(logit_bias={"b": 1.0, "5": 1.0, "a": 1.0}))
+    assert every == "logit_bias: must have token ids as keys, got ['a', 'b']"
     for value in (100.1, -101, NAN, INFINITY, "1", None, True):
         assert refused(logit_bias={5: value}).param == "logit_bias[5]"
     for value in ([5, 1.0], 5, "5"):

@@ -86,6 +86,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {  # each other field: a value, and what te
     "timeout": (2.5, lambda found: found.terms == Terms(timeout=2.5)),
     "store": (False, lambda found: not found.store),
     "background": (True, lambda found: found.background),
+    "enable_response_messages": (True, lambda found: found.shows_raw),
     "conversation": ({"id": "conv_1"}, lambda found: found.messages[0] == {"role": "user", "content": "conv_1"}),
     "previous_response_id": ("resp_1", lambda found: found.messages[0] == {"role": "user", "content": "resp_1"}),
 }

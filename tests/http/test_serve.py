@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import logging
 import math
 import socket
 import threading
@@ -310,9 +311,21 @@ def test_status(server):
     assert b"vllm:num_requests_running" in ask(server, "GET", "/metrics")[2]
 
 
+def test_what_is_polled_and_parts_of_the_page_are_logged_when_they_fail(server, caplog):
+    caplog.set_level(logging.INFO, "quire.access")
+    for path in ("/", "/page/app.js", "/page/style.css", "/health", "/page/none.js", "/version"):
+        ask(server, "GET", path)
+    until = time.monotonic() + 10
+    while len(caplog.records) < 3 and time.monotonic() < until:  # a record follows the answer
+        time.sleep(0.01)
+    assert [record.path for record in caplog.records] == ["/", "/page/none.js", "/version"]
+
+
 def test_tokens(server):
     found = ask(server, "POST", "/tokenize", {"prompt": "Hello there", "return_token_strs": True})[2]
-    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["count"] == len(found["tokens"])
+    names = {number: name for name, number in server.engine.tokenizer.get_vocab().items()}
+    assert found["token_strs"] == [names[token] for token in found["tokens"]]
     tokens = found["tokens"]
     assert ask(server, "POST", "/detokenize", {"tokens": tokens, "skip_special_tokens": True})[2] == {
         "prompt": "Hello there"
@@ -406,7 +419,11 @@ def test_log_probabilities_of_chosen_tokens(server):
 @pytest.mark.parametrize(
     ("path", "given", "says"),
     [
-        ("/v1/chat/completions", {"logprobs": True, "logprob_token_ids": [5, 10**6]}, "has the token id 1000000; ids"),
+        (
+            "/v1/chat/completions",
+            {"logprobs": True, "logprob_token_ids": [5, 10**6]},
+            "id 1000000, which is out of vocabulary",
+        ),
         ("/v1/chat/completions", {"logprobs": True, "logprob_token_ids": [5, -1]}, "must be an integer of 0"),
         ("/v1/chat/completions", {"logprobs": True, "logprob_token_ids": [5] * 129}, "must hold at most 128 items"),
         ("/v1/chat/completions", {"logprob_token_ids": [5]}, "needs logprobs to be true"),
@@ -482,6 +499,30 @@ def test_the_whole_vocabulary_over_http():
         assert status == 200, body
         [entry] = body["output"][0]["content"][0]["logprobs"]
         assert len(entry["top_logprobs"]) == vocabulary
+
+
+def test_the_times_of_one_answer():
+    """Whole and in the last chunk of a stream, where the server tells them; of several answers there are none."""
+    with served(model_of(scripted(say)[0]), formats=FORMATS, enable_per_request_metrics=True) as state:
+        messages = {"messages": [{"role": "user", "content": "long"}], "max_tokens": 9}
+        for path, asked in [
+            ("/v1/chat/completions", messages),
+            ("/v1/completions", {"prompt": "long", "max_tokens": 9}),
+        ]:
+            began = time.monotonic()
+            whole = ask(state, "POST", path, asked)[2]["metrics"]
+            streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+            *chunks, last = events(ask(state, "POST", path, streamed)[2])
+            took = (time.monotonic() - began) * 1000
+            assert not any("metrics" in chunk for chunk in chunks)
+            for found in (whole, last["metrics"]):
+                reading, writing = found["time_to_first_token_ms"], found["generation_time_ms"]
+                assert reading > 0 and writing >= 0 <= found["queue_time_ms"]
+                assert found["queue_time_ms"] + reading + writing < took
+                assert math.isclose(found["mean_itl_ms"] * 8, writing)
+                assert math.isclose(found["tokens_per_second"] * (reading + writing), 9000)
+            assert "mean_itl_ms" not in ask(state, "POST", path, asked | {"max_tokens": 1})[2]["metrics"]
+            assert "metrics" not in ask(state, "POST", path, asked | {"n": 2})[2]
 
 
 def test_the_usage_that_nobody_asked_for():

@@ -92,6 +92,28 @@ def test_a_conversation_goes_on(ask, streams):
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
+@shows("openai", "enable_response_messages by extra_body")
+@pytest.mark.parametrize("how", [{}, {"stream": True}, {"background": True}, {"background": True, "stream": True}])
+def test_what_the_model_read_and_wrote(ask, server, how):
+    """With the template and the tags of thoughts and calls, as text and as tokens, whichever way the answer comes."""
+    raw = {"enable_response_messages": True}
+    asked = {"instructions": "Be kind.", "tools": [TOOL], "extra_body": raw, **how}
+    found = response(ask, "think of the weather in Rome", **asked)
+    if "stream" in how:
+        *_, last = found
+        found = last.response
+    until(lambda: ask.responses.retrieve(found.id).status == "completed")
+    done = ask.responses.retrieve(found.id)
+    (read,), (wrote,) = done.input_messages, done.output_messages
+    assert {read["type"], wrote["type"]} == {"raw_message_tokens"}
+    assert "Be kind." in read["message"] and "weather in Rome" in read["message"]
+    assert wrote["message"].startswith("<think>\nI must look.\n</think>") and '"weather"' in wrote["message"]
+    decode = server.engine.tokenizer.decode
+    assert decode(read["tokens"], skip_special_tokens=False) == read["message"]
+    assert decode(wrote["tokens"], skip_special_tokens=False).startswith(wrote["message"])
+    assert not hasattr(response(ask), "input_messages")
+
+
 @shows("openai", "responses.create(background=True), responses.cancel")
 def test_in_the_background(ask, server):
     """It is queued at once and answered later; one that is cancelled computes no more, and stays so."""

@@ -55,6 +55,8 @@ def test_a_file_in_place_of_its_folder(tmp_path):
     tiny.write(tmp_path)
     for name in ("config.json", "model.safetensors"):
         refused(lambda name=name: hub.resolve(str(tmp_path / name)), "is a file and not a folder", str(tmp_path))
+    (tmp_path / "config.json").rename(tmp_path / "other.json")
+    refused(lambda: hub.resolve(str(tmp_path / "other.json")), "give a folder with config.json, or a GGUF file")
 
 
 @pytest.mark.parametrize("config", [False, True])

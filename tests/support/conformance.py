@@ -98,6 +98,7 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "stop_sequences": ["END"], "top_logprobs": 3, "response_format": {"type": "json_object"}, "stream": True,
     "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "mine", "priority": 3,
     "return_tokens_as_token_ids": True, "include_reasoning": False,
+    "enable_response_messages": True,
     "cache_salt": "s", "timeout": 2.5, "truncate_prompt_tokens": 5, "truncation_side": "right", "echo": True,
     "use_beam_search": True, "length_penalty": 0.5,
     "add_special_tokens": False,
@@ -179,7 +180,8 @@ ENDPOINTS = [
     ),
     Endpoint(
         "/v1/completions", completion.parse, {"prompt": "Once"}, fields.LABELS,
-        values={"logprobs": 3}, needs={"logprob_token_ids": {"logprobs": 0}, **STREAMS}, inside=OBJECTS,
+        refused=fields.OF_VLLM, values={"logprobs": 3}, needs={"logprob_token_ids": {"logprobs": 0}, **STREAMS},
+        inside=OBJECTS,
     ),
     Endpoint(
         "/v1/responses", partial(responses.parse, history=kept), {"input": "Hi"},

@@ -125,7 +125,7 @@ async def work(
     began, failed = time.monotonic(), None
     stored.body = stored.body | {"status": "in_progress"}
     recording = stored.recording or Recording()
-    protocol = keeping(stream.keep)._replace(stream=lambda *_: stream)
+    protocol = keeping(stream.keep)._replace(stream=lambda head, *_: stream.goes_on(head))
     try:
         found = await service.serve(request, protocol, parsed, stream.asked)
         if isinstance(found, EventStream):

@@ -36,8 +36,8 @@ def cut(engine: Engine, asked: TokenizeRequest, formats: Formats) -> dict[str, A
         found = tokenizer.encode(text, add_special_tokens=asked.add_special_tokens)
     except PromptError as error:
         raise RequestError("messages" if asked.messages else "prompt", str(error)) from None
-    texts = [tokenizer.token_text(token) for token in found] if asked.return_token_strs else None
-    return {"count": len(found), "max_model_len": engine.max_len, "tokens": found, "token_strs": texts}
+    names = [tokenizer.token_name(token) for token in found] if asked.return_token_strs else None
+    return {"count": len(found), "max_model_len": engine.max_len, "tokens": found, "token_strs": names}
 
 
 async def detokenize(service: Service, request: Request) -> JsonResponse:

@@ -24,6 +24,7 @@ class Delivery:
     request_id: str | None = None
     include_drafted: bool = False  # every chunk says which of its tokens were drafted
     include_reasoning: bool = True  # a chat shows what the model thought
+    metrics: bool = False  # the end says how long the answer took
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class ResponsesRequest(ChatRequest):
     background: bool = False  # the client does not wait for it
     previous_response_id: str | None = None  # the stored one that it goes on from
     conversation: str | None = None  # the stored one that it goes on from and adds to
+    shows_raw: bool = False  # the answer has what the model read and wrote, as it is
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Usage:
     reasoning_tokens: int = 0
     reading: float = 0.0  # seconds from when the engine took it up to its first token
     writing: float = 0.0  # and from there until now
+    waiting: float | None = None  # seconds before that, where it is one answer to one prompt
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ class FinishedChoice:
     stop_reason: int | str | None = None
     token_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
+    raw: str = ""  # the text before it was parsed
 
 
 @dataclass(frozen=True)
@@ -180,3 +184,4 @@ class ChoicePart:
     token_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
     drafted: Sequence[int] = ()  # places in `token_ids`
+    raw: str = ""  # the text before it was parsed

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from .answer import ChatBatch, ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
-from .shapes import ChunkStream, chat_logprobs, count_of, head_fields, prompt_logprobs, usage_body
+from .shapes import ChunkStream, chat_logprobs, count_of, head_fields, metrics_body, prompt_logprobs, usage_body
 
 
 def response(
@@ -15,6 +15,7 @@ def response(
     """The body that answers a request."""
     found = head_fields(head, "chat.completion")
     found |= {"choices": [choice(request, answer) for answer in answers], "usage": usage_body(usage)}
+    found |= metrics_body(request.delivery, usage)
     found |= {"prompt_logprobs": None, "prompt_token_ids": None}  # clients look for them unasked
     for prompt in head.prompts:
         if prompt.logprobs is not None:

@@ -52,7 +52,7 @@ class Choices:
         if finish_reason is not None:
             self.reasons.add(finish_reason)
         return ChoicePart(
-            index, pieces, finish_reason, fresh.stop_reason, fresh.token_ids, fresh.logprobs, fresh.drafted
+            index, pieces, finish_reason, fresh.stop_reason, fresh.token_ids, fresh.logprobs, fresh.drafted, fresh.text
         )
 
     def answers(self, outputs: Sequence[RequestOutput]) -> list[FinishedChoice]:
@@ -72,6 +72,7 @@ class Choices:
             stop_reason=part.stop_reason,
             token_ids=part.token_ids,
             logprobs=part.logprobs,
+            raw=part.raw,
         )
 
 

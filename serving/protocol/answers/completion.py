@@ -5,7 +5,7 @@ from typing import Any
 
 from ...parsing.pieces import Said
 from .answer import ChoicePart, CompletionRequest, FinishedChoice, Head, Prompted, Usage
-from .shapes import ChunkStream, completion_logprobs, head_fields, prompt_logprobs, usage_body
+from .shapes import ChunkStream, completion_logprobs, head_fields, metrics_body, prompt_logprobs, usage_body
 
 
 def response(
@@ -13,7 +13,8 @@ def response(
 ) -> dict[str, Any]:
     """The body that answers a request; its choices are those of the first prompt, of the second, ..."""
     choices = [choice(request, head.prompts[answer.index // request.params.n], answer) for answer in answers]
-    return head_fields(head, "text_completion") | {"choices": choices, "usage": usage_body(usage)}
+    told = {"usage": usage_body(usage), **metrics_body(request.delivery, usage)}
+    return head_fields(head, "text_completion") | {"choices": choices} | told
 
 
 def choice(request: CompletionRequest, prompt: Prompted, answer: FinishedChoice) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
@@ -73,7 +73,9 @@ def whole(answer: FinishedChoice) -> ChoicePart:
     pieces: list[Piece] = [Thought(answer.reasoning or ""), Said(answer.content or "")]
     for i, call in enumerate(answer.calls):
         pieces += [CallStart(i, call.id, call.name), Arguments(i, call.arguments)]
-    return ChoicePart(0, pieces, answer.finish_reason, answer.stop_reason, answer.token_ids, answer.logprobs)
+    return ChoicePart(
+        0, pieces, answer.finish_reason, answer.stop_reason, answer.token_ids, answer.logprobs, raw=answer.raw
+    )
 
 
 def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[dict[str, Any]]:
@@ -81,6 +83,10 @@ def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs
     for entry in chat_logprobs(token_ids, logprobs, count_of(request.params)):
         best = [other | {"bytes": other["bytes"] or []} for other in entry["top_logprobs"]]
         yield entry | {"bytes": entry["bytes"] or [], "top_logprobs": best}
+
+
+def raw_message(text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    return {"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}
 
 
 def status_of(finish_reason: str | None) -> str:
@@ -138,10 +144,17 @@ class ResponsesStream:
         self.item: OutputItem | None = None  # the one that is open
         self.logprobs: list[dict[str, Any]] = []  # those that no message has yet
         self.finish_reason: str | None = None
+        self.raw: list[str] = []  # what was written, before it was parsed
+        self.token_ids: list[int] = []
 
     def queue(self) -> bytes:
         """What comes before the beginning of an answer in the background."""
         return self.state("response.created", "queued") + self.state("response.queued", "queued")
+
+    def goes_on(self, head: Head) -> "ResponsesStream":
+        """The same stream, now that the prompt of a queued answer is known."""
+        self.head = replace(self.head, prompts=head.prompts)
+        return self
 
     def begin(self, usage: Usage) -> bytes:
         begun = b"" if self.number else self.state("response.created", "in_progress")
@@ -154,6 +167,8 @@ class ResponsesStream:
         if part.logprobs is not None:
             self.logprobs += described(self.request, part.token_ids, part.logprobs)
         self.finish_reason = part.finish_reason
+        self.raw.append(part.raw)
+        self.token_ids += part.token_ids
         return b"".join(self.piece(piece) for piece in part.pieces)
 
     def end(self, usage: Usage) -> bytes:
@@ -269,4 +284,10 @@ class ResponsesStream:
             "top_logprobs": params.logprobs or 0,
             "top_p": params.top_p,
             "truncation": "auto" if self.request.drops_oldest else "disabled",
+            **(self.raw_messages() if self.request.shows_raw and status not in OPEN else {}),
         }
+
+    def raw_messages(self) -> dict[str, Any]:
+        """What the model read and wrote, with template and tags, in vLLM's form."""
+        read = [raw_message(prompt.text or "", prompt.token_ids) for prompt in self.head.prompts]
+        return {"input_messages": read, "output_messages": [raw_message("".join(self.raw), self.token_ids)]}

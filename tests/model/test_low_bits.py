@@ -83,7 +83,7 @@ def naive_quip(W, H, bits: int, damp: float = 0.01):
     """Eight columns at a time in float64, what the others take up solved anew; the nearest of all 65,536 points."""
     W, H = rotated(W.astype(np.float32)).astype(np.float64), rotated(rotated(H.astype(np.float32)).T).astype(np.float64)
     H = H + damp * np.mean(np.diag(H)) * np.eye(len(H))
-    exact, scale = W.copy(), e8p.scales(W, bits) * (1.1 if bits == 2 else 1.0)
+    exact, scale = W.copy(), e8p.scales(W, bits).astype(np.float64)
     every = e8p.points(np.arange(1 << 16, dtype=np.uint16)) / 4.0
     Q = np.zeros_like(W)
     for i in range(0, W.shape[1], 8):
@@ -108,38 +108,13 @@ def test_quip_is_gptq_of_eight_columns(seed, bits):
     rng = np.random.default_rng(seed)
     W = rng.standard_normal((3, 32)).astype(np.float32)
     X = rng.standard_normal((60, 8)) @ rng.standard_normal((8, 32)) + 0.3 * rng.standard_normal((60, 32))
-    codes, scale = quip(W, X.T @ X, bits, passes=0)
+    codes, scale = quip(W, X.T @ X, bits)
     Q, best = naive_quip(W, X.T @ X, bits)
     points = e8p.points(codes) / 4
     found = points[0] if bits == 2 else points[0] + points[1] / 4
     same = (found.reshape(3, 32) == Q).all(1)
     assert same.mean() > 0.6  # of two points that are as near, float32 may take the other
     np.testing.assert_allclose(scale[same], best[same], rtol=1e-3)
-
-
-def numbers(codes, scale, bits: int) -> np.ndarray:
-    points = e8p.points(codes) / 4.0
-    return (points[0] if bits == 2 else points[0] + points[1] / 4).reshape(len(scale), -1) * scale
-
-
-@settings(max_examples=4, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]))
-def test_each_pass_of_quip_loses_less(seed, bits):
-    """Each output's own loss in float64, over the rows themselves; the codes are of what was weighed."""
-    rng = np.random.default_rng(seed)
-    W = rng.standard_normal((40, 192)).astype(np.float32)
-    W[3] = 0
-    X = rng.standard_normal((500, 30)) @ rng.standard_normal((30, 192)) + 0.3 * rng.standard_normal((500, 192))
-    X[:, 64:72] = 0
-    turned, rows = rotated(W).astype(np.float64), rotated(X.astype(np.float32)).astype(np.float64)
-    lost = []
-    for passes in range(4):
-        codes, scale = quip(W, X.T @ X, bits, passes=passes)
-        lost.append(np.square(rows @ (numbers(codes, scale, bits) - turned).T).sum(0))
-    for before, after in zip(lost[:-1], lost[1:], strict=True):
-        assert (after <= before * (1 + 1e-4)).all()
-    assert lost[1].sum() < 0.97 * lost[0].sum() and lost[3].sum() < lost[1].sum()
-    assert lost[0][3] == lost[3][3] == 0
 
 
 def test_quip_loses_less_than_the_nearest_points():
@@ -150,7 +125,8 @@ def test_quip_loses_less_than_the_nearest_points():
         turned, scale = rotated(W), e8p.scales(rotated(W), bits)
         nearest = e8p.rounded(turned / scale, bits)[1] * scale
         codes, scale = quip(W, X.T @ X, bits)
-        chosen = numbers(codes, scale, bits)
+        points = e8p.points(codes) / 4
+        chosen = (points[0] if bits == 2 else points[0] + points[1] / 4).reshape(W.shape) * scale
         rows = rotated(X.astype(np.float32))
         lost = [np.square(rows @ (Q - turned).T).sum() for Q in (chosen, nearest)]
         assert lost[0] < most * lost[1]

@@ -193,7 +193,7 @@ def test_a_step_that_raises(server, name):
     settled(server.engine)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 20, 60])
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 20, 40])
 @pytest.mark.parametrize("name", ["launch", "collect"])
 def test_a_step_of_the_model_that_raises(real, name, step):
     """With the device's real state, which is lost with the step."""

@@ -15,6 +15,8 @@ def prepare(qkv_TGH, heads: Heads, pages, rows):
     """See `quire.ops.heads.prepare`."""
     N, K, axis = heads.queries, heads.keys, heads.axis
     (T, _, H), dtype = qkv_TGH.shape, qkv_TGH.dtype
+    if not T:
+        raise NotImplementedError("there are no rows")
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"heads must be bfloat16 or float32, not {dtype}")
     if heads.norm == "all" and axis.size > 1:

@@ -17,6 +17,8 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None)
     x_TD, y_TD = rows.x_TD, rows.y_TD
     if scale_D is None:
         raise NotImplementedError("there is no norm of the sum")
+    if x_TD.ndim != 2 or not x_TD.size:
+        raise NotImplementedError(f"there must be rows in one list, not an array of {x_TD.shape}")
     dtypes = {x.dtype.name for x in (x_TD, y_TD) if x is not None}
     if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
         raise NotImplementedError(f"rows must all be bfloat16 or all float32, not {' and '.join(sorted(dtypes))}")

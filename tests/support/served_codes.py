@@ -16,15 +16,22 @@ RUN = jax.jit(uncached.forward, static_argnums=2)
 
 
 def check(llm: LLM, dense: Path, prompts: list[list[int]], times: float = 3) -> None:
-    """The scores are no further away than so many times what bfloat16 itself takes the dense model."""
+    """The scores are no further away than so many times what bfloat16 itself takes the dense model.
+
+    By the root of the mean square: the largest of a few hundred is a matter of chance in both.
+    """
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=96)
     together = llm.generate(prompts, params)
     found = [[one.outputs[0].logprobs[0][token].logprob for token in range(96)] for one in together]
     exact, rounded = (scores(dense, dtype, prompts) for dtype in ("float32", "bfloat16"))
-    assert np.abs(found - exact).max() < times * np.abs(rounded - exact).max()
+    assert size(found - exact) < times * size(rounded - exact)
     for prompt, one in zip(prompts, together, strict=True):
         alone = llm.generate(prompt, params)[0].outputs[0]
         assert (alone.token_ids, alone.logprobs) == (one.outputs[0].token_ids, one.outputs[0].logprobs)
+
+
+def size(x: np.ndarray) -> float:
+    return float(np.sqrt(np.square(x).mean()))
 
 
 def scores(folder: Path, dtype: str, prompts: list[list[int]]) -> np.ndarray:

@@ -167,7 +167,7 @@ class EngineOptions:
     )  # fmt: skip
     lora_target_modules: Sequence[str] = flag(
         (), ADAPTERS, "Modules that take adapters, as the checkpoint names them, with commas; experts for those of a "
-        "mixture.", "NAMES", "all but experts and routers",
+        "mixture. Without any name all but experts and routers do.", "NAMES", "none",
     )  # fmt: skip
     max_queued_requests: int | None = no_flag(None, "Most requests that wait; more are refused. None: as many as come.")
     pooling: Pooling | None = flag(

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "formats.h"
+#include "row.h"
 
 namespace quire {
 
@@ -24,15 +25,7 @@ struct Out {
   int activation;
 
   void write(int64_t row, int64_t block, f32x16 value) const {
-    int64_t at = row * O + block * LANES, lanes = std::min<int64_t>(LANES, O - block * LANES);
-    float* wide_y = static_cast<float*>(y) + at;
-    uint16_t* narrow_y = static_cast<uint16_t*>(y) + at;
-    if (lanes == LANES) return wide ? store(wide_y, value) : store_narrow(narrow_y, value);
-    for (int64_t i = 0; i < lanes; ++i)
-      if (wide)
-        wide_y[i] = value[i];
-      else
-        narrow_y[i] = narrow(value[i]);
+    Place{y, wide}.put(row * O + block * LANES, std::min<int64_t>(LANES, O - block * LANES), value);
   }
 
   // The results of rows of zeros.

@@ -60,4 +60,23 @@ struct Row {
   }
 };
 
+// Where a row of results goes.
+struct Place {
+  void* at;
+  bool wide;  // float32
+
+  // Up to sixteen numbers from `k` on.
+  template <typename Lanes>
+  void put(int64_t k, Lanes lanes, f32x16 part) const {
+    float* floats = static_cast<float*>(at) + k;
+    uint16_t* halves = static_cast<uint16_t*>(at) + k;
+    if (lanes == LANES) return wide ? store(floats, part) : store_narrow(halves, part);
+    for (int64_t i = 0; i < lanes; ++i)
+      if (wide)
+        floats[i] = part[i];
+      else
+        halves[i] = narrow(part[i]);
+  }
+};
+
 }  // namespace quire

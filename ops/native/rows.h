@@ -6,7 +6,6 @@
 #include "ffi.h"
 #include "group_bytes.h"
 #include "linear.h"
-#include "row.h"
 
 namespace quire {
 

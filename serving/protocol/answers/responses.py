@@ -167,8 +167,9 @@ class ResponsesStream:
         if part.logprobs is not None:
             self.logprobs += described(self.request, part.token_ids, part.logprobs)
         self.finish_reason = part.finish_reason
-        self.raw.append(part.raw)
-        self.token_ids += part.token_ids
+        if self.request.shows_raw:
+            self.raw.append(part.raw)
+            self.token_ids += part.token_ids
         return b"".join(self.piece(piece) for piece in part.pieces)
 
     def end(self, usage: Usage) -> bytes:

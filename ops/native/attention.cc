@@ -1,6 +1,7 @@
 // The entry to paged attention: PAGE is the type of keys and values in the cache, ROW that of queries and results.
 #include "attention.h"
 #include "ffi.h"
+#include "threads.h"
 
 namespace quire {
 namespace {

@@ -14,6 +14,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
 #include <new>
 #include <vector>
 

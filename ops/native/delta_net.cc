@@ -2,6 +2,7 @@
 #include "delta_net.h"
 
 #include "ffi.h"
+#include "threads.h"
 
 namespace quire {
 namespace {

@@ -5,6 +5,7 @@
 
 #include "formats.h"
 #include "row.h"
+#include "threads.h"
 
 namespace quire {
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common.h"
+#include "threads.h"
 
 namespace quire {
 

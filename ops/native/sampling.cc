@@ -2,6 +2,7 @@
 #include "sampling.h"
 
 #include "ffi.h"
+#include "threads.h"
 
 namespace quire {
 namespace {

@@ -1,5 +1,6 @@
 // Sampling over random cases without XLA: greedy choices against a plain search, drawn ones against a sort.
 #include <cstdio>
+#include <memory>
 #include <random>
 
 #include "sampling.h"

@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..command import SETTINGS, Command, write_help
-from . import host, latency, serve, simulate, startup, throughput
+from . import host, latency, serve, simulate, startup, step, throughput
 
 SEVERAL = {
     "--concurrency": r"[0-9.]+[kKmM]?",
@@ -50,7 +50,7 @@ app = typer.Typer(
 
 @app.callback()
 def main(context: typer.Context) -> None:
-    """Measure throughput, latency, startup, a running server, the scheduler, or the host's part of a step."""
+    """Measure throughput, latency, startup, a running server, the scheduler, a step by part, or the host alone."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -61,6 +61,7 @@ for name, module in (
     ("startup", startup),
     ("serve", serve),
     ("simulate", simulate),
+    ("step", step),
     ("host", host),
 ):
     app.command(name, cls=Spread)(module.main)

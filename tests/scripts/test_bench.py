@@ -24,7 +24,8 @@ from quire import LLM
 from quire.__main__ import main
 from quire.model.checkpoint import hub, loader
 from quire.model.planning import cost
-from quire.scripts.bench import client, command, engine, load, metrics, plot, serve, startup
+from quire.ops.native import build
+from quire.scripts.bench import client, command, engine, load, metrics, plot, serve, startup, step
 from quire.scripts.bench.drafts import Drafts, drafts_table
 from quire.scripts.bench.load import Sample
 from quire.scripts.bench.metrics import RequestTimes
@@ -853,6 +854,84 @@ def test_latency_counts_what_it_says(run, tmp_path):
     assert result["mean_batch_ms"] == pytest.approx(np.mean(result["batches_ms"]))
     assert all(text in out for text in ("whole batch", "first token", "each token after", "3 batches of 4 requests"))
     assert picture.read_bytes().startswith(b"%PDF")
+
+
+STEP = "jit(series)/while/body/jit(step)"
+PRODUCT = "quire.ops.native.linear/ffi_call"
+PROGRAM = f"""
+%body (p: s32[]) -> s32[] {{
+  %call.1 = bf16[4,8]{{1,0}} custom-call(%x, %w), metadata={{op_name="{STEP}/layer0/mlp/{PRODUCT}"}}
+  %call.2 = bf16[4,8]{{1,0}} custom-call(%x, %w), metadata={{op_name="{STEP}/layer1/mlp/{PRODUCT}"}}
+  %call.3 = f32[4,9]{{1,0}} custom-call(%x, %w), metadata={{op_name="{STEP}/logits/{PRODUCT}"}}
+  %fusion.4 = s32[4]{{0}} fusion(%x), kind=kLoop, metadata={{op_name="{STEP}/add"}}
+}}
+ENTRY %main (p: s32[]) -> s32[] {{
+  ROOT %while.5 = s32[] while(%p), condition=%c, body=%body, metadata={{op_name="jit(series)/while"}}
+}}
+"""
+
+
+def traced(*events: tuple[str, float, float, str]) -> SimpleNamespace:
+    """A trace of events on two threads, of (name, start, length, module) in milliseconds."""
+    made = [
+        SimpleNamespace(
+            name=name, start_ns=start * 1e6, duration_ns=length * 1e6,
+            stats=[("hlo_op", name), ("hlo_module", module), ("program_id", 7)] if module else [],
+        )
+        for name, start, length, module in events
+    ]  # fmt: skip
+    return SimpleNamespace(
+        planes=[SimpleNamespace(lines=[SimpleNamespace(events=made[::2]), SimpleNamespace(events=made[1::2])])]
+    )
+
+
+def test_the_parts_of_a_step_by_hand():
+    """Two steps in one loop of a program, a copy that belongs to no step, and time in which nothing runs."""
+    lengths = (("call.1", 0, 2.0), ("fusion.4", 2, 0.5), ("call.2", 3, 1), ("call.3", 4, 3))
+    one, two = ([(name, at + start, length, "s") for name, start, length in lengths] for at in (10.0, 18.0))
+    found = step.read(
+        traced(
+            *one, *two, ("while.5", 10, 15, "s"), ("copy.1", 2, 1, "copies"), ("Python", 0, 90, ""),
+            ("ThunkExecutor::Execute", 9, 8, ""), ("ThunkExecutor::Execute", 17, 9, ""),
+            ("ThunkExecutor::Execute (wait for completion)", 12, 13, ""), ("ThunkExecutor::Execute", 2, 1, ""),
+        ),
+        ["%copy.1 = s32[] copy(%x)", PROGRAM],
+    )  # fmt: skip
+    assert found.steps == 2 and found.program == pytest.approx(0.009)
+    assert [(part.scope, part.kind, part.launches) for part in found.parts] == [
+        ("mlp", "products", 2), ("step", "XLA's operations", 1), ("logits", "products", 1)
+    ]  # fmt: skip
+    assert [part.seconds for part in found.parts] == pytest.approx([0.003, 0.0005, 0.003])
+    assert step.rests(0.010, found) == pytest.approx(
+        {"between operations": 0.0025, "between programs: launch, host": 0.001}
+    )
+    with pytest.raises(UsageError, match="does not name them"):
+        step.read(traced(("dot.1", 0, 1, "s")), [PROGRAM])
+
+
+def test_a_step_by_part(run, tmp_path, monkeypatch):
+    """Every layer's products are there, as often as the model has them; the parts and the rests are the whole."""
+    try:
+        build.compiler()
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setattr(step, "read_bandwidth", lambda: 2e9)
+    file = tmp_path / "r.json"
+    code, out, err = run(
+        "step", *SMALL, "--batch-size", "2", "--input-len", "20", "--num-steps", "40", "--json", str(file)
+    )
+    assert (code, err) == (0, "")
+    result = json.loads(file.read_text())
+    parts = {(part["scope"], part["kind"]): part["launches"] for part in result["traced"]["parts"]}
+    layers = len(loader.read_config(hub.resolve("quill-draft")).layers)
+    assert parts["logits", "products"] == 1 and result["traced"]["steps"] > 30
+    assert parts["attention", "products"] == parts["mlp", "products"] == 2 * layers  # qkv and out, gate-up and down
+    assert parts["attention", "attention"] == layers
+    whole = sum(part["ms"] for part in result["traced"]["parts"]) + sum(result["traced"]["rest_ms"].values())
+    assert whole >= result["traced"]["step_ms"] * 0.8
+    assert "mlp: products" in out and "between programs" in out and "2 sequences after 20 tokens" in out
+    code, out, err = run("step", *SMALL, "--input-len", "20", "--num-steps", "90")
+    assert (code, out) == (2, "") and "do not fit into the 128 of --max-model-len" in err
 
 
 def test_drafts_by_hand():

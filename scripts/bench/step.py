@@ -1,0 +1,216 @@
+"""`quire bench step`: where the time of a decode step goes."""
+
+import re
+import statistics
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+from .. import options as o
+from ..loading import load as load_model
+from ..tables import amount, table
+from . import load as load
+from . import report as reports
+from .engine import LoadRun, Roof, TimedStep, engine_roof, read_bandwidth, watch
+
+KERNELS = {"linear": "products", "heads": "heads (norms, rotation)", "residual": "residual and norm"}
+WRAPPERS = re.compile(r"jit\(.*\)|pjit|while|body|cond|closed_call|layer\d+|branch_\d+_fun|")  # that name no part
+OPERATION = re.compile(r'%([\w.-]+) = .*? ([a-z][\w-]*)\(.*?op_name="([^"]*)"')
+HOLDS_OTHERS = {"while", "conditional", "call"}  # their time is that of what they hold
+EXECUTION = "ThunkExecutor::Execute"
+SPARE = 48  # steps before the first that counts, and those that are under way after the last
+
+
+@dataclass
+class Part:
+    """The operations of one kind in one part of a model."""
+
+    scope: str
+    kind: str
+    launches: float = 0  # a step
+    seconds: float = 0
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Steps in a trace of XLA's; all times are of one step."""
+
+    parts: list[Part]  # in the order in which a step begins with them
+    program: float  # seconds in which a program runs
+    steps: int
+
+
+@reports.takes_report(without=("plot", "result_filename"))
+@o.takes_engine()
+def main(
+    model: o.Model = None,
+    batch_size: Annotated[int, o.sized("Sequences that decode together.", load.DATA, "N")] = 1,
+    input_len: Annotated[int, o.sized("Prompt length of each.", load.DATA, "TOKENS")] = 128,
+    num_steps: Annotated[int, o.sized("Decode steps to measure.", load.DATA, "N")] = 128,
+    seed: load.Seed = 0,
+    *,
+    engine: dict[str, Any],
+    report: reports.ResultFiles,
+) -> None:
+    """Trace decode steps on a CPU. Prints a step's time by part: products, attention, the rest, the host."""
+    load.above_zero(batch_size=batch_size, input_len=input_len, num_steps=num_steps)
+    with load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm:
+        import jax
+
+        runner = llm.engine.runner
+        if jax.default_backend() != "cpu" or runner.mesh is not None:
+            raise o.UsageError("quire bench step reads the traces of one CPU; for another device leave it to its tools")
+        if input_len + num_steps + SPARE > llm.engine.max_len:
+            raise o.UsageError(
+                f"{input_len} prompt tokens, {num_steps} steps and {SPARE} before and after do not fit into the "
+                f"{llm.engine.max_len} of --max-model-len: ask for fewer"
+            )
+        dataset = load.dataset("random", random_input_len=input_len, random_output_len=llm.engine.max_len - input_len)
+        samples = dataset.samples(batch_size, llm.engine.tokenizer, str(seed), llm.engine.config.vocab_size)
+        decode(llm, samples, num_steps)  # the first time costs more
+        run = decode(llm, samples, num_steps)
+        bandwidth = read_bandwidth()
+        roof = engine_roof(llm, run, bandwidth)
+        assert roof is not None
+        with tempfile.TemporaryDirectory() as folder:
+            traced_run = decode(llm, samples, num_steps, folder)
+            (file,) = Path(folder).rglob("*.xplane.pb")
+            programs = [program.as_text() for program in compiled(runner)]
+            traced = read(jax.profiler.ProfileData.from_file(str(file)), programs)
+        whole = traced_run.seconds / sum(step.plan.steps for step in traced_run.steps)
+    name = model or "quill"
+    report.write(result(name, roof, whole, traced), text(name, batch_size, input_len, roof, whole, traced))
+
+
+def compiled(runner: Any) -> list[Any]:
+    """The programs that a step of the engine may be."""
+    steps = [*runner.compiled.values(), *runner.plain.values(), *runner.resting.values()]
+    return [*steps, *([runner.series] if runner.series is not None else [])]
+
+
+def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | None = None) -> LoadRun:
+    """So many decode steps of all the samples together, when each has its first tokens; traced into a folder."""
+    import jax
+
+    from ...serving.api.params import SamplingParams
+
+    llm.reset_prefix_cache()
+    engine, watcher, steps = llm.engine, watch(), []
+    engine.observers.append(watcher)
+    requests = []
+    try:
+        for sample in samples:
+            params = SamplingParams(temperature=0, max_tokens=sample.output_len, ignore_eos=True)
+            requests.append(llm.add(sample.prompt, params))
+        while any(request.sequences[0].num_output < SPARE // 3 for request in requests):
+            llm.step()
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        with jax.profiler.trace(folder, profiler_options=options) if folder else nullcontext():
+            begin = last = perf_counter()
+            while sum(step.plan.steps for step in steps) < count and not any(each.finished for each in requests):
+                llm.step()
+                if watcher.taken is not None:
+                    now = perf_counter()
+                    steps.append(TimedStep(now - last, watcher.taken.plan, watcher.tokens()))
+                    last = now
+            seconds = last - begin
+    finally:
+        llm.abort(requests)
+        engine.observers.remove(watcher)
+    return LoadRun([], steps, seconds)
+
+
+def read(trace: Any, programs: Iterable[str]) -> Traced:
+    """What a trace says of the steps of these programs, which are given as HLO's text."""
+    operations = [{m[1]: (m[2], m[3]) for m in OPERATION.finditer(program)} for program in programs]
+    events, executions = defaultdict(list), []
+    for plane in trace.planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" in stats:
+                    events[stats["hlo_module"], stats["program_id"]].append((event, stats["hlo_op"]))
+                elif event.name.startswith(EXECUTION):
+                    executions.append((event.start_ns, event.start_ns + event.duration_ns))
+    parts: dict[tuple[str, str], Part] = {}
+    steps = 0
+    for own in events.values():
+        names = Counter(name for _, name in own)
+        known = max(operations, key=lambda each: sum(name in each for name in names))
+        if not any("/logits/" in known.get(name, ("", ""))[1] for name in names):
+            continue  # a copy of pages, or whatever is no step
+        steps += statistics.mode(names.values())
+        for event, name in sorted(own, key=lambda found: found[0].start_ns):
+            opcode, path = known.get(name, (name.split(".")[0], ""))
+            if opcode in HOLDS_OTHERS:
+                continue
+            key = part_of(path)
+            part = parts.setdefault(key, Part(*key))
+            part.launches += 1
+            part.seconds += event.duration_ns / 1e9
+    if not steps:
+        raise o.UsageError("the trace has no operations of a step: this version of JAX does not name them")
+    for part in parts.values():
+        part.launches, part.seconds = part.launches / steps, part.seconds / steps
+    return Traced(list(parts.values()), covered(executions) / 1e9 / steps, steps)
+
+
+def part_of(path: str) -> tuple[str, str]:
+    """An operation's part of the model, and its kind, by its name in the program that was traced."""
+    scopes = [scope for scope in path.split("/")[:-1] if not WRAPPERS.fullmatch(scope)]
+    kernels = [scope.split(".") for scope in scopes if scope.startswith("quire.ops.")]
+    scopes = [scope for scope in scopes if not scope.startswith("quire.ops.")]
+    kernel = next((word for word in kernels[0][2:] if word != "native"), "") if kernels else ""
+    return scopes[0] if scopes else "step", KERNELS.get(kernel, kernel) or "XLA's operations"
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of what spans cover together."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
+def rests(whole: float, traced: Traced) -> dict[str, float]:
+    """Seconds of a step in which no operation runs."""
+    inside = sum(part.seconds for part in traced.parts)
+    return {
+        "between operations": max(0.0, traced.program - inside),
+        "between programs: launch, host": max(0.0, whole - traced.program),
+    }
+
+
+def result(name: str, roof: Roof, whole: float, traced: Traced) -> dict[str, Any]:
+    parts = [
+        {"scope": part.scope, "kind": part.kind, "launches": part.launches, "ms": part.seconds * 1000}
+        for part in traced.parts
+    ]
+    return {
+        "model": name,
+        "step_ms": roof.step_seconds * 1000,
+        "roof_ms": roof.seconds * 1000,
+        "roof_share": roof.share,
+        "traced": {"steps": traced.steps, "step_ms": whole * 1000, "parts": parts}
+        | {"rest_ms": {key: value * 1000 for key, value in rests(whole, traced).items()}},
+    }
+
+
+def text(name: str, batch: int, length: int, roof: Roof, whole: float, traced: Traced) -> str:
+    rows = [(f"{part.scope}: {part.kind}", f"{part.launches:.0f}", part.seconds) for part in traced.parts]
+    rows += [(key, "", seconds) for key, seconds in rests(whole, traced).items()]
+    times = [(title, count, f"{seconds * 1000:,.3f}", f"{seconds / whole:.1%}") for title, count, seconds in rows]
+    return (
+        f"{name}: decode steps of {batch} {'sequence' if batch == 1 else 'sequences'} after {length} tokens\n\n"
+        f"{roof.step_seconds * 1000:,.3f} ms a step; {amount(roof.weight_bytes + roof.cache_bytes)} are read at "
+        f"{roof.bandwidth / 1e9:.1f} GB/s in {roof.seconds * 1000:,.3f} ms ({roof.share:.0%})\n"
+        f"{whole * 1000:,.3f} ms a step while {traced.steps} were traced, of which:\n\n"
+        + table(("part", "launches", "ms", "share"), times)
+    )

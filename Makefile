@@ -22,7 +22,7 @@ help:
 	@echo "make test-clients  litellm, LangChain and others, each installed by itself"
 	@echo "make gpu-compiler  what compiles for NVIDIA GPUs without one (about 230 MB to fetch): make check then covers it"
 	@echo "make docs     the documentation as a site, in build/docs/site; a dead link is an error"
-	@echo "make dist     wheels and an sdist in dist/: on x86-64 Linux one with compiled kernels, which needs no compiler"
+	@echo "make dist     wheels and an sdist in dist/: on x86-64 Linux two with compiled kernels, x86's and ARM's, which need no compiler"
 	@echo "make clean    remove what the others made"
 	@echo "PYTHON=/path/to/python chooses the Python for .venv (3.11 or newer)"
 
@@ -61,14 +61,22 @@ gpu-compiler: $(VENV)/.gpu-compiler
 docs: $(VENV)/.docs
 	@$(VENV)/bin/python -m quire.scripts.docs.build
 
-# Kernels for every kind of x86 processor: some minutes of compilation. Elsewhere the wheel for all is the only one.
+# On x86-64 Linux also a wheel with kernels for every kind of x86 processor, and one for ARM's if there is a cross compiler:
+# some minutes of compilation each. Elsewhere the wheel for all is the only one.
 KERNELS := amx avx512_bf16 avx512 avx2 baseline
+ARM_KERNELS := bf16 dotprod neon
+ARM_CXX := aarch64-linux-gnu-g++
 dist: $(VENV)/.test
 	rm -rf build dist  # a stale build/ would ship old files
 	$(VENV)/bin/python -m build
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 	  set -e; $(VENV)/bin/quire build-kernels --out build/kernels $(KERNELS:%=--isa %) >/dev/null; \
 	  $(VENV)/bin/python -m quire.scripts.release.wheel dist/*-py3-none-any.whl build/kernels; \
+	  if ! command -v $(ARM_CXX) >/dev/null; then \
+	    echo "no wheel for aarch64: there is no $(ARM_CXX) (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu)"; exit; \
+	  fi; \
+	  CXX=$(ARM_CXX) $(VENV)/bin/quire build-kernels --out build/kernels-aarch64 $(ARM_KERNELS:%=--isa %) >/dev/null; \
+	  $(VENV)/bin/python -m quire.scripts.release.wheel dist/*-py3-none-any.whl build/kernels-aarch64; \
 	fi
 
 clean:

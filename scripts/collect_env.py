@@ -22,6 +22,8 @@ CPU_FLAGS = (
     "amx_bf16",
     "amx_int8",
     "asimd",
+    "asimddp",
+    "i8mm",
     "bf16",
     "sve",
 )

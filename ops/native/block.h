@@ -231,7 +231,7 @@ void widen_codes(const uint32_t* codes, int64_t words, uint32_t* to) {
 }
 
 // How queries lie where words are X: those of pairs as pairs if the machine multiplies them as such, else as floats.
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_BF16_PAIRS)
 template <typename X>
 using Query = X;
 #else
@@ -249,6 +249,8 @@ F dot(F sums, U words, const Query<X>* q) {
     int32_t pair;
     std::memcpy(&pair, q, 4);
     return (F)_mm512_dpbf16_ps((__m512)sums, (__m512bh)words, (__m512bh)_mm512_set1_epi32(pair));
+#elif defined(QUIRE_BF16_PAIRS)
+    return dot_pair(sums, words, q);
 #else
     sums += (F)(words << 16) * q[0];
     return sums + (F)(words & 0xffff0000u) * q[1];

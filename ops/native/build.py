@@ -66,26 +66,31 @@ class Isa:
     needs: frozenset[str]
 
 
-def _x86(flags: str, needs: str) -> Isa:
+def _isa(flags: str, needs: str) -> Isa:
     return Isa(tuple(flags.split()), frozenset(needs.split()))
 
 
 V3 = "avx2 fma f16c bmi2"
 V4 = f"{V3} avx512f avx512bw avx512dq avx512vl avx512cd"
-ISAS = {  # the best first
+V8_2 = "atomics asimdrdm asimddp"  # of ARMv8.2 what the compiler may use unasked, and products of bytes
+ISAS = {  # by kind of machine, the best first; a name means the same on all
     "x86_64": {
-        "amx": _x86(
+        "amx": _isa(
             "-march=x86-64-v4 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8",
             f"{V4} avx512_bf16 avx512_vnni amx_tile amx_bf16 amx_int8",
         ),
-        "avx512_bf16": _x86("-march=x86-64-v4 -mavx512bf16 -mavx512vnni", f"{V4} avx512_bf16 avx512_vnni"),
-        "avx512": _x86("-march=x86-64-v4", V4),
-        "avx2": _x86("-march=x86-64-v3", V3),
-        "baseline": _x86("-march=x86-64", ""),
-        "amx-emulated": _x86("-march=x86-64-v3 -DQUIRE_EMULATE_AMX", V3),  # for tests where AMX is missing
+        "avx512_bf16": _isa("-march=x86-64-v4 -mavx512bf16 -mavx512vnni", f"{V4} avx512_bf16 avx512_vnni"),
+        "avx512": _isa("-march=x86-64-v4", V4),
+        "avx2": _isa("-march=x86-64-v3", V3),
+        "baseline": _isa("-march=x86-64", ""),
+        "amx-emulated": _isa("-march=x86-64-v3 -DQUIRE_EMULATE_AMX", V3),  # for tests where AMX is missing
     },
-    "aarch64": {"arm": _x86("-mcpu=native", "")},
-    "arm64": {"arm": _x86("-mcpu=native", "")},
+    "aarch64": {
+        "bf16": _isa("-march=armv8.2-a+dotprod+i8mm+bf16", f"{V8_2} i8mm bf16"),
+        "dotprod": _isa("-march=armv8.2-a+dotprod", V8_2),
+        "neon": _isa("-march=armv8-a", ""),
+    },
+    "arm64": {"arm": _isa("-mcpu=native", "")},
 }
 
 
@@ -97,6 +102,11 @@ def cpu_info(*names: str) -> tuple[str, ...]:
         return ()
     lines = (line.partition(":") for line in info.read_text().splitlines())
     return tuple(dict.fromkeys(rest.strip() for name, _, rest in lines if name.strip() in names))
+
+
+def named(isa: str) -> Isa:
+    """An instruction set of any kind of machine: a compiler that $CXX names may be for another one than this."""
+    return next(kind[isa] for kind in ISAS.values() if isa in kind)
 
 
 def cpu_flags() -> frozenset[str]:
@@ -166,7 +176,7 @@ def prebuilt(folder: Path, isa: str) -> Path:
 
 def processor(isa: str) -> str:
     """A hash of what `native` among the flags means on this machine; empty where the flags say it all."""
-    if not any("native" in flag for flag in ISAS[platform.machine()][isa].flags):
+    if not any("native" in flag for flag in named(isa).flags):
         return ""
     about = cpu_info("flags", "Features", "CPU implementer", "CPU variant", "CPU part") or (platform.processor(),)
     return digest("\n".join(sorted(about)))
@@ -209,7 +219,7 @@ def source_hash() -> str:
 
 def key(command: list[str], isa: str) -> str:
     """What the libraries of a folder depend on: sources, compiler, flags and, where these say `native`, the machine."""
-    about = [source_hash(), " ".join(command), version(*command), *ISAS[platform.machine()][isa].flags, processor(isa)]
+    about = [source_hash(), " ".join(command), version(*command), *named(isa).flags, processor(isa)]
     return f"{isa}-{digest(chr(10).join(about))}"
 
 
@@ -228,7 +238,7 @@ def digest(text: str) -> str:
 def compile_into(path: Path, command: list[str], isa: str, variant: str) -> None:
     """Compile a variant; the library appears whole or not at all."""
     source, *defines = VARIANTS[variant]
-    flags = [*FLAGS, *ISAS[platform.machine()][isa].flags, *defines, "-isystem", jax.ffi.include_dir()]
+    flags = [*FLAGS, *named(isa).flags, *defines, "-isystem", jax.ffi.include_dir()]
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = f"{scratch}/{path.name}"

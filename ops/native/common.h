@@ -7,6 +7,13 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Whether the machine multiplies pairs of bfloat16 and adds both products to a float.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define QUIRE_BF16_PAIRS 1
 #endif
 
 namespace quire {
@@ -46,6 +53,15 @@ Vector lanes(const void* p) {
   std::memcpy(&x, p, sizeof(x));
   return x;
 }
+
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// acc + the products of each lane's pair of bfloat16 with one pair; each rounding is to an odd last bit where it is not exact.
+inline F dot_pair(F acc, U w, const uint16_t* x) {
+  uint32_t pair;
+  std::memcpy(&pair, x, 4);
+  return (F)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)w, (bfloat16x8_t)vdupq_n_u32(pair));
+}
+#endif
 
 inline f32x16 load(const float* p) { return *reinterpret_cast<const f32x16u*>(p); }
 inline void store(float* p, f32x16 x) { *reinterpret_cast<f32x16u*>(p) = x; }

@@ -47,7 +47,7 @@ inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // Rows that meet weights of bfloat16 or of fewer bits hold bfloat16 themselves: as such where the machine multiplies
 // pairs of them, else as floats.
-#if defined(__AVX512BF16__) || defined(QUIRE_AMX)
+#if defined(QUIRE_BF16_PAIRS) || defined(QUIRE_AMX)
 typedef uint16_t Half;
 #else
 typedef float Half;
@@ -56,16 +56,26 @@ inline float value(uint16_t x) { return widen(x); }
 inline float value(float x) { return x; }
 
 // So many inputs of each output, as they are multiplied at once.
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_BF16_PAIRS)
 constexpr int STEP = 2;
 typedef U Numbers;
 
 inline F dot(F acc, Numbers w, const Half* x) {
+#if defined(__aarch64__)
+  return dot_pair(acc, w, x);
+#else
   // Written out, so that the pair is spread as it is read: the compiler would keep the pairs of all rows in registers.
   asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const uint16_t(*)[2]>(x)));
   return acc;
+#endif
 }
 inline Numbers numbers(U bits, int) { return bits; }
+
+// Of a pair of floats that bfloat16 holds: both.
+template <typename One>
+__attribute__((always_inline)) inline Numbers made(const One& one, int) {
+  return (U)one(0) >> 16 | ((U)one(1) & 0xffff0000u);
+}
 #else
 constexpr int STEP = 1;
 typedef F Numbers;
@@ -74,6 +84,12 @@ inline F dot(F acc, Numbers w, const Half* x) { return acc + w * value(x[0]); }
 
 // The even or the odd ones of pairs of bfloat16.
 inline Numbers numbers(U bits, int i) { return (F)(i ? bits & 0xffff0000u : bits << 16); }
+
+// Of a pair of floats: the one that is asked for.
+template <typename One>
+__attribute__((always_inline)) inline Numbers made(const One& one, int i) {
+  return one(i);
+}
 #endif
 
 // acc + the products of the WORD inputs from k on. One after the other for all outputs, so that no more than one number
@@ -117,7 +133,17 @@ inline I dot_fours(I acc, U w, const uint8_t* x) {
 #else
 constexpr int BIAS = 0;
 
-#if defined(__x86_64__)
+#if defined(__ARM_FEATURE_DOTPROD)
+inline I dot_signed(I acc, U w, uint32_t four) {
+  return (I)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)vdupq_n_u32(four));
+}
+
+inline I dot_fours(I acc, U w, const uint8_t* x) {
+  uint32_t four;
+  std::memcpy(&four, x, 4);
+  return dot_signed(acc, w, four);
+}
+#elif defined(__x86_64__)
 typedef int16_t Words __attribute__((vector_size(4 * W)));
 
 // Each pair of words multiplied, and the two products added.
@@ -179,7 +205,7 @@ struct Bf16 {
   using X = Half;
   static constexpr bool NARROW = true;
   static constexpr int64_t BITS = 16;
-  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr bool WIDENS = FEW_REGISTERS && STEP == 1;
   static constexpr bool TILES = true;
   static constexpr int64_t WORD = 2, GROUP = STEP;
   static constexpr int MOST = MANY, FULL = ROWS;
@@ -249,7 +275,7 @@ inline Numbers from_bytes(const int8_t* p, int i) {
   return (U)_mm512_cvtne2ps_pbh(high, low);
 #else
   I wide = (I)__builtin_convertvector(lanes<U16>(p), U);
-  return __builtin_convertvector((i ? wide << 16 : wide << 24) >> 24, F);
+  return made([&](int i) -> F { return __builtin_convertvector((i ? wide << 16 : wide << 24) >> 24, F); }, i);
 #endif
 }
 
@@ -306,10 +332,14 @@ inline Numbers from_floats(const uint8_t* p, int i) {
   return (F)_mm256_cvtph_ps((__m128i)bits);
 #endif
 #else
-  U code = __builtin_convertvector(lanes<U16>(p), U) >> (8 * i), size = code & 0x7fu;
-  F small = __builtin_convertvector((I)size, F) * 0.001953125f;  // 2^-9
-  U bits = size < 8u ? (U)small : (size << 20) + (120u << 23);
-  return (F)(bits | (code & 0x80u) << 24);
+  U both = __builtin_convertvector(lanes<U16>(p), U);
+  auto one = [&](int i) -> F {
+    U code = both >> (8 * i), size = code & 0x7fu;
+    F small = __builtin_convertvector((I)size, F) * 0.001953125f;  // 2^-9
+    U bits = size < 8u ? (U)small : (size << 20) + (120u << 23);
+    return (F)(bits | (code & 0x80u) << 24);
+  };
+  return made(one, i);
 #endif
 }
 
@@ -349,14 +379,20 @@ inline F load_bytes(const uint8_t* p) {
 }
 
 // The i-th STEP of the eight codes of four bits in each lane.
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_BF16_PAIRS)
 // By a table of bfloat16.
 typedef uint16_t Entry;
 constexpr Entry entry(uint16_t bits) { return bits; }
 inline Numbers look_up(U v, int i, const Entry (&table)[16]) {
+#if defined(__aarch64__)
+  U twice = v >> (4 * i) << 1 & 0x001e001eu;
+  U places = twice | twice << 8 | 0x01000100u;  // of an entry's two bytes
+  return (U)vqtbl2q_u8(vld1q_u8_x2(reinterpret_cast<const uint8_t*>(table)), (uint8x16_t)places);
+#else
   __m256i once = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
   __m512i twice = _mm512_broadcast_i64x4(once);  // the lookup sees five bits, and the fifth is the next weight's
   return (U)_mm512_permutexvar_epi16((__m512i)(v >> (4 * i)), twice);
+#endif
 }
 #else
 // How far to shift right, for code i to be the lowest.
@@ -395,8 +431,9 @@ struct Counts {
 #else
   static constexpr float MADE = 128;
   static Numbers unpack(U v, int i) {
+    if (STEP == 2) return (Numbers)((v >> (4 * i) & 0x000f000fu) | 0x43004300u);
     v = i % 2 ? v >> (i / 2 * 4) : v << (16 - i / 2 * 4);
-    return (F)((v & 0x000f0000u) | 0x43000000u);
+    return (Numbers)((v & 0x000f0000u) | 0x43000000u);
   }
 #endif
 };
@@ -458,7 +495,7 @@ struct Nibbles : Code {
   using Word = uint32_t;
   static constexpr int64_t WORD = 8, BITS = 4;
   static constexpr int FULL = ROWS;
-  static constexpr bool WIDENS = FEW_REGISTERS;
+  static constexpr bool WIDENS = FEW_REGISTERS && STEP == 1;
   static constexpr float UNIT = 1;
   static Numbers part(const Word* w, int64_t at, int h, int i) {
     return Code::unpack(lanes<U>(w + at / 8 * LANES + h * W), i);

@@ -17,6 +17,22 @@ inline I dot_eights(I acc, U low, U high, const int8_t* x) {
 #if defined(__AVX512VNNI__)
   acc = (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)low, _mm512_set1_epi32(first));
   return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)high, _mm512_set1_epi32(second));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  acc = (I)vusdotq_s32((int32x4_t)acc, (uint8x16_t)low, (int8x16_t)vdupq_n_u32(first));
+  return (I)vusdotq_s32((int32x4_t)acc, (uint8x16_t)high, (int8x16_t)vdupq_n_u32(second));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  auto add = [&](U codes, uint32_t four) {
+    U rest = codes;
+    if constexpr (LARGEST > 127) {  // too much for signed bytes, and half of it is not
+      U half = codes >> 1 & 0x7f7f7f7fu;
+      acc = dot_signed(acc, half, four);
+      rest -= half;
+    }
+    acc = dot_signed(acc, rest, four);
+  };
+  add(low, first);
+  add(high, second);
+  return acc;
 #elif defined(__x86_64__)
 #if defined(__AVX2__)
   if constexpr (4 * LARGEST * 127 < 32768) {
@@ -52,6 +68,8 @@ inline U look_up_bytes(U bytes, const uint8_t (&table)[16]) {
 #elif defined(__AVX2__)
   __m128i once = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return (U)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(once), (__m256i)bytes);
+#elif defined(__aarch64__)
+  return (U)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)bytes);
 #else
   uint8_t each[4 * W];
   std::memcpy(each, &bytes, sizeof(each));

@@ -1,12 +1,12 @@
-"""`python -m quire.scripts.release.wheel WHEEL KERNELS`: of the wheel for all platforms one for this, with CPU kernels.
+"""`python -m quire.scripts.release.wheel WHEEL KERNELS`: of the wheel for all platforms one for some, with CPU kernels.
 
-KERNELS is a folder that `quire build-kernels` has filled. The tag says the oldest glibc and libstdc++ that have all
-symbols that the libraries need, so that pip installs the wheel where they load, and the one for all elsewhere.
+KERNELS is a folder that `quire build-kernels` has filled. The tag says the kind of machine that the libraries are for,
+and the oldest glibc and libstdc++ that have all symbols that they need, so that pip installs the wheel where they load,
+and the one for all elsewhere.
 """
 
 import base64
 import hashlib
-import platform
 import re
 import sys
 import zipfile
@@ -16,6 +16,15 @@ PLACE = "quire/ops/native/built"
 # The newest symbols of libstdc++ (GLIBCXX_3.4.N) that a system has whose glibc is 2.N: PEP 600 counts by glibc alone.
 LIBSTDCXX = {19: 17, 22: 24, 24: 27, 26: 30, 28: 31, 29: 34, 30: 35, 33: 39}
 OLDEST = 17  # no older system is in use, or has a name
+MACHINES = {62: "x86_64", 183: "aarch64"}  # by ELF's number
+
+
+def machine(library: bytes) -> str:
+    """The kind of machine that a library is for, as tags call it."""
+    number = int.from_bytes(library[18:20], "little") if library[:6] == b"\x7fELF\x02\x01" else None
+    if number not in MACHINES:
+        raise ValueError(f"a library is no ELF of 64 bits for {' or '.join(MACHINES.values())}")
+    return MACHINES[number]
 
 
 def oldest_glibc(library: bytes) -> int:
@@ -36,7 +45,10 @@ def platform_wheel(pure: Path, kernels: Path) -> Path:
         raise ValueError(f"{kernels} holds no *.so: fill it with `quire build-kernels --out {kernels}`")
     if not pure.name.endswith("-py3-none-any.whl"):
         raise ValueError(f"{pure} is no wheel for all platforms, whose name ends in -py3-none-any.whl")
-    tag = f"py3-none-manylinux_2_{max(map(oldest_glibc, libraries.values()))}_{platform.machine()}"
+    machines = {machine(library) for library in libraries.values()}
+    if len(machines) > 1:
+        raise ValueError(f"{kernels} holds libraries for {' and '.join(sorted(machines))}: a wheel is for one")
+    tag = f"py3-none-manylinux_2_{max(map(oldest_glibc, libraries.values()))}_{machines.pop()}"
     out = pure.with_name(pure.name.replace("py3-none-any", tag))
     lines: list[str] = []
     with zipfile.ZipFile(pure) as source, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as target:

@@ -1,6 +1,7 @@
 // The weight products without XLA, against doubles, for the compiler's sanitizers (tests/test_native_sanitizers.py).
 // Weights and rows are cut to size, so that a step too far is seen.
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <random>
 
@@ -54,6 +55,19 @@ struct Input {
   double at(int64_t i) const { return value(rows[i]); }
 };
 
+// What the product is; and that the first rows by themselves are the same bits.
+template <typename P, typename Format>
+std::vector<float> multiplied(const Format& f, const typename Format::X* x, const Shape& s) {
+  std::vector<float> y(s.T * s.O), alone((1 + below(s.T)) * s.O);
+  for (auto* some : {&y, &alone}) {
+    P pool;
+    int64_t rows = static_cast<int64_t>(some->size()) / s.O;
+    product(pool, f, x, rows, s.K, Out{some->data(), true, nullptr, s.O, s.blocks, NONE});
+  }
+  if (!std::equal(alone.begin(), alone.end(), y.begin())) std::puts("rows differ by what else is there"), std::exit(1);
+  return y;
+}
+
 template <typename Value>
 double worst(const Shape& s, const std::vector<float>& y, const Value& value) {
   double error = 0;
@@ -75,11 +89,7 @@ double dense() {
   Input x(s);
   std::vector<uint16_t> w(s.blocks * LANES * s.K);
   for (uint16_t& v : w) v = narrow(normal());
-  std::vector<float> y(s.T * s.O);
-  {
-    P pool;
-    product(pool, Bf16{w.data()}, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
-  }
+  auto y = multiplied<P>(Bf16{w.data()}, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     return x.at(t * s.K + k) * widen(w[(o / LANES * s.K + k / 2 * 2) * LANES + o % LANES * 2 + k % 2]);
   });
@@ -90,7 +100,7 @@ double bytes() {
   Shape s;
   std::vector<uint8_t> rows(s.T * s.K);
   std::vector<int8_t> w(s.blocks * LANES * s.K);
-  std::vector<float> scale(s.blocks * LANES), x_scale(s.T), y(s.T * s.O);
+  std::vector<float> scale(s.blocks * LANES), x_scale(s.T);
   std::vector<int32_t> sum(s.blocks * LANES);
   for (uint8_t& v : rows) v = static_cast<uint8_t>(below(255) - 127 + BIAS);
   for (int8_t& v : w) v = static_cast<int8_t>(below(255) - 127);
@@ -101,11 +111,7 @@ double bytes() {
   };
   for (int64_t o = 0; o < s.blocks * LANES; ++o)
     for (int64_t k = 0; k < s.K; ++k) sum[o] += weight(k, o);
-  {
-    P pool;
-    product(pool, Int8{w.data(), scale.data(), sum.data(), x_scale.data()}, rows.data(), s.T, s.K,
-            Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
-  }
+  auto y = multiplied<P>(Int8{w.data(), scale.data(), sum.data(), x_scale.data()}, rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     int code = static_cast<int8_t>(static_cast<uint8_t>(rows[t * s.K + k] - BIAS));
     return double(code) * weight(k, o) * scale[o] * x_scale[t];
@@ -120,17 +126,14 @@ double nibbles() {
   std::vector<uint32_t> w(s.blocks * LANES * s.K / 8);
   std::vector<uint16_t> scale(s.blocks * LANES * groups, 0x3400);  // 0.25 in float16
   std::vector<uint8_t> zero(s.blocks * LANES * groups);
-  std::vector<float> sums(s.T * groups), y(s.T * s.O);
+  std::vector<float> sums(s.T * groups);
   for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
   for (uint8_t& v : zero) v = static_cast<uint8_t>(below(16));
   for (int64_t i = 0; i < s.T * s.K; ++i) sums[i / group] += value(x.rows[i]);
   bool zeros = below(2);
-  {
-    P pool;
-    const float* taken = zeros || Int4::REST != 0 ? sums.data() : nullptr;
-    Int4 f{w.data(), Float16(scale.data()), Float16(nullptr), taken, group, zeros ? zero.data() : nullptr};
-    product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
-  }
+  const float* taken = zeros || Int4::REST != 0 ? sums.data() : nullptr;
+  Int4 f{w.data(), Float16(scale.data()), Float16(nullptr), taken, group, zeros ? zero.data() : nullptr};
+  auto y = multiplied<P>(f, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     uint32_t lane = w[(o / LANES * (s.K / 8) + k / 8) * LANES + o % LANES];
     int code = lane >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
@@ -147,14 +150,10 @@ double floats() {
   int64_t groups = s.K / 32;
   std::vector<uint32_t> w(s.blocks * LANES * s.K / 8);
   std::vector<uint8_t> scale(s.blocks * LANES * groups);
-  std::vector<float> y(s.T * s.O);
   for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
   for (uint8_t& v : scale) v = static_cast<uint8_t>(124 + below(4));
-  {
-    P pool;
-    Mxfp4 f{w.data(), Exponent(scale.data()), Exponent(nullptr), nullptr, 32};
-    product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
-  }
+  Mxfp4 f{w.data(), Exponent(scale.data()), Exponent(nullptr), nullptr, 32};
+  auto y = multiplied<P>(f, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     uint32_t lane = w[(o / LANES * (s.K / 8) + k / 8) * LANES + o % LANES];
     int code = lane >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
@@ -168,10 +167,11 @@ template <typename P, typename Format>
 double byte_rows() {
   constexpr int PLACE[8] = {0, 2, 4, 6, 1, 3, 5, 7};
   constexpr double VALUES[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  constexpr double STEPS[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
   Shape s;
   int64_t group = 32 << below(3), groups = s.K / group, outputs = s.blocks * LANES;
   std::vector<uint32_t> w(outputs * s.K / 8);
-  std::vector<float> scale(outputs * groups), least(outputs * groups), y(s.T * s.O);
+  std::vector<float> scale(outputs * groups), least(outputs * groups);
   bool taken = below(2);
   GroupBytes x{std::vector<int8_t>(s.T * s.K), {}, {}, {}};
   for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
@@ -185,21 +185,27 @@ double byte_rows() {
     x.sum.push_back(x.scale[i] * sum);
     x.start.push_back(-(Format::OFFSET + (taken ? 0 : Format::MIDDLE)) * sum);
   }
-  {
-    P pool;
-    Format f{w.data(), Wide(scale.data()), Wide(taken ? least.data() : nullptr), x, group};
-    product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
-  }
+  Format f{w.data(), Wide(scale.data()), Wide(taken ? least.data() : nullptr), x, group};
+  auto y = multiplied<P>(f, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     int64_t block = o / LANES, lane = o % LANES, at = (block * groups + k / group) * LANES + lane;
     int code = w[(block * (s.K / 8) + k / 8) * LANES + lane] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
-    double number = std::is_same_v<Format, Float4Bytes> ? (code & 8 ? -1 : 1) * VALUES[code & 7] : code - (taken ? 0 : 8);
+    double number = code - (taken ? 0 : 8);
+    if (std::is_same_v<Format, Float4Bytes>) number = (code & 8 ? -1 : 1) * VALUES[code & 7];
+    if (std::is_same_v<Format, Iq4Bytes>) number = STEPS[code];
     double row = x.rows[t * s.K + k / 8 * 8 + PLACE[k % 8]] * x.scale[t * groups + k / group];
     return row * (number * scale[at] - (taken ? least[at] : 0));
   });
 }
 
-// Codes that count, of four bits, six or eight, with a scale a group and perhaps what is taken off.
+// A float of eight bits, E4M3.
+double small_float(int8_t bits) {
+  int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  double size = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+  return bits < 0 ? -size : size;
+}
+
+// Codes of four bits, six or eight, with a scale a group and perhaps what is taken off.
 template <typename P, typename Format, typename Scale>
 double grouped() {
   constexpr bool LEVELS = std::is_same_v<Scale, Levels>;
@@ -210,8 +216,12 @@ double grouped() {
   std::vector<uint32_t> w(outputs * s.K * Format::BITS / 32);
   std::vector<typename Scale::Each> scale(outputs * groups), least(scale.size());
   std::vector<uint16_t> above(LEVELS ? outputs * supers : 0);
-  std::vector<float> sums(s.T * groups), y(s.T * s.O);
+  std::vector<float> sums(s.T * groups);
   for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
+  auto* bytes = reinterpret_cast<int8_t*>(w.data());
+  if (std::is_same_v<Format, Fp8>)
+    for (size_t i = 0; i < 4 * w.size(); ++i)
+      if ((bytes[i] & 0x7f) == 0x7f) bytes[i] = 0;  // no number
   for (auto* both : {&scale, &least})
     for (auto& v : *both) v = LEVELS ? below(256) - 128 : normal();
   for (uint16_t& v : above) v = static_cast<uint16_t>(0x2000 + below(8) * 128);  // 2^-7 to 2^-5 in float16
@@ -223,18 +233,16 @@ double grouped() {
     else
       return Wide(each);
   };
-  {
-    P pool;
-    const float* x_sum = taken || Format::REST != 0 ? sums.data() : nullptr;
-    Format f{reinterpret_cast<const typename Format::Word*>(w.data()), shared(scale.data()),
-             shared(taken ? least.data() : nullptr), x_sum, group};
-    product(pool, f, x.rows.data(), s.T, s.K, Out{y.data(), true, nullptr, s.O, s.blocks, NONE});
-  }
+  const float* x_sum = taken || Format::REST != 0 ? sums.data() : nullptr;
+  Format f{reinterpret_cast<const typename Format::Word*>(w.data()), shared(scale.data()),
+           shared(taken ? least.data() : nullptr), x_sum, group};
+  auto y = multiplied<P>(f, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     int64_t block = o / LANES, lane = o % LANES, at = (block * groups + k / group) * LANES + lane;
     double code, up = 1;
     if (Format::BITS == 8) {
-      code = reinterpret_cast<const int8_t*>(w.data())[(block * s.K + k / 2 * 2) * LANES + lane * 2 + k % 2];
+      int8_t byte = bytes[(block * s.K + k / 2 * 2) * LANES + lane * 2 + k % 2];
+      code = std::is_same_v<Format, Fp8> ? small_float(byte) : byte;
     } else if (Format::BITS == 4) {
       code = w[(block * (s.K / 8) + k / 8) * LANES + lane] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
       if (!taken) code -= 8;
@@ -264,7 +272,7 @@ int main() {
                        nibbles<Parked>(), floats<Parked>(), grouped<Pool, Uint4, Wide>(),
                        grouped<Pool, Int8Groups, Wide>(), grouped<Pool, Four, Levels>(), grouped<Pool, Six, Levels>(),
                        grouped<Parked, Uint4, Wide>(), grouped<Parked, Six, Levels>(), byte_rows<Pool, Uint4Bytes>(),
-                       byte_rows<Pool, Float4Bytes>()})
+                       byte_rows<Pool, Float4Bytes>(), byte_rows<Pool, Iq4Bytes>(), grouped<Pool, Fp8, Wide>()})
       error = std::max(error, one);
   }
   std::printf("largest error %.2g\n", error);

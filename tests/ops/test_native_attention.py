@@ -25,7 +25,8 @@ from quire.ops.native import build
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LONGEST = 1300  # positions: two borders between pieces and a few keys
-PAIRWISE = "avx512_bf16", "amx"  # where queries are pairs of bfloat16: those that are turned are rounded once more
+# Where queries are pairs of bfloat16: those that are turned are rounded once more.
+PAIRWISE = "avx512_bf16", "amx", "bf16"
 ISAS = [name for name in build.isas() if "emulated" not in name]
 
 

@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from arm_tools import COMPILER, needed
 
 from quire.ops.native import build
-from quire.scripts.release.wheel import oldest_glibc, platform_wheel
+from quire.scripts.release.wheel import machine, oldest_glibc, platform_wheel
 
 ROOT = Path(__file__).parents[2]
 PURE = {
@@ -55,13 +56,19 @@ def pure(tmp_path):
     return path
 
 
-def test_wheel(pure, tmp_path):
+def elf(number: int, needs: bytes = b"") -> bytes:
+    """What looks like a library for a kind of machine."""
+    return b"\x7fELF\x02\x01" + bytes(12) + number.to_bytes(2, "little") + needs
+
+
+@pytest.mark.parametrize(("number", "kind"), [(62, "x86_64"), (183, "aarch64")])
+def test_wheel(pure, tmp_path, number, kind):
     """All files and the libraries, each in the record with its digest and size."""
     folder = tmp_path / "kernels" / "avx2-0123"
     folder.mkdir(parents=True)
-    (folder / "pack.so").write_bytes(b"\x7fELF GLIBC_2.27\0")
+    (folder / "pack.so").write_bytes(elf(number, b" GLIBC_2.27\0"))
     out = platform_wheel(pure, folder.parent)
-    assert re.fullmatch(r"quire-1-py3-none-manylinux_2_27_\w+\.whl", out.name)
+    assert out.name == f"quire-1-py3-none-manylinux_2_27_{kind}.whl"
     with zipfile.ZipFile(out) as file:
         contents = {name: file.read(name) for name in file.namelist()}
     assert {*contents} == {*PURE, "quire/ops/native/built/avx2-0123/pack.so"}
@@ -84,6 +91,14 @@ def test_what_is_no_wheel_and_no_kernels(pure, tmp_path):
     (tmp_path / "k.so").write_bytes(b"")
     with pytest.raises(ValueError, match="is no wheel for all platforms"):
         platform_wheel(tmp_path / "quire-1-cp311-cp311-linux_x86_64.whl", tmp_path)
+    for other in (b"", elf(40), b"\x7fELF\x01" + elf(62)[5:]):
+        (tmp_path / "k.so").write_bytes(other)
+        with pytest.raises(ValueError, match="no ELF of 64 bits for x86_64 or aarch64"):
+            platform_wheel(pure, tmp_path)
+    (tmp_path / "k.so").write_bytes(elf(62))
+    (tmp_path / "other.so").write_bytes(elf(183))
+    with pytest.raises(ValueError, match="holds libraries for aarch64 and x86_64"):
+        platform_wheel(pure, tmp_path)
 
 
 @pytest.mark.nightly  # it builds a wheel, installs it, and compiles what the bundled model calls
@@ -127,3 +142,31 @@ def test_installed_without_a_compiler(tmp_path):
     assert text and about.startswith(f"{place}/quire/__init__.py {isa} ") and "sampling" in about
     assert "native kernels are not in use" not in done.stderr
     assert not (tmp_path / "cache" / "quire" / "native").exists()  # nothing was compiled
+
+
+@pytest.mark.parametrize(("name", "kind"), [("KERNELS", "x86_64"), ("ARM_KERNELS", "aarch64")])
+def test_every_instruction_set_is_in_a_wheel(name, kind):
+    (listed,) = re.findall(rf"^{name} := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed.split() == [isa for isa in build.ISAS[kind] if "emulated" not in isa]
+
+
+@pytest.mark.nightly  # it compiles
+def test_wheel_for_arm(pure, tmp_path):
+    """What a cross compiler makes for each instruction set: what it is, what it offers, and what it needs."""
+    needed(COMPILER)
+    kernels = build.private(tmp_path / "kernels")
+    offered = {"probe": {"quire_permitted"}, "pack": {"quire_tile", "quire_tile_int4", "quire_tile_int6"}}
+    offered |= {"blank": {"quire_kernel"}, "sampling": {"quire_kernel"}}
+    for isa in build.ISAS["aarch64"]:
+        for name, symbols in offered.items():
+            path = build.built([COMPILER], isa, name, build.prebuilt(kernels, isa))
+            assert machine(path.read_bytes()) == "aarch64"
+            table = ["aarch64-linux-gnu-nm", "--dynamic", "--defined-only", "--format=just-symbols", str(path)]
+            found = subprocess.run(table, capture_output=True, text=True, check=True).stdout.split()
+            assert {symbol for symbol in found if symbol.startswith("quire_")} == symbols
+    out = platform_wheel(pure, kernels)
+    assert re.fullmatch(r"quire-1-py3-none-manylinux_2_\d\d_aarch64\.whl", out.name)
+    with zipfile.ZipFile(out) as file:
+        held = {name for name in file.namelist() if name.endswith(".so")}
+    folders = {isa: f"quire/ops/native/built/{isa}-{build.source_hash()}" for isa in build.ISAS["aarch64"]}
+    assert held == {f"{folders[isa]}/{name}.so" for isa in folders for name in offered}  # where `build.ready` looks

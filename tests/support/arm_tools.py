@@ -1,0 +1,14 @@
+"""A compiler for ARM and an emulator of it: tests that need them are left out where they are missing."""
+
+import shutil
+
+import pytest
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+PACKAGES = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user"}
+
+
+def needed(*names: str) -> None:
+    for name in names:
+        if not shutil.which(name):
+            pytest.skip(f"there is no {name} (on Debian and Ubuntu: apt install {PACKAGES[name]})")

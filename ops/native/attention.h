@@ -159,7 +159,7 @@ struct OnLines {  // memory that begins at a cache line
 struct Scratch {
   template <typename T>
   using List = std::vector<T, OnLines<T>>;
-  List<float> q, rows, s, totals, wide, k_scale, v_scale, part, whole, head;
+  List<float> q, rows, s, totals, wide, unpaired, k_scale, v_scale, part, whole, head;
   List<uint32_t> keys, codes;
   List<int32_t> position, sees;
 
@@ -186,6 +186,7 @@ class Worker {
     rows = reinterpret_cast<Key*>(Scratch::take(scratch.rows, (BLOCK + 1) * H));
     zeros = std::fill_n(rows, H, Key{}) - H, rows += H;
     keys = Scratch::take(scratch.keys, BLOCK * H);
+    if (UNPAIRS<X>) unpaired = Scratch::take(scratch.unpaired, BLOCK * H);
     if (CODED) codes = Scratch::take(scratch.codes, H / 8 * W), line = Scratch::take(scratch.head, a.H);
     s = Scratch::take(scratch.s, most * BLOCK);
     totals = Scratch::take(scratch.totals, heads * most * W);
@@ -349,13 +350,12 @@ class Worker {
     int64_t from = 0, stop = R;
     while (from < R && sees[from] < b.base + b.lo) ++from;
     while (stop > from && a.scoring.hidden(position[stop - 1]) >= b.base + b.hi - 1) --stop;
-    each_rows(from, stop, [&](int64_t r, auto count) {
-      constexpr int COUNT = decltype(count)::value;
-      float* to = s + r * BLOCK;
-      int g = b.first();
-      for (; g + COLS <= b.stop(); g += COLS) dots<X, COUNT, COLS>(q + r * H, turned(g), H, to + g * W, ahead);
-      for (; g < b.stop(); ++g) dots<X, COUNT, 1>(q + r * H, turned(g), H, to + g * W, ahead);
-    });
+    if (UNPAIRS<X> && stop - from > 2 * ROWS) {
+      for (int g = b.first(); g < b.stop(); ++g) unpair(turned(g), H / 2, unpaired + g * W * H);
+      if constexpr (UNPAIRS<X>) score<float>(b, from, stop, q, reinterpret_cast<const uint32_t*>(unpaired), ahead);
+    } else {
+      score<X>(b, from, stop, q, keys, ahead);
+    }
     bool masked = b.base + BLOCK - 1 > t.sees || b.base <= a.scoring.hidden(t.newest);
     finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, masked, position, sees, from, stop, s);
     weigh(from, stop, s, sums, totals, V);
@@ -377,6 +377,19 @@ class Worker {
         mix_any<COUNT, STEP>(vectors, weights, widened, 0, b.lo, b.hi, out, V, ahead);
       });
     }
+  }
+
+  // The products of rows and a block's keys, which lie as Y.
+  template <typename Y>
+  void score(const Block& b, int64_t from, int64_t stop, const Query<Y>* q, const uint32_t* keys, Ahead& ahead) {
+    auto at = [&](int g) { return keys + g * W * H / (4 / sizeof(Y)); };
+    each_rows(from, stop, [&](int64_t r, auto count) {
+      constexpr int COUNT = decltype(count)::value;
+      float* to = s + r * BLOCK;
+      int g = b.first();
+      for (; g + COLS <= b.stop(); g += COLS) dots<Y, COUNT, COLS>(q + r * H, at(g), H, to + g * W, ahead);
+      for (; g < b.stop(); ++g) dots<Y, COUNT, 1>(q + r * H, at(g), H, to + g * W, ahead);
+    });
   }
 
   static const float* widen_values(const Page* from, int64_t size, float* to) {
@@ -423,7 +436,7 @@ class Worker {
   int64_t R;
   Query<X>* q;
   Key *rows, *zeros;
-  float *s, *totals, *wide, *k_scale, *v_scale, *part, *whole, *line = nullptr;
+  float *s, *totals, *wide, *k_scale, *v_scale, *part, *whole, *line = nullptr, *unpaired = nullptr;
   uint32_t *keys, *codes = nullptr;
   int32_t *position, *sees;
 };

@@ -10,11 +10,13 @@
 namespace quire {
 namespace attention {
 
-// How many rows times how many vectors of sums stay in the machine's registers.
+// How many rows times how many vectors of sums stay in the machine's registers: in 24 of 32, or in 12 of 16.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int ROWS = 6;
+constexpr bool FEW_REGISTERS = false;
 #else
 constexpr int ROWS = 3;
+constexpr bool FEW_REGISTERS = true;
 #endif
 constexpr int COLS = 4;
 
@@ -274,6 +276,20 @@ void dots(const Query<X>* q, const uint32_t* keys, int64_t H, float* s, Ahead& a
     for (int n = 0; n < N; ++n) store(s + r * BLOCK + n * W, sums[r][n]);
 }
 
+// Whether keys of pairs are made floats where many rows meet them: the machine does not multiply pairs, and making floats of
+// them again for every few rows takes as long as multiplying them.
+template <typename X>
+constexpr bool UNPAIRS = sizeof(X) == 2 && std::is_same_v<Query<X>, float>;
+
+// `words` vectors of pairs as floats: the first of each pair, then the second.
+inline void unpair(const uint32_t* from, int64_t words, float* to) {
+  for (int64_t i = 0; i < words; ++i) {
+    U pairs = lanes<U>(from + i * W);
+    store(to + 2 * i * W, (F)(pairs << 16));
+    store(to + (2 * i + 1) * W, (F)(pairs & 0xffff0000u));
+  }
+}
+
 // Calls run(row, count) for all rows, as many at a time as registers hold and each time about as many; count is a
 // constant of 1 to ROWS.
 template <typename Run, int R = ROWS>
@@ -338,10 +354,21 @@ void mix(const float* s, const X* const* value, int64_t at, int lo, int hi, floa
     for (int n = 0; n < N; ++n) sums[r][n] = load(out + r * V + n * W);
   for (int j = lo; j < hi; ++j) {
     ahead.fetch();
-    F v[N];
-    for (int n = 0; n < N; n += UNIT<X> / W) load_values(value[j] + (at + n * W) / EACH<X>, v + n);
-    for (int r = 0; r < R; ++r)
-      for (int n = 0; n < N; ++n) sums[r][n] += v[n] * s[r * BLOCK + j];
+    if constexpr (FEW_REGISTERS) {  // the rows' weights stay in some, and values come and go
+      F weight[R];
+      for (int r = 0; r < R; ++r) weight[r] = s[r * BLOCK + j] - F{};
+      for (int n = 0; n < N; n += UNIT<X> / W) {
+        F v[UNIT<X> / W];
+        load_values(value[j] + (at + n * W) / EACH<X>, v);
+        for (int i = 0; i < UNIT<X> / W; ++i)
+          for (int r = 0; r < R; ++r) sums[r][n + i] += v[i] * weight[r];
+      }
+    } else {
+      F v[N];
+      for (int n = 0; n < N; n += UNIT<X> / W) load_values(value[j] + (at + n * W) / EACH<X>, v + n);
+      for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) sums[r][n] += v[n] * s[r * BLOCK + j];
+    }
   }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) store(out + r * V + n * W, sums[r][n]);

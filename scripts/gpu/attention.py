@@ -4,6 +4,7 @@ Pages and slots that no sequence owns hold NaN. The table sets the bytes and ope
 own rates of copying and multiplying.
 """
 
+import math
 import os
 import tempfile
 import time
@@ -19,6 +20,7 @@ from ...ops.attention import mosaic_gpu
 from ...ops.attention.accuracy_trial import Trial, arrays, attend, measure_attention
 from ..collect_env import first_to
 from .common import CheckSizes, PartReport, card_rates, seconds
+from .step_time import attention_seconds, known_device
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,10 @@ def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """The time of each case, beside that of its bytes and of its operations at the card's own rates."""
+    """The time of each case, beside that of its bytes and of its operations at the card's own rates, and the guess."""
     copy, product = card_rates(report, scale)
-    report(f"{'work':32} {'ms':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9}  to reach")
+    device = known_device(jax.devices()[0].device_kind)
+    report(f"{'work':32} {'ms':>9} {'guess':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9}  to reach")
     for work in [work for work in FAST if work.length <= scale.longest] or [TimedTrial("decode, 2 of 64", 2, 64)]:
         inputs = arrays(work, seed)
         took, plain = (
@@ -128,7 +131,9 @@ def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
             for name, bursts in ((scale.kernel, 5), ("xla", 3))
         )
         shares = work.bytes / took / copy, work.operations / took / product
+        guess = attention_seconds(device, work.bytes, work.operations) if device else None
         report(
-            f"{work.name:32} {took * 1e3:9.3f} {shares[0]:7.1%} {shares[1]:7.1%} {plain * 1e3:9.3f}  {work.goal}",
-            **{work.name: {"seconds": took, "xla": plain, "copy": shares[0], "product": shares[1]}},
+            f"{work.name:32} {took * 1e3:9.3f} {guess * 1e3 if guess else math.nan:9.3f} "
+            f"{shares[0]:7.1%} {shares[1]:7.1%} {plain * 1e3:9.3f}  {work.goal}",
+            **{work.name: {"seconds": took, "guess": guess, "xla": plain, "copy": shares[0], "product": shares[1]}},
         )

@@ -6,10 +6,12 @@ that a first card replaces.
 It is that of a step whose graphs hold all of it: where the host must learn what to launch, a step takes longer.
 """
 
-from ...model.planning.cost import Device
+from ...model.planning.cost import DEVICES, Device
 
 SUSTAINED = 0.88  # of the maker's bandwidth: what a copy reaches
 PRODUCTS = 0.65  # of the maker's speed of products
+PAGES = 0.92  # of what a copy reaches: what attention does where it reads a cache in pages
+SOFTMAX = 0.8  # of what products reach: what attention does where exponentials take their turns with them
 LAUNCH = 2.0e-6  # seconds of a kernel within a graph that no byte explains: its start, and its last blocks alone
 
 
@@ -22,3 +24,13 @@ def step_seconds(device: Device, moved: float, operations: float, launches: floa
 def roof_seconds(device: Device, needed: float, operations: float) -> float:
     """Seconds of the bytes that any program must read, or of its operations: of this a step reaches a share."""
     return step_seconds(device, needed, operations, 0)
+
+
+def attention_seconds(device: Device, moved: float, operations: float) -> float:
+    """Seconds of attention alone: of its kernel, and of the one that joins what the parts of long sequences came to."""
+    return step_seconds(device, moved / PAGES, operations / SOFTMAX, launches=2)
+
+
+def known_device(kind: str) -> Device | None:
+    """The card that a driver's name means, as far as its rates are known."""
+    return next((device for name, device in DEVICES.items() if name in kind.lower()), None)

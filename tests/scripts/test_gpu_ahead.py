@@ -1,6 +1,7 @@
 """What is read of programs that are compiled for GPUs, as far as it goes without the compiler."""
 
 import importlib.metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from quire.scripts.gpu import ahead, target
 from quire.scripts.gpu.ahead import CASES, Case, Shares, config_of, depths, expert_blocks, kind_of
 from quire.scripts.gpu.hlo import Module
 from quire.scripts.gpu.program import read_thunks
-from quire.scripts.gpu.step_time import roof_seconds, step_seconds
+from quire.scripts.gpu.step_time import attention_seconds, known_device, roof_seconds, step_seconds
 
 PROGRAM = """
 HloModule jit_step, is_scheduled=true
@@ -161,6 +162,18 @@ def test_a_step_takes_the_time_of_its_bytes_or_operations_and_its_launches():
     assert alone == roof_seconds(card, 16e9, 0) and 16e9 / card.bandwidth < alone < 2 * 16e9 / card.bandwidth
     assert step_seconds(card, 16e9, 1e9, 0) == alone < step_seconds(card, 16e9, 1e13, 0)
     assert step_seconds(card, 16e9, 0, 1000) > step_seconds(card, 16e9, 0, 500) > alone
+
+
+def test_the_guesses_about_attention_are_those_of_the_page():
+    """Counted by hand: 64 sequences of 8,192 with 8 heads of 128 for keys and values; half of 8,192 squared."""
+    row = 32 * 128 * 2 * 2  # queries and results
+    many, one = ((size * 8192 * 8 * 2 * 128 * 2 + n * row) for size, n in ((64, 64), (16, 1)))
+    causal = 2 * 2 * 32 * 128 * 8192 * 8193 / 2
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    h200 = DEVICES["h200"]
+    for moved, operations in ((many, 0), (one, 0), (0, causal)):
+        assert f"| {attention_seconds(h200, moved, operations) * 1e3:.3f} ms, " in page
+    assert known_device("NVIDIA H100 80GB HBM3") == DEVICES["h100"] and known_device("another card") is None
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -154,7 +154,7 @@ class Company {
  public:
   int64_t of(int64_t helpers, Clock::time_point now) {
     std::lock_guard<Lock> held(lock);
-    if (fewer && now > again) --fewer, again = now + pause, lost = {};
+    if (fewer && now > again) --fewer, again = now + rest, lost = {};
     return std::max<int64_t>(helpers - fewer, 0);
   }
 
@@ -164,8 +164,8 @@ class Company {
     lost = std::max<Clock::duration>(lost - (now - began) / PART, {});
     if (now - idle > std::max<Clock::duration>(LATE, 4 * chunk)) lost += now - idle;
     if (lost < ENOUGH) return;
-    pause = now - again < RECENT ? std::min<Clock::duration>(2 * pause, MOST) : LEAST;
-    again = now + pause, lost = {};
+    rest = now - again < RECENT ? std::min<Clock::duration>(2 * rest, MOST) : LEAST;
+    again = now + rest, lost = {};
     if (fewer < helpers) ++fewer;
   }
 
@@ -176,16 +176,17 @@ class Company {
 
   Lock lock;
   int64_t fewer = 0;
-  Clock::time_point again;           // when one more is tried
-  Clock::duration pause{}, lost{};  // how long until then, and what was waited beyond the part
+  Clock::time_point again;         // when one more is tried
+  Clock::duration rest{}, lost{};  // how long until then, and what was waited beyond the part
 };
 
 __attribute__((visibility("default"))) inline Company& company = *new Company;
 
+constexpr std::chrono::milliseconds LONG{2};  // then a job asks for the helpers, too, that it began without
+
 // Calls run(chunk) for every chunk, on the caller and on whatever threads of the pool are free. The caller can do them
 // all: it never waits for a helper that has not begun, for the pool's threads may all be parked in a collective of
 // another device. The pool is XLA's; tests bring one of their own.
-constexpr std::chrono::milliseconds LONG{2};  // a job asks for helpers that it began without
 template <typename Pool, typename Run>
 void parallel(Pool& pool, int64_t chunks, const Run& run, Span reads = {}) {
   // Through a pointer, so that the compiler makes one copy of the work.

@@ -22,7 +22,7 @@ help:
 	@echo "make test-clients  litellm, LangChain and others, each installed by itself"
 	@echo "make gpu-compiler  what compiles for NVIDIA GPUs without one (about 230 MB to fetch): make check then covers it"
 	@echo "make docs     the documentation as a site, in build/docs/site; a dead link is an error"
-	@echo "make dist     wheels and an sdist in dist/: on x86-64 Linux two with compiled kernels, x86's and ARM's, which need no compiler"
+	@echo "make dist     wheels and an sdist in dist/: on x86-64 Linux with compiled kernels too, x86's and with a cross compiler ARM's"
 	@echo "make clean    remove what the others made"
 	@echo "PYTHON=/path/to/python chooses the Python for .venv (3.11 or newer)"
 

@@ -13,10 +13,8 @@ namespace attention {
 // How many rows times how many vectors of sums stay in the machine's registers: in 24 of 32, or in 12 of 16.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int ROWS = 6;
-constexpr bool FEW_REGISTERS = false;
 #else
 constexpr int ROWS = 3;
-constexpr bool FEW_REGISTERS = true;
 #endif
 constexpr int COLS = 4;
 
@@ -354,7 +352,7 @@ void mix(const float* s, const X* const* value, int64_t at, int lo, int hi, floa
     for (int n = 0; n < N; ++n) sums[r][n] = load(out + r * V + n * W);
   for (int j = lo; j < hi; ++j) {
     ahead.fetch();
-    if constexpr (FEW_REGISTERS) {  // the rows' weights stay in some, and values come and go
+    if constexpr (ROWS < 6) {  // few registers: the rows' weights stay in some, and values come and go
       F weight[R];
       for (int r = 0; r < R; ++r) weight[r] = s[r * BLOCK + j] - F{};
       for (int n = 0; n < N; n += UNIT<X> / W) {

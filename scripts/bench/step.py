@@ -64,7 +64,7 @@ def main(
 
         runner = llm.engine.runner
         if jax.default_backend() != "cpu" or runner.mesh is not None:
-            raise o.UsageError("quire bench step reads the traces of one CPU; for another device leave it to its tools")
+            raise o.UsageError("quire bench step reads XLA's trace of one CPU, not of a GPU, a TPU or a mesh")
         if input_len + num_steps + SPARE > llm.engine.max_len:
             raise o.UsageError(
                 f"{input_len} prompt tokens, {num_steps} steps and {SPARE} before and after do not fit into the "

@@ -7,20 +7,11 @@
 
 #include "group_bytes.h"
 #include "linear.h"
+#include "native_pool.h"
 
 namespace {
 
 using namespace quire;
-
-// A pool that starts a thread for every task: the most unlike one in which they are all busy.
-struct Pool {
-  std::vector<std::thread> threads;
-  int64_t num_threads() const { return 4; }
-  void Schedule(std::function<void()> task) { threads.emplace_back(std::move(task)); }
-  ~Pool() {
-    for (std::thread& t : threads) t.join();
-  }
-};
 
 // A pool none of whose threads ever begins: the caller must be able to do everything.
 struct Parked {

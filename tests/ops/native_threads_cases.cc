@@ -7,6 +7,7 @@
 #include <set>
 #include <vector>
 
+#include "native_pool.h"
 #include "threads.h"
 
 using namespace quire;
@@ -65,16 +66,6 @@ void numbers() {
   caller.work(milliseconds(4000), never);
   expect(caller.asked == 3, "helpers that are back were not asked again");
 }
-
-// Helpers that begin in threads of their own.
-struct Pool {
-  std::vector<std::thread> threads;
-  int64_t num_threads() const { return 4; }
-  void Schedule(std::function<void()> task) { threads.emplace_back(std::move(task)); }
-  ~Pool() {
-    for (std::thread& t : threads) t.join();
-  }
-};
 
 void chunks() {
   std::mt19937 random(1);

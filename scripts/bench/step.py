@@ -111,6 +111,7 @@ def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | N
             llm.step()
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
+        jax.block_until_ready(engine.runner.state)  # so that a trace has whole steps
         with jax.profiler.trace(folder, profiler_options=options) if folder else nullcontext():
             begin = last = perf_counter()
             while sum(step.plan.steps for step in steps) < count and not any(each.finished for each in requests):
@@ -120,6 +121,7 @@ def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | N
                     steps.append(TimedStep(now - last, watcher.taken.plan, watcher.tokens()))
                     last = now
             seconds = last - begin
+            jax.block_until_ready(engine.runner.state)
     finally:
         llm.abort(requests)
         engine.observers.remove(watcher)

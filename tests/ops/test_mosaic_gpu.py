@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Sequence, Shape, build, check, run
-from cases import thinned
+from cases import FACTOR, thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jaxlib.mlir import ir
 
 from quire.ops.attention import KVPages, QueryRows, mosaic_gpu
 from quire.ops.attention.mosaic import merge, paged, task
@@ -154,10 +153,8 @@ PRODUCTION = {
 LOWERED = ["gpt-oss, decoding", "Gemma-3, a chunk", "DeepSeek-V3, decoding", "Llama-3-8B in int8, decoding"]
 
 
-def lower(name, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
+def step_of(name: str):
+    """(a step of attention, the shapes of its arguments)."""
     shape = PRODUCTION[name]
 
     def array(*sizes: int, dtype=jnp.bfloat16):
@@ -180,32 +177,33 @@ def lower(name, monkeypatch):
     def step(q, k, v, pages, rows, sinks):
         return mosaic_gpu.paged_attention(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
 
-    arguments = array(T, K * shape.G, H), new, None if shape.value_dim else new, pages, rows, sinks
-    return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return jax.jit(step), (array(T, K * shape.G, H), new, None if shape.value_dim else new, pages, rows, sinks)
 
 
 @pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
 def test_lowers_for_cuda(name, monkeypatch):
-    assert "mosaic_gpu" in lower(name, monkeypatch).as_text()
+    monkeypatch.undo()
+    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
+    step, arguments = step_of(name)
+    assert "mosaic_gpu" in step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.skipif(hopper.missing() is not None, reason=str(hopper.missing()))
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the plugin's compiler needs a card until then")
-@pytest.mark.parametrize("name", PRODUCTION)
-def test_compiles_for_hopper(name, monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def kernels():
+    """Every kernel of the steps that are compiled here."""
+    names = [name for name in PRODUCTION if name in LOWERED or FACTOR >= 1]
+    return hopper.compile_all(__file__, names)
+
+
+@pytest.mark.slow
+@hopper.needs_compiler
+@pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
+def test_compiles_for_hopper(name, kernels):
     """To SASS: it fits, products are not made to wait for each other, and next to nothing is spilled."""
-    modules = []
-
-    def visit(op):
-        if op.name == "stablehlo.custom_call" and "mosaic_gpu" in str(op.attributes["call_target_name"]):
-            modules.append(op.attributes["mhlo.backend_config"]["module"].value_bytes)
-        return ir.WalkResult.ADVANCE
-
-    lower(name, monkeypatch).compiler_ir("stablehlo").operation.walk(visit)
-    kernels = hopper.compile_all(modules, tmp_path)
-    assert kernels
-    for kernel in kernels:
-        print("|", name, "|", kernel.registers, "|", kernel.stored, "|", kernel.loaded, "|", kernel.shared, "|")
+    assert kernels[name]
+    for kernel in kernels[name]:
+        print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
         assert kernel.shared <= task.MEMORY
         assert "wgmma" not in kernel.log
         assert kernel.stored <= 128

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import cases, nightly_from, thinned
+from cases import FACTOR, cases, nightly_from, thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jaxlib.mlir import ir
 
 from quire.ops import kernel_trial, moe
 from quire.ops import linear as products
@@ -719,6 +718,8 @@ PRODUCTION = {
     ),
 }
 
+LOWERED = ["Llama-3-8B, up, 2048 rows", "gpt-oss-20b, up"]
+
 
 def operands_of(s: shape.ProductShape) -> shape.Operands:
     """The shapes of what a product reads."""
@@ -742,33 +743,33 @@ def operands_of(s: shape.ProductShape) -> shape.Operands:
     )  # fmt: skip
 
 
-def lower(name: str, monkeypatch):
+def step_of(name: str):
+    """(a product, the shapes of its operands)."""
     from quire.ops.product.kernel import multiply
 
-    monkeypatch.undo()
     s = PRODUCTION[name]
-    return jax.jit(lambda operands: multiply(s, operands)).trace(operands_of(s)).lower(lowering_platforms=("cuda",))
+    return jax.jit(lambda operands: multiply(s, operands)), (operands_of(s),)
 
 
-@pytest.mark.parametrize("name", thinned(PRODUCTION, ["Llama-3-8B, up, 2048 rows", "gpt-oss-20b, up"]))
+@pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
 def test_lowers_for_cuda(name, monkeypatch):
-    assert "mosaic_gpu" in lower(name, monkeypatch).as_text()
+    monkeypatch.undo()
+    product, operands = step_of(name)
+    assert "mosaic_gpu" in product.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """The kernel of each product that is compiled here."""
+    names = [name for name in PRODUCTION if name in LOWERED or FACTOR >= 1]
+    return hopper.compile_all(__file__, names)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(hopper.missing() is not None, reason=str(hopper.missing()))
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the plugin's compiler needs a card until then")
-@pytest.mark.parametrize("name", PRODUCTION)
-def test_compiles_for_hopper(name, monkeypatch, tmp_path):
+@hopper.needs_compiler
+@pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
+def test_compiles_for_hopper(name, kernels):
     """To SASS: it fits, products are not made to wait for each other, and nothing is spilled."""
-    modules = []
-
-    def visit(op):
-        if op.name == "stablehlo.custom_call" and "mosaic_gpu" in str(op.attributes["call_target_name"]):
-            modules.append(op.attributes["mhlo.backend_config"]["module"].value_bytes)
-        return ir.WalkResult.ADVANCE
-
-    lower(name, monkeypatch).compiler_ir("stablehlo").operation.walk(visit)
-    (kernel,) = hopper.compile_all(modules, tmp_path)
-    print("|", name, "|", kernel.registers, "|", kernel.stored, "|", kernel.loaded, "|", kernel.shared, "|")
+    (kernel,) = kernels[name]
+    print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
     assert "wgmma" not in kernel.log and kernel.stored == 0

@@ -1,30 +1,32 @@
-"""Compiles Mosaic GPU kernels to what an H100 runs, without one: by JAX's CUDA plugin, which asks a driver made here.
+"""Compiles Mosaic GPU kernels to what an H200 runs, without one: `make gpu-compiler` installs what does it.
 
-What it needs: `pip install --no-deps jax-cuda12-plugin==J jax-cuda12-pjrt==J nvidia-cuda-nvcc-cu12`, where J is jax's
-version, and a C compiler. Run as a program, it compiles each `*.mlirbc` of a folder.
+Run as a program, it compiles what `step_of` of a file of tests gives for each name.
 """
 
-import ctypes
-import importlib.util
+import json
 import os
 import re
-import shutil
+import runpy
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# The plugin finds this before a driver, by its name, and learns that the card is of compute capability 9.0.
-DRIVER = """
-int cuCtxGetDevice(int *device) { *device = 0; return 0; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return 0; }
-int cuGetErrorString(int error, const char **text) { *text = "there is no card"; return 0; }
-"""
+import pytest
+
+from quire.scripts.gpu.target import APART, described, missing
+
+LACKING = missing()
+needs_compiler = pytest.mark.skipif(
+    LACKING is not None and "QUIRE_NEEDS_GPU_COMPILER" not in os.environ,
+    reason=f"no kernel is compiled for a GPU: {LACKING} (or make gpu-compiler)",
+)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas says of a kernel."""
+    """A kernel, and what ptxas says of it."""
 
     registers: int  # of a thread, before warpgroups trade theirs
     stored: int  # bytes that are spilled
@@ -33,63 +35,40 @@ class Compiled:
     log: str
 
 
-def compile_all(modules: list[bytes], folder: Path) -> list[Compiled]:
-    """In a process of its own, since there the driver is not the machine's."""
-    for n, module in enumerate(modules):
-        (folder / f"{n}.mlirbc").write_bytes(module)
-    done = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=300)
-    assert not done.returncode, done.stderr
-    return [read(folder / str(n), done.stderr) for n in range(len(modules))]
+def compile_all(tests: str, names: list[str]) -> dict[str, list[Compiled]]:
+    """The kernels of each name: in a process of its own, since no other should meet the plugin."""
+    changed = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, tests, *names]
+    done = subprocess.run(command, env=os.environ | changed, capture_output=True, text=True, timeout=3000)
+    assert not done.returncode, done.stderr[-3000:]
+    return {name: [Compiled(**one) for one in found] for name, found in map(json.loads, done.stdout.splitlines())}
 
 
-def read(folder: Path, errors: str) -> Compiled:
-    logs = list(folder.glob("*.ptxas"))
-    assert logs, errors
-    log, passes = logs[0].read_text(), next(folder.glob("*.mlir-passes.log")).read_text()
-    stored, loaded = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)[-1]
-    registers, shared = re.findall(r"Used (\d+) registers", log), re.findall(r"mosaic_gpu\.smem_bytes = (\d+)", passes)
-    return Compiled(int(registers[-1]), int(stored), int(loaded), int(shared[-1]), log)
-
-
-def plugin() -> Path | None:
-    """The library with the compiler."""
-    if importlib.util.find_spec("jax_plugins") is None:
-        return None
-    names = (f"jax_plugins.xla_cuda{version}" for version in (13, 12))
-    specs = [spec for name in names if (spec := importlib.util.find_spec(name)) is not None]
-    return Path(specs[0].submodule_search_locations[0]) / "xla_cuda_plugin.so" if specs else None
-
-
-def ptxas() -> Path | None:
-    spec = importlib.util.find_spec("nvidia")
-    places = spec.submodule_search_locations if spec is not None and spec.submodule_search_locations else []
-    return next((path for place in places for path in sorted(Path(place).glob("*/bin/ptxas"))), None)
-
-
-def missing() -> str | None:
-    """What there is not here of what is needed."""
-    if plugin() is None:
-        return "JAX's CUDA plugin, which has the compiler, is not installed"
-    if ptxas() is None:
-        return "ptxas is not installed"
-    return None if shutil.which("cc") else "there is no C compiler"
+def kernel_of(log: Path) -> Compiled:
+    said, passes = log.read_text(), log.with_suffix(".mlir-passes.log").read_text()
+    stored, loaded = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)[-1]
+    registers = re.findall(r"Used (\d+) registers", said)[-1]
+    shared = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)[-1]
+    return Compiled(int(registers), int(stored), int(loaded), int(shared), said)
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    source, driver = folder / "driver.c", folder / "libcuda.so.1"
-    source.write_text(DRIVER)
-    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", driver], check=True)
-    ctypes.CDLL(str(driver), ctypes.RTLD_GLOBAL)
-    os.environ["PATH"] = f"{ptxas().parent}:{os.environ['PATH']}"
-    compiler = ctypes.CDLL(str(plugin())).MosaicGpuCompile
-    compiler.argtypes, compiler.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
-    for path in folder.glob("*.mlirbc"):
-        logs = folder / path.stem
-        logs.mkdir()
-        os.environ["MOSAIC_GPU_DUMP_TO"] = str(logs)
-        module = path.read_bytes()
-        compiler(module, len(module))  # it returns nothing, since no card can load what was compiled
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    tests, *names = sys.argv[1:]
+    sys.path.append(str(APART))  # before Mosaic is imported, which looks there for what launches its kernels
+    step_of = runpy.run_path(tests)["step_of"]
+    with described("h200") as devices:
+        where = SingleDeviceSharding(devices[0])
+        for name in names:
+            step, arguments = step_of(name)
+            placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), arguments)
+            with tempfile.TemporaryDirectory() as logs:
+                os.environ["MOSAIC_GPU_DUMP_TO"] = logs
+                step.trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+                kernels = [kernel_of(log) for log in sorted(Path(logs).glob("*.ptxas"))]
+            print(json.dumps([name, [asdict(kernel) for kernel in kernels]]), flush=True)
 
 
 if __name__ == "__main__":

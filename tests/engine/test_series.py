@@ -42,8 +42,9 @@ def several():
 
 
 @pytest.fixture
-def steps(several):
-    several.engine.step_seconds = 1e-4
+def steps(several, monkeypatch):
+    """Steps are short enough for series, however busy the machine is."""
+    monkeypatch.setattr(engine, "LATE", 1e9)
     watch = Steps()
     several.engine.observers.append(watch)
     yield watch
@@ -81,7 +82,6 @@ def test_every_bit_is_that_of_single_steps(single, several, steps):
     for _ in range(12):
         count = rng.choice((1, 1, 2, 3))
         prompts, params = rng.choices(PROMPTS, k=count), [drawn_params(rng) for _ in range(count)]
-        several.engine.step_seconds = 1e-4
         pairs = zip(*(llm.generate(prompts, params, use_tqdm=False) for llm in (several, single)), strict=True)
         assert all(same(*pair) for pair in pairs)
     assert max(steps.counts) == 8 and sum(count > 1 for count in steps.counts) > 30
@@ -96,7 +96,6 @@ def test_a_series_ends_with_the_answer(several, steps):
     assert len(ends) > 3
     for at in ends:
         steps.drawn.clear()
-        several.engine.step_seconds = 1e-4
         ended = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=[tokens[at]])
         (cut,) = several.generate([PROMPTS[0]], ended, use_tqdm=False)
         assert cut.outputs[0].token_ids == tokens[: at + 1]
@@ -105,14 +104,14 @@ def test_a_series_ends_with_the_answer(several, steps):
         assert not any(computed[place + 1 :])  # zeros: steps that were not made
 
 
-def test_who_waits_is_not_kept_waiting(several, steps):
+def test_who_waits_is_not_kept_waiting(several, steps, monkeypatch):
     """With more requests than slots each step is sent by itself, and so it is where steps are long."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     requests = [several.add(PROMPTS[0], params) for _ in range(6)]
     while any(not request.finished for request in requests[:4]):
-        several.engine.step_seconds = 1e-4
         several.engine.step()
     assert set(steps.counts) == {1}
+    monkeypatch.setattr(engine, "LATE", 0.02)
     while not all(request.finished for request in requests):
         several.engine.step_seconds = 0.015
         several.engine.step()
@@ -124,7 +123,6 @@ def test_an_abort_amid_a_series_leaves_the_others(single, several, steps):
     (expected,) = single.generate([PROMPTS[1]], params, use_tqdm=False)
     gone, stays = several.add(PROMPTS[0], params), several.add(PROMPTS[1], params)
     while len(stays.sequences[0].tokens) < 30:
-        several.engine.step_seconds = 1e-4
         several.engine.step()
     several.engine.abort(gone.request_id)
     while not stays.finished:

@@ -5,11 +5,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..attention.mosaic.tile import Tiles, along_columns
+from ..attention.mosaic.tile import Tiles, along_columns, words
 from ..quant.int4 import MIDDLE
 from .shape import FEATURES
 
-LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X  # a thread has four bytes side by side
+LAYOUT = words(FEATURES)
 
 
 def decode_bytes(codes: str, tiles: Tiles, codes_KF_ref, w_KF_ref) -> None:
@@ -22,42 +22,56 @@ def decode_bytes(codes: str, tiles: Tiles, codes_KF_ref, w_KF_ref) -> None:
 def decode_packed(codes: str, tiles: Tiles, codes_KF_ref, scale_GF_ref, zero_GF_ref, w_KF_ref, kept=None) -> None:
     """A step's codes of four bits: its first half of inputs, times `kept` if that is given, and then its second."""
     half, groups = codes_KF_ref.shape[0], scale_GF_ref.shape[0]
-    codes_KF = tiles.load_as(codes_KF_ref, LAYOUT, True).astype(jnp.int32)
-    for side, code_KF in enumerate((codes_KF & 15, codes_KF >> 4)):
+    codes_KF = tiles.widen(LAYOUT, tiles.load_as(codes_KF_ref, LAYOUT, True))
+    numbers = float4 if codes == "float4" else int4
+    for side, factor in enumerate((kept, None)):
         own = pl.ds(side * groups // 2, max(groups // 2, 1))  # a single group has both halves
-        factor = None if side else kept
-        scale_KF = spread(tiles, scale_GF_ref.at[own], half, power if codes == "float4" else wide, factor)
-        zero_KF = MIDDLE if zero_GF_ref is None else spread(tiles, zero_GF_ref.at[own], half, wide)
-        number_KF = from_float4(code_KF) if codes == "float4" else code_KF.astype(jnp.float32) - zero_KF
-        w_KF_ref[pl.ds(side * half, half)] = (number_KF * scale_KF).astype(w_KF_ref.dtype)
+        zero_GF_own = None if zero_GF_ref is None else zero_GF_ref.at[own]
+        number_KF = numbers(tiles, codes_KF, side, scale_GF_ref.at[own], zero_GF_own, factor)
+        w_KF_ref[pl.ds(side * half, half)] = number_KF.astype(w_KF_ref.dtype)
     plgpu.commit_smem()
 
 
-def spread(tiles: Tiles, values_GF_ref, rows: int, number, factor=None):
+def int4(tiles: Tiles, codes_KF, side: int, scale_GF_ref, zero_GF_ref, factor):
+    """Codes less their zeros, times their scales, exactly in float32. Upper codes are 16 times as much at first."""
+    unit = 16 if side else 1
+
+    def scale(stored):
+        return stored.astype(jnp.float32) * (1 / unit if factor is None else factor / unit)
+
+    def number(code):
+        return lax.bitcast_convert_type(code | 0x6400, jnp.float16)  # 1024 more
+
+    if zero_GF_ref is None:
+        zero_KF = jnp.float16(1024 + MIDDLE * unit)
+    else:
+        zero_KF = spread(tiles, zero_GF_ref, codes_KF.shape, lambda stored: number(stored.astype(jnp.int16) * unit))
+    code_KF = number(codes_KF & (15 * unit)) - zero_KF
+    return code_KF.astype(jnp.float32) * spread(tiles, scale_GF_ref, codes_KF.shape, scale)
+
+
+def float4(tiles: Tiles, codes_KF, side: int, power_GF_ref, zero_GF_ref, factor):
+    """E2M1 times powers of two, exactly: bfloat16 has six more bits of exponent, and counts from 126 lower."""
+    del zero_GF_ref
+
+    def scale(stored):  # of 0 it is 0, as in `quant/mxfp4.py`
+        power = lax.bitcast_convert_type(stored.astype(jnp.int16) << 7, jnp.bfloat16)
+        return power if factor is None else power * factor.astype(jnp.bfloat16)
+
+    sign, rest = (8, 2) if side else (12, 6)
+    bits = tiles.shift_pairs(LAYOUT, codes_KF, sign) & -0x8000 | tiles.shift_pairs(LAYOUT, codes_KF, rest) & 0x1C0
+    return tiles.times_power(bits, 126) * spread(tiles, power_GF_ref, codes_KF.shape, scale)
+
+
+def spread(tiles: Tiles, values_GF_ref, shape, number):
     """A tile for codes: each of its rows has the values of the group that it lies in, as `number` makes them."""
-    groups, shape = values_GF_ref.shape[0], (rows, values_GF_ref.shape[1])
+    (rows, _), groups = shape, values_GF_ref.shape[0]
 
     def of_group(group: int):
-        values_F = number(tiles.load_as(values_GF_ref.at[group], LAYOUT.reduce(0)))
-        values_KF = along_columns(values_F if factor is None else values_F * factor, shape)
+        values_KF = along_columns(number(tiles.load_as(values_GF_ref.at[group], LAYOUT.reduce(0))), shape)
         return values_KF if tiles.interpreted else plgpu.layout_cast(values_KF, LAYOUT)
 
     row_KF, found = tiles.index(shape, 0, LAYOUT), of_group(0)
     for group in range(1, groups):
         found = jnp.where(row_KF < group * (rows // groups), found, of_group(group))
     return found
-
-
-def wide(value):
-    return value.astype(jnp.float32)
-
-
-def power(exponent):
-    """2 to the power of a byte less 127; of 0 it is 0, as in `quant/mxfp4.py`."""
-    return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
-
-
-def from_float4(code):
-    """The numbers of E2M1 bits: a float16 has three more bits of exponent, so the same bits are smaller by 2**14."""
-    bits = ((code & 7) << 9 | (code & 8) << 12).astype(jnp.int16)
-    return (lax.bitcast_convert_type(bits, jnp.float16) * jnp.float16(2**14)).astype(jnp.float32)

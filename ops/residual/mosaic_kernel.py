@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..attention.mosaic.tile import Tiles, from_float8
+from ..attention.mosaic.tile import Tiles
 from ..quant import fp8, int8
 from ..weight import RoundedRows
 from . import Residual
@@ -97,7 +97,7 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
     normed_LC = (normal(shape, wide_LC) * load(refs.own_scale)).astype(dtype)
     own_normed[...] = normed_LC
     if shape.rounds is not None:
-        codes_LC, scale = code(shape.rounds, normed_LC.astype(jnp.float32))
+        codes_LC, scale = code(shape.rounds, tiles, normed_LC.astype(jnp.float32))
         refs.own_codes[...] = codes_LC.astype(dtype)
         refs.code_scale[t] = scale
     plgpu.commit_smem()
@@ -123,7 +123,7 @@ def normal(shape: RowShape, x_LC):
     return x_LC * lax.rsqrt(jnp.sum(x_LC * x_LC) * (1 / (shape.lines * LINE)) + shape.eps)
 
 
-def code(codes: str, x_LC):
+def code(codes: str, tiles: Tiles, x_LC):
     """(numbers that codes of eight bits stand for, scale) of a row in float32."""
     most, limit = jnp.max(jnp.abs(x_LC)), int8.LIMIT if codes == "int8" else fp8.LIMIT
     inverse = jnp.where(most > 0, limit / most, 0.0)  # of a row with NaN none: its codes are zeros
@@ -131,5 +131,6 @@ def code(codes: str, x_LC):
     if codes == "int8":
         codes_LC = jnp.round(exact_LC)
     else:
-        codes_LC = from_float8(lax.bitcast_convert_type(exact_LC.astype(jnp.float8_e4m3fn), jnp.int8))
+        bits_LC = lax.bitcast_convert_type(exact_LC.astype(jnp.float8_e4m3fn), jnp.uint8).astype(jnp.int16)
+        codes_LC = tiles.from_float8(bits_LC)
     return codes_LC, most / limit + jnp.sum(x_LC * 0.0)  # NaN where the row is not finite

@@ -25,7 +25,7 @@ def code_rows(x_RK, codes: str, interpret: Any = None):
             plgpu.copy_gmem_to_smem(x.at[row], own.at[some], here)
             plgpu.barrier_wait(here)
             x_LC = numbers(shape, tiles, own)
-            codes_LC, scale = code(codes, x_LC)
+            codes_LC, scale = code(codes, tiles, x_LC)
             own[...] = codes_LC.astype(own.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(own.at[some], coded.at[row])

@@ -4,13 +4,17 @@ The interpreter supports neither layouts nor products with an operand in registe
 It reads shared memory at the same places as the GPU, so that it finds the same races.
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 LOG2_E = 1.4426950408889634
 
@@ -56,15 +60,14 @@ class Tiles:
             plgpu.store(ref, tile, optimized=swizzled)
 
     def decode(self, codes: str, codes_JH_ref, out_JH_ref) -> None:
-        """Codes as numbers, exactly; a code for NaN becomes some number.
-
-        In this layout a thread has four codes side by side, which are one word of a bank of shared memory.
-        """
+        """Codes as numbers, exactly; a code for NaN becomes some number."""
         size = min(codes_JH_ref.shape[1], 128)
         for c in range(0, codes_JH_ref.shape[1], size):
-            codes_JC = self.load_as(codes_JH_ref.at[:, pl.ds(c, size)], plgpu.Layout.WGMMA_UPCAST_2X, True)
-            numbers_JC = codes_JC if codes == "int8" else from_float8(codes_JC)
-            out_JH_ref[:, pl.ds(c, size)] = numbers_JC.astype(out_JH_ref.dtype)
+            codes_JC = self.load_as(codes_JH_ref.at[:, pl.ds(c, size)], words(size), True)
+            if codes != "int8":
+                bits_JC = self.widen(words(size), jax.lax.bitcast_convert_type(codes_JC, jnp.uint8))
+                codes_JC = self.from_float8(bits_JC, functools.partial(self.shift_pairs, words(size)))
+            out_JH_ref[:, pl.ds(c, size)] = codes_JC.astype(out_JH_ref.dtype)
         plgpu.commit_smem()
 
     def full(self, shape, value):
@@ -106,6 +109,33 @@ class Tiles:
         arrive = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), number, number), return_type=there)(add_to)
         return arrive(ref, count, all_of_them) != 0
 
+    def from_float8(self, bits, shift=operator.lshift):
+        """The numbers of the bits of float8_e4m3fn, as int16; NaN becomes 480."""
+        return self.times_power(shift(bits, 8) & -0x8000 | shift(bits, 4) & 0x7F0, 120)
+
+    def times_power(self, bits, power: int):
+        """The number of a bfloat16's bits times a power of two; subnormal ones count, which XLA drops on a CPU."""
+        if not self.interpreted:
+            return jax.lax.bitcast_convert_type(bits, jnp.bfloat16) * jnp.bfloat16(2.0**power)
+        size = bits & 0x7FFF
+        normal = jax.lax.bitcast_convert_type(size + (power << 7), jnp.bfloat16)
+        number = jnp.where(size < 128, size.astype(jnp.bfloat16) * jnp.bfloat16(2.0 ** (power - 133)), normal)
+        return jnp.where(bits < 0, -number, number)
+
+    def widen(self, layout, codes):
+        """uint8 numbers as int16."""
+        if self.interpreted:
+            return codes.astype(jnp.int16)
+        there = plgpu.ShapeDtypeStruct(codes.shape, jnp.int16, layout)
+        return plgpu.inline_mgpu(arg_types=(layout,), return_type=there)(widen_words)(codes)
+
+    def shift_pairs(self, layout, bits, count: int):
+        """int16 numbers to the left, two in one instruction: what leaves the lower one of two enters the upper one."""
+        if self.interpreted:
+            return bits << count
+        there = plgpu.ShapeDtypeStruct(bits.shape, bits.dtype, layout)
+        return plgpu.inline_mgpu(arg_types=(layout,), return_type=there)(functools.partial(shift_words, count))(bits)
+
     def operand(self, x):
         """An operand in the interpreter. wgmma reads shared memory as copies do and needs no fence; a load does."""
         read = x[...].astype(jnp.float32)
@@ -121,6 +151,40 @@ class Tiles:
             plgpu.wgmma(sum_ref, p_MJ, v_JH_ref)
 
         return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sum_MH))
+
+
+def widen_words(context, codes):
+    """The instructions of `Tiles.widen`, one for two numbers: the upper byte of each is one of zero's."""
+    del context
+    word, pairs = ir.IntegerType.get_signless(32), ir.VectorType.get((4,), ir.IntegerType.get_signless(16))
+
+    def widened(register):
+        four, found = mgpu.utils.bitcast(register, word), llvm.mlir_undef(ir.VectorType.get((2,), word))
+        for n, bytes_of in enumerate(("0x4140", "0x4342")):
+            two = llvm.inline_asm(word, [four], f"prmt.b32 $0, $1, 0, {bytes_of};", "=r,r")
+            found = llvm.insertelement(found, two, arith.constant(word, n))
+        return vector.bitcast(pairs, found)
+
+    return of_registers(widened, codes)
+
+
+def shift_words(count: int, context, bits):
+    """The instructions of `Tiles.shift_pairs`."""
+    del context
+    word = ir.IntegerType.get_signless(32)
+
+    def shifted(register):
+        words = ir.VectorType.get((register.type.shape[0] // 2,), word)
+        by = arith.constant(words, ir.DenseElementsAttr.get_splat(words, ir.IntegerAttr.get(word, count)))
+        return vector.bitcast(register.type, arith.shli(vector.bitcast(words, register), by))
+
+    return of_registers(shifted, bits)
+
+
+def of_registers(function, x):
+    """A tile of what a function makes of each register, as signed numbers."""
+    registers = np.vectorize(function, otypes=[object])(x.registers)
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True)
 
 
 def add_to(context, ref, count, all_of_them):
@@ -155,6 +219,16 @@ def line(size: int):
     return plgpu.Layout.WGMMA.reduce(1) if size == 64 else plgpu.Layout.WG_STRIDED((size,), min(size // 128, 4))
 
 
+def words(width: int):
+    """How bytes in rows of 64 or 128 are decoded: a thread has four of them side by side, and of few columns.
+
+    The bytes that a warp loads at once are neighbours, whatever their swizzle.
+    """
+    if width == 128:
+        return plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), (-3,), (-2,), -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), (-5,), (-3, -2), -1)
+
+
 def along_rows(x_M, shape):
     """One number for each row, as a tile."""
     return jax.lax.broadcast_in_dim(x_M, shape, [0])
@@ -163,12 +237,3 @@ def along_rows(x_M, shape):
 def along_columns(x_J, shape):
     """One number for each column, as a tile."""
     return jax.lax.broadcast_in_dim(x_J, shape, [1])
-
-
-def from_float8(codes):
-    """The numbers of float8_e4m3fn bits; NaN becomes 480.
-
-    A float16 has one more bit of exponent, so the same bits are smaller by 2**8, normal or not.
-    """
-    bits = (codes.astype(jnp.int16) << 7) & ~(1 << 14)  # without the second copy of the sign
-    return (jax.lax.bitcast_convert_type(bits, jnp.float16) * jnp.float16(2**8)).astype(jnp.float32)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import copies
 import hopper
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,19 @@ def test_the_last_to_save_a_span_merges(ahead, monkeypatch):
         assert out[0].tobytes() == out[1].tobytes() and not out[2].any()
         found.append(out[0].tobytes())
     assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize(("window", "codes"), [(70, None), (None, "int8")])
+def test_a_context_is_copied_once(window, codes, monkeypatch):
+    """In blocks of 64 positions, with their scales; and the queries."""
+    shape = decoding(K=4, G=2, S=32, codes=codes, window=window)
+    sequences = [Sequence(1, 127, 1), Sequence(2, 63, 1), Sequence(3, 179, 1)]
+    first = 1 if window else 0  # of the blocks that the last one sees
+    copied = copies.counted(monkeypatch)
+    run(shape, build(shape, sequences, np.random.default_rng(0)), attend)
+    positions = 64 * (2 + 1 + 3 - first)
+    keys, queries = positions * shape.K * (shape.H * 2 if codes is None else shape.H + 4), 3 * 8 * shape.H * 2
+    assert sum(part.nbytes for part in copied) == 2 * keys + queries
 
 
 # What is lowered for a device, at the sizes that are served.

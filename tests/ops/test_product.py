@@ -3,6 +3,7 @@
 import json
 import logging
 
+import copies
 import hopper
 import jax
 import jax.numpy as jnp
@@ -431,6 +432,37 @@ def test_an_expert_that_nobody_chose_is_never_read():
     spoilt = Experts(whole.up_EDGF.at[1::2].set(jnp.nan), whole.down_EFD.at[1::2].set(jnp.nan), spoilt.activation)
     found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, spoilt, INTERPRETED)
     assert np.isfinite(exact(found)).all()
+
+
+WEIGHTS = {  # how a weight is kept, and what is copied of it: scales of eight bits are read when the sums are done
+    "bf16": (lambda weight: weight, lambda weight: weight.nbytes),
+    "int8": (lambda weight: rounded(weight, False), lambda weight: weight.codes.nbytes),
+    "int4": (lambda weight: in_four_bits(weight, 32), lambda weight: weight.nibbles.nbytes + weight.scale.nbytes),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_each_byte_of_a_weight_is_copied_once(name, monkeypatch):
+    """And rows once for each 64 outputs, which the card's cache has by then."""
+    rng, (make, bytes_of) = np.random.default_rng(8), WEIGHTS[name]
+    x, weight = draw(rng, 5, 256), make(draw(rng, 256, 2, 128))
+    copied = copies.counted(monkeypatch)
+    linear.weight_of(weight, INTERPRETED).einsum("TD,DGH->TGH", x)
+    rows = [part for part in copied if part.shape[0] == 16]
+    assert sum(part.nbytes for part in copied) - sum(part.nbytes for part in rows) == bytes_of(weight)
+    assert sum(part.nbytes for part in rows) == 4 * 16 * 256 * 2
+
+
+def test_an_expert_that_was_chosen_is_copied_once(monkeypatch):
+    rng = np.random.default_rng(0)
+    whole, whose = mixture(rng), chosen(rng, 40, X, E, "few")
+    x, weights = draw(rng, 40, D), jnp.ones((40, X), jnp.float32)
+    copied = copies.counted(monkeypatch)
+    experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, INTERPRETED)
+    blocks = sum(-(-np.count_nonzero(whose == e) // 32) for e in range(E))
+    assert sum(part.nbytes for part in copied if part.shape[0] != 32) == blocks * (
+        whole.up_EDGF[0].nbytes + whole.down_EFD[0].nbytes
+    )
 
 
 COMPANY = (7,), (17, 3, 5, 4), tuple(range(5, 47)), tuple(range(99, 1, -1))

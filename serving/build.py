@@ -24,6 +24,7 @@ from ..model.text.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.attention import page_dtype
+from ..ops.native.kernel_names import ADAPTER
 from ..ops.native.linear import Product
 from ..ops.native.model_kernels import of_model
 from ..sharding.mesh import Mesh
@@ -169,7 +170,7 @@ def make_runner(
 ) -> Made:
     """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
     sized = options.on(jax.default_backend())
-    kernels = native.prepare(kernels_of(config))
+    kernels = native.prepare((*kernels_of(config), *([ADAPTER] if options.enable_lora else ())))
     limits = limits_of(sized, config)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)

@@ -195,6 +195,7 @@ def test_tables_are_complete_and_import():
         ("__init__.py", "EXPORTS"),
         ("__main__.py", "COMMANDS"),
         ("model/families/__init__.py", "FAMILIES"),
+        ("ops/adapter/__init__.py", "IMPLEMENTATIONS"),
         ("ops/attention/__init__.py", "IMPLEMENTATIONS"),
         ("ops/heads/__init__.py", "IMPLEMENTATIONS"),
         ("ops/residual/__init__.py", "IMPLEMENTATIONS"),

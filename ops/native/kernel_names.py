@@ -15,6 +15,7 @@ ATTENTION = {  # by the types of pages and queries
 }
 # Those that round rows to bytes in groups, by what takes the same codes and leaves rows as they are.
 ROUNDING = {name: f"{name}_a8" for name in ("int4", "mxfp4", "float4", "iq4", "iq4_levels", "uint4", "uint4_levels")}
+ADAPTER = "adapter"
 HEADS = "heads"
 RESIDUAL = "residual"
 SAMPLING = "sampling"

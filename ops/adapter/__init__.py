@@ -1,16 +1,18 @@
 """Adapters of low rank beside a weight: to each row's product its own adapter adds (x down) up."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..sharding import struct
-from . import linear
-from .moe import BLOCK, Blocks, pick
-from .precision import precision
-from .weight import Weight, plain
+from ...sharding import struct
+from .. import linear
+from ..implementations import choose
+from ..moe import BLOCK, Blocks, pick
+from ..weight import Weight, plain
+
+# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
+IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
 
 
 @struct.dataclass
@@ -86,47 +88,22 @@ class Adapted(Weight):
     def exact(self, subscripts: str, x):
         return self.adapt(x, linear.exact(subscripts, x, self.base))
 
-    def adapt(self, x, out):
-        """`out` and what each row's adapter adds.
+    def adapt(self, x, out, implementation: str | None = None):
+        """`out` and what each row's adapter adds; `implementation` forces one of IMPLEMENTATIONS.
 
-        An adapter's rows are computed in blocks of one fixed shape, so that a row's sums depend neither on the others
-        nor on the slot. Zeros beyond an adapter's own rank come last in every sum. A block may write more rows than it
-        has: the next one, which begins behind its last, writes over them.
+        A row's sums depend neither on the others nor on the slot. Zeros beyond an adapter's own rank come last in every
+        sum.
         """
         if self.rows_of is None:
             return out
-        own, T, (rank, *out_shape) = self.rows_of, x.shape[0], self.up.shape[1 if self.which is None else 2 :]
-        x_TD, O = x.reshape(T, -1), math.prod(out_shape)
-        if len(own.slots_T) != T:
-            raise ValueError(f"{T} rows meet the adapters of {len(own.slots_T)}")
+        T = x.shape[0]
+        if len(self.rows_of.slots_T) != T:
+            raise ValueError(f"{T} rows meet the adapters of {len(self.rows_of.slots_T)}")
 
-        def add(block, added_PO):
-            # Without the barrier XLA widens the whole stacks to float32 ahead of the loop.
-            down, up, slot, which = jax.lax.optimization_barrier((self.down, self.up, own.slots_C[block], self.which))
-            at = self.place(slot, which)
-            x_QD = x_TD.at[own.rows_CQ[block]].get(mode="fill", fill_value=0)
-            inner_QR, up_RO = dot(x_QD, down[at].reshape(x_TD.shape[1], -1)), up[at].reshape(rank, O)
-            added = [
-                dot(inner_QR[:, part * rank :][:, :rank], up_RO[:, first:last])
-                for part, (first, last) in enumerate(self.parts)
-            ]
-            added_QO = added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
-            return jax.lax.dynamic_update_slice(added_PO, added_QO, (own.starts_C[block], 0))
+        def run(module):
+            return module.adapt(self, x.reshape(T, -1), out.reshape(T, -1)).reshape(out.shape)
 
-        with jax.named_scope("adapters"):
-            added_PO = jax.lax.fori_loop(0, own.num_blocks, add, jnp.zeros((T + BLOCK, O), jnp.float32))
-            added_TO = added_PO.at[own.places_T].get(mode="fill", fill_value=0)
-            longer_T = self.longer.at[self.place(own.slots_T, self.which)].get(mode="fill", fill_value=0)
-        return out + (added_TO.reshape(out.shape) + longer_T.reshape(out.shape) * out)
-
-    def place(self, slots, which):
-        """Where in the stacks the matrices of these slots are."""
-        return slots if which is None else (slots, which)
-
-
-def dot(x_QI, w_IO):
-    """Summed in float32."""
-    return jnp.dot(x_QI, w_IO, precision=precision(x_QI, w_IO), preferred_element_type=jnp.float32)
+        return choose(IMPLEMENTATIONS, __name__, run, implementation)
 
 
 def is_adapted(node: Any) -> bool:

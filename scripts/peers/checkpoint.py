@@ -8,6 +8,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..bench.adapters import write_random
+from .loop import ADAPTER_RANK
+
 VOCAB = 32000
 WIDTH = 3  # tokens that a short convolution sees
 MAX_LEN = 4096
@@ -162,6 +165,28 @@ def save(folder: Path, shape: ModelShape, vocab: int, max_len: int, tensors: dic
     part = folder / "model.part"
     save_file(tensors, part, metadata={"format": "pt"})
     part.rename(folder / "model.safetensors")  # last and whole: its presence says that the folder is complete
+
+
+def adapter_folder(model: str | Path, number: int) -> Path:
+    """Where an adapter of a model lies."""
+    return Path(model).parent / "adapters" / str(number)
+
+
+def write_adapter(folder: Path, shape: ModelShape, number: int) -> None:
+    """A LoRA adapter of random numbers for every matrix of a dense Llama's layers, unless it is there."""
+    if folder.exists():
+        return
+    if shape.experts or shape.convolved:
+        raise NotImplementedError("adapters are compared for dense models alone")
+    D, own, shared = shape.width, shape.heads * shape.head, shape.kv_heads * shape.head
+    of_layer = {
+        "self_attn.q_proj": (own, D), "self_attn.k_proj": (shared, D), "self_attn.v_proj": (shared, D),
+        "self_attn.o_proj": (D, own), "mlp.gate_proj": (shape.ffn, D), "mlp.up_proj": (shape.ffn, D),
+        "mlp.down_proj": (D, shape.ffn),
+    }  # fmt: skip
+    stems = {f"model.layers.{i}.{name}": size for i in range(shape.layers) for name, size in of_layer.items()}
+    folder.mkdir(parents=True)
+    write_random(folder, stems, ADAPTER_RANK, number)
 
 
 def quantise(folder: Path, out: Path, weights: str) -> None:

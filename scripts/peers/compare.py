@@ -64,6 +64,8 @@ def main(
     for weights in ("int8", "int4"):
         if "vllm" in fit and any(work.weights == weights for work in works.values()):
             checkpoint.quantise(folder, folder.parent / "vllm" / weights, weights)
+    for number in range(max(work.adapters for work in works.values())):
+        checkpoint.write_adapter(checkpoint.adapter_folder(folder, number), shape, number)
     bench = turns.Bench(place, settings, limit)
     shared = [each for each in works.values() if each.weights == "q4_k_m"]
     if shared and "llama.cpp" in fit:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+ADAPTER_RANK = 16
+
 
 @dataclass(frozen=True)
 class LoadSettings:
@@ -19,6 +21,7 @@ class LoadSettings:
     max_seqs: int
     threads: int
     drafts: int = 0  # tokens that the text's own n-grams draft a step, at most
+    adapters: tuple[str, ...] = ()  # folders of LoRA adapters of ADAPTER_RANK, which requests take in turn
 
 
 @dataclass(frozen=True)

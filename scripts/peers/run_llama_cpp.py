@@ -39,6 +39,8 @@ BATCH, ROWS = 2048, 512  # most tokens a call, and most at once: its own default
 
 
 def prepare(settings: LoadSettings) -> None:
+    if settings.adapters:
+        raise NotImplementedError("its adapters are not compared")
     folder = Path(settings.prepared)
     folder.mkdir(parents=True, exist_ok=True)
     plain, wanted = folder / FILES["bf16"], folder / FILES[settings.weights]

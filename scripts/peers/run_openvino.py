@@ -14,8 +14,8 @@ def prepare(settings: LoadSettings) -> None:
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig, OVWeightQuantizationConfig
 
-    if settings.drafts:
-        raise NotImplementedError("its drafts are not compared")
+    if settings.drafts or settings.adapters:
+        raise NotImplementedError("its drafts and adapters are not compared")
     if settings.weights not in COMPRESSION:
         raise NotImplementedError(f"{settings.weights} is not a format of its own")
     folder = Path(settings.prepared) / settings.weights

@@ -25,8 +25,8 @@ class Clock(StoppingCriteria):
 def prepare(settings: LoadSettings) -> None:
     if settings.weights != "bf16":
         raise NotImplementedError(f"{settings.weights} weights need one more package, and are not compared")
-    if settings.drafts:
-        raise NotImplementedError("its drafts are not compared")
+    if settings.drafts or settings.adapters:
+        raise NotImplementedError("its drafts and adapters are not compared")
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:

@@ -9,7 +9,7 @@ which is also the head, stays bf16.
 from collections.abc import Callable
 from pathlib import Path
 
-from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
+from .loop import ADAPTER_RANK, LoadSettings, TimedPrompt, TimedTokens, drive
 
 
 def prepare(settings: LoadSettings) -> None:
@@ -20,14 +20,18 @@ def prepare(settings: LoadSettings) -> None:
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
 
     model = settings.model if settings.weights == "bf16" else str(Path(settings.prepared) / settings.weights)
     ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    adapters = [LoRARequest(str(n), n, folder) for n, folder in enumerate(settings.adapters, 1)]
+    lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": ADAPTER_RANK} if adapters else {}
     engine = LLM(
         model, dtype="bfloat16", max_model_len=settings.max_len, max_num_seqs=settings.max_seqs,
         skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True,
         speculative_config=ngram | {"num_speculative_tokens": settings.drafts} if settings.drafts else None,
+        **lora,
     ).llm_engine  # fmt: skip
 
     def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
@@ -36,7 +40,8 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
                 temperature=0.0, max_tokens=request.count, ignore_eos=True, detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )  # fmt: skip
-            engine.add_request(str(index), {"prompt_token_ids": request.prompt}, params)
+            adapter = adapters[index % len(adapters)] if adapters else None
+            engine.add_request(str(index), {"prompt_token_ids": request.prompt}, params, lora_request=adapter)
 
         def step():
             for output in engine.step():

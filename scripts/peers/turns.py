@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
+from . import checkpoint
 from .envs import python_of
 from .loop import LoadSettings, TimedPrompt
 from .work import Workload
@@ -127,7 +128,9 @@ def prepare(engine: str, work: Workload, bench: Bench) -> None:
 
 def settings_of(engine: str, work: Workload, bench: Bench) -> LoadSettings:
     prepared = Path(bench.settings.model).parent / engine
-    return replace(bench.settings, prepared=str(prepared), weights=work.weights, drafts=work.drafts)
+    adapters = tuple(str(checkpoint.adapter_folder(bench.settings.model, n)) for n in range(work.adapters))
+    own = {"weights": work.weights, "drafts": work.drafts, "adapters": adapters}
+    return replace(bench.settings, prepared=str(prepared), **own)
 
 
 def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> dict:
@@ -188,6 +191,12 @@ def brief(done: dict) -> str:
     return f"{rate}first token after {done['first']:.3f} s"
 
 
+def loads(work: Workload) -> tuple[str, ...]:
+    """What an engine must have loaded for a work."""
+    drafts, adapters = f"{work.drafts} drafts", f"{work.adapters} adapters"
+    return work.weights, *[drafts] * bool(work.drafts), *[adapters] * bool(work.adapters)
+
+
 def play(
     works: dict[str, Workload],
     engines: list[str],
@@ -204,8 +213,8 @@ def play(
     results: dict[tuple[str, str], list[dict]] = {}
     failures: dict[tuple[str, str], str] = {}
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        for weights, drafts in dict.fromkeys((work.weights, work.drafts) for work in works.values()):
-            group = {name: work for name, work in works.items() if (work.weights, work.drafts) == (weights, drafts)}
+        for loaded in dict.fromkeys(map(loads, works.values())):
+            group = {name: work for name, work in works.items() if loads(work) == loaded}
             workers: dict[str, EngineProcess] = {}
             try:
                 for turn in range(rounds):
@@ -216,7 +225,7 @@ def play(
                             continue  # invariance is a count, not a time: once will do
                         try:
                             if engine not in workers:
-                                note(f"{engine} loads ({weights}{f', {drafts} drafts' * bool(drafts)})")
+                                note(f"{engine} loads ({', '.join(loaded)})")
                                 workers[engine] = start(engine, group[name], bench)
                             done = measure(workers[engine], group[name], turn, bench)
                         except EngineFailure as error:

@@ -22,6 +22,7 @@ class Workload:
     spread: bool = False
     drafts: int = 0  # tokens that the text's own n-grams draft a step
     phrases: int = 1  # that a prompt says, one like the other
+    adapters: int = 0  # of low rank, which the requests take in turn
     busy: int = 0  # processes that compute beside it and have nothing to do with it
     by: str = "rate"  # what the ratio compares: output tokens a second, or first: the time to the first token
 
@@ -41,7 +42,7 @@ class Workload:
 
         None where the engine chooses the number of steps, where arithmetic is the limit, or others use the memory.
         """
-        if self.kind != "serve" or self.spread or self.by == "first" or self.drafts or self.busy:
+        if self.kind != "serve" or self.spread or self.by == "first" or self.drafts or self.adapters or self.busy:
             return None
         requests = self.requests(0)
         steps = max(request.count for request in requests)
@@ -52,6 +53,8 @@ class Workload:
 WORKS = {
     "one": Workload("1 request, 128 in, 128 out", 1, (128, 128), (128, 128)),
     "sixteen": Workload("16 requests, 128 in, 128 out", 16, (128, 128), (128, 128)),
+    "sixteen-adapter": Workload("16 requests of one LoRA adapter", 16, (128, 128), (128, 128), adapters=1),
+    "sixteen-adapters": Workload("16 requests, each of its own LoRA adapter", 16, (128, 128), (128, 128), adapters=16),
     "one-busy": Workload("1 request beside 1 busy process", 1, (128, 128), (128, 128), busy=1),
     "one-busy4": Workload("1 request beside 4 busy processes", 1, (128, 128), (64, 64), busy=4),
     "phrases": Workload("1 request, 8 phrases in, 128 out", 1, (128, 128), (128, 128), phrases=8),

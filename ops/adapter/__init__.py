@@ -139,7 +139,14 @@ def with_stacks(weights: Any, stacks: list[tuple[Any, Any, Any]]) -> Any:
 
 def write_slot(stacks: list[tuple[Any, Any, Any]], slot, matrices: list[tuple[Any, Any, Any]]) -> list[Any]:
     """The stacks with one adapter in that slot."""
-    return jax.tree.map(lambda stack, matrix: stack.at[slot].set(matrix), stacks, matrices)
+
+    def write(stack, matrix):
+        # As whole numbers, and not by `at`: on a CPU XLA would widen a stack of bfloat16 to float32, and copy it.
+        bits = jnp.uint16 if stack.dtype == jnp.bfloat16 else stack.dtype
+        held, own = (jax.lax.bitcast_convert_type(array, bits) for array in (stack, jnp.asarray(matrix, stack.dtype)))
+        return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_index_in_dim(held, own, slot, 0), stack.dtype)
+
+    return jax.tree.map(write, stacks, matrices)
 
 
 def weight_of(w) -> Weight:

@@ -52,14 +52,14 @@ struct Adapter {
 
   int64_t T, D, O;
   const char* x;
-  bool wide;  // whether x is float32, or bfloat16
-  const int32_t* slots;  // of each row; of none past the last
+  bool wide;                       // whether x is float32, or bfloat16
+  const int32_t* slots;            // of each row; past the last of rows without an adapter
   int64_t num_slots, each, which;  // a slot has so many matrices, of which this one is meant
-  Stack down, up;      // [D, parts * rank], [rank, O]
-  const float* longer; // [O] for each
-  const int32_t* ends;    // of each part the first and last of its outputs
+  Stack down, up;                  // [D, parts * rank], [rank, O]
+  const float* longer;             // [O] for each
+  const int32_t* ends;             // of each part its first output, and the one after its last
   int64_t parts;
-  float* out;             // [T, O]: the products, and then the sums
+  float* out;                      // [T, O]: the products, and then the sums
 
   int64_t rank() const { return up.rows; }
   int64_t matrix(int64_t row) const { return slots[row] * each + which; }

@@ -93,7 +93,7 @@ def test_every_variant_has_its_source():
     products = {*kernel_names.DENSE.values(), *(kernel for name in formats for kernel in quant.kernels(name))}
     products |= {*kernel_names.ROUNDING.values()}
     others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "heads", "residual"}
-    others |= {"blank", "probe", "pack"}
+    others |= {kernel_names.ADAPTER, "blank", "probe", "pack"}
     assert products | others == {*build.VARIANTS}
 
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...model.checkpoint.adapters import FILE
 from ..bench.adapters import write_random
 from .loop import ADAPTER_RANK
 
@@ -173,11 +174,9 @@ def adapter_folder(model: str | Path, number: int) -> Path:
 
 
 def write_adapter(folder: Path, shape: ModelShape, number: int) -> None:
-    """A LoRA adapter of random numbers for every matrix of a dense Llama's layers, unless it is there."""
-    if folder.exists():
+    """A LoRA adapter of random numbers for every matrix of a Llama's layers, unless it is there."""
+    if (folder / FILE).is_file():
         return
-    if shape.experts or shape.convolved:
-        raise NotImplementedError("adapters are compared for dense models alone")
     D, own, shared = shape.width, shape.heads * shape.head, shape.kv_heads * shape.head
     of_layer = {
         "self_attn.q_proj": (own, D), "self_attn.k_proj": (shared, D), "self_attn.v_proj": (shared, D),
@@ -185,7 +184,7 @@ def write_adapter(folder: Path, shape: ModelShape, number: int) -> None:
         "mlp.down_proj": (D, shape.ffn),
     }  # fmt: skip
     stems = {f"model.layers.{i}.{name}": size for i in range(shape.layers) for name, size in of_layer.items()}
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_random(folder, stems, ADAPTER_RANK, number)
 
 

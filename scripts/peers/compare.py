@@ -11,6 +11,7 @@ import platform
 import signal
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -64,14 +65,19 @@ def main(
     for weights in ("int8", "int4"):
         if "vllm" in fit and any(work.weights == weights for work in works.values()):
             checkpoint.quantise(folder, folder.parent / "vllm" / weights, weights)
-    for number in range(max(work.adapters for work in works.values())):
+    played = works
+    if shape.experts or shape.convolved:
+        played = {name: work for name, work in works.items() if not work.adapters}
+        missing = product(works.keys() - played.keys(), engines)
+        failures |= dict.fromkeys(missing, "adapters are compared for Llamas alone")
+    for number in range(max((work.adapters for work in played.values()), default=0)):
         checkpoint.write_adapter(checkpoint.adapter_folder(folder, number), shape, number)
     bench = turns.Bench(place, settings, limit)
     shared = [each for each in works.values() if each.weights == "q4_k_m"]
     if shared and "llama.cpp" in fit:
         turns.prepare("llama.cpp", shared[0], bench)  # Quire reads the same file
     results, failed = turns.play(
-        works, fit, bench, rounds, console.print,
+        played, fit, bench, rounds, console.print,
         between=lambda: bandwidths.append(read_bandwidth()),
     )  # fmt: skip
     failures |= failed

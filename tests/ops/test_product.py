@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import FACTOR, cases, nightly_from, thinned
+from cases import cases, nightly_from, thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -792,9 +792,7 @@ def test_lowers_for_cuda(name, monkeypatch):
 
 @pytest.fixture(scope="module")
 def kernels():
-    """The kernel of each product that is compiled here."""
-    names = [name for name in PRODUCTION if name in LOWERED or FACTOR >= 1]
-    return hopper.compile_all(__file__, names)
+    return hopper.compile_some(__file__, PRODUCTION, LOWERED)
 
 
 @pytest.mark.slow

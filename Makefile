@@ -37,7 +37,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder --durations=10
 test: lint
 	QUIRE_CASES=0.1 $(PYTEST) $(BY_FILE) -m "not slow and not nightly"
 
-check: lint test-clients $(VENV)/.parity
+check: lint $(VENV)/.parity
+	$(PYTEST) -m "not nightly" tests/clients
 	QUIRE_CASES=0.1 $(PYTEST) $(BY_FILE) -m "not nightly"
 	$(PYTEST) --dist worksteal -m "not nightly" tests/parity
 

@@ -33,17 +33,39 @@ constexpr int ROWS = 3, BLOCKS = 2, MANY = 3;
 constexpr bool FEW_REGISTERS = true;  // so few rows meet a weight at once that making a number of it is half of the work
 #endif
 
+// For loops over values in registers: without unrolling, the compiler keeps them in memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
+// Into the second-level cache, beside the arithmetic. What is being fetched already costs nothing. Written out, since GCC
+// leaves out calls of functions that do nothing else.
+inline void fetch(const void* at) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(at)));
+#elif defined(__aarch64__)
+  asm volatile("prfm pldl2keep, %0" : : "Q"(*static_cast<const char*>(at)));
+#else
+  __builtin_prefetch(at, 0, 2);
+#endif
+}
+
 // Blocks of a weight that rows meet together, and how many blocks further on lies what each may fetch; 0 is nothing.
 struct Panel {
   int64_t block[BLOCKS], then[BLOCKS];
   const float* wide;  // the same weights as floats, [block][input][16 outputs]; or null
 };
 
-// Into the second-level cache, beside the arithmetic. What is being fetched already costs nothing.
-inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+// Whether sums of so many vectors leave registers for what else it takes to fetch beside a format's decoding.
+constexpr bool room(int sums) { return sums <= 12; }
 
-// For loops over values in registers: without unrolling, the compiler keeps them in memory.
-#define UNROLL _Pragma("GCC unroll 16")
+// Of the INPUTS inputs from k on the weights that lie so much further than each of N blocks.
+template <int N, int64_t INPUTS, typename Format>
+__attribute__((always_inline)) inline void fetch_next(const Format& f, const Panel& panel, int64_t K, int64_t k) {
+  constexpr int64_t BYTES = LANES * Format::BITS / 8;  // of a block, for an input
+  auto* w = reinterpret_cast<const char*>(f.w);
+  UNROLL for (int n = 0; n < N; ++n)
+    UNROLL for (int64_t line = 0; line < INPUTS * BYTES; line += 64)
+      fetch(w + ((panel.block[n] + panel.then[n]) * K + k) * BYTES + line);
+}
 
 // Rows that meet weights of bfloat16 or of fewer bits hold bfloat16 themselves: as such where the machine multiplies
 // pairs of them, else as floats.
@@ -190,12 +212,14 @@ struct F32 {
   void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
     F acc[R][N][H] = {};
     x += row * K;
-    for (int64_t k = 0; k < K; ++k)
+    for (int64_t k = 0; k < K; ++k) {
+      if constexpr (room(R * N * H)) fetch_next<N, 1>(*this, panel, K, k);
       UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int h = 0; h < H; ++h) {
           F v = lanes<F>(w + (panel.block[n] * K + k) * LANES + h * W);
           UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] += v * x[k * R + r];
         }
+    }
     std::memcpy(out, acc, sizeof(acc));
   }
 };
@@ -221,8 +245,7 @@ struct Bf16 {
   void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
     F acc[R][N][H] = {};
     for (int64_t k = 0; k < K; k += 2) {
-      if constexpr (!WIDE)
-        UNROLL for (int n = 0; n < N; ++n) fetch(w + ((panel.block[n] + panel.then[n]) * K + k) * LANES);
+      fetch_next<N, 2>(*this, panel, K, k);
       add_word<WIDE>(*this, x + row * K, K, k, panel, acc);
     }
     std::memcpy(out, acc, sizeof(acc));
@@ -252,15 +275,16 @@ struct Int8 {
   void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
     I acc[R][N][H] = {};
     x += row * K;
-    for (int64_t k = 0; k < K; k += 4)
+    for (int64_t k = 0; k < K; k += 4) {
+      fetch_next<N, 4>(*this, panel, K, k);
       UNROLL for (int n = 0; n < N; ++n) {
         const int8_t* at = w + (panel.block[n] * K + k) * LANES;
-        fetch(at + panel.then[n] * K * LANES);
         UNROLL for (int h = 0; h < H; ++h) {
           U v = lanes<U>(at + 4 * h * W);
           UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] = dot_fours(acc[r][n][h], v, x + k * R + 4 * r);
         }
       }
+    }
     std::memcpy(out, acc, sizeof(acc));
   }
 };
@@ -300,7 +324,10 @@ struct Int8Wide {
   template <int R, int N, bool WIDE>
   void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
     F acc[R][N][H] = {};
-    for (int64_t k = 0; k < K; k += 2) add_word<WIDE>(*this, x + row * K, K, k, panel, acc);
+    for (int64_t k = 0; k < K; k += 2) {
+      if constexpr (room(R * N * H)) fetch_next<N, 2>(*this, panel, K, k);
+      add_word<WIDE>(*this, x + row * K, K, k, panel, acc);
+    }
     std::memcpy(out, acc, sizeof(acc));
   }
 };
@@ -576,10 +603,15 @@ struct Levels {
   }
 };
 
-// What group `g` shares with its neighbours, read at the first of them.
+// What group `g` shares with its neighbours, read at the first of them; and what follows is fetched.
 template <int N, typename Scale>
 __attribute__((always_inline)) inline void read_above(const Panel& panel, int64_t groups, int64_t g, const Scale& scale, const Scale& least,
                 F (&above)[N][H], F (&least_above)[N][H]) {
+  UNROLL for (int n = 0; n < N; ++n) {
+    int64_t next = ((panel.block[n] + panel.then[n]) * groups + g) * LANES;
+    fetch(scale.each + next);
+    if (least.each) fetch(least.each + next);
+  }
   int64_t together = scale.together(groups);
   if (g % together) return;
   UNROLL for (int n = 0; n < N; ++n)
@@ -621,7 +653,10 @@ struct Grouped {
     for (int64_t g = 0; g < groups; ++g) {
       read_above(panel, groups, g, scale, least, above, least_above);
       F sum[R][N][H] = {};
-      for (int64_t k = g * group; k < (g + 1) * group; k += WORD) add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
+      for (int64_t k = g * group; k < (g + 1) * group; k += WORD) {
+        if constexpr (room(R * N * H)) fetch_next<N, WORD>(*this, panel, K, k);
+        add_word<WIDE>(*this, x + row * K, K, k, panel, sum);
+      }
       UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int h = 0; h < H; ++h) {
           int64_t at = (panel.block[n] * groups + g) * LANES + h * W;

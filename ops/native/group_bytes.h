@@ -126,10 +126,12 @@ struct GroupedBytes {
 
   template <int R, int N, bool>
   void run(const X* x, int64_t row, int64_t K, const Panel& panel, F (&out)[R][N][H]) const {
-    int64_t groups = K / group;
+    int64_t groups = K / group, words = group / WORD;
     const float *x_scale = x_shared.scale.data() + row * groups, *x_sum = x_shared.sum.data() + row * groups;
     const int32_t* start = x_shared.start.data() + row * groups;
     x += row * K;
+    const Word* at[N];
+    UNROLL for (int n = 0; n < N; ++n) at[n] = w + panel.block[n] * K / WORD * LANES;
     std::memset(out, 0, sizeof(out));
     F above[N][H], least_above[N][H];
     for (int64_t g = 0; g < groups; ++g) {
@@ -138,20 +140,24 @@ struct GroupedBytes {
       UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int n = 0; n < N; ++n)
           UNROLL for (int h = 0; h < H; ++h) sum[r][n][h] = I{} + start[r * groups + g];
-      for (int64_t k = g * group; k < (g + 1) * group; k += WORD)
-        UNROLL for (int n = 0; n < N; ++n)
+      for (int64_t word = 0; word < words; ++word, x += WORD * R) {
+        if constexpr (room(R * N * H)) fetch_next<N, WORD>(*this, panel, K, (g * words + word) * WORD);
+        UNROLL for (int n = 0; n < N; ++n) {
           UNROLL for (int h = 0; h < H; ++h) {
-            U v = lanes<U>(w + (panel.block[n] * K + k) / WORD * LANES + h * W);
+            U v = lanes<U>(at[n] + h * W);
             U low = Codes::bytes(v & 0x0f0f0f0fu), high = Codes::bytes(v >> 4 & 0x0f0f0f0fu);
             UNROLL for (int r = 0; r < R; ++r)
-              sum[r][n][h] = dot_eights<Codes::LARGEST>(sum[r][n][h], low, high, x + k * R + WORD * r);
+              sum[r][n][h] = dot_eights<Codes::LARGEST>(sum[r][n][h], low, high, x + WORD * r);
           }
+          at[n] += LANES;
+        }
+      }
       UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int h = 0; h < H; ++h) {
-          int64_t at = (panel.block[n] * groups + g) * LANES + h * W;
-          F s = scale.shared(at, above[n][h]) * Codes::UNIT, off{};
-          if (least.each) off = least.shared(at, least_above[n][h]);
-          if (zero) off = load_bytes(zero + at) * s;
+          int64_t of = (panel.block[n] * groups + g) * LANES + h * W;
+          F s = scale.shared(of, above[n][h]) * Codes::UNIT, off{};
+          if (least.each) off = least.shared(of, least_above[n][h]);
+          if (zero) off = load_bytes(zero + of) * s;
           UNROLL for (int r = 0; r < R; ++r) {
             out[r][n][h] += s * x_scale[r * groups + g] * __builtin_convertvector(sum[r][n][h], F);
             if (least.each || zero) out[r][n][h] -= off * x_sum[r * groups + g];

@@ -227,11 +227,16 @@ void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T
       for (int n = 0; n < width; ++n) panel.block[width + n] = out.blocks + panel.block[n];
     if constexpr (Format::WIDENS)
       if (most == ROWS && stop - start > 2 * MANY) panel.wide = widened(f, panel, K);
-    // Rows in two goes leave memory idle during the second: of four blocks to come three are fetched in the first.
-    int64_t further = T > most && T <= 2 * most && upcoming < panels * tiles ? (upcoming - chunk) * width : 0;
+    // While rows meet these weights those of the next chunk come from memory, its blocks in turn over the rows: where few
+    // rows meet them, for a thread's chunks are too short for the processor to foresee; where rows take two goes, for
+    // memory would rest during the second.
+    bool beside = T <= ROWS || FEW_REGISTERS || (T > most && T <= 2 * most);
+    int64_t further = beside && upcoming < panels * tiles ? (upcoming / tiles - chunk / tiles) * width : 0;
     for (int64_t row = start; row < stop; row += most) {
-      bool last = row + most >= stop;
-      for (int n = 0; n < BLOCKS; ++n) panel.then[n] = last == (n == BLOCKS - 1) ? further : 0;
+      for (int n = 0; n < BLOCKS; ++n) {
+        int64_t turn = start + (stop - start) * n / BLOCKS;
+        panel.then[n] = row <= turn && turn < row + most ? further : 0;
+      }
       any_rows(f, x, row, std::min(most, stop - row), K, panel, used, out);
     }
   }, weights_of(f, T, K, out));

@@ -81,7 +81,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", thinned(FAMILIES, ["mistral", "gemma2", "qwen3-5", "deepseek-v3"]))
+@pytest.mark.parametrize("name", thinned(FAMILIES, ["mistral", "deepseek-v3"]))
 def test_logits(name, golden, tmp_path):
     """With every matrix adapted that can be: those of one device."""
     made = golden(name)
@@ -97,7 +97,7 @@ def test_logits(name, golden, tmp_path):
         np.testing.assert_allclose(many, one, rtol=0, atol=1e-3, err_msg=str(size))
 
 
-@pytest.mark.parametrize("name", tiny_moe.CONFIGS)
+@pytest.mark.parametrize("name", thinned(tiny_moe.CONFIGS, ["qwen3_moe"]))
 def test_experts(name, tmp_path):
     """Of every expert each device has its own columns; of DoRA the lengths of its own outputs, or of its own sums."""
     tensors = tiny_moe.write(tmp_path / "base", name)

@@ -67,8 +67,6 @@ BOUNDS = (
 
 FEW = (
     "llama-3-8b, bf16, batch 64",
-    "llama-3-8b, int4, batch 64",
-    "llama-3-8b, bf16, batch 64, 4 drafts of eagle3",
     "qwen3-30b-a3b, fp8, batch 64",
 )
 # Half a minute each of two cores: `make test-all` has every one.

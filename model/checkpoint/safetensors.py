@@ -23,6 +23,7 @@ DTYPES = {
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+METADATA = "__metadata__"
 MAX_HEADER = 100 << 20
 STRIP = 16  # rows of a transposed copy at a time: more of them fall out of the cache before their lines are full
 
@@ -116,7 +117,19 @@ def indexed_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The table of a safetensors file, each entry checked against the file's size."""
+    """The tensors of a safetensors file, each entry checked against the file's size."""
+    table, data, size = read_table(path)
+    return {name: read_entry(path, name, entry, data, size) for name, entry in table.items() if name != METADATA}
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What else the header of a safetensors file says, by name."""
+    found = read_table(path)[0].get(METADATA)
+    return found if isinstance(found, dict) else {}
+
+
+def read_table(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header of a safetensors file, where the tensors' bytes begin, and the file's size."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -136,11 +149,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"{path} has a damaged header: {error}") from None
     if not isinstance(header, dict):
         raise ModelError(f"{path} has a damaged header: it is no table")
-    return {
-        name: read_entry(path, name, entry, 8 + length, size)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    return header, 8 + length, size
 
 
 def read_entry(path: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
@@ -161,7 +170,7 @@ def read_entry(path: Path, name: str, entry: Any, data: int, size: int) -> Tenso
 def write_tensors(path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]], values: Iterable[np.ndarray]) -> None:
     """A safetensors file; `layout` gives dtypes and shapes, `values` the tensors in that order, one at a time."""
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in layout.items():
         start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize

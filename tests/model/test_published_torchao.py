@@ -101,12 +101,30 @@ def fours(rng, stem: str, shape, size=128, old=False, **_):
     return named(stem, {"qdata": packed, "scale": scale, "zero_point": added}, old), dense
 
 
+def tiled(rng, stem: str, shape, size=128, old=False, **_):
+    """A matrix of Int4TilePackedTo4dTensor, by PyTorch's loops over the lanes of a tensor core."""
+    rows, columns = shape
+    whole = [-(-rows // 8) * 8, -(-columns // 1024) * 1024]
+    codes = rng.integers(0, 16, whole)
+    words = np.zeros((whole[0] // 8, whole[1] // 128, 32, 4), np.uint32)
+    for lane in range(32):
+        for tile in range(4):
+            for nibble, at in enumerate((0, 8, 16, 24, 1, 9, 17, 25)):
+                own = codes[lane // 4 :: 8, 32 * tile + at + 2 * (lane % 4) :: 128].astype(np.uint32)
+                words[:, :, lane, tile] |= own << (4 * nibble)
+    shared = np.stack([rng.uniform(low, 0.02, (whole[1] // size, whole[0])) for low in (0.001, -0.02)], -1).astype(BF16)
+    scale, zero = shared.astype(np.float64).repeat(size, 0).transpose(2, 1, 0)
+    dense = ((codes - 8) * scale + zero)[:rows, :columns]
+    return named(stem, {"qdata": words.view(np.int32), "scale_and_zero": shared}, old), dense
+
+
 INT8 = typed("Int8WeightOnlyConfig", group_size=None, granularity=UNIT, set_inductor_config=True, version=2)
 INT4 = typed(
     "Int4WeightOnlyConfig", group_size=128, set_inductor_config=True, version=2,
     int4_packing_format=enum("Int4PackingFormat", "PLAIN"),
     int4_choose_qparams_algorithm=enum("Int4ChooseQParamsAlgorithm", "TINYGEMM"),
 )  # fmt: skip
+TILES = INT4 | {"_data": INT4["_data"] | {"int4_packing_format": enum("Int4PackingFormat", "TILE_PACKED_TO_4D")}}
 F8 = typed("Float8WeightOnlyConfig", weight_dtype=enum("torch.dtype", "float8_e4m3fn"), version=2)
 F8_ROWS = typed(
     "Float8DynamicActivationFloat8WeightConfig", activation_dtype=enum("torch.dtype", "float8_e4m3fn"),
@@ -143,6 +161,8 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "fp8-blocks": (float8, {"scale": "blocks"}, BLOCKS, "fp8-weights-128"),
     "int4": (fours, {}, INT4, "int4-128-least"),
     "int4-32": (fours, {"size": 32}, changed(INT4, group_size=32), "int4-32-least"),
+    "int4-tiles": (tiled, {}, TILES, "int4-128-least"),
+    "int4-tiles-32": (tiled, {"size": 32}, changed(TILES, group_size=32, int4_tile_packed_ntile=8), "int4-32-least"),
     "int4-rows": (fours, {}, INT4 | {"_type": "Float8DynamicActivationInt4WeightConfig"}, "int4-128-least"),
     "intx-4": (bytes_of, {"bits": 4, "size": 32, "zeros": True}, intx(), "int4-32"),
     "intx-4-zeros": (bytes_of, {"bits": 4, "size": 64, "zeros": "own"}, intx(4, 64, "ASYMMETRIC"), "int4-64-zero"),
@@ -166,7 +186,17 @@ def written(folder, case: str, spare: tuple[str, ...] = (), model: dict = LLAMA,
         parts, expected[name] = write(rng, stem, value.shape, **options)
         tensors |= parts
     tiny.write(folder, model | {"quantization_config": config(quant_type, **changes)}, tensors)
+    if write is tiled:
+        save_file(tensors, folder / "model.safetensors", shapes_of(expected))
     return tensors, expected
+
+
+def shapes_of(dense: dict) -> dict[str, str]:
+    """The metadata that torchao keeps of its tensors."""
+    return {
+        name: json.dumps({"_type": "Int4TilePackedTo4dTensor", "_data": {"block_size": [1, 128], "shape": value.shape}})
+        for name, value in dense.items()
+    }
 
 
 def near(case: str) -> float:
@@ -256,6 +286,11 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("int4", "zero_point", lambda x: x[:, :-1], f"tensor '{STEM}zero_point' is"),
     ("int4", "zero_point", lambda x: x * BF16(np.inf), "no finite number"),
     ("int4", "qdata", lambda x: x[:, :-8], "do not divide by the group of 128"),
+    ("int4-tiles", "scale_and_zero", lambda x: None, f"lacks the tensor '{STEM}scale_and_zero'"),
+    ("int4-tiles", "scale_and_zero", lambda x: x[:-1], f"tensor '{STEM}scale_and_zero' is"),
+    ("int4-tiles", "scale_and_zero", lambda x: x * BF16(np.nan), "no finite number"),
+    ("int4-tiles", "qdata", lambda x: x[..., :2], f"tensor '{STEM}qdata' is"),
+    ("int4-tiles", "qdata", lambda x: x[0], r"must be \[out / 8"),
     ("intx-4", "qdata", lambda x: x * 0 + 8, f"tensor '{STEM}qdata' holds 8, which are more than 4 bits"),
     ("intx-4", "zero_point", lambda x: x - 9, f"tensor '{STEM}zero_point' holds -9, which are more than 4 bits"),
     ("intx-4", "zero_point", lambda x: x + 1, "and quantization_config says that codes are symmetric"),
@@ -267,8 +302,31 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
 
 @pytest.mark.parametrize(("case", "part", "change", "words"), DAMAGE, ids=[f"{x[0]}-{x[1]}-{x[3]}" for x in DAMAGE])
 def test_damage_is_named(tmp_path, case, part, change, words):
-    tensors, _ = written(tmp_path, case)
-    check_damage(tmp_path, tensors, STEM + part, change, words)
+    tensors, expected = written(tmp_path, case)
+    about = shapes_of(expected) if case == "int4-tiles" else None
+    check_damage(tmp_path, tensors, STEM + part, change, words, about)
+
+
+SHAPE = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (None, r"has shape \[256, 1024\]; config.json wants"),
+        ("{", r"has shape \[256, 1024\]; config.json wants"),
+        ('{"_data": {"shape": [0, 256]}}', r"has shape \[256, 1024\]; config.json wants"),
+        ('{"_data": {"shape": [256, 1e99]}}', r"has shape \[256, 1024\]; config.json wants"),
+        ('{"_data": {"shape": [256, 200]}}', "do not divide by the group of 128"),
+        ('{"_data": {"shape": [264, 256]}}', rf"tensor '{STEM}qdata' is \[32, 8, 32, 4\]"),
+    ],
+)
+def test_shapes_of_tiles_that_are_not_so(tmp_path, said, words):
+    tensors, expected = written(tmp_path, "int4-tiles")
+    about = shapes_of(expected) | {SHAPE: said}
+    save_file(tensors, tmp_path / "model.safetensors", {name: text for name, text in about.items() if text is not None})
+    with pytest.raises(ModelError, match=words):
+        read(tmp_path)
 
 
 def test_a_form_that_is_not_read(tmp_path):
@@ -289,7 +347,7 @@ CONFIGS: list[tuple[dict, str]] = [
     (config(changed(INT8, spin=2)), "default._data.spin = 2 is not understood"),
     (config(changed(INT8, group_size=-3)), "group_size = -3"),
     (config(changed(INT8, granularity=typed("PerToken"))), "granularity = "),
-    (config(changed(INT4, int4_packing_format=enum("X", "TILE_PACKED_TO_4D"))), "packing_format = 'TILE_PACKED_TO_4D'"),
+    (config(changed(TILES, int4_tile_packed_ntile=16)), "int4_tile_packed_ntile = 16"),
     (config(changed(INT4, int4_packing_format="preshuffled")), "packing_format = 'PRESHUFFLED'"),
     (config(changed(INT4, group_size=48)), "group_size = 48"),
     (config(changed(F8, weight_dtype=enum("torch.dtype", "float8_e5m2"))), "weight_dtype = 'float8_e5m2'"),

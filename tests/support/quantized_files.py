@@ -24,12 +24,12 @@ LLAMA = tiny.LLAMA | {
 FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
-def check_damage(folder: Path, tensors: dict, name: str, change, told: str) -> None:
+def check_damage(folder: Path, tensors: dict, name: str, change, told: str, about: dict | None = None) -> None:
     """With one of the tensors changed, or left out where nothing becomes of it, reading the folder says so."""
     value = change(tensors.pop(name))
     if value is not None:
         tensors[name] = np.ascontiguousarray(value)
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", about)
     with pytest.raises(ModelError, match=told):
         read(folder)
 

@@ -7,20 +7,26 @@ Those of `name.weight` are called `name._weight_qdata` and so on, or `name.weigh
     IntxUnpackedToInt8Tensor   the same, codes of fewer bits too
     Int4Tensor                 qdata int8 or uint8 [out, in / 2], signed codes, the even input in the low half; scale
                                and zero_point [in / group, out]: weight = code * scale + zero_point
+    Int4TilePackedTo4dTensor   qdata int32 [out / 8, in / 128, 32, 4], codes from zero as tensor cores take them;
+                               scale_and_zero [in / group, out, 2]: weight = (code - 8) * scale + zero. Outputs are
+                               filled up to 8, inputs to 1024; the file's metadata has the true shape
 
 quant_type names a config of torchao, of which what decides how weights are kept is read. Rows become codes where the
 format here does so; other roundings of rows are left out, which is closer.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
-from ..safetensors import Tensor
+from ..safetensors import Tensor, read_metadata
 from . import fp8
 from .forms import split_pairs
 from .integers import FLOATS, GROUPS, IntegerMatrix, Integers, group_of
@@ -48,9 +54,11 @@ INTX = COMMON | {
 }  # fmt: skip
 LISTS = ("fqn_to_config", "module_fqn_to_config")  # of configs, by module
 DEFAULT = "_default"
+PLAIN, TILED = "PLAIN", "TILE_PACKED_TO_4D"  # how codes of four bits lie
 NAMINGS = ("._weight_", ".weight:")
 ASIDE = ("act_quant_scale", "act_quant_zero_point", "output_quant_scale")  # measured for rows
 BLOCK = [fp8.SIDE, fp8.SIDE]
+TILE = (8, 1024)  # outputs and inputs that a packed matrix has multiples of
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Fours:
     """Codes of four bits in groups, with numbers that are added."""
 
     group: int
+    tiled: bool
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
@@ -156,13 +165,14 @@ def int8_rows(where: str, said: dict[str, Any]) -> StoredGroup:
 
 
 def int4(where: str, said: dict[str, Any]) -> StoredGroup:
-    for key in ("int4_packing_format", "packing_format"):
-        choice(f"{where}.{key}", said, "PLAIN", "PLAIN")
+    forms = {choice(f"{where}.{key}", said, PLAIN, PLAIN, TILED) for key in ("int4_packing_format", "packing_format")}
+    if TILED in forms and said.get("int4_tile_packed_ntile") not in (None, TILE[0]):
+        raise refusal(f"{where}.int4_tile_packed_ntile", said["int4_tile_packed_ntile"], f"null or {TILE[0]}")
     size = said.get("group_size", 128)
     within = next((group for group in GROUPS if type(size) is int and size > 0 and size % group == 0), None)
     if within is None:
         raise refusal(f"{where}.group_size", size, "a multiple of 32")
-    return StoredGroup(f"int4-{within}-least", Fours(size))
+    return StoredGroup(f"int4-{within}-least", Fours(size, TILED in forms))
 
 
 def intx(prefix: str) -> Callable[[str, dict[str, Any]], StoredGroup]:
@@ -247,16 +257,34 @@ class Bytes(IntegerMatrix):
 @dataclass(frozen=True)
 class Halves(Matrix):
     def fields(self, parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        codes, scale, added = parts.values()
+        codes, scale, added = self.unpacked(parts)
         scale, added = (self.finite(value.astype(np.float32)).T for value in (scale, added))
         again = self.group.form.group // self.format.shared()
         shared = {"scale": scale, "least": 8 * scale - added}
-        return {"codes": split_pairs(codes.view(np.uint8)) ^ 8} | {
-            name: value.repeat(again, 1) for name, value in shared.items()
-        }
+        return {"codes": codes} | {name: value.repeat(again, 1) for name, value in shared.items()}
+
+    def unpacked(self, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Codes from zero [out, in]; what multiplies codes from the middle and what is added [in / group, out]."""
+        codes, scale, added = parts.values()
+        return split_pairs(codes.view(np.uint8)) ^ 8, scale, added
+
+
+@dataclass(frozen=True)
+class Tiles(Halves):
+    def unpacked(self, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        words, shared = parts.values()
+        rows, columns = self.shape
+        # Axes: outputs by 8, inputs by 128; output, pair of inputs, inputs by 32; which of a pair, inputs by 8.
+        codes = words.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+        tiles, spans = words.shape[:2]
+        codes = codes.astype(np.uint8).reshape(tiles, spans, 8, 4, 4, 2, 4)
+        codes = codes.transpose(0, 2, 1, 4, 6, 3, 5).reshape(8 * tiles, 128 * spans)
+        shared = shared[: columns // self.group.form.group, :rows]
+        return codes[:rows, :columns], shared[..., 0], shared[..., 1]
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
+    about = cache(read_metadata)
     found: dict[str, Any] = {}
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -267,23 +295,28 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
             stem, _, part = name.partition(naming)
             parts.setdefault((stem, naming), {})[part] = tensor
     for (stem, naming), each in parts.items():
-        found[f"{stem}.weight"] = matrix(stem, stem + naming, each, stored)
+        found[f"{stem}.weight"] = matrix(stem, stem + naming, each, stored, about)
     return found
 
 
-def matrix(stem: str, before: str, parts: dict[str, Tensor], stored: StoredFormat) -> Matrix:
-    """One matrix, the shapes and dtypes of its tensors checked."""
+def matrix(
+    stem: str, before: str, parts: dict[str, Tensor], stored: StoredFormat, about: Callable[[Path], dict[str, Any]]
+) -> Matrix:
+    """One matrix, the shapes and dtypes of its tensors checked; `about` gives a file's metadata."""
     group = next((each for each in stored.groups if "Linear" in each.targets or stem in each.aimed), None)
     if group is None:
         raise ModelError(f"tensor {before + [*parts][0]!r} is quantised, and {HERE} says nothing of {stem!r}")
     parts = {name: tensor for name, tensor in parts.items() if name not in ASIDE}
+    tiled = isinstance(group.form, Fours) and group.form.tiled
     zeros = isinstance(group.form, Fours) or (isinstance(group.form, Integers) and "zero_point" in parts)
-    needed = ["qdata", "scale"] + ["zero_point"] * zeros
+    needed = ["qdata", "scale_and_zero"] if tiled else ["qdata", "scale"] + ["zero_point"] * zeros
     if missing := [name for name in needed if name not in parts]:
         others = ", ".join(sorted(parts))
         raise ModelError(f"the checkpoint lacks the tensor {before + missing[0]!r}; of {stem!r} it has {others}")
     if extra := sorted(parts.keys() - {*needed}):
         raise ModelError(f"tensor {before + extra[0]!r} is of a form of torchao that is not supported")
+    if tiled:
+        return tiles(stem, {name: parts[name] for name in needed}, group, about)
     codes, scale = parts["qdata"], parts["scale"]
     if len(codes.shape) != 2 or not all(codes.shape):
         raise ModelError(f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be a matrix")
@@ -314,6 +347,28 @@ def halves(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     for tensor in (scale, added):
         check(tensor, FLOATS, (columns // size, rows))
     return Halves(f"{stem}.weight", (rows, columns), group, tensors)
+
+
+def tiles(stem: str, tensors: dict[str, Tensor], group: StoredGroup, about: Callable[[Path], dict[str, Any]]) -> Matrix:
+    codes, shared = tensors.values()
+    if len(codes.shape) != 4 or not all(codes.shape):
+        raise ModelError(f"tensor {codes.name!r} is {list(codes.shape)}; it must be [out / 8, in / 128, 32, 4]")
+    rows, columns = true_shape(f"{stem}.weight", about(codes.file)) or (8 * codes.shape[0], 128 * codes.shape[1])
+    whole, size = [-(-n // tile) * tile for n, tile in zip((rows, columns), TILE, strict=True)], group.form.group
+    if columns % size:
+        raise uneven(codes, columns, size)
+    check(codes, ("int32",), (whole[0] // 8, whole[1] // 128, 32, 4))
+    check(shared, FLOATS, (whole[1] // size, whole[0], 2))
+    return Tiles(f"{stem}.weight", (rows, columns), group, tensors)
+
+
+def true_shape(name: str, metadata: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Of a matrix that is filled up; None where the file does not say it."""
+    try:
+        rows, columns = json.loads(metadata[name])["_data"]["shape"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return (rows, columns) if type(rows) is type(columns) is int and rows > 0 and columns > 0 else None
 
 
 def uneven(codes: Tensor, columns: int, size: int) -> ModelError:
